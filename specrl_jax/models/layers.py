@@ -1,0 +1,167 @@
+"""The parts of a decoder block, as NNX modules over arrays that somebody else owns.
+
+A module is built from a plain dict of arrays (`params`), holds them as `nnx.Param`, and its call
+mutates nothing; building one inside a traced function costs nothing at run time. So the weights
+stay an ordinary pytree: optax, Orbax and `jax.lax.scan` see dicts of arrays.
+
+Suffixes name axes: B rows, T tokens of this call, S cache slots, D embed, F mlp, N query heads,
+K key/value heads, G query heads per key/value head, H head dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from specrl_jax.models.config import ModelConfig, RopeScaling
+from specrl_jax.models.kv_cache import write_rows
+from specrl_jax.sharding import reshard, spec
+
+# Logical axes of one layer's parameters, without the leading layer axis.
+LAYER_AXES: dict[str, tuple[str | None, ...]] = {
+    "attn_norm": (None,),
+    "q_proj": ("embed", "heads", None),
+    "k_proj": ("embed", "kv_heads", None),
+    "v_proj": ("embed", "kv_heads", None),
+    "o_proj": ("heads", None, "embed"),
+    "q_bias": ("heads", None),
+    "k_bias": ("kv_heads", None),
+    "v_bias": ("kv_heads", None),
+    "o_bias": (None,),
+    "q_norm": (None,),
+    "k_norm": (None,),
+    "mlp_norm": (None,),
+    "gate_proj": ("embed", "mlp"),
+    "up_proj": ("embed", "mlp"),
+    "down_proj": ("mlp", "embed"),
+    "gate_bias": ("mlp",),
+    "up_bias": ("mlp",),
+    "down_bias": (None,),
+}
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, in float32 (arXiv 1910.07467)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
+    """Angular frequencies [H/2] of rotary positions (arXiv 2104.09864), stretched as Llama 3 does.
+
+    Long wavelengths are divided by `factor`, short ones kept, those between interpolated.
+    """
+    freqs = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return freqs
+    turns = scaling.original_max_positions * freqs / (2 * jnp.pi)
+    smooth = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smooth = jnp.clip(smooth, 0.0, 1.0)
+    return freqs * (smooth + (1 - smooth) / scaling.factor)
+
+
+def rope_tables(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
+    """cos and sin [B, T, 1, H/2] for int32 positions [B, T]."""
+    freqs = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angles = positions[:, :, None, None].astype(jnp.float32) * freqs[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
+    """Rotate the two halves of every head (the half-split convention of Hugging Face)."""
+    cos, sin = rope
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTNH.dtype)
+
+
+def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
+    """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot."""
+    batch, queries, heads, head_dim = q_BTNH.shape
+    kv_heads = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    scores = scores * head_dim**-0.5
+    scores = jnp.where(mask_BTS[:, None, None, :, :], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
+    return out_BTKGH.reshape(batch, queries, heads, head_dim)
+
+
+class LayerModule(nnx.Module):
+    """Holds some of a layer's parameters; `weight` gives one in compute type and layout."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, config: ModelConfig, params: dict[str, Array]):
+        self.config = config
+        for name in self.names:
+            setattr(self, name, nnx.Param(params[name]) if name in params else None)
+
+    def weight(self, name: str) -> Array:
+        # Cast before gathering over "fsdp": half the bytes travel in bfloat16.
+        value = getattr(self, name)[...].astype(self.config.dtype)
+        return reshard(value, *LAYER_AXES[name])
+
+    def project(self, equation: str, x: Array, name: str, *axes: str | None) -> Array:
+        """einsum with the weight `{name}_proj`, plus `{name}_bias` where the model has one."""
+        out = jnp.einsum(equation, x, self.weight(f"{name}_proj"), out_sharding=spec(*axes))
+        if getattr(self, f"{name}_bias", None) is not None:
+            bias = self.weight(f"{name}_bias")
+            out = out + bias[(None,) * (out.ndim - bias.ndim)]
+        return out
+
+
+class Attention(LayerModule):
+    """Causal self-attention with grouped heads, over this call's tokens or over a KV cache."""
+
+    names = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm"),
+    )
+
+    def __call__(self, x_BTD, rope, mask_BTS, start_B=None, cache=None):
+        q = self.project("BTD,DNH->BTNH", x_BTD, "q", "batch", None, "heads", None)
+        k = self.project("BTD,DKH->BTKH", x_BTD, "k", "batch", None, "kv_heads", None)
+        v = self.project("BTD,DKH->BTKH", x_BTD, "v", "batch", None, "kv_heads", None)
+        if self.q_norm is not None:
+            q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
+            k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if cache is not None:
+            k, v = cache = write_rows(cache[0], k, start_B), write_rows(cache[1], v, start_B)
+        out = attend(q, k, v, mask_BTS)
+        return self.project("BTNH,NHD->BTD", out, "o", "batch", None, None), cache
+
+
+class MLP(LayerModule):
+    """SwiGLU feed-forward (arXiv 2002.05202)."""
+
+    names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
+
+    def __call__(self, x_BTD: Array) -> Array:
+        gate = self.project("BTD,DF->BTF", x_BTD, "gate", "batch", None, "mlp")
+        up = self.project("BTD,DF->BTF", x_BTD, "up", "batch", None, "mlp")
+        hidden = jax.nn.silu(gate) * up
+        return self.project("BTF,FD->BTD", hidden, "down", "batch", None, None)
+
+
+class Block(nnx.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, params: dict[str, Array]):
+        self.config = config
+        self.attn_norm = nnx.Param(params["attn_norm"])
+        self.attention = Attention(config, params)
+        self.mlp_norm = nnx.Param(params["mlp_norm"])
+        self.mlp = MLP(config, params)
+
+    def __call__(self, x_BTD, rope, mask_BTS, start_B=None, cache=None):
+        normed = rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps)
+        attended, cache = self.attention(normed, rope, mask_BTS, start_B, cache)
+        x_BTD = x_BTD + attended
+        normed = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
+        return x_BTD + self.mlp(normed), cache

@@ -1,0 +1,60 @@
+"""Log-probabilities over a vocabulary that may be split over "tensor".
+
+A token's score is picked by mask-and-sum, never by a gather, and long responses go through the
+head in chunks, so that [B, T, V] is never whole on one device or in memory at once.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.models.transformer import Transformer
+from specrl_jax.sharding import reshard
+
+
+def vocab_ids(size: int) -> Array:
+    """int32 [V], laid out like the vocabulary."""
+    return reshard(jnp.arange(size, dtype=jnp.int32), "vocab")
+
+
+def pick(scores: Array, tokens: Array) -> Array:
+    """scores [..., V] at tokens [...]; exact, also where other scores are -inf."""
+    ids = vocab_ids(scores.shape[-1])[(None,) * tokens.ndim]
+    return jnp.sum(jnp.where(ids == tokens[..., None], scores, 0.0), axis=-1)
+
+
+def token_logprobs(logits: Array, tokens: Array) -> Array:
+    """log softmax(logits) at tokens, float32 nats; logits [..., V], tokens [...]."""
+    return pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+
+
+def entropy(logits: Array) -> Array:
+    """Entropy of softmax(logits) in nats, [...] for logits [..., V]."""
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    probs = jnp.exp(logits - log_z[..., None])
+    return log_z - jnp.sum(probs * logits, axis=-1)
+
+
+def map_tokens(
+    function: Callable, model: Transformer, hidden_BTD: Array, tokens_BT: Array, chunk: int
+):
+    """`function(logits [B, t, V], tokens [B, t])` over chunks of t <= `chunk` tokens.
+
+    The function's results are arrays [B, t]; they come back joined as [B, T]. Logits of a chunk
+    are recomputed in the backward pass instead of kept.
+    """
+    width = tokens_BT.shape[1]
+
+    @jax.checkpoint
+    def one(hidden: Array, tokens: Array):
+        return function(model.logits(hidden), tokens)
+
+    if width <= chunk:
+        return one(hidden_BTD, tokens_BT)
+    pieces = [
+        one(hidden_BTD[:, i : i + chunk], tokens_BT[:, i : i + chunk])
+        for i in range(0, width, chunk)
+    ]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *pieces)

@@ -1,0 +1,199 @@
+"""A decoder of the Llama family: tokens in, hidden states and a KV cache out.
+
+One module serves rollout and update. Its parameters are a nested dict of arrays:
+
+    embed [V, D] · final_norm [D] · lm_head [V, D] (untied only) · layers: {name: [L, ...]}
+
+The update scans the stacked layers (compile time); the rollout passes layers that were unstacked
+once (`rollout_weights`), because a scanned decode pays its loop overhead at every token.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.kv_cache import KVCache, cache_slots
+from specrl_jax.models.layers import LAYER_AXES, Block, rms_norm, rope_tables
+from specrl_jax.sharding import check_divides, reshard, spec
+
+Params = dict[str, Array | dict[str, Array]]
+
+_TOP_AXES = {"embed": ("vocab", None), "lm_head": ("vocab", None), "final_norm": (None,)}
+
+
+class Transformer(nnx.Module):
+    """Decoder over `params`; `__call__` gives hidden states, `logits` turns them into scores."""
+
+    def __init__(self, config: ModelConfig, params: Params):
+        self.config = config
+        self.embed = nnx.Param(params["embed"])
+        self.final_norm = nnx.Param(params["final_norm"])
+        self.lm_head = None if config.tie_embeddings else nnx.Param(params["lm_head"])
+        stacked = isinstance(params["layers"], dict)
+        self.layers = nnx.data(params["layers"])
+        self.stacked = stacked
+
+    def __call__(
+        self, tokens_BT: Array, start_B: Array | None = None, cache: KVCache | None = None
+    ) -> tuple[Array, KVCache | None]:
+        """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
+
+        tokens_BT: int32 [B, T], left-aligned. start_B: int32 [B], the position of each row's first
+        token (0 where None). cache: keys and values of all earlier positions; without one, the T
+        tokens see only each other.
+        """
+        rows, width = tokens_BT.shape
+        if start_B is None:
+            start_B = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
+        positions_BT = start_B[:, None] + jnp.arange(width)[None, :]
+        slots = width if cache is None else cache_slots(cache)
+        seen_from = positions_BT if cache is not None else positions_BT - start_B[:, None]
+        mask_BTS = jnp.arange(slots)[None, None, :] <= seen_from[:, :, None]
+        rope = rope_tables(positions_BT, self.config)
+        x_BTD = self._lookup(tokens_BT)
+        x_BTD, cache = self._run_layers(x_BTD, rope, mask_BTS, start_B, cache)
+        return rms_norm(x_BTD, self.final_norm[...], self.config.norm_eps), cache
+
+    def logits(self, hidden: Array) -> Array:
+        """float32 [..., V] (split over "tensor") for hidden [..., D]."""
+        head = self.embed if self.lm_head is None else self.lm_head
+        head_VD = reshard(head[...].astype(self.config.dtype), "vocab", None)
+        out = spec("batch", *(None,) * (hidden.ndim - 2), "vocab")
+        return jnp.einsum(
+            "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32, out_sharding=out
+        )
+
+    def _lookup(self, tokens_BT: Array) -> Array:
+        table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
+        return table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
+
+    def _run_layers(self, x_BTD, rope, mask_BTS, start_B, cache):
+        if not self.stacked:
+            new_cache = []
+            for i, params in enumerate(self.layers):
+                layer_cache = None if cache is None else cache[i]
+                block = Block(self.config, params)
+                x_BTD, layer_cache = block(x_BTD, rope, mask_BTS, start_B, layer_cache)
+                new_cache.append(layer_cache)
+            return x_BTD, None if cache is None else tuple(new_cache)
+        if cache is not None:
+            raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
+
+        def layer(x_BTD: Array, params: dict[str, Array]):
+            return Block(self.config, params)(x_BTD, rope, mask_BTS)[0], None
+
+        if self.config.remat:
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        return jax.lax.scan(layer, x_BTD, dict(self.layers))[0], None
+
+
+def param_shapes(config: ModelConfig) -> dict:
+    """Shape of every parameter, in the tree's own form."""
+    c = config
+    heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
+    layer = {
+        "attn_norm": (c.embed_dim,),
+        "mlp_norm": (c.embed_dim,),
+        "q_proj": (c.embed_dim, *heads),
+        "k_proj": (c.embed_dim, *kv_heads),
+        "v_proj": (c.embed_dim, *kv_heads),
+        "o_proj": (*heads, c.embed_dim),
+        "gate_proj": (c.embed_dim, c.mlp_dim),
+        "up_proj": (c.embed_dim, c.mlp_dim),
+        "down_proj": (c.mlp_dim, c.embed_dim),
+    }
+    if c.attention_bias:
+        layer |= {"q_bias": heads, "k_bias": kv_heads, "v_bias": kv_heads}
+    if c.output_bias:
+        layer |= {"o_bias": (c.embed_dim,)}
+    if c.qk_norm:
+        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+    if c.mlp_bias:
+        layer |= {"gate_bias": (c.mlp_dim,), "up_bias": (c.mlp_dim,), "down_bias": (c.embed_dim,)}
+    top = {"embed": (c.vocab_size, c.embed_dim), "final_norm": (c.embed_dim,)}
+    if not c.tie_embeddings:
+        top["lm_head"] = (c.vocab_size, c.embed_dim)
+    return top | {"layers": {name: (c.num_layers, *shape) for name, shape in layer.items()}}
+
+
+def param_specs(config: ModelConfig) -> dict:
+    """Partition of every parameter as it is stored (master weights, optimizer state)."""
+    shapes = param_shapes(config)
+    layers = {n: spec(None, *LAYER_AXES[n], stored=True) for n in shapes["layers"]}
+    top = {n: spec(*_TOP_AXES[n], stored=True) for n in shapes if n != "layers"}
+    return top | {"layers": layers}
+
+
+def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
+    """Refuse sizes that the mesh cannot cut; one line that names field, axes and what fits."""
+    for field, size, axis in (
+        ("model.num_heads", config.num_heads, "heads"),
+        ("model.num_kv_heads", config.num_kv_heads, "kv_heads"),
+        ("model.mlp_dim", config.mlp_dim, "mlp"),
+        ("model.embed_dim", config.embed_dim, "embed"),
+        ("model.vocab_size", config.vocab_size, "vocab"),
+    ):
+        check_divides(mesh, field, size, axis)
+
+
+def init_params(config: ModelConfig, key: Array) -> Params:
+    """Random float32 parameters: normal with std fan_in^-1/2, residual outputs scaled down.
+
+    Norm scales are one, biases zero; the embedding has std 0.02 when it is also the output head.
+    """
+    shapes, specs = param_shapes(config), param_specs(config)
+    depth = (2 * config.num_layers) ** -0.5
+    fan_in = {name: config.embed_dim for name in ("q_proj", "k_proj", "v_proj", "gate_proj")}
+    fan_in |= {"up_proj": config.embed_dim, "down_proj": config.mlp_dim}
+    fan_in["o_proj"] = config.num_heads * config.head_dim
+
+    def init(path, shape: tuple[int, ...]) -> Array:
+        name = path[-1].key
+        if name.endswith("norm"):
+            return jnp.ones(shape)
+        if name.endswith("bias"):
+            return jnp.zeros(shape)
+        std = 0.02 if name in ("embed", "lm_head") else fan_in[name] ** -0.5
+        std = std * depth if name in ("o_proj", "down_proj") else std
+        noise_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return std * jax.random.normal(noise_key, shape)
+
+    def build() -> Params:
+        params = jax.tree_util.tree_map_with_path(
+            init, shapes, is_leaf=lambda x: isinstance(x, tuple)
+        )
+        return jax.tree.map(jax.sharding.reshard, params, specs)
+
+    return jax.jit(build)()
+
+
+def place_params(config: ModelConfig, params: dict) -> Params:
+    """Host weights → device arrays in the stored layout of the mesh in use."""
+    mesh = jax.sharding.get_mesh()
+    return jax.tree.map(
+        lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)),
+        params,
+        param_specs(config),
+    )
+
+
+def rollout_weights(config: ModelConfig, params: Params) -> Params:
+    """The rollout's copy: cast to the compute type, gathered over "fsdp", layers unstacked.
+
+    Made once a step, outside every loop.
+    """
+
+    def convert(x: Array, axes: tuple[str | None, ...]) -> Array:
+        # A copy even where nothing changes: the update donates the originals.
+        return reshard(jnp.copy(x).astype(config.dtype), *axes)
+
+    weights = {n: convert(x, _TOP_AXES[n]) for n, x in params.items() if n != "layers"}
+    weights["layers"] = tuple(
+        {n: convert(x[i], LAYER_AXES[n]) for n, x in params["layers"].items()}
+        for i in range(config.num_layers)
+    )
+    return weights

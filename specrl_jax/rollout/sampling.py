@@ -1,0 +1,132 @@
+"""Keyed noise, truncated laws, and drawing a token.
+
+Noise is a pure function of (run key, purpose, step, prompt id, sample, position[, token]): a
+token does not depend on batch composition, row order, program shape or restart. Row seeds come
+from JAX's own threefry; the noise of every token of the vocabulary is a counter hash of the row
+seed, far cheaper than threefry over B x V.
+
+A token is drawn as the winner of an exponential race, argmax p(x) / E(x) with E(x) ~ Exp(1):
+the same law as Gumbel-max, one logarithm less, and as robust to rounding (a draw flips only where
+two candidates tie within the rounding error, unlike the inverse CDF).
+"""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.models.logprobs import vocab_ids
+
+
+class Purpose(enum.IntEnum):
+    """What noise is for: the uniform that rejects a token must not sample its successor."""
+
+    ACCEPT = 0
+    SAMPLE = 1
+    EVALUATE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingLaw:
+    """Temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array) -> Array:
+    """uint32 [B, 2] seeds of the rows; ids: uint32 [B, 2] prompt ids, samples: int32 [B]."""
+    key = jax.random.fold_in(jax.random.fold_in(key, purpose), step)
+
+    def seed(words: Array, sample: Array) -> Array:
+        row = jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1])
+        return jax.random.key_data(jax.random.fold_in(row, sample))[-2:]
+
+    return jax.vmap(seed)(ids, samples)
+
+
+def uniforms(seeds_B2: Array, positions: Array) -> Array:
+    """float32 uniforms in (0, 1] for positions [B, ...], each a function of (row seed, position)."""
+    seeds = seeds_B2.reshape(seeds_B2.shape[0], 2, *(1,) * (positions.ndim - 1))
+    return _to_unit(_hash(positions.astype(jnp.uint32), seeds[:, 0], seeds[:, 1]))
+
+
+def exponentials(seeds_B2: Array, positions_B: Array, vocab_size: int) -> Array:
+    """float32 Exp(1) [B, V], each a function of (row seed, position, token)."""
+    position = positions_B.astype(jnp.uint32)
+    first = _hash(position, seeds_B2[:, 0], seeds_B2[:, 1])
+    second = _hash(position ^ jnp.uint32(0x5BD1E995), seeds_B2[:, 1], seeds_B2[:, 0])
+    ids = vocab_ids(vocab_size).astype(jnp.uint32)[None, :]
+    # The race is won by small values, so they need the resolution: floats are dense near 0, and
+    # -log1p(-u) keeps it where -log(u) would see only 2^24 values near u = 1.
+    return -jnp.log1p(-_to_unit(_hash(ids, first[:, None], second[:, None])))
+
+
+def _hash(x: Array, seed: Array, seed2: Array) -> Array:
+    """32-bit mix of a counter with two seeds (two rounds of the murmur3 finaliser)."""
+    x = (x * jnp.uint32(0x9E3779B9)) ^ seed
+    for constant, shift, salt in ((0x85EBCA6B, 16, seed2), (0xC2B2AE35, 13, seed)):
+        x = (x ^ (x >> shift)) * jnp.uint32(constant)
+        x = (x ^ (x >> 15)) * jnp.uint32(0x7FEB352D) + salt
+    return x ^ (x >> 16)
+
+
+def _to_unit(bits: Array) -> Array:
+    """uint32 → float32 in (0, 1]: (bits + 1/2) / 2^32, never 0."""
+    return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+
+
+def truncate(logits: Array, law: SamplingLaw) -> Array:
+    """Logits [..., V] with the tokens outside top-k and top-p at -inf.
+
+    Thresholds are found by bisection over the ordered bit patterns of float32: exact, no sort, and
+    only reductions over the vocabulary. Ties at a threshold are kept together.
+    """
+    if 0 < law.top_k < logits.shape[-1]:
+        ranks = _ordered_bits(logits)
+        count = lambda above: jnp.sum(above, axis=-1)  # noqa: E731
+        logits = _keep_above(logits, ranks, count, law.top_k)
+    if law.top_p < 1.0:
+        probs = jax.nn.softmax(logits, axis=-1)
+        mass = lambda above: jnp.sum(jnp.where(above, probs, 0.0), axis=-1)  # noqa: E731
+        logits = _keep_above(logits, _ordered_bits(logits), mass, law.top_p)
+    return logits
+
+
+def _ordered_bits(x: Array) -> Array:
+    """float32 → uint32 with the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _keep_above(logits: Array, ranks: Array, measure, target: float) -> Array:
+    """Keep the highest scores, as few as reach measure(kept) >= target."""
+    low = jnp.zeros_like(jnp.max(ranks, axis=-1))  # everything: reaches the target
+
+    def halve(bit: Array, low: Array) -> Array:
+        middle = low | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
+        return jnp.where(measure(ranks >= middle[..., None]) >= target, middle, low)
+
+    threshold = jax.lax.fori_loop(0, 32, halve, low)
+    return jnp.where(ranks >= threshold[..., None], logits, -jnp.inf)
+
+
+def draw(logits_BV: Array, seeds_B2: Array, positions_B: Array, law: SamplingLaw) -> Array:
+    """Token ids [B] from softmax(logits), already tempered and truncated; greedy at T = 0."""
+    if law.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    weights = jnp.exp(logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True))
+    race = weights / exponentials(seeds_B2, positions_B, logits_BV.shape[-1])
+    return jnp.argmax(race, axis=-1).astype(jnp.int32)
+
+
+def temper(logits: Array, law: SamplingLaw) -> Array:
+    """Logits divided by the temperature (unchanged for greedy decoding)."""
+    return logits / law.temperature if law.temperature > 0 else logits

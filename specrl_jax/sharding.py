@@ -1,0 +1,98 @@
+"""The mesh and the one table that says which logical axis lies on which mesh axis.
+
+Every array of the project is laid out by naming its axes in this table's words. Weights have two
+layouts: `stored` (master weights, optimizer state: also split over "fsdp") and `compute` (gathered
+over "fsdp", split over "tensor" alone), which the rollout copies once a step and the update
+gathers layer by layer.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+COMPUTE = {
+    "batch": ("data", "fsdp"),
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "embed": None,
+    None: None,
+}
+# The embedding table is split by rows only: splitting its columns makes the backward pass of the
+# lookup gather the whole table.
+STORED = COMPUTE | {"embed": "fsdp", "vocab": ("tensor", "fsdp")}
+
+
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> jax.sharding.Mesh:
+    """Mesh ("data", "fsdp", "tensor") with explicit axis types; one size may be -1 (the rest).
+
+    Raises ValueError when the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ValueError(f"mesh.{name} must be -1 (the rest) or >= 1, got {size}")
+    free = [name for name, size in sizes.items() if size == -1]
+    known = int(np.prod([size for size in sizes.values() if size != -1]))
+    if len(free) > 1:
+        raise ValueError(f"mesh: only one size may be -1, got -1 for {' and '.join(free)}")
+    if len(devices) % known or (not free and known != len(devices)):
+        shape = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"mesh: {shape} does not fit {len(devices)} devices; set one size to -1")
+    for name in free:
+        sizes[name] = len(devices) // known
+    return jax.make_mesh(
+        tuple(sizes.values()), MESH_AXES, (AxisType.Explicit,) * 3, devices=devices
+    )
+
+
+def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
+    """Partition of an array with these logical axes; None is an axis that is not split."""
+    table = STORED if stored else COMPUTE
+    return PartitionSpec(*(table[axis] for axis in axes))
+
+
+def shards(axis: str, mesh: jax.sharding.AbstractMesh | None = None, stored: bool = False) -> int:
+    """Number of pieces that a logical axis is cut into on the mesh in use."""
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    names = (STORED if stored else COMPUTE)[axis] or ()
+    names = (names,) if isinstance(names, str) else names
+    return int(np.prod([mesh.shape[name] for name in names], dtype=np.int64))
+
+
+def put(array, *axes: str | None, stored: bool = False) -> jax.Array:
+    """Host array → device array with these logical axes on the mesh in use."""
+    sharding = NamedSharding(jax.sharding.get_mesh(), spec(*axes, stored=stored))
+    return jax.device_put(np.asarray(array), sharding)
+
+
+def reshard(array: jax.Array, *axes: str | None) -> jax.Array:
+    """Lay an array out by `axes` (compute layout); no operation where it already lies so."""
+    return jax.sharding.reshard(array, spec(*axes))
+
+
+def take_rows(array: jax.Array, index: jax.Array, *axes: str | None) -> jax.Array:
+    """`array[index]` along the first, batch-sharded axis; the result's other axes are `axes`."""
+    return array.at[index].get(out_sharding=spec("batch", *axes), mode="promise_in_bounds")
+
+
+def check_divides(mesh: jax.sharding.Mesh, field: str, size: int, axis: str) -> None:
+    """Refuse a size that the mesh cannot cut evenly.
+
+    Raises ValueError in one line that names field, mesh axes and the nearest sizes that fit.
+    """
+    pieces = shards(axis, mesh, stored=True)
+    if size % pieces == 0:
+        return
+    names = STORED[axis]
+    names = (names,) if isinstance(names, str) else names
+    cut = " x ".join(f"mesh.{n}={mesh.shape[n]}" for n in names if mesh.shape[n] > 1)
+    fits = [n for n in range(1, min(size, mesh.size) + 1) if size % n == 0 and mesh.size % n == 0]
+    raise ValueError(
+        f"{field}={size} is split over {cut} and must be divisible by {pieces}; "
+        f"of this mesh's {mesh.size} devices it could use {' or '.join(map(str, fits))}"
+    )
