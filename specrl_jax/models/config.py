@@ -41,3 +41,6 @@ class ModelConfig:
     mlp_bias: bool = False
     dtype: str = "float32"
     remat: bool = False
+
+    def replace(self, **changes) -> "ModelConfig":
+        return dataclasses.replace(self, **changes)

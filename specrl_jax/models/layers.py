@@ -44,7 +44,8 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """Root-mean-square norm over the last axis, in float32 (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+    scale = scale.astype(jnp.float32)[(None,) * (x.ndim - 1)]
+    return (x32 * scale).astype(x.dtype)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:

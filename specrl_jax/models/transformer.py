@@ -8,6 +8,7 @@ The update scans the stacked layers (compile time); the rollout passes layers th
 once (`rollout_weights`), because a scanned decode pays its loop overhead at every token.
 """
 
+import math
 import zlib
 
 import jax
@@ -118,6 +119,24 @@ def param_shapes(config: ModelConfig) -> dict:
     if not c.tie_embeddings:
         top["lm_head"] = (c.vocab_size, c.embed_dim)
     return top | {"layers": {name: (c.num_layers, *shape) for name, shape in layer.items()}}
+
+
+def param_count(config: ModelConfig) -> int:
+    """Number of parameters."""
+    shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def abstract_params(config: ModelConfig) -> dict:
+    """Shape, type and stored layout of every parameter on the mesh in use, without the arrays."""
+    mesh = jax.sharding.get_mesh()
+
+    def leaf(shape: tuple[int, ...], partition: jax.P) -> jax.ShapeDtypeStruct:
+        sharding = jax.sharding.NamedSharding(mesh, partition)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(leaf, param_shapes(config), param_specs(config), is_leaf=is_shape)
 
 
 def param_specs(config: ModelConfig) -> dict:

@@ -20,8 +20,8 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 class DraftStore:
     """The last `generations` responses of every prompt and sample.
 
-    `get` offers the oldest of them: with generations = 2 that is SPEC-RL's delayed reuse (drafts
-    two epochs old, arXiv 2509.23232, section 4.4).
+    `get` at age 1 offers the newest; at age 2 the one before, SPEC-RL's delayed reuse (arXiv
+    2509.23232, ablations).
     """
 
     def __init__(self, prompts: int, samples: int, response_slots: int, generations: int = 1):
@@ -35,10 +35,10 @@ class DraftStore:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(self.arrays))
 
-    def get(self, prompts: Prompts, group_size: int) -> Drafts:
+    def get(self, prompts: Prompts, group_size: int, age: int = 1) -> Drafts:
         """Drafts [Q * G] for the prompts' groups; length 0 where there is none."""
         slots = [self._slots.get(e.prompt_id, -1) for e in prompts.examples]
-        return _get(self.arrays, put(np.asarray(slots, np.int32), "batch"), group_size)
+        return _get(self.arrays, put(np.asarray(slots, np.int32), "batch"), group_size, age)
 
     def put(self, prompts: Prompts, rollout: Rollout) -> None:
         """Store the groups' responses; older generations move back by one.
@@ -68,7 +68,7 @@ class DraftStore:
                 f"draft store: saved as [generations, prompts, samples, slots] = {saved}, this run "
                 f"has {own}; resume with the same data and rollout settings"
             )
-        self._slots = {prompt_id: slot for prompt_id, slot in state["slots"]}
+        self._slots = dict(state["slots"])
         self.arrays = arrays
 
     def _slot(self, prompt_id: str) -> int:
@@ -100,13 +100,13 @@ def _empty(shape: tuple[int, int, int, int]) -> Drafts:
     )
 
 
-@functools.partial(jax.jit, static_argnames="group_size")
-def _get(arrays: Drafts, slots: Array, group_size: int) -> Drafts:
+@functools.partial(jax.jit, static_argnames=("group_size", "age"))
+def _get(arrays: Drafts, slots: Array, group_size: int, age: int) -> Drafts:
     known = slots >= 0
 
     def pick(stored: Array) -> Array:
         rest = (None,) * (stored.ndim - 2)
-        rows = stored[-1].at[jnp.maximum(slots, 0)].get(out_sharding=spec("batch", *rest))
+        rows = stored[age - 1].at[jnp.maximum(slots, 0)].get(out_sharding=spec("batch", *rest))
         missing = max(group_size - rows.shape[1], 0)
         rows = jnp.pad(rows[:, :group_size], [(0, 0), (0, missing)] + [(0, 0)] * (rows.ndim - 2))
         return rows.reshape(-1, *rows.shape[2:])

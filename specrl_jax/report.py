@@ -1,0 +1,290 @@
+"""A run's summary table and plots, from its records (`metrics.read_metrics`).
+
+Takes a list of dicts, one a step, with `step`, `epoch` and the metrics of `metrics.METRICS`; what
+a record lacks is left out. Gives text for the console and PNG files.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+# Epochs that get a name in the plots; between them there are only lines.
+_MAX_EPOCH_NAMES = 8
+# A step this many times longer than the median is off the scale of its plot: it compiled.
+_OFF_SCALE = 4.0
+
+_BLUE, _ORANGE, _GREEN, _GREY = "#3366aa", "#dd8833", "#339977", "#888888"
+
+
+def _series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric where it exists and is finite."""
+    points = [
+        (record["step"], record[name])
+        for record in records
+        if record.get(name) is not None and math.isfinite(record[name])
+    ]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _epochs(records: Sequence[Record]) -> dict[int, list[Record]]:
+    """Records by epoch, in order, for steps that trained."""
+    epochs: dict[int, list[Record]] = {}
+    for record in records:
+        if "reward/mean" in record:
+            epochs.setdefault(record["epoch"], []).append(record)
+    return epochs
+
+
+# Table --------------------------------------------------------------------------------------
+
+
+def _mean(records: Sequence[Record], name: str) -> float | None:
+    _, values = _series(records, name)
+    return math.fsum(values) / len(values) if values else None
+
+
+def _total(records: Sequence[Record], name: str) -> float | None:
+    _, values = _series(records, name)
+    return math.fsum(values) if values else None
+
+
+def _last(records: Sequence[Record], name: str) -> float | None:
+    _, values = _series(records, name)
+    return values[-1] if values else None
+
+
+def _reuse(records: Sequence[Record], _: str) -> float | None:
+    """Over the tokens, not the mean of the steps' fractions."""
+    reused = _total(records, "rollout/tokens_reused") or 0.0
+    tokens = reused + (_total(records, "rollout/tokens_generated") or 0.0)
+    return reused / tokens if tokens else None
+
+
+# Heading, metric, how an epoch's steps become one number, format.
+_COLUMNS: tuple[tuple[str, str, Callable[[Sequence[Record], str], float | None], str], ...] = (
+    ("reward", "reward/mean", _mean, "{:.3f}"),
+    ("eval", "reward/eval", _last, "{:.3f}"),
+    ("reuse", "rollout/reuse_fraction", _reuse, "{:.1%}"),
+    ("accepted", "rollout/draft_accept_rate", _mean, "{:.1%}"),
+    ("prefix", "rollout/prefix_len_mean", _mean, "{:.1f}"),
+    ("whole", "rollout/full_reuse_ratio", _mean, "{:.1%}"),
+    ("generated", "rollout/tokens_generated", _total, "{:,.0f}"),
+    ("reused", "rollout/tokens_reused", _total, "{:,.0f}"),
+    ("rollout s", "time/rollout", _total, "{:.1f}"),
+    ("verify s", "time/verify", _total, "{:.1f}"),
+    ("decode s", "time/decode", _total, "{:.1f}"),
+    ("update s", "time/update", _total, "{:.1f}"),
+)
+
+_LEGEND = (
+    "Means over an epoch's steps: reward, accepted (of the draft tokens), prefix (tokens), whole\n"
+    "(responses reused whole). eval: the epoch's last. reuse: reused over all response tokens.\n"
+    "Sums: generated and reused tokens, seconds."
+)
+
+
+def summary_table(records: Sequence[Record]) -> str:
+    """What a run came to: held-out reward first, best and last, and a row for each epoch.
+
+    Args:
+        records: By step, as `metrics.read_metrics` gives them.
+
+    Returns:
+        Lines of text without a final newline; one sentence if no step was recorded.
+    """
+    epochs = _epochs(records)
+    if not epochs:
+        return "No training step was recorded."
+    rows = [["epoch", *(name for name, *_ in _COLUMNS)]]
+    for epoch, members in epochs.items():
+        rows.append([str(epoch), *_cells(members)])
+    rows.append(["all", *_cells([record for members in epochs.values() for record in members])])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    rule = "-" * len(lines[0])
+    body = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+    return "\n".join([*_headlines(records), "", *body, _LEGEND])
+
+
+def _cells(records: Sequence[Record]) -> list[str]:
+    values = ((reduce(records, name), style) for _, name, reduce, style in _COLUMNS)
+    return ["-" if value is None else style.format(value) for value, style in values]
+
+
+def _headlines(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for title, name in (("held-out reward", "reward/eval"), ("training reward", "reward/mean")):
+        steps, values = _series(records, name)
+        if values:
+            best = max(range(len(values)), key=values.__getitem__)
+            lines.append(
+                f"{title}: first {values[0]:.3f} (step {steps[0]}), "
+                f"best {values[best]:.3f} (step {steps[best]}), "
+                f"last {values[-1]:.3f} (step {steps[-1]})"
+            )
+    return lines
+
+
+# Plots --------------------------------------------------------------------------------------
+
+
+def _draw_reward(ax: Any, records: Sequence[Record]) -> None:
+    ax.plot(*_series(records, "reward/mean"), color=_BLUE, lw=1.6, label="training prompts")
+    steps, values = _series(records, "reward/eval")
+    if values:
+        ax.plot(steps, values, "o-", color=_ORANGE, ms=4, lw=1.6, label="held-out prompts")
+    ax.set(title="Reward", ylabel="mean reward")
+
+
+def _draw_seconds(ax: Any, records: Sequence[Record]) -> None:
+    """Verification and decoding as bars on each other, the whole rollout as a line of steps."""
+    steps = [record["step"] for record in records if record.get("time/rollout") is not None]
+    timed = [record for record in records if record.get("time/rollout") is not None]
+    verify = [record.get("time/verify") or 0.0 for record in timed]
+    decode = [record.get("time/decode") or 0.0 for record in timed]
+    whole = [record["time/rollout"] for record in timed]
+    # Without antialiasing: it would draw seams between bars that touch.
+    ax.bar(steps, verify, 1.0, color=_ORANGE, label="verify", aa=False)
+    ax.bar(steps, decode, 1.0, bottom=verify, color=_BLUE, label="decode", aa=False)
+    ax.plot(steps, whole, color=_GREY, lw=1.2, drawstyle="steps-mid", label="whole rollout")
+    ax.set(title="Rollout time", ylabel="seconds")
+    _cut_outliers(ax, steps, whole)
+
+
+def _cut_outliers(ax: Any, steps: Sequence[int], values: Sequence[float]) -> None:
+    """The first steps compile; at full height they would flatten all others."""
+    if not values:
+        return
+    limit = _OFF_SCALE * sorted(values)[len(values) // 2]
+    beyond = [(step, value) for step, value in zip(steps, values) if value > limit]
+    if not beyond or limit <= 0:
+        return
+    top = 1.2 * max(value for value in values if value <= limit)
+    ax.set_ylim(0, top)
+    noted = ", ".join(f"step {step}: {value:.1f} s" for step, value in beyond[:3])
+    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+    ax.set_xlabel(f"step   (off the scale: {noted}{more})")
+
+
+def _draw_prefix(ax: Any, records: Sequence[Record]) -> None:
+    prefix = _series(records, "rollout/prefix_len_mean")
+    response = _series(records, "rollout/response_len_mean")
+    if response[0]:
+        ax.plot(*response, color=_GREY, lw=1.2, label="response")
+    ax.plot(*prefix, color=_GREEN, lw=1.6, label="kept prefix")
+    ax.fill_between(*prefix, color=_GREEN, alpha=0.15, lw=0)
+    ax.set(title="Length of the kept prefix", ylabel="tokens, mean over rows")
+    ax.set_ylim(bottom=0)
+
+
+def _draw_full_reuse(ax: Any, records: Sequence[Record]) -> None:
+    ax.plot(*_series(records, "rollout/full_reuse_ratio"), color=_GREEN, lw=1.6)
+    ax.set(title="Responses reused whole", ylabel="share of all responses", ylim=(0, 1))
+
+
+def _draw_tokens(ax: Any, records: Sequence[Record]) -> None:
+    for name, color, label in (
+        ("rollout/tokens_generated", _BLUE, "generated"),
+        ("rollout/tokens_reused", _GREEN, "reused"),
+    ):
+        ax.plot(*_series(records, name), color=color, lw=1.6, label=label)
+    ax.set(title="Response tokens", ylabel="tokens a step")
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+PLOTS: dict[str, Callable[[Any, Sequence[Record]], None]] = {
+    "reward": _draw_reward,
+    "rollout_seconds": _draw_seconds,
+    "prefix_len": _draw_prefix,
+    "full_reuse": _draw_full_reuse,
+    "tokens": _draw_tokens,
+}
+
+
+def draw(ax: Any, name: str, records: Sequence[Record]) -> None:
+    """Draws the plot `name` of `PLOTS` on a matplotlib axes, over steps, with epochs marked."""
+    ax.set_xlabel("step")
+    PLOTS[name](ax, records)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", color="#dddddd", lw=0.6)
+    ax.set_axisbelow(True)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(bottom, top + 0.1 * (top - bottom))  # room for the epochs' numbers
+    _mark_epochs(ax, records)
+    handles, labels = ax.get_legend_handles_labels()
+    if labels:
+        # Above the axes, where it cannot cover data.
+        ax.legend(
+            handles,
+            labels,
+            ncols=len(labels),
+            frameon=False,
+            fontsize="small",
+            handlelength=1.2,
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.2,
+        )
+    ax.set_title(ax.get_title(), loc="left", fontweight="bold", fontsize="medium")
+    ax.set_title("")
+
+
+def _mark_epochs(ax: Any, records: Sequence[Record]) -> None:
+    """A dotted line before each epoch's first step, and its number inside the axes' top."""
+    starts = [(epoch, members[0]["step"]) for epoch, members in _epochs(records).items()]
+    every = math.ceil(len(starts) / _MAX_EPOCH_NAMES)
+    for i, (epoch, step) in enumerate(starts):
+        ax.axvline(step - 0.5, color=_GREY, lw=0.7, ls=":", zorder=0.5, gid="epoch")
+        if i % every == 0:
+            ax.annotate(
+                f"epoch {epoch}" if i == 0 else str(epoch),
+                (step - 0.5, 1.0),
+                xycoords=ax.get_xaxis_transform(),
+                xytext=(2, -2),
+                textcoords="offset points",
+                ha="left",
+                va="top",
+                fontsize="x-small",
+                color=_GREY,
+                bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 0.5},
+            )
+
+
+def write_plots(records: Sequence[Record], workdir: str | os.PathLike) -> list[Path]:
+    """Writes the plots of a run: `WORKDIR/plots/NAME.png` for each of `PLOTS`, and all in one.
+
+    Args:
+        records: By step, as `metrics.read_metrics` gives them.
+        workdir: The run's work directory.
+
+    Returns:
+        The files, `overview.png` first; [] if no training step was recorded.
+    """
+    if not _epochs(records):
+        return []
+    from matplotlib.figure import Figure  # without pyplot: no window, no state, always Agg
+
+    folder = Path(workdir) / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    overview = Figure(figsize=(11, 9.5), dpi=110, layout="constrained")
+    places = overview.subplot_mosaic([["reward", "reward"], *_pairs(list(PLOTS)[1:])])
+    for name, ax in places.items():
+        draw(ax, name, records)
+    files = [folder / "overview.png"]
+    overview.savefig(files[0])
+    for name in PLOTS:
+        figure = Figure(figsize=(7, 3.6), dpi=130, layout="constrained")
+        draw(figure.subplots(), name, records)
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1])
+    return files
+
+
+def _pairs(names: list[str]) -> list[list[str]]:
+    return [names[i : i + 2] for i in range(0, len(names), 2)]

@@ -1,0 +1,72 @@
+"""What a process sets up once before anything is computed: cache, mesh, errors, signals."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from specrl_jax.config import check_mesh, validate
+from specrl_jax.sharding import make_mesh
+
+
+def start(config) -> None:
+    """Check `config`, then put its mesh in use for this process.
+
+    Raises ValueError in one line.
+    """
+    validate(config)
+    use_compilation_cache()
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_mesh(config, mesh)
+    jax.set_mesh(mesh)
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs on disk (JAX_COMPILATION_CACHE_DIR, else the user's cache folder)."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(root / "specrl_jax" / "jax"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Print an error that the user can mend as one line and exit with 2; let others through."""
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError) as error:
+        if "\n" in str(error) or os.environ.get("SPECRL_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+class StopRequest:
+    """Becomes true on SIGTERM or Ctrl-C, so that a loop can finish its step, save and leave.
+
+    A second signal ends the process at once. A context manager: outside it signals act as before.
+    """
+
+    def __init__(self):
+        self.name = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _) -> None:
+        self.name = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+        print(f"{self.name}: finishing this step, then saving; once more to stop now", flush=True)

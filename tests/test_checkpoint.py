@@ -1,0 +1,309 @@
+"""Checkpoints: exact, safe against kills and donation, kept as asked, on any mesh."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
+
+
+class Moments(NamedTuple):
+    """Stands for an optimizer's state: a class that Orbax does not know."""
+
+    mu: jax.Array
+    count: jax.Array
+    nothing: None = None
+
+
+def _values() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "w": rng.standard_normal((8, 16)).astype(np.float32),
+        "half": rng.standard_normal((8, 4)).astype(jnp.bfloat16),
+        "tokens": rng.integers(0, 99, (4, 2, 8), dtype=np.int32),
+    }
+
+
+SPECS = {"w": P("fsdp", "tensor"), "half": P(("data", "fsdp")), "tokens": P(None, "tensor")}
+
+
+def _tree(mesh) -> dict:
+    put = {n: jax.device_put(v, NamedSharding(mesh, SPECS[n])) for n, v in _values().items()}
+    everywhere = NamedSharding(mesh, P())
+    return {
+        "params": put,
+        "opt": (Moments(put["w"] * 2, jax.device_put(np.int32(7), everywhere)), ()),
+        "key": jax.device_put(jax.random.key(3), everywhere),
+    }
+
+
+def _bits(tree) -> list[np.ndarray]:
+    leaves = jax.tree.leaves(tree)
+    raw = [
+        jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    ]
+    return [np.asarray(x).view(np.uint8) if x.ndim else np.asarray(x) for x in raw]
+
+
+def _assert_same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(_bits(a), _bits(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def _small(value: float) -> dict:
+    return {"x": jnp.full((4,), value, jnp.float32)}
+
+
+def _names(folder: pathlib.Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.is_dir())
+
+
+@pytest.mark.parametrize("restored_on", [(2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 1, 1)])
+def test_restore_is_bit_equal_on_any_mesh(tmp_path, make_mesh, restored_on):
+    saved = _tree(make_mesh(2, 2, 2))
+    host = {"position": 12, "seen": ["a", "b"], "reward": 0.1, "nested": {"none": None}}
+    with Checkpointer(tmp_path / "checkpoints", keep_last=1) as checkpointer:
+        checkpointer.save(5, saved, host)
+    like = _tree(make_mesh(*restored_on))
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        arrays, restored_host = checkpointer.restore(5, like)
+    _assert_same_bits(arrays, saved)
+    assert restored_host == host
+    for got, wanted in zip(jax.tree.leaves(arrays), jax.tree.leaves(like), strict=True):
+        assert got.sharding == wanted.sharding
+        assert got.dtype == wanted.dtype
+
+
+def test_restore_onto_abstract_shapes_of_explicit_axes(tmp_path, make_mesh):
+    mesh = make_mesh(1, 4, 2)
+    with jax.set_mesh(mesh), Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        saved = {"w": _tree(mesh)["params"]["w"]}
+        assert jax.typeof(saved["w"]).sharding.spec == SPECS["w"]
+        checkpointer.save(1, saved, {})
+        like = jax.eval_shape(lambda tree: jax.tree.map(jnp.negative, tree), saved)
+        arrays, _ = checkpointer.restore(1, like)
+        jax.block_until_ready(jax.jit(jnp.sin)(arrays["w"]))
+    _assert_same_bits(arrays, saved)
+    assert arrays["w"].sharding == NamedSharding(mesh, SPECS["w"])
+
+
+# Orbax writes from copies where shards are replicated, and from the arrays' own memory where not.
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (1, 4, 2)])
+def test_donating_the_state_after_save_leaves_the_checkpoint_alone(tmp_path, make_mesh, shape):
+    sharding = NamedSharding(make_mesh(*shape), P("fsdp"))
+    # 32 MiB of noise: writing them takes longer than the updates below.
+    first = np.random.default_rng(0).standard_normal((2**10, 2**13), dtype=np.float32)
+    update = jax.jit(lambda tree: {"w": -tree["w"] - 1}, donate_argnums=0)
+    # The state is the output of an update, as in training: its memory is the device's own.
+    before = jax.block_until_ready(update({"w": jax.device_put(-1 - first, sharding)}))
+    expected = np.array(before["w"])
+    state = jax.tree.map(jnp.copy, before)
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        checkpointer.save(1, state, {})
+        for _ in range(3):
+            state = jax.block_until_ready(update(state))
+        arrays, _ = checkpointer.restore(1, before)
+    np.testing.assert_array_equal(np.asarray(arrays["w"]), expected)
+    np.testing.assert_array_equal(np.asarray(state["w"]), -1 - expected)
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+    metrics = {1: 0.5, 2: 0.9, 3: None, 4: float("nan"), 5: 0.7, 6: 0.9, 7: 0.1, 8: None}
+    with Checkpointer(tmp_path, keep_last=2, keep_best=2) as checkpointer:
+        for step, metric in metrics.items():
+            assert checkpointer.save(step, _small(step), {"step": step}, metric=metric)
+        checkpointer.wait()
+        assert checkpointer.best_step() == 6
+    assert _names(tmp_path) == ["2", "6", "7", "8"]
+    with Checkpointer(tmp_path, keep_last=2, keep_best=2) as checkpointer:
+        assert checkpointer.latest_step() == 8
+        # The metrics were read back: step 2, the worse of the two best by age, gives way.
+        checkpointer.save(9, _small(9), {}, metric=1.0)
+        checkpointer.wait()
+        arrays, host = checkpointer.restore(6, _small(0))
+    assert _names(tmp_path) == ["6", "8", "9"]
+    assert host == {"step": 6}
+    np.testing.assert_array_equal(np.asarray(arrays["x"]), [6, 6, 6, 6])
+
+
+def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        assert checkpointer.save(1, _small(1), {})
+        assert not checkpointer.save(1, _small(2), {})
+        checkpointer.wait()
+        assert checkpointer.restore(1, _small(0))[0]["x"][0] == 1
+
+
+KILLED = """
+    import os, pathlib, signal, sys, threading, time
+    import jax
+    from specrl_jax.checkpoint import Checkpointer
+
+    folder = pathlib.Path(sys.argv[1])
+    checkpointer = Checkpointer(folder, keep_last=3)
+    # 32 MiB of noise, which does not compress: writing them takes a while.
+    state = {"x": jax.random.normal(jax.random.key(0), (2**23,))}
+    checkpointer.save(1, state, {"step": 1})
+    checkpointer.wait()
+
+    def kill_when_the_second_save_has_begun():
+        while not any("tmp" in p.name for p in folder.iterdir()):
+            time.sleep(0.0005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_when_the_second_save_has_begun).start()
+    checkpointer.save(2, state, {"step": 2})
+    checkpointer.wait()
+"""
+
+
+def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path):
+    env = os.environ | {"XLA_FLAGS": ""}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = _names(tmp_path)
+    assert len(left) == 2
+    assert "tmp" in left[1]  # it was killed while writing
+    x = jax.random.normal(jax.random.key(0), (2**23,))
+    with Checkpointer(tmp_path, read_only=True) as reader:
+        assert reader.latest_step() == 1
+    assert _names(tmp_path) == left  # it may be another job's save in progress
+    with Checkpointer(tmp_path, keep_last=3) as checkpointer:
+        assert checkpointer.latest_step() == 1
+        arrays, host = checkpointer.restore(1, {"x": x})
+        assert host == {"step": 1}
+        assert bool((arrays["x"] == x).all())
+        checkpointer.save(2, {"x": x + 3}, {"step": 2})
+        arrays, _ = checkpointer.restore(2, {"x": x})
+        assert bool((arrays["x"] == x + 3).all())
+    assert _names(tmp_path) == ["1", "2"]
+
+
+def _one_line(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_restore_errors_are_one_line(tmp_path):
+    with Checkpointer(tmp_path / "c", keep_last=3) as checkpointer:
+        assert checkpointer.latest_step() is None
+        assert checkpointer.best_step() is None
+        with pytest.raises(ValueError, match=r"no checkpoint of step 4, there are: none"):
+            checkpointer.restore(4, _small(0))
+        checkpointer.save(1, {"a": {"x": jnp.zeros((4,)), "y": jnp.zeros((2,))}}, {})
+        checkpointer.save(2, _small(2), {})
+        checkpointer.wait()
+        cases = [
+            (7, _small(0), "no checkpoint of step 7, there are: 1, 2"),
+            (2, {"x": jnp.zeros((5,))}, "x is float32[4], this run needs float32[5]"),
+            (2, {"x": jnp.zeros((4,), jnp.int32)}, "x is float32[4], this run needs int32[4]"),
+            (1, {"a": {"x": jnp.zeros((4,))}}, "has besides a.y"),
+            (2, {"x": jnp.zeros((4,)), "z": jnp.zeros((4,))}, "lacks z"),
+            (2, {"x": jax.ShapeDtypeStruct((4,), jnp.float32)}, "x has no sharding"),
+        ]
+        for step, like, expected in cases:
+            with pytest.raises(ValueError, match=r"step|config of the run|sharding") as error:
+                checkpointer.restore(step, like)
+            assert expected in _one_line(error)
+
+
+def _open_and_restore(folder):
+    with Checkpointer(folder, keep_last=3) as checkpointer:
+        checkpointer.restore(1, {"x": jnp.zeros(1000)})
+
+
+@pytest.mark.parametrize("part", ["arrays", "host", "metrics", "*"])
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_a_damaged_checkpoint_is_named(tmp_path, part, damage):
+    with Checkpointer(tmp_path, keep_last=3) as checkpointer:
+        checkpointer.save(1, {"x": jnp.arange(1000.0)}, {"position": 3}, metric=0.5)
+    files = [p for p in (tmp_path / "1").glob(f"{part}/**/*") if p.is_file()]
+    assert files
+    for path in files:
+        if damage == "truncate":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        else:
+            path.unlink()
+    if (part, damage) == ("metrics", "remove"):  # only its rank among the best is lost
+        _open_and_restore(tmp_path)
+        return
+    with pytest.raises(ValueError, match="damaged, delete this folder") as error:
+        _open_and_restore(tmp_path)
+    assert _one_line(error).startswith(str(tmp_path / "1"))
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be opened") as error:
+        Checkpointer(tmp_path / "file" / "checkpoints", keep_last=1)
+    assert str(tmp_path) in _one_line(error)
+
+
+@pytest.mark.parametrize(("keep", "field"), [((0, 1), "keep_last"), ((1, -1), "keep_best")])
+def test_keep_must_be_sensible(tmp_path, keep, field):
+    with pytest.raises(ValueError, match=rf"checkpoint\.{field} must be >= "):
+        Checkpointer(tmp_path, keep_last=keep[0], keep_best=keep[1])
+
+
+def _config(**changes) -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict(
+        {
+            "seed": 0,
+            "steps": 10,
+            "rollout": {"lenience": float("inf"), "sizes": (32, 8)},
+            "data": {"options": {}, "path": ""},
+            "log": {"wandb": "off"},
+        }
+    )
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_run_config_of_the_same_run(tmp_path):
+    workdir = tmp_path / "new" / "run"
+    assert not check_run_config(workdir, _config())
+    save_run_config(workdir, _config())
+    assert check_run_config(workdir, _config())
+    saved = json.loads((workdir / "config.json").read_text())
+    assert saved["rollout"]["sizes"] == [32, 8]
+    assert [p.name for p in workdir.iterdir()] == ["config.json"]
+
+
+def test_a_changed_run_config_is_refused_with_every_field(tmp_path):
+    save_run_config(tmp_path, _config())
+    changed = _config(**{"seed": 1, "rollout.lenience": 1.0, "log.wandb": "online", "steps": 20})
+    with pytest.raises(ValueError, match="--workdir") as error:
+        check_run_config(tmp_path, changed, ignore=("log", "step"))
+    text = _one_line(error)
+    assert "seed was 0, now 1" in text
+    assert "rollout.lenience was Infinity, now 1.0" in text
+    assert "steps was 10, now 20" in text  # "step" is another field, not a prefix of its letters
+    assert "wandb" not in text
+    assert "sizes" not in text
+    changed = changed.copy_and_resolve_references().to_dict()
+    del changed["data"]
+    with pytest.raises(ValueError, match=r"data\.path was \"\", now absent"):
+        check_run_config(tmp_path, changed)
+
+
+def test_a_damaged_run_config_is_named(tmp_path):
+    pathlib.Path(tmp_path, "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
+        check_run_config(tmp_path, _config())

@@ -1,0 +1,417 @@
+"""Data: formats agree, ids are frozen, the stream resumes and covers, errors are one line."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from specrl_jax.data import (
+    PromptStream,
+    batch_of,
+    demonstrations,
+    encode_prompts,
+    eval_batches,
+    load_examples,
+    load_warmup_examples,
+    make_example,
+    render_number_sorting,
+)
+from specrl_jax.tokenizer import CharacterTokenizer
+
+ROWS = [
+    {"question": f"How much is {i} and {i}?", "answer": f"Twice {i}.\n#### {2 * i:,}"}
+    for i in (7, 800, 9, 1234, 5, 6)
+]
+
+
+def config(source="jsonl", seed=0, **changes):
+    data = {
+        "source": source,
+        "name": "doubles",
+        "path": "",
+        "eval_path": "",
+        "options": {},
+        "render": "",
+        "prompt_field": "question",
+        "answer_field": "answer",
+        "answer_pattern": r"####\s*(.+)",
+        "instruction": "",
+        "split": "train",
+        "eval_split": "",
+        "prompts": 0,
+        "eval_prompts": 2,
+        "prompt_len": 64,
+    }
+    return ConfigDict({"seed": seed, "data": {**data, **changes}})
+
+
+def gym(**changes):
+    sorting = {"min_numbers": 3, "max_numbers": 6, "min_value": 0, "max_value": 9}
+    settings = {
+        "name": "number_sorting",
+        "options": {**sorting, "max_decimals": 0},
+        "render": "specrl_jax.data:render_number_sorting",
+        "prompts": 40,
+        "eval_prompts": 10,
+    }
+    return config("reasoning_gym", **{**settings, **changes})
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def as_jsonl(folder):
+    write_jsonl(folder / "train.jsonl", ROWS)
+    write_jsonl(folder / "train_other.jsonl", [{"question": "not this", "answer": "#### 0"}])
+    return {"source": "jsonl", "path": str(folder)}
+
+
+def as_parquet(folder):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist
+    parquet.write_table(table(ROWS[:4]), folder / "train-00000-of-00002.parquet")
+    parquet.write_table(table(ROWS[4:]), folder / "train-00001-of-00002.parquet")
+    return {"source": "parquet", "path": str(folder)}
+
+
+def as_hf(folder):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    split = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": split}).save_to_disk(str(folder / "saved"))
+    return {"source": "hf", "path": str(folder / "saved")}
+
+
+def as_one_hf_split(folder):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "doubles"))
+    return {"source": "hf", "name": str(folder / "doubles"), "eval_split": "none here"}
+
+
+def as_hf_parquet(folder):
+    return {**as_parquet(folder), "source": "hf"}
+
+
+def as_tfds(folder):
+    pytest.importorskip("tensorflow_datasets")
+    return {**as_jsonl(folder), "source": "tfds"}
+
+
+@pytest.mark.parametrize(
+    "make", [as_jsonl, as_parquet, as_hf, as_one_hf_split, as_hf_parquet, as_tfds]
+)
+def test_formats_agree(tmp_path, make):
+    settings = make(tmp_path)
+    for _ in range(2):  # the second time TFDS reads what the first one built
+        data = load_examples(config(**settings))
+        assert [e.answer for e in data.train] == ["14", "1600", "18", "2468"]
+        assert [e.answer for e in data.eval] == ["10", "12"]
+        assert data.train[3].prompt == "How much is 1234 and 1234?"
+        # The ids do not depend on format, directory or the other fields.
+        expected = make_example("How much is 7 and 7?", "14", "doubles", {})
+        assert data.train[0].prompt_id == expected.prompt_id
+        assert data.train[0].metadata["answer"] == "Twice 7.\n#### 14"
+        assert data.duplicates == 0
+
+
+def test_tfds_reads_a_prepared_directory(tmp_path):
+    pytest.importorskip("tensorflow_datasets")
+    load_examples(config(**as_tfds(tmp_path)))
+    (prepared,) = (tmp_path / "cache" / "specrl_jax" / "tfds").iterdir()
+    data = load_examples(config("tfds", path=str(prepared)))
+    assert [e.answer for e in data.eval] == ["10", "12"]
+    with pytest.raises(ValueError, match=r"^data\.split must exist, got 'foo': .*'train'"):
+        load_examples(config("tfds", path=str(prepared), split="foo"))
+
+
+def test_tfds_never_downloads():
+    pytest.importorskip("tensorflow_datasets")
+    for name in ("gsm8k", "ag_news_subset"):  # without and with a builder that TFDS knows
+        with pytest.raises(ValueError, match=rf"^data\.name '{name}' must be prepared"):
+            load_examples(config("tfds", name=name))
+
+
+def test_hub_that_cannot_be_reached_is_one_line():
+    pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match=r"^data\.name must be a directory or a dataset") as caught:
+        load_examples(config("hf", name="nobody/nothing"))
+    assert "\n" not in str(caught.value)
+
+
+# --- rows to examples -----------------------------------------------------------------------------
+
+
+def test_prompt_id_is_frozen():
+    # Draft stores and checkpoints know prompts by it. The hash is of the JSON text itself:
+    # b'["2 + 2?","4","sums"]' under blake2b with a digest of 8 bytes.
+    assert make_example("2 + 2?", "4", "sums", {}).prompt_id == "c6efeddb1bc41760"
+    assert make_example("2 + 2?", "4", "sums", {"any": 1}).prompt_id == "c6efeddb1bc41760"
+    chat = ({"role": "user", "content": "naïve?"},)
+    assert make_example(chat, "4", "sums", {}).prompt_id == "b970970e4d9e3466"
+    others = [("2 + 2?", "4", "adds"), ("2 + 2?", "5", "sums"), ("2 + 2", "4", "sums")]
+    assert len({make_example(*other, {}).prompt_id for other in others} | {"c6efeddb1bc41760"}) == 4
+
+
+def test_duplicates_are_removed_and_counted(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [*ROWS[:3], ROWS[0], ROWS[4]])
+    eval_path = write_jsonl(tmp_path / "held.jsonl", [ROWS[4], ROWS[5], ROWS[5]])
+    data = load_examples(config(path=str(tmp_path / "train.jsonl"), eval_path=eval_path))
+    assert [e.answer for e in data.train] == ["14", "1600", "18"]
+    assert [e.answer for e in data.eval] == ["10", "12"]  # kept here, removed from training
+    assert data.duplicates == 3
+
+
+def test_splits_and_bounds(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS[:4])
+    write_jsonl(tmp_path / "test.jsonl", ROWS[4:])
+    data = load_examples(config(path=str(tmp_path), eval_split="test", prompts=3, eval_prompts=1))
+    assert [e.answer for e in data.train] == ["14", "1600", "18"]
+    assert [e.answer for e in data.eval] == ["10"]
+    none = load_examples(config(path=str(tmp_path), eval_prompts=0))
+    assert (len(none.train), none.eval) == (4, [])
+
+
+def test_messages_instruction_and_nested_fields(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "7 + 7"}]
+    row = {"prompt": messages, "reward_model": {"ground_truth": 14}}
+    settings = {
+        "path": write_jsonl(tmp_path / "a.jsonl", [row]),
+        "prompt_field": "prompt",
+        "answer_field": "reward_model.ground_truth",
+        "answer_pattern": "",
+        "eval_prompts": 0,
+    }
+    (example,) = load_examples(config(**settings)).train
+    assert (example.prompt, example.answer) == (tuple(messages), "14")
+    (example,) = load_examples(config(**settings, instruction=" Answer only.")).train
+    assert [m["content"] for m in example.prompt] == ["Be brief.", "7 + 7 Answer only."]
+    (example,) = load_examples(config(**settings, instruction="Q: {prompt}\nA:")).train
+    assert example.prompt[1] == {"role": "user", "content": "Q: 7 + 7\nA:"}
+
+
+def test_commas_leave_numbers_only(tmp_path):
+    answers = ["#### 1,234,567.5", "#### 3, 4", "#### a,b", "#### 1 #### -2,000"]
+    rows = [{"question": answer, "answer": answer} for answer in answers]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = load_examples(config(path=path, eval_prompts=0))
+    assert [e.answer for e in data.train[:3]] == ["1234567.5", "3, 4", "a,b"]
+    last = load_examples(config(path=path, eval_prompts=0, answer_pattern=r"#### (\S+)"))
+    assert last.train[3].answer == "-2000"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": "csv"}, r"^data\.source must be one of reasoning_gym, jsonl.*got 'csv'$"),
+        ({"path": "/no/such"}, r"^data\.path must be an existing .* got '/no/such'$"),
+        ({"path": ""}, r"^data\.path must be an existing .* got ''$"),
+        ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: bad.jsonl, train"),
+        ({"split": "bad"}, r"bad\.jsonl:2 must be a line of JSON"),
+        ({"prompt_field": "text"}, r"^data\.prompt_field must be one of question, answer, got"),
+        ({"answer_pattern": "A: (.*)"}, r"^data\.answer_pattern must match every answer"),
+        ({"eval_prompts": 6}, r"^data\.eval_prompts must be < the 6 rows .* got 6"),
+        ({"render": "specrl_jax.data:nothing"}, r"^data\.render must be 'module:function'"),
+        ({"source": "reasoning_gym"}, r"^data\.prompts must be > 0 for reasoning_gym, got 0"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, change, message):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
+    with pytest.raises(ValueError, match=message) as caught:
+        load_examples(config(**{"path": str(tmp_path), **change}))
+    assert "\n" not in str(caught.value)
+
+
+# --- reasoning_gym --------------------------------------------------------------------------------
+
+
+def test_reasoning_gym_splits_by_index():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    settings = gym(render="", seed=3)
+    data = load_examples(settings)
+    task = reasoning_gym.create_dataset("number_sorting", seed=3, size=50, **settings.data.options)
+    questions = [task[i]["question"] for i in range(50)]
+    assert [e.prompt for e in data.eval] == list(dict.fromkeys(questions[40:]))
+    assert [e.prompt for e in data.train] == [
+        q for q in dict.fromkeys(questions[:40]) if q not in questions[40:]
+    ]
+    assert data.duplicates == 50 - len(data.train) - len(data.eval)
+    # metadata is the entry that the task's own scorer takes.
+    example = data.train[0]
+    assert task.score_answer(example.answer, json.loads(json.dumps(example.metadata))) == 1.0
+
+
+def test_reasoning_gym_unknown_task_or_option():
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match=r"^data\.name 'nothing' with data\.options: .*registered"):
+        load_examples(gym(name="nothing"))
+    with pytest.raises(ValueError, match=r"with data\.options: .*unexpected keyword .*'digits'"):
+        load_examples(gym(options={"digits": 3}))
+
+
+def test_sorting_in_few_characters():
+    pytest.importorskip("reasoning_gym")
+    data = load_examples(gym())
+    directions = set()
+    for example in data.train + data.eval:
+        assert re.fullmatch(r"\d( \d){2,5}[<>]", example.prompt)
+        numbers = [int(n) for n in example.prompt[:-1].split()]
+        ordered = sorted(numbers, reverse=example.prompt[-1] == "<")
+        assert example.answer == " ".join(map(str, ordered))
+        directions.add(example.prompt[-1])
+    assert directions == {"<", ">"}
+    assert len({e.prompt_id for e in data.train + data.eval}) == len(data.train) + len(data.eval)
+
+
+def test_sorting_worked_row():
+    task = {"direction": "ascending", "original_numbers": ["3.0", "8", "1", "12.0"]}
+    task["sorted_numbers"] = ["1", "3.0", "8", "12.0"]
+    assert render_number_sorting({"metadata": task}) == ("3 8 1 12>", "1 3 8 12")
+    for bad in ("-3.0", "2.5"):
+        with pytest.raises(ValueError, match=rf"^data\.options must give whole.*got {bad}"):
+            render_number_sorting({"metadata": {**task, "original_numbers": [bad]}})
+
+
+def test_warmup_examples_are_new():
+    pytest.importorskip("reasoning_gym")
+    settings = gym()
+    data = load_examples(settings)
+    warmup = load_warmup_examples(settings, 200, data)
+    assert 150 < len(warmup) <= 200
+    assert not {e.prompt_id for e in warmup} & {e.prompt_id for e in data.eval}
+
+
+def test_demonstrations_are_wrong_at_the_rate():
+    examples = [make_example(f"{i}>", "0123456789 01234", "t", {}) for i in range(400)]
+    pairs = demonstrations(examples, 0.08, seed=1)
+    assert [p for p, _ in pairs] == [e.prompt for e in examples]
+    digits = [(a, b) for _, t in pairs for a, b in zip(t, "0123456789 01234") if b != " "]
+    wrong = np.mean([a != b for a, b in digits])
+    # 6,000 digits: four standard deviations are 0.014.
+    assert abs(wrong - 0.08) < 0.014
+    assert all(re.fullmatch(r"\d{10} \d{5}", text) for _, text in pairs)
+    assert len({(int(a) - int(b)) % 10 for a, b in digits if a != b}) == 9
+    assert demonstrations(examples[::-1], 0.08, seed=1) == pairs[::-1]
+    assert demonstrations(examples, 0.08, seed=2) != pairs
+    assert {text for _, text in demonstrations(examples, 0.0, 1)} == {"0123456789 01234"}
+
+
+# --- encoding -------------------------------------------------------------------------------------
+
+
+def encoded_set(total, prompt_len=6):
+    examples = [make_example(f"{i}>", str(i), "t", {}) for i in range(total)]
+    return encode_prompts(examples, CharacterTokenizer("0123456789 <>"), prompt_len)
+
+
+def test_encoding_pads_right_and_drops_overlong():
+    texts = ["12>", "1 2 3>", "1>", "1 2 3 4>"]
+    examples = [make_example(text, "", "t", {}) for text in texts]
+    encoded = encode_prompts(examples, CharacterTokenizer("0123456789 <>"), 6)
+    assert encoded.dropped == 1
+    expected = [[3, 4, 14, 0, 0, 0], [3, 12, 4, 12, 5, 14], [3, 14, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(encoded.tokens, expected)
+    np.testing.assert_array_equal(encoded.lens, [3, 6, 2])
+    assert [e.prompt for e in encoded.examples] == texts[:3]
+    words = [f"{high:08x}{low:08x}" for high, low in encoded.ids]
+    assert words == [e.prompt_id for e in encoded.examples]
+    assert (encoded.tokens.dtype, encoded.lens.dtype, encoded.ids.dtype) == ("i4", "i4", "u4")
+
+
+def test_nothing_left_to_encode():
+    with pytest.raises(ValueError, match=r"^data\.prompt_len must .* got 1 with 3 .* of 2 tokens$"):
+        encoded_set(3, prompt_len=1)
+    with pytest.raises(ValueError, match=r"^data must hold at least one prompt"):
+        encoded_set(0)
+
+
+def test_batch_of_takes_rows_in_order():
+    batch = batch_of(encoded_set(5), [4, 1])
+    assert [e.prompt for e in batch.examples] == ["4>", "1>"]
+    np.testing.assert_array_equal(batch.tokens[:, :2], [[6, 14], [3, 14]])
+
+
+@pytest.mark.parametrize(("total", "size"), [(7, 3), (6, 3), (2, 5)])
+def test_eval_batches_are_full_and_hold_each_prompt_once(total, size):
+    encoded = encoded_set(total)
+    batches = eval_batches(encoded, size)
+    assert {batch.tokens.shape for batch, _ in batches} == {(size, 6)}
+    real = [e for batch, valid in batches for e in batch.examples[:valid]]
+    assert real == list(encoded.examples)
+    ids = np.concatenate([batch.ids for batch, _ in batches])
+    assert len(np.unique(ids, axis=0)) == len(batches) * size
+    last, valid = batches[-1]
+    assert len(last.examples) == size
+    assert (last.lens[valid:] == 1).all()
+
+
+# --- the stream -----------------------------------------------------------------------------------
+
+
+def prompts_of(batch):
+    return [e.prompt for e in batch.examples]
+
+
+def test_each_epoch_visits_each_prompt_at_most_once():
+    encoded = encoded_set(11)
+    stream = PromptStream(encoded, 3, seed=5)
+    assert (stream.steps_per_epoch, stream.leftover) == (3, 2)
+    epochs = []
+    for epoch in range(6):
+        assert (stream.epoch, stream.step) == (epoch, 0)
+        epochs.append([p for _ in range(3) for p in prompts_of(stream.next())])
+        assert len(set(epochs[-1])) == 9
+    assert set().union(*epochs) == {e.prompt for e in encoded.examples}
+    assert len({tuple(epoch) for epoch in epochs}) == 6  # another order each time
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    encoded = encoded_set(11)
+    stream = PromptStream(encoded, 11, seed=5)
+    for epoch in range(3):
+        order = np.random.default_rng([5, epoch]).permutation(11)
+        assert prompts_of(stream.next()) == [f"{i}>" for i in order]
+    other = PromptStream(encoded, 11, seed=6)
+    assert prompts_of(other.next()) != prompts_of(PromptStream(encoded, 11, seed=5).next())
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_resume_goes_on_exactly(steps):
+    stream = PromptStream(encoded_set(11), 3, seed=5)
+    for _ in range(steps):
+        stream.next()
+    state = json.loads(json.dumps(stream.state()))
+    resumed = PromptStream(encoded_set(11), 3, seed=5)
+    resumed.restore(state)
+    for _ in range(7):
+        assert prompts_of(resumed.next()) == prompts_of(stream.next())
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "seed", "name"),
+    [(12, 3, 5, "prompts"), (11, 2, 5, "prompts_per_step"), (11, 3, 6, "seed")],
+)
+def test_resume_refuses_another_order(total, size, seed, name):
+    state = PromptStream(encoded_set(11), 3, seed=5).state()
+    with pytest.raises(ValueError, match=rf"^data must be as in the checkpoint: {name} was"):
+        PromptStream(encoded_set(total), size, seed).restore(state)
+
+
+@pytest.mark.parametrize("size", [0, 12])
+def test_stream_needs_enough_prompts(size):
+    with pytest.raises(ValueError, match=rf"must be in \[1, 11\], .* got {size}$"):
+        PromptStream(encoded_set(11), size, seed=0)

@@ -1,0 +1,313 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.losses import (
+    aggregate,
+    clipped_surrogate,
+    kl,
+    loss_normalizer,
+    policy_loss,
+    policy_metrics,
+)
+
+SETTINGS = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "dual_clip": 3.0,
+    "kl_coef": 0.1,
+    "entropy_coef": 0.01,
+}
+
+
+def surrogate(ratio, advantage, **overrides):
+    options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0} | overrides
+    shape = np.shape(ratio)
+    return clipped_surrogate(
+        np.log(np.asarray(ratio, np.float32)),
+        np.zeros(shape, np.float32),
+        np.broadcast_to(np.float32(advantage), shape),
+        **options,
+    )
+
+
+def make_batch(seed=0, rows=6, slots=7):
+    """Log-probs, entropy, old log-probs, advantages, mask, reference log-probs; one empty row."""
+    generator = np.random.default_rng(seed)
+    logprobs = -generator.gamma(1.0, 1.0, (rows, slots))
+    old_logprobs = logprobs + generator.normal(scale=0.5, size=logprobs.shape)
+    ref_logprobs = logprobs + generator.normal(scale=0.5, size=logprobs.shape)
+    entropy = generator.gamma(2.0, 1.0, logprobs.shape)
+    advantages = generator.normal(scale=2.0, size=logprobs.shape)
+    lens = np.append(generator.integers(1, slots + 1, rows - 1), 0)
+    mask = np.arange(slots) < lens[:, None]
+    return logprobs, entropy, old_logprobs, advantages, mask, ref_logprobs
+
+
+def as_float32(batch):
+    return tuple(x if x.dtype == bool else x.astype(np.float32) for x in batch)
+
+
+def reference_loss(batch, aggregation, estimator):
+    """The same loss, token by token in Python floats."""
+    logprobs, entropy, old_logprobs, advantages, mask, ref_logprobs = (x.tolist() for x in batch)
+    rows = []
+    for b, row_mask in enumerate(mask):
+        row = []
+        for j in range(sum(row_mask)):
+            ratio = math.exp(logprobs[b][j] - old_logprobs[b][j])
+            advantage = advantages[b][j]
+            loss = -min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+            if advantage < 0:
+                loss = min(loss, 3.0 * abs(advantage))
+            d = ref_logprobs[b][j] - logprobs[b][j]
+            penalty = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator]
+            row.append(loss + 0.1 * penalty - 0.01 * entropy[b][j])
+        rows.append(row)
+    if aggregation == "token":
+        return math.fsum(map(math.fsum, rows)) / sum(map(len, rows))
+    return math.fsum(sum(row) / len(row) for row in rows if row) / sum(1 for row in rows if row)
+
+
+# Surrogate ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.0, 2.0, -2.0, False),
+        (1.5, 1.0, -1.28, True),
+        (0.5, 1.0, -0.5, False),
+        (1.5, -1.0, 1.5, False),
+        (0.5, -1.0, 0.8, True),
+        (9.0, -2.0, 6.0, True),
+        (9.0, 2.0, -2.56, True),
+        (1.5, 0.0, 0.0, False),
+    ],
+)
+def test_surrogate_by_hand(ratio, advantage, loss, clipped):
+    got_loss, got_clipped = surrogate([[ratio]], advantage)
+    np.testing.assert_allclose(got_loss, [[loss]], rtol=1e-6)
+    assert got_clipped.tolist() == [[clipped]]
+
+
+def test_dual_clip_zero_is_off():
+    loss, clipped = surrogate([[9.0]], -2.0, dual_clip=0.0)
+    np.testing.assert_allclose(loss, 18.0, rtol=1e-6)
+    assert not clipped.item()
+
+
+def test_clipped_says_where_the_gradient_vanishes():
+    ratio = np.array([[0.1, 0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 2.9, 3.1, 50.0]], np.float32)
+    for advantage in (-1.5, 1.5):
+
+        def total(logprobs, advantage=advantage):
+            options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+            zeros = jnp.zeros_like(logprobs)
+            return clipped_surrogate(logprobs, zeros, zeros + advantage, **options)[0].sum()
+
+        gradient = jax.grad(total)(np.log(ratio))
+        _, clipped = surrogate(ratio, advantage)
+        np.testing.assert_array_equal(np.asarray(gradient) == 0, clipped)
+        expected = np.where(clipped, 0, -advantage * ratio)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("advantage", [-3.0, 3.0])
+@pytest.mark.parametrize("dual_clip", [0.0, 3.0])
+@pytest.mark.parametrize("log_ratio", [-1e30, -200.0, 200.0, 1e30])
+def test_extreme_ratios_stay_finite(log_ratio, dual_clip, advantage):
+    def total(logprobs):
+        options = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": dual_clip}
+        zeros = jnp.zeros_like(logprobs)
+        loss, _ = clipped_surrogate(logprobs, zeros, zeros + advantage, **options)
+        return loss.sum() + kl(logprobs, zeros, "k3").sum()
+
+    value, gradient = jax.value_and_grad(total)(jnp.full((1, 2), log_ratio))
+    assert jnp.isfinite(value)
+    assert jnp.isfinite(gradient).all()
+
+
+# KL -----------------------------------------------------------------------------------------
+
+
+def test_kl_by_hand():
+    logprobs, ref_logprobs = np.log([[0.5, 0.25]]), np.log([[0.25, 0.5]])
+    log2 = math.log(2)
+    for estimator, expected in {
+        "k1": [log2, -log2],
+        "k2": [log2**2 / 2, log2**2 / 2],
+        "k3": [0.5 + log2 - 1, 2 - log2 - 1],
+    }.items():
+        np.testing.assert_allclose(kl(logprobs, ref_logprobs, estimator)[0], expected, rtol=1e-5)
+
+
+def test_kl_estimators_against_the_exact_divergence():
+    policy, reference = np.array([0.2, 0.3, 0.5]), np.array([0.3, 0.3, 0.4])
+    exact = np.sum(policy * np.log(policy / reference))
+    for estimator in ("k1", "k3"):
+        expectation = policy @ np.asarray(kl(np.log(policy), np.log(reference), estimator))
+        np.testing.assert_allclose(expectation, exact, rtol=1e-5)
+    # k2's gradient, not its value, is the divergence's in expectation: Σ π ∇log π · log(π/π_ref).
+    slope = jax.vmap(jax.grad(functools.partial(kl, estimator="k2")))(
+        np.log(policy), np.log(reference)
+    )
+    np.testing.assert_allclose(slope, np.log(policy / reference), rtol=1e-5)
+
+
+# Aggregation --------------------------------------------------------------------------------
+
+
+def test_aggregate_by_hand():
+    per_token = np.array([[1, 2, 3], [10, np.nan, np.inf], [np.nan] * 3], np.float32)
+    mask = np.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]], bool)
+    assert loss_normalizer(mask, how="token") == 4
+    assert loss_normalizer(mask, how="sequence") == 2
+    assert aggregate(per_token, mask, how="token") == 4.0
+    assert aggregate(per_token, mask, how="sequence") == 6.0
+    assert aggregate(per_token, np.zeros_like(mask), how="token") == 0.0
+    assert aggregate(per_token, np.zeros_like(mask), how="sequence") == 0.0
+
+
+@pytest.mark.parametrize("how", ["token", "sequence"])
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_micro_batches_sum_to_the_mini_batch(how, parts):
+    batch = as_float32(make_batch(3))
+    mask = batch[4]
+    loss_of = functools.partial(policy_loss, aggregation=how, **SETTINGS)
+    differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+    (whole, whole_sums), whole_gradient = differentiate(*batch)
+
+    normalizer = loss_normalizer(mask, how=how)
+    total, gradients, sums = 0.0, [], None
+    for part in zip(*(np.split(x, parts) for x in batch), strict=True):
+        (loss, part_sums), gradient = differentiate(*part, normalizer=normalizer)
+        total += loss
+        gradients.append(gradient)
+        sums = part_sums if sums is None else jax.tree.map(jnp.add, sums, part_sums)
+
+    np.testing.assert_allclose(total, whole, rtol=1e-5)
+    for i in (0, 1):
+        joined = np.concatenate([gradient[i] for gradient in gradients])
+        np.testing.assert_allclose(joined, whole_gradient[i], rtol=1e-6)
+    metrics, expected = policy_metrics(sums), policy_metrics(whole_sums)
+    assert metrics.keys() == expected.keys()
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+
+
+# The whole loss -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_policy_loss_against_a_loop(aggregation, estimator):
+    batch = make_batch(4)
+    settings = SETTINGS | {"aggregation": aggregation, "kl_estimator": estimator}
+    with jax.enable_x64(True):
+        loss, _ = policy_loss(*batch, **settings)
+        assert loss.dtype == np.float64
+        np.testing.assert_allclose(loss, reference_loss(batch, aggregation, estimator), rtol=1e-12)
+    loss, _ = jax.jit(functools.partial(policy_loss, **settings))(*as_float32(batch))
+    np.testing.assert_allclose(loss, reference_loss(batch, aggregation, estimator), rtol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_gradient_by_finite_differences(aggregation, estimator):
+    batch = make_batch(5, rows=3, slots=4)
+    width = 1e-6
+    with jax.enable_x64(True):
+        loss_of = functools.partial(
+            policy_loss, aggregation=aggregation, kl_estimator=estimator, **SETTINGS
+        )
+        gradients = jax.grad(loss_of, argnums=(0, 1), has_aux=True)(*batch)[0]
+    for i, gradient in enumerate(gradients):
+        for position in np.ndindex(batch[0].shape):
+            ends = []
+            for sign in (1, -1):
+                moved = [x.copy() for x in batch]
+                moved[i][position] += sign * width
+                ends.append(reference_loss(moved, aggregation, estimator))
+            slope = (ends[0] - ends[1]) / (2 * width)
+            np.testing.assert_allclose(gradient[position], slope, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
+def test_what_is_masked_cannot_poison(aggregation, poison):
+    batch = as_float32(make_batch(6))
+    mask = batch[4]
+    poisoned = tuple(x if x is mask else np.where(mask, x, np.float32(poison)) for x in batch)
+    differentiate = jax.value_and_grad(
+        functools.partial(policy_loss, aggregation=aggregation, **SETTINGS), (0, 1), has_aux=True
+    )
+    (loss, sums), gradients = differentiate(*poisoned)
+    (clean_loss, clean_sums), clean_gradients = differentiate(*batch)
+    assert loss == clean_loss
+    jax.tree.map(np.testing.assert_array_equal, sums, clean_sums)
+    jax.tree.map(np.testing.assert_array_equal, gradients, clean_gradients)
+    assert not np.asarray(gradients[0])[~mask].any()
+
+
+def test_metrics_by_hand():
+    ratio = np.array([[1.5, 1.0, 9.9], [0.5, 1.0, 1.0]], np.float32)
+    mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
+    entropy = np.array([[1, 2, 99], [3, 4, 5]], np.float32)
+    logprobs, zeros = np.log(ratio), np.zeros((2, 3), np.float32)
+    _, sums = policy_loss(
+        logprobs,
+        entropy,
+        zeros,
+        zeros + 1,
+        mask,
+        logprobs - np.float32(math.log(2)),
+        aggregation="token",
+        clip_low=0.2,
+        clip_high=0.2,
+        kl_estimator="k1",
+    )
+    metrics = policy_metrics(sums)
+    assert sums["tokens"] == 5
+    assert metrics["policy/clip_fraction"] == pytest.approx(1 / 5)
+    assert metrics["policy/ratio_mean"] == pytest.approx(5 / 5)
+    assert metrics["policy/entropy"] == pytest.approx(3.0)
+    assert metrics["policy/kl"] == pytest.approx(0.5 + math.log(2) - 1)  # k3, whatever is trained
+    assert sums["logprob_gap"] == pytest.approx(math.log(1.5) + math.log(2))
+
+
+def test_without_a_reference_there_is_no_kl():
+    batch = as_float32(make_batch(7))[:5]
+    settings = SETTINGS | {"aggregation": "token", "kl_coef": 0.0}
+    _, sums = policy_loss(*batch, **settings)
+    assert "policy/kl" not in policy_metrics(sums)
+    with pytest.raises(ValueError, match=r"kl_coef must be 0 without reference log-probs, got 0.5"):
+        policy_loss(*batch, **settings | {"kl_coef": 0.5})
+
+
+def test_unknown_names_list_the_known_ones():
+    zeros, mask = np.zeros((1, 1), np.float32), np.ones((1, 1), bool)
+    with pytest.raises(ValueError, match="must be one of k1, k2, k3, got 'k4'"):
+        kl(zeros, zeros, "k4")
+    with pytest.raises(ValueError, match="must be one of token, sequence, got 'mean'"):
+        aggregate(zeros, mask, how="mean")
+    with pytest.raises(ValueError, match="must be one of k1, k2, k3, got 'k4'"):
+        policy_loss(
+            *[zeros] * 4, mask, aggregation="token", kl_estimator="k4", clip_low=0.2, clip_high=0.2
+        )
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_on_an_explicitly_sharded_batch(aggregation):
+    devices = len(jax.devices())
+    batch = as_float32(make_batch(8, rows=2 * devices))
+    loss_of = functools.partial(policy_loss, aggregation=aggregation, **SETTINGS)
+    expected = jax.value_and_grad(loss_of, has_aux=True)(*batch)
+    with jax.set_mesh(jax.make_mesh((devices, 1), ("data", "tensor"))):
+        sharded = jax.device_put(batch, jax.P("data"))
+        got = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(*sharded)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
