@@ -8,33 +8,25 @@ as it is.
 
 from pathlib import Path
 
-from absl import app, flags
-from ml_collections import config_flags
+from absl import flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "configuration file[:preset]")
+from specrl_jax import cli
+
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
-    from specrl_jax.runtime import start, user_errors  # after --help and bad flags, it takes seconds
+def main() -> None:
+    from specrl_jax import runtime  # imports JAX: seconds that --help need not wait for
 
-    with user_errors():
-        start(_CONFIG.value)
-        from specrl_jax.train import train
+    config = flags.FLAGS.config
+    runtime.start(config)
+    from specrl_jax.train import train
 
-        workdir = Path(_WORKDIR.value or default_workdir())
-        print(f"workdir: {workdir}", flush=True)
-        train(_CONFIG.value, workdir)
-
-
-def default_workdir() -> Path:
-    """configs/grpo.py:micro → runs/grpo-micro."""
-    path, _, preset = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
-    return Path("runs", f"{Path(path).stem}-{preset or 'tiny'}")
+    workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
+    print(f"workdir: {workdir}", flush=True)
+    train(config, workdir)
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
-    app.run(main)
+    cli.define_config()
+    cli.run(main)

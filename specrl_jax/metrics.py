@@ -49,6 +49,8 @@ METRICS: dict[str, Metric] = {
     "rollout/response_len_mean": Metric("response length, end of sequence included", "tokens"),
     "rollout/truncated_fraction": Metric("share of responses without end of sequence", "1"),
     "rollout/overlap_rouge1": Metric("mean ROUGE-1 F1 with the row's last response", "1"),
+    "rollout/decode_steps": Metric("decode steps over all rungs", "steps"),
+    "rollout/row_steps": Metric("rows x decode steps computed", "row steps"),
     "policy/loss": Metric("loss, mean over the step's updates", "1"),
     "policy/kl": Metric("KL to the reference per token, k3 estimate", "nats"),
     "policy/entropy": Metric("entropy per token of the untruncated policy", "nats"),
@@ -61,7 +63,8 @@ METRICS: dict[str, Metric] = {
     "data/passes": Metric("passes over the training prompts, fractional", "epochs"),
     "time/step": Metric("the whole step but evaluation and checkpoint", "seconds"),
     "time/rollout": Metric("rollout, verification included", "seconds"),
-    "time/verify": Metric("of the rollout: prefill and verification of drafts", "seconds"),
+    "time/prefill": Metric("of the rollout: computing the prompts' keys and values", "seconds"),
+    "time/verify": Metric("of the rollout: the verification pass over the drafts", "seconds"),
     "time/decode": Metric("of the rollout: decoding after the prefixes", "seconds"),
     "time/reward": Metric("scoring the responses", "seconds"),
     "time/update": Metric("the step's optimizer updates", "seconds"),
@@ -407,62 +410,3 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# Overlap ------------------------------------------------------------------------------------
-
-_PADDING = 2**30 - 1  # above every token id, and 2 · _PADDING + 1 still fits an int32
-
-
-def overlap_rouge1(
-    tokens_a: np.ndarray, lens_a: np.ndarray, tokens_b: np.ndarray, lens_b: np.ndarray
-) -> np.ndarray:
-    """ROUGE-1 F1 of two responses' token ids, row by row.
-
-        F1 = 2·Σₓ min(countₐ(x), count_b(x)) / (lenₐ + len_b)
-
-    Worked row: [5 5 7] against [5 7 7 9] share one 5 and one 7: 2·2 / (3 + 4) = 0.571.
-
-    Args:
-        tokens_a, tokens_b: int32 [B, R] (the two R may differ), ids in [0, 2^30 − 1).
-        lens_a, lens_b: int32 [B], tokens.
-
-    Returns:
-        float64 [B] in [0, 1]; nan where b is empty (no response to compare with):
-        average with `np.nanmean`.
-    """
-    lens_a, lens_b = np.asarray(lens_a), np.asarray(lens_b)
-    rows = len(lens_a)
-    shared = np.zeros(rows)
-    keys_a = _keys(tokens_a, lens_a, side=0)
-    keys_b = _keys(tokens_b, lens_b, side=1)
-    width = keys_a.shape[1] + keys_b.shape[1]
-    chunk = max(1, 2**22 // max(width, 1))  # 16 MB at a time
-    for start in range(0, rows if width else 0, chunk):
-        part = slice(start, start + chunk)
-        shared[part] = _shared(np.concatenate([keys_a[part], keys_b[part]], axis=1))
-    with np.errstate(invalid="ignore"):
-        return np.where(lens_b > 0, 2 * shared / (lens_a + lens_b), np.nan)
-
-
-def _keys(tokens: np.ndarray, lens: np.ndarray, side: int) -> np.ndarray:
-    """2·token + side: sorting puts equal tokens of both sides into one run, a's first."""
-    longest = int(lens.max(initial=0))
-    tokens = np.asarray(tokens)[:, :longest].astype(np.int32)
-    kept = np.arange(longest) < lens[:, None]
-    return 2 * np.where(kept, tokens, np.int32(_PADDING)) + np.int32(side)
-
-
-def _shared(keys: np.ndarray) -> np.ndarray:
-    """Per row, the size of the intersection of the two multisets."""
-    rows, width = keys.shape
-    keys = np.sort(keys, axis=1)
-    tokens = keys >> 1
-    first = np.ones(keys.shape, bool)
-    first[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
-    starts = np.flatnonzero(first)
-    from_b = np.add.reduceat(keys.ravel() & 1, starts)
-    run_lens = np.diff(starts, append=keys.size)
-    both = np.minimum(from_b, run_lens - from_b)
-    both[tokens.ravel()[starts] == _PADDING] = 0
-    return np.bincount(starts // width, weights=both, minlength=rows)

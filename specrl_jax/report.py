@@ -141,15 +141,16 @@ def _draw_reward(ax: Any, records: Sequence[Record]) -> None:
 
 
 def _draw_seconds(ax: Any, records: Sequence[Record]) -> None:
-    """Verification and decoding as bars on each other, the whole rollout as a line of steps."""
-    steps = [record["step"] for record in records if record.get("time/rollout") is not None]
+    """The rollout's parts as bars on each other, the whole rollout as a line of steps."""
     timed = [record for record in records if record.get("time/rollout") is not None]
-    verify = [record.get("time/verify") or 0.0 for record in timed]
-    decode = [record.get("time/decode") or 0.0 for record in timed]
+    steps = [record["step"] for record in timed]
+    bottom = [0.0] * len(timed)
+    for name, color in (("prefill", _GREEN), ("verify", _ORANGE), ("decode", _BLUE)):
+        seconds = [record.get(f"time/{name}") or 0.0 for record in timed]
+        # Without antialiasing: it would draw seams between bars that touch.
+        ax.bar(steps, seconds, 1.0, bottom=bottom, color=color, label=name, aa=False)
+        bottom = [below + height for below, height in zip(bottom, seconds, strict=True)]
     whole = [record["time/rollout"] for record in timed]
-    # Without antialiasing: it would draw seams between bars that touch.
-    ax.bar(steps, verify, 1.0, color=_ORANGE, label="verify", aa=False)
-    ax.bar(steps, decode, 1.0, bottom=verify, color=_BLUE, label="decode", aa=False)
     ax.plot(steps, whole, color=_GREY, lw=1.2, drawstyle="steps-mid", label="whole rollout")
     ax.set(title="Rollout time", ylabel="seconds")
     _cut_outliers(ax, steps, whole)

@@ -1,10 +1,7 @@
-"""What a process sets up once before anything is computed: cache, mesh, errors, signals."""
+"""What a process sets up once before anything is computed: compilation cache, mesh, signals."""
 
-import contextlib
 import os
 import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -32,18 +29,6 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(root / "specrl_jax" / "jax"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Print an error that the user can mend as one line and exit with 2; let others through."""
-    try:
-        yield
-    except (ValueError, OSError, FloatingPointError) as error:
-        if "\n" in str(error) or os.environ.get("SPECRL_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
 
 
 class StopRequest:

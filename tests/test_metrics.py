@@ -7,14 +7,13 @@ import subprocess
 import sys
 import time
 import types
-from collections import Counter
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specrl_jax import metrics
-from specrl_jax.metrics import METRICS, MetricsLog, overlap_rouge1, read_metrics
+from specrl_jax.metrics import METRICS, MetricsLog, read_metrics
 
 VALUES = {
     "reward/mean": 0.6123,
@@ -50,7 +49,7 @@ def steps(workdir):
 def test_every_metric_has_one_meaning_and_a_known_unit():
     meanings = [metric.meaning for metric in METRICS.values()]
     assert len(set(meanings)) == len(meanings)
-    units = {"reward", "count", "1", "tokens", "nats", "epochs", "seconds"}
+    units = {"reward", "count", "1", "tokens", "nats", "epochs", "seconds", "steps", "row steps"}
     assert {metric.unit for metric in METRICS.values()} == units
     assert all(metric.unit == "seconds" for name, metric in METRICS.items() if "time/" in name)
 
@@ -362,53 +361,3 @@ def test_real_wandb_offline(tmp_path):
     run_id = (tmp_path / "wandb_id").read_text()
     assert len(list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))) == 1
     assert time.monotonic() - start < 90  # an attempt to reach the network blocks for longer
-
-
-# Overlap ------------------------------------------------------------------------------------
-
-
-def rouge1_by_counting(a, b):
-    if not b:
-        return math.nan
-    return 2 * sum((Counter(a) & Counter(b)).values()) / (len(a) + len(b))
-
-
-def test_overlap_by_hand():
-    got = overlap_rouge1(
-        np.array([[5, 5, 7, 99], [1, 2, 3, 4], [1, 2, 3, 4], [8, 8, 8, 8], [1, 1, 1, 1]]),
-        np.array([3, 4, 4, 0, 4]),
-        np.array([[5, 7, 7, 9], [4, 3, 2, 1], [1, 2, 3, 4], [8, 8, 8, 8], [2, 2, 2, 2]]),
-        np.array([4, 4, 0, 2, 4]),
-    )
-    np.testing.assert_allclose(got, [4 / 7, 1.0, np.nan, 0.0, 0.0])
-
-
-@pytest.mark.parametrize("vocab", [3, 40, 150_000])
-def test_overlap_against_counting(vocab, monkeypatch):
-    generator = np.random.default_rng(vocab)
-    tokens_a = generator.integers(0, vocab, (50, 60), dtype=np.int32)
-    tokens_b = generator.integers(0, vocab, (50, 45), dtype=np.int32)
-    lens_a, lens_b = generator.integers(0, 61, 50), generator.integers(0, 46, 50)
-    expected = [
-        rouge1_by_counting(a[:m].tolist(), b[:n].tolist())
-        for a, m, b, n in zip(tokens_a, lens_a, tokens_b, lens_b, strict=True)
-    ]
-    got = overlap_rouge1(tokens_a, lens_a, tokens_b, lens_b)
-    np.testing.assert_allclose(got, expected)
-
-
-def test_overlap_of_nothing_is_nan():
-    empty = np.zeros((2, 4), np.int32)
-    assert np.isnan(overlap_rouge1(empty, np.zeros(2, int), empty, np.zeros(2, int))).all()
-
-
-def test_overlap_in_several_chunks():
-    """Wide enough that the rows are sorted in more than one piece."""
-    generator = np.random.default_rng(9)
-    tokens_a = generator.integers(0, 500, (600, 4096), dtype=np.int32)
-    tokens_b = generator.integers(0, 500, (600, 4096), dtype=np.int32)
-    lens = np.full(600, 4096)
-    got = overlap_rouge1(tokens_a, lens, tokens_b, lens)
-    for row in (0, 511, 512, 599):
-        expected = rouge1_by_counting(tokens_a[row].tolist(), tokens_b[row].tolist())
-        assert got[row] == pytest.approx(expected)

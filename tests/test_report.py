@@ -26,7 +26,8 @@ def make_records():
     records = [{"step": 0, "epoch": 1, "reward/eval": 0.37}]
     for step, (epoch, *values) in enumerate(rows, start=1):
         present = {n: v for n, v in zip(names, values, strict=True) if v is not None}
-        records.append({"step": step, "epoch": epoch, "time/update": 0.5, **present})
+        fixed = {"time/update": 0.5, "time/prefill": 0.05 * step}
+        records.append({"step": step, "epoch": epoch, **fixed, **present})
     return records
 
 
@@ -107,10 +108,14 @@ def test_reward_plot_shows_training_and_held_out():
 
 def test_seconds_are_stacked_and_a_compiling_step_is_named():
     ax = axes_of("rollout_seconds", make_records())
-    verify, decode = ax.containers
-    assert [bar.get_height() for bar in verify] == [0.1, 0.1, 0.3, 0.3, 0.3, 0.3]
-    assert [bar.get_y() for bar in decode] == [bar.get_height() for bar in verify]
-    assert [bar.get_height() for bar in decode] == [9.0, 2.0, 1.0, 0.8, 0.7, 0.5]
+    prefill, verify, decode = ax.containers
+    heights = [[bar.get_height() for bar in bars] for bars in (prefill, verify, decode)]
+    assert heights[0] == [0.05 * step for step in range(1, 7)]
+    assert {bar.get_y() for bar in prefill} == {0.0}
+    assert [bar.get_y() for bar in verify] == heights[0]
+    assert [bar.get_y() for bar in decode] == pytest.approx(np.add(*heights[:2]))
+    assert heights[1] == pytest.approx([0.1, 0.1, 0.3, 0.3, 0.3, 0.3])
+    assert heights[2] == pytest.approx([9.0, 2.0, 1.0, 0.8, 0.7, 0.5])
     assert [bar.get_center()[0] for bar in decode] == [1, 2, 3, 4, 5, 6]
     assert lines_of(ax)["whole rollout"][0] == [1, 30.0]
     assert 2.2 < ax.get_ylim()[1] < 4

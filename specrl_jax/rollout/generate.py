@@ -75,7 +75,8 @@ class Stats:
     """What a rollout cost. Seconds are wall-clock and include waiting for the device.
 
     row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
-    verified_tokens: rows x width of the verification passes. rungs: (rows, slots) visited.
+    verified_tokens: rows x width of the verification passes. parts: equal pieces that the batch
+    was cut into. rungs: (rows, slots, steps) in the order they were visited, part by part.
     """
 
     prefill_seconds: float = 0.0
@@ -84,7 +85,8 @@ class Stats:
     decode_steps: int = 0
     row_steps: int = 0
     verified_tokens: int = 0
-    rungs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    parts: int = 0
+    rungs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
         """Under the names of `metrics.METRICS`."""
@@ -134,6 +136,7 @@ def generate(
 
 def _generate_part(plan, weights, prompts, drafts, key, step, purpose, log_lenience, stats):
     setup, group = plan.setup, plan.group_size
+    stats.parts += 1
     rows_total = len(prompts.lens) * group
     ladder = Ladder.build(
         rows_total, plan.prompt_slots, setup.response_slots, plan.row_rungs, plan.windows,
@@ -176,11 +179,11 @@ def _decode_ladder(setup, ladder, weights, cache, rows: Rows, slots: int, stats:
         if rung != (size, slots):
             cache, rows, finished = steps.move(cache, rows, finished, size=rung[0], slots=rung[1])
             size, slots = rung
-        stats.rungs.append(rung)
         cache, rows, *scalars = steps.decode(
             setup, weights, cache, rows, jnp.int32(ladder.rows_below(size)), jnp.int32(response)
         )
         active, longest, taken = map(int, jax.device_get(scalars))
+        stats.rungs.append((*rung, taken))
         stats.decode_steps += taken
         stats.row_steps += taken * size
     return rows if finished is None else steps.collect(rows, finished)

@@ -1,0 +1,92 @@
+"""What the programs in launch/ share: the --config flag, and errors as one line.
+
+Imports nothing heavy, so that --help and a misspelt flag answer at once.
+"""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+
+def define_config(default: str | None = None) -> None:
+    """The flags --config (file[:preset], must come first) and --config.FIELD=VALUE."""
+    config_flags.DEFINE_config_file("config", default, "configuration file[:preset]")
+    if default is None:
+        flags.mark_flag_as_required("config")
+
+
+def config_name() -> str:
+    """configs/grpo.py:micro → grpo-micro; without a preset grpo-tiny."""
+    path, _, preset = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    return f"{Path(path).stem}-{preset or 'tiny'}"
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parse the flags and call `main`; exit with 2 and one line where the user made a mistake."""
+
+    def call(argv: Sequence[str]) -> None:
+        with user_errors():
+            if len(argv) > 1:
+                raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+            if not flags.FLAGS["verbosity"].present:
+                logging.set_verbosity(logging.WARNING)
+            main()
+
+    app.run(call, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Print an error that the user can mend as one line and exit with 2; let others through.
+
+    SPECRL_TRACEBACK=1 shows where it came from.
+    """
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError) as error:
+        if "\n" in str(error) or os.environ.get("SPECRL_TRACEBACK"):
+            raise
+        _fail(str(error))
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        rest = flags.FLAGS(list(argv))
+        if "config" in flags.FLAGS and flags.FLAGS["config"].value is not None:
+            flags.FLAGS["config"].value.to_dict()  # a file that failed to load raises only here
+    except Exception as error:
+        if os.environ.get("SPECRL_TRACEBACK"):
+            raise
+        _fail(_in_one_line(error, argv))
+    else:
+        return rest
+
+
+def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
+    """The cause in the words of whoever typed `argv`."""
+    text = str(error).strip()
+    if isinstance(error, AttributeError | KeyError):
+        field = re.search(r"\w+", text)
+        hint = re.search(r'Did you mean "(\w+)"', text)
+        typed = [a for a in argv if field and re.match(rf"--config\..*\b{field[0]}\b", a)]
+        name = typed[0].partition("=")[0].removeprefix("--config.") if typed else repr(text)
+        return f"{name} is not a field of the config" + (f", did you mean {hint[1]}?" if hint else "")
+    if isinstance(error, OSError):
+        wanted = [a for a in argv if a.startswith("--config=")]
+        path = wanted[0].removeprefix("--config=").partition(":")[0] if wanted else "--config"
+        if not Path(path).exists():
+            return f"--config={path}: no such file in {Path.cwd()}"
+    # ml_collections quotes the whole traceback; its last line names the cause.
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return re.sub(r"^\w+Error: ", "", lines[-1]) if lines else repr(error)
+
+
+def _fail(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.exit(2)

@@ -1,0 +1,122 @@
+"""What a rollout and its rewards came to, as scalars under the names of `metrics.METRICS`.
+
+Takes NumPy arrays on the host. A value that does not exist (no draft, no earlier response) is
+absent.
+"""
+
+import numpy as np
+
+from specrl_jax.types import Drafts, Rollout
+
+
+def rollout_metrics(
+    rollout: Rollout, drafts: Drafts | None, previous: Drafts | None, eos_ids: tuple[int, ...]
+) -> dict[str, float]:
+    """The `rollout/*` metrics of B responses, from what was kept of their drafts.
+
+    Args:
+        rollout: Leaves are NumPy arrays, [B] and [B, R].
+        drafts: What was offered, [B, R]; None if nothing was.
+        previous: The rows' last responses, [B, R], to compare with; length 0 where there is none.
+            They need not be the drafts, which may be older or off.
+        eos_ids: The tokens that end a response.
+
+    Returns:
+        Everything but `rollout/decode_steps` and `rollout/row_steps`, which are costs, not
+        contents. `rollout/draft_accept_rate` is absent where no draft token was offered,
+        `rollout/overlap_rouge1` where no row has a previous response.
+    """
+    lens, prefix_lens = rollout.lens, rollout.prefix_lens
+    tokens, reused = int(lens.sum()), int(prefix_lens.sum())
+    last = np.take_along_axis(rollout.tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
+    ended = np.isin(last, eos_ids) & (lens > 0)
+    values = {
+        "rollout/tokens_generated": tokens - reused,
+        "rollout/tokens_reused": reused,
+        "rollout/reuse_fraction": reused / max(tokens, 1),
+        "rollout/prefix_len_mean": float(prefix_lens.mean()),
+        "rollout/full_reuse_ratio": float(np.mean((prefix_lens > 0) & (prefix_lens == lens))),
+        "rollout/response_len_mean": float(lens.mean()),
+        "rollout/truncated_fraction": float(np.mean(~ended)),
+    }
+    if drafts is not None and (offered := int(drafts.lens.sum())):
+        values["rollout/draft_accept_rate"] = reused / offered
+    if previous is not None and previous.lens.any():
+        overlap = overlap_rouge1(rollout.tokens, lens, previous.tokens, previous.lens)
+        values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
+    return values
+
+
+def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> dict[str, float]:
+    """The `reward/*` metrics of a step's B responses, `group_size` in a row for each prompt.
+
+    Args:
+        rewards: float32 [B]. A response counts as right where its reward is at least 1.
+        failed: bool [B], answers that hit a scoring limit or raised.
+        group_size: G, responses per prompt; divides B.
+    """
+    solved = (rewards >= 1).reshape(-1, group_size)
+    return {
+        "reward/mean": float(np.mean(rewards, dtype=np.float64)),
+        "reward/std": float(np.std(rewards, dtype=np.float64)),
+        "reward/failed": int(np.sum(failed)),
+        "reward/solved_all": float(np.mean(solved.all(axis=1))),
+        "reward/solved_none": float(np.mean(~solved.any(axis=1))),
+    }
+
+
+_PADDING = 2**30 - 1  # above every token id, and 2 · _PADDING + 1 still fits an int32
+
+
+def overlap_rouge1(
+    tokens_a: np.ndarray, lens_a: np.ndarray, tokens_b: np.ndarray, lens_b: np.ndarray
+) -> np.ndarray:
+    """ROUGE-1 F1 of two responses' token ids, row by row.
+
+        F1 = 2·Σₓ min(countₐ(x), count_b(x)) / (lenₐ + len_b)
+
+    Worked row: [5 5 7] against [5 7 7 9] share one 5 and one 7: 2·2 / (3 + 4) = 0.571.
+
+    Args:
+        tokens_a, tokens_b: int32 [B, R] (the two R may differ), ids in [0, 2^30 − 1).
+        lens_a, lens_b: int32 [B], tokens.
+
+    Returns:
+        float64 [B] in [0, 1]; nan where b is empty (no response to compare with):
+        average with `np.nanmean`.
+    """
+    lens_a, lens_b = np.asarray(lens_a), np.asarray(lens_b)
+    rows = len(lens_a)
+    shared = np.zeros(rows)
+    keys_a = _keys(tokens_a, lens_a, side=0)
+    keys_b = _keys(tokens_b, lens_b, side=1)
+    width = keys_a.shape[1] + keys_b.shape[1]
+    chunk = max(1, 2**22 // max(width, 1))  # 16 MB at a time
+    for start in range(0, rows if width else 0, chunk):
+        part = slice(start, start + chunk)
+        shared[part] = _shared(np.concatenate([keys_a[part], keys_b[part]], axis=1))
+    with np.errstate(invalid="ignore"):
+        return np.where(lens_b > 0, 2 * shared / (lens_a + lens_b), np.nan)
+
+
+def _keys(tokens: np.ndarray, lens: np.ndarray, side: int) -> np.ndarray:
+    """2·token + side: sorting puts equal tokens of both sides into one run, a's first."""
+    longest = int(lens.max(initial=0))
+    tokens = np.asarray(tokens)[:, :longest].astype(np.int32)
+    kept = np.arange(longest) < lens[:, None]
+    return 2 * np.where(kept, tokens, np.int32(_PADDING)) + np.int32(side)
+
+
+def _shared(keys: np.ndarray) -> np.ndarray:
+    """Per row, the size of the intersection of the two multisets."""
+    rows, width = keys.shape
+    keys = np.sort(keys, axis=1)
+    tokens = keys >> 1
+    first = np.ones(keys.shape, bool)
+    first[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
+    starts = np.flatnonzero(first)
+    from_b = np.add.reduceat(keys.ravel() & 1, starts)
+    run_lens = np.diff(starts, append=keys.size)
+    both = np.minimum(from_b, run_lens - from_b)
+    both[tokens.ravel()[starts] == _PADDING] = 0
+    return np.bincount(starts // width, weights=both, minlength=rows)

@@ -1,0 +1,208 @@
+"""Rows of one split of a dataset, as dicts, from five kinds of sources.
+
+Takes `config.data`; gives what the source holds, in its order. Nothing is downloaded but data sets
+of the Hugging Face hub. Raises ValueError, in one line, where files or a split are missing.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list[Path]:
+    """The file itself, or those of a directory that are named after the split ("" takes all).
+
+    "train" stands for train.jsonl and train-00000-of-00002.jsonl, not for train_socratic.jsonl.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [root]
+    if not path or not root.is_dir():
+        raise ValueError(f"{field} must be an existing file or directory, got {path!r}")
+    have = sorted([*root.glob(f"*{suffix}"), *root.glob(f"data/*{suffix}")])
+    name = re.compile(rf"{re.escape(split)}([-_.]\d.*)?")
+    found = [file for file in have if not split or name.fullmatch(file.stem)]
+    if not found:
+        names = ", ".join(file.name for file in have[:8]) or "none"
+        raise ValueError(f"{field} {path!r} must hold {split or '*'}{suffix}, its files: {names}")
+    return found
+
+
+def _read_jsonl(files: Iterable[Path]) -> list[dict]:
+    rows = []
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}:{number} must be a line of JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}:{number} must be a JSON object, got {line[:40]!r}")
+            rows.append(row)
+    return rows
+
+
+def _read_parquet(files: Iterable[Path]) -> list[dict]:
+    import pyarrow.parquet
+
+    # One file at a time: as a dataset, files of slightly different schema would not be read.
+    return [row for file in files for row in pyarrow.parquet.ParquetFile(file).read().to_pylist()]
+
+
+def read_any(path: str, split: str, field: str) -> list[dict]:
+    """JSONL or Parquet, told apart by the names of the files."""
+    root = Path(path).expanduser()
+    if root.suffix == ".parquet" or (root.is_dir() and any(root.glob("**/*.parquet"))):
+        return _read_parquet(_files(path, split, ".parquet", field))
+    return _read_jsonl(_files(path, split, ".jsonl", field))
+
+
+def _read_hf(data: Any, split: str) -> list[dict]:
+    """A save_to_disk directory, a directory of Parquet files, or a dataset of the hub."""
+    import datasets
+
+    where = data.path or data.name
+    if not Path(where).expanduser().is_dir():
+        return _read_hub(where, split, _options(data))
+    root = Path(where).expanduser()
+    if not (root / "dataset_dict.json").is_file() and not is_one_split(root):
+        return _read_parquet(_files(where, split, ".parquet"))
+    saved = datasets.load_from_disk(str(root))
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ValueError(f"data.split must be one of {sorted(saved)}, got {split!r}")
+        saved = saved[split]
+    return saved.to_list()
+
+
+def is_one_split(root: Path) -> bool:
+    return root.is_file() or (root / "state.json").is_file()  # the latter by save_to_disk
+
+
+def _read_hub(name: str, split: str, options: dict) -> list[dict]:
+    import datasets
+    from huggingface_hub import HfApi
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    try:
+        if not offline:  # this fails at once, where datasets tries again for half a minute
+            HfApi().dataset_info(name, timeout=10)
+        loaded = datasets.load_dataset(name, split=split, **options)
+    except Exception as error:  # dozens of kinds, from as many libraries
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"data.name must be a directory or a dataset of the hub, got {name!r}: {reason} "
+            "(a cached copy is read with HF_HUB_OFFLINE=1)"
+        ) from error
+    return loaded.to_list()
+
+
+def _read_tfds(data: Any, split: str) -> list[dict]:
+    """TFDS without TensorFlow, always through `tfds.data_source`; the network is never touched.
+
+    data.path: JSONL files (built once into a cache, named by their content), a TFDS data
+    directory that is already prepared, or "" for TFDS's own data directory.
+    """
+    import tensorflow_datasets as tfds
+
+    name = data.name.split(":")[0].split("/")[0]
+    root = Path(data.path).expanduser()
+    if not data.path:
+        full_name, data_dir = data.name, None
+    elif any((root / name).rglob("dataset_info.json")):
+        full_name, data_dir = data.name, str(root)
+    else:
+        full_name = name
+        data_dir, split = _build_tfds(name, _files(data.path, split, ".jsonl"), split)
+    try:
+        rows = tfds.data_source(full_name, split=split, data_dir=data_dir, download=False)
+    except (tfds.core.DatasetNotFoundError, AssertionError, KeyError, NotImplementedError):
+        raise ValueError(
+            f"data.name {data.name!r} must be prepared as array_record in data.path or in "
+            f"TFDS_DATA_DIR; else set data.path to a directory of its {split}.jsonl files"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"data.split must exist, got {split!r}: {error}") from error
+    return [{key: _text(value) for key, value in row.items()} for row in rows]
+
+
+def _build_tfds(name: str, files: list[Path], split: str) -> tuple[str, str]:
+    """Writes JSONL as a TFDS dataset in the cache, if it is not there; its data_dir and split."""
+    import tensorflow_datasets as tfds
+
+    rows = _read_jsonl(files)
+    split = split or "train"
+    digest = hashlib.blake2b(json.dumps([split, rows]).encode(), digest_size=8).hexdigest()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    data_dir = home / "specrl_jax" / "tfds" / digest
+    text = tfds.features.Text()
+    keys = sorted({key for row in rows for key in row})
+
+    class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = tfds.features.FeaturesDict(dict.fromkeys(keys, text))
+            # The order of the file: the held-out problems are the last ones in every format.
+            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+        def _split_generators(self, dl_manager):
+            del dl_manager
+            return {split: self._generate_examples()}
+
+        def _generate_examples(self):
+            for i, row in enumerate(rows):
+                yield i, {key: _plain(row.get(key)) for key in keys}
+
+    _Builder.name = name
+    tfds.disable_progress_bar()
+    _Builder(data_dir=str(data_dir), file_format="array_record").download_and_prepare()
+    return str(data_dir), split
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+def _text(value: Any) -> Any:
+    return value.decode("utf-8") if isinstance(value, bytes) else value
+
+
+def _options(data: Any) -> dict:
+    return data.options.to_dict() if hasattr(data.options, "to_dict") else dict(data.options)
+
+
+def read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> list[dict]:
+    import reasoning_gym
+
+    # Item i is drawn with seed + i, so a second dataset with a nearby seed would repeat the first:
+    # every part of the data is a range of indices of one dataset.
+    try:
+        task = reasoning_gym.create_dataset(data.name, seed=seed, size=stop, **_options(data))
+    except (ValueError, TypeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"data.name {data.name!r} with data.options: {reason}") from error
+    return [task[i] for i in range(start, stop)]
+
+
+def _read_jsonl_split(data: Any, split: str) -> list[dict]:
+    return _read_jsonl(_files(data.path, split, ".jsonl"))
+
+
+def _read_parquet_split(data: Any, split: str) -> list[dict]:
+    return _read_parquet(_files(data.path, split, ".parquet"))
+
+
+# By data.source: the rows of a split. reasoning_gym has ranges of indices instead, see above.
+READERS: dict[str, Callable[[Any, str], list[dict]]] = {
+    "jsonl": _read_jsonl_split,
+    "parquet": _read_parquet_split,
+    "hf": _read_hf,
+    "tfds": _read_tfds,
+}

@@ -1,0 +1,285 @@
+"""Slow, plain truths that the rollout tests compare with, and the tiny policies they run on.
+
+`reference` recomputes the whole sequence without a cache for every token and loops in Python; it
+shares only the noise and `truncate` with the package, which test_sampling.py proves. `emitted`
+enumerates every response of a policy whose next token depends on the last one alone.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.models import transformer
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.rollout import sampling
+from specrl_jax.rollout.decode import Setup
+from specrl_jax.rollout.generate import Plan
+from specrl_jax.rollout.sampling import Purpose, SamplingLaw
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts, Example, Prompts
+
+KEY = 11
+MODEL = ModelConfig(
+    vocab_size=16, embed_dim=16, mlp_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    qk_norm=True,
+)  # fmt: skip
+to_weights = jax.jit(transformer.rollout_weights, static_argnums=0)
+
+
+@functools.cache
+def host_params(seed: int = 0, nudge: float = 0.0):
+    """Host weights of MODEL; `nudge` moves them, as an update would. Logits have a std near 1.5."""
+    shapes = transformer.param_shapes(MODEL)
+    rng, change = np.random.default_rng(seed), np.random.default_rng(seed + 99)
+    scale = {"embed": 0.4}
+
+    def init(path, shape):
+        name = path[-1].key
+        std = scale.get(name, 0.35)
+        base = np.ones(shape) if name.endswith("norm") else rng.normal(0, std, shape)
+        return (base + change.normal(0, nudge * std, shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(init, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def policy(nudge: float = 0.0):
+    """(parameters, rollout weights) of MODEL on the mesh in use."""
+    params = transformer.place_params(MODEL, host_params(nudge=nudge))
+    return params, to_weights(MODEL, params)
+
+
+def table_policy(table_XV: np.ndarray):
+    """A model whose next token has law table[last token], whatever came before.
+
+    Attention and MLP write nothing; the final hidden state is the last token's one-hot row times
+    sqrt(D), up to the norm's epsilon. Returns (model, parameters, rollout weights).
+    """
+    vocab = len(table_XV)
+    width = max(vocab, 4)
+    model = ModelConfig(
+        vocab_size=vocab, embed_dim=width, mlp_dim=2, num_layers=1, num_heads=1, num_kv_heads=1,
+        head_dim=2, tie_embeddings=False,
+    )  # fmt: skip
+    shapes = transformer.param_shapes(model)
+    params = jax.tree.map(
+        lambda shape: np.zeros(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    params["final_norm"][:] = 1.0
+    params["embed"][:, :vocab] = np.eye(vocab)
+    params["lm_head"][:, :vocab] = np.log(table_XV).T / math.sqrt(width)
+    params = transformer.place_params(model, params)
+    return model, params, to_weights(model, params)
+
+
+def make_prompts(token_rows, slots: int, ids=None, pad: int = 0) -> Prompts:
+    """Prompts from lists of tokens; the q-th has the id words (q, 7 q + 1) unless given."""
+    count = len(token_rows)
+    tokens = np.full((count, slots), pad, np.int32)
+    for row, values in zip(tokens, token_rows, strict=True):
+        row[: len(values)] = values
+    lens = np.array([len(values) for values in token_rows], np.int32)
+    if ids is None:
+        ids = np.stack([np.arange(count), 7 * np.arange(count) + 1], axis=1)
+    ids = np.asarray(ids, np.uint32)
+    examples = tuple(Example(f"{a:08x}{b:08x}", "", "", "", {}) for a, b in ids)
+    return Prompts(tokens, lens, ids, examples)
+
+
+def random_prompts(count: int = 8, slots: int = 6) -> Prompts:
+    """Prompts of MODEL's tokens whose lengths run from 1 to all slots."""
+    rng = np.random.default_rng(3)
+    lens = [1, slots, *rng.integers(1, slots + 1, count - 2)]
+    return make_prompts([rng.integers(3, MODEL.vocab_size, n) for n in lens], slots)
+
+
+def select(prompts: Prompts, order) -> Prompts:
+    examples = tuple(prompts.examples[i] for i in order)
+    return Prompts(prompts.tokens[order], prompts.lens[order], prompts.ids[order], examples)
+
+
+def make_plan(model=MODEL, *, law=SamplingLaw(), slots=8, prompt_slots=6, group=4, accept="ratio",
+              eos=(1, 2), row_rungs=2, windows=2, max_rows=0) -> Plan:  # fmt: skip
+    setup = Setup(model, law, accept, eos, 0, slots, 5)
+    return Plan(setup, prompt_slots, group, row_rungs, windows, max_rows)
+
+
+def host(tree):
+    """The same pytree as NumPy arrays."""
+    return jax.tree.map(np.asarray, tree)
+
+
+def as_drafts(rollout) -> Drafts:
+    """What a store offers after this rollout, straight from its arrays."""
+    values = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(Drafts)}
+    return Drafts(**{name: jnp.copy(x) for name, x in values.items()})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model, params, tokens_BT):
+    policy = transformer.Transformer(model, params)
+    return policy.logits(policy(tokens_BT)[0])
+
+
+def full_logits(model, params, tokens_BT) -> np.ndarray:
+    """Scores [B, T, V] of the plain forward pass: no cache, stacked layers."""
+    return np.asarray(_forward(model, params, put(tokens_BT, "batch", None)))
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    scores = scores.astype(np.float64)
+    top = scores.max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return scores - top - np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
+
+
+_truncate = jax.jit(sampling.truncate, static_argnums=1)
+_draw = jax.jit(sampling.draw, static_argnums=3)
+_seeds = jax.jit(sampling.row_seeds)
+_uniforms = jax.jit(sampling.uniforms)
+
+
+class Reference:
+    """One rollout, token by token. Fields are those of `Rollout`, as NumPy arrays."""
+
+    def __init__(self, plan, params, prompts, *, step, drafts=None, log_lenience=0.0,
+                 purpose=Purpose.SAMPLE):  # fmt: skip
+        self.setup, self.params, self.step = plan.setup, params, step
+        group, slots = plan.group_size, plan.setup.response_slots
+        self.prompt_lens = np.repeat(prompts.lens, group)
+        rows = len(self.prompt_lens)
+        self.whole = np.zeros((rows, prompts.tokens.shape[1] + slots), np.int32)
+        self.whole[:, : prompts.tokens.shape[1]] = np.repeat(prompts.tokens, group, axis=0)
+        self.lens = np.zeros(rows, np.int32)
+        self.done = np.zeros(rows, bool)
+        names = ("policy_logprobs", "sampling_logprobs", "origin_logprobs")
+        for name in names:
+            setattr(self, name, np.zeros((rows, slots)))
+        self.origin_steps = np.full((rows, slots), step)
+        ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
+        samples = put(np.tile(np.arange(group, dtype=np.int32), len(prompts.lens)), "batch")
+        self._seeds_for = lambda p: _seeds(jax.random.key(KEY), int(p), jnp.uint32(step), ids,
+                                           samples)  # fmt: skip
+        if drafts is not None:
+            self._verify(host(drafts), log_lenience)
+        self.prefix_lens = self.lens.copy()
+        self._decode(self._seeds_for(purpose))
+        ends = np.arange(slots)[None, :] < self.lens[:, None]
+        self.tokens = np.zeros((rows, slots), np.int32)
+        for row, (start, n) in enumerate(zip(self.prompt_lens, self.lens, strict=True)):
+            self.tokens[row, :n] = self.whole[row, start : start + n]
+        self.inside = ends
+
+    def _laws(self):
+        """(policy, sampling) log-probs [B, T, V] and the truncated scores, of the whole rows."""
+        scores = full_logits(self.setup.model, self.params, self.whole)
+        law = self.setup.law
+        scores = scores / np.float32(law.temperature or 1.0)
+        cut = np.asarray(_truncate(scores, law))
+        return log_softmax(scores), log_softmax(cut), cut
+
+    def _verify(self, drafts, log_lenience):
+        rows, slots = self.origin_steps.shape
+        positions = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, slots))
+        noise = np.asarray(_uniforms(self._seeds_for(Purpose.ACCEPT), jnp.asarray(positions)))
+        clean = self.whole.copy()
+        for row in range(rows):
+            start, n = self.prompt_lens[row], drafts.lens[row]
+            self.whole[row, start : start + n] = drafts.tokens[row, :n]
+        policy, sampled, _ = self._laws()
+        for row in range(rows):
+            start, n = self.prompt_lens[row], drafts.lens[row]
+            new = [sampled[row, start + i - 1, drafts.tokens[row, i]] for i in range(n)]
+            old = drafts.sampling_logprobs[row]
+            keep = self._kept(noise[row], new, old, n, log_lenience)
+            for i in range(keep):
+                self.policy_logprobs[row, i] = policy[row, start + i - 1, drafts.tokens[row, i]]
+                self.sampling_logprobs[row, i] = new[i]
+                self.origin_logprobs[row, i] = drafts.origin_logprobs[row, i]
+                self.origin_steps[row, i] = drafts.origin_steps[row, i]
+            clean[row, start : start + keep] = drafts.tokens[row, :keep]
+            self.lens[row] = keep
+            ended = keep > 0 and drafts.tokens[row, keep - 1] in self.setup.eos_ids
+            self.done[row] = ended or keep == slots
+        self.whole = clean
+
+    def _kept(self, noise, new, old, n, log_lenience) -> int:
+        if self.setup.accept == "random":
+            return min(int(noise[0] * n), max(n - 1, 0))
+        for i in range(n):
+            if log_lenience == -math.inf:
+                return i
+            if log_lenience < math.inf and noise[i] > math.exp(log_lenience + new[i] - old[i]):
+                return i
+        return n
+
+    def _decode(self, seeds):
+        slots, every = self.setup.response_slots, np.arange(len(self.lens))
+        while not self.done.all():
+            policy, sampled, cut = self._laws()
+            at = self.prompt_lens + self.lens - 1
+            scores = put(cut[every, at], "batch", "vocab")
+            tokens = np.asarray(_draw(scores, seeds, put(self.lens, "batch"), self.setup.law))
+            for row in np.flatnonzero(~self.done):
+                n, token = self.lens[row], tokens[row]
+                self.whole[row, at[row] + 1] = token
+                logprob = policy[row, at[row], token]
+                self.policy_logprobs[row, n] = self.origin_logprobs[row, n] = logprob
+                self.sampling_logprobs[row, n] = sampled[row, at[row], token]
+                self.lens[row] = n + 1
+                self.done[row] = token in self.setup.eos_ids or n + 1 == slots
+
+
+def check_same(rollout, reference, tolerance=1e-5):
+    """Every field of the rollout against the reference, tokens exactly."""
+    rollout, inside = host(rollout), reference.inside
+    for name in ("tokens", "lens", "prefix_lens"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(reference, name), name)
+    np.testing.assert_array_equal(
+        rollout.origin_steps[inside], reference.origin_steps[inside], "origin_steps"
+    )
+    for name in ("policy_logprobs", "sampling_logprobs", "origin_logprobs"):
+        mine, theirs = getattr(rollout, name), getattr(reference, name)
+        np.testing.assert_allclose(mine, np.where(inside, theirs, 0), atol=tolerance, err_msg=name)
+
+
+def responses(table, last: int, slots: int, eos) -> dict[tuple[int, ...], float]:
+    """Every response and its probability when the next token has law table[last token]."""
+    found = {}
+
+    def grow(prefix, previous, prob):
+        if len(prefix) == slots or (prefix and prefix[-1] in eos):
+            found[prefix] = prob
+            return
+        for token, p in enumerate(table[previous]):
+            if p > 0:
+                grow((*prefix, token), token, prob * p)
+
+    grow((), last, 1.0)
+    return found
+
+
+def emitted(new, old, lenience: float, last: int, slots: int, eos) -> dict[tuple[int, ...], float]:
+    """Law of what SPEC-RL emits: a draft from `old`, its verified prefix, the rest from `new`."""
+    law = collections.defaultdict(float)
+    for draft, prob in responses(old, last, slots, eos).items():
+        for n, token in enumerate(draft):
+            previous = draft[n - 1] if n else last
+            ratio = new[previous][token] / old[previous][token]
+            accept = 1.0 if lenience == math.inf else min(1.0, lenience * ratio)
+            rest = responses(new, previous, slots - n, eos)
+            for suffix, p in rest.items():
+                law[draft[:n] + suffix] += prob * (1 - accept) * p
+            prob *= accept
+        law[draft] += prob
+    return dict(law)
+
+
+def total_variation(p: dict, q: dict) -> float:
+    return 0.5 * sum(abs(p.get(k, 0.0) - q.get(k, 0.0)) for k in p.keys() | q.keys())
+
+

@@ -1,0 +1,459 @@
+"""Whole rollouts: against a cacheless loop, against exact enumeration, on any ladder and mesh."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import KEY, as_drafts, check_same, host, make_plan, make_prompts
+from scipy import stats
+
+from specrl_jax.rollout.draft_store import DraftStore
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.rollout.sampling import Purpose, SamplingLaw
+
+LAWS = [SamplingLaw(), SamplingLaw(0.7, top_k=5, top_p=0.9)]
+HALF = 0.5  # log of SPEC-RL's lenience for GRPO
+FIELDS = ("tokens", "lens", "prefix_lens", "policy_logprobs", "sampling_logprobs", "origin_steps")
+
+
+def run(plan, weights, prompts, step=0, **kwargs):
+    rollout, stats_ = generate(plan, weights, prompts, key=jax.random.key(KEY), step=step, **kwargs)
+    return rollout, stats_
+
+
+def old_drafts(plan, prompts, nudge=0.3):
+    """A rollout of an earlier policy, as drafts; every fifth row has none."""
+    drafts = as_drafts(run(plan, ref.policy(nudge)[1], prompts)[0])
+    empty = jnp.arange(drafts.lens.shape[0]) % 5 == 4
+    return dataclasses.replace(drafts, lens=jnp.where(empty, 0, drafts.lens))
+
+
+# Against the naive loop
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["plain", "truncated"])
+def test_three_rollouts_equal_the_naive_loop(mesh, law):
+    """No drafts, then twice the last rollout's: tokens, lengths, log-probs and origins."""
+    prompts, plan, drafts = ref.random_prompts(), make_plan(law=law), None
+    for step, nudge in enumerate((0.3, 0.15, 0.0)):
+        params, weights = ref.policy(nudge)
+        rollout, _ = run(plan, weights, prompts, step, drafts=drafts, log_lenience=HALF)
+        check_same(rollout, ref.Reference(plan, params, prompts, step=step, drafts=drafts,
+                                          log_lenience=HALF))  # fmt: skip
+        prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(rollout.lens)
+        if step == 0:
+            assert not prefix.any()
+            assert {8} < set(lens)  # ended by the slots, and by an end of sequence
+        else:
+            # Nothing kept, a part kept, everything kept: all three in one batch.
+            assert (prefix == 0).any()
+            assert ((0 < prefix) & (prefix < lens)).any()
+            assert (prefix == lens).any()
+        drafts = as_drafts(rollout)
+    ages = np.asarray(rollout.origin_steps)[np.arange(8)[None, :] < lens[:, None]]
+    assert set(ages) == {0, 1, 2}
+
+
+def test_random_reuse_equals_the_naive_loop(mesh):
+    prompts, plan = ref.random_prompts(), make_plan(accept="random")
+    drafts = old_drafts(make_plan(), prompts)
+    params, weights = ref.policy()
+    rollout, _ = run(plan, weights, prompts, 1, drafts=drafts)
+    check_same(rollout, ref.Reference(plan, params, prompts, step=1, drafts=drafts))
+    prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(drafts.lens)
+    assert np.all(prefix <= np.maximum(lens - 1, 0))  # never the whole draft
+    assert prefix.max() > 3
+
+
+def test_evaluation_is_greedy_and_has_noise_of_its_own(mesh):
+    prompts, plan = ref.random_prompts(), make_plan(law=LAWS[1])
+    params, weights = ref.policy()
+    greedy = plan.for_evaluation(4, 0.0)
+    rollout, _ = run(greedy, weights, prompts, purpose=Purpose.EVALUATE)
+    check_same(rollout, ref.Reference(greedy, params, prompts, step=0))  # whatever the purpose
+    tokens = np.asarray(rollout.tokens).reshape(8, 4, 8)
+    np.testing.assert_array_equal(tokens, np.broadcast_to(tokens[:, :1], tokens.shape))
+    sampled = plan.for_evaluation(4, 1.0)
+    evaluated, _ = run(sampled, weights, prompts, purpose=Purpose.EVALUATE)
+    trained, _ = run(sampled, weights, prompts)
+    check_same(evaluated, ref.Reference(sampled, params, prompts, step=0,
+                                        purpose=Purpose.EVALUATE))  # fmt: skip
+    assert (np.asarray(evaluated.tokens) != np.asarray(trained.tokens)).any(axis=1).mean() > 0.9
+
+
+def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
+    prompts, plan = ref.random_prompts(), make_plan()
+    params, weights = ref.policy()
+    drafts = as_drafts(run(plan, ref.policy(0.3)[1], prompts)[0])
+    plain, _ = run(plan, weights, prompts, 1)
+    none, _ = run(plan, weights, prompts, 1, drafts=drafts, log_lenience=-math.inf)
+    np.testing.assert_array_equal(np.asarray(none.tokens), np.asarray(plain.tokens))
+    assert not np.asarray(none.prefix_lens).any()
+    full, cost = run(plan, weights, prompts, 1, drafts=drafts, log_lenience=math.inf)
+    np.testing.assert_array_equal(np.asarray(full.tokens), np.asarray(drafts.tokens))
+    np.testing.assert_array_equal(np.asarray(full.prefix_lens), np.asarray(drafts.lens))
+    assert (cost.decode_steps, cost.row_steps, cost.rungs) == (0, 0, [])
+    check_same(full, ref.Reference(plan, params, prompts, step=1, drafts=drafts,
+                                   log_lenience=math.inf))  # fmt: skip
+    assert (np.asarray(plain.tokens) != np.asarray(full.tokens)).any(axis=1).mean() > 0.5
+
+
+# Against exact enumeration, on three tokens of which the last ends the response
+
+OLD = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [1 / 3, 1 / 3, 1 / 3]])
+NEW = np.array([[0.25, 0.35, 0.4], [0.55, 0.3, 0.15], [1 / 3, 1 / 3, 1 / 3]])
+SLOTS = 3
+
+
+def cut_table(table, law):
+    """The law that is sampled from, by sorting."""
+    scores = np.log(table) / law.temperature
+    out = np.zeros_like(table)
+    for row, score in zip(out, scores, strict=True):
+        order = np.argsort(-score)[: law.top_k or None]
+        probs = np.exp(score[order]) / np.exp(score[order]).sum()
+        count = np.sum(np.cumsum(probs) < law.top_p) + 1 if law.top_p < 1 else len(order)
+        row[order[:count]] = probs[:count] / probs[:count].sum()
+    return out
+
+
+def monte_carlo(law, log_lenience, steps=1, reuse=True):
+    """Rollouts over drafts of the old policy: {first token + response: count}, and the last."""
+    model, _, old = ref.table_policy(OLD)
+    _, _, new = ref.table_policy(NEW)
+    plan = make_plan(model, law=law, slots=SLOTS, prompt_slots=2, group=512, eos=(2,), row_rungs=1,
+                     windows=1)  # fmt: skip
+    prompts = make_prompts([[0], [1], [2, 0], [0, 1]] * 8, 2)
+    counts = {}
+    for step in range(steps):
+        drafts = as_drafts(run(plan, old, prompts, 2 * step)[0]) if reuse else None
+        rollout, _ = run(plan, new, prompts, 2 * step + 1, drafts=drafts,
+                         log_lenience=log_lenience)  # fmt: skip
+        lens, tokens = np.asarray(rollout.lens), np.asarray(rollout.tokens)
+        firsts = np.repeat([0, 1, 0, 1] * 8, 512)
+        for first, n, row in zip(firsts.tolist(), lens.tolist(), tokens.tolist(), strict=True):
+            key = (first, *row[:n])
+            counts[key] = counts.get(key, 0) + 1
+    return counts, rollout, drafts
+
+
+def exact(law, lenience):
+    new, old = cut_table(NEW, law), cut_table(OLD, law)
+    parts = [ref.emitted(new, old, lenience, last, SLOTS, (2,)) for last in (0, 1)]
+    return {(x, *k): p / 2 for x in (0, 1) for k, p in parts[x].items() if p > 0}
+
+
+def p_value(counts, law):
+    assert counts.keys() <= law.keys()  # nothing that cannot happen
+    total = sum(counts.values())
+    observed = [counts.get(k, 0) for k in law]
+    return stats.chisquare(observed, [p * total for p in law.values()]).pvalue
+
+
+def distance(counts, law):
+    total = sum(counts.values())
+    return ref.total_variation({k: n / total for k, n in counts.items()}, law)
+
+
+def expected_distance(law, count):
+    """Mean total variation of `count` draws from their own law."""
+    return sum((p * (1 - p) / (2 * math.pi * count)) ** 0.5 for p in law.values())
+
+
+@pytest.mark.parametrize("lenience", [0.5, 1.0, math.exp(0.5)], ids=["half", "one", "exp-half"])
+def test_what_the_rollout_emits_is_b_not_the_policy(mesh, lenience):
+    law = exact(SamplingLaw(), lenience)
+    counts, _, _ = monte_carlo(SamplingLaw(), math.log(lenience), steps=2)
+    assert distance(counts, law) < 1.6 * expected_distance(law, sum(counts.values())) < 0.01
+    assert p_value(counts, law) > 1e-3
+    plain = exact(SamplingLaw(), 0.0)
+    assert distance(counts, plain) > 0.06  # it is not π
+    assert p_value(counts, plain) < 1e-9
+
+
+def test_lenience_zero_emits_the_policy_and_infinity_the_drafts(mesh):
+    counts, rollout, _ = monte_carlo(SamplingLaw(), -math.inf)
+    law = exact(SamplingLaw(), 0.0)
+    assert p_value(counts, law) > 1e-3
+    for last in (0, 1):
+        for response, p in ref.responses(NEW, last, SLOTS, (2,)).items():
+            assert law[(last, *response)] == pytest.approx(p / 2)
+    plain, other, _ = monte_carlo(SamplingLaw(), 0.0, reuse=False)
+    assert plain == counts
+    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(other.tokens))
+    counts, rollout, drafts = monte_carlo(SamplingLaw(), math.inf)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(drafts.tokens))
+    old = {(x, *k): p / 2 for x in (0, 1)
+           for k, p in ref.responses(OLD, x, SLOTS, (2,)).items()}  # fmt: skip
+    assert p_value(counts, old) > 1e-3
+    assert ref.total_variation(old, exact(SamplingLaw(), math.inf)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "law", [SamplingLaw(0.7, top_k=2), SamplingLaw(0.7, top_p=0.85)], ids=["top-k", "top-p"]
+)
+def test_drafts_are_accepted_by_the_law_that_is_sampled_from(mesh, law):
+    expected = exact(law, 1.0)
+    counts, rollout, _ = monte_carlo(law, 0.0, steps=2)
+    assert p_value(counts, expected) > 1e-3
+    untruncated = exact(SamplingLaw(0.7), 1.0)
+    assert ref.total_variation(expected, untruncated) > 0.1
+    # The update's log-probs keep the temperature and leave the truncation out.
+    policy = ref.log_softmax(np.log(NEW) / 0.7)
+    with np.errstate(divide="ignore"):
+        sampled = np.log(cut_table(NEW, law))
+    tokens, lens = np.asarray(rollout.tokens), np.asarray(rollout.lens)
+    before = np.column_stack([np.repeat([0, 1, 0, 1] * 8, 512), tokens[:, :-1]])
+    inside = np.arange(SLOTS)[None, :] < lens[:, None]
+    for mine, table in ((rollout.policy_logprobs, policy), (rollout.sampling_logprobs, sampled)):
+        np.testing.assert_allclose(
+            np.asarray(mine)[inside], table[before, tokens][inside], atol=1e-5
+        )
+    assert (np.asarray(rollout.policy_logprobs) < np.asarray(rollout.sampling_logprobs)).any()
+
+
+# What may not change anything
+
+
+def assert_same_rollout(one, other, rows=slice(None)):
+    for name in FIELDS:
+        mine, theirs = np.asarray(getattr(one, name)), np.asarray(getattr(other, name))[rows]
+        if name.endswith("logprobs"):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
+        else:
+            np.testing.assert_array_equal(mine, theirs, name)
+
+
+def expected_steps(plan, lens, prefix_lens):
+    """(decode steps, row steps) of one part: every step runs the smallest rung that fits."""
+    ladder = Ladder.build(len(lens), plan.prompt_slots, 8, plan.row_rungs, plan.windows)
+    left = lens - prefix_lens
+    active = [np.sum(left > t) for t in range(left.max(initial=0))]
+    return len(active), sum(min(r for r in ladder.rows if r >= n) for n in active)
+
+
+def check_stats(plan, rollout, cost):
+    lens, prefix = np.asarray(rollout.lens), np.asarray(rollout.prefix_lens)
+    pieces = zip(np.split(lens, cost.parts), np.split(prefix, cost.parts), strict=True)
+    expected = [expected_steps(plan, *piece) for piece in pieces]
+    assert (cost.decode_steps, cost.row_steps) == tuple(map(sum, zip(*expected, strict=True)))
+    assert cost.decode_steps == sum(steps for _, _, steps in cost.rungs)
+    assert cost.row_steps == sum(rows * steps for rows, _, steps in cost.rungs)
+    assert cost.row_steps >= np.sum(lens - prefix)
+    assert all(steps > 0 for _, _, steps in cost.rungs)
+    metrics = cost.metrics()
+    assert metrics["rollout/row_steps"] == cost.row_steps
+    assert metrics["time/decode"] > 0
+
+
+LADDERS = [(1, 1, 0), (2, 2, 0), (3, 3, 0), (4, 2, 0), (4, 1, 16), (3, 2, 16), (4, 3, 8)]
+
+
+@pytest.fixture(scope="module")
+def base(make_mesh):
+    """Drafts, and the rollouts without and with them on the default ladder."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        plan, prompts = make_plan(), ref.random_prompts()
+        drafts = old_drafts(plan, prompts)
+        weights = ref.policy()[1]
+        plain, cost = run(plan, weights, prompts, 1)
+        check_stats(plan, plain, cost)
+        reused, cost = run(plan, weights, prompts, 1, drafts=drafts, log_lenience=HALF)
+        check_stats(plan, reused, cost)
+        yield prompts, host(drafts), host(plain), host(reused)
+
+
+@pytest.mark.parametrize("ladder", LADDERS, ids=str)
+def test_no_ladder_changes_a_token(mesh, base, ladder):
+    prompts, drafts, plain, reused = base
+    row_rungs, windows, max_rows = ladder
+    plan = make_plan(row_rungs=row_rungs, windows=windows, max_rows=max_rows)
+    weights = ref.policy()[1]
+    for expected, offered in ((plain, None), (reused, jax.tree.map(jnp.asarray, drafts))):
+        rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
+        assert_same_rollout(rollout, expected)
+        check_stats(plan, rollout, cost)
+        assert cost.parts == (32 // max_rows if max_rows else 1)
+        if row_rungs > 1:
+            assert len({rows for rows, _, _ in cost.rungs}) > 1  # rows were gathered
+        if windows > 1 and offered is None:
+            assert len({slots for _, slots, _ in cost.rungs}) == windows
+
+
+def test_finished_rows_are_gathered_away(mesh, base):
+    """The work of a ladder with four rungs is less than of one with a single rung."""
+    prompts, _, plain, _ = base
+    costs = [
+        run(make_plan(row_rungs=rungs, windows=1), ref.policy()[1], prompts, 1)[1].row_steps
+        for rungs in (1, 4)
+    ]
+    assert costs[0] == 32 * plain.lens.max()
+    assert costs[1] < 0.75 * costs[0]
+
+
+def test_the_order_of_the_prompts_changes_nothing(mesh, base):
+    prompts, drafts, plain, reused = base
+    order = np.random.default_rng(0).permutation(8)
+    rows = (order[:, None] * 4 + np.arange(4)[None, :]).ravel()
+    moved, weights = ref.select(prompts, order), ref.policy()[1]
+    assert_same_rollout(run(make_plan(), weights, moved, 1)[0], plain, rows)
+    offered = jax.tree.map(lambda x: jnp.asarray(x[rows]), drafts)
+    rollout, _ = run(make_plan(), weights, moved, 1, drafts=offered, log_lenience=HALF)
+    assert_same_rollout(rollout, reused, rows)
+
+
+def test_the_rest_of_the_batch_and_the_group_change_nothing(mesh, base):
+    prompts, _, plain, _ = base
+    plan = make_plan(group=2, row_rungs=1, windows=1)
+    rollout, _ = run(plan, ref.policy()[1], ref.select(prompts, np.array([5, 2])), 1)
+    assert_same_rollout(rollout, plain, np.array([20, 21, 8, 9]))
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 4, 2), (2, 2, 2)])
+def test_no_mesh_changes_a_token(make_mesh, base, shape):
+    prompts, drafts, plain, reused = base
+    with jax.set_mesh(make_mesh(*shape)):
+        plan, weights = make_plan(), ref.policy()[1]
+        store = DraftStore(8, 4, 8)
+        old, _ = run(plan, ref.policy(0.3)[1], prompts)
+        store.put(prompts, old)
+        offered = store.get(prompts, 4)
+        empty = jnp.arange(32) % 5 == 4
+        empty = jax.sharding.reshard(empty, jax.typeof(offered.lens).sharding.spec)
+        offered = dataclasses.replace(offered, lens=jnp.where(empty, 0, offered.lens))
+        np.testing.assert_array_equal(np.asarray(offered.tokens), drafts.tokens)
+        assert_same_rollout(run(plan, weights, prompts, 1)[0], plain)
+        rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
+        assert_same_rollout(rollout, reused)
+        assert len(cost.rungs) > 1
+
+
+def test_parts_divide_over_the_mesh(make_mesh, base):
+    prompts, _, plain, _ = base
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        plan = make_plan(row_rungs=1, windows=1, max_rows=16)
+        rollout, cost = run(plan, ref.policy()[1], prompts, 1)
+        assert cost.parts == 2
+        assert_same_rollout(rollout, plain)
+        with pytest.raises(ValueError, match=r"rollout\.max_rows=8 .* 4 groups of 4 rows") as error:
+            run(dataclasses.replace(plan, max_rows=8), ref.policy()[1], prompts, 1)
+        assert "\n" not in str(error.value)
+
+
+# Ends of responses, on a policy that counts: after token x comes x + 1
+
+END, OTHER_END = 15, 9
+
+
+def counting(slots=6, group=2, eos=(END,), **kwargs):
+    table = np.full((16, 16), 1e-12)
+    table[np.arange(16), (np.arange(16) + 1) % 16] = 1.0
+    model, _, weights = ref.table_policy(table)
+    return make_plan(model, slots=slots, group=group, eos=eos, **kwargs), weights
+
+
+def check_counts(rollout, lasts, ends, slots=6, group=2):
+    """Responses count up from the prompt's last token to an end or through all slots."""
+    tokens, lens = np.asarray(rollout.tokens), np.asarray(rollout.lens)
+    for row, last in enumerate(np.repeat(lasts, group)):
+        expected = []
+        while len(expected) < slots and (not expected or expected[-1] not in ends):
+            expected.append((int(expected[-1] if expected else last) + 1) % 16)
+        assert tokens[row, : lens[row]].tolist() == expected
+        assert not tokens[row, lens[row] :].any()
+
+
+LASTS = [14, 9, 2, 13, 8, 10]  # END first; END in the last slot; slots run out; ...
+
+
+def counting_prompts():
+    rows = [[14], [3, 3, 3, 3, 3, 9], [2], [7, 13], [4, 5, 8], [1, 1, 10]]
+    return make_prompts(rows, 6)
+
+
+@pytest.mark.parametrize("ends", [(END,), (END, OTHER_END)])
+def test_ends_of_responses_with_and_without_drafts(mesh, ends):
+    plan, weights = counting(eos=ends)
+    prompts = counting_prompts()
+    first, cost = run(plan, weights, prompts)
+    check_counts(first, LASTS, ends)
+    one_end = [1, 6, 6, 2, 6, 5]
+    lens = one_end if len(ends) == 1 else [1, 6, 6, 2, 1, 5]
+    np.testing.assert_array_equal(np.asarray(first.lens), np.repeat(lens, 2))
+    assert cost.decode_steps == 6
+    # The same policy keeps every draft whole, those that filled all slots as well: no decoding.
+    again, cost = run(plan, weights, prompts, 1, drafts=as_drafts(first))
+    check_counts(again, LASTS, ends)
+    np.testing.assert_array_equal(np.asarray(again.prefix_lens), np.repeat(lens, 2))
+    assert cost.decode_steps == cost.row_steps == 0
+    assert cost.verified_tokens == 12 * 6
+    np.testing.assert_array_equal(np.asarray(again.origin_steps)[2], np.zeros(6))
+
+
+def test_drafts_of_length_zero_beside_whole_ones(mesh):
+    plan, weights = counting()
+    prompts = counting_prompts()
+    drafts = as_drafts(run(plan, weights, prompts)[0])
+    given = np.arange(12) % 3 != 0
+    drafts = dataclasses.replace(drafts, lens=jnp.where(given, drafts.lens, 0))
+    rollout, cost = run(plan, weights, prompts, 4, drafts=drafts)
+    check_counts(rollout, LASTS, (END,))
+    prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(rollout.lens)
+    np.testing.assert_array_equal(prefix, np.where(given, lens, 0))
+    steps = np.asarray(rollout.origin_steps)
+    for row in range(12):
+        assert set(steps[row, : lens[row]]) == ({0} if given[row] else {4})
+    check_lens = lens - prefix
+    assert cost.decode_steps == check_lens.max() == 6
+
+
+def test_a_shorter_draft_is_continued(mesh):
+    """A draft without an end, kept whole: decoding goes on behind it, in a narrower width."""
+    plan, weights = counting(slots=6)
+    prompts = counting_prompts()
+    drafts = as_drafts(run(plan, weights, prompts)[0])
+    drafts = dataclasses.replace(drafts, lens=jnp.minimum(drafts.lens, 3))
+    rollout, cost = run(plan, weights, prompts, 1, drafts=drafts)
+    check_counts(rollout, LASTS, (END,))
+    np.testing.assert_array_equal(np.asarray(rollout.prefix_lens), np.asarray(drafts.lens))
+    assert cost.verified_tokens == 12 * 3
+    assert cost.decode_steps == 3
+
+
+def test_all_drafts_empty_is_a_first_epoch(mesh):
+    plan, weights = counting()
+    prompts = counting_prompts()
+    drafts = DraftStore(6, 2, 6).get(prompts, 2)
+    rollout, cost = run(plan, weights, prompts, drafts=drafts, log_lenience=math.inf)
+    check_counts(rollout, LASTS, (END,))
+    assert cost.verified_tokens == 0
+    assert not np.asarray(rollout.prefix_lens).any()
+
+
+def test_a_prompt_seen_again_with_another_group_size(mesh, base):
+    prompts, _, _, _ = base
+    weights, store = ref.policy()[1], DraftStore(8, 3, 8)
+    small, large = make_plan(group=2), make_plan(group=4)
+    first, _ = run(small, weights, prompts)
+    store.put(prompts, first)
+    second, _ = run(large, weights, prompts, 1, drafts=store.get(prompts, 4))
+    kept = np.asarray(second.prefix_lens).reshape(8, 4)
+    lens = np.asarray(first.lens).reshape(8, 2)
+    np.testing.assert_array_equal(kept[:, :2], lens)  # the policy did not change: all is kept
+    assert not kept[:, 2:].any()
+    tokens = np.asarray(second.tokens).reshape(8, 4, 8)
+    np.testing.assert_array_equal(tokens[:, :2], np.asarray(first.tokens).reshape(8, 2, 8))
+    plain, _ = run(large, weights, prompts, 1)
+    np.testing.assert_array_equal(tokens[:, 2:], np.asarray(plain.tokens).reshape(8, 4, 8)[:, 2:])
+    store.put(prompts, second)  # the store holds three samples
+    third, _ = run(small, weights, prompts, 2, drafts=store.get(prompts, 2))
+    np.testing.assert_array_equal(np.asarray(third.tokens).reshape(8, 2, 8), tokens[:, :2])
+    fourth, _ = run(large, weights, prompts, 2, drafts=store.get(prompts, 4))
+    kept = np.asarray(fourth.prefix_lens).reshape(8, 4)
+    assert kept[:, :3].all()
+    assert not kept[:, 3].any()
