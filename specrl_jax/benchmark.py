@@ -37,6 +37,8 @@ _LONGEST_DRIFT = 16  # steps; the default is an epoch, as in training, where tha
 _TIMED_STEPS = 64  # decode steps at most in one measurement of a rung
 _PHASES = ("total", "prefill", "verify", "decode")
 
+Rung = tuple[int, int]  # rows, slots
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -80,17 +82,13 @@ def benchmark(
     """
     load = os.getloadavg()[0]
     run, params = build(config)
-    drift = (
-        min(len(run.prompts.lens) // config.rollout.prompts_per_step, _LONGEST_DRIFT)
-        if drift is None
-        else drift
-    )
+    if drift is None:
+        epoch = len(run.prompts.lens) // config.rollout.prompts_per_step
+        drift = min(epoch, _LONGEST_DRIFT)
     scene, setting = _scene(run, params, drift)
     wanted = config.rollout.lenience if lenience is None else lenience
     cases = [Case("plain", None)] + [Case(f"ℓ={x:.4g}", x) for x in sorted({1.0, wanted, math.inf})]
-    timed = _time_cases(scene, cases, repeats)
-    rungs = {rung[:2] for case in timed for rung in case.stats.rungs}
-    costs = {rung: rung_cost(scene, *rung, repeats) for rung in sorted(rungs, reverse=True)}
+    timed, costs = _time_all(scene, cases, repeats)
     plain = timed[0]
     return {
         "benchmark": "rollout",
@@ -138,16 +136,27 @@ def _scene(run: Run, params: Params, drift: int) -> tuple[Scene, dict[str, Any]]
     return Scene(run.plan, weights, prompts, drafts, run.key, drift + 2), setting
 
 
-def _time_cases(scene: Scene, cases: Sequence[Case], repeats: int) -> list[Timed]:
-    """Every case once to compile it, then all of them in turn, `repeats` times."""
+def _time_all(
+    scene: Scene, cases: Sequence[Case], repeats: int
+) -> tuple[list[Timed], dict[Rung, dict[str, float]]]:
+    """Cases and the rungs that they visit: once to compile, then in turn, `repeats` times.
+
+    In turn, so that other work on the machine falls on all of them alike.
+    """
     timed = [Timed(*_generate(scene, case)[:2], {p: [] for p in _PHASES}) for case in cases]
+    visited = {rung[:2] for case in timed for rung in case.stats.rungs}
+    rungs: dict[Rung, list] = {rung: [] for rung in sorted(visited, reverse=True)}
+    for rung in rungs:
+        _time_rung(scene, *rung)
     for _ in range(repeats):
         for case, record in zip(cases, timed):
             _, stats, total = _generate(scene, case)
             for phase in _PHASES:
                 seconds = total if phase == "total" else getattr(stats, f"{phase}_seconds")
                 record.seconds[phase].append(seconds)
-    return timed
+        for rung, calls in rungs.items():
+            calls.append(_time_rung(scene, *rung))
+    return timed, {rung: rung_cost(rung[0], calls) for rung, calls in rungs.items()}
 
 
 def _generate(scene: Scene, case: Case) -> tuple[Rollout, Stats, float]:
@@ -163,24 +172,25 @@ def _generate(scene: Scene, case: Case) -> tuple[Rollout, Stats, float]:
     return rollout, stats, time.perf_counter() - start
 
 
-def rung_cost(scene: Scene, rows: int, slots: int, repeats: int) -> dict[str, float]:
-    """Seconds of one decode step of `rows` rows in a window of `slots`, and of calling the loop.
+def rung_cost(rows: int, calls: Sequence) -> dict[str, float]:
+    """Seconds of one decode step of `rows` rows, and of calling the loop.
 
-    The loop is called for one step and for many; the difference is the steps' own cost.
+    calls: [repeats, 2, 2]: seconds and steps of a call for one step and of a call for many; the
+    difference is the steps' own cost.
     """
-    longest = min(slots - scene.plan.prompt_slots, _TIMED_STEPS)
-    samples: dict[int, list[tuple[float, int]]] = {1: [], longest: []}
-    for _ in range(1 + max(repeats, 5)):
-        for length, calls in samples.items():
-            calls.append(_time_steps(scene, rows, slots, length))
-    # The first call of each compiles.
-    one, many = (np.median(calls[1:], axis=0) for calls in (samples[1], samples[longest]))
+    one, many = np.median(np.asarray(calls), axis=0)
     step = (many[0] - one[0]) / (many[1] - one[1]) if many[1] > one[1] else one[0]
     return {
         "step_seconds": float(step),
         "row_step_seconds": float(step) / rows,
         "call_seconds": float(one[0] - step),
     }
+
+
+def _time_rung(scene: Scene, rows: int, slots: int) -> list[tuple[float, int]]:
+    """A call for one step and a call for many."""
+    longest = min(slots - scene.plan.prompt_slots, _TIMED_STEPS)
+    return [_time_steps(scene, rows, slots, length) for length in (1, longest)]
 
 
 def _time_steps(scene: Scene, rows: int, slots: int, length: int) -> tuple[float, int]:
@@ -201,7 +211,9 @@ def _time_steps(scene: Scene, rows: int, slots: int, length: int) -> tuple[float
     return time.perf_counter() - began, int(steps)
 
 
-def _record(scene: Scene, case: Case, timed: Timed, plain: Timed, costs: dict) -> dict[str, Any]:
+def _record(
+    scene: Scene, case: Case, timed: Timed, plain: Timed, costs: dict[Rung, dict]
+) -> dict[str, Any]:
     """All figures of a case."""
     rollout, stats = jax.device_get(timed.rollout), timed.stats
     written = jax.device_get(scene.drafts)
@@ -240,7 +252,9 @@ def _record(scene: Scene, case: Case, timed: Timed, plain: Timed, costs: dict) -
     }
 
 
-def gap(timed: Timed, visits: list[dict], costs: dict, decoded: float) -> dict[str, float]:
+def gap(
+    timed: Timed, visits: list[dict], costs: dict[Rung, dict], decoded: float
+) -> dict[str, float]:
     """Seconds beyond the ideal, by cause; they sum to `total`.
 
     idle_rows: decode steps of rows that had finished. rung_price: what the useful row steps cost,

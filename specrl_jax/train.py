@@ -21,7 +21,7 @@ from specrl_jax.run import Run, State, begin, build, resume
 from specrl_jax.runtime import StopRequest
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
-from specrl_jax.update import logprobs, make_batch, micro_batches, update
+from specrl_jax.update import logprob_gap, logprobs, make_batch, micro_batches, update
 
 # What a resumed run may change: where it runs and how it is recorded, not what it computes.
 MAY_CHANGE = ("log", "checkpoint", "mesh")
@@ -118,8 +118,10 @@ def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
     settings, learner = run.config.updates, run.learner
     rows, size = batch.response_lens.shape[0], settings.mini_batch_size
     index = micro_batches(rows, learner.micro_batch_size or size)
+    gap = None  # where the old log-probs are the rollout's, the first update measures it
     if settings.old_logprobs == "recompute":
         old = logprobs(learner, state.train.params, batch, index)
+        gap = float(logprob_gap(batch, old))
         batch = dataclasses.replace(batch, old_logprobs=old)
     if state.reference is not None:
         reference = logprobs(learner, state.reference, batch, index)
@@ -131,10 +133,11 @@ def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
         history.append(sums)
     history = jax.device_get(history)
     values = policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
-    gap = history[0]["logprob_gap"] / max(history[0]["tokens"], 1)
+    if gap is None:
+        gap = float(history[0]["logprob_gap"] / max(history[0]["tokens"], 1))
     return {name: float(value) for name, value in values.items()} | {
         "policy/loss": float(np.mean([sums["loss"] for sums in history])),
-        "policy/rollout_train_logprob_gap": float(gap),
+        "policy/rollout_train_logprob_gap": gap,
         "update/grad_norm": float(np.mean([sums["grad_norm"] for sums in history])),
         "update/lr": float(run.schedule(state.step * len(history) - 1)),
     }

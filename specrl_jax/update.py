@@ -15,6 +15,7 @@ import optax
 from jax import Array
 
 from specrl_jax.losses import loss_normalizer, policy_loss
+from specrl_jax.masked import masked_mean
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
@@ -177,6 +178,13 @@ def logprobs(learner: Learner, params: Params, batch: Batch, index_Mm: Array) ->
     return jax.sharding.reshard(flat, spec("batch", None))
 
 
+@jax.jit
+def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
+    """Mean |old_logprobs - logprobs| over the response tokens, nats."""
+    mask = jnp.arange(logprobs_BR.shape[1])[None, :] < batch.response_lens[:, None]
+    return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), mask)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
     learner: Learner, state: TrainState, batch: Batch, index_Mm: Array
@@ -216,7 +224,7 @@ def update(
     (grads, value, sums), _ = jax.lax.scan(accumulate, start, index_Mm)
     updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": value, "grad_norm": optax.global_norm(grads), **sums}
+    metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **sums}
     return TrainState(params, opt_state), metrics
 
 

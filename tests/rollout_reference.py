@@ -28,29 +28,29 @@ MODEL = ModelConfig(
     vocab_size=16, embed_dim=16, mlp_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
     qk_norm=True,
 )  # fmt: skip
+ONE_LAYER = MODEL.replace(num_layers=1)
 to_weights = jax.jit(transformer.rollout_weights, static_argnums=0)
 
 
 @functools.cache
-def host_params(seed: int = 0, nudge: float = 0.0):
-    """Host weights of MODEL; `nudge` moves them, as an update would. Logits have a std near 1.5."""
-    shapes = transformer.param_shapes(MODEL)
-    rng, change = np.random.default_rng(seed), np.random.default_rng(seed + 99)
-    scale = {"embed": 0.4}
+def host_params(model: ModelConfig, nudge: float):
+    """Host weights; `nudge` moves them, as an update would. Logits have a std near 1.5."""
+    rng, change = np.random.default_rng(0), np.random.default_rng(99)
 
     def init(path, shape):
         name = path[-1].key
-        std = scale.get(name, 0.35)
+        std = 0.4 if name == "embed" else 0.35
         base = np.ones(shape) if name.endswith("norm") else rng.normal(0, std, shape)
         return (base + change.normal(0, nudge * std, shape)).astype(np.float32)
 
+    shapes = transformer.param_shapes(model)
     return jax.tree_util.tree_map_with_path(init, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def policy(nudge: float = 0.0):
-    """(parameters, rollout weights) of MODEL on the mesh in use."""
-    params = transformer.place_params(MODEL, host_params(nudge=nudge))
-    return params, to_weights(MODEL, params)
+def policy(nudge: float = 0.0, model: ModelConfig = MODEL):
+    """(parameters, rollout weights) on the mesh in use."""
+    params = transformer.place_params(model, host_params(model, nudge))
+    return params, to_weights(model, params)
 
 
 def table_policy(table_XV: np.ndarray):
@@ -94,7 +94,7 @@ def random_prompts(count: int = 8, slots: int = 6) -> Prompts:
     """Prompts of MODEL's tokens whose lengths run from 1 to all slots."""
     rng = np.random.default_rng(3)
     lens = [1, slots, *rng.integers(1, slots + 1, count - 2)]
-    return make_prompts([rng.integers(3, MODEL.vocab_size, n) for n in lens], slots)
+    return make_prompts([rng.integers(5, MODEL.vocab_size, n) for n in lens], slots)
 
 
 def select(prompts: Prompts, order) -> Prompts:
@@ -102,10 +102,18 @@ def select(prompts: Prompts, order) -> Prompts:
     return Prompts(prompts.tokens[order], prompts.lens[order], prompts.ids[order], examples)
 
 
-def make_plan(model=MODEL, *, law=SamplingLaw(), slots=8, prompt_slots=6, group=4, accept="ratio",
-              eos=(1, 2), row_rungs=2, windows=2, max_rows=0) -> Plan:  # fmt: skip
+_PLAIN = SamplingLaw()
+
+
+def make_plan(model=MODEL, *, law=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
+              eos=(1, 2, 3, 4), row_rungs=2, windows=2, max_rows=0) -> Plan:  # fmt: skip
     setup = Setup(model, law, accept, eos, 0, slots, 5)
     return Plan(setup, prompt_slots, group, row_rungs, windows, max_rows)
+
+
+def put_rows(tree):
+    """Host arrays [B, ...] → device arrays split over the batch."""
+    return jax.tree.map(lambda x: put(x, "batch", *(None,) * (x.ndim - 1)), tree)
 
 
 def host(tree):
@@ -113,10 +121,12 @@ def host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-def as_drafts(rollout) -> Drafts:
-    """What a store offers after this rollout, straight from its arrays."""
-    values = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(Drafts)}
-    return Drafts(**{name: jnp.copy(x) for name, x in values.items()})
+def as_drafts(rollout, lens=None) -> Drafts:
+    """What a store would offer after this rollout; `lens` [B] cuts it."""
+    values = {f.name: np.asarray(getattr(rollout, f.name)) for f in dataclasses.fields(Drafts)}
+    if lens is not None:
+        values["lens"] = np.asarray(lens, np.int32)
+    return put_rows(Drafts(**values))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -281,5 +291,3 @@ def emitted(new, old, lenience: float, last: int, slots: int, eos) -> dict[tuple
 
 def total_variation(p: dict, q: dict) -> float:
     return 0.5 * sum(abs(p.get(k, 0.0) - q.get(k, 0.0)) for k in p.keys() | q.keys())
-
-

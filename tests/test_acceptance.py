@@ -6,10 +6,13 @@ import math
 import jax
 import numpy as np
 import pytest
-from rollout_reference import emitted, total_variation
+import rollout_reference as ref
+from rollout_reference import as_drafts, emitted, make_plan, make_prompts, total_variation
 from scipy import stats
 
 from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.sampling import SamplingLaw
 
 OLD = np.array([0.6, 0.3, 0.1])
 NEW = np.array([0.2, 0.3, 0.5])
@@ -148,3 +151,122 @@ def test_the_enumeration_of_responses_agrees_with_the_closed_form(lenience):
     assert total_variation(law, {(i,): p for i, p in enumerate(closed)}) < 1e-12
     longer = emitted(*tables, lenience, last=0, slots=3, eos=(2,))
     assert sum(longer.values()) == pytest.approx(1.0, abs=1e-12)
+
+
+# Whole rollouts against exact enumeration, on three tokens of which the last ends the response
+
+OLD_TABLE = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [1 / 3, 1 / 3, 1 / 3]])
+NEW_TABLE = np.array([[0.25, 0.35, 0.4], [0.55, 0.3, 0.15], [1 / 3, 1 / 3, 1 / 3]])
+SLOTS = 3
+
+
+def run(plan, weights, prompts, step, **kwargs):
+    key = jax.random.key(ref.KEY)
+    return generate(plan, weights, prompts, key=key, step=step, **kwargs)[0]
+
+
+def cut_table(table, law):
+    """The law that is sampled from, by sorting."""
+    scores = np.log(table) / law.temperature
+    out = np.zeros_like(table)
+    for row, score in zip(out, scores, strict=True):
+        order = np.argsort(-score)[: law.top_k or None]
+        probs = np.exp(score[order]) / np.exp(score[order]).sum()
+        count = np.sum(np.cumsum(probs) < law.top_p) + 1 if law.top_p < 1 else len(order)
+        row[order[:count]] = probs[:count] / probs[:count].sum()
+    return out
+
+
+def monte_carlo(law, log_lenience, steps=1, reuse=True):
+    """Rollouts over drafts of the old policy: {first token + response: count}, and the last."""
+    model, _, old = ref.table_policy(OLD_TABLE)
+    _, _, new = ref.table_policy(NEW_TABLE)
+    plan = make_plan(model, law=law, slots=SLOTS, prompt_slots=2, group=512, eos=(2,), row_rungs=1,
+                     windows=1)  # fmt: skip
+    prompts = make_prompts([[0], [1], [2, 0], [0, 1]] * 8, 2)
+    counts = {}
+    for step in range(steps):
+        drafts = as_drafts(run(plan, old, prompts, 2 * step)) if reuse else None
+        rollout = run(plan, new, prompts, 2 * step + 1, drafts=drafts,
+                         log_lenience=log_lenience)  # fmt: skip
+        lens, tokens = np.asarray(rollout.lens), np.asarray(rollout.tokens)
+        firsts = np.repeat([0, 1, 0, 1] * 8, 512)
+        for first, n, row in zip(firsts.tolist(), lens.tolist(), tokens.tolist(), strict=True):
+            key = (first, *row[:n])
+            counts[key] = counts.get(key, 0) + 1
+    return counts, rollout, drafts
+
+
+def exact(law, lenience):
+    new, old = cut_table(NEW_TABLE, law), cut_table(OLD_TABLE, law)
+    parts = [emitted(new, old, lenience, last, SLOTS, (2,)) for last in (0, 1)]
+    return {(x, *k): p / 2 for x in (0, 1) for k, p in parts[x].items() if p > 0}
+
+
+def p_value(counts, law):
+    assert counts.keys() <= law.keys()  # nothing that cannot happen
+    total = sum(counts.values())
+    observed = [counts.get(k, 0) for k in law]
+    return stats.chisquare(observed, [p * total for p in law.values()]).pvalue
+
+
+def distance(counts, law):
+    total = sum(counts.values())
+    return total_variation({k: n / total for k, n in counts.items()}, law)
+
+
+def expected_distance(law, count):
+    """Mean total variation of `count` draws from their own law."""
+    return sum((p * (1 - p) / (2 * math.pi * count)) ** 0.5 for p in law.values())
+
+
+@pytest.mark.parametrize("lenience", [0.5, 1.0, math.exp(0.5)], ids=["half", "one", "exp-half"])
+def test_what_the_rollout_emits_is_b_not_the_policy(mesh, lenience):
+    law = exact(SamplingLaw(), lenience)
+    counts, _, _ = monte_carlo(SamplingLaw(), math.log(lenience), steps=8)
+    assert distance(counts, law) < 1.5 * expected_distance(law, sum(counts.values())) < 0.009
+    assert p_value(counts, law) > 1e-3
+    plain = exact(SamplingLaw(), 0.0)
+    assert distance(counts, plain) > 0.04  # it is not π
+    assert p_value(counts, plain) < 1e-9
+
+
+def test_lenience_zero_emits_the_policy_and_infinity_the_drafts(mesh):
+    counts, rollout, _ = monte_carlo(SamplingLaw(), -math.inf)
+    law = exact(SamplingLaw(), 0.0)
+    assert p_value(counts, law) > 1e-3
+    for last in (0, 1):
+        for response, p in ref.responses(NEW_TABLE, last, SLOTS, (2,)).items():
+            assert law[(last, *response)] == pytest.approx(p / 2)
+    plain, other, _ = monte_carlo(SamplingLaw(), 0.0, reuse=False)
+    assert plain == counts
+    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(other.tokens))
+    counts, rollout, drafts = monte_carlo(SamplingLaw(), math.inf)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(drafts.tokens))
+    old = {(x, *k): p / 2 for x in (0, 1)
+           for k, p in ref.responses(OLD_TABLE, x, SLOTS, (2,)).items()}  # fmt: skip
+    assert p_value(counts, old) > 1e-3
+    assert total_variation(old, exact(SamplingLaw(), math.inf)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "law", [SamplingLaw(0.7, top_k=2), SamplingLaw(0.7, top_p=0.85)], ids=["top-k", "top-p"]
+)
+def test_drafts_are_accepted_by_the_law_that_is_sampled_from(mesh, law):
+    expected = exact(law, 1.0)
+    counts, rollout, _ = monte_carlo(law, 0.0, steps=8)
+    assert p_value(counts, expected) > 1e-3
+    untruncated = exact(SamplingLaw(0.7), 1.0)
+    assert total_variation(expected, untruncated) > 0.1
+    # The update's log-probs keep the temperature and leave the truncation out.
+    policy = ref.log_softmax(np.log(NEW_TABLE) / 0.7)
+    with np.errstate(divide="ignore"):
+        sampled = np.log(cut_table(NEW_TABLE, law))
+    tokens, lens = np.asarray(rollout.tokens), np.asarray(rollout.lens)
+    before = np.column_stack([np.repeat([0, 1, 0, 1] * 8, 512), tokens[:, :-1]])
+    inside = np.arange(SLOTS)[None, :] < lens[:, None]
+    for mine, table in ((rollout.policy_logprobs, policy), (rollout.sampling_logprobs, sampled)):
+        np.testing.assert_allclose(
+            np.asarray(mine)[inside], table[before, tokens][inside], atol=1e-5
+        )
+    assert (np.asarray(rollout.policy_logprobs) < np.asarray(rollout.sampling_logprobs)).any()

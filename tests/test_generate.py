@@ -1,15 +1,13 @@
-"""Whole rollouts: against a cacheless loop, against exact enumeration, on any ladder and mesh."""
+"""Whole rollouts: against a cacheless loop, on any ladder and mesh, and at responses' ends."""
 
 import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import KEY, as_drafts, check_same, host, make_plan, make_prompts
-from scipy import stats
 
 from specrl_jax.rollout.draft_store import DraftStore
 from specrl_jax.rollout.generate import generate
@@ -28,9 +26,8 @@ def run(plan, weights, prompts, step=0, **kwargs):
 
 def old_drafts(plan, prompts, nudge=0.3):
     """A rollout of an earlier policy, as drafts; every fifth row has none."""
-    drafts = as_drafts(run(plan, ref.policy(nudge)[1], prompts)[0])
-    empty = jnp.arange(drafts.lens.shape[0]) % 5 == 4
-    return dataclasses.replace(drafts, lens=jnp.where(empty, 0, drafts.lens))
+    rollout, _ = run(plan, ref.policy(nudge, plan.setup.model)[1], prompts)
+    return as_drafts(rollout, np.where(np.arange(32) % 5 == 4, 0, rollout.lens))
 
 
 # Against the naive loop
@@ -39,7 +36,9 @@ def old_drafts(plan, prompts, nudge=0.3):
 @pytest.mark.parametrize("law", LAWS, ids=["plain", "truncated"])
 def test_three_rollouts_equal_the_naive_loop(mesh, law):
     """No drafts, then twice the last rollout's: tokens, lengths, log-probs and origins."""
-    prompts, plan, drafts = ref.random_prompts(), make_plan(law=law), None
+    rungs = 1 if law.truncates else 2
+    plan = make_plan(law=law, row_rungs=rungs, windows=1)
+    prompts, drafts = ref.random_prompts(), None
     for step, nudge in enumerate((0.3, 0.15, 0.0)):
         params, weights = ref.policy(nudge)
         rollout, _ = run(plan, weights, prompts, step, drafts=drafts, log_lenience=HALF)
@@ -52,7 +51,7 @@ def test_three_rollouts_equal_the_naive_loop(mesh, law):
         else:
             # Nothing kept, a part kept, everything kept: all three in one batch.
             assert (prefix == 0).any()
-            assert ((0 < prefix) & (prefix < lens)).any()
+            assert ((prefix > 0) & (prefix < lens)).any()
             assert (prefix == lens).any()
         drafts = as_drafts(rollout)
     ages = np.asarray(rollout.origin_steps)[np.arange(8)[None, :] < lens[:, None]]
@@ -60,8 +59,8 @@ def test_three_rollouts_equal_the_naive_loop(mesh, law):
 
 
 def test_random_reuse_equals_the_naive_loop(mesh):
-    prompts, plan = ref.random_prompts(), make_plan(accept="random")
-    drafts = old_drafts(make_plan(), prompts)
+    prompts, plan = ref.random_prompts(), make_plan(accept="random", row_rungs=1, windows=1)
+    drafts = old_drafts(make_plan(windows=1), prompts)
     params, weights = ref.policy()
     rollout, _ = run(plan, weights, prompts, 1, drafts=drafts)
     check_same(rollout, ref.Reference(plan, params, prompts, step=1, drafts=drafts))
@@ -71,7 +70,7 @@ def test_random_reuse_equals_the_naive_loop(mesh):
 
 
 def test_evaluation_is_greedy_and_has_noise_of_its_own(mesh):
-    prompts, plan = ref.random_prompts(), make_plan(law=LAWS[1])
+    prompts, plan = ref.random_prompts(), make_plan(law=LAWS[1], row_rungs=1, windows=1)
     params, weights = ref.policy()
     greedy = plan.for_evaluation(4, 0.0)
     rollout, _ = run(greedy, weights, prompts, purpose=Purpose.EVALUATE)
@@ -87,7 +86,7 @@ def test_evaluation_is_greedy_and_has_noise_of_its_own(mesh):
 
 
 def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
-    prompts, plan = ref.random_prompts(), make_plan()
+    prompts, plan = ref.random_prompts(), make_plan(windows=1)
     params, weights = ref.policy()
     drafts = as_drafts(run(plan, ref.policy(0.3)[1], prompts)[0])
     plain, _ = run(plan, weights, prompts, 1)
@@ -101,120 +100,6 @@ def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
     check_same(full, ref.Reference(plan, params, prompts, step=1, drafts=drafts,
                                    log_lenience=math.inf))  # fmt: skip
     assert (np.asarray(plain.tokens) != np.asarray(full.tokens)).any(axis=1).mean() > 0.5
-
-
-# Against exact enumeration, on three tokens of which the last ends the response
-
-OLD = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [1 / 3, 1 / 3, 1 / 3]])
-NEW = np.array([[0.25, 0.35, 0.4], [0.55, 0.3, 0.15], [1 / 3, 1 / 3, 1 / 3]])
-SLOTS = 3
-
-
-def cut_table(table, law):
-    """The law that is sampled from, by sorting."""
-    scores = np.log(table) / law.temperature
-    out = np.zeros_like(table)
-    for row, score in zip(out, scores, strict=True):
-        order = np.argsort(-score)[: law.top_k or None]
-        probs = np.exp(score[order]) / np.exp(score[order]).sum()
-        count = np.sum(np.cumsum(probs) < law.top_p) + 1 if law.top_p < 1 else len(order)
-        row[order[:count]] = probs[:count] / probs[:count].sum()
-    return out
-
-
-def monte_carlo(law, log_lenience, steps=1, reuse=True):
-    """Rollouts over drafts of the old policy: {first token + response: count}, and the last."""
-    model, _, old = ref.table_policy(OLD)
-    _, _, new = ref.table_policy(NEW)
-    plan = make_plan(model, law=law, slots=SLOTS, prompt_slots=2, group=512, eos=(2,), row_rungs=1,
-                     windows=1)  # fmt: skip
-    prompts = make_prompts([[0], [1], [2, 0], [0, 1]] * 8, 2)
-    counts = {}
-    for step in range(steps):
-        drafts = as_drafts(run(plan, old, prompts, 2 * step)[0]) if reuse else None
-        rollout, _ = run(plan, new, prompts, 2 * step + 1, drafts=drafts,
-                         log_lenience=log_lenience)  # fmt: skip
-        lens, tokens = np.asarray(rollout.lens), np.asarray(rollout.tokens)
-        firsts = np.repeat([0, 1, 0, 1] * 8, 512)
-        for first, n, row in zip(firsts.tolist(), lens.tolist(), tokens.tolist(), strict=True):
-            key = (first, *row[:n])
-            counts[key] = counts.get(key, 0) + 1
-    return counts, rollout, drafts
-
-
-def exact(law, lenience):
-    new, old = cut_table(NEW, law), cut_table(OLD, law)
-    parts = [ref.emitted(new, old, lenience, last, SLOTS, (2,)) for last in (0, 1)]
-    return {(x, *k): p / 2 for x in (0, 1) for k, p in parts[x].items() if p > 0}
-
-
-def p_value(counts, law):
-    assert counts.keys() <= law.keys()  # nothing that cannot happen
-    total = sum(counts.values())
-    observed = [counts.get(k, 0) for k in law]
-    return stats.chisquare(observed, [p * total for p in law.values()]).pvalue
-
-
-def distance(counts, law):
-    total = sum(counts.values())
-    return ref.total_variation({k: n / total for k, n in counts.items()}, law)
-
-
-def expected_distance(law, count):
-    """Mean total variation of `count` draws from their own law."""
-    return sum((p * (1 - p) / (2 * math.pi * count)) ** 0.5 for p in law.values())
-
-
-@pytest.mark.parametrize("lenience", [0.5, 1.0, math.exp(0.5)], ids=["half", "one", "exp-half"])
-def test_what_the_rollout_emits_is_b_not_the_policy(mesh, lenience):
-    law = exact(SamplingLaw(), lenience)
-    counts, _, _ = monte_carlo(SamplingLaw(), math.log(lenience), steps=2)
-    assert distance(counts, law) < 1.6 * expected_distance(law, sum(counts.values())) < 0.01
-    assert p_value(counts, law) > 1e-3
-    plain = exact(SamplingLaw(), 0.0)
-    assert distance(counts, plain) > 0.06  # it is not π
-    assert p_value(counts, plain) < 1e-9
-
-
-def test_lenience_zero_emits_the_policy_and_infinity_the_drafts(mesh):
-    counts, rollout, _ = monte_carlo(SamplingLaw(), -math.inf)
-    law = exact(SamplingLaw(), 0.0)
-    assert p_value(counts, law) > 1e-3
-    for last in (0, 1):
-        for response, p in ref.responses(NEW, last, SLOTS, (2,)).items():
-            assert law[(last, *response)] == pytest.approx(p / 2)
-    plain, other, _ = monte_carlo(SamplingLaw(), 0.0, reuse=False)
-    assert plain == counts
-    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(other.tokens))
-    counts, rollout, drafts = monte_carlo(SamplingLaw(), math.inf)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(drafts.tokens))
-    old = {(x, *k): p / 2 for x in (0, 1)
-           for k, p in ref.responses(OLD, x, SLOTS, (2,)).items()}  # fmt: skip
-    assert p_value(counts, old) > 1e-3
-    assert ref.total_variation(old, exact(SamplingLaw(), math.inf)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "law", [SamplingLaw(0.7, top_k=2), SamplingLaw(0.7, top_p=0.85)], ids=["top-k", "top-p"]
-)
-def test_drafts_are_accepted_by_the_law_that_is_sampled_from(mesh, law):
-    expected = exact(law, 1.0)
-    counts, rollout, _ = monte_carlo(law, 0.0, steps=2)
-    assert p_value(counts, expected) > 1e-3
-    untruncated = exact(SamplingLaw(0.7), 1.0)
-    assert ref.total_variation(expected, untruncated) > 0.1
-    # The update's log-probs keep the temperature and leave the truncation out.
-    policy = ref.log_softmax(np.log(NEW) / 0.7)
-    with np.errstate(divide="ignore"):
-        sampled = np.log(cut_table(NEW, law))
-    tokens, lens = np.asarray(rollout.tokens), np.asarray(rollout.lens)
-    before = np.column_stack([np.repeat([0, 1, 0, 1] * 8, 512), tokens[:, :-1]])
-    inside = np.arange(SLOTS)[None, :] < lens[:, None]
-    for mine, table in ((rollout.policy_logprobs, policy), (rollout.sampling_logprobs, sampled)):
-        np.testing.assert_allclose(
-            np.asarray(mine)[inside], table[before, tokens][inside], atol=1e-5
-        )
-    assert (np.asarray(rollout.policy_logprobs) < np.asarray(rollout.sampling_logprobs)).any()
 
 
 # What may not change anything
@@ -251,16 +136,25 @@ def check_stats(plan, rollout, cost):
     assert metrics["time/decode"] > 0
 
 
-LADDERS = [(1, 1, 0), (2, 2, 0), (3, 3, 0), (4, 2, 0), (4, 1, 16), (3, 2, 16), (4, 3, 8)]
+# (row rungs, windows, rows in flight)
+LADDERS = [(1, 1, 0), (2, 2, 0), (3, 3, 0), (2, 1, 16), (2, 1, 8)]
+
+
+def small_plan(**kwargs):
+    return make_plan(ref.ONE_LAYER, **kwargs)
+
+
+def small_weights(nudge=0.0):
+    return ref.policy(nudge, ref.ONE_LAYER)[1]
 
 
 @pytest.fixture(scope="module")
 def base(make_mesh):
     """Drafts, and the rollouts without and with them on the default ladder."""
     with jax.set_mesh(make_mesh(1, 1, 1)):
-        plan, prompts = make_plan(), ref.random_prompts()
+        plan, prompts = small_plan(), ref.random_prompts()
         drafts = old_drafts(plan, prompts)
-        weights = ref.policy()[1]
+        weights = small_weights()
         plain, cost = run(plan, weights, prompts, 1)
         check_stats(plan, plain, cost)
         reused, cost = run(plan, weights, prompts, 1, drafts=drafts, log_lenience=HALF)
@@ -272,9 +166,9 @@ def base(make_mesh):
 def test_no_ladder_changes_a_token(mesh, base, ladder):
     prompts, drafts, plain, reused = base
     row_rungs, windows, max_rows = ladder
-    plan = make_plan(row_rungs=row_rungs, windows=windows, max_rows=max_rows)
-    weights = ref.policy()[1]
-    for expected, offered in ((plain, None), (reused, jax.tree.map(jnp.asarray, drafts))):
+    plan = small_plan(row_rungs=row_rungs, windows=windows, max_rows=max_rows)
+    weights = small_weights()
+    for expected, offered in ((plain, None), (reused, ref.put_rows(drafts))):
         rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
         assert_same_rollout(rollout, expected)
         check_stats(plan, rollout, cost)
@@ -286,31 +180,41 @@ def test_no_ladder_changes_a_token(mesh, base, ladder):
 
 
 def test_finished_rows_are_gathered_away(mesh, base):
-    """The work of a ladder with four rungs is less than of one with a single rung."""
-    prompts, _, plain, _ = base
-    costs = [
-        run(make_plan(row_rungs=rungs, windows=1), ref.policy()[1], prompts, 1)[1].row_steps
-        for rungs in (1, 4)
-    ]
-    assert costs[0] == 32 * plain.lens.max()
-    assert costs[1] < 0.75 * costs[0]
+    """With four row rungs the work is less than with one, and the rows visit three sizes."""
+    prompts, drafts, plain, reused = base
+    costs = {}
+    for row_rungs in (1, 4):
+        plan = small_plan(row_rungs=row_rungs, windows=1)
+        rollout, cost = run(plan, small_weights(), prompts, 1)
+        assert_same_rollout(rollout, plain)
+        check_stats(plan, rollout, cost)
+        costs[row_rungs] = cost
+    assert costs[1].row_steps == 32 * plain.lens.max()
+    assert costs[4].row_steps < 0.8 * costs[1].row_steps
+    assert [rows for rows, _, _ in costs[4].rungs] == [32, 16, 8]
+    # With most of every response kept, few rows are left from the start.
+    offered = ref.put_rows(drafts)
+    rollout, cost = run(plan, small_weights(), prompts, 1, drafts=offered, log_lenience=HALF)
+    assert_same_rollout(rollout, reused)
+    check_stats(plan, rollout, cost)
+    assert len(cost.rungs) > 1
 
 
 def test_the_order_of_the_prompts_changes_nothing(mesh, base):
     prompts, drafts, plain, reused = base
     order = np.random.default_rng(0).permutation(8)
     rows = (order[:, None] * 4 + np.arange(4)[None, :]).ravel()
-    moved, weights = ref.select(prompts, order), ref.policy()[1]
-    assert_same_rollout(run(make_plan(), weights, moved, 1)[0], plain, rows)
-    offered = jax.tree.map(lambda x: jnp.asarray(x[rows]), drafts)
-    rollout, _ = run(make_plan(), weights, moved, 1, drafts=offered, log_lenience=HALF)
+    moved, weights = ref.select(prompts, order), small_weights()
+    assert_same_rollout(run(small_plan(), weights, moved, 1)[0], plain, rows)
+    offered = ref.put_rows(jax.tree.map(lambda x: x[rows], drafts))
+    rollout, _ = run(small_plan(), weights, moved, 1, drafts=offered, log_lenience=HALF)
     assert_same_rollout(rollout, reused, rows)
 
 
 def test_the_rest_of_the_batch_and_the_group_change_nothing(mesh, base):
     prompts, _, plain, _ = base
-    plan = make_plan(group=2, row_rungs=1, windows=1)
-    rollout, _ = run(plan, ref.policy()[1], ref.select(prompts, np.array([5, 2])), 1)
+    plan = small_plan(group=2, row_rungs=1, windows=1)
+    rollout, _ = run(plan, small_weights(), ref.select(prompts, np.array([5, 2])), 1)
     assert_same_rollout(rollout, plain, np.array([20, 21, 8, 9]))
 
 
@@ -318,30 +222,31 @@ def test_the_rest_of_the_batch_and_the_group_change_nothing(mesh, base):
 def test_no_mesh_changes_a_token(make_mesh, base, shape):
     prompts, drafts, plain, reused = base
     with jax.set_mesh(make_mesh(*shape)):
-        plan, weights = make_plan(), ref.policy()[1]
-        store = DraftStore(8, 4, 8)
-        old, _ = run(plan, ref.policy(0.3)[1], prompts)
-        store.put(prompts, old)
-        offered = store.get(prompts, 4)
-        empty = jnp.arange(32) % 5 == 4
-        empty = jax.sharding.reshard(empty, jax.typeof(offered.lens).sharding.spec)
-        offered = dataclasses.replace(offered, lens=jnp.where(empty, 0, offered.lens))
-        np.testing.assert_array_equal(np.asarray(offered.tokens), drafts.tokens)
-        assert_same_rollout(run(plan, weights, prompts, 1)[0], plain)
+        plan, weights = small_plan(windows=1), small_weights()
+        first, _ = run(plan, weights, prompts, 1)
+        assert_same_rollout(first, plain)
+        offered = ref.put_rows(drafts)
         rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
         assert_same_rollout(rollout, reused)
-        assert len(cost.rungs) > 1
+        assert len({rows for rows, _, _ in cost.rungs}) > 1  # rows moved between the devices
+        store = DraftStore(8, 4, 8)  # and through a sharded store: the same policy keeps it all
+        store.put(prompts, rollout)
+        again, _ = run(plan, weights, prompts, 2, drafts=store.get(prompts, 4))
+        np.testing.assert_array_equal(np.asarray(again.tokens), reused.tokens)
+        np.testing.assert_array_equal(np.asarray(again.prefix_lens), reused.lens)
+        first_steps = np.asarray(again.origin_steps)[:, 0]
+        np.testing.assert_array_equal(first_steps, reused.origin_steps[:, 0])
 
 
 def test_parts_divide_over_the_mesh(make_mesh, base):
     prompts, _, plain, _ = base
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        plan = make_plan(row_rungs=1, windows=1, max_rows=16)
-        rollout, cost = run(plan, ref.policy()[1], prompts, 1)
+        plan = small_plan(row_rungs=1, windows=1, max_rows=16)
+        rollout, cost = run(plan, small_weights(), prompts, 1)
         assert cost.parts == 2
         assert_same_rollout(rollout, plain)
         with pytest.raises(ValueError, match=r"rollout\.max_rows=8 .* 4 groups of 4 rows") as error:
-            run(dataclasses.replace(plan, max_rows=8), ref.policy()[1], prompts, 1)
+            run(dataclasses.replace(plan, max_rows=8), small_weights(), prompts, 1)
         assert "\n" not in str(error.value)
 
 
@@ -350,11 +255,12 @@ def test_parts_divide_over_the_mesh(make_mesh, base):
 END, OTHER_END = 15, 9
 
 
-def counting(slots=6, group=2, eos=(END,), **kwargs):
+def counting(slots=6, group=2, eos=(END,), windows=1):
     table = np.full((16, 16), 1e-12)
     table[np.arange(16), (np.arange(16) + 1) % 16] = 1.0
     model, _, weights = ref.table_policy(table)
-    return make_plan(model, slots=slots, group=group, eos=eos, **kwargs), weights
+    plan = make_plan(model, slots=slots, group=group, eos=eos, row_rungs=1, windows=windows)
+    return plan, weights
 
 
 def check_counts(rollout, lasts, ends, slots=6, group=2):
@@ -400,7 +306,7 @@ def test_drafts_of_length_zero_beside_whole_ones(mesh):
     prompts = counting_prompts()
     drafts = as_drafts(run(plan, weights, prompts)[0])
     given = np.arange(12) % 3 != 0
-    drafts = dataclasses.replace(drafts, lens=jnp.where(given, drafts.lens, 0))
+    drafts = as_drafts(drafts, np.where(given, drafts.lens, 0))
     rollout, cost = run(plan, weights, prompts, 4, drafts=drafts)
     check_counts(rollout, LASTS, (END,))
     prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(rollout.lens)
@@ -414,10 +320,10 @@ def test_drafts_of_length_zero_beside_whole_ones(mesh):
 
 def test_a_shorter_draft_is_continued(mesh):
     """A draft without an end, kept whole: decoding goes on behind it, in a narrower width."""
-    plan, weights = counting(slots=6)
+    plan, weights = counting(windows=2)
     prompts = counting_prompts()
     drafts = as_drafts(run(plan, weights, prompts)[0])
-    drafts = dataclasses.replace(drafts, lens=jnp.minimum(drafts.lens, 3))
+    drafts = as_drafts(drafts, np.minimum(drafts.lens, 3))
     rollout, cost = run(plan, weights, prompts, 1, drafts=drafts)
     check_counts(rollout, LASTS, (END,))
     np.testing.assert_array_equal(np.asarray(rollout.prefix_lens), np.asarray(drafts.lens))
@@ -437,8 +343,8 @@ def test_all_drafts_empty_is_a_first_epoch(mesh):
 
 def test_a_prompt_seen_again_with_another_group_size(mesh, base):
     prompts, _, _, _ = base
-    weights, store = ref.policy()[1], DraftStore(8, 3, 8)
-    small, large = make_plan(group=2), make_plan(group=4)
+    weights, store = small_weights(), DraftStore(8, 3, 8)
+    small, large = small_plan(group=2), small_plan(group=4)
     first, _ = run(small, weights, prompts)
     store.put(prompts, first)
     second, _ = run(large, weights, prompts, 1, drafts=store.get(prompts, 4))

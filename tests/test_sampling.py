@@ -128,8 +128,8 @@ def test_draws_at_neighbouring_keys_are_independent(mesh):
         "sample": (make_seeds(rows, ids=ids, samples=np.ones(rows)), 1),
         "step": (make_seeds(rows, ids=ids, step=1), 1),
         "purpose": (make_seeds(rows, ids=ids, purpose=Purpose.EVALUATE), 1),
-        "id, high word": (make_seeds(rows, ids=ids + [1, 0]), 1),
-        "id, low word": (make_seeds(rows, ids=ids + [0, 1]), 1),
+        "id, high word": (make_seeds(rows, ids=ids + np.array([1, 0])), 1),
+        "id, low word": (make_seeds(rows, ids=ids + np.array([0, 1])), 1),
         "run": (make_seeds(rows, ids=ids, key=6), 1),
     }
     for name, (seeds, position) in others.items():

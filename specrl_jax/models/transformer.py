@@ -162,7 +162,7 @@ def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
 def init_params(config: ModelConfig, key: Array) -> Params:
     """Random float32 parameters: normal with std fan_in^-1/2, residual outputs scaled down.
 
-    Norm scales are one, biases zero; the embedding has std 0.02 when it is also the output head.
+    Norm scales are one, biases zero.
     """
     shapes, specs = param_shapes(config), param_specs(config)
     depth = (2 * config.num_layers) ** -0.5
@@ -176,7 +176,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
             return jnp.ones(shape)
         if name.endswith("bias"):
             return jnp.zeros(shape)
-        std = 0.02 if name in ("embed", "lm_head") else fan_in[name] ** -0.5
+        std = fan_in.get(name, config.embed_dim) ** -0.5
         std = std * depth if name in ("o_proj", "down_proj") else std
         noise_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return std * jax.random.normal(noise_key, shape)

@@ -1,0 +1,113 @@
+"""Whole runs in seconds: the preset micro, shrunk until a step costs milliseconds.
+
+Also a configuration file for launch/train.py (`--config=tests/small_runs.py`). The task is to name
+the one digit of the prompt; the last digit of a response counts, so that even a random policy is
+right one time in ten and has advantages to learn from.
+"""
+
+import os
+import pathlib
+import runpy
+import signal
+
+import jax
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def preset(name: str):
+    """A preset of configs/grpo.py."""
+    return runpy.run_path(str(ROOT / "configs" / "grpo.py"))["get_config"](name)
+
+
+def get_config():
+    """8 prompts x 4 responses of 6 tokens, 2 steps an epoch; no warm-up, no evaluation."""
+    return small_config()
+
+
+def small_config(changes=None, **more):
+    """The small run with these fields changed, e.g. {"rollout.draft": "none"}."""
+    config = preset("micro")
+    values = {
+        "model.embed_dim": 16,
+        "model.mlp_dim": 32,
+        "model.head_dim": 4,
+        "model.num_layers": 1,
+        "data.options.min_numbers": 1,
+        "data.options.max_numbers": 1,
+        "data.prompts": 12,
+        "data.eval_prompts": 6,
+        "data.prompt_len": 3,
+        "reward.extract": r"(\d)",
+        "reward.workers": 1,
+        "rollout.prompts_per_step": 4,
+        "rollout.group_size": 8,
+        "rollout.response_len": 6,
+        "rollout.row_rungs": 2,
+        "rollout.windows": 1,
+        "rollout.max_rows": 0,
+        "rollout.lenience": 1.0,
+        "updates.mini_batch_size": 16,
+        "updates.micro_batch_size": 0,
+        "updates.learning_rate": 0.02,
+        "updates.schedule_warmup": 0,
+        "warmup.steps": 0,
+        "warmup.batch_size": 8,
+        "warmup.examples": 16,
+        "evaluate.every": 0,
+        "evaluate.batch_size": 8,
+        "checkpoint.every": 100,
+        "train.epochs": 2,
+        "log.wandb": "off",
+        "log.plots": False,
+    }
+    config.update_from_flattened_dict(values | (changes or {}) | more)
+    return config
+
+
+def records(workdir, times: bool = False) -> list[dict]:
+    """The run's metrics by step, without the wall-clock ones unless asked for."""
+    from specrl_jax.metrics import read_metrics
+
+    found = read_metrics(workdir)
+    return [{k: v for k, v in r.items() if times or not k.startswith("time/")} for r in found]
+
+
+def saved(workdir, step: int) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint, by name, read without the package's own code."""
+    import orbax.checkpoint as ocp
+
+    path = pathlib.Path(workdir).resolve() / "checkpoints" / str(step) / "arrays"
+    with ocp.StandardCheckpointer() as reader:
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            ),
+            dict(reader.metadata(path).item_metadata),
+        )
+        tree = reader.restore(path, target)
+    return {name: np.asarray(x) for name, x in tree.items()}
+
+
+def files(workdir) -> dict[str, bytes]:
+    """Every file of a work directory with its content."""
+    root = pathlib.Path(workdir)
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def interrupt(owner: type, method: str, step: int, number: int = signal.SIGKILL):
+    """From now on this process gets a signal as soon as owner.method(step, ...) has returned."""
+    original = getattr(owner, method)
+
+    def call(self, at, *args, **kwargs):
+        result = original(self, at, *args, **kwargs)
+        if at == step:
+            os.kill(os.getpid(), number)
+        return result
+
+    setattr(owner, method, call)

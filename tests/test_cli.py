@@ -1,0 +1,83 @@
+"""What a user sees who types something wrong: one line, exit code 2, no traceback."""
+
+import concurrent.futures
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from specrl_jax import cli
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CONFIG = "--config=configs/grpo.py"
+# arguments → the line after "error: "
+MISTAKES = {
+    (): "flag --config=None: Flag --config must have a value other than None.",
+    ("--config=nowhere.py",): f"--config=nowhere.py: no such file in {ROOT}",
+    (f"{CONFIG}:huge",): "preset must be one of tiny, micro, smollm2, gsm8k, qwen3_1p7b, "
+    "got 'huge'",
+    (CONFIG, "--config.rollout.leniense=1"): "rollout.leniense is not a field of the config, "
+    "did you mean lenience?",
+    (CONFIG, "--config.nothing.at_all=1"): "nothing.at_all is not a field of the config",
+    (CONFIG, "--config.rollout.group_size=many"): "flag --config.rollout.group_size=many: "
+    "invalid literal for int() with base 10: 'many'",
+    (CONFIG, "--config.rollout.group_size=8.0"): "flag --config.rollout.group_size=8.0: "
+    "invalid literal for int() with base 10: '8.0'",
+    (CONFIG, "--workdirr=x"): "Unknown command line flag 'workdirr'. Did you mean: workdir ?",
+    (CONFIG, "more", "words"): "unknown arguments: more words",
+    (CONFIG, "--config.rollout.lenience=-1"): "rollout.lenience must be >= 0, got -1.0",
+    (CONFIG, "--config.mesh.tensor=3"): "mesh: data=-1 x fsdp=1 x tensor=3 does not fit 8 "
+    "devices; set one size to -1",
+    (CONFIG, "--config.data.source=jsonl", "--config.data.path=nowhere.jsonl",
+     "--config.warmup.steps=0", "--config.data.render="):
+    "data.path must be an existing file, got 'nowhere.jsonl'",
+}  # fmt: skip
+
+
+def _launch(arguments: tuple[str, ...], folder: pathlib.Path) -> subprocess.CompletedProcess:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "launch/train.py", *arguments]
+    if arguments and not any(a.startswith("--workdir") for a in arguments):
+        command.append(f"--workdir={folder / 'run'}")
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """All mistakes made at once."""
+    folder = tmp_path_factory.mktemp("runs")
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        results = pool.map(lambda arguments: _launch(arguments, folder), MISTAKES)
+        found = dict(zip(MISTAKES, results, strict=True))
+    assert not list(folder.iterdir())  # a refused run leaves nothing behind
+    return found
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_a_mistake_is_one_line_and_exit_code_2(answers, arguments):
+    answer = answers[arguments]
+    assert answer.returncode == 2
+    assert answer.stderr == f"error: {MISTAKES[arguments]}\n"
+
+
+def test_errors_of_the_program_itself_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError), cli.user_errors():
+        1 / 0  # noqa: B018
+    with pytest.raises(ValueError, match="two"), cli.user_errors():
+        raise ValueError("two\nlines")  # not ours: ours are one line
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, FloatingPointError])
+def test_a_user_error_can_be_traced(capsys, monkeypatch, kind):
+    with pytest.raises(SystemExit) as stop, cli.user_errors():
+        raise kind("rollout.lenience must be >= 0, got -1")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: rollout.lenience must be >= 0, got -1\n"
+    monkeypatch.setenv("SPECRL_TRACEBACK", "1")
+    with pytest.raises(kind), cli.user_errors():
+        raise kind("rollout.lenience must be >= 0, got -1")

@@ -1,0 +1,215 @@
+"""Every rule of a configuration broken once, and the file that holds the fields."""
+
+import ast
+import io
+import math
+import tokenize
+
+import jax
+import pytest
+import small_runs
+from ml_collections import ConfigDict
+
+from specrl_jax.config import CHOICES, RULES, check_mesh, flatten, validate
+
+PRESETS = ("tiny", "micro", "smollm2", "gsm8k", "qwen3_1p7b")
+# field → values that break its rule
+BROKEN = {
+    "seed": [-1],
+    "data.prompts": [-1],
+    "data.eval_prompts": [-1],
+    "data.prompt_len": [0],
+    "reward.timeout": [0.0, -1.0],
+    "rollout.prompts_per_step": [0],
+    "rollout.group_size": [1],
+    "rollout.response_len": [0],
+    "rollout.temperature": [0.0, math.inf],
+    "rollout.top_k": [-1],
+    "rollout.top_p": [0.0, 1.1],
+    "rollout.draft_age": [0, 3],
+    "rollout.lenience": [-0.5],
+    "rollout.row_rungs": [0],
+    "rollout.windows": [0],
+    "rollout.max_rows": [-1],
+    "rollout.logits_chunk": [0],
+    "grpo.clip_low": [-0.1, 1.1],
+    "grpo.clip_high": [-0.1],
+    "grpo.dual_clip": [1.0, -3.0],
+    "grpo.kl_coef": [-0.1, math.inf],
+    "grpo.entropy_coef": [math.inf, -math.inf],
+    "updates.mini_batch_size": [0],
+    "updates.micro_batch_size": [-1],
+    "updates.passes": [0],
+    "updates.learning_rate": [-1e-3, math.inf],
+    "updates.schedule_warmup": [-1],
+    "updates.weight_decay": [-0.1, math.inf],
+    "updates.beta1": [-0.1, 1.0],
+    "updates.beta2": [-0.1, 1.0],
+    "updates.epsilon": [0.0],
+    "updates.clip_norm": [-1.0],
+    "train.epochs": [-1],
+    "train.steps": [-1],
+    "warmup.steps": [-1],
+    "warmup.batch_size": [0],
+    "warmup.examples": [0],
+    "warmup.mistake_rate": [-0.1, 1.1],
+    "warmup.learning_rate": [-1.0, math.inf],
+    "evaluate.every": [-1],
+    "evaluate.samples": [0],
+    "evaluate.temperature": [-0.1, math.inf],
+    "evaluate.batch_size": [0],
+    "checkpoint.every": [0],
+    "checkpoint.keep_last": [0],
+    "checkpoint.keep_best": [-1],
+}
+# changes → the message
+IMPOSSIBLE = [
+    ({"updates.mini_batch_size": 5},
+     "updates.mini_batch_size must divide rollout.prompts_per_step x rollout.group_size = 32 "
+     "rows, got 5"),
+    ({"updates.micro_batch_size": 3},
+     "updates.micro_batch_size must divide updates.mini_batch_size = 16, got 3"),
+    ({"train.epochs": 0}, "train.epochs or train.steps must be > 0, got 0 for both"),
+    ({"evaluate.every": 1, "data.eval_prompts": 0},
+     "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"),
+    ({"rollout.draft": "none", "rollout.draft_age": 2},
+     "rollout.draft_age must be 1 where rollout.draft is none, got 2"),
+    ({"tokenizer.source": ""},
+     'tokenizer.source must be given where model.source is "", got ""; '
+     'e.g. tokenizer.source = "characters"'),
+    ({"model.source": "a/b"},
+     "tokenizer.source must be the model's for model.source='a/b', got \"characters\"; "
+     'set it to ""'),
+    ({"tokenizer.chat": True},
+     'tokenizer.chat must be False for tokenizer.source="characters", got True'),
+    ({"warmup.steps": 1, "data.source": "jsonl", "data.path": "x.jsonl"},
+     "warmup.steps must be 0 for data.source='jsonl' (there are no demonstrations), got 1"),
+    ({"data.source": "jsonl"}, "data.path must name a file for data.source='jsonl', got \"\""),
+    ({"data.source": "parquet"}, "data.path must name a file for data.source='parquet', got \"\""),
+    ({"model.embed_dim": 0}, "model.embed_dim must be >= 1, got 0"),
+    ({"model.num_layers": 0}, "model.num_layers must be >= 1, got 0"),
+    ({"model.num_kv_heads": 3}, "model.num_kv_heads must divide model.num_heads = 4, got 3"),
+    ({"model.head_dim": 3}, "model.head_dim must be even (rotary halves), got 3"),
+]  # fmt: skip
+
+
+def _message(changes: dict) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - callers compare the whole message
+        validate(small_runs.small_config(changes))
+    return str(error.value)
+
+
+def test_the_table_below_is_of_all_rules():
+    assert set(BROKEN) == set(RULES)
+
+
+@pytest.mark.parametrize("field", BROKEN)
+def test_a_broken_rule_names_field_rule_and_value(field):
+    for value in BROKEN[field]:
+        assert _message({field: value}) == f"{field} must be {RULES[field][0]}, got {value}"
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_an_unknown_choice_lists_the_known_ones(field):
+    known = ", ".join(CHOICES[field])
+    assert _message({field: "no"}) == f"{field} must be one of {known}, got 'no'"
+
+
+@pytest.mark.parametrize(("changes", "message"), IMPOSSIBLE)
+def test_impossible_combinations(changes, message):
+    assert _message(changes) == message
+
+
+@pytest.mark.parametrize(
+    "field", [f for f, v in flatten(small_runs.small_config()) if isinstance(v, float)]
+)
+def test_nan_is_refused_everywhere(field):
+    assert _message({field: math.nan}) == f"{field} must be a number, got nan"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_valid_and_has_the_same_fields(name):
+    config = small_runs.preset(name)
+    validate(config)
+    fields, tiny = dict(flatten(config)), dict(flatten(small_runs.preset("tiny")))
+    free = "data.options."  # what a task takes
+    assert {f for f in fields if not f.startswith(free)} == {
+        f for f in tiny if not f.startswith(free)
+    }
+
+
+def test_the_limits_of_lenience_are_values():
+    for lenience in (0.0, math.inf):
+        validate(small_runs.small_config({"rollout.lenience": lenience}))
+
+
+def test_the_default_preset_and_an_unknown_one():
+    assert small_runs.preset("tiny").to_dict() == _get_config()().to_dict()
+    with pytest.raises(ValueError, match=f"^preset must be one of {', '.join(PRESETS)}, got 'big'"):
+        small_runs.preset("big")
+
+
+def test_sizes_of_an_own_policy_do_not_matter_to_a_pretrained_one():
+    config = small_runs.small_config(
+        {"model.source": "a/b", "tokenizer.source": "", "model.embed_dim": 0}
+    )
+    validate(config)
+
+
+def test_flatten():
+    config = ConfigDict({"a": {"b": 1, "c": {}}, "d": (2, 3)})
+    assert dict(flatten(config)) == {"a.b": 1, "d": (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.prompts_per_step": 6},
+         "rollout.prompts_per_step must be divisible by mesh.data x mesh.fsdp = 4, got 6; "
+         "4 or 8 would fit"),
+        ({"updates.micro_batch_size": 2},
+         "updates.micro_batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 2; "
+         "4 would fit"),
+        ({"warmup.batch_size": 3}, "warmup.batch_size must be divisible by mesh.data x mesh.fsdp "
+         "= 4, got 3; 4 would fit"),
+        ({"evaluate.batch_size": 9}, "evaluate.batch_size must be divisible by mesh.data x "
+         "mesh.fsdp = 4, got 9; 8 or 12 would fit"),
+    ],
+)  # fmt: skip
+def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, message):
+    check_mesh(small_runs.small_config(), make_mesh(2, 2, 2))
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        check_mesh(small_runs.small_config(changes), make_mesh(2, 2, 2))
+    assert str(error.value) == message
+    check_mesh(small_runs.small_config(changes), jax.make_mesh((1, 1, 8), make_mesh(1, 1, 1).axis_names))
+
+
+def _get_config():
+    import runpy
+
+    return runpy.run_path(str(small_runs.ROOT / "configs" / "grpo.py"))["get_config"]
+
+
+def test_every_field_has_a_comment():
+    """In base(): every assignment of a value, and no field is set in a preset alone."""
+    source = (small_runs.ROOT / "configs" / "grpo.py").read_text()
+    commented = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and len(token.string) > 5
+    }
+    (base,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "base"
+    )
+    fields = [
+        node
+        for node in ast.walk(base)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Attribute) for target in node.targets)
+        and ast.unparse(node.value) != "ConfigDict()"
+    ]
+    assert len(fields) > 70
+    bare = [ast.unparse(node) for node in fields if node.lineno not in commented]
+    assert bare == []

@@ -1,0 +1,68 @@
+"""Cache writes and row moves, against NumPy slices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models import kv_cache
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.sharding import put
+
+MODEL = ModelConfig(
+    vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
+)
+AXES = ("batch", None, "kv_heads", None)
+MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+
+
+def _random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_empty_cache(mesh, dtype):
+    model = MODEL.replace(dtype=dtype)
+    cache = kv_cache.init_cache(model, rows=3, slots=5)
+    assert [x.shape for pair in cache for x in pair] == [(3, 5, 2, 4)] * 4
+    assert all(x.dtype == dtype and not np.any(x) for pair in cache for x in pair)
+    assert kv_cache.cache_slots(cache) == 5
+    size = sum(x.nbytes for pair in cache for x in pair)
+    assert kv_cache.cache_bytes(model, 3, 5) == size
+
+
+@MESHES
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_row_is_written_from_its_own_start(make_mesh, shape, width):
+    old, new = _random(8, 9, 2, 4), _random(8, width, 2, 4) + 10
+    starts = np.array([0, 1, 2, 6, 5, 4, 3, 0], np.int32)
+    want = old.copy()
+    for row, start in enumerate(starts):
+        want[row, start : start + width] = new[row]
+    with jax.set_mesh(make_mesh(*shape)):
+        got = jax.jit(kv_cache.write_rows)(put(old, *AXES), put(new, *AXES), put(starts, "batch"))
+    np.testing.assert_array_equal(got, want)
+
+
+@MESHES
+def test_repeated_rows_stand_together(make_mesh, shape):
+    keys, values = _random(4, 5, 2, 4), -_random(4, 5, 2, 4)
+    with jax.set_mesh(make_mesh(*shape)):
+        cache = ((put(keys, *AXES), put(values, *AXES)),)
+        got = jax.jit(kv_cache.repeat_rows, static_argnums=1)(cache, 3)
+    np.testing.assert_array_equal(got[0][0], np.repeat(keys, 3, axis=0))
+    np.testing.assert_array_equal(got[0][1], np.repeat(values, 3, axis=0))
+
+
+@MESHES
+@pytest.mark.parametrize("slots", [3, 5, 8])
+def test_regrid_picks_rows_and_cuts_or_pads_slots(make_mesh, shape, slots):
+    keys = _random(8, 5, 2, 4)
+    rows = np.array([6, 1, 1, 7], np.int32)
+    want = np.zeros((4, slots, 2, 4), np.float32)
+    want[:, : min(slots, 5)] = keys[rows, :slots]
+    with jax.set_mesh(make_mesh(*shape)):
+        cache = ((put(keys, *AXES), put(keys, *AXES)),)
+        regrid = jax.jit(kv_cache.regrid, static_argnums=2)
+        ((got, _),) = regrid(cache, jnp.asarray(rows), slots)
+    np.testing.assert_array_equal(got, want)

@@ -1,0 +1,101 @@
+"""Log-probabilities and entropy, against float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models import logprobs
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import Transformer, init_params
+from specrl_jax.sharding import put, spec
+
+MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+LOGITS = np.random.default_rng(0).normal(0, 4, (4, 3, 8)).astype(np.float32)
+TOKENS = np.random.default_rng(1).integers(0, 8, (4, 3)).astype(np.int32)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    top = logits.max(axis=-1, keepdims=True)
+    return logits - top - np.log(np.sum(np.exp(logits - top), axis=-1, keepdims=True))
+
+
+def _at(scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+
+
+@MESHES
+def test_against_float64(make_mesh, shape):
+    log_p = _log_softmax(LOGITS)
+    with jax.set_mesh(make_mesh(*shape)):
+        logits, tokens = put(LOGITS, "batch", None, "vocab"), put(TOKENS, "batch", None)
+        scores = jax.jit(logprobs.token_logprobs)(logits, tokens)
+        entropy = jax.jit(logprobs.entropy)(logits)
+        picked = jax.jit(logprobs.pick)(logits, tokens)
+        assert jax.typeof(scores).sharding.spec == spec("batch", None)
+    np.testing.assert_allclose(scores, _at(log_p, TOKENS), rtol=1e-5, atol=1e-6)
+    want = -np.sum(np.exp(log_p) * log_p, axis=-1)
+    np.testing.assert_allclose(entropy, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(picked, _at(LOGITS, TOKENS))
+
+
+def test_large_logits_do_not_overflow(mesh):
+    logits = jnp.asarray(LOGITS[:, 0] * 1e3)
+    scores = logprobs.token_logprobs(logits, jnp.asarray(TOKENS[:, 0]))
+    want = _at(_log_softmax(np.asarray(logits)), TOKENS[:, 0])
+    np.testing.assert_allclose(scores, want, rtol=1e-5)
+    assert np.all(np.isfinite(logprobs.entropy(logits)))
+
+
+def test_truncated_tokens_are_minus_inf_and_the_others_exact(mesh):
+    logits = np.array([[0.0, 1.0, -np.inf, -np.inf]] * 2, np.float32)
+    scores = logprobs.token_logprobs(jnp.asarray(logits), jnp.asarray([1, 2], jnp.int32))
+    np.testing.assert_allclose(scores[0], -np.log1p(np.exp(-1.0)), rtol=1e-6)
+    assert scores[1] == -np.inf
+
+
+def test_gradients(mesh):
+    """d log p(y) / d logits = onehot(y) − p;  d H / d logits = −p·(log p + H)."""
+    logits, tokens = jnp.asarray(LOGITS[:, 0]), jnp.asarray(TOKENS[:, 0])
+    log_p = _log_softmax(LOGITS[:, 0])
+    p = np.exp(log_p)
+    entropy = -np.sum(p * log_p, axis=-1, keepdims=True)
+    score = jax.grad(lambda x: jnp.sum(logprobs.token_logprobs(x, tokens)))(logits)
+    spread = jax.grad(lambda x: jnp.sum(logprobs.entropy(x)))(logits)
+    np.testing.assert_allclose(score, np.eye(8)[TOKENS[:, 0]] - p, atol=1e-6)
+    np.testing.assert_allclose(spread, -p * (log_p + entropy), atol=1e-6)
+
+
+@pytest.fixture
+def model(mesh):
+    shape = ModelConfig(
+        vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
+    )
+    return Transformer(shape, init_params(shape, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 6, 7])
+def test_chunks_change_nothing(model, chunk):
+    hidden = jnp.asarray(np.random.default_rng(2).normal(size=(2, 7, 8)).astype(np.float32))
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 8, (2, 7)))
+
+    def both(logits, tokens):
+        assert logits.shape[1] <= chunk
+        return logprobs.token_logprobs(logits, tokens), logprobs.entropy(logits)
+
+    def total(hidden, size):
+        scores, spread = logprobs.map_tokens(both if size == chunk else whole, model, hidden,
+                                             tokens, size)  # fmt: skip
+        return jnp.sum(scores * jnp.cos(hidden[..., 0])) + jnp.sum(jnp.square(spread))
+
+    def whole(logits, tokens):
+        return logprobs.token_logprobs(logits, tokens), logprobs.entropy(logits)
+
+    in_chunks = logprobs.map_tokens(both, model, hidden, tokens, chunk)
+    at_once = whole(model.logits(hidden), tokens)
+    assert in_chunks[0].shape == (2, 7)
+    for got, want in zip(in_chunks, at_once, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    grads = [jax.grad(total)(hidden, size) for size in (chunk, 100)]
+    np.testing.assert_allclose(*grads, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,88 @@
+"""What a process sets up once: the mesh of its configuration, the compilation cache, signals."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+import small_runs
+
+from specrl_jax import runtime
+
+
+@pytest.fixture
+def restored():
+    """The mesh and the cache folder of the process, put back after the test."""
+    before, folder = jax.sharding.get_mesh(), jax.config.jax_compilation_cache_dir
+    yield
+    jax.set_mesh(before)
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def test_start_puts_the_mesh_in_use(restored):
+    values = {"mesh.data": 2, "mesh.tensor": 2, "mesh.fsdp": -1}
+    runtime.start(small_runs.small_config(values))
+    assert dict(jax.sharding.get_mesh().shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.lenience": -1.0}, r"^rollout.lenience must be >= 0, got -1.0$"),
+        ({"mesh.fsdp": 3}, r"^mesh: data=-1 x fsdp=3 x tensor=1 does not fit 8 devices"),
+        ({}, r"^rollout.prompts_per_step must be divisible by mesh.data x mesh.fsdp = 8, got 4; 8"),
+    ],
+)
+def test_start_refuses_before_anything_is_set(restored, changes, message):
+    before = jax.sharding.get_mesh()
+    with pytest.raises(ValueError, match=message):
+        runtime.start(small_runs.small_config(changes))
+    assert jax.sharding.get_mesh() is before
+
+
+def test_a_chosen_cache_folder_stays(restored):
+    folder = jax.config.jax_compilation_cache_dir
+    runtime.use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == folder
+
+
+def test_the_default_cache_folder_is_the_users(restored, monkeypatch, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runtime.use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "specrl_jax" / "jax")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_becomes_a_request_and_handlers_come_back(capsys, number):
+    before = signal.getsignal(number)
+    with runtime.StopRequest() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+        assert stop.name == number.name
+    assert signal.getsignal(number) is before
+    assert "finishing this step, then saving" in capsys.readouterr().out
+
+
+def test_the_second_signal_ends_the_process():
+    code = (
+        "import os, signal\n"
+        "from specrl_jax.runtime import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    assert stop\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still here')\n"
+    )
+    root = str(pathlib.Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGTERM
+    assert "still here" not in done.stdout

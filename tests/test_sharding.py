@@ -1,0 +1,123 @@
+"""The mesh, the one layout table, and sizes that do not fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from specrl_jax import sharding
+from specrl_jax.sharding import COMPUTE, STORED, check_divides, put, shards, spec, take_rows
+
+
+def test_the_table():
+    assert COMPUTE == {
+        "batch": ("data", "fsdp"),
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "mlp": "tensor",
+        "vocab": "tensor",
+        "embed": None,
+        None: None,
+    }
+    assert {axis for axis in STORED if STORED[axis] != COMPUTE[axis]} == {"embed", "vocab"}
+    assert spec("embed", "heads", None) == jax.P(None, "tensor", None)
+    assert spec("embed", "heads", None, stored=True) == jax.P("fsdp", "tensor", None)
+    assert spec("batch", None) == jax.P(("data", "fsdp"), None)
+    assert spec("vocab", None, stored=True) == jax.P(("tensor", "fsdp"), None)
+
+
+def test_an_unknown_axis_is_an_error():
+    with pytest.raises(KeyError, match="rows"):
+        spec("rows")
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (8, 1, 1), (-1, 2, 2), (1, -1, 2), (2, 2, -1)])
+def test_one_size_takes_the_rest(sizes):
+    mesh = sharding.make_mesh(*sizes)
+    shape = tuple(mesh.shape.values())
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.axis_types == (AxisType.Explicit,) * 3
+    assert np.prod(shape) == 8
+    assert all(size in (-1, got) for size, got in zip(sizes, shape))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 1, 1), "mesh.data must be -1 (the rest) or >= 1, got 0"),
+        ((1, -2, 1), "mesh.fsdp must be -1 (the rest) or >= 1, got -2"),
+        ((-1, -1, 1), "mesh: only one size may be -1, got -1 for data and fsdp"),
+        ((-1, 3, 1), "mesh: data=-1 x fsdp=3 x tensor=1 does not fit 8 devices; "
+                     "set one size to -1"),
+        ((2, 2, 1), "mesh: data=2 x fsdp=2 x tensor=1 does not fit 8 devices; "
+                    "set one size to -1"),
+        ((4, 2, 2), "mesh: data=4 x fsdp=2 x tensor=2 does not fit 8 devices; "
+                    "set one size to -1"),
+    ],
+)  # fmt: skip
+def test_impossible_meshes_are_one_line(sizes, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        sharding.make_mesh(*sizes)
+    assert str(error.value) == message
+
+
+def test_shards_counts_the_pieces(make_mesh):
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        compute = {axis: shards(axis) for axis in COMPUTE}
+        stored = {axis: shards(axis, stored=True) for axis in STORED}
+    assert compute == {
+        "batch": 4, "heads": 2, "kv_heads": 2, "mlp": 2, "vocab": 2, "embed": 1, None: 1,
+    }  # fmt: skip
+    assert stored == compute | {"embed": 2, "vocab": 4}
+    assert shards("vocab", mesh) == 2  # also where it is not set
+
+
+def test_put_and_reshard_lay_out_by_name(make_mesh):
+    rows = np.arange(64, dtype=np.float32).reshape(8, 8)
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        split = put(rows, "batch", "mlp")
+        whole = sharding.reshard(split, None, None)
+        stored = put(rows, "vocab", "embed", stored=False)
+    assert split.sharding.spec == jax.P(("data", "fsdp"), "tensor")
+    assert {shard.data.shape for shard in split.addressable_shards} == {(2, 4)}
+    assert stored.sharding.spec[0] == "tensor"
+    for array in (split, whole, stored):
+        np.testing.assert_array_equal(array, rows)
+    assert whole.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (8, 1, 1)])
+def test_take_rows_is_fancy_indexing(make_mesh, shape):
+    rng = np.random.default_rng(0)
+    rows, index = rng.normal(size=(16, 3, 4)).astype(np.float32), rng.permutation(16)[:8]
+    with jax.set_mesh(make_mesh(*shape)):
+        take = jax.jit(lambda x, i: take_rows(x, i, None, "heads"))
+        taken = take(put(rows, "batch", None, "heads"), jnp.asarray(index))
+        assert jax.typeof(taken).sharding.spec == spec("batch", None, "heads")
+    np.testing.assert_array_equal(taken, rows[index])
+
+
+@pytest.mark.parametrize(
+    ("field", "size", "axis", "message"),
+    [
+        ("model.num_heads", 3, "heads",
+         "model.num_heads=3 is split over mesh.tensor=2 and must be divisible by 2; "
+         "of this mesh's 8 devices it could use 1"),
+        ("model.embed_dim", 6, "embed",
+         "model.embed_dim=6 is split over mesh.fsdp=4 and must be divisible by 4; "
+         "of this mesh's 8 devices it could use 1 or 2"),
+        ("model.vocab_size", 20, "vocab",
+         "model.vocab_size=20 is split over mesh.tensor=2 x mesh.fsdp=4 and must be divisible by "
+         "8; of this mesh's 8 devices it could use 1 or 2 or 4"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide_name_field_axis_and_what_fits(
+    make_mesh, field, size, axis, message
+):
+    mesh = make_mesh(1, 4, 2)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        check_divides(mesh, field, size, axis)
+    assert str(error.value) == message
+    check_divides(mesh, field, 8 * size, axis)

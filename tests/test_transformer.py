@@ -1,0 +1,264 @@
+"""The decoder against itself: with and without cache, stacked and not, on every family's shape.
+
+That it computes what Hugging Face's models compute is in test_hf.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models import transformer
+from specrl_jax.models.config import ModelConfig, RopeScaling
+from specrl_jax.models.kv_cache import init_cache
+from specrl_jax.models.layers import LAYER_AXES, rope_frequencies
+from specrl_jax.models.transformer import Transformer, rollout_weights
+from specrl_jax.sharding import put, spec
+
+BASE = ModelConfig(
+    vocab_size=16, embed_dim=16, mlp_dim=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
+)
+FAMILIES = {
+    "llama": BASE,
+    "llama3": BASE.replace(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8), tie_embeddings=False),
+    "llama-biases": BASE.replace(attention_bias=True, output_bias=True, mlp_bias=True),
+    "qwen2": BASE.replace(family="qwen2", attention_bias=True),
+    "qwen3": BASE.replace(family="qwen3", qk_norm=True),
+}
+EACH_FAMILY = pytest.mark.parametrize("name", FAMILIES)
+_weights = jax.jit(rollout_weights, static_argnums=0)
+
+
+@jax.jit(static_argnums=0)
+def _hidden(config, params, tokens):
+    return Transformer(config, params)(tokens)[0]
+
+
+@jax.jit(static_argnums=0)
+def _with_cache(config, weights, tokens, start, cache):
+    return Transformer(config, weights)(tokens, start, cache)
+
+
+def _params(config: ModelConfig):
+    """Random weights, biases and norms too (`init_params` leaves those at 0 and 1)."""
+    rng = np.random.default_rng(0)
+    shapes = transformer.param_shapes(config)
+    host = jax.tree.map(
+        lambda shape: rng.normal(0.2, 0.5, shape).astype(np.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    return transformer.place_params(config, host)
+
+
+def _tokens(rows: int, width: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 16, (rows, width)).astype(np.int32)
+
+
+@EACH_FAMILY
+def test_shapes_and_specs(mesh, name):
+    config = FAMILIES[name]
+    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
+    shapes = transformer.param_shapes(config)
+    params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
+    assert jax.tree.map(lambda x: x.shape, params) == shapes
+    assert jax.tree.map(lambda x: x.shape, transformer.abstract_params(config)) == shapes
+    assert transformer.param_count(config) == sum(x.size for x in jax.tree.leaves(params))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    specs = transformer.param_specs(config)
+    for shape, partition in zip(
+        jax.tree.leaves(shapes, is_leaf=is_leaf), jax.tree.leaves(specs), strict=True
+    ):
+        assert len(partition) == len(shape)
+    assert set(shapes["layers"]) <= set(LAYER_AXES)
+
+
+def test_the_switches_decide_which_parameters_there_are():
+    def names(**changes) -> set[str]:
+        shapes = transformer.param_shapes(BASE.replace(**changes))
+        return set(shapes) | set(shapes["layers"])
+
+    plain = names()
+    assert names(tie_embeddings=False) - plain == {"lm_head"}
+    assert names(qk_norm=True) - plain == {"q_norm", "k_norm"}
+    assert names(attention_bias=True) - plain == {"q_bias", "k_bias", "v_bias"}
+    assert names(output_bias=True) - plain == {"o_bias"}
+    assert names(mlp_bias=True) - plain == {"gate_bias", "up_bias", "down_bias"}
+
+
+def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
+    config, trees = FAMILIES["llama-biases"], []
+    for shape in ((1, 1, 1), (1, 4, 2)):
+        with jax.set_mesh(make_mesh(*shape)):
+            params = transformer.init_params(config, jax.random.key(3))
+            if shape != (1, 1, 1):
+                partition = params["layers"]["q_proj"].sharding.spec
+                assert partition == spec(None, "embed", "heads", None, stored=True)
+        trees.append(jax.device_get(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *trees)
+    layers = trees[0]["layers"]
+    assert np.all(layers["attn_norm"] == 1)
+    assert not np.any(layers["q_bias"])
+    np.testing.assert_allclose(np.std(layers["gate_proj"]), 16**-0.5, rtol=0.1)
+    np.testing.assert_allclose(np.std(layers["down_proj"]), 24**-0.5 * 0.5, rtol=0.1)
+    assert not np.allclose(layers["k_proj"], layers["v_proj"])  # each keyed by its own name
+
+
+@EACH_FAMILY
+def test_prefill_and_steps_of_any_width_equal_one_pass_without_cache(mesh, name):
+    """Ragged rows: row b holds lens[b] prompt tokens, then the rest comes in steps of 1, 3 and 1."""
+    config, lens, total = FAMILIES[name], np.array([2, 5, 1, 4], np.int32), 10
+    params, tokens = _params(config), _tokens(4, total)
+    want = np.asarray(_hidden(config, params, put(tokens, "batch", None)))
+    weights = _weights(config, params)
+    prompts = np.where(np.arange(5) < lens[:, None], tokens[:, :5], 9)  # junk behind each prompt
+    cache, start = init_cache(config, 4, 12), np.zeros(4, np.int32)
+    for width in (5, 1, 3, 1):
+        fed = prompts if width == 5 else np.stack([t[s : s + width] for t, s in zip(tokens, start)])
+        inputs = put(fed, "batch", None), put(start, "batch")
+        got, cache = _with_cache(config, weights, *inputs, cache)
+        for row, first in enumerate(start):
+            count = lens[row] if width == 5 else width
+            np.testing.assert_allclose(
+                got[row, :count], want[row, first : first + count], rtol=1e-5, atol=1e-5
+            )
+        start = start + (lens if width == 5 else width)
+
+
+def test_a_rejected_token_is_forgotten_when_it_is_written_over(mesh):
+    params, tokens = _params(BASE), _tokens(2, 6)
+    weights, zeros = _weights(BASE, params), put(np.zeros(2, np.int32), "batch")
+    wrong = tokens.copy()
+    wrong[:, 3:] = (wrong[:, 3:] + 1) % 16
+    cache = init_cache(BASE, 2, 6)
+    _, cache = _with_cache(BASE, weights, put(wrong, "batch", None), zeros, cache)
+    again = put(tokens[:, 3:], "batch", None)
+    got, _ = _with_cache(BASE, weights, again, put(np.full(2, 3, np.int32), "batch"), cache)
+    want = _hidden(BASE, params, put(tokens, "batch", None))[:, 3:]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_future_is_not_seen(mesh):
+    params, tokens = _params(BASE), _tokens(2, 6)
+    other = tokens.copy()
+    other[:, 4:] = (other[:, 4:] + 1) % 16
+    one, two = (np.asarray(_hidden(BASE, params, put(t, "batch", None))) for t in (tokens, other))
+    np.testing.assert_array_equal(one[:, :4], two[:, :4])
+    assert np.all(np.any(one[:, 4:] != two[:, 4:], axis=-1))
+
+
+@EACH_FAMILY
+def test_stacked_layers_equal_unstacked_ones(mesh, name):
+    config = FAMILIES[name]
+    params, tokens = _params(config), put(_tokens(2, 5), "batch", None)
+    stacked, unstacked = (
+        _hidden(config, tree, tokens) for tree in (params, _weights(config, params))
+    )
+    np.testing.assert_allclose(stacked, unstacked, rtol=1e-5, atol=1e-5)
+
+
+def test_stacked_layers_refuse_a_cache(mesh):
+    zeros = put(np.zeros(2, np.int32), "batch")
+    with pytest.raises(ValueError, match="use rollout_weights"):
+        Transformer(BASE, _params(BASE))(jnp.asarray(_tokens(2, 3)), zeros, init_cache(BASE, 2, 4))
+
+
+def test_rematerialisation_gives_the_same_gradients(mesh):
+    params, tokens = _params(BASE), put(_tokens(2, 5), "batch", None)
+
+    def grads(config: ModelConfig):
+        def loss(params):
+            model = Transformer(config, params)
+            return jnp.sum(jnp.square(model.logits(model(tokens)[0])))
+
+        return jax.jit(jax.grad(loss))(params)
+
+    kept, recomputed = grads(BASE), grads(BASE.replace(remat=True))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=1e-4, atol=1e-5 * float(np.abs(a).max())
+        ),
+        kept,
+        recomputed,
+    )
+    assert all(np.any(g) for g in jax.tree.leaves(kept))
+
+
+def test_bfloat16_computes_in_bfloat16_and_stores_float32(mesh):
+    config = BASE.replace(dtype="bfloat16", qk_norm=True)
+    params, tokens = _params(config), put(_tokens(2, 5), "batch", None)
+    weights = _weights(config, params)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    hidden = _hidden(config, params, tokens)
+    assert hidden.dtype == jnp.bfloat16
+    logits = Transformer(config, params).logits(hidden)
+    assert logits.dtype == jnp.float32
+    exact = BASE.replace(qk_norm=True)
+    want = Transformer(exact, params).logits(_hidden(exact, params, tokens))
+    gap = np.linalg.norm(logits - want) / np.linalg.norm(want)
+    assert 0 < gap < 0.1
+    start = put(np.zeros(2, np.int32), "batch")
+    cached, _ = _with_cache(config, weights, tokens, start, init_cache(config, 2, 5))
+    np.testing.assert_allclose(
+        cached.astype(jnp.float32), hidden.astype(jnp.float32), rtol=0.1, atol=0.15
+    )
+
+
+def test_rollout_weights_are_copies(mesh):
+    """The update donates the master weights; the rollout's must outlive them."""
+    params = _params(BASE)
+    weights = _weights(BASE, params)
+    jax.tree.map(lambda x: x.delete(), params)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(weights))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
+def test_a_mesh_changes_the_layout_not_the_result(make_mesh, shape):
+    config = FAMILIES["qwen3"].replace(tie_embeddings=False)
+    results = []
+    for sizes in ((1, 1, 1), shape):
+        with jax.set_mesh(make_mesh(*sizes)):
+            params, tokens = _params(config), put(_tokens(4, 5), "batch", None)
+            hidden = _hidden(config, params, tokens)
+            logits = jax.jit(lambda p, h: Transformer(config, p).logits(h))(params, hidden)
+            assert jax.typeof(logits).sharding.spec == spec("batch", None, "vocab")
+        results.append(np.asarray(logits))
+    gap = np.linalg.norm(results[0] - results[1]) / np.linalg.norm(results[0])
+    assert gap <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 1}, "model.num_heads"),
+        ({"num_kv_heads": 1}, "model.num_kv_heads"),
+        ({"mlp_dim": 25}, "model.mlp_dim"),
+        ({"embed_dim": 18}, "model.embed_dim"),
+        ({"vocab_size": 12}, "model.vocab_size"),
+    ],
+)
+def test_check_mesh_names_the_field(make_mesh, changes, field):
+    mesh = make_mesh(1, 4, 2)
+    transformer.check_mesh(BASE, mesh)
+    with pytest.raises(ValueError, match=f"^{field}=[^\n]*could use [0-9 or]+$"):
+        transformer.check_mesh(dataclasses.replace(BASE, **changes), mesh)
+
+
+def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
+    """By the definition of arXiv 2407.21783's code: wavelength below 8192/4 kept, above 8192/1 x8."""
+    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
+    plain = 500_000.0 ** (-np.arange(0, 64, 2) / 64)
+    got = np.asarray(rope_frequencies(64, 500_000.0, scaling), np.float64)
+    for frequency, scaled in zip(plain, got, strict=True):
+        wavelength = 2 * np.pi / frequency
+        smooth = (8192 / wavelength - 1) / (4 - 1)
+        if wavelength < 8192 / 4:
+            want = frequency
+        elif wavelength > 8192 / 1:
+            want = frequency / 8
+        else:
+            want = (1 - smooth) * frequency / 8 + smooth * frequency
+        np.testing.assert_allclose(scaled, want, rtol=1e-5)
