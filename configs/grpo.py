@@ -162,13 +162,13 @@ def micro(config: ConfigDict) -> None:
     """`tiny` in seconds, for tests and notebooks: sorts 3 to 5 digits."""
     config.model.embed_dim, config.model.mlp_dim, config.model.head_dim = 64, 128, 16
     config.data.options.min_numbers, config.data.options.max_numbers = 3, 5
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 64, 64, 10
-    config.rollout.prompts_per_step, config.rollout.group_size = 16, 8
-    config.rollout.response_len = 10
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 192, 128, 10
+    config.rollout.prompts_per_step, config.rollout.group_size = 32, 4
+    config.rollout.response_len, config.rollout.windows = 10, 1
     config.rollout.row_rungs = 3
     config.updates.mini_batch_size = 64
-    config.warmup.steps, config.warmup.examples = 400, 2_000
-    config.evaluate.every, config.evaluate.batch_size = 4, 64
+    config.warmup.steps, config.warmup.examples = 300, 5_000
+    config.evaluate.every, config.evaluate.batch_size = 6, 128
     config.checkpoint.every = 4
     config.train.epochs = 3
 
@@ -180,7 +180,8 @@ def smollm2(config: ConfigDict) -> None:
     config.data.options = ConfigDict(
         {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
     )
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 32, 32, 64
+    config.data.prompts, config.data.eval_prompts = 34, 32  # 32 and 31 without duplicates
+    config.data.prompt_len = 64
     config.reward.name, config.reward.extract = "exact", r"(-?\d+)"
     config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
     config.rollout.response_len, config.rollout.max_rows = 32, 0

@@ -109,6 +109,16 @@ def check_mesh(config: ConfigDict, mesh: Any) -> None:
                 f"{fits} would fit"
             )
 
+    for field, group in (
+        ("rollout.group_size", config.rollout.group_size),
+        ("evaluate.samples", config.evaluate.samples),
+    ):
+        if 0 < config.rollout.max_rows < ways * group:
+            raise ValueError(
+                f"rollout.max_rows must be 0 or hold {ways} groups of {field} = {group} rows "
+                f"(mesh.data x mesh.fsdp of them), got {config.rollout.max_rows}"
+            )
+
 
 def flatten(config: Mapping, prefix: str = ""):
     """(path, value) of every leaf."""
@@ -166,7 +176,9 @@ def _check_sources(config: ConfigDict) -> None:
             f"demonstrations), got {config.warmup.steps}"
         )
     if config.data.source in ("jsonl", "parquet") and not config.data.path:
-        raise ValueError(f'data.path must name a file for data.source={config.data.source!r}, got ""')
+        raise ValueError(
+            f'data.path must name a file for data.source={config.data.source!r}, got ""'
+        )
 
 
 def _check_sizes(model: ConfigDict) -> None:

@@ -41,9 +41,7 @@ def evaluate(
     """Mean reward over all responses to the real prompts of `batches` (see data.eval_batches)."""
     rewards = []
     for prompts, real in batches:
-        rollout, _ = generate(
-            plan, weights, prompts, key=key, step=step, purpose=Purpose.EVALUATE
-        )
+        rollout, _ = generate(plan, weights, prompts, key=key, step=step, purpose=Purpose.EVALUATE)
         tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
         scores = score(pool, tokenizer, prompts, tokens, lens)
         rewards.append(scores.rewards[: real * plan.group_size])

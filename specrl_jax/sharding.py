@@ -7,6 +7,7 @@ gathers layer by layer.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -78,6 +79,15 @@ def reshard(array: jax.Array, *axes: str | None) -> jax.Array:
 def take_rows(array: jax.Array, index: jax.Array, *axes: str | None) -> jax.Array:
     """`array[index]` along the first, batch-sharded axis; the result's other axes are `axes`."""
     return array.at[index].get(out_sharding=spec("batch", *axes), mode="promise_in_bounds")
+
+
+def merge_rows(array: jax.Array, *axes: str | None) -> jax.Array:
+    """[Q, G, ...] → [Q * G, ...], the rows split over the batch axes; the rest are `axes`.
+
+    A plain reshape forgets the split where Q is 1.
+    """
+    shape = (array.shape[0] * array.shape[1], *array.shape[2:])
+    return jnp.reshape(array, shape, out_sharding=spec("batch", *axes))
 
 
 def check_divides(mesh: jax.sharding.Mesh, field: str, size: int, axis: str) -> None:

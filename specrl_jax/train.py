@@ -19,7 +19,7 @@ from specrl_jax.models.transformer import rollout_weights
 from specrl_jax.rollout.generate import generate
 from specrl_jax.run import Run, State, begin, build, resume
 from specrl_jax.runtime import StopRequest
-from specrl_jax.sharding import put
+from specrl_jax.sharding import put, reshard
 from specrl_jax.types import Batch
 from specrl_jax.update import logprob_gap, logprobs, make_batch, micro_batches, update
 
@@ -99,10 +99,11 @@ def step(run: Run, state: State) -> dict[str, float]:
     with _Clock("reward") as reward_clock:
         scores = score(run.pool, run.tokenizer, prompts, on_host.tokens, on_host.lens)
     with _Clock("update") as update_clock:
-        rewards = put(scores.rewards, "batch")
+        rewards = put(scores.rewards, None)  # whole on every device: a group never straddles two
         advantages = group_relative(
             rewards, settings.group_size, normalize_std=run.config.grpo.normalize_std
         )
+        advantages = reshard(advantages, "batch")
         batch = make_batch(prompts, rollout, advantages, lengths=_lengths(settings.response_len))
         values = learn(run, state, batch)
     state.store.put(prompts, rollout)

@@ -51,6 +51,7 @@ def small_config(changes=None, **more):
         "updates.mini_batch_size": 16,
         "updates.micro_batch_size": 0,
         "updates.learning_rate": 0.02,
+        "updates.schedule": "constant",
         "updates.schedule_warmup": 0,
         "warmup.steps": 0,
         "warmup.batch_size": 8,
@@ -79,14 +80,10 @@ def saved(workdir, step: int) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
     path = pathlib.Path(workdir).resolve() / "checkpoints" / str(step) / "arrays"
-    with ocp.StandardCheckpointer() as reader:
-        target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            ),
-            dict(reader.metadata(path).item_metadata),
-        )
-        tree = reader.restore(path, target)
+    reader = ocp.PyTreeCheckpointHandler()
+    as_numpy = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)  # noqa: E731
+    args = jax.tree.map(as_numpy, dict(reader.metadata(path).tree))
+    tree = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
     return {name: np.asarray(x) for name, x in tree.items()}
 
 

@@ -32,7 +32,7 @@ MISTAKES = {
     "devices; set one size to -1",
     (CONFIG, "--config.data.source=jsonl", "--config.data.path=nowhere.jsonl",
      "--config.warmup.steps=0", "--config.data.render="):
-    "data.path must be an existing file, got 'nowhere.jsonl'",
+    "data.path must be an existing file or directory, got 'nowhere.jsonl'",
 }  # fmt: skip
 
 

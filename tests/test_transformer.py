@@ -26,6 +26,7 @@ FAMILIES = {
     "llama-biases": BASE.replace(attention_bias=True, output_bias=True, mlp_bias=True),
     "qwen2": BASE.replace(family="qwen2", attention_bias=True),
     "qwen3": BASE.replace(family="qwen3", qk_norm=True),
+    "one-kv-head": BASE.replace(num_kv_heads=1),
 }
 EACH_FAMILY = pytest.mark.parametrize("name", FAMILIES)
 _weights = jax.jit(rollout_weights, static_argnums=0)
@@ -89,7 +90,7 @@ def test_the_switches_decide_which_parameters_there_are():
 
 
 def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
-    config, trees = FAMILIES["llama-biases"], []
+    config, trees = FAMILIES["qwen2"].replace(num_layers=1), []
     for shape in ((1, 1, 1), (1, 4, 2)):
         with jax.set_mesh(make_mesh(*shape)):
             params = transformer.init_params(config, jax.random.key(3))
@@ -102,7 +103,7 @@ def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
     assert np.all(layers["attn_norm"] == 1)
     assert not np.any(layers["q_bias"])
     np.testing.assert_allclose(np.std(layers["gate_proj"]), 16**-0.5, rtol=0.1)
-    np.testing.assert_allclose(np.std(layers["down_proj"]), 24**-0.5 * 0.5, rtol=0.1)
+    np.testing.assert_allclose(np.std(layers["down_proj"]), 24**-0.5 * 2**-0.5, rtol=0.1)
     assert not np.allclose(layers["k_proj"], layers["v_proj"])  # each keyed by its own name
 
 

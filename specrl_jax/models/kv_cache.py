@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.sharding import spec, take_rows
+from specrl_jax.sharding import merge_rows, spec, take_rows
 
 KVCache = tuple[tuple[Array, Array], ...]  # per layer: keys, values [B, S, K, H]
 
@@ -60,7 +60,7 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
         wide = jnp.broadcast_to(
             x[:, None], shape, out_sharding=spec("batch", None, None, "kv_heads", None)
         )
-        return wide.reshape(rows * times, *rest)
+        return merge_rows(wide, *_AXES[1:])
 
     return jax.tree.map(repeat, cache)
 

@@ -83,13 +83,19 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Arra
     """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot."""
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
+    # Named, because with one key/value head JAX would hand the split over to the group axis.
+    q_BTKGH = jnp.reshape(
+        q_BTNH,
+        (batch, queries, kv_heads, heads // kv_heads, head_dim),
+        out_sharding=spec("batch", None, "kv_heads", None, None),
+    )
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
     scores = scores * head_dim**-0.5
     scores = jnp.where(mask_BTS[:, None, None, :, :], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
-    return out_BTKGH.reshape(batch, queries, heads, head_dim)
+    shape = (batch, queries, heads, head_dim)
+    return jnp.reshape(out_BTKGH, shape, out_sharding=spec("batch", None, "heads", None))
 
 
 class LayerModule(nnx.Module):

@@ -14,8 +14,13 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def ratio(uniforms_BW: Array, logprobs_BW: Array, draft_logprobs_BW: Array, lens_B: Array,
-          log_lenience: Array) -> Array:
+def ratio(
+    uniforms_BW: Array,
+    logprobs_BW: Array,
+    draft_logprobs_BW: Array,
+    lens_B: Array,
+    log_lenience: Array,
+) -> Array:
     """Accept token i while u_i <= min(1, ℓ π(y_i) / π_old(y_i)) (arXiv 2509.23232, eq. 5).
 
     logprobs: float32 [B, W] nats of the draft tokens under the current (truncated) law;
@@ -30,8 +35,13 @@ def ratio(uniforms_BW: Array, logprobs_BW: Array, draft_logprobs_BW: Array, lens
     return leading(accept, lens_B)
 
 
-def random(uniforms_BW: Array, logprobs_BW: Array, draft_logprobs_BW: Array, lens_B: Array,
-           log_lenience: Array) -> Array:
+def random(
+    uniforms_BW: Array,
+    logprobs_BW: Array,
+    draft_logprobs_BW: Array,
+    lens_B: Array,
+    log_lenience: Array,
+) -> Array:
     """Rejection position uniform over the draft (SPEC-RL's ablation "random reuse")."""
     del logprobs_BW, draft_logprobs_BW, log_lenience
     cut = jnp.floor(uniforms_BW[:, 0] * lens_B).astype(jnp.int32)

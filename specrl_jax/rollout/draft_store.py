@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.sharding import put, shards, spec
+from specrl_jax.sharding import merge_rows, put, shards, spec
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 
@@ -109,13 +109,13 @@ def _get(arrays: Drafts, slots: Array, group_size: int, age: int) -> Drafts:
         rows = stored[age - 1].at[jnp.maximum(slots, 0)].get(out_sharding=spec("batch", *rest))
         missing = max(group_size - rows.shape[1], 0)
         rows = jnp.pad(rows[:, :group_size], [(0, 0), (0, missing)] + [(0, 0)] * (rows.ndim - 2))
-        return rows.reshape(-1, *rows.shape[2:])
+        return merge_rows(rows, *rest[1:])
 
     drafts = jax.tree.map(pick, arrays)
     known = jnp.broadcast_to(
         known[:, None], (known.shape[0], group_size), out_sharding=spec("batch", None)
     )
-    return dataclasses.replace(drafts, lens=jnp.where(known.reshape(-1), drafts.lens, 0))
+    return dataclasses.replace(drafts, lens=jnp.where(merge_rows(known), drafts.lens, 0))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -129,7 +129,9 @@ def generate(
         whole = size == len(prompts.lens)
         part_drafts = drafts if drafts is None or whole else _slice(drafts, rows.start, rows.stop)
         parts.append(
-            _generate_part(plan, weights, part, part_drafts, key, step, purpose, log_lenience, stats)
+            _generate_part(
+                plan, weights, part, part_drafts, key, step, purpose, log_lenience, stats
+            )
         )
     return (parts[0] if len(parts) == 1 else _concatenate(parts)), stats
 
@@ -139,7 +141,11 @@ def _generate_part(plan, weights, prompts, drafts, key, step, purpose, log_lenie
     stats.parts += 1
     rows_total = len(prompts.lens) * group
     ladder = Ladder.build(
-        rows_total, plan.prompt_slots, setup.response_slots, plan.row_rungs, plan.windows,
+        rows_total,
+        plan.prompt_slots,
+        setup.response_slots,
+        plan.row_rungs,
+        plan.windows,
         shards("batch"),
     )
     width = _draft_width(drafts, ladder)
@@ -154,7 +160,13 @@ def _generate_part(plan, weights, prompts, drafts, key, step, purpose, log_lenie
     if width:
         with _Timer(stats, "verify_seconds"):
             cache, rows = steps.verify(
-                setup, weights, cache, rows, drafts, accept_seeds, jnp.float32(log_lenience),
+                setup,
+                weights,
+                cache,
+                rows,
+                drafts,
+                accept_seeds,
+                jnp.float32(log_lenience),
                 width=width,
             )
             jax.block_until_ready(rows.lens)

@@ -16,8 +16,15 @@ class Ladder:
     prompt_slots: int
 
     @classmethod
-    def build(cls, rows: int, prompt_slots: int, response_slots: int, row_rungs: int,
-              windows: int, multiple: int = 1) -> "Ladder":
+    def build(
+        cls,
+        rows: int,
+        prompt_slots: int,
+        response_slots: int,
+        row_rungs: int,
+        windows: int,
+        multiple: int = 1,
+    ) -> "Ladder":
         """Halve the rows `row_rungs` - 1 times (multiples of `multiple`), and so the lengths."""
         halved = {max(-(-rows // 2**i // multiple) * multiple, multiple) for i in range(row_rungs)}
         lengths = {max(-(-response_slots // 2**i), 1) for i in range(windows)}

@@ -1,0 +1,342 @@
+"""The whole job as a user meets it: finished, changed, interrupted and killed runs, every mesh."""
+
+import dataclasses
+import os
+import runpy
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_runs
+from small_runs import files, records, saved, small_config
+
+from specrl_jax import run as runs
+from specrl_jax import train as loop
+from specrl_jax.metrics import MetricsLog
+from specrl_jax.models.transformer import Transformer, place_params
+from specrl_jax.rollout.generate import generate
+from specrl_jax.rollout.sampling import Purpose, draw, row_seeds, temper
+from specrl_jax.sharding import put
+from specrl_jax.update import (
+    init_state,
+    logprobs,
+    make_batch,
+    make_optimizer,
+    micro_batches,
+    update,
+)
+
+MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]
+# Warmed up, evaluated, with a reference that only the checkpoint holds; a checkpoint every 3 steps.
+LONG = {
+    "warmup.steps": 3, "evaluate.every": 3, "checkpoint.every": 3, "train.epochs": 4,
+    "grpo.kl_coef": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, make_mesh):
+    """The work directory of LONG, run without interruption: 8 steps, checkpoints 0, 3, 6, 8."""
+    workdir = tmp_path_factory.mktemp("end_to_end") / "finished"
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        loop.train(small_config(LONG), workdir)
+    return workdir
+
+
+def _same_run(workdir, finished, step: int = 8) -> None:
+    """Metrics apart from wall-clock times, and all that a checkpoint holds, bit for bit."""
+    assert records(workdir) == records(finished)
+    one, two = saved(workdir, step), saved(finished, step)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name].tobytes() == two[name].tobytes(), name
+
+
+# A process of its own that trains like `finished` and gets a signal at a known place.
+_PROCESS = """
+import signal, sys
+from pathlib import Path
+import conftest, jax, small_runs, test_end_to_end
+from specrl_jax import sharding, train
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.metrics import MetricsLog
+
+workdir, owner, method, step = sys.argv[1:]
+small_runs.interrupt({"log": MetricsLog, "checkpoint": Checkpointer}[owner], method, int(step))
+with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
+    train.train(small_runs.small_config(test_end_to_end.LONG), Path(workdir))
+"""
+
+
+def _killed(workdir, *where: str) -> None:
+    folder = small_runs.ROOT / "tests"
+    known = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, [str(folder), str(small_runs.ROOT), known]))
+    done = subprocess.run(
+        [sys.executable, "-c", _PROCESS, str(workdir), *where],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_killed_twice_and_resumed_is_the_same_run(finished, tmp_path, mesh, capsys):
+    """kill -9 while the first checkpoint is being written, and two steps after another one."""
+    workdir = tmp_path / "run"
+    _killed(workdir, "checkpoint", "save", "0")
+    assert [r["step"] for r in records(workdir)] == [0]
+    _killed(workdir, "log", "write", "5")
+    assert [r["step"] for r in records(workdir)] == [0, 1, 2, 3, 4, 5]
+    loop.train(small_config(LONG), workdir)
+    assert "resumed at step 3 of 8" in capsys.readouterr().out
+    _same_run(workdir, finished)
+
+
+def test_killed_while_a_later_checkpoint_is_written(finished, tmp_path, mesh):
+    workdir = tmp_path / "run"
+    _killed(workdir, "checkpoint", "save", "3")
+    assert records(workdir) == records(finished)[:4]
+    loop.train(small_config(LONG), workdir)
+    _same_run(workdir, finished)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_and_the_run_goes_on(
+    finished, tmp_path, mesh, capsys, monkeypatch, number
+):
+    workdir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt
+        small_runs.interrupt(MetricsLog, "write", 4, number)
+        loop.train(small_config(LONG), workdir)
+    out = capsys.readouterr().out
+    assert f"{number.name}, saved at step 4 of 8; run the same command to go on" in out
+    assert records(workdir) == records(finished)[:5]
+    loop.train(small_config(LONG), workdir)
+    assert "resumed at step 4 of 8" in capsys.readouterr().out
+    _same_run(workdir, finished)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished, mesh, capsys):
+    before = files(finished)
+    loop.train(small_config(LONG), finished)
+    assert "finished at step 8 of 8, nothing to do" in capsys.readouterr().out
+    assert files(finished) == before
+
+
+def test_a_changed_config_is_refused_with_the_fields_named(finished, mesh):
+    before = files(finished)
+    changes = {"rollout.lenience": 2.0, "seed": 3}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared
+        loop.train(small_config(LONG | changes), finished)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "rollout.lenience was 1.0, now 2.0; seed was 0, now 3;" in message
+    assert "give the old values to resume it, or another --workdir" in message
+    assert files(finished) == before
+
+
+def test_where_and_how_it_is_recorded_may_change(finished, mesh, capsys):
+    changes = {"log.wandb": "offline", "checkpoint.every": 1, "mesh.data": 1}
+    loop.train(small_config(LONG | changes), finished)
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_checkpoints_kept_are_the_last_and_the_best(finished):
+    kept = {int(path.name) for path in (finished / "checkpoints").iterdir()}
+    rewards = {r["step"]: r["reward/eval"] for r in records(finished) if "reward/eval" in r}
+    assert set(rewards) == {0, 3, 6, 8}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    assert kept == {6, 8, best}
+
+
+def test_plots_and_a_summary_at_the_end(tmp_path, mesh, capsys):
+    loop.train(small_config({"log.plots": True, "evaluate.every": 2}), tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "held-out reward: first " in out
+    assert "plots: " in out
+    assert len(list((tmp_path / "run").rglob("*.png"))) >= 5
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+# The preset micro with its own policy and rollout; only the warm-up and the data are cut short.
+MICRO = {"warmup.steps": 40, "warmup.examples": 256, "log.wandb": "off", "reward.workers": 1,
+         "evaluate.every": 0}  # fmt: skip
+
+
+def _micro():
+    config = small_runs.preset("micro")
+    config.update_from_flattened_dict(MICRO)
+    return config
+
+
+def _distance(one, two) -> float:
+    """‖one − two‖ / ‖two‖ over all leaves."""
+    square = lambda tree: sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))  # noqa: E731
+    gap = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b), one, two)
+    return float(np.sqrt(square(gap) / square(jax.tree.map(np.asarray, two))))
+
+
+@dataclasses.dataclass
+class _FirstStep:
+    """The first step of the preset micro from given weights, as NumPy arrays."""
+
+    params: dict
+    rollout: object
+    batch: object
+    old_logprobs: np.ndarray
+    drawn: np.ndarray
+    gradient: dict
+    change: dict
+
+
+def _placed(tree):
+    return jax.tree.map(lambda x: put(x, "batch", *(None,) * (np.ndim(x) - 1)), tree)
+
+
+def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
+    """On the mesh in use; with `one`, from its weights and teacher-forced with its tokens."""
+    run, params = runs.build(_micro())
+    with run.pool:
+        state = runs.begin(run, params) if one is None else None
+    host = one.params if one else jax.device_get(state.train.params)
+    params = place_params(run.model, host)
+    prompts = runs.data.PromptStream(run.prompts, 16, 0).next()
+    weights = loop._weights(run.model, params)
+    rollout, _ = generate(run.plan, weights, prompts, key=run.key, step=1)
+    # Advantages need not be real ones here, only the same on every mesh.
+    advantages = put(np.linspace(-1, 1, 128, dtype=np.float32), "batch")
+    batch = make_batch(prompts, rollout, advantages, lengths=(10,))
+    forced = _placed(one.batch) if one else batch
+    old = logprobs(run.learner, params, forced, micro_batches(128, 0))
+    gradient = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.zeros_like, p),
+        lambda g, s, p=None: (jax.tree.map(jnp.zeros_like, g), g),
+    )
+    adamw = make_optimizer(run.config.updates, optax.constant_schedule(3e-4))
+    results = []
+    for optimizer in (gradient, adamw):
+        learner = dataclasses.replace(run.learner, optimizer=optimizer)
+        copied = jax.tree.map(jnp.copy, params)
+        index = micro_batches(64, 32)
+        new, _ = update(learner, init_state(optimizer, copied), forced, index)
+        results.append(jax.device_get((new.opt_state, new.params)))
+    change = jax.tree.map(np.subtract, results[1][1], host)
+    return _FirstStep(
+        params=host,
+        rollout=jax.device_get(rollout),
+        batch=jax.device_get(forced),
+        old_logprobs=np.asarray(old),
+        drawn=_draws(run, params, forced, prompts),
+        gradient=results[0][0],
+        change=change,
+    )
+
+
+def _draws(run, params, batch, prompts) -> np.ndarray:
+    """Tokens [10, B, R] drawn after every prefix of the batch's rows, under ten steps' noise."""
+    law, rows = run.plan.setup.law, batch.prompt_lens.shape[0]
+    ids = put(np.repeat(prompts.ids, 8, axis=0), "batch", None)
+    samples = put(np.tile(np.arange(8, dtype=np.int32), rows // 8), "batch")
+    index = np.asarray(batch.prompt_lens)[:, None] - 1 + np.arange(10)
+
+    @jax.jit
+    def draws(params, seeds):
+        model = Transformer(run.model, params)
+        hidden, _ = model(batch.tokens)
+        tokens = []
+        for j in range(10):
+            at = put(index[:, j].astype(np.int32), "batch")
+            chosen = jnp.arange(hidden.shape[1])[None, :, None] == at[:, None, None]
+            logits = model.logits(jnp.sum(jnp.where(chosen, hidden, 0), axis=1))
+            place = jnp.full_like(at, j)
+            tokens.append(draw(temper(logits, law), seeds, place, law))
+        return jnp.stack(tokens, axis=1)
+
+    seed = jax.jit(row_seeds)
+    every = [seed(run.key, int(Purpose.SAMPLE), jnp.uint32(s), ids, samples) for s in range(1, 11)]
+    return np.stack([draws(params, seeds) for seeds in every])
+
+
+@pytest.fixture(scope="module")
+def one_device(make_mesh):
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        return _first_step()
+
+
+def test_teacher_forced_draws_are_the_rollouts_own_tokens(one_device):
+    """What the meshes below are compared by is what the rollout does."""
+    lens = one_device.rollout.lens
+    inside = np.arange(10) < lens[:, None]
+    agree = one_device.drawn[0] == one_device.rollout.tokens
+    assert np.mean(agree[inside]) > 0.999
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_the_first_step_is_that_of_one_device(one_device, make_mesh, shape):
+    with jax.set_mesh(make_mesh(*shape)):
+        step = _first_step(one_device)
+    inside = np.arange(10) < one_device.rollout.lens[:, None]
+    flips = np.sum((step.drawn != one_device.drawn)[:, inside])
+    compared = 10 * inside.sum()
+    assert flips < compared / 1e4
+    # The rollout itself: rows up to their first flip, of which there is hardly one.
+    same = np.all(step.rollout.tokens == one_device.rollout.tokens, axis=1)
+    assert np.mean(same) > 0.99
+    one, two = (np.where(same[:, None], s.rollout.policy_logprobs, 0) for s in (step, one_device))
+    assert _distance(one, two) <= 1e-5
+    one, two = (np.where(inside, s.old_logprobs, 0) for s in (step, one_device))
+    assert _distance(one, two) <= 1e-5
+    assert _distance(step.gradient, one_device.gradient) <= 1e-5
+    # AdamW's first step is lr · g / (|g| + ε): it magnifies what is near ε, so its bound is wider
+    # than the gradient's; the parameters that it leads to are within the gradient's.
+    params = [jax.tree.map(np.add, s.params, s.change) for s in (step, one_device)]
+    assert _distance(*params) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_a_whole_run_on_every_mesh(tmp_path, monkeypatch, capsys, shape):
+    """Through launch/train.py, in this process; the first epoch is one device's, up to rounding."""
+    del monkeypatch
+    fields = dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+    arguments = [f"--config.mesh.{name}={size}" for name, size in fields.items()]
+    arguments += ["--config.rollout.prompts_per_step=8", "--config.checkpoint.every=2"]
+    launch(tmp_path / "run", *arguments)
+    out = capsys.readouterr().out
+    assert f"mesh {fields}" in out
+    found = records(tmp_path / "run")
+    assert [r["step"] for r in found] == [0, 1, 2]
+    assert 0 < found[2]["rollout/reuse_fraction"] < 1
+    assert found[1]["policy/rollout_train_logprob_gap"] < 1e-5
+    # On another mesh the run is finished too: meshes may change from start to start.
+    launch(tmp_path / "run", "--config.rollout.prompts_per_step=8")
+    assert "finished at step 2 of 2, nothing to do" in capsys.readouterr().out
+
+
+def launch(workdir, *arguments: str) -> None:
+    """launch/train.py in this process, as if typed; the mesh that was set comes back."""
+    from absl import flags
+
+    before = jax.sharding.get_mesh()
+    argv, sys.argv = sys.argv, ["launch/train.py", "--config=tests/small_runs.py", *arguments,
+                                f"--workdir={workdir}"]  # fmt: skip
+    folder = os.getcwd()
+    os.chdir(small_runs.ROOT)
+    known = set(flags.FLAGS)
+    try:
+        runpy.run_path("launch/train.py", run_name="__main__")
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+    finally:
+        sys.argv = argv
+        os.chdir(folder)
+        jax.set_mesh(before)
+        for name in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, name)
+        flags.FLAGS.unparse_flags()

@@ -1,0 +1,236 @@
+"""The loop on runs of seconds: what it records, and what every choice of the configuration does."""
+
+import functools
+import math
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import small_runs
+from small_runs import records, small_config
+
+from specrl_jax import train as loop
+from specrl_jax.rollout import generate as rollouts
+
+# Issued at every step of every run.
+ALWAYS = {
+    "reward/mean", "reward/std",
+    "rollout/tokens_generated", "rollout/tokens_reused", "rollout/reuse_fraction",
+    "rollout/prefix_len_mean", "rollout/full_reuse_ratio", "rollout/response_len_mean",
+    "policy/entropy", "policy/clip_fraction", "policy/rollout_train_logprob_gap",
+    "time/step", "time/rollout", "time/verify", "time/decode", "time/reward", "time/update",
+}  # fmt: skip
+WITH_DRAFTS = {"rollout/draft_accept_rate", "rollout/overlap_rouge1"}
+REUSE = "rollout/reuse_fraction"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, make_mesh):
+    """run({"field": value}, steps=4) → the work directory; each configuration is run once."""
+
+    @functools.cache
+    def do(changes: tuple) -> pathlib.Path:
+        workdir = tmp_path_factory.mktemp("run") / "it"
+        with jax.set_mesh(make_mesh(1, 1, 1)):
+            loop.train(small_config(dict(changes)), workdir)
+        return workdir
+
+    return lambda changes=None, **more: do(tuple(sorted(((changes or {}) | more).items())))
+
+
+def _reuse(workdir) -> list[float]:
+    return [record[REUSE] for record in records(workdir)[1:]]
+
+
+def test_every_metric_of_every_step_once(run):
+    found = records(run({"evaluate.every": 2}), times=True)
+    assert [r["step"] for r in found] == [0, 1, 2, 3, 4]
+    assert [r["epoch"] for r in found] == [0, 1, 1, 2, 2]
+    for record in found[1:]:
+        assert set(record) >= ALWAYS
+        assert "policy/kl" not in record
+        assert (record.keys() >= WITH_DRAFTS) == (record["step"] > 2)
+        assert ("reward/eval" in record) == (record["step"] in (2, 4))
+        assert all(math.isfinite(value) for value in record.values())
+        tokens = record["rollout/tokens_generated"] + record["rollout/tokens_reused"]
+        assert tokens == 32 * record["rollout/response_len_mean"]
+        parts = record["time/prefill"] + record["time/verify"] + record["time/decode"]
+        assert parts <= record["time/rollout"] <= record["time/step"]
+        assert record["policy/rollout_train_logprob_gap"] < 1e-5
+    assert set(found[0]) == {"step", "epoch", "reward/eval", "time/eval"}
+    assert [r["data/passes"] for r in found[1:]] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_the_second_epoch_reuses_part_of_the_first(run):
+    first, second, third, fourth = _reuse(run())
+    assert first == second == 0
+    assert 0 < third < 1
+    assert 0 < fourth < 1
+
+
+def test_without_drafts_the_first_epoch_is_the_same(run):
+    """No drafts yet: same tokens, same update, bit for bit. After it nothing is ever reused."""
+    plain, drafted = records(run({"rollout.draft": "none"})), records(run())
+    assert plain[:3] == drafted[:3]
+    assert _reuse(run({"rollout.draft": "none"})) == [0, 0, 0, 0]
+    assert plain[3]["rollout/tokens_reused"] == 0
+    assert "rollout/draft_accept_rate" not in plain[3]
+    assert "rollout/overlap_rouge1" in plain[3]  # it needs a last response, not a draft
+
+
+def test_lenience_0_reuses_nothing_and_inf_everything(run):
+    assert _reuse(run({"rollout.lenience": 0.0})) == [0, 0, 0, 0]
+    full = records(run({"rollout.lenience": math.inf}))
+    for record in full[3:]:
+        assert record["rollout/draft_accept_rate"] == 1
+        assert record["rollout/overlap_rouge1"] == 1
+    assert _reuse(run({"rollout.lenience": math.inf})) == [0, 0, 1, 1]
+    assert [r["rollout/full_reuse_ratio"] for r in full[1:]] == [0, 0, 1, 1]
+    assert [r["rollout/tokens_generated"] for r in full[3:]] == [0, 0]
+    # Kept tokens are scored under the policy that kept them, not the one that sampled them.
+    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in full[1:])
+
+
+def test_delayed_reuse_waits_an_epoch_longer(run):
+    reuse = _reuse(run({"rollout.draft_age": 2, "train.epochs": 3}))
+    assert reuse[:4] == [0, 0, 0, 0]
+    assert all(0 < fraction <= 1 for fraction in reuse[4:])
+
+
+def test_random_acceptance_reuses_something(run):
+    reuse = _reuse(run({"rollout.accept": "random"}))
+    assert reuse[:2] == [0, 0]
+    assert all(0 < fraction < 1 for fraction in reuse[2:])
+    assert reuse != _reuse(run())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_to_the_reference_starts_at_0(run, estimator):
+    """One update a step: the first is made before the policy has left the reference."""
+    changes = {"grpo.kl_coef": 0.5, "grpo.kl_estimator": estimator, "updates.mini_batch_size": 32}
+    kl = [record["policy/kl"] for record in records(run(changes))[1:]]
+    assert abs(kl[0]) < 1e-7
+    assert all(value > 1e-5 for value in kl[1:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grpo.aggregation": "sequence", "grpo.entropy_coef": 0.1, "grpo.normalize_std": False},
+        {"updates.passes": 2, "updates.micro_batch_size": 8},
+        {"updates.clip_norm": 0.0, "updates.schedule": "cosine", "updates.schedule_warmup": 2},
+    ],
+    ids=str,
+)
+def test_choices_of_the_update_change_the_update_alone(run, changes):
+    """The first rollout is the same, the metrics after the first update are not."""
+    found, plain = records(run(changes)), records(run())
+    shared = {name for name in plain[1] if name.startswith(("rollout/", "reward/"))}
+    assert {n: found[1][n] for n in shared} == {n: plain[1][n] for n in shared}
+    assert found[2]["policy/loss"] != plain[2]["policy/loss"]
+    assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
+
+
+def test_truncated_laws_keep_an_untruncated_update(run):
+    """With top-k 1 and top-p every token is the greedy one, its policy log-prob is not 0."""
+    changes = {"rollout.top_k": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.8}
+    found = records(run(changes))
+    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in found[1:])
+    assert found[1]["policy/entropy"] > math.log(3)  # more than three tokens can carry
+    assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
+
+
+def test_recomputed_old_logprobs_are_the_rollouts_up_to_rounding(run):
+    found, plain = (
+        records(run({"updates.old_logprobs": how})) for how in ("recompute", "rollout")
+    )
+    assert 0 < found[1]["policy/rollout_train_logprob_gap"] < 1e-5
+    np.testing.assert_allclose(found[1]["policy/loss"], plain[1]["policy/loss"], atol=1e-5)
+    np.testing.assert_allclose(
+        found[1]["update/grad_norm"], plain[1]["update/grad_norm"], rtol=1e-4
+    )
+
+
+def test_rows_in_flight_change_nothing(run):
+    """Two halves of the batch one after the other: the same responses, up to rounding."""
+    found, plain = records(run({"rollout.max_rows": 16})), records(run())
+    for name in ("rollout/tokens_generated", "reward/mean", "rollout/response_len_mean"):
+        assert found[1][name] == plain[1][name]
+    assert found[1]["rollout/row_steps"] <= plain[1]["rollout/row_steps"]
+    assert all(0 < fraction < 1 for fraction in _reuse(run({"rollout.max_rows": 16}))[2:])
+
+
+def test_a_number_of_steps_instead_of_epochs(run):
+    assert [r["step"] for r in records(run({"train.steps": 3}))] == [0, 1, 2, 3]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(run, tmp_path, mesh):
+    loop.train(small_config(), tmp_path / "again")
+    assert records(tmp_path / "again") == records(run())
+    assert records(run(seed=1))[1] != records(run())[1]
+
+
+def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
+    """Two passes over rows 0..31 in mini-batches of 16, each cut into micro-batches of 8."""
+    seen, real = [], loop.update
+
+    def update(learner, state, batch, index):
+        seen.append(np.asarray(index))
+        return real(learner, state, batch, index)
+
+    monkeypatch.setattr(loop, "update", update)
+    changes = {"updates.passes": 2, "updates.micro_batch_size": 8, "train.steps": 1}
+    loop.train(small_config(changes), tmp_path / "run")
+    rows = np.arange(32).reshape(2, 2, 8)
+    np.testing.assert_array_equal(seen, [rows[0], rows[1], rows[0], rows[1]])
+    (record,) = records(tmp_path / "run")[1:]
+    assert record["update/lr"] == pytest.approx(0.02)
+
+
+def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
+    """What the second epoch is offered is what the first one returned for the same prompts."""
+    returned, real = {}, loop.generate
+
+    def generate(plan, weights, prompts, *, drafts, **options):
+        rollout, stats = real(plan, weights, prompts, drafts=drafts, **options)
+        assert options["log_lenience"] == math.log(2.0)
+        for q, example in enumerate(prompts.examples):
+            rows = slice(8 * q, 8 * q + 8)
+            offered = np.asarray(drafts.lens)[rows]
+            before = returned.get(example.prompt_id)
+            if before is None:
+                assert not offered.any()
+            else:
+                lens, tokens = before
+                np.testing.assert_array_equal(offered, lens)
+                np.testing.assert_array_equal(np.asarray(drafts.tokens)[rows], tokens)
+            returned[example.prompt_id] = np.asarray(rollout.lens)[rows], np.asarray(
+                rollout.tokens
+            )[rows]
+        return rollout, stats
+
+    monkeypatch.setattr(loop, "generate", generate)
+    loop.train(small_config({"rollout.lenience": 2.0}), tmp_path / "run")
+    assert len(returned) == 8
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_in_one_line(mesh, tmp_path):
+    config = small_config({"updates.learning_rate": 1e30, "updates.clip_norm": 0.0})
+    with pytest.raises(FloatingPointError) as error:
+        loop.train(config, tmp_path / "run")
+    message = str(error.value)
+    assert "\n" not in message
+    assert "last checkpoint: step 0; try a smaller updates.learning_rate" in message
+
+
+def test_update_lengths_are_quarters():
+    assert loop._lengths(24) == (6, 12, 18, 24)
+    assert loop._lengths(10) == (3, 5, 8, 10)
+    assert loop._lengths(2) == (1, 2)
+
+
+def test_too_few_rows_in_flight_for_a_group_is_one_line(mesh, tmp_path):
+    with pytest.raises(ValueError, match=r"^rollout.max_rows=4 must hold at least [^\n]*$"):
+        loop.train(small_config({"rollout.max_rows": 4}), tmp_path / "run")
+    assert rollouts.generate is loop.generate

@@ -1,0 +1,134 @@
+"""The supervised stage against a plain loop, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_runs
+
+from specrl_jax import data, warmup
+from specrl_jax.models import transformer
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import Transformer
+from specrl_jax.tokenizer import CharacterTokenizer
+from specrl_jax.update import make_learner
+
+MODEL = ModelConfig(
+    vocab_size=16, embed_dim=16, mlp_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8
+)
+# Four demonstrations: repeat the last token of the prompt, then end (1).
+PROMPTS = np.array([[5, 0], [6, 5], [7, 0], [5, 8]], np.int32)
+PROMPT_LENS = np.array([1, 2, 1, 2], np.int32)
+RESPONSES = np.array([[5, 1, 0], [5, 1, 0], [7, 1, 0], [8, 1, 0]], np.int32)
+RESPONSE_LENS = np.array([2, 2, 2, 2], np.int32)
+DATA = (PROMPTS, PROMPT_LENS, RESPONSES, RESPONSE_LENS)
+
+
+@functools.cache
+def _learner():
+    return make_learner(small_runs.small_config(), MODEL, optax.constant_schedule(0.0))
+
+
+def _params(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    host = jax.tree.map(
+        lambda shape: rng.normal(0, 0.3, shape).astype(np.float32),
+        transformer.param_shapes(MODEL),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    return transformer.place_params(MODEL, host)
+
+
+@jax.jit(static_argnums=1)
+def _plain_loss(params, rows: tuple[int, ...]):
+    """Mean negative log-likelihood of the responses' tokens, row by row without padding."""
+    total = count = 0
+    model = Transformer(MODEL, params)
+    for b in rows:
+        answer = RESPONSES[b, : RESPONSE_LENS[b]]
+        tokens = np.concatenate([PROMPTS[b, : PROMPT_LENS[b]], answer])
+        logits = model.logits(model(jnp.asarray(tokens)[None])[0])
+        log_p = jax.nn.log_softmax(jax.sharding.reshard(logits, jax.P(None, None, None))[0])
+        for j, token in enumerate(answer):
+            total, count = total - log_p[PROMPT_LENS[b] - 1 + j, int(token)], count + 1
+    return total / count
+
+
+def test_three_steps_are_those_of_a_plain_loop(mesh):
+    got = warmup.supervise(
+        _learner(), _params(), *DATA, steps=3, batch_size=2, learning_rate=0.01, seed=5
+    )
+    rng = np.random.default_rng([5, 3])
+    order = np.concatenate([rng.permutation(4) for _ in range(2)])[:6].reshape(3, 2)
+    rates = [0.01 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * n / 3))) for n in range(3)]
+    params = _params()
+    moments = optax.scale_by_adam()
+    state = moments.init(params)
+    for rows, rate in zip(order, rates, strict=True):
+        grads = jax.grad(_plain_loss)(params, tuple(rows.tolist()))
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g, n=norm: g / jnp.maximum(n, 1), grads)
+        step, state = moments.update(grads, state)
+        params = jax.tree.map(lambda p, s, r=rate: p - r * (s + 1e-4 * p), params, step)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, params)
+
+
+def test_it_learns_and_reports(mesh):
+    told = []
+    inputs = {"steps": 60, "batch_size": 4, "learning_rate": 0.05, "seed": 0}
+    params = warmup.supervise(
+        _learner(), _params(), *DATA, **inputs, report=lambda *x: told.append(x)
+    )
+    assert [step for step, _ in told] == [50, 60]
+    assert told[-1][1] < 0.3 * float(_plain_loss(_params(), (0, 1, 2, 3)))
+    np.testing.assert_allclose(_plain_loss(params, (0, 1, 2, 3)), told[-1][1], atol=0.05)
+
+
+@pytest.fixture
+def parts(mesh):
+    """(config, tokenizer, data set) of a small run with a short warm-up."""
+    config = small_runs.small_config({"warmup.steps": 2, "warmup.mistake_rate": 0.5})
+    return config, CharacterTokenizer(config.tokenizer.alphabet), data.load_examples(config)
+
+
+def test_the_configured_stage_is_a_function_of_the_config(parts, capsys):
+    config, tokenizer, dataset = parts
+    one, two = (
+        warmup.warm_up(config, _learner(), _params(), tokenizer, dataset) for _ in range(2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert not np.allclose(one["embed"], _params()["embed"])
+    out = capsys.readouterr().out
+    assert "warm-up: 2 supervised steps of 8 on " in out
+    assert "50% of their digits wrong" in out
+    assert "step 2: " in out
+
+
+def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
+    """They end with the end of sequence, which needs a slot too."""
+    config, tokenizer, dataset = parts
+    seen = []
+    monkeypatch.setattr(warmup, "supervise", lambda *args, **_: seen.append(args[2:]))
+    make = lambda prompt, answer: data.make_example(prompt, answer, "", {})  # noqa: E731
+    pairs = [("1>", "12345"), ("2>", "123456"), ("123>", "1"), ("3>", "")]
+    monkeypatch.setattr(
+        warmup, "load_warmup_examples", lambda *_: [make(*pair) for pair in pairs]
+    )
+    config.warmup.mistake_rate = 0.0
+    warmup.warm_up(config, None, None, tokenizer, dataset)
+    ((prompts, prompt_lens, responses, response_lens),) = seen
+    one, three = tokenizer.encode("1>"), tokenizer.encode("3>")
+    np.testing.assert_array_equal(prompts, [[*one, 0], [*three, 0]])
+    np.testing.assert_array_equal(prompt_lens, [2, 2])
+    np.testing.assert_array_equal(responses, [[*tokenizer.encode("12345"), 1], [1, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(response_lens, [6, 1])
+
+
+def test_no_demonstration_that_fits_is_one_line(parts):
+    config, tokenizer, dataset = parts
+    config.rollout.response_len = 1
+    with pytest.raises(ValueError, match=r"^rollout.response_len must hold the demo[^\n]*, got 1$"):
+        warmup.warm_up(config, None, None, tokenizer, dataset)
