@@ -21,7 +21,14 @@ from specrl_jax.rollout.draft_store import DraftStore
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.types import Prompts
-from specrl_jax.update import Learner, TrainState, init_state, make_learner, make_schedule
+from specrl_jax.update import (
+    Learner,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_learner,
+    make_schedule,
+)
 from specrl_jax.warmup import warm_up
 
 
@@ -122,10 +129,8 @@ def begin(run: Run, params: Params) -> State:
 def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> State:
     """The state that a checkpoint holds, bit for bit. `params`: those that `build` gave."""
     reference = params if run.config.grpo.kl_coef else None
-    shapes = abstract_params(run.model)
-    state = _state(
-        run, jax.eval_shape(lambda p: init_state(run.learner.optimizer, p), shapes), reference
-    )
+    like = abstract_state(run.learner.optimizer, abstract_params(run.model))
+    state = _state(run, like, reference)
     arrays, host = checkpoints.restore(step, state.arrays(run))
     state.step, state.train = host["step"], arrays["train"]
     state.reference = arrays.get("reference", reference)

@@ -123,6 +123,20 @@ def make_batch(
     )
 
 
+def abstract_state(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
+    """Shapes and layouts of `init_state(optimizer, params)`, for parameters that are abstract."""
+    state = jax.eval_shape(lambda p: init_state(optimizer, p), params)
+    whole = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
+
+    def laid_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # Step counters depend on no parameter and so have no layout: whole on every device.
+        return (
+            leaf if leaf.sharding else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+        )
+
+    return jax.tree.map(laid_out, state)
+
+
 @functools.partial(jax.jit, static_argnames="response_slots")
 def pack(
     prompts_BP: Array, prompt_lens: Array, responses_BR: Array, *, response_slots: int

@@ -166,7 +166,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
     """
     shapes, specs = param_shapes(config), param_specs(config)
     depth = (2 * config.num_layers) ** -0.5
-    fan_in = {name: config.embed_dim for name in ("q_proj", "k_proj", "v_proj", "gate_proj")}
+    fan_in = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj"), config.embed_dim)
     fan_in |= {"up_proj": config.embed_dim, "down_proj": config.mlp_dim}
     fan_in["o_proj"] = config.num_heads * config.head_dim
 

@@ -53,7 +53,7 @@ def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array)
 
 
 def uniforms(seeds_B2: Array, positions: Array) -> Array:
-    """float32 uniforms in (0, 1] for positions [B, ...], each a function of (row seed, position)."""
+    """float32 in (0, 1] for positions [B, ...], each a function of (row seed, position)."""
     seeds = seeds_B2.reshape(seeds_B2.shape[0], 2, *(1,) * (positions.ndim - 1))
     return _to_unit(_hash(positions.astype(jnp.uint32), seeds[:, 0], seeds[:, 1]))
 
