@@ -47,7 +47,7 @@ def train(config, workdir: Path) -> None:
         state = begin(run, params) if last is None else resume(run, params, checkpoints, last)
         del params
         with _open_log(run, workdir) as log, StopRequest() as stop:
-            log.restore(-1 if last is None else last)
+            log.restore(last or -1)  # step 0 is evaluated and written again
             loop(run, state, checkpoints, log, stop)
     _finish(run, state, workdir, stop)
 

@@ -181,7 +181,9 @@ def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         check_mesh(small_runs.small_config(changes), make_mesh(2, 2, 2))
     assert str(error.value) == message
-    check_mesh(small_runs.small_config(changes), jax.make_mesh((1, 1, 8), make_mesh(1, 1, 1).axis_names))
+    check_mesh(
+        small_runs.small_config(changes), jax.make_mesh((1, 1, 8), make_mesh(1, 1, 1).axis_names)
+    )
 
 
 def _get_config():

@@ -84,7 +84,9 @@ def test_what_does_not_fit_is_one_line(directory, make_mesh):
     path, _, _ = directory
     with pytest.raises(ValueError, match=r"^tokenizer.source must fit the model's 24 tokens, got "):
         load_policy(_config(path), CharacterTokenizer("".join(map(chr, range(65, 90)))))
-    message = r"^data.prompt_len \+ rollout.response_len must be <= 9, the model's positions, got 10$"
+    message = (
+        r"^data.prompt_len \+ rollout.response_len must be <= 9, the model's positions, got 10$"
+    )
     with pytest.raises(ValueError, match=message):
         load_policy(_config(path, **{"data.prompt_len": 4}), TOKENIZER)
     with (

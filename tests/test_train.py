@@ -7,11 +7,9 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-import small_runs
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout import generate as rollouts
 
 # Issued at every step of every run.
 ALWAYS = {
@@ -142,9 +140,7 @@ def test_truncated_laws_keep_an_untruncated_update(run):
 
 
 def test_recomputed_old_logprobs_are_the_rollouts_up_to_rounding(run):
-    found, plain = (
-        records(run({"updates.old_logprobs": how})) for how in ("recompute", "rollout")
-    )
+    found, plain = (records(run({"updates.old_logprobs": how})) for how in ("recompute", "rollout"))
     assert 0 < found[1]["policy/rollout_train_logprob_gap"] < 1e-5
     np.testing.assert_allclose(found[1]["policy/loss"], plain[1]["policy/loss"], atol=1e-5)
     np.testing.assert_allclose(
@@ -205,9 +201,10 @@ def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
                 lens, tokens = before
                 np.testing.assert_array_equal(offered, lens)
                 np.testing.assert_array_equal(np.asarray(drafts.tokens)[rows], tokens)
-            returned[example.prompt_id] = np.asarray(rollout.lens)[rows], np.asarray(
-                rollout.tokens
-            )[rows]
+            returned[example.prompt_id] = (
+                np.asarray(rollout.lens)[rows],
+                np.asarray(rollout.tokens)[rows],
+            )
         return rollout, stats
 
     monkeypatch.setattr(loop, "generate", generate)
@@ -233,4 +230,3 @@ def test_update_lengths_are_quarters():
 def test_too_few_rows_in_flight_for_a_group_is_one_line(mesh, tmp_path):
     with pytest.raises(ValueError, match=r"^rollout.max_rows=4 must hold at least [^\n]*$"):
         loop.train(small_config({"rollout.max_rows": 4}), tmp_path / "run")
-    assert rollouts.generate is loop.generate

@@ -109,7 +109,7 @@ def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
 
 @EACH_FAMILY
 def test_prefill_and_steps_of_any_width_equal_one_pass_without_cache(mesh, name):
-    """Ragged rows: row b holds lens[b] prompt tokens, then the rest comes in steps of 1, 3 and 1."""
+    """Ragged rows: row b holds lens[b] prompt tokens, the rest comes in steps of 1, 3 and 1."""
     config, lens, total = FAMILIES[name], np.array([2, 5, 1, 4], np.int32), 10
     params, tokens = _params(config), _tokens(4, total)
     want = np.asarray(_hidden(config, params, put(tokens, "batch", None)))
@@ -249,7 +249,7 @@ def test_check_mesh_names_the_field(make_mesh, changes, field):
 
 
 def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
-    """By the definition of arXiv 2407.21783's code: wavelength below 8192/4 kept, above 8192/1 x8."""
+    """As arXiv 2407.21783's code: wavelengths below 8192 / 4 are kept, above 8192 / 1 times 8."""
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
     plain = 500_000.0 ** (-np.arange(0, 64, 2) / 64)
     got = np.asarray(rope_frequencies(64, 500_000.0, scaling), np.float64)

@@ -96,9 +96,7 @@ def parts(mesh):
 
 def test_the_configured_stage_is_a_function_of_the_config(parts, capsys):
     config, tokenizer, dataset = parts
-    one, two = (
-        warmup.warm_up(config, _learner(), _params(), tokenizer, dataset) for _ in range(2)
-    )
+    one, two = (warmup.warm_up(config, _learner(), _params(), tokenizer, dataset) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, one, two)
     assert not np.allclose(one["embed"], _params()["embed"])
     out = capsys.readouterr().out
@@ -114,9 +112,7 @@ def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
     monkeypatch.setattr(warmup, "supervise", lambda *args, **_: seen.append(args[2:]))
     make = lambda prompt, answer: data.make_example(prompt, answer, "", {})  # noqa: E731
     pairs = [("1>", "12345"), ("2>", "123456"), ("123>", "1"), ("3>", "")]
-    monkeypatch.setattr(
-        warmup, "load_warmup_examples", lambda *_: [make(*pair) for pair in pairs]
-    )
+    monkeypatch.setattr(warmup, "load_warmup_examples", lambda *_: [make(*pair) for pair in pairs])
     config.warmup.mistake_rate = 0.0
     warmup.warm_up(config, None, None, tokenizer, dataset)
     ((prompts, prompt_lens, responses, response_lens),) = seen
