@@ -204,10 +204,11 @@ def gsm8k(config: ConfigDict) -> None:
     config.reward.name = "math"
     config.rollout.prompts_per_step, config.rollout.group_size = 32, 8
     config.rollout.response_len, config.rollout.max_rows = 256, 0
+    config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 128, 16
     config.updates.learning_rate = 1e-6
-    config.evaluate.every = 50
+    config.evaluate.every, config.checkpoint.every = 50, 25
     config.train.epochs = 3
 
 

@@ -175,6 +175,11 @@ def _check_sources(config: ConfigDict) -> None:
             f"warmup.steps must be 0 for data.source={config.data.source!r} (there are no "
             f"demonstrations), got {config.warmup.steps}"
         )
+    if config.reward.name == "reasoning_gym" and config.data.source != "reasoning_gym":
+        raise ValueError(
+            'reward.name must not be "reasoning_gym" (it scores its own tasks) for '
+            f"data.source={config.data.source!r}"
+        )
     if config.data.source in ("jsonl", "parquet") and not config.data.path:
         raise ValueError(
             f'data.path must name a file for data.source={config.data.source!r}, got ""'

@@ -83,14 +83,8 @@ def load_examples(config: Any) -> Dataset:
 
 
 def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Example]:
-    """Up to `count` problems to show to the policy before training, none of them held out.
-
-    reasoning_gym: new ones, from the indices after the held-out problems. Other sources have no
-    more to give: the training problems.
-    """
+    """Up to `count` problems for the warm-up, none held out, from reasoning_gym's next indices."""
     data = config.data
-    if data.source != "reasoning_gym":
-        return dataset.train[:count]
     start = data.prompts + data.eval_prompts
     rows = read_reasoning_gym(data, start, start + count, config.seed)
     held_out = {example.prompt_id for example in dataset.eval}
@@ -106,7 +100,10 @@ def _split_rows(data: Any) -> tuple[list[dict], list[dict]]:
     if not rows:
         raise ValueError(f"data.path must hold at least one row, got {data.path or data.name!r}")
     if data.eval_path:
-        return rows, read_any(data.eval_path, data.eval_split, "data.eval_path")
+        held_out = read_any(data.eval_path, data.eval_split, "data.eval_path")
+        if not held_out:
+            raise ValueError(f"data.eval_path must hold at least one row, got {data.eval_path!r}")
+        return rows, held_out
     if data.eval_split and not is_one_split(Path(data.path or data.name).expanduser()):
         return rows, read(data, data.eval_split)
     if data.eval_prompts >= len(rows):
@@ -128,7 +125,7 @@ def _row_reader(data: Any) -> Callable[[dict], Example]:
 
     def read(row: dict) -> Example:
         if render is not None:
-            prompt, answer = render(row)
+            prompt, answer = _rendered(render, row, data.render)
         elif is_gym:
             prompt, answer = row["question"], row["answer"]
         else:
@@ -145,6 +142,15 @@ def _load_function(name: str) -> Callable:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"data.render must be 'module:function', got {name!r}: {error}") from error
+
+
+def _rendered(render: Callable, row: dict, name: str) -> tuple[Any, Any]:
+    try:
+        prompt, answer = render(row)
+        return prompt, answer
+    except (LookupError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"data.render must fit the data, {name!r} fails: {reason}") from error
 
 
 def _field(row: dict, path: str, field: str) -> Any:
@@ -304,8 +310,8 @@ class PromptStream:
         total = len(encoded.examples)
         if not 1 <= prompts_per_step <= total:
             raise ValueError(
-                f"prompts per step must be in [1, {total}], the number of training prompts, "
-                f"got {prompts_per_step}"
+                f"rollout.prompts_per_step must be in [1, {total}], the number of training "
+                f"prompts, got {prompts_per_step}"
             )
         self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
         self.epoch, self.step = 0, 0

@@ -69,7 +69,6 @@ METRICS: dict[str, Metric] = {
     "time/reward": Metric("scoring the responses", "seconds"),
     "time/update": Metric("the step's optimizer updates", "seconds"),
     "time/eval": Metric("rollout and scoring of held-out prompts", "seconds"),
-    "time/checkpoint": Metric("what saving a checkpoint kept the step waiting", "seconds"),
 }
 
 

@@ -45,7 +45,9 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
 
 def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -> float:
     """The score of reasoning-gym's own scorer for `task`; many give partial credit, 0 to 1."""
-    entry = {"question": metadata.get("question", ""), "answer": answer, "metadata": metadata}
+    # `data` keeps the whole item; its own metadata may be given as well.
+    inner = metadata.get("metadata", metadata)
+    entry = {"question": metadata.get("question", ""), "answer": answer, "metadata": inner}
     return _reasoning_gym_scorer(task)(response, entry)
 
 

@@ -66,7 +66,9 @@ def exponentials(seeds_B2: Array, positions_B: Array, vocab_size: int) -> Array:
     ids = vocab_ids(vocab_size).astype(jnp.uint32)[None, :]
     # The race is won by small values, so they need the resolution: floats are dense near 0, and
     # -log1p(-u) keeps it where -log(u) would see only 2^24 values near u = 1.
-    return -jnp.log1p(-_to_unit(_hash(ids, first[:, None], second[:, None])))
+    # Kept below 1, where the time is infinite and a token that holds all the mass would lose.
+    units = jnp.minimum(_to_unit(_hash(ids, first[:, None], second[:, None])), 1 - 2.0**-24)
+    return -jnp.log1p(-units)
 
 
 def _hash(x: Array, seed: Array, seed2: Array) -> Array:
