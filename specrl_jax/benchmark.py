@@ -217,10 +217,16 @@ def _record(
     """All figures of a case."""
     rollout, stats = jax.device_get(timed.rollout), timed.stats
     written = jax.device_get(scene.drafts)
-    drafts = None if case.lenience is None else written
     tokens, total = _tokens(rollout), timed.median("total")
     reused = int(np.sum(rollout.prefix_lens))
-    values = rollout_metrics(rollout, drafts, written, scene.plan.setup.eos_ids)
+    values = rollout_metrics(
+        rollout.tokens,
+        rollout.lens,
+        rollout.prefix_lens,
+        scene.plan.setup.eos_ids,
+        offered=None if case.lenience is None else written.lens,
+        previous=(written.tokens, written.lens),
+    )
     pairs = np.divide(plain.seconds["total"], timed.seconds["total"])
     verify = timed.median("verify") / stats.verified_tokens if stats.verified_tokens else None
     decoded = plain.median("decode") / _tokens(plain.rollout)

@@ -49,6 +49,9 @@ def user_errors() -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError, FloatingPointError) as error:
         if "\n" in str(error) or os.environ.get("SPECRL_TRACEBACK"):
             raise

@@ -98,8 +98,8 @@ def check_mesh(config: ConfigDict, mesh: Any) -> None:
         ("rollout.prompts_per_step", config.rollout.prompts_per_step),
         ("updates.micro_batch_size", config.updates.micro_batch_size),
         ("updates.mini_batch_size", config.updates.mini_batch_size),
-        ("warmup.batch_size", config.warmup.batch_size),
-        ("evaluate.batch_size", config.evaluate.batch_size),
+        ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
+        ("evaluate.batch_size", config.evaluate.batch_size if config.evaluate.every else 0),
     ):
         if size % ways:
             up, down = -(-size // ways) * ways, size // ways * ways
@@ -143,7 +143,8 @@ def _check_batches(config: ConfigDict) -> None:
         )
     if not config.train.epochs and not config.train.steps:
         raise ValueError("train.epochs or train.steps must be > 0, got 0 for both")
-    if config.evaluate.every and not config.data.eval_prompts and not config.data.eval_path:
+    held_out = config.data.eval_prompts or config.data.eval_path or config.data.eval_split
+    if config.evaluate.every and not held_out:
         raise ValueError(
             "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"
         )

@@ -6,43 +6,46 @@ absent.
 
 import numpy as np
 
-from specrl_jax.types import Drafts, Rollout
-
 
 def rollout_metrics(
-    rollout: Rollout, drafts: Drafts | None, previous: Drafts | None, eos_ids: tuple[int, ...]
+    tokens: np.ndarray,
+    lens: np.ndarray,
+    prefix_lens: np.ndarray,
+    eos_ids: tuple[int, ...],
+    *,
+    offered: np.ndarray | None = None,
+    previous: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> dict[str, float]:
     """The `rollout/*` metrics of B responses, from what was kept of their drafts.
 
     Args:
-        rollout: Leaves are NumPy arrays, [B] and [B, R].
-        drafts: What was offered, [B, R]; None if nothing was.
-        previous: The rows' last responses, [B, R], to compare with; length 0 where there is none.
-            They need not be the drafts, which may be older or off.
+        tokens: int32 [B, R]. lens, prefix_lens: int32 [B], as in `types.Rollout`.
         eos_ids: The tokens that end a response.
+        offered: int32 [B], the drafts' lengths; None if nothing was offered.
+        previous: tokens [B, R] and lens [B] of the rows' last responses, to compare with; length 0
+            where there is none. They need not be the drafts, which may be older or off.
 
     Returns:
         Everything but `rollout/decode_steps` and `rollout/row_steps`, which are costs, not
         contents. `rollout/draft_accept_rate` is absent where no draft token was offered,
         `rollout/overlap_rouge1` where no row has a previous response.
     """
-    lens, prefix_lens = rollout.lens, rollout.prefix_lens
-    tokens, reused = int(lens.sum()), int(prefix_lens.sum())
-    last = np.take_along_axis(rollout.tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
+    total, reused = int(lens.sum()), int(prefix_lens.sum())
+    last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
     ended = np.isin(last, eos_ids) & (lens > 0)
     values = {
-        "rollout/tokens_generated": tokens - reused,
+        "rollout/tokens_generated": total - reused,
         "rollout/tokens_reused": reused,
-        "rollout/reuse_fraction": reused / max(tokens, 1),
+        "rollout/reuse_fraction": reused / max(total, 1),
         "rollout/prefix_len_mean": float(prefix_lens.mean()),
         "rollout/full_reuse_ratio": float(np.mean((prefix_lens > 0) & (prefix_lens == lens))),
         "rollout/response_len_mean": float(lens.mean()),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
-    if drafts is not None and (offered := int(drafts.lens.sum())):
-        values["rollout/draft_accept_rate"] = reused / offered
-    if previous is not None and previous.lens.any():
-        overlap = overlap_rouge1(rollout.tokens, lens, previous.tokens, previous.lens)
+    if offered is not None and offered.any():
+        values["rollout/draft_accept_rate"] = reused / int(offered.sum())
+    if previous is not None and previous[1].any():
+        overlap = overlap_rouge1(tokens, lens, *previous)
         values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
     return values
 

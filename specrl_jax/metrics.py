@@ -4,6 +4,7 @@ Takes a dict of scalars a step; gives `WORKDIR/metrics.jsonl` (one object a step
 also after a kill and a resume), a line a step on the console, and a wandb run.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -389,9 +390,12 @@ class MetricsLog:
                 "call restore(step) to write over it"
             )
         scalars = {name: _scalar(name, value) for name, value in values.items()}
-        self._file.write(_encode(step, epoch, scalars))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(_encode(step, epoch, scalars))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(f"{self._path}: {error.strerror}; free space and run again") from error
         self._last_step = step
         if self._console is not None:
             self._console.show(step, epoch, scalars)
@@ -399,10 +403,11 @@ class MetricsLog:
 
     def close(self) -> None:
         """Ends the progress bar and the wandb run; nothing can be written after it."""
-        self._file.close()
         if self._console is not None:
             self._console.close()
         self._wandb.close()
+        with contextlib.suppress(OSError):  # what a full disk refused was reported by write
+            self._file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -58,13 +58,17 @@ class Run:
 
 @dataclasses.dataclass
 class State:
-    """What a checkpoint holds. `step` counts finished steps; reference is None without a KL."""
+    """What a checkpoint holds. `step` counts finished steps; reference is None without a KL.
+
+    tokenizer: fingerprint of the tokenizer whose ids the draft store holds.
+    """
 
     step: int
     train: TrainState
     reference: Params | None
     stream: data.PromptStream
     store: DraftStore
+    tokenizer: str
 
     def arrays(self, run: Run) -> dict[str, Any]:
         """The device's part."""
@@ -73,7 +77,12 @@ class State:
 
     def host(self) -> dict[str, Any]:
         """The host's part, JSON-able."""
-        return {"step": self.step, "stream": self.stream.state(), "store": self.store.state()}
+        return {
+            "step": self.step,
+            "stream": self.stream.state(),
+            "store": self.store.state(),
+            "tokenizer": self.tokenizer,
+        }
 
 
 def build(config) -> tuple[Run, Params]:
@@ -90,6 +99,8 @@ def build(config) -> tuple[Run, Params]:
     if config.evaluate.every:
         encoded = data.encode_prompts(dataset.eval, tokenizer, config.data.prompt_len)
         held_out = data.eval_batches(encoded, config.evaluate.batch_size)
+        if encoded.dropped:
+            print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
     stream = data.PromptStream(prompts, config.rollout.prompts_per_step, config.seed)
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
     rows = config.rollout.prompts_per_step * config.rollout.group_size
@@ -132,6 +143,11 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
     like = abstract_state(run.learner.optimizer, abstract_params(run.model))
     state = _state(run, like, reference)
     arrays, host = checkpoints.restore(step, state.arrays(run))
+    if host["tokenizer"] != state.tokenizer:
+        raise ValueError(
+            f"tokenizer.source must be the checkpoint's tokenizer {host['tokenizer']}, whose ids "
+            f"its drafts hold, got {state.tokenizer}"
+        )
     state.step, state.train = host["step"], arrays["train"]
     state.reference = arrays.get("reference", reference)
     state.stream.restore(host["stream"])
@@ -143,10 +159,10 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
 def _state(run: Run, train: TrainState, reference: Params | None) -> State:
     settings = run.config.rollout
     stream = data.PromptStream(run.prompts, settings.prompts_per_step, run.config.seed)
-    store = DraftStore(
-        len(run.prompts.lens), settings.group_size, settings.response_len, settings.draft_age
-    )
-    return State(0, train, reference, stream, store)
+    # A multiple of 64: the same shape, and so resumable, on meshes that cut the batch otherwise.
+    capacity = -(-len(run.prompts.lens) // 64) * 64
+    store = DraftStore(capacity, settings.group_size, settings.response_len, settings.draft_age)
+    return State(0, train, reference, stream, store, run.tokenizer.fingerprint)
 
 
 def _describe(run: Run, stream: data.PromptStream) -> None:

@@ -1,7 +1,10 @@
 """What a process sets up once before anything is computed: compilation cache, mesh, signals."""
 
+import contextlib
+import fcntl
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -29,6 +32,23 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(root / "specrl_jax" / "jax"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@contextlib.contextmanager
+def only_process(workdir: Path) -> Iterator[None]:
+    """Hold `workdir` for this process; the system lets go of it however the process ends.
+
+    Raises ValueError where another process holds it.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{workdir} is in use by another process; wait for it, or give another --workdir"
+            ) from None
+        yield
 
 
 class StopRequest:

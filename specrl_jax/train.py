@@ -18,7 +18,7 @@ from specrl_jax.metrics import MetricsLog, read_metrics
 from specrl_jax.models.transformer import rollout_weights
 from specrl_jax.rollout.generate import generate
 from specrl_jax.run import Run, State, begin, build, resume
-from specrl_jax.runtime import StopRequest
+from specrl_jax.runtime import StopRequest, only_process
 from specrl_jax.sharding import put, reshard
 from specrl_jax.types import Batch
 from specrl_jax.update import logprob_gap, logprobs, make_batch, micro_batches, update
@@ -37,19 +37,27 @@ def train(config, workdir: Path) -> None:
     begun = check_run_config(workdir, config, ignore=MAY_CHANGE)
     keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
     run, params = build(config)
-    save_run_config(workdir, config)
-    with run.pool, Checkpointer(workdir / "checkpoints", **keep) as checkpoints:
-        last = checkpoints.latest_step() if begun else None
+    with (
+        run.pool,
+        only_process(workdir),
+        Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
+    ):
+        last = checkpoints.latest_step()
+        if last is not None and not begun:
+            raise ValueError(
+                f"{workdir} holds checkpoints but no config.json; give a new --workdir"
+            )
         if last is not None and last >= run.total_steps:
             print(f"{workdir}: finished at step {last} of {run.total_steps}, nothing to do")
             return
         run.pool.warm_up(wait_ready=False)
         state = begin(run, params) if last is None else resume(run, params, checkpoints, last)
         del params
+        save_run_config(workdir, config)  # from here on the directory is this run's
         with _open_log(run, workdir) as log, StopRequest() as stop:
             log.restore(last or -1)  # step 0 is evaluated and written again
             loop(run, state, checkpoints, log, stop)
-    _finish(run, state, workdir, stop)
+    _finish(run, state, workdir, stop.name if state.step < run.total_steps else "")
 
 
 def loop(
@@ -71,9 +79,11 @@ def loop(
             values |= held_out_metrics(run, state)
         # Recorded first: a checkpoint without its record would lose the step on a resume.
         log.write(state.step, epoch, values)
-        if state.step % run.config.checkpoint.every == 0 or last or stop:
+        if state.step % run.config.checkpoint.every == 0 or last:
             metric = values.get("reward/eval")
             checkpoints.save(state.step, state.arrays(run), state.host(), metric=metric)
+    if stop:
+        checkpoints.save(state.step, state.arrays(run), state.host())  # nothing if it is there
 
 
 def step(run: Run, state: State) -> dict[str, float]:
@@ -95,9 +105,11 @@ def step(run: Run, state: State) -> dict[str, float]:
             drafts=drafts,
             log_lenience=math.log(settings.lenience) if settings.lenience else -math.inf,
         )
-        on_host = jax.device_get(rollout)
+        tokens, lens, prefix_lens = jax.device_get(
+            (rollout.tokens, rollout.lens, rollout.prefix_lens)
+        )
     with _Clock("reward") as reward_clock:
-        scores = score(run.pool, run.tokenizer, prompts, on_host.tokens, on_host.lens)
+        scores = score(run.pool, run.tokenizer, prompts, tokens, lens)
     with _Clock("update") as update_clock:
         rewards = put(scores.rewards, None)  # whole on every device: a group never straddles two
         advantages = group_relative(
@@ -107,7 +119,10 @@ def step(run: Run, state: State) -> dict[str, float]:
         batch = make_batch(prompts, rollout, advantages, lengths=_lengths(settings.response_len))
         values = learn(run, state, batch)
     state.store.put(prompts, rollout)
-    values |= rollout_metrics(on_host, *jax.device_get((drafts, previous)), run.plan.setup.eos_ids)
+    offered = None if drafts is None else jax.device_get(drafts.lens)
+    before = jax.device_get((previous.tokens, previous.lens))
+    eos_ids = run.plan.setup.eos_ids
+    values |= rollout_metrics(tokens, lens, prefix_lens, eos_ids, offered=offered, previous=before)
     values |= reward_metrics(scores.rewards, scores.failed, settings.group_size)
     values |= stats.metrics() | rollout_clock.lap | reward_clock.lap | update_clock.lap
     seen = state.step * settings.prompts_per_step
@@ -155,11 +170,11 @@ def held_out_metrics(run: Run, state: State) -> dict[str, float]:
     return {"reward/eval": reward} | clock.lap
 
 
-def _finish(run: Run, state: State, workdir: Path, stop: StopRequest) -> None:
+def _finish(run: Run, state: State, workdir: Path, stopped_by: str) -> None:
     records = read_metrics(workdir)
-    if stop:
+    if stopped_by:
         where = f"step {state.step} of {run.total_steps}"
-        print(f"{workdir}: {stop.name}, saved at {where}; run the same command to go on")
+        print(f"{workdir}: {stopped_by}, saved at {where}; run the same command to go on")
     else:
         print(report.summary_table(records))
     if run.config.log.plots and (paths := report.write_plots(records, workdir)):

@@ -170,9 +170,9 @@ def test_flatten():
         ({"updates.micro_batch_size": 2},
          "updates.micro_batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 2; "
          "4 would fit"),
-        ({"warmup.batch_size": 3}, "warmup.batch_size must be divisible by mesh.data x mesh.fsdp "
+        ({"warmup.batch_size": 3, "warmup.steps": 1}, "warmup.batch_size must be divisible by mesh.data x mesh.fsdp "
          "= 4, got 3; 4 would fit"),
-        ({"evaluate.batch_size": 9}, "evaluate.batch_size must be divisible by mesh.data x "
+        ({"evaluate.batch_size": 9, "evaluate.every": 1}, "evaluate.batch_size must be divisible by mesh.data x "
          "mesh.fsdp = 4, got 9; 8 or 12 would fit"),
     ],
 )  # fmt: skip

@@ -8,7 +8,6 @@ import pytest
 
 from specrl_jax.measure import overlap_rouge1, reward_metrics, rollout_metrics
 from specrl_jax.metrics import METRICS
-from specrl_jax.types import Drafts, Rollout
 
 EOS = (1, 2)
 
@@ -20,14 +19,11 @@ PREFIX_LENS = [3, 2, 0, 0]
 
 
 def make_rollout(tokens=TOKENS, lens=LENS, prefix_lens=PREFIX_LENS):
-    rest = [np.zeros(np.shape(tokens), np.float32)] * 4
-    tokens = np.array(tokens, np.int32)
-    return Rollout(tokens, np.array(lens, np.int32), np.array(prefix_lens, np.int32), *rest)
+    return tuple(np.array(x, np.int32) for x in (tokens, lens, prefix_lens))
 
 
 def make_drafts(tokens, lens):
-    rest = [np.zeros(np.shape(tokens), np.float32)] * 3
-    return Drafts(np.array(tokens, np.int32), np.array(lens, np.int32), *rest)
+    return np.array(tokens, np.int32), np.array(lens, np.int32)
 
 
 # Drafts of 3 + 4 + 3 + 0 tokens.
@@ -42,7 +38,9 @@ def test_rollout_by_hand():
     # and [3 3 4 4]: 3 tokens: 2 · 3 / 8. The last row has no earlier response.
     tokens = [[5, 6, 1, 0, 0], [5, 9, 9, 0, 0], [3, 3, 4, 4, 0], [4] * 5]
     previous = make_drafts(tokens, [3, 3, 4, 0])
-    assert rollout_metrics(make_rollout(), DRAFTS, previous, EOS) == pytest.approx(
+    assert rollout_metrics(
+        *make_rollout(), EOS, offered=DRAFTS[1], previous=previous
+    ) == pytest.approx(
         {
             "rollout/tokens_generated": 10,
             "rollout/tokens_reused": 5,
@@ -58,7 +56,7 @@ def test_rollout_by_hand():
 
 
 def test_every_rollout_metric_has_a_value():
-    names = set(rollout_metrics(make_rollout(), DRAFTS, DRAFTS, EOS))
+    names = set(rollout_metrics(*make_rollout(), EOS, offered=DRAFTS[1], previous=DRAFTS))
     costs = {"rollout/decode_steps", "rollout/row_steps"}
     assert names | costs == {name for name in METRICS if name.startswith("rollout/")}
     assert not names & costs
@@ -67,14 +65,15 @@ def test_every_rollout_metric_has_a_value():
 @pytest.mark.parametrize("nothing", [None, make_drafts(np.ones((4, 5)), [0, 0, 0, 0])])
 def test_what_a_first_pass_lacks_is_absent(nothing):
     rollout = make_rollout(prefix_lens=[0] * 4)
-    values = rollout_metrics(rollout, nothing, nothing, EOS)
+    offered = None if nothing is None else nothing[1]
+    values = rollout_metrics(*rollout, EOS, offered=offered, previous=nothing)
     assert not values.keys() & {"rollout/draft_accept_rate", "rollout/overlap_rouge1"}
     assert values["rollout/reuse_fraction"] == values["rollout/full_reuse_ratio"] == 0
     assert values["rollout/tokens_generated"] == 15
 
 
 def test_earlier_responses_are_compared_with_also_without_drafts():
-    values = rollout_metrics(make_rollout(prefix_lens=[0] * 4), None, DRAFTS, EOS)
+    values = rollout_metrics(*make_rollout(prefix_lens=[0] * 4), EOS, previous=DRAFTS)
     assert "rollout/draft_accept_rate" not in values
     # 3 + 3 shared; [5 5 7 9 8] and [5 5 3 1]: 2 of 9; [3 3 4 2] and [9 9 1]: none.
     assert values["rollout/overlap_rouge1"] == pytest.approx((1 + 4 / 9 + 0) / 3)
@@ -83,7 +82,7 @@ def test_earlier_responses_are_compared_with_also_without_drafts():
 def test_only_the_last_token_ends_a_response():
     # Inside the response, in the padding, and where there is no response at all.
     rollout = make_rollout([[1, 5, 5], [5, 5, 1], [5, 5, 1], [1, 1, 1]], [3, 3, 2, 0], [0] * 4)
-    assert rollout_metrics(rollout, None, None, (1,))["rollout/truncated_fraction"] == 3 / 4
+    assert rollout_metrics(*rollout, (1,))["rollout/truncated_fraction"] == 3 / 4
 
 
 # Rewards ------------------------------------------------------------------------------------

@@ -86,3 +86,14 @@ def test_the_second_signal_ends_the_process():
     )  # fmt: skip
     assert done.returncode == -signal.SIGTERM
     assert "still here" not in done.stdout
+
+
+def test_a_work_directory_belongs_to_one_process(tmp_path):
+    with (
+        runtime.only_process(tmp_path / "run"),
+        pytest.raises(ValueError, match="is in use by another process"),
+        runtime.only_process(tmp_path / "run"),
+    ):
+        pass
+    with runtime.only_process(tmp_path / "run"):  # let go of
+        pass

@@ -79,8 +79,25 @@ def apply_rope(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
     return rotated.astype(x_BTNH.dtype)
 
 
+QUERIES_AT_ONCE = 512  # bounds the scores in memory to [B, N, 512, S]
+
+
 def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
-    """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot."""
+    """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot.
+
+    Many queries go in pieces, whose scores the backward pass computes again instead of keeping.
+    """
+    queries, step = q_BTNH.shape[1], QUERIES_AT_ONCE
+    if queries <= step:
+        return _attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    pieces = [
+        jax.checkpoint(_attend)(q_BTNH[:, i : i + step], k_BSKH, v_BSKH, mask_BTS[:, i : i + step])
+        for i in range(0, queries, step)
+    ]
+    return jnp.concatenate(pieces, axis=1)
+
+
+def _attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
     # Named, because with one key/value head JAX would hand the split over to the group axis.

@@ -53,8 +53,17 @@ def map_tokens(
 
     if width <= chunk:
         return one(hidden_BTD, tokens_BT)
-    pieces = [
-        one(hidden_BTD[:, i : i + chunk], tokens_BT[:, i : i + chunk])
-        for i in range(0, width, chunk)
-    ]
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *pieces)
+    whole = width // chunk * chunk
+
+    def cut(x: Array) -> Array:  # [B, n * chunk, ...] → [n, B, chunk, ...]
+        return jnp.moveaxis(x[:, :whole].reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:  # and back
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], whole, *x.shape[3:])
+
+    pieces = jax.lax.map(lambda x: one(*x), (cut(hidden_BTD), cut(tokens_BT)))
+    pieces = jax.tree.map(join, pieces)
+    if whole == width:
+        return pieces
+    rest = one(hidden_BTD[:, whole:], tokens_BT[:, whole:])
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), pieces, rest)
