@@ -170,10 +170,11 @@ def test_flatten():
         ({"updates.micro_batch_size": 2},
          "updates.micro_batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 2; "
          "4 would fit"),
-        ({"warmup.batch_size": 3, "warmup.steps": 1}, "warmup.batch_size must be divisible by mesh.data x mesh.fsdp "
-         "= 4, got 3; 4 would fit"),
-        ({"evaluate.batch_size": 9, "evaluate.every": 1}, "evaluate.batch_size must be divisible by mesh.data x "
-         "mesh.fsdp = 4, got 9; 8 or 12 would fit"),
+        ({"warmup.batch_size": 3, "warmup.steps": 1},
+         "warmup.batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 3; 4 would fit"),
+        ({"evaluate.batch_size": 9, "evaluate.every": 1},
+         "evaluate.batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 9; "
+         "8 or 12 would fit"),
     ],
 )  # fmt: skip
 def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, message):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.logprobs import vocab_ids
+from specrl_jax.sharding import reshard
 
 
 class Purpose(enum.IntEnum):
@@ -45,11 +46,13 @@ def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array)
     """uint32 [B, 2] seeds of the rows; ids: uint32 [B, 2] prompt ids, samples: int32 [B]."""
     key = jax.random.fold_in(jax.random.fold_in(key, purpose), step)
 
-    def seed(words: Array, sample: Array) -> Array:
-        row = jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1])
+    def seed(high: Array, low: Array, sample: Array) -> Array:
+        row = jax.random.fold_in(jax.random.fold_in(key, high), low)
         return jax.random.key_data(jax.random.fold_in(row, sample))[-2:]
 
-    return jax.vmap(seed)(ids, samples)
+    # A slice of a single row forgets that its axis is the batch.
+    high, low = (reshard(ids[:, word], "batch") for word in (0, 1))
+    return jax.vmap(seed)(high, low, samples)
 
 
 def uniforms(seeds_B2: Array, positions: Array) -> Array:
