@@ -86,6 +86,8 @@ IMPOSSIBLE = [
      "warmup.steps must be 0 for data.source='jsonl' (there are no demonstrations), got 1"),
     ({"data.source": "jsonl"}, "data.path must name a file for data.source='jsonl', got \"\""),
     ({"data.source": "parquet"}, "data.path must name a file for data.source='parquet', got \"\""),
+    ({"reward.name": "reasoning_gym", "data.source": "jsonl", "data.path": "x.jsonl"},
+     'reward.name must not be "reasoning_gym" (it scores its own tasks) for data.source=\'jsonl\''),
     ({"model.embed_dim": 0}, "model.embed_dim must be >= 1, got 0"),
     ({"model.num_layers": 0}, "model.num_layers must be >= 1, got 0"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads must divide model.num_heads = 4, got 3"),

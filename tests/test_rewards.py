@@ -3,8 +3,10 @@
 import time
 
 import pytest
+from ml_collections import ConfigDict
 
-from specrl_jax.rewards import load_scorer, score_exact, score_math
+from specrl_jax.data import load_examples
+from specrl_jax.rewards import load_scorer, score_exact, score_math, score_reasoning_gym
 
 MATH = [
     # response, reference, right?
@@ -72,3 +74,16 @@ def test_exact():
 def test_every_built_in_scorer_loads():
     for name in ("exact", "math", "reasoning_gym"):
         assert callable(load_scorer(name))
+
+
+@pytest.mark.parametrize("task", ["number_sorting", "countdown", "chain_sum"])
+def test_reasoning_gym_scores_what_the_data_room_loads(task):
+    """Examples as `load_examples` makes them, whose metadata is the whole entry."""
+    data = {"source": "reasoning_gym", "name": task, "options": {}, "render": "", "prompts": 3}
+    data |= {"prompt_field": "question", "answer_field": "answer", "answer_pattern": ""}
+    data |= {"instruction": "", "eval_prompts": 0}
+    for example in load_examples(ConfigDict({"seed": 0, "data": data})).train:
+        right = score_reasoning_gym(example.answer, example.answer, task, example.metadata)
+        wrong = score_reasoning_gym("no idea", example.answer, task, example.metadata)
+        assert right == 1
+        assert wrong < 0.5
