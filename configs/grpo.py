@@ -141,7 +141,7 @@ def base() -> ConfigDict:
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 16  # steps between checkpoints
     checkpoint.keep_last = 2  # newest checkpoints to keep
-    checkpoint.keep_best = 1  # best checkpoints by held-out reward to keep
+    checkpoint.keep_best = 1  # best by held-out reward to keep, of those saved where it is known
 
     config.log = log = ConfigDict()
     log.wandb = "auto"  # off | offline | online | auto (online where logged in, else offline)
