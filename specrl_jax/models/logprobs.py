@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.sharding import reshard
+from specrl_jax.sharding import reshard, spec
 
 
 def vocab_ids(size: int) -> Array:
@@ -55,11 +55,15 @@ def map_tokens(
         return one(hidden_BTD, tokens_BT)
     whole = width // chunk * chunk
 
+    def reshape(x: Array, *shape: int) -> Array:
+        # Said aloud: a reshape of a single row forgets that its axis is the batch.
+        return jnp.reshape(x, shape, out_sharding=spec("batch", *(None,) * (len(shape) - 1)))
+
     def cut(x: Array) -> Array:  # [B, n * chunk, ...] → [n, B, chunk, ...]
-        return jnp.moveaxis(x[:, :whole].reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(reshape(x[:, :whole], x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
     def join(x: Array) -> Array:  # and back
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], whole, *x.shape[3:])
+        return reshape(jnp.moveaxis(x, 0, 1), x.shape[1], whole, *x.shape[3:])
 
     pieces = jax.lax.map(lambda x: one(*x), (cut(hidden_BTD), cut(tokens_BT)))
     pieces = jax.tree.map(join, pieces)
