@@ -346,3 +346,20 @@ def test_a_whole_run_through_the_command_line(tmp_path):
     assert "mesh {'data': 2, 'fsdp': 2, 'tensor': 2}" in done.stdout
     assert "training reward: first " in done.stdout
     _check_whole_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_the_micro_preset_on_eight_devices(shape, tmp_path):
+    """The preset as a user starts it, at its full size: it ends, and its drafts are mostly kept."""
+    sizes = zip(("data", "fsdp", "tensor"), shape)
+    command = [sys.executable, "launch/train.py", "--config=configs/grpo.py:micro"]
+    command += [f"--workdir={tmp_path}", "--config.log.wandb=off"]
+    command += [f"--config.mesh.{name}={size}" for name, size in sizes]
+    done = subprocess.run(
+        command, cwd=small_runs.ROOT, env=_environment(), capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = records(tmp_path)
+    assert [r["step"] for r in steps] == list(range(19))
+    assert all(r["rollout/draft_accept_rate"] > 0.5 for r in steps if r["epoch"] >= 2)
