@@ -1,0 +1,399 @@
+"""What a step costs and what drafts bring: how wide to decode, and whether to verify on.
+
+Takes in measured seconds of a width-W step at a few (rows, slots) and counts of accepted draft
+tokens; gives out a width for the next visit to a rung, and yes or no to the next verification.
+By measured cost, as ReSpec (arXiv 2510.26475) and NeMo-RL (2604.26779) find necessary; the long
+tail gets the widest drafts (DAS, 2511.13841), since in its small rungs wide steps are cheap.
+
+Host only. A choice is a pure function of what `CostModel.state()` holds; clocks enter through the
+table alone, so a resumed run, and every process that was given the same table, chooses alike.
+
+Worked row: steps of width 1, 4, 8 take 10, 15, 23 ms; a share .8 .64 .51 .41 .33 .26 .21 of the row
+steps would have 1 ... 7 draft tokens accepted. Width 4 emits 1 + .8 + .64 + .51 = 2.95 tokens in
+15 ms, width 8 4.16 in 23 ms: 197 and 181 a second against 100 of width 1, so the width is 4.
+"""
+
+import bisect
+import dataclasses
+import enum
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import pathlib
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+_log = logging.getLogger(__name__)
+
+BUDGET = 0.01  # share of the time that may be lost to probing with drafts that never pay
+HALF_LIFE = 1_024  # row steps after which what tree drafts brought counts half
+KNOWN_ROW_STEPS = 64  # a width whose last token was checked less often is unknown: tried briefly
+PROBE_ROW_STEPS = 256  # row steps of a probe, within PROBE_STEPS
+PROBE_STEPS = (4, 32)  # fewest and most steps of a probe
+REVIEW_STEPS = 64  # longest speculative visit, so that bad drafts cost little; at width 1 shortest
+PRIOR, PRIOR_ROW_STEPS = 0.7, 8  # chance that a tree draft goes on being right, and its weight
+VERIFIED_HALF_LIFE = 4_096  # judged tokens after which a verification counts half
+VERIFIED_PRIOR, VERIFIED_PRIOR_TOKENS = 0.99, 32  # chance to keep a token of a previous response
+
+TimeStep = Callable[[int, int, int, bool], float]
+
+
+class Point(NamedTuple):
+    """A program: `rows` x `width` tokens against `slots` cache slots, suffix matching or not."""
+
+    rows: int
+    slots: int
+    width: int
+    matching: bool
+
+
+class CostTable:
+    """Seconds of one step, exact where measured.
+
+    Elsewhere, along one axis after another (slots, widths, rows): the line through two neighbours,
+    beyond the last going on, never falling and, towards 0, never below proportional, so that costs
+    stay positive; a single measurement holds all along. Where costs of a full grid rise, so do the
+    lines between. Rows measured with fewer than two widths of one kind (matching or not) borrow the
+    other's. Of a width those rows tell whose own kind was measured on both sides of it, or, unless
+    they are two, all with two widths. Raises ValueError for no measurements, or one not positive.
+    """
+
+    def __init__(self, measured: Mapping[Point, float]):
+        if not measured:
+            raise ValueError("a cost table needs at least one measurement, got none")
+        self._measured = {Point(*p): float(seconds) for p, seconds in sorted(measured.items())}
+        self._known = dict(self._measured)  # and what was asked for since
+        self._lines: dict[tuple[int, bool], dict[int, list[tuple[int, float]]]] = {}
+        for point, seconds in self._measured.items():
+            if min(point[:3]) < 1 or not 0 < seconds < math.inf:
+                raise ValueError(f"a step's sizes and seconds must be > 0, got {point}: {seconds}")
+            lines = self._lines.setdefault((point.rows, point.matching), {})
+            lines.setdefault(point.width, []).append((point.slots, seconds))
+
+    def seconds(self, rows: int, slots: int, width: int, matching: bool) -> float:
+        """Seconds of one step; `matching`: with suffix matching, as a speculative step has it."""
+        point = Point(rows, slots, width, matching)
+        if point not in self._known:
+            self._known[point] = self._interpolate(*point)
+        return self._known[point]
+
+    def _interpolate(self, rows: int, slots: int, width: int, matching: bool) -> float:
+        every = {r: self._widths(r, matching) for r, _ in sorted(self._lines)}
+        own = {r: lines for (r, kind), lines in self._lines.items() if kind == matching}
+        telling = [r for r, lines in own.items() if min(lines) <= width <= max(lines)]
+        if len(telling) < 2:
+            telling = [r for r, lines in every.items() if width in lines or len(lines) > 1]
+        by_rows = []
+        for r in telling or every:
+            by_width = [(w, _line(knots, slots)) for w, knots in sorted(every[r].items())]
+            by_rows.append((r, _line(by_width, width)))
+        return _line(by_rows, rows)
+
+    def _widths(self, rows: int, matching: bool) -> dict[int, list[tuple[int, float]]]:
+        own = self._lines.get((rows, matching), {})
+        return own if len(own) > 1 else {**self._lines.get((rows, not matching), {}), **own}
+
+    def to_json(self) -> list[list]:
+        """[[rows, slots, width, matching, seconds], ...], sorted."""
+        return [[*point, seconds] for point, seconds in self._measured.items()]
+
+    @classmethod
+    def from_json(cls, rows: Sequence[Sequence]) -> "CostTable":
+        return cls({Point(r, s, w, m): seconds for r, s, w, m, seconds in rows})
+
+
+def _line(knots: Sequence[tuple[int, float]], x: int) -> float:
+    """The value at x of the lines through `knots`, ascending in x > 0, values > 0."""
+    if len(knots) == 1 or x in dict(knots):
+        return dict(knots).get(x, knots[0][1])
+    right = min(max(bisect.bisect(knots, (x,)), 1), len(knots) - 1)
+    (x0, y0), (x1, y1) = knots[right - 1], knots[right]
+    slope = (y1 - y0) / (x1 - x0)
+    if x < x0:
+        return y0 - min(max(slope, 0.0), y0 / x0) * (x0 - x)
+    return y1 + max(slope, 0.0) * (x - x1) if x > x1 else y0 + slope * (x - x0)
+
+
+def measure(points: Iterable[Point], time_step: TimeStep, repeats: int = 3) -> CostTable:
+    """Time every point: one round that is not counted (it compiles), then the fastest of `repeats`.
+
+    A round goes over all points, so that a slow spell of the machine spoils few of any one's calls.
+    time_step(rows, slots, width, matching) runs the real program and returns seconds a step.
+    """
+    points = sorted({Point(*p) for p in points})
+    rounds = [[time_step(*point) for point in points] for _ in range(1 + repeats)]
+    return CostTable({point: min(times) for point, times in zip(points, zip(*rounds[1:]))})
+
+
+def load_or_measure(
+    directory: str | os.PathLike, key: Mapping, points: Iterable[Point], time_step: TimeStep
+) -> CostTable:
+    """The table that was measured under `key` for these points, or a new one, which is kept.
+
+    key: whatever a step's cost depends on (device kind, model, jax version, sampling law, ...), in
+    values that JSON knows. A damaged file is measured again, one that cannot be written only warned
+    of. Processes that write at the same time replace each other's whole files.
+    """
+    points = sorted({Point(*p) for p in points})
+    label = json.loads(json.dumps({"key": key, "points": points}, sort_keys=True))
+    digest = hashlib.sha256(json.dumps(label).encode()).hexdigest()[:16]
+    path = pathlib.Path(directory, f"step_cost_{digest}.json")
+    try:
+        stored = json.loads(path.read_text())
+        table = CostTable.from_json(stored["seconds"])
+        if stored["label"] == label and [p[:-1] for p in table.to_json()] == label["points"]:
+            return table
+        _log.warning("%s holds something else; measuring again", path)
+    except FileNotFoundError:
+        pass  # the first time
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("cannot read %s (%s); measuring again", path, error)
+    table = measure(points, time_step)
+    _write_whole(path, json.dumps({"label": label, "seconds": table.to_json()}))
+    return table
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        _log.warning("cannot keep step costs in %s: %s", path, error)
+
+
+@dataclasses.dataclass
+class Acceptance:
+    """What drafts have brought lately; counts that fade as new ones come in.
+
+    Of tree drafts, per leading token k = 1, 2, ... (item k - 1): `offered`, row steps in which it
+    could be checked (width > k); `at_risk`, those of them with k - 1 tokens accepted; `accepted`,
+    with k accepted. Steps of every width so add to what they can tell, as in a Kaplan-Meier
+    estimate. Rows that have no draft, or a shorter one, count as not accepted. Every observation
+    fades all k alike: what is no longer checked is forgotten, and so comes to be tried again. Of
+    previous responses: tokens `verified`, and of these `kept`.
+    """
+
+    offered: list[float] = dataclasses.field(default_factory=list)
+    at_risk: list[float] = dataclasses.field(default_factory=list)
+    accepted: list[float] = dataclasses.field(default_factory=list)
+    verified: float = 0.0
+    kept: float = 0.0
+
+    def observe(self, histogram: Sequence[float], width: int) -> None:
+        """Steps of one width: histogram[a] active row steps had exactly a draft tokens accepted.
+
+        a = 0 ... width - 1, zeros included, so that it sums to the row steps; rows that are done
+        do not count. Width 1 tells nothing.
+        """
+        counts = [float(n) for n in histogram] + [0.0] * (width - len(histogram))
+        if len(counts) > width or min(counts) < 0:
+            raise ValueError(f"expected <= {width} counts >= 0, got {counts}")
+        at_least = list(itertools.accumulate(reversed(counts)))[::-1]
+        if width == 1 or not (total := at_least[0]):
+            return
+        keep = 0.5 ** (total / HALF_LIFE)
+        for name in ("offered", "at_risk", "accepted"):
+            old = [n * keep for n in getattr(self, name)]
+            setattr(self, name, old + [0.0] * (width - 1 - len(old)))
+        for k in range(width - 1):
+            self.offered[k] += total
+            self.at_risk[k] += at_least[k]
+            self.accepted[k] += at_least[k + 1]
+
+    def survival(self, tokens: int) -> list[float]:
+        """s_1 ... s_tokens: the share of row steps with at least k draft tokens accepted.
+
+        The product of the chances to go on. Where little is known, that is the chance before, but
+        at least PRIOR: hope costs one probe, despair would never be corrected.
+        """
+        chance, shares, unknown = PRIOR, [1.0], [0.0] * tokens
+        for at_risk, accepted in zip(self.at_risk + unknown, self.accepted + unknown):
+            hope = max(chance, PRIOR) * PRIOR_ROW_STEPS
+            chance = (accepted + hope) / (at_risk + PRIOR_ROW_STEPS)
+            shares.append(shares[-1] * chance)
+        return shares[1 : tokens + 1]
+
+    def expected_tokens(self, width: int) -> float:
+        """Tokens that a row emits in a step: E(W) = 1 + Σ_{k<W} s_k."""
+        return 1.0 + sum(self.survival(width - 1))
+
+    def knows(self, width: int) -> bool:
+        """Whether all of such a step has been seen, often enough and of late."""
+        return width == 1 or sum(self.offered[width - 2 : width - 1]) >= KNOWN_ROW_STEPS
+
+    def observe_verified(self, kept: float, judged: float) -> None:
+        """A verification: judged tokens are those kept, and one more per row that rejected one."""
+        kept, judged = float(kept), float(judged)
+        if not 0 <= kept <= judged:
+            raise ValueError(f"expected 0 <= kept <= judged, got {kept} of {judged}")
+        fade = 0.5 ** (judged / VERIFIED_HALF_LIFE)
+        self.verified, self.kept = self.verified * fade + judged, self.kept * fade + kept
+
+    def rate(self) -> float:
+        """Chance a to keep a judged token of a previous response."""
+        hope = VERIFIED_PRIOR * VERIFIED_PRIOR_TOKENS
+        return (self.kept + hope) / (self.verified + VERIFIED_PRIOR_TOKENS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One verification of up to `chunk` more draft tokens, as it could be run.
+
+    rows: that would verify, in a rung of rung_rows and slots, with `remaining` draft tokens left in
+    the mean. decode_rows, decode_slots, widths: where and how wide the rest would be decoded.
+    """
+
+    rows: int
+    remaining: float
+    rung_rows: int
+    slots: int
+    chunk: int
+    decode_rows: int
+    decode_slots: int
+    widths: tuple[int, ...] = (1,)
+
+    def expected_kept(self, rate: float) -> float:
+        """Tokens kept by all rows: rows · Σ_{i=1..n} a^i with n = min(chunk, remaining)."""
+        n = min(float(self.chunk), self.remaining)
+        return self.rows * (n if rate == 1.0 else rate * (1.0 - rate**n) / (1.0 - rate))
+
+
+class Verdict(enum.Enum):
+    """On a rollout's first verification; PROBE: run it, to see whether it pays by now."""
+
+    SKIP, RUN, PROBE = "skip", "run", "probe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """Decode in this rung, at `width`, for at most `max_steps` steps (0: no limit).
+
+    Suffix matching is on where width > 1. base: the width that seems best; another one is a probe.
+    reserve: seconds that this rung's next probe may lose, up to which a visit saves.
+    """
+
+    rows: int
+    slots: int
+    width: int
+    base: int
+    max_steps: int
+    reserve: float = 0.0
+
+
+@dataclasses.dataclass
+class CostModel:
+    """Table, acceptance, and what probes may cost. Only `record_*` change anything.
+
+    credit, verify_credit: predicted seconds that probes may lose: BUDGET of the time, never more
+    than the next one needs (verify_reserve: the last verification skipped). They are charged what
+    the base would have done better, so together lose BUDGET of the time and one probe at most.
+    """
+
+    table: CostTable
+    acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
+    credit: float = 0.0
+    verify_credit: float = 0.0
+    verify_reserve: float = 0.0
+
+    def predicted(self, rows: int, slots: int, width: int, steps: int = 1) -> float:
+        """Seconds of `steps` decode steps; at width 1 there is no draft, hence no matching."""
+        return steps * self.table.seconds(rows, slots, width, width > 1)
+
+    def choose_width(self, rows: int, slots: int, widths: Iterable[int]) -> int:
+        """The width that is expected to emit most tokens a second; 1 is one; ties: smallest."""
+        widths = sorted({1, *widths})
+        shares = self.acceptance.survival(widths[-1] - 1)
+        emitted = {w: 1.0 + sum(shares[: w - 1]) for w in widths}
+        return max(widths, key=lambda w: emitted[w] / self.predicted(rows, slots, w))
+
+    def plan_visit(self, rows: int, slots: int, widths: Iterable[int]) -> Visit:
+        """The next visit to this rung, to be recorded once it is over.
+
+        A width that seems best but is not known is tried briefly, unless trials are still to be
+        paid for. Where nothing beats 1, the next width is probed once its loss has been earned.
+        """
+        widths = sorted({1, *widths})
+        least, most = PROBE_STEPS
+        steps = min(max(math.ceil(PROBE_ROW_STEPS / rows), least), most)
+        best = self.choose_width(rows, slots, widths)
+        base = self.choose_width(rows, slots, filter(self.acceptance.knows, widths))
+        if best != base and self.credit >= 0:
+            return Visit(rows, slots, best, base, steps)
+        if base > 1 or widths == [1]:
+            return Visit(rows, slots, base, base, REVIEW_STEPS if base > 1 else 0)
+        plain = self.predicted(rows, slots, 1)
+        cost = max(self.predicted(rows, slots, widths[1], steps) - steps * plain, 0.0)
+        if best == base and self.credit >= cost:
+            return Visit(rows, slots, widths[1], base, steps)
+        due = math.ceil(((cost if best == base else 0.0) - self.credit) / (BUDGET * plain))
+        return Visit(rows, slots, base, base, max(due, REVIEW_STEPS), cost)
+
+    def record_visit(self, visit: Visit, steps: int, histogram: Sequence[float] = ()) -> float:
+        """A visit is over, with the histogram for `Acceptance`; returns its predicted seconds."""
+        histogram = [float(n) for n in histogram]
+        self.acceptance.observe(histogram, visit.width)
+        seconds = self.predicted(visit.rows, visit.slots, visit.width, steps)
+        self.verify_credit = min(self.verify_credit + BUDGET * seconds, self.verify_reserve)
+        if visit.width == visit.base:
+            self.credit = min(self.credit + BUDGET * seconds, visit.reserve)
+            return seconds
+        # The same drafts cut to the base's width tell what it would have emitted.
+        emitted, instead = (
+            sum(n * (1.0 + min(a, width - 1)) for a, n in enumerate(histogram))
+            for width in (visit.width, visit.base)
+        )
+        base_seconds = self.predicted(visit.rows, visit.slots, visit.base, steps)
+        self.credit -= max(seconds - base_seconds * (emitted / instead if instead else 1.0), 0.0)
+        return seconds
+
+    def keep_verifying(self, candidate: Pass) -> bool:
+        """Whether one chunk more is expected to save more decoding than it costs."""
+        saved = candidate.expected_kept(self.acceptance.rate()) * self._token_seconds(candidate)
+        return saved > self._pass_seconds(candidate)
+
+    def worth_verifying(self, candidate: Pass) -> Verdict:
+        """The same for a rollout's first chunk, which is probed now and then where it is not."""
+        if self.keep_verifying(candidate):
+            return Verdict.RUN
+        earned = self.verify_credit >= self._pass_seconds(candidate)
+        return Verdict.PROBE if earned and candidate.expected_kept(1.0) > 0 else Verdict.SKIP
+
+    def record_pass(
+        self, done: Pass, kept: int = 0, judged: int = 0, verdict: Verdict = Verdict.RUN
+    ) -> float:
+        """A chunk was verified, or skipped; returns its predicted seconds."""
+        seconds = self._pass_seconds(done)
+        if verdict is Verdict.SKIP:
+            self.verify_reserve = seconds
+            return 0.0
+        if verdict is Verdict.PROBE:
+            self.verify_credit -= max(seconds - float(kept) * self._token_seconds(done), 0.0)
+        else:
+            self.verify_credit = self.verify_reserve = 0.0
+        self.acceptance.observe_verified(kept, judged)
+        return seconds
+
+    def _pass_seconds(self, one: Pass) -> float:
+        return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
+
+    def _token_seconds(self, one: Pass) -> float:
+        """Seconds of a decoded token: a row's share of a step of the best width."""
+        width = self.choose_width(one.decode_rows, one.decode_slots, one.widths)
+        seconds = self.predicted(one.decode_rows, one.decode_slots, width)
+        return seconds / one.decode_rows / self.acceptance.expected_tokens(width)
+
+    def state(self) -> dict:
+        """All that choices depend on, in values that JSON keeps exactly."""
+        return dataclasses.asdict(self) | {"table": self.table.to_json()}
+
+    @classmethod
+    def from_state(cls, state: Mapping) -> "CostModel":
+        """Goes on where `state` was taken, with its table: a resumed run does not measure again."""
+        table, acceptance = CostTable.from_json(state["table"]), Acceptance(**state["acceptance"])
+        return cls(**{**state, "table": table, "acceptance": acceptance})
