@@ -86,14 +86,31 @@ def base() -> ConfigDict:
     rollout.temperature = 1.0  # paper 1.0
     rollout.top_k = 0  # sample from the k likeliest tokens; 0: off; paper off
     rollout.top_p = 1.0  # sample from the likeliest tokens that hold this mass; 1: off; paper off
-    rollout.draft = "previous"  # none | previous: the last response to the prompt as a draft
+    rollout.draft = "previous"  # none | previous (last response) | tree (SRT) | previous+tree
     rollout.draft_age = 1  # 1: last time's response, 2: the one before (paper's delayed reuse)
-    rollout.accept = "ratio"  # ratio (SPEC-RL) | random (its ablation: random reuse)
-    rollout.lenience = math.exp(0.5)  # ℓ in [0, inf]: 0 no reuse, 1 strict, inf full; paper e^0.5
+    rollout.accept = "ratio"  # rule for previous: ratio | random | ratio_residual | block | match
+    rollout.lenience = math.exp(0.5)  # ℓ in [0, inf] of ratio: 0 no reuse, inf full; paper e^0.5
+    rollout.stored_logprobs = 16  # likeliest tokens whose π_old drafts keep: ratio_residual, block
+    rollout.tree = tree = ConfigDict()  # drafts from all that is known of a prompt (SRT)
+    tree.history = 2  # last responses of each sample that are read, beside those in flight
+    tree.depth = 16  # a row's last tokens that are looked up
+    tree.factor = 1.0  # at most factor x matched tokens + offset are drafted
+    tree.offset = 1.0  # see factor
+    tree.min_prob = 0.1  # a draft ends where its share of the continuations falls below
+    tree.decay = 0.7  # weight of a response against one a generation newer
+    rollout.max_width = 8  # tokens a decode step may check: 1, 2, 4, ... (1 without tree drafts)
+    rollout.verify_chunk = 128  # draft tokens of a row verified in one pass
+    rollout.adaptive = True  # by measured cost: widths, and whether to go on verifying
     rollout.row_rungs = 4  # batch sizes that finished rows are compacted into, each half the last
     rollout.windows = 2  # cache lengths, each half the next
     rollout.max_rows = 128  # rows in flight at once (on a CPU: what its caches hold); 0: all
+    rollout.max_cache_gib = 0.0  # bound of the KV cache over all devices, the rest waits; 0: none
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
+    rollout.store = "device"  # where drafts are kept: device | host (the next batch is prefetched)
+    rollout.store_prompts = 0  # prompts with stored responses, the rest evicted by age; 0: all
+    rollout.store_age = 0  # steps after which a stored response is dropped; 0: never
+    rollout.run_ahead = False  # idle rows begin the next step's responses, as drafts (match rule)
+    rollout.partial = 0  # extra prompts in flight; the last unfinished wait a step; 0: off
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.grpo = grpo = ConfigDict()
@@ -146,6 +163,7 @@ def base() -> ConfigDict:
     config.log = log = ConfigDict()
     log.wandb = "auto"  # off | offline | online | auto (online where logged in, else offline)
     log.plots = True  # PNG plots at the end
+    log.rollouts = 0.02  # share of prompts whose responses go to WORKDIR/rollouts/step_N.jsonl
 
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # copies of the weights; -1: all devices that the other two leave

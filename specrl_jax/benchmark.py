@@ -1,12 +1,13 @@
-"""Plain against speculative rollouts in one process: what reuse saves, and what it could save.
+"""Timing whole rollouts side by side in one process, and what their figures are held against.
 
-The same weights roll out the same prompts under the same keys, once without drafts and once with
-the responses of an older policy as drafts, at several leniences. Cases are interleaved and
-repeated after a pass that compiles; every figure is a median, every ratio is taken in one run.
+Cases are run once to compile, then in turn, `repeats` times, so that other work on the machine
+falls on all of them alike. Figures are medians; ratios are medians of ratios within one pass. A run
+in which anything was compiled does not count and is repeated.
 
-The *ideal* of a case is what its reuse would cost if each generated token cost what a token of
-the plain rollout costs: prefill + verify + generated x (plain decode seconds / plain tokens).
-What a case takes beyond that is accounted for, second by second, in its `gap`.
+The *ideal* of a rollout's decoding is the sum, over the steps that its rows needed, of the measured
+seconds of the cheapest rung that could hold them: step t of a row goes with step t of all others,
+at the width that the rollout had at its step t, in the window that the longest of them needs. It
+has no finished rows beyond those that fill the rung, no move, no call and no waiting.
 """
 
 import dataclasses
@@ -15,291 +16,291 @@ import math
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax import train
-from specrl_jax.data import PromptStream
-from specrl_jax.measure import rollout_metrics
-from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.models.transformer import Params, param_count, rollout_weights
-from specrl_jax.rollout import decode
-from specrl_jax.rollout.generate import Plan, Stats, generate
-from specrl_jax.run import Run, begin, build
-from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.cost import CostModel, CostTable
+from specrl_jax.rollout.generate import Plan, Stats, generate, make_corpus
+from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.types import Drafts, Prompts, Source
 
-_LONGEST_DRIFT = 16  # steps; the default is an epoch, as in training, where that is shorter
-_TIMED_STEPS = 64  # decode steps at most in one measurement of a rung
-_PHASES = ("total", "prefill", "verify", "decode")
+PHASES = ("total", "prefill", "verify", "decode")
+_MOST_DISCARDED = 3  # runs of a case that may be thrown away because something was compiled
 
-Rung = tuple[int, int]  # rows, slots
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What all cases share."""
+
+    weights: Params
+    prompts: Prompts
+    key: jax.Array
+    step: int
+    caps: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A rollout to time; without drafts where `lenience` is None."""
+    """A rollout to time.
+
+    stored: tokens [Q, N, R] and lens [Q, N] that tree drafts read. cost: chooses widths, and goes on
+    learning from run to run as it does in training. table: seconds of the plan's programs.
+    """
 
     name: str
-    lenience: float | None
+    plan: Plan
+    table: CostTable
+    drafts: Drafts | None = None
+    stored: tuple[jax.Array, jax.Array] | None = None
+    log_lenience: float = 0.0
+    cost: CostModel | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
-    """What all cases share: the newer policy's weights, prompts, the older policy's responses."""
+class Run:
+    """One timed rollout; arrays on the host."""
 
-    plan: Plan
-    weights: Params
-    prompts: Prompts
-    drafts: Drafts
-    key: jax.Array
-    step: int
-
-
-@dataclasses.dataclass
-class Timed:
-    """One case's repeats: seconds by phase, and what was the same in all of them."""
-
-    rollout: Rollout
+    seconds: dict[str, float]
     stats: Stats
-    seconds: dict[str, list[float]]
-
-    def median(self, phase: str) -> float:
-        return float(np.median(self.seconds[phase]))
-
-
-def benchmark(
-    config, *, repeats: int = 5, lenience: float | None = None, drift: int | None = None
-) -> dict[str, Any]:
-    """Measure the rollout of `config` on the mesh in use; a JSON-able record.
-
-    lenience: instead of the config's, beside 1 and inf. drift: GRPO steps between the policy that
-    wrote the drafts and the one that is timed. Raises ValueError in one line.
-    """
-    load = os.getloadavg()[0]
-    run, params = build(config)
-    if drift is None:
-        epoch = len(run.prompts.lens) // config.rollout.prompts_per_step
-        drift = min(epoch, _LONGEST_DRIFT)
-    scene, setting = _scene(run, params, drift)
-    wanted = config.rollout.lenience if lenience is None else lenience
-    cases = [Case("plain", None)] + [Case(f"ℓ={x:.4g}", x) for x in sorted({1.0, wanted, math.inf})]
-    timed, costs = _time_all(scene, cases, repeats)
-    plain = timed[0]
-    return {
-        "benchmark": "rollout",
-        "machine": _machine() | {"load_before": load, "load_after": os.getloadavg()[0]},
-        "config": jax.tree.map(_jsonable, config.to_dict()),
-        "setting": setting | {"repeats": repeats},
-        "decoded_token_seconds": plain.median("decode") / _tokens(plain.rollout),
-        "rungs": [{"rows": r, "slots": s} | cost for (r, s), cost in costs.items()],
-        "cases": [_record(scene, *both, plain, costs) for both in zip(cases, timed)],
-    }
+    tokens: np.ndarray
+    lens: np.ndarray
+    prefix_lens: np.ndarray
+    sources: np.ndarray
+    sampling_logprobs: np.ndarray
 
 
-def _scene(run: Run, params: Params, drift: int) -> tuple[Scene, dict[str, Any]]:
-    """Warm the policy up, write drafts with it, train it for `drift` steps more."""
-    settings = run.config.rollout
-    convert = functools.partial(jax.jit(rollout_weights, static_argnums=0), run.model)
+def run_case(inputs: Inputs, case: Case) -> Run:
+    """Wall-clock seconds from the host's prompts to finished responses, tree built anew."""
     start = time.perf_counter()
-    state = begin(run, params)
-    jax.block_until_ready(state.train)
-    warmed_up = time.perf_counter()
-    older = convert(state.train.params)
-    with run.pool:
-        for _ in range(drift):
-            train.step(run, state)
-    weights = jax.block_until_ready(convert(state.train.params))
-    drifted = time.perf_counter()
-    prompts = PromptStream(run.prompts, settings.prompts_per_step, run.config.seed).next()
-    written, _ = generate(run.plan, older, prompts, key=run.key, step=1)
-    drafts = Drafts(
-        written.tokens,
-        written.lens,
-        written.sampling_logprobs,
-        written.origin_logprobs,
-        written.origin_steps,
+    rollout, stats = generate(
+        case.plan,
+        inputs.weights,
+        inputs.prompts,
+        key=inputs.key,
+        step=inputs.step,
+        drafts=case.drafts,
+        log_lenience=case.log_lenience,
+        corpus=None if case.stored is None else make_corpus(case.plan, *case.stored),
+        caps=inputs.caps,
+        cost=case.cost,
     )
-    setting = {
-        "policy": f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}",
-        "rows": len(written.lens),
-        "warmup_steps": run.config.warmup.steps,
-        "warmup_seconds": warmed_up - start,
-        "drift_steps": drift,
-        "drift_seconds": drifted - warmed_up,
-        "draft_len_mean": float(np.mean(jax.device_get(written.lens))),
-    }
-    return Scene(run.plan, weights, prompts, drafts, run.key, drift + 2), setting
-
-
-def _time_all(
-    scene: Scene, cases: Sequence[Case], repeats: int
-) -> tuple[list[Timed], dict[Rung, dict[str, float]]]:
-    """Cases and the rungs that they visit: once to compile, then in turn, `repeats` times.
-
-    In turn, so that other work on the machine falls on all of them alike.
-    """
-    timed = [Timed(*_generate(scene, case)[:2], {p: [] for p in _PHASES}) for case in cases]
-    visited = {rung[:2] for case in timed for rung in case.stats.rungs}
-    rungs: dict[Rung, list] = {rung: [] for rung in sorted(visited, reverse=True)}
-    for rung in rungs:
-        _time_rung(scene, *rung)
-    for _ in range(repeats):
-        for case, record in zip(cases, timed):
-            _, stats, total = _generate(scene, case)
-            for phase in _PHASES:
-                seconds = total if phase == "total" else getattr(stats, f"{phase}_seconds")
-                record.seconds[phase].append(seconds)
-        for rung, calls in rungs.items():
-            calls.append(_time_rung(scene, *rung))
-    return timed, {rung: rung_cost(rung[0], calls) for rung, calls in rungs.items()}
-
-
-def _generate(scene: Scene, case: Case) -> tuple[Rollout, Stats, float]:
-    """A rollout and its wall-clock seconds, from the host's prompts to finished responses."""
-    speculative = {}
-    if case.lenience is not None:
-        log_lenience = math.log(case.lenience) if case.lenience else -math.inf
-        speculative = {"drafts": scene.drafts, "log_lenience": log_lenience}
-    inputs = (scene.plan, scene.weights, scene.prompts)
-    start = time.perf_counter()
-    rollout, stats = generate(*inputs, key=scene.key, step=scene.step, **speculative)
     jax.block_until_ready(rollout)
-    return rollout, stats, time.perf_counter() - start
+    seconds = {"total": time.perf_counter() - start}
+    seconds |= {phase: getattr(stats, f"{phase}_seconds") for phase in PHASES[1:]}
+    names = [field.name for field in dataclasses.fields(Run)[2:]]
+    return Run(seconds, stats, **{name: np.asarray(getattr(rollout, name)) for name in names})
 
 
-def rung_cost(rows: int, calls: Sequence) -> dict[str, float]:
-    """Seconds of one decode step of `rows` rows, and of calling the loop.
+def time_blocks(
+    inputs: Inputs, blocks: Sequence[Sequence[Case]], repeats: int, log: Callable[[str], None]
+) -> list[list[list[Run]]]:
+    """`repeats` runs of every case of every block, [block][case][repeat], cases in turn.
 
-    calls: [repeats, 2, 2]: seconds and steps of a call for one step and of a call for many; the
-    difference is the steps' own cost.
+    A case may stand in several blocks, so that each block has a neighbour to compare with.
     """
-    one, many = np.median(np.asarray(calls), axis=0)
-    step = (many[0] - one[0]) / (many[1] - one[1]) if many[1] > one[1] else one[0]
-    return {
-        "step_seconds": float(step),
-        "row_step_seconds": float(step) / rows,
-        "call_seconds": float(one[0] - step),
-    }
+    cases = {id(case): case for block in blocks for case in block}
+    start = time.perf_counter()
+    for case in cases.values():
+        run_case(inputs, case)
+    log(f"{len(cases)} cases compiled and warmed up in {time.perf_counter() - start:.0f} s")
+    found: list[list[list[Run]]] = [[[] for _ in block] for block in blocks]
+    for repeat in range(repeats):
+        start = time.perf_counter()
+        for block, runs in zip(blocks, found):
+            for case, of_case in zip(block, runs):
+                of_case.append(_timed_run(inputs, case))
+        log(f"pass {repeat + 1} of {repeats}: {time.perf_counter() - start:.0f} s")
+    return found
 
 
-def _time_rung(scene: Scene, rows: int, slots: int) -> list[tuple[float, int]]:
-    """A call for one step and a call for many."""
-    longest = min(slots - scene.plan.prompt_slots, _TIMED_STEPS)
-    return [_time_steps(scene, rows, slots, length) for length in (1, longest)]
+def _timed_run(inputs: Inputs, case: Case) -> Run:
+    for _ in range(_MOST_DISCARDED):
+        before = compiled()
+        run = run_case(inputs, case)
+        if compiled() == before:
+            break
+    return run
 
 
-def _time_steps(scene: Scene, rows: int, slots: int, length: int) -> tuple[float, int]:
-    """Seconds and steps of a decode loop that ends at `length` tokens (or once all rows end)."""
-    setup, prompts = scene.plan.setup, scene.prompts
-    picked = np.resize(np.arange(len(prompts.lens)), rows)
-    lens = prompts.lens[picked].astype(np.int32)
-    last = prompts.tokens[picked, lens - 1]
-    seeds = np.random.default_rng(rows).integers(0, 2**32, (rows, 2), np.uint32)
-    start = decode.start_rows(
-        setup, put(seeds, "batch", None), put(lens, "batch"), put(last, "batch")
-    )
-    cache = init_cache(setup.model, rows, slots)
-    stop = (jnp.int32(0), jnp.int32(length))
-    jax.block_until_ready((cache, start, stop))
-    began = time.perf_counter()
-    *_, steps = jax.device_get(decode.decode(setup, scene.weights, cache, start, *stop)[2:])
-    return time.perf_counter() - began, int(steps)
+def compiled() -> int:
+    """Programs that this process has built or read from the compilation cache so far."""
+    return len(_compilations())
 
 
-def _record(
-    scene: Scene, case: Case, timed: Timed, plain: Timed, costs: dict[Rung, dict]
-) -> dict[str, Any]:
-    """All figures of a case."""
-    rollout, stats = jax.device_get(timed.rollout), timed.stats
-    written = jax.device_get(scene.drafts)
-    tokens, total = _tokens(rollout), timed.median("total")
-    reused = int(np.sum(rollout.prefix_lens))
-    values = rollout_metrics(
-        rollout.tokens,
-        rollout.lens,
-        rollout.prefix_lens,
-        scene.plan.setup.eos_ids,
-        offered=None if case.lenience is None else written.lens,
-        previous=(written.tokens, written.lens),
-    )
-    pairs = np.divide(plain.seconds["total"], timed.seconds["total"])
-    verify = timed.median("verify") / stats.verified_tokens if stats.verified_tokens else None
-    decoded = plain.median("decode") / _tokens(plain.rollout)
-    ideal = timed.median("prefill") + timed.median("verify") + (tokens - reused) * decoded
-    visits = [
-        {"rows": rows, "slots": slots, "steps": steps, "tokens": emitted}
-        for (rows, slots, steps), emitted in zip(stats.rungs, rung_tokens(rollout, stats))
-    ]
+@functools.cache
+def _compilations() -> list[str]:
+    events: list[str] = []
+
+    def note(event: str, duration: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return events
+
+
+# Figures of a case ---------------------------------------------------------------------------
+
+
+def median_run(runs: Sequence[Run]) -> Run:
+    """The run of median wall-clock time (of an even number, the faster of the two)."""
+    return sorted(runs, key=lambda run: run.seconds["total"])[(len(runs) - 1) // 2]
+
+
+def describe(case: Case, runs: Sequence[Run], ladder: Ladder) -> dict[str, Any]:
+    """All figures of a case but its ratios to others; counts are those of the median run."""
+    run = median_run(runs)
+    stats, table = run.stats, case.table
+    first = first_steps(run, case.drafts)
+    starts = step_starts(run.sources, run.lens, first, passes=bool(stats.verified_tokens))
+    ideal = ideal_seconds(starts, step_widths(stats), ladder, table)
+    decode, predicted = run.seconds["decode"], predicted_seconds(stats, table)
+    decoded = int(np.maximum(run.lens - first, 0).sum())
     return {
         "name": case.name,
-        "lenience": _jsonable(case.lenience),
-        "seconds": {phase: _spread(timed.seconds[phase]) for phase in _PHASES},
-        "tokens": {"response": tokens, "reused": reused, "generated": tokens - reused},
-        "tokens_per_second": tokens / total,
-        "row_steps": stats.row_steps,
-        "decode_steps": stats.decode_steps,
+        "seconds": {p: spread([r.seconds[p] for r in runs]) for p in PHASES},
+        "tokens": int(run.lens.sum()),
+        "tokens_per_second": float(run.lens.sum() / run.seconds["total"]),
+        "reused_tokens": int(run.prefix_lens.sum()),
+        "drafted_tokens": stats.drafted_tokens,
+        "decoded_tokens": decoded,
         "verified_tokens": stats.verified_tokens,
-        "verified_token_seconds": verify,
-        "verified_over_decoded": verify and verify / decoded,
-        "metrics": {name: float(value) for name, value in values.items()},
-        "speedup": plain.median("total") / total,
-        "speedup_min": float(np.min(pairs)),
-        "speedup_max": float(np.max(pairs)),
-        "ideal_seconds": ideal,
-        "ideal_speedup": plain.median("total") / ideal,
-        "share_of_ideal": ideal / total,
-        "visits": visits,
-        "gap": gap(timed, visits, costs, decoded),
+        "judged_tokens": stats.judged_tokens,
+        "decode_steps": stats.decode_steps,
+        "row_steps": stats.row_steps,
+        "needed_row_steps": int(starts.sum()),
+        "tokens_per_row_step": _ratio(decoded, stats.row_steps),
+        "steps_by_width": _tally((width, steps) for _, _, width, steps in stats.visits),
+        "steps_by_rows": _tally((rows, steps) for rows, _, _, steps in stats.visits),
+        "visits": len(stats.visits),
+        "predicted_decode_seconds": predicted,
+        "predicted_over_actual": _ratio(predicted, decode if stats.visits else 0.0),
+        "ideal_decode_seconds": ideal,
+        "ideal_share": _ratio(ideal, decode if stats.visits else 0.0),
     }
 
 
-def gap(
-    timed: Timed, visits: list[dict], costs: dict[Rung, dict], decoded: float
-) -> dict[str, float]:
-    """Seconds beyond the ideal, by cause; they sum to `total`.
+def _tally(pairs: Iterable[tuple[int, int]]) -> dict[str, int]:
+    """Steps by size; keys are text, as JSON has no others."""
+    found: dict[int, int] = {}
+    for size, steps in pairs:
+        found[size] = found.get(size, 0) + steps
+    return {str(size): found[size] for size in sorted(found)}
 
-    idle_rows: decode steps of rows that had finished. rung_price: what the useful row steps cost,
-    each at its rung's price, beyond `decoded` seconds a token; below 0 where rungs are cheaper
-    than the plain rollout was with its own idle rows. between_rungs: decoding that is no decode
-    step (moving rows, calling programs, waiting). outside: the rollout's start and end.
+
+def _ratio(a: float, b: float) -> float | None:
+    return float(a / b) if b else None
+
+
+def predicted_seconds(stats: Stats, table: CostTable) -> float:
+    """What the table says of the decode steps that were run."""
+    return sum(
+        steps * table.seconds(rows, slots, width, width > 1)
+        for rows, slots, width, steps in stats.visits
+    )
+
+
+def step_widths(stats: Stats) -> list[int]:
+    """The width of every decode step, in order."""
+    return [width for *_, width, steps in stats.visits for _ in range(steps)]
+
+
+def first_steps(run: Run, drafts: Drafts | None) -> np.ndarray:
+    """int [B]: response tokens that rows had before their first decode step.
+
+    A verification pass emits the prefix and, unless the draft was kept whole, the token behind it.
+    Where passes ran, all reused tokens count as theirs, though some may have been left to decoding;
+    where none did, all tokens were decoded.
     """
-    price = [costs[v["rows"], v["slots"]]["row_step_seconds"] for v in visits]
-    useful = sum(p * v["tokens"] for p, v in zip(price, visits))
-    idle = sum(p * (v["rows"] * v["steps"] - v["tokens"]) for p, v in zip(price, visits))
-    causes = {
-        "idle_rows": idle,
-        "rung_price": useful - decoded * sum(v["tokens"] for v in visits),
-        "between_rungs": timed.median("decode") - useful - idle,
-        "outside": timed.median("total") - sum(timed.median(p) for p in _PHASES[1:]),
-    }
-    return causes | {"total": sum(causes.values())}
+    if drafts is None or not run.stats.verified_tokens:
+        return np.zeros_like(run.lens)
+    offered = np.asarray(drafts.lens)
+    return run.prefix_lens + ((offered > 0) & (run.prefix_lens < offered))
 
 
-def rung_tokens(rollout: Rollout, stats: Stats) -> list[int]:
-    """Tokens that each visit of a rung emitted; `rollout` on the host.
+def step_starts(
+    sources: np.ndarray, lens: np.ndarray, first: np.ndarray, *, passes: bool
+) -> np.ndarray:
+    """bool [B, R]: positions at which a decode step of the row began.
 
-    A row emits one token a step until it is done, so its length past the prefix tells when.
+    One begins at `first` [B] and behind every token that ended one: a sampled token, and without
+    verification passes a reused one too, which cost a step of its own (at width 1).
     """
-    emitted, visits = [], iter(stats.rungs)
-    for wanted in np.split(rollout.lens - rollout.prefix_lens, max(stats.parts, 1)):
-        done = 0
-        while done < np.max(wanted):
-            steps = next(visits)[2]
-            emitted.append(int(np.sum(np.clip(wanted - done, 0, steps))))
-            done += steps
-    return emitted
+    ends = sources == Source.SAMPLED
+    if not passes:
+        ends |= sources == Source.REUSED
+    positions = np.arange(sources.shape[1])[None, :]
+    behind = np.concatenate([np.zeros((len(lens), 1), bool), ends[:, :-1]], axis=1)
+    begins = (positions == first[:, None]) | (behind & (positions > first[:, None]))
+    return begins & (positions < lens[:, None])
 
 
-def _tokens(rollout: Rollout) -> int:
-    return int(np.sum(jax.device_get(rollout.lens)))
+def ideal_seconds(
+    starts: np.ndarray, widths: Sequence[int], ladder: Ladder, table: CostTable
+) -> float:
+    """The ideal of the module's docstring, for rows whose steps begin at `starts` [B, R].
+
+    widths: of the rollout's steps, in order; steps beyond the last have its width. More rows than
+    the largest rung go in several of it.
+    """
+    needed = starts.sum(axis=1)
+    positions = np.argsort(~starts, axis=1, kind="stable")
+    total = 0.0
+    for t in range(int(needed.max(initial=0))):
+        active = needed > t
+        longest = int(positions[active, t].max()) + 1
+        width = widths[min(t, len(widths) - 1)] if len(widths) else 1
+        slots = ladder.slots(ladder.response_for(longest))
+        price = functools.partial(_price, ladder, table, slots, width)
+        whole, rest = divmod(int(active.sum()), ladder.rows[0])
+        total += whole * price(ladder.rows[0]) + (price(rest) if rest else 0.0)
+    return total
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _price(ladder: Ladder, table: CostTable, slots: int, width: int, active: int) -> float:
+    return min(table.seconds(r, slots, width, width > 1) for r in ladder.rows if r >= active)
+
+
+def ratios(slow: Sequence[Run], fast: Sequence[Run]) -> dict[str, float]:
+    """Spread over the passes of total seconds of `slow` over those of `fast`."""
+    return spread([a.seconds["total"] / b.seconds["total"] for a, b in zip(slow, fast)])
+
+
+# Goals ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A figure held against a bound; `most`: it is an upper bound."""
+
+    name: str
+    figure: float
+    bound: float
+    most: bool = False
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.figure <= self.bound if self.most else self.figure >= self.bound
+
+    def record(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"met": self.met}
+
+    def line(self) -> str:
+        sign = "<=" if self.most else ">="
+        text = f"{'met' if self.met else 'MISSED':8}{self.name}: {self.figure:.3f}"
+        return f"{text} ({sign} {self.bound:g}{f'; {self.note}' if self.note else ''})"
+
+
+# The machine ---------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
     return {
         "median": float(np.median(values)),
         "min": float(np.min(values)),
@@ -307,7 +308,8 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
@@ -322,78 +324,15 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _jsonable(value: Any) -> Any:
+def machine_line(record: dict[str, Any]) -> str:
+    """One line of `machine()` and the loads beside it."""
+    return (
+        f"{record['device']} x {record['devices']}, {record['cores']} cores, load "
+        f"{record['load_before']:.1f} before and {record['load_after']:.1f} after; "
+        f"jax {record['jax']}"
+    )
+
+
+def jsonable(value: Any) -> Any:
     """JSON has no inf and no nan."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# The table -----------------------------------------------------------------------------------
-
-
-def table(record: dict[str, Any]) -> str:
-    """The record as text: a column a case, then what the rungs cost."""
-    machine, setting, cases = record["machine"], record["setting"], record["cases"]
-    lines = [
-        f"{machine['device']} x {machine['devices']}, {machine['cores']} cores, load "
-        f"{machine['load_before']:.1f} before and {machine['load_after']:.1f} after; "
-        f"jax {machine['jax']}",
-        f"{setting['policy']}, {setting['rows']} rows; warm-up {setting['warmup_seconds']:.0f} s; "
-        f"drafts from {setting['drift_steps']} GRPO steps ago; median of {setting['repeats']}",
-        "",
-        f"{'':36}" + "".join(f"{case['name']:>12}" for case in cases),
-    ]
-    lines += [
-        f"{heading:36}" + "".join(f"{_cell(text, case):>12}" for case in cases)
-        for heading, text in _ROWS
-    ]
-    return "\n".join([*lines, "", *_rung_lines(record)])
-
-
-def _cell(text, case: dict[str, Any]) -> str:
-    try:
-        return text(case)
-    except (KeyError, TypeError):  # a figure that this case does not have
-        return "-"
-
-
-_ROWS = (
-    ("rollout, ms", lambda c: f"{1e3 * c['seconds']['total']['median']:.1f}"),
-    ("  shortest", lambda c: f"{1e3 * c['seconds']['total']['min']:.1f}"),
-    ("  longest", lambda c: f"{1e3 * c['seconds']['total']['max']:.1f}"),
-    ("response tokens a second", lambda c: f"{c['tokens_per_second']:.0f}"),
-    ("speed-up, verification included", lambda c: f"{c['speedup']:.2f}x"),
-    ("  of single repeats", lambda c: f"{c['speedup_min']:.2f}-{c['speedup_max']:.2f}"),
-    ("  ideal for this reuse", lambda c: f"{c['ideal_speedup']:.2f}x"),
-    ("  share of the ideal", lambda c: f"{c['share_of_ideal']:.2f}"),
-    ("reused of all tokens", lambda c: f"{c['metrics']['rollout/reuse_fraction']:.1%}"),
-    ("accepted of draft tokens", lambda c: f"{c['metrics']['rollout/draft_accept_rate']:.1%}"),
-    ("kept prefix, tokens", lambda c: f"{c['metrics']['rollout/prefix_len_mean']:.1f}"),
-    ("responses reused whole", lambda c: f"{c['metrics']['rollout/full_reuse_ratio']:.1%}"),
-    ("tokens generated", lambda c: f"{c['tokens']['generated']}"),
-    ("row steps computed", lambda c: f"{c['row_steps']}"),
-    ("verified / decoded token, cost", lambda c: f"{c['verified_over_decoded']:.3f}"),
-    ("prefill, ms", lambda c: f"{1e3 * c['seconds']['prefill']['median']:.1f}"),
-    ("verify, ms", lambda c: f"{1e3 * c['seconds']['verify']['median']:.1f}"),
-    ("decode, ms", lambda c: f"{1e3 * c['seconds']['decode']['median']:.1f}"),
-    ("beyond the ideal, ms", lambda c: f"{1e3 * c['gap']['total']:+.1f}"),
-    ("  steps of finished rows", lambda c: f"{1e3 * c['gap']['idle_rows']:+.1f}"),
-    ("  price of the other row steps", lambda c: f"{1e3 * c['gap']['rung_price']:+.1f}"),
-    ("  between rungs", lambda c: f"{1e3 * c['gap']['between_rungs']:+.1f}"),
-    ("  before and after", lambda c: f"{1e3 * c['gap']['outside']:+.1f}"),
-)
-
-
-def _rung_lines(record: dict[str, Any]) -> list[str]:
-    cases = record["cases"]
-    heading = f"{'rows':>6}{'slots':>7}{'step, ms':>10}{'us a row':>10}{'call, ms':>10}"
-    lines = [heading + "".join(f"{case['name']:>16}" for case in cases) + "   (steps, rows in use)"]
-    for rung in record["rungs"]:
-        line = f"{rung['rows']:6}{rung['slots']:7}{1e3 * rung['step_seconds']:10.3f}"
-        line += f"{1e6 * rung['row_step_seconds']:10.2f}{1e3 * rung['call_seconds']:10.3f}"
-        for case in cases:
-            visits = [v for v in case["visits"] if all(v[k] == rung[k] for k in ("rows", "slots"))]
-            steps, tokens = (sum(v[k] for v in visits) for k in ("steps", "tokens"))
-            used = f"{steps} ({tokens / steps / rung['rows']:.0%})" if steps else "-"
-            line += f"{used:>16}"
-        lines.append(line)
-    return lines

@@ -24,10 +24,23 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rollout.top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
     "rollout.draft_age": ("1 or 2", lambda x: x in (1, 2)),
     "rollout.lenience": (">= 0", lambda x: x >= 0),
+    "rollout.stored_logprobs": (">= 1", lambda x: x >= 1),
+    "rollout.tree.history": (">= 1", lambda x: x >= 1),
+    "rollout.tree.depth": (">= 1", lambda x: x >= 1),
+    "rollout.tree.factor": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "rollout.tree.offset": ("finite", math.isfinite),
+    "rollout.tree.min_prob": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "rollout.tree.decay": ("in (0, 1]", lambda x: 0 < x <= 1),
+    "rollout.max_width": (">= 1", lambda x: x >= 1),
+    "rollout.verify_chunk": (">= 1", lambda x: x >= 1),
     "rollout.row_rungs": (">= 1", lambda x: x >= 1),
     "rollout.windows": (">= 1", lambda x: x >= 1),
     "rollout.max_rows": (">= 0", lambda x: x >= 0),
+    "rollout.max_cache_gib": (">= 0", lambda x: x >= 0),
     "rollout.logits_chunk": (">= 1", lambda x: x >= 1),
+    "rollout.store_prompts": (">= 0", lambda x: x >= 0),
+    "rollout.store_age": (">= 0", lambda x: x >= 0),
+    "rollout.partial": (">= 0", lambda x: x >= 0),
     "grpo.clip_low": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "grpo.clip_high": (">= 0", lambda x: x >= 0),
     "grpo.dual_clip": ("0 (off) or > 1", lambda x: x == 0 or x > 1),
@@ -57,14 +70,16 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint.every": (">= 1", lambda x: x >= 1),
     "checkpoint.keep_last": (">= 1", lambda x: x >= 1),
     "checkpoint.keep_best": (">= 0", lambda x: x >= 0),
+    "log.rollouts": ("in [0, 1]", lambda x: 0 <= x <= 1),
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": ("llama", "qwen2", "qwen3"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "data.source": ("reasoning_gym", "tfds", "jsonl", "parquet", "hf"),
-    "rollout.draft": ("none", "previous"),
-    "rollout.accept": ("ratio", "random"),
+    "rollout.draft": ("none", "previous", "tree", "previous+tree"),
+    "rollout.accept": ("ratio", "random", "ratio_residual", "block", "match"),
+    "rollout.store": ("device", "host"),
     "grpo.aggregation": ("token", "sequence"),
     "grpo.kl_estimator": ("k1", "k2", "k3"),
     "updates.schedule": ("constant", "linear", "cosine"),
@@ -96,6 +111,7 @@ def check_mesh(config: ConfigDict, mesh: Any) -> None:
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     for field, size in (
         ("rollout.prompts_per_step", config.rollout.prompts_per_step),
+        ("rollout.partial", config.rollout.partial),
         ("updates.micro_batch_size", config.updates.micro_batch_size),
         ("updates.mini_batch_size", config.updates.mini_batch_size),
         ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
@@ -148,10 +164,34 @@ def _check_batches(config: ConfigDict) -> None:
         raise ValueError(
             "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"
         )
+    _check_rollout(config.rollout)
+    if config.rollout.partial and config.updates.old_logprobs != "rollout":
+        raise ValueError(
+            "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's "
+            f"weight is against the policy that sampled it), got {config.updates.old_logprobs!r}"
+        )
     if config.rollout.draft == "none" and config.rollout.draft_age != 1:
         raise ValueError(
             f"rollout.draft_age must be 1 where rollout.draft is none, "
             f"got {config.rollout.draft_age}"
+        )
+
+
+def _check_rollout(rollout: ConfigDict) -> None:
+    if 0 < rollout.store_prompts < rollout.prompts_per_step:
+        raise ValueError(
+            f"rollout.store_prompts must be 0 or >= rollout.prompts_per_step = "
+            f"{rollout.prompts_per_step}, got {rollout.store_prompts}"
+        )
+    if rollout.run_ahead and "previous" in rollout.draft and rollout.accept != "match":
+        raise ValueError(
+            "rollout.run_ahead must be False where rollout.accept is not match (its drafts are "
+            f"only exact under that rule), got True with rollout.accept = {rollout.accept!r}"
+        )
+    if rollout.run_ahead and rollout.partial:
+        raise ValueError(
+            "rollout.run_ahead must be False where rollout.partial is > 0 (a place that is left "
+            f"idle ends the step there), got True with rollout.partial = {rollout.partial}"
         )
 
 

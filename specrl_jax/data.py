@@ -6,12 +6,14 @@ format. Parts: examples (rows of `sources` → `Example`, duplicates removed), e
 `PromptStream`, evaluation batches, and the tiny sorting task.
 """
 
+import copy
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +274,23 @@ def _words(examples: Sequence[Example]) -> np.ndarray:
 
 def batch_of(encoded: EncodedDataset, rows: Sequence[int] | np.ndarray) -> Prompts:
     """The problems at these row indices, in this order."""
+    return select(Prompts(encoded.tokens, encoded.lens, encoded.ids, encoded.examples), rows)
+
+
+def concatenate(first: Prompts, second: Prompts) -> Prompts:
+    """The prompts of both, [Q1 + Q2]."""
+    arrays = (
+        np.concatenate([getattr(x, name) for x in (first, second)])
+        for name in ("tokens", "lens", "ids")
+    )
+    return Prompts(*arrays, (*first.examples, *second.examples))
+
+
+def select(prompts: Prompts, rows: Sequence[int] | np.ndarray) -> Prompts:
+    """The prompts at these places of a batch, in this order."""
     rows = np.asarray(rows, np.int64)
-    examples = tuple(encoded.examples[i] for i in rows)
-    return Prompts(encoded.tokens[rows], encoded.lens[rows], encoded.ids[rows], examples)
+    examples = tuple(prompts.examples[i] for i in rows)
+    return Prompts(prompts.tokens[rows], prompts.lens[rows], prompts.ids[rows], examples)
 
 
 def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]]:
@@ -304,6 +320,9 @@ class PromptStream:
     The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
     the `leftover` prompts after them are not visited in that epoch, and each epoch leaves out
     others. `epoch` and `step` (within it) are those of the next batch.
+
+    `next` gives whole batches, `take` prompts one by one, in the same order; a run uses one of
+    them. Prompts that `take` has drawn and not given out yet are part of the place.
     """
 
     def __init__(self, encoded: EncodedDataset, prompts_per_step: int, seed: int):
@@ -318,6 +337,7 @@ class PromptStream:
         self._encoded, self._size, self._seed = encoded, prompts_per_step, seed
         self._digest = hashlib.blake2b(encoded.ids.tobytes(), digest_size=8).hexdigest()
         self._order = self._shuffle()
+        self._waiting: list[int] = []  # drawn by `take`, not given out yet
 
     def _shuffle(self) -> np.ndarray:
         rng = np.random.default_rng([self._seed, self.epoch])
@@ -325,33 +345,76 @@ class PromptStream:
 
     def next(self) -> Prompts:
         """The next batch, [Q, P]."""
+        return batch_of(self._encoded, self._draw())
+
+    def _draw(self) -> list[int]:
         start = self.step * self._size
-        batch = batch_of(self._encoded, self._order[start : start + self._size])
+        rows = self._order[start : start + self._size].tolist()
         self.step += 1
         if self.step == self.steps_per_epoch:
             self.epoch, self.step = self.epoch + 1, 0
             self._order = self._shuffle()
-        return batch
+        return rows
 
-    def state(self) -> dict[str, int | str]:
+    def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
+        """The next `count` prompts, none of them twice and none whose prompt_id is in `busy`.
+
+        A prompt that is passed over for that is the first to be taken later: each is given out as
+        often as it is drawn. Raises ValueError where the data has too few prompts.
+        """
+        total, taken, out = len(self._encoded.examples), [], set(busy)
+        if count + len(out) > total:
+            raise ValueError(
+                f"rollout.prompts_per_step + rollout.partial must be <= {total}, the number of "
+                f"training prompts, got {count + len(out)}"
+            )
+        drawn, self._waiting = self._waiting, []
+        while True:
+            for row in drawn:
+                name = self._encoded.examples[row].prompt_id
+                if len(taken) == count or name in out:
+                    self._waiting.append(row)
+                else:
+                    taken.append(row)
+                    out.add(name)
+            if len(taken) == count:
+                return batch_of(self._encoded, taken)
+            drawn = self._draw()
+
+    def find(self, prompt_ids: Sequence[str]) -> Prompts:
+        """The prompts of these ids, in this order."""
+        return batch_of(self._encoded, [self._rows[name] for name in prompt_ids])
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, int]:
+        return {example.prompt_id: row for row, example in enumerate(self._encoded.examples)}
+
+    def peek(self) -> Prompts:
+        """What `next` will give, without going on."""
+        ahead = copy.copy(self)
+        return ahead.next()
+
+    def state(self) -> dict[str, Any]:
         """What `restore` needs, for JSON."""
         return {
             "epoch": self.epoch,
             "step": self.step,
+            "waiting": [self._encoded.examples[row].prompt_id for row in self._waiting],
             "seed": self._seed,
             "prompts_per_step": self._size,
             "prompts": self._digest,
         }
 
-    def restore(self, state: dict[str, int | str]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken. Raises ValueError if the order is another by now."""
         for name, now in self.state().items():
-            if name not in ("epoch", "step") and state[name] != now:
+            if name not in ("epoch", "step", "waiting") and state[name] != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: {name} was {state[name]!r}, is {now!r}"
                 )
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
         self._order = self._shuffle()
+        self._waiting = [self._rows[name] for name in state["waiting"]]
 
 
 # --- the tiny sorting task ------------------------------------------------------------------------

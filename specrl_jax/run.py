@@ -4,6 +4,7 @@ Beside train.py the only file that sees every room, and only to build its part o
 """
 
 import dataclasses
+import time
 from typing import Any
 
 import jax
@@ -14,11 +15,20 @@ import optax
 from specrl_jax import data
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.transformer import Params, abstract_params, param_count
+from specrl_jax.models.transformer import (
+    Params,
+    abstract_params,
+    param_count,
+    rollout_weights,
+)
 from specrl_jax.policy import load_policy
 from specrl_jax.reward_pool import RewardPool
+from specrl_jax.rollout import timing
+from specrl_jax.rollout.carry import Ahead, Carried
+from specrl_jax.rollout.cost import CostModel, CostTable
 from specrl_jax.rollout.draft_store import DraftStore
 from specrl_jax.rollout.generate import Plan
+from specrl_jax.runtime import cache_folder
 from specrl_jax.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.types import Prompts
 from specrl_jax.update import (
@@ -51,6 +61,18 @@ class Run:
     key: jax.Array
 
     @property
+    def chooses(self) -> bool:
+        """Whether rollouts choose by measured cost."""
+        settings = self.config.rollout
+        return settings.adaptive and settings.draft != "none"
+
+    @property
+    def rows(self) -> int:
+        """Rows in flight at a step."""
+        settings = self.config.rollout
+        return (settings.prompts_per_step + settings.partial) * settings.group_size
+
+    @property
     def keeps_reference(self) -> bool:
         """A pretrained reference is read from its source again; one warmed up here is saved."""
         return bool(self.config.grpo.kl_coef and self.config.warmup.steps)
@@ -60,7 +82,8 @@ class Run:
 class State:
     """What a checkpoint holds. `step` counts finished steps; reference is None without a KL.
 
-    tokenizer: fingerprint of the tokenizer whose ids the draft store holds.
+    cost: what the rollout's choices rest on, None where there is nothing to choose. ahead, carried:
+    what the last rollout left to the next one; None without run-ahead, or partial rollouts.
     """
 
     step: int
@@ -68,11 +91,34 @@ class State:
     reference: Params | None
     stream: data.PromptStream
     store: DraftStore
-    tokenizer: str
+    cost: CostModel | None = None
+    ahead: Ahead | None = None
+    carried: Carried | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the prompts that the next step belongs to, from 1."""
+        return self.step // self.stream.steps_per_epoch + 1
+
+    def next_prompts(self, run: Run) -> tuple[Prompts, Prompts | None]:
+        """Those in flight at the step that begins (`step` counts it), and those run ahead."""
+        settings, last = run.config.rollout, self.step >= run.total_steps
+        if self.carried is None:
+            prompts = self.stream.next()
+            return prompts, self.stream.peek() if settings.run_ahead and not last else None
+        begun, size = self.carried.prompt_ids, settings.prompts_per_step
+        # No more than the rest of the run trains on: its last step leaves nothing unfinished.
+        rest = max(run.total_steps - self.step + 1, 1) * size
+        fresh = self.stream.take(min(size + settings.partial, rest) - len(begun), busy=begun)
+        return data.concatenate(self.stream.find(begun), fresh), None
 
     def arrays(self, run: Run) -> dict[str, Any]:
         """The device's part."""
         tree = {"train": self.train, "store": self.store.arrays}
+        if self.ahead is not None:
+            tree["ahead"] = self.ahead.drafts
+        if self.carried is not None:
+            tree["carried"] = self.carried.held
         return tree | ({"reference": self.reference} if run.keeps_reference else {})
 
     def host(self) -> dict[str, Any]:
@@ -81,7 +127,9 @@ class State:
             "step": self.step,
             "stream": self.stream.state(),
             "store": self.store.state(),
-            "tokenizer": self.tokenizer,
+            "cost": self.cost.state() if self.cost else None,
+            "ahead": self.ahead.prompt_ids if self.ahead else (),
+            "carried": (self.carried.prompt_ids, self.carried.steps) if self.carried else ((), ()),
         }
 
 
@@ -134,7 +182,10 @@ def begin(run: Run, params: Params) -> State:
     if run.config.warmup.steps:
         params = warm_up(run.config, run.learner, params, run.tokenizer, run.dataset)
     reference = jax.tree.map(jnp.copy, params) if run.config.grpo.kl_coef else None
-    return _state(run, init_state(run.learner.optimizer, params), reference)
+    state = _state(run, init_state(run.learner.optimizer, params), reference)
+    if run.chooses:
+        state.cost = CostModel(_measure(run, state.train.params))
+    return state
 
 
 def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> State:
@@ -142,27 +193,65 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
     reference = params if run.config.grpo.kl_coef else None
     like = abstract_state(run.learner.optimizer, abstract_params(run.model))
     state = _state(run, like, reference)
-    arrays, host = checkpoints.restore(step, state.arrays(run))
-    if host["tokenizer"] != state.tokenizer:
-        raise ValueError(
-            f"tokenizer.source must be the checkpoint's tokenizer {host['tokenizer']}, whose ids "
-            f"its drafts hold, got {state.tokenizer}"
-        )
+    like = state.arrays(run) | {"store": state.store.like}
+    arrays, host = checkpoints.restore(step, like)
     state.step, state.train = host["step"], arrays["train"]
     state.reference = arrays.get("reference", reference)
     state.stream.restore(host["stream"])
     state.store.restore(host["store"], arrays["store"])
+    if host["cost"]:
+        state.cost = CostModel(CostTable.from_json(host["cost"]["table"]))
+        state.cost.restore(host["cost"])
+    if state.ahead is not None:
+        state.ahead = Ahead(arrays["ahead"], tuple(host["ahead"]))
+    if state.carried is not None:
+        state.carried = Carried(arrays["carried"], *map(tuple, host["carried"]))
     print(f"resumed at step {step} of {run.total_steps}", flush=True)
     return state
 
 
 def _state(run: Run, train: TrainState, reference: Params | None) -> State:
-    settings = run.config.rollout
+    settings, setup = run.config.rollout, run.plan.setup
     stream = data.PromptStream(run.prompts, settings.prompts_per_step, run.config.seed)
-    # A multiple of 64: the same shape, and so resumable, on meshes that cut the batch otherwise.
-    capacity = -(-len(run.prompts.lens) // 64) * 64
-    store = DraftStore(capacity, settings.group_size, settings.response_len, settings.draft_age)
-    return State(0, train, reference, stream, store, run.tokenizer.fingerprint)
+    store = DraftStore(
+        settings.store_prompts or len(run.prompts.lens),
+        settings.group_size,
+        settings.response_len,
+        settings.draft_age,
+        history=settings.tree.history if setup.tree else 0,
+        k=setup.stored,
+        max_age=settings.store_age,
+        kind=settings.store,
+        owner={"tokenizer": run.tokenizer.fingerprint, "model": _model_name(run)},
+    )
+    state = State(0, train, reference, stream, store)
+    if settings.run_ahead:
+        state.ahead = Ahead.empty(run.rows, settings.response_len)
+    if settings.partial:
+        waiting = settings.partial * settings.group_size
+        state.carried = Carried.empty(waiting, settings.response_len, setup.stored)
+    return state
+
+
+def _model_name(run: Run) -> str:
+    """What tells one policy from another in a stored draft."""
+    shape = run.model
+    sizes = f"{shape.num_layers} x {shape.embed_dim}, {shape.vocab_size} tokens"
+    return f"{run.config.model.source or 'from nothing'} ({shape.family}, {sizes})"
+
+
+def _measure(run: Run, params: Params) -> CostTable:
+    """Seconds of the rollout's programs on the device at hand; read from disk where known."""
+    settings = run.config.rollout
+    weights = jax.jit(rollout_weights, static_argnums=0)(run.model, params)
+    sources = settings.tree.history * settings.group_size
+    start = time.perf_counter()
+    table = timing.cost_table(
+        run.plan, weights, run.rows, sources=sources, directory=cache_folder() / "step_costs"
+    )
+    seconds = time.perf_counter() - start
+    print(f"rollout: cost of {len(table.to_json())} programs known in {seconds:.0f} s", flush=True)
+    return table
 
 
 def _describe(run: Run, stream: data.PromptStream) -> None:

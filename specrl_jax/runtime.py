@@ -25,11 +25,18 @@ def start(config) -> None:
     jax.set_mesh(mesh)
 
 
-def use_compilation_cache() -> None:
-    """Keep compiled programs on disk (JAX_COMPILATION_CACHE_DIR, else the user's cache folder)."""
+def cache_folder() -> Path:
+    """Where what can be found out again is kept: JAX_COMPILATION_CACHE_DIR, else the user's cache
+    folder."""
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(root / "specrl_jax" / "jax"))
+    return root / "specrl_jax" / "jax"
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs on disk, in `cache_folder`."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 

@@ -6,21 +6,25 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import report
 from specrl_jax.advantages import group_relative
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
+from specrl_jax.data import select
 from specrl_jax.evaluate import evaluate, score
 from specrl_jax.losses import policy_metrics
 from specrl_jax.measure import reward_metrics, rollout_metrics
 from specrl_jax.metrics import MetricsLog, read_metrics
 from specrl_jax.models.transformer import rollout_weights
-from specrl_jax.rollout.generate import generate
+from specrl_jax.records import RolloutRecords
+from specrl_jax.rollout.drafting import Corpus
+from specrl_jax.rollout.generate import Outcome, make_corpus, roll
 from specrl_jax.run import Run, State, begin, build, resume
 from specrl_jax.runtime import StopRequest, only_process
 from specrl_jax.sharding import put, reshard
-from specrl_jax.types import Batch
+from specrl_jax.types import Batch, Drafts, Prompts, Rollout
 from specrl_jax.update import logprob_gap, logprobs, make_batch, micro_batches, update
 
 # What a resumed run may change: where it runs and how it is recorded, not what it computes.
@@ -54,14 +58,21 @@ def train(config, workdir: Path) -> None:
         state = begin(run, params) if last is None else resume(run, params, checkpoints, last)
         del params
         save_run_config(workdir, config)  # from here on the directory is this run's
+        records = _open_records(run, workdir)
         with _open_log(run, workdir) as log, StopRequest() as stop:
-            log.restore(last or -1)  # step 0 is evaluated and written again
-            loop(run, state, checkpoints, log, stop)
+            for written in (log, records):
+                written.restore(last or -1)  # step 0 is evaluated and written again
+            loop(run, state, checkpoints, log, records, stop)
     _finish(run, state, workdir, stop.name if state.step < run.total_steps else "")
 
 
 def loop(
-    run: Run, state: State, checkpoints: Checkpointer, log: MetricsLog, stop: StopRequest
+    run: Run,
+    state: State,
+    checkpoints: Checkpointer,
+    log: MetricsLog,
+    records: RolloutRecords,
+    stop: StopRequest,
 ) -> None:
     """Steps until the last one or a stop request; evaluates, records and saves on the way."""
     if state.step == 0:
@@ -69,8 +80,8 @@ def loop(
         log.write(0, 0, values)
         checkpoints.save(0, state.arrays(run), state.host(), metric=values.get("reward/eval"))
     while state.step < run.total_steps and not stop:
-        epoch, start = state.stream.epoch + 1, time.perf_counter()
-        values = step(run, state)
+        epoch, start = state.epoch, time.perf_counter()
+        values = step(run, state, records)
         values["time/step"] = time.perf_counter() - start
         _check_finite(values, state.step, checkpoints)
         last = state.step == run.total_steps
@@ -86,30 +97,36 @@ def loop(
         checkpoints.save(state.step, state.arrays(run), state.host())  # nothing if it is there
 
 
-def step(run: Run, state: State) -> dict[str, float]:
+def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[str, float]:
     """One rollout and its updates; changes `state`, returns the step's metrics."""
-    settings = run.config.rollout
+    settings, epoch = run.config.rollout, state.epoch
     state.step += 1
     with _Clock("rollout") as rollout_clock:
-        prompts = state.stream.next()
-        previous = state.store.get(prompts, settings.group_size)
-        drafts = None
-        if settings.draft == "previous":
-            drafts = state.store.get(prompts, settings.group_size, age=settings.draft_age)
-        rollout, stats = generate(
+        prompts, ahead = state.next_prompts(run)
+        previous = state.store.get(prompts, settings.group_size, step=state.step)
+        outcome = roll(
             run.plan,
             _weights(run.model, state.train.params),
             prompts,
             key=run.key,
             step=state.step,
-            drafts=drafts,
+            drafts=_drafts(run, state, prompts),
+            corpus=_corpus(run, state, prompts, ahead),
             log_lenience=math.log(settings.lenience) if settings.lenience else -math.inf,
+            cost=state.cost,
+            ahead=ahead,
+            carried=state.carried,
+            wanted=settings.prompts_per_step if settings.partial else 0,
         )
+        rollout, prompts = outcome.rollout, select(prompts, outcome.groups)
         tokens, lens, prefix_lens = jax.device_get(
             (rollout.tokens, rollout.lens, rollout.prefix_lens)
         )
     with _Clock("reward") as reward_clock:
         scores = score(run.pool, run.tokenizer, prompts, tokens, lens)
+    if records is not None and records.active:
+        told = (prompts, _told(rollout), scores.rewards, scores.failed)
+        records.write(state.step, epoch, *told)
     with _Clock("update") as update_clock:
         rewards = put(scores.rewards, None)  # whole on every device: a group never straddles two
         advantages = group_relative(
@@ -118,15 +135,52 @@ def step(run: Run, state: State) -> dict[str, float]:
         advantages = reshard(advantages, "batch")
         batch = make_batch(prompts, rollout, advantages, lengths=_lengths(settings.response_len))
         values = learn(run, state, batch)
-    state.store.put(prompts, rollout)
-    offered = None if drafts is None else jax.device_get(drafts.lens)
-    before = jax.device_get((previous.tokens, previous.lens))
-    eos_ids = run.plan.setup.eos_ids
-    values |= rollout_metrics(tokens, lens, prefix_lens, eos_ids, offered=offered, previous=before)
+    state.store.put(prompts, rollout, step=state.step)
+    before = [x[outcome.rows] for x in jax.device_get((previous.tokens, previous.lens))]
+    values |= rollout_metrics(
+        tokens, lens, prefix_lens, run.plan.setup.eos_ids, offered=outcome.offered, previous=before
+    )
+    values |= _left_over(state, outcome, prefix_lens)
     values |= reward_metrics(scores.rewards, scores.failed, settings.group_size)
-    values |= stats.metrics() | rollout_clock.lap | reward_clock.lap | update_clock.lap
+    values |= outcome.metrics() | rollout_clock.lap | reward_clock.lap | update_clock.lap
     seen = state.step * settings.prompts_per_step
     return values | {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
+
+
+def _drafts(run: Run, state: State, prompts: Prompts) -> Drafts | None:
+    """Earlier responses to `prompts`, or what was begun for them ahead."""
+    settings, drafts = run.config.rollout, None
+    if "previous" in settings.draft:
+        drafts = state.store.get(
+            prompts, settings.group_size, age=settings.draft_age, step=state.step
+        )
+    return drafts if state.ahead is None else state.ahead.over(drafts, prompts)
+
+
+def _corpus(run: Run, state: State, prompts: Prompts, ahead: Prompts | None) -> Corpus | None:
+    """What tree drafts read; also begins to fetch what the next step will need of the store."""
+    batches = [prompts] if ahead is None else [prompts, ahead]
+    found = []
+    if "tree" in run.config.rollout.draft:
+        found = [state.store.sources(batch, step=state.step) for batch in batches]
+    if state.carried is None:  # else nobody knows yet who the next step's prompts are
+        state.store.prefetch(state.stream.peek())
+    if not found:
+        return None
+    tokens, lens = (jnp.concatenate(x) for x in zip(*found))
+    return make_corpus(run.plan, tokens, lens, run.config.rollout.tree.decay)
+
+
+def _left_over(state: State, outcome: Outcome, prefix_lens: np.ndarray) -> dict[str, float]:
+    """Takes what the rollout leaves to the next one into `state`; returns what came of the last."""
+    values = {}
+    if state.ahead is not None:
+        begun = jax.device_get(state.ahead.drafts.lens) if state.ahead.prompt_ids else np.zeros(1)
+        if begun.any():
+            values["rollout/ahead_kept"] = int(prefix_lens[begun > 0].sum()) / int(begun.sum())
+        state.ahead = outcome.ahead or dataclasses.replace(state.ahead, prompt_ids=())
+    state.carried = outcome.carried
+    return values
 
 
 def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
@@ -203,6 +257,22 @@ def _open_log(run: Run, workdir: Path) -> MetricsLog:
         run_name=workdir.name,
         config_dict=run.config.to_dict(),
     )
+
+
+def _open_records(run: Run, workdir: Path) -> RolloutRecords:
+    return RolloutRecords(
+        workdir,
+        run.config.log.rollouts,
+        decode=run.tokenizer.decode,
+        eos_ids=run.plan.setup.eos_ids,
+        enabled=jax.process_index() == 0,
+    )
+
+
+def _told(rollout: Rollout) -> Rollout:
+    """What records tell of a rollout, on the host."""
+    left_out = ("sampling_logprobs", "origin_logprobs", "top_ids", "top_logprobs")
+    return jax.device_get(dataclasses.replace(rollout, **dict.fromkeys(left_out)))
 
 
 class _Clock:

@@ -6,6 +6,7 @@ its prompt, so nothing has to be shifted between verification, decoding and the 
 """
 
 import dataclasses
+import enum
 from typing import Any
 
 import jax
@@ -49,7 +50,9 @@ class Drafts:
 
     tokens: int32 [B, R]. lens: int32 [B], 0 where there is no draft. sampling_logprobs: float32
     [B, R] nats, under the truncated law that sampled or last kept each token. origin_logprobs,
-    origin_steps: [B, R], from when each token was first sampled.
+    origin_steps: [B, R], from when each token was first sampled. top_ids int32, top_logprobs
+    float32 [B, R, k]: the k likeliest tokens of that law, likeliest first; None unless the
+    acceptance rule asks for whole distributions.
     """
 
     tokens: Array
@@ -57,6 +60,16 @@ class Drafts:
     sampling_logprobs: Array
     origin_logprobs: Array
     origin_steps: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+class Source(enum.IntEnum):
+    """Where a token of a response came from."""
+
+    SAMPLED = 0  # drawn where nothing was drafted, or behind the last accepted token
+    DRAFTED = 1  # drawn, and equal to a tree draft's token: it cost no decode step
+    REUSED = 2  # kept from the earlier response that the acceptance rule judged
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +81,8 @@ class Rollout:
     int32 [B], tokens kept from the draft. policy_logprobs: float32 [B, R] nats, under the policy
     of this rollout with temperature and without truncation (the update's old log-probs).
     sampling_logprobs: the same after top-k/top-p (the next acceptance's denominator).
-    origin_logprobs, origin_steps: [B, R], from when each token was first sampled.
+    origin_logprobs, origin_steps: [B, R], from when each token was first sampled. sources: int8
+    [B, R], a `Source` each. top_ids, top_logprobs: [B, R, k] of the sampling law, as in `Drafts`.
     """
 
     tokens: Array
@@ -78,6 +92,9 @@ class Rollout:
     sampling_logprobs: Array
     origin_logprobs: Array
     origin_steps: Array
+    sources: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
 
 
 @jax.tree_util.register_dataclass

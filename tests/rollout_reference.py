@@ -1,6 +1,6 @@
 """Slow, plain truths that the rollout tests compare with, and the tiny policies they run on.
 
-`reference` recomputes the whole sequence without a cache for every token and loops in Python; it
+`Reference` recomputes the whole sequence without a cache for every token and loops in Python; it
 shares only the noise and `truncate` with the package, which test_sampling.py proves. `emitted`
 enumerates every response of a policy whose next token depends on the last one alone.
 """
@@ -18,10 +18,11 @@ from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
 from specrl_jax.rollout.decode import Setup
-from specrl_jax.rollout.generate import Plan
+from specrl_jax.rollout.drafting import TreeLaw
+from specrl_jax.rollout.generate import Plan, generate, make_corpus
 from specrl_jax.rollout.sampling import Purpose, SamplingLaw
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Example, Prompts
+from specrl_jax.types import Drafts, Example, Prompts, Source
 
 KEY = 11
 MODEL = ModelConfig(
@@ -29,6 +30,7 @@ MODEL = ModelConfig(
     qk_norm=True,
 )  # fmt: skip
 ONE_LAYER = MODEL.replace(num_layers=1)
+TREE = TreeLaw(depth=16, factor=1.0, offset=1.0, min_prob=0.1)
 to_weights = jax.jit(transformer.rollout_weights, static_argnums=0)
 
 
@@ -106,9 +108,23 @@ _PLAIN = SamplingLaw()
 
 
 def make_plan(model=MODEL, *, law=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
-              eos=(1, 2, 3, 4), row_rungs=2, windows=2, max_rows=0) -> Plan:  # fmt: skip
-    setup = Setup(model, law, accept, eos, 0, slots, 5)
-    return Plan(setup, prompt_slots, group, row_rungs, windows, max_rows)
+              eos=(1, 2, 3, 4), row_rungs=2, windows=2, max_rows=0, tree=None, stored=0,
+              **kwargs) -> Plan:  # fmt: skip
+    setup = Setup(model, law, accept, eos, 0, slots, 5, tree=tree, stored=stored)
+    return Plan(setup, prompt_slots, group, row_rungs, windows, max_rows, **kwargs)
+
+
+def run(plan, weights, prompts, step=0, **kwargs):
+    """(rollout, stats) under the tests' key."""
+    return generate(plan, weights, prompts, key=jax.random.key(KEY), step=step, **kwargs)
+
+
+def corpus_of(plan, tokens_BR, lens_B):
+    """What tree drafts read where these responses are stored, each group's for its prompt."""
+    slots = plan.setup.response_slots
+    tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, plan.group_size, slots)
+    lens = np.asarray(lens_B, np.int32).reshape(-1, plan.group_size)
+    return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
 
 
 def put_rows(tree):
@@ -123,7 +139,8 @@ def host(tree):
 
 def as_drafts(rollout, lens=None) -> Drafts:
     """What a store would offer after this rollout; `lens` [B] cuts it."""
-    values = {f.name: np.asarray(getattr(rollout, f.name)) for f in dataclasses.fields(Drafts)}
+    values = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(Drafts)}
+    values = {name: None if x is None else np.asarray(x) for name, x in values.items()}
     if lens is not None:
         values["lens"] = np.asarray(lens, np.int32)
     return put_rows(Drafts(**values))
@@ -255,6 +272,34 @@ def check_same(rollout, reference, tolerance=1e-5):
     for name in ("policy_logprobs", "sampling_logprobs", "origin_logprobs"):
         mine, theirs = getattr(rollout, name), getattr(reference, name)
         np.testing.assert_allclose(mine, np.where(inside, theirs, 0), atol=tolerance, err_msg=name)
+    prefix = np.arange(inside.shape[1])[None, :] < reference.prefix_lens[:, None]
+    sources = np.where(prefix, Source.REUSED, Source.SAMPLED)
+    np.testing.assert_array_equal(rollout.sources, sources, "sources")
+
+
+def check_equal(rollout, other, rows=slice(None), *, but=()):
+    """All fields of two rollouts; of the other only `rows`. Log-probs up to rounding."""
+    inside = np.arange(rollout.tokens.shape[1])[None, :] < np.asarray(rollout.lens)[:, None]
+    for field in dataclasses.fields(rollout):
+        mine, theirs = getattr(rollout, field.name), getattr(other, field.name)
+        if field.name in but or mine is None:
+            continue
+        mine, theirs = np.asarray(mine), np.asarray(theirs)[rows]
+        if mine.ndim == 3:  # behind a response's end they hold anything
+            mine, theirs = mine[inside], theirs[inside]
+        if mine.dtype == np.float32:
+            np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=field.name)
+        else:
+            np.testing.assert_array_equal(mine, theirs, field.name)
+
+
+def common_prefix(tokens_BR, lens_B, others_BR, other_lens_B) -> np.ndarray:
+    """Leading tokens [B] that two sets of responses have in common."""
+    found = []
+    for one, n, other, m in zip(tokens_BR, lens_B, others_BR, other_lens_B, strict=True):
+        same = (one[: min(n, m)] == other[: min(n, m)]).tolist()
+        found.append([*same, False].index(False))
+    return np.array(found)
 
 
 def responses(table, last: int, slots: int, eos) -> dict[tuple[int, ...], float]:

@@ -1,6 +1,7 @@
-"""The jitted pieces of a rollout, one by one: prefill, verify, decode, move, collect."""
+"""The jitted pieces of a rollout that run the policy: prefill, replay, and a step of any width."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -9,50 +10,66 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.rollout import decode as steps
-from specrl_jax.rollout.decode import Rows
+from specrl_jax.models.transformer import Transformer
+from specrl_jax.rollout import decode, rows
+from specrl_jax.rollout.decode import Limits
+from specrl_jax.rollout.sampling import SamplingLaw, draw, temper, truncate
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts
+from specrl_jax.types import Drafts, Source
 
 B, P, R, END = 8, 6, 8, 4
-PLAN = ref.make_plan(ref.ONE_LAYER, group=1, eos=(END, 3))
-SETUP = PLAN.setup
-FIELDS = [f.name for f in dataclasses.fields(Rows)]
-MATRICES = ("tokens", "policy_logprobs", "sampling_logprobs")
+FOREVER = np.iinfo(np.int32).max
+S, D, U = Source.SAMPLED, Source.DRAFTED, Source.REUSED
+
+
+def make_setup(model=ref.ONE_LAYER, accept="match", eos=(END, 3), **changes):
+    setup = ref.make_plan(model, group=1, eos=eos, accept=accept).setup
+    return dataclasses.replace(setup, margin=R, **changes)
+
+
+MATCH, RATIO = make_setup(), make_setup(accept="ratio")
+
+
+def begin(setup, weights, prompts, drafts=None, caps=None, slots=P + R + 3):
+    """A cache that holds the prompts, and rows with nothing else; drafts are (tokens, lens)."""
+    size = len(prompts.lens)
+    last = prompts.tokens[np.arange(size), prompts.lens - 1]
+    seeds = np.random.default_rng(0).integers(0, 2**32, (2, size, 2), dtype=np.uint32)
+    caps = np.full(size, setup.response_slots) if caps is None else caps
+    board = rows.start_rows(
+        *(put(x, "batch", None) for x in seeds),
+        *(put(np.asarray(x, np.int32), "batch") for x in (prompts.lens, caps, last)),
+        columns=setup.columns,
+        pad_id=setup.pad_id,
+    )
+    if drafts is not None:
+        tokens, lens = (np.asarray(x, np.int32) for x in drafts)
+        zeros = np.zeros(tokens.shape, np.float32)
+        offered = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
+        match = put(np.full(size, setup.accept == "match"), "batch")
+        board = rows.with_pending(board, offered, match)
+    tokens = put(prompts.tokens, "batch", None)
+    return decode.prefill(setup, weights, tokens, slots=slots, group_size=1), board
+
+
+def visit(setup, weights, cache, board, width, *, stop=0, length=R, steps=FOREVER, own=FOREVER,
+          log_lenience=0.0, **kwargs):  # fmt: skip
+    """(cache, rows, tally, numbers) after a visit; the last two on the host."""
+    limits = Limits(*(jnp.int32(x) for x in (stop, length, steps, own)))
+    cache, board, _, tally, numbers = decode.visit(
+        setup, weights, cache, board, None, limits, jnp.float32(log_lenience), width=width, **kwargs
+    )
+    return cache, board, ref.host(tally), np.asarray(numbers).tolist()
 
 
 @pytest.fixture
 def start(mesh):
-    """(parameters, weights, prompts, a new cache of P + R slots, rows that hold only prompts)."""
-    params, weights = ref.policy(model=ref.ONE_LAYER)
-    prompts = ref.random_prompts(B, P)
-    return params, weights, prompts, *new_rows(weights, prompts)
+    """(parameters, rollout weights, prompts) of the tiny policy."""
+    return *ref.policy(model=ref.ONE_LAYER), ref.random_prompts(B, P)
 
 
-def new_rows(weights, prompts):
-    last = prompts.tokens[np.arange(B), prompts.lens - 1]
-    seeds = np.random.default_rng(0).integers(0, 2**32, (B, 2), dtype=np.uint32)
-    rows = steps.start_rows(
-        SETUP, put(seeds, "batch", None), put(prompts.lens, "batch"), put(last, "batch")
-    )
-    tokens = put(prompts.tokens, "batch", None)
-    cache = steps.prefill(SETUP, weights, tokens, slots=P + R, group_size=1)
-    return cache, rows
-
-
-def make_drafts(lens, tokens=None) -> Drafts:
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(5, 16, (B, R), dtype=np.int32) if tokens is None else tokens
-    zeros = np.zeros((B, R), np.float32)
-    return ref.put_rows(Drafts(tokens, np.asarray(lens, np.int32), zeros, zeros, zeros.astype(int)))
-
-
-def verify(weights, cache, rows, drafts, log_lenience, width=R):
-    seeds = put(np.arange(2 * B, dtype=np.uint32).reshape(B, 2), "batch", None)
-    return steps.verify(
-        SETUP, weights, cache, rows, drafts, seeds, jnp.float32(log_lenience), width=width
-    )
+def garbage(seed=1):
+    return np.random.default_rng(seed).integers(5, 16, (B, R), dtype=np.int32)
 
 
 def forward_logprobs(params, prompts, tokens):
@@ -65,21 +82,33 @@ def forward_logprobs(params, prompts, tokens):
     return laws[np.arange(B)[:, None], at, tokens]
 
 
-def test_rows_start_with_their_prompts_only(start):
-    _, _, prompts, _, rows = start
-    rows = ref.host(rows)
-    np.testing.assert_array_equal(rows.index, np.arange(B))
-    np.testing.assert_array_equal(rows.prompt_lens, prompts.lens)
-    assert not rows.lens.any()
-    assert not rows.done.any()
-    assert rows.tokens.shape == (B, R + 1)
+def check_forward(start, board):
+    """What the rows hold has the log-probs of the plain forward pass."""
+    params, _, prompts = start
+    got = ref.host(board)
+    inside = np.arange(R)[None, :] < got.lens[:, None]
+    expected = forward_logprobs(params, prompts, got.tokens[:, :R])
+    np.testing.assert_allclose(got.policy_logprobs[:, :R][inside], expected[inside], atol=1e-5)
+    np.testing.assert_array_equal(got.sampling_logprobs, got.policy_logprobs)
+
+
+def check_rows(board, other, rows_=slice(None)):
+    """The same responses, so far."""
+    one, other = ref.host(board), ref.host(other)
+    np.testing.assert_array_equal(one.lens[rows_], other.lens[rows_])
+    np.testing.assert_array_equal(one.done[rows_], other.done[rows_])
+    np.testing.assert_array_equal(one.last[rows_], other.last[rows_])
+    inside = np.arange(one.tokens.shape[1])[None, :] < one.lens[rows_][:, None]
+    for name in ("tokens", "policy_logprobs", "sampling_logprobs"):
+        mine, theirs = getattr(one, name)[rows_][inside], getattr(other, name)[rows_][inside]
+        np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
 
 
 def test_prefill_computes_a_prompt_once_for_its_group(start):
-    _, weights, prompts, _, _ = start
+    _, weights, prompts = start
     tokens = put(prompts.tokens, "batch", None)
     one, three = (
-        ref.host(steps.prefill(SETUP, weights, tokens, slots=P + R, group_size=g)) for g in (1, 3)
+        ref.host(decode.prefill(MATCH, weights, tokens, slots=P + R, group_size=g)) for g in (1, 3)
     )
     for single, group in zip(jax.tree.leaves(one), jax.tree.leaves(three), strict=True):
         assert single.shape == (B, P + R, 2, 4)
@@ -88,132 +117,275 @@ def test_prefill_computes_a_prompt_once_for_its_group(start):
         assert not single[:, P:].any()
 
 
+# One step, by hand, on a policy that counts: after token x comes x + 1
+
+
+def counting(eos=(15,)):
+    table = np.full((16, 16), 1e-12)
+    table[np.arange(16), (np.arange(16) + 1) % 16] = 1.0
+    model, _, weights = ref.table_policy(table)
+    return make_setup(model, eos=eos), weights
+
+
+def test_a_step_by_hand(mesh):
+    """Accepted from the left; the first that is drawn ends the step."""
+    setup, weights = counting()
+    prompts = ref.make_prompts([[1, 2, 3]] * 4, P)
+    drafts = np.zeros((4, R), np.int32)
+    drafts[:3, :5] = [[4, 5, 6, 7, 9], [4, 9, 6, 7, 8], [9, 5, 6, 7, 8]]
+    cache, board = begin(setup, weights, prompts, (drafts, [5, 2, 3, 0]))
+    cache, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [3, 2, 1, 1])
+    assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [4, 5, 6], [4, 5], [4], [4]]  # fmt: skip
+    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [U, U, U], [U, S], [S], [S]]  # fmt: skip
+    np.testing.assert_array_equal(got.last, [6, 5, 4, 4])
+    np.testing.assert_array_equal(got.prefix_lens, [3, 1, 0, 0])
+    np.testing.assert_array_equal(got.pending.lens, [5, 0, 0, 0])  # the first still verifies
+    assert tally.steps == 1
+    assert (tally.judged, tally.kept) == (3 + 2 + 1, 3 + 1)
+    np.testing.assert_array_equal(tally.accepted, [1, 0, 0])  # the row that has no draft
+    assert numbers == [4, 4, 0, 1, 3, 2]
+
+    _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [5, 3, 2, 2])
+    np.testing.assert_array_equal(got.tokens[0, :5], [4, 5, 6, 7, 8])
+    np.testing.assert_array_equal(got.sources[0, :5], [U, U, U, U, S])
+    np.testing.assert_array_equal(got.prefix_lens, [4, 1, 0, 0])
+    assert (tally.judged, tally.kept) == (2, 1)
+    np.testing.assert_array_equal(tally.accepted, [3, 0, 0])
+    assert numbers == [4, 4, 0, 0, 5, 0]
+    assert not got.done.any()
+
+
+def test_a_step_ends_at_an_end_of_sequence_and_at_the_cap(mesh):
+    """Candidates behind either are not taken, right or wrong."""
+    setup, weights = counting(eos=(5, 9))
+    prompts = ref.make_prompts([[3], [3], [9], [9], [9], [7]], P)
+    drafts = np.array([[4, 5, 6, 7]] * 2 + [[10, 11, 12, 13]] * 3 + [[1, 1, 1, 1]])
+    caps = [R, 1, 2, 4, R, 2]
+    cache, board = begin(setup, weights, prompts, (np.pad(drafts, ((0, 0), (0, 4))), [4] * 6), caps)
+    _, board, tally, numbers = visit(setup, weights, cache, board, 4, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [2, 1, 2, 4, 4, 1])
+    np.testing.assert_array_equal(got.done, [1, 1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(got.prefix_lens, [2, 1, 2, 4, 4, 0])
+    np.testing.assert_array_equal(got.last, [5, 4, 11, 13, 13, 8])
+    assert tally.kept == 13
+    assert numbers == [2, 2, 0, 0, 4, 0]
+
+
+def test_a_window_s_end_parks_a_row(mesh):
+    """It stops there and verifies on, from where it stands, once the window is deeper."""
+    setup, weights = counting()
+    prompts = ref.make_prompts([[1], [1], [1]], P)
+    drafts = np.array(
+        [[2, 3, 4, 5, 6, 9, 0, 0], [2, 3, 4, 9, 0, 0, 0, 0], [2, 9, 0, 0, 0, 0, 0, 0]]
+    )
+    cache, board = begin(setup, weights, prompts, (drafts, [6, 4, 2]))
+    cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [3, 3, 2])
+    np.testing.assert_array_equal(got.prefix_lens, [3, 3, 1])
+    np.testing.assert_array_equal(got.pending.lens, [6, 4, 0])  # what was cut off is judged again
+    assert numbers == [1, 1, 2, 2, 3, 3]
+    cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3)
+    assert numbers == [0, 0, 3, 2, 3, 3]  # all wait
+    _, board, _, numbers = visit(setup, weights, cache, board, 4, length=R, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [6, 4, 4])
+    np.testing.assert_array_equal(got.prefix_lens, [5, 3, 1])
+    assert numbers == [3, 3, 0, 0, 6, 0]
+
+
+# Against the forward pass
+
+
 @pytest.mark.parametrize("width", [4, R])
 def test_full_reuse_keeps_the_draft_with_the_forward_log_probs(start, width):
-    params, weights, prompts, cache, rows = start
-    lens = np.array([0, 1, 2, 3, width, width, 1, 2])
-    drafts = make_drafts(lens)
-    tokens, last = np.asarray(drafts.tokens), np.asarray(rows.last)
-    _, rows = verify(weights, cache, rows, drafts, math.inf, width)
-    rows = ref.host(rows)
-    inside = np.arange(R)[None, :] < lens[:, None]
-    np.testing.assert_array_equal(rows.lens, lens)
-    np.testing.assert_array_equal(rows.tokens[:, :R], np.where(inside, tokens, 0))
-    expected = np.where(inside, forward_logprobs(params, prompts, tokens), 0)
-    np.testing.assert_allclose(rows.policy_logprobs[:, :R], expected, atol=1e-5)
-    np.testing.assert_array_equal(rows.sampling_logprobs, rows.policy_logprobs)
-    ends = np.where(lens > 0, tokens[np.arange(B), lens - 1], last)
-    np.testing.assert_array_equal(rows.last, ends)
-    np.testing.assert_array_equal(rows.done, lens == R)  # no draft ends by itself
+    _, weights, prompts = start
+    lens, tokens = np.array([0, 1, 2, 3, width, width, 1, 2]), garbage()
+    cache, board = begin(RATIO, weights, prompts, (tokens, lens))
+    cache, board, tally, numbers = visit(
+        RATIO, weights, cache, board, width, steps=1, log_lenience=math.inf, wide=True
+    )
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.prefix_lens, lens)
+    np.testing.assert_array_equal(got.lens, np.minimum(lens + 1, width))  # and the token behind it
+    kept = np.arange(R)[None, :] < lens[:, None]
+    np.testing.assert_array_equal(got.tokens[:, :R][kept], tokens[kept])
+    np.testing.assert_array_equal(got.sources[:, :R] == U, kept)
+    check_forward(start, board)
+    ended = np.isin(got.tokens[np.arange(B), got.lens - 1], (END, 3))
+    np.testing.assert_array_equal(got.done, ended | (got.lens == R))
+    assert (tally.judged, tally.kept) == (lens.sum(), lens.sum())
+    assert numbers[1] == np.sum(~got.done)
+    # The token behind the draft is drawn where plain decoding would draw it.
+    check_draws(start, board, lens)
 
 
-def test_no_reuse_rewinds_to_the_prompt(start):
-    _, weights, _, cache, rows = start
-    before = ref.host(rows)
-    _, rows = verify(weights, cache, rows, make_drafts(np.full(B, R)), -math.inf)
-    rows = ref.host(rows)
-    for name in FIELDS:
-        np.testing.assert_array_equal(getattr(rows, name), getattr(before, name), name)
-
-
-def test_a_draft_that_ends_is_done_and_one_cut_before_its_end_is_not(start):
-    _, weights, _, cache, rows = start
-    tokens = np.random.default_rng(2).integers(5, 16, (B, R), dtype=np.int32)
-    lens = np.array([1, 3, 3, R, R, 5, 0, 2])
-    tokens[0, 0], tokens[1, 2], tokens[2, 2], tokens[3, R - 1] = END, END, 3, END
-    tokens[6, 0] = tokens[7, 3] = END  # behind the draft's length: not part of it
-    _, rows = verify(weights, cache, rows, make_drafts(lens, tokens), math.inf)
-    np.testing.assert_array_equal(np.asarray(rows.done), [1, 1, 1, 1, 1, 0, 0, 0])
+def check_draws(start, board, positions):
+    """Tokens at `positions` [B] are the draws from the forward pass's laws, where there are any."""
+    params, _, prompts = start
+    got = ref.host(board)
+    whole = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
+    for row, n in enumerate(prompts.lens):
+        whole[row, n : n + R] = got.tokens[row, :R]
+    scores = ref.full_logits(ref.ONE_LAYER, params, whole)
+    scores = scores[np.arange(B), prompts.lens + positions - 1]
+    drawn = ref._draw(put(scores, "batch", "vocab"), put(got.seeds, "batch", None),
+                      put(positions.astype(np.int32), "batch"), SamplingLaw())  # fmt: skip
+    here = positions < got.lens
+    assert here.sum() > B / 2
+    np.testing.assert_array_equal(
+        np.asarray(drawn)[here], got.tokens[np.arange(B), positions][here]
+    )
 
 
 def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
-    """The cache after verification and rewind serves as well as a fresh one."""
-    _, weights, prompts, cache, rows = start
-    plain = steps.decode(SETUP, weights, cache, rows, jnp.int32(0), jnp.int32(R))[1]
-    cache, rows = new_rows(weights, prompts)
-    cache, rows = verify(weights, cache, rows, make_drafts(np.full(B, R)), -math.inf)
-    again = steps.decode(SETUP, weights, cache, rows, jnp.int32(0), jnp.int32(R))[1]
-    for name in FIELDS:
-        mine, theirs = np.asarray(getattr(again, name)), np.asarray(getattr(plain, name))
-        np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
-
-
-def test_decode_stops_at_its_limits_and_goes_on_from_there(start):
-    params, weights, prompts, cache, rows = start
-    whole = steps.decode(SETUP, weights, cache, rows, jnp.int32(0), jnp.int32(R))
-    lens = np.asarray(whole[1].lens)
+    """Every width gives the plain responses, whatever was rejected on the way."""
+    _, weights, prompts = start
+    plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
+    check_forward(start, plain)
+    lens = ref.host(plain).lens
     assert len(set(lens)) > 2
     assert lens.max() == R
-    assert [int(x) for x in whole[2:]] == [0, 0, R]
-    tokens = np.asarray(whole[1].tokens)[:, :R]
-    inside = np.arange(R)[None, :] < lens[:, None]
-    expected = np.where(inside, forward_logprobs(params, prompts, tokens), 0)
-    policy = np.asarray(whole[1].policy_logprobs)[:, :R]
-    np.testing.assert_allclose(np.where(inside, policy, 0), expected, atol=1e-5)
+    right = np.arange(R)[None, :] < (np.arange(B) % 4)[:, None]
+    drafts = np.where(right, ref.host(plain).tokens[:, :R], garbage())
+    for width in (1, 2, 4):
+        cache, board = begin(MATCH, weights, prompts, (drafts, np.full(B, R)))
+        board, tally = visit(MATCH, weights, cache, board, width)[1:3]
+        check_rows(board, plain)
+        prefix = ref.common_prefix(drafts, np.full(B, R), ref.host(plain).tokens, lens)
+        np.testing.assert_array_equal(ref.host(board).prefix_lens, prefix)
+        assert tally.kept == prefix.sum() > B / 2
+    # Judged by the ratio rule in one wide pass with no reuse, and decoded from there.
+    cache, board = begin(RATIO, weights, prompts, (garbage(), np.full(B, R)))
+    cache, board, *_ = visit(RATIO, weights, cache, board, R, steps=1, wide=True,
+                             log_lenience=-math.inf)  # fmt: skip
+    assert set(ref.host(board).lens) == {1}
+    board = visit(RATIO, weights, cache, rows.without_pending(board), 1)[1]
+    check_rows(board, plain)
+    assert not ref.host(board).prefix_lens.any()
 
-    cache, rows = new_rows(weights, prompts)
-    cache, rows, active, longest, taken = steps.decode(
-        SETUP, weights, cache, rows, jnp.int32(0), jnp.int32(3)
-    )
-    assert (int(longest), int(taken)) == (3, 3)
-    assert int(active) == np.sum((lens > 3) | ((lens == 3) & ~np.asarray(rows.done))) > 0
-    target = int(active) - 1
-    cache, rows, active, longest, more = steps.decode(
-        SETUP, weights, cache, rows, jnp.int32(target), jnp.int32(R)
-    )
-    assert int(active) <= target
-    assert [int(x) for x in steps.progress(rows)] == [int(active), int(longest)]
+
+def test_a_visit_stops_at_its_limits_and_goes_on_from_there(start):
+    _, weights, prompts = start
+    whole = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)
+    lens = ref.host(whole[1]).lens
+    assert whole[3] == [0, 0, 0, 0, 0, 0]
+    assert whole[2].steps == R
+
+    cache, board = begin(MATCH, weights, prompts)
+    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, length=3)
+    assert tally.steps == 3
+    parked = np.sum((lens > 3) | ((lens == 3) & ~ref.host(board).done))
+    assert numbers == [0, 0, parked, 0, 3, 0]
+    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, stop=parked - 1)
+    assert numbers[0] <= parked - 1
     # One step earlier more rows than that were active.
-    assert np.sum(lens > 3 + int(more) - 1) > target
-    rows = steps.decode(SETUP, weights, cache, rows, jnp.int32(0), jnp.int32(R))[1]
-    for name in FIELDS:
-        one, other = np.asarray(getattr(rows, name)), np.asarray(getattr(whole[1], name))
-        if name in MATRICES:
-            one, other = one[:, :R], other[:, :R]  # column R is where rows that are done write
-        np.testing.assert_array_equal(one, other, name)
+    assert np.sum(lens > 3 + int(tally.steps) - 1) > parked - 1
+    limits = Limits(*(jnp.int32(x) for x in (0, R, 0, B)))
+    assert np.asarray(decode.progress(board, limits)).tolist() == numbers
+    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, steps=1)
+    assert tally.steps == 1
+    board = visit(MATCH, weights, cache, board, 1)[1]
+    check_rows(board, whole[1])
 
 
-def synthetic_rows(done) -> Rows:
-    rng = np.random.default_rng(3)
-    matrices = {name: rng.normal(size=(B, R + 1)).astype(np.float32) for name in MATRICES}
-    vectors = {n: rng.integers(0, 99, B, dtype=np.int32) for n in ("prompt_lens", "lens", "last")}
-    seeds = rng.integers(0, 99, (B, 2)).astype(np.uint32)
-    index = np.arange(B, dtype=np.int32)
-    return ref.put_rows(Rows(index=index, seeds=seeds, done=np.array(done), **vectors, **matrices))
+def test_only_rows_of_its_own_keep_a_visit_going(start):
+    _, weights, prompts = start
+    own, caps = 3, np.array([3] * 3 + [R] * 5)
+    whole = visit(MATCH, weights, *begin(MATCH, weights, prompts, caps=caps), 1)[1]
+    lens = ref.host(whole).lens
+    start_again = begin(MATCH, weights, prompts, caps=caps)
+    board, tally, numbers = visit(MATCH, weights, *start_again, 1, own=own)[1:]
+    assert tally.steps == lens[:own].max() < R
+    assert numbers[:3] == [0, np.sum(lens > tally.steps), 0]
+    check_rows(board, whole, slice(0, own))
+    np.testing.assert_array_equal(ref.host(board).lens, np.minimum(lens, tally.steps))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
-def test_move_and_collect_follow_the_rows(make_mesh, shape):
-    with jax.set_mesh(make_mesh(*shape)):
-        rows = synthetic_rows([1, 0, 1, 1, 0, 1, 0, 1])
-        before = ref.host(rows)
-        cache = jax.tree.map(
-            lambda x: x + jnp.arange(B, dtype=jnp.float32)[:, None, None, None],
-            init_cache(ref.ONE_LAYER, B, 10),
+def test_replay_gives_the_cache_that_decoding_left(start):
+    _, weights, prompts = start
+    cache, board = begin(MATCH, weights, prompts, slots=P + 4)
+    cache, board, *_ = visit(MATCH, weights, cache, board, 1, length=4)
+    tokens = put(prompts.tokens, "batch", None)
+    again = decode.replay(MATCH, weights, tokens, board, slots=P + 4, width=4)
+    held = ref.host(board)
+    written = np.arange(P + 4)[None, :] < (prompts.lens + held.lens - 1)[:, None]  # last: not yet
+    for mine, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
+        assert mine.shape == theirs.shape
+        np.testing.assert_allclose(np.asarray(mine)[written], np.asarray(theirs)[written],
+                                   atol=1e-5)  # fmt: skip
+    deep = decode.replay(MATCH, weights, tokens, board, slots=P + R + 3, width=4)
+    rest = visit(MATCH, weights, deep, board, 1)[1]
+    plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
+    check_rows(rest, plain)
+
+
+# How often a draw flips between programs of different width
+
+
+@functools.partial(jax.jit, static_argnames=("model", "width"))
+def _draws_at(model, weights, prompts_BP, prompt_lens, tokens_BR, seeds, *, width):
+    """Tokens [B, R] that would be drawn where steps of one width are fed `tokens_BR`."""
+    policy, law, slots = Transformer(model, weights), SamplingLaw(), tokens_BR.shape[1]
+    setup = make_setup(model)
+    cache = decode.prefill(
+        setup, weights, prompts_BP, slots=prompts_BP.shape[1] + slots, group_size=1
+    )
+    last = jnp.sum(
+        jnp.where(
+            jnp.arange(prompts_BP.shape[1])[None, :] == prompt_lens[:, None] - 1, prompts_BP, 0
+        ),
+        axis=1,
+    )
+    fed = jnp.concatenate([last[:, None], tokens_BR[:, :-1]], axis=1)
+    pieces = jnp.moveaxis(fed.reshape(len(fed), slots // width, width), 1, 0)
+
+    def step(carry, piece):
+        cache, at = carry
+        hidden, cache = policy(piece, prompt_lens - 1 + at, cache)
+        positions = at + jnp.zeros_like(prompt_lens)[:, None] + jnp.arange(width)[None, :]
+        logits = truncate(temper(policy.logits(hidden), law), law)
+        return (cache, at + width), draw(logits, seeds, positions, law)
+
+    _, drawn = jax.lax.scan(step, (cache, jnp.int32(0)), pieces)
+    return jnp.moveaxis(drawn, 0, 1).reshape(fed.shape)
+
+
+def flips(model, weights, prompts, tokens, seeds) -> dict[int, float]:
+    """Share of draws, by width, that differ from the tokens of a rollout."""
+    arguments = put(prompts.tokens, "batch", None), put(prompts.lens, "batch")
+    rest = put(np.asarray(tokens), "batch", None), put(np.asarray(seeds), "batch", None)
+    return {
+        width: np.mean(
+            np.asarray(_draws_at(model, weights, *arguments, *rest, width=width)) != tokens
         )
-        cache, rows, finished = steps.move(cache, rows, None, size=4, slots=12)
-        picked = ref.host(rows)
-        np.testing.assert_array_equal(picked.index, [1, 4, 6, 0])  # active first, one done fills up
-        for name in FIELDS:
-            expected = getattr(before, name)[[1, 4, 6, 0]]
-            np.testing.assert_array_equal(getattr(picked, name), expected, name)
-        for x in jax.tree.leaves(ref.host(cache)):
-            assert x.shape == (4, 12, 2, 4)
-            np.testing.assert_array_equal(x[:, :10, 0, 0], np.outer([1, 4, 6, 0], np.ones(10)))
-            assert not x[:, 10:].any()
-
-        # Rows 4 and 1 end; what they wrote is taken over when the rung is left and at the end.
-        rows = dataclasses.replace(rows, lens=rows.lens + 100, done=put_done([1, 1, 0, 1]))
-        cache, rows, finished = steps.move(cache, rows, finished, size=2, slots=5)
-        np.testing.assert_array_equal(np.asarray(rows.index), [6, 1])
-        assert cache[0][0].shape == (2, 5, 2, 4)
-        rows = dataclasses.replace(rows, lens=rows.lens + 1000)
-        final = ref.host(steps.collect(rows, finished))
-        grown = np.array([100, 1100, 0, 0, 100, 0, 1100, 0])
-        np.testing.assert_array_equal(final.lens, before.lens + grown)
-        for name in ("tokens", "policy_logprobs", "seeds", "prompt_lens"):
-            np.testing.assert_array_equal(getattr(final, name), getattr(before, name), name)
+        for width in (1, 4, 16)
+    }
 
 
-def put_done(values):
-    return put(np.array(values, bool), "batch")
+def test_widths_hardly_flip_a_draw(mesh):
+    """Thousands of tokens of a speculative rollout, fed again at three widths."""
+    model = ref.MODEL.replace(vocab_size=512, embed_dim=32)
+    weights = ref.policy(model=model)[1]
+    rng = np.random.default_rng(5)
+    prompts = ref.make_prompts([rng.integers(0, 512, 1 + i % P) for i in range(128)], P)
+    plan = ref.make_plan(model, slots=64, group=1, accept="match", eos=(512,), row_rungs=1,
+                         windows=1, tree=ref.TREE, max_width=4)  # fmt: skip
+    rollout, stats = ref.run(plan, weights, prompts)
+    tokens = np.asarray(rollout.tokens)
+    assert np.asarray(rollout.lens).min() == 64
+    assert stats.drafted_tokens > 0
+    seeds = ref._seeds(jax.random.key(ref.KEY), 1, jnp.uint32(0), put(prompts.ids, "batch", None),
+                       put(np.zeros(128, np.int32), "batch"))  # fmt: skip
+    found = flips(model, weights, prompts, tokens, seeds)
+    assert all(share < 1e-4 for share in found.values()), found  # none of 8,192
+    # Another policy's draws differ: the comparison can tell.
+    other = flips(model, ref.policy(0.1, model)[1], prompts, tokens, seeds)
+    assert all(share > 0.05 for share in other.values())

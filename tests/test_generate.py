@@ -1,27 +1,18 @@
 """Whole rollouts: against a cacheless loop, on any ladder and mesh, and at responses' ends."""
 
-import dataclasses
 import math
 
 import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import KEY, as_drafts, check_same, host, make_plan, make_prompts
+from rollout_reference import as_drafts, check_equal, check_same, host, make_plan, make_prompts, run
 
 from specrl_jax.rollout.draft_store import DraftStore
-from specrl_jax.rollout.generate import generate
-from specrl_jax.rollout.ladder import Ladder
 from specrl_jax.rollout.sampling import Purpose, SamplingLaw
 
 LAWS = [SamplingLaw(), SamplingLaw(0.7, top_k=5, top_p=0.9)]
 HALF = 0.5  # log of SPEC-RL's lenience for GRPO
-FIELDS = ("tokens", "lens", "prefix_lens", "policy_logprobs", "sampling_logprobs", "origin_steps")
-
-
-def run(plan, weights, prompts, step=0, **kwargs):
-    rollout, stats_ = generate(plan, weights, prompts, key=jax.random.key(KEY), step=step, **kwargs)
-    return rollout, stats_
 
 
 def old_drafts(plan, prompts, nudge=0.3):
@@ -35,7 +26,7 @@ def old_drafts(plan, prompts, nudge=0.3):
 
 @pytest.mark.parametrize("law", LAWS, ids=["plain", "truncated"])
 def test_three_rollouts_equal_the_naive_loop(mesh, law):
-    """No drafts, then twice the last rollout's: tokens, lengths, log-probs and origins."""
+    """No drafts, then twice the last rollout's: tokens, lengths, log-probs, sources, origins."""
     rungs = 1 if law.truncates else 2
     plan = make_plan(law=law, row_rungs=rungs, windows=1)
     prompts, drafts = ref.random_prompts(), None
@@ -96,7 +87,7 @@ def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
     full, cost = run(plan, weights, prompts, 1, drafts=drafts, log_lenience=math.inf)
     np.testing.assert_array_equal(np.asarray(full.tokens), np.asarray(drafts.tokens))
     np.testing.assert_array_equal(np.asarray(full.prefix_lens), np.asarray(drafts.lens))
-    assert (cost.decode_steps, cost.row_steps, cost.rungs) == (0, 0, [])
+    assert (cost.decode_steps, cost.row_steps, cost.visits) == (0, 0, [])
     check_same(full, ref.Reference(plan, params, prompts, step=1, drafts=drafts,
                                    log_lenience=math.inf))  # fmt: skip
     assert (np.asarray(plain.tokens) != np.asarray(full.tokens)).any(axis=1).mean() > 0.5
@@ -105,39 +96,38 @@ def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
 # What may not change anything
 
 
-def assert_same_rollout(one, other, rows=slice(None)):
-    for name in FIELDS:
-        mine, theirs = np.asarray(getattr(one, name)), np.asarray(getattr(other, name))[rows]
-        if name.endswith("logprobs"):
-            np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
-        else:
-            np.testing.assert_array_equal(mine, theirs, name)
-
-
-def expected_steps(plan, lens, prefix_lens):
-    """(decode steps, row steps) of one part: every step runs the smallest rung that fits."""
-    ladder = Ladder.build(len(lens), plan.prompt_slots, 8, plan.row_rungs, plan.windows)
-    left = lens - prefix_lens
-    active = [np.sum(left > t) for t in range(left.max(initial=0))]
-    return len(active), sum(min(r for r in ladder.rows if r >= n) for n in active)
-
-
-def check_stats(plan, rollout, cost):
+def check_stats(plan, rollout, cost, drafts=None):
+    """What the lengths alone can tell: all, where rows begin together and never wait."""
     lens, prefix = np.asarray(rollout.lens), np.asarray(rollout.prefix_lens)
-    pieces = zip(np.split(lens, cost.parts), np.split(prefix, cost.parts), strict=True)
-    expected = [expected_steps(plan, *piece) for piece in pieces]
-    assert (cost.decode_steps, cost.row_steps) == tuple(map(sum, zip(*expected, strict=True)))
-    assert cost.decode_steps == sum(steps for _, _, steps in cost.rungs)
-    assert cost.row_steps == sum(rows * steps for rows, _, steps in cost.rungs)
-    assert cost.row_steps >= np.sum(lens - prefix)
-    assert all(steps > 0 for _, _, steps in cost.rungs)
+    drawn = lens - prefix
+    assert cost.row_steps + cost.verified_tokens >= drawn.sum()
+    if not plan.max_rows and (drafts is None or (plan.windows == 1 and not plan.verify_chunk)):
+        ladder = plan.ladder(len(lens))
+        if drafts is not None:
+            # The pass draws a token behind every draft, unless the draft fills it.
+            width = ladder.verify_width(int(np.asarray(drafts.lens).max()))
+            assert cost.verified_tokens == len(lens) * width
+            drawn = np.maximum(lens - np.minimum(prefix + 1, width), 0)
+        # Every step runs the smallest rung that fits.
+        active = [np.sum(drawn > t) for t in range(drawn.max(initial=0))]
+        rungs = [min(r for r in ladder.rows if r >= n) for n in active]
+        assert (cost.decode_steps, cost.row_steps) == (len(active), sum(rungs))
+    sizes, _, widths, steps = zip(*cost.visits, strict=True)
+    assert cost.decode_steps == sum(steps)
+    assert cost.row_steps == np.dot(sizes, steps)
+    assert set(widths) == {1}
+    assert min(steps) > 0
+    assert max(sizes) <= (plan.max_rows or len(lens))
     metrics = cost.metrics()
     assert metrics["rollout/row_steps"] == cost.row_steps
+    assert metrics["rollout/width_mean"] == 1.0
+    assert metrics["rollout/tokens_drafted"] == cost.drafted_tokens == 0
     assert metrics["time/decode"] > 0
+    assert (cost.evicted, "time/decode_predicted" in metrics) == (0, False)
 
 
-# (row rungs, windows, rows in flight)
-LADDERS = [(1, 1, 0), (2, 2, 0), (3, 3, 0), (2, 1, 16), (2, 1, 8)]
+# (row rungs, windows, rows in flight, tokens verified at once)
+LADDERS = [(1, 1, 0, 0), (2, 2, 0, 0), (3, 3, 0, 3), (2, 1, 16, 0), (2, 2, 8, 2)]
 
 
 def small_plan(**kwargs):
@@ -158,25 +148,24 @@ def base(make_mesh):
         plain, cost = run(plan, weights, prompts, 1)
         check_stats(plan, plain, cost)
         reused, cost = run(plan, weights, prompts, 1, drafts=drafts, log_lenience=HALF)
-        check_stats(plan, reused, cost)
+        check_stats(plan, reused, cost, drafts)
         yield prompts, host(drafts), host(plain), host(reused)
 
 
 @pytest.mark.parametrize("ladder", LADDERS, ids=str)
 def test_no_ladder_changes_a_token(mesh, base, ladder):
     prompts, drafts, plain, reused = base
-    row_rungs, windows, max_rows = ladder
-    plan = small_plan(row_rungs=row_rungs, windows=windows, max_rows=max_rows)
+    row_rungs, windows, max_rows, chunk = ladder
+    plan = small_plan(row_rungs=row_rungs, windows=windows, max_rows=max_rows, verify_chunk=chunk)
     weights = small_weights()
     for expected, offered in ((plain, None), (reused, ref.put_rows(drafts))):
         rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
-        assert_same_rollout(rollout, expected)
-        check_stats(plan, rollout, cost)
-        assert cost.parts == (32 // max_rows if max_rows else 1)
+        check_equal(rollout, expected)
+        check_stats(plan, rollout, cost, offered)
         if row_rungs > 1:
-            assert len({rows for rows, _, _ in cost.rungs}) > 1  # rows were gathered
-        if windows > 1 and offered is None:
-            assert len({slots for _, slots, _ in cost.rungs}) == windows
+            assert len({rows for rows, *_ in cost.visits}) > 1  # rows were gathered
+        if windows > 1 and offered is None and not max_rows:
+            assert len({slots for _, slots, *_ in cost.visits}) == windows
 
 
 def test_finished_rows_are_gathered_away(mesh, base):
@@ -186,18 +175,18 @@ def test_finished_rows_are_gathered_away(mesh, base):
     for row_rungs in (1, 4):
         plan = small_plan(row_rungs=row_rungs, windows=1)
         rollout, cost = run(plan, small_weights(), prompts, 1)
-        assert_same_rollout(rollout, plain)
+        check_equal(rollout, plain)
         check_stats(plan, rollout, cost)
         costs[row_rungs] = cost
     assert costs[1].row_steps == 32 * plain.lens.max()
     assert costs[4].row_steps < 0.8 * costs[1].row_steps
-    assert [rows for rows, _, _ in costs[4].rungs] == [32, 16, 8]
+    assert [rows for rows, *_ in costs[4].visits] == [32, 16, 8]
     # With most of every response kept, few rows are left from the start.
     offered = ref.put_rows(drafts)
     rollout, cost = run(plan, small_weights(), prompts, 1, drafts=offered, log_lenience=HALF)
-    assert_same_rollout(rollout, reused)
-    check_stats(plan, rollout, cost)
-    assert len(cost.rungs) > 1
+    check_equal(rollout, reused)
+    check_stats(plan, rollout, cost, offered)
+    assert len(cost.visits) > 1
 
 
 def test_the_order_of_the_prompts_changes_nothing(mesh, base):
@@ -205,17 +194,27 @@ def test_the_order_of_the_prompts_changes_nothing(mesh, base):
     order = np.random.default_rng(0).permutation(8)
     rows = (order[:, None] * 4 + np.arange(4)[None, :]).ravel()
     moved, weights = ref.select(prompts, order), small_weights()
-    assert_same_rollout(run(small_plan(), weights, moved, 1)[0], plain, rows)
+    check_equal(run(small_plan(), weights, moved, 1)[0], plain, rows)
     offered = ref.put_rows(jax.tree.map(lambda x: x[rows], drafts))
     rollout, _ = run(small_plan(), weights, moved, 1, drafts=offered, log_lenience=HALF)
-    assert_same_rollout(rollout, reused, rows)
+    check_equal(rollout, reused, rows)
 
 
 def test_the_rest_of_the_batch_and_the_group_change_nothing(mesh, base):
     prompts, _, plain, _ = base
     plan = small_plan(group=2, row_rungs=1, windows=1)
     rollout, _ = run(plan, small_weights(), ref.select(prompts, np.array([5, 2])), 1)
-    assert_same_rollout(rollout, plain, np.array([20, 21, 8, 9]))
+    check_equal(rollout, plain, np.array([20, 21, 8, 9]))
+
+
+def test_drafts_serve_more_than_one_rollout(mesh, base):
+    """They are the caller's: a rollout uses none of their buffers up."""
+    prompts, drafts, _, reused = base
+    offered, weights = ref.put_rows(drafts), small_weights()
+    for _ in range(2):
+        rollout, _ = run(small_plan(), weights, prompts, 1, drafts=offered, log_lenience=HALF)
+        check_equal(rollout, reused)
+    jax.tree.map(np.testing.assert_array_equal, host(offered), drafts)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 4, 2), (2, 2, 2)])
@@ -224,30 +223,31 @@ def test_no_mesh_changes_a_token(make_mesh, base, shape):
     with jax.set_mesh(make_mesh(*shape)):
         plan, weights = small_plan(windows=1), small_weights()
         first, _ = run(plan, weights, prompts, 1)
-        assert_same_rollout(first, plain)
+        check_equal(first, plain)
         offered = ref.put_rows(drafts)
         rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
-        assert_same_rollout(rollout, reused)
-        assert len({rows for rows, _, _ in cost.rungs}) > 1  # rows moved between the devices
+        check_equal(rollout, reused)
+        assert len({rows for rows, *_ in cost.visits}) > 1  # rows moved between the devices
         store = DraftStore(8, 4, 8)  # and through a sharded store: the same policy keeps it all
-        store.put(prompts, rollout)
-        again, _ = run(plan, weights, prompts, 2, drafts=store.get(prompts, 4))
+        store.put(prompts, rollout, step=1)
+        again, _ = run(plan, weights, prompts, 2, drafts=store.get(prompts, 4, step=2))
         np.testing.assert_array_equal(np.asarray(again.tokens), reused.tokens)
         np.testing.assert_array_equal(np.asarray(again.prefix_lens), reused.lens)
         first_steps = np.asarray(again.origin_steps)[:, 0]
         np.testing.assert_array_equal(first_steps, reused.origin_steps[:, 0])
 
 
-def test_parts_divide_over_the_mesh(make_mesh, base):
-    prompts, _, plain, _ = base
+def test_a_queue_on_a_mesh(make_mesh, base):
+    """Half of the rows in flight, on four pieces of the batch; a fourth, on one."""
+    prompts, drafts, plain, reused = base
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        plan = small_plan(row_rungs=1, windows=1, max_rows=16)
+        plan = small_plan(windows=1, max_rows=16)
         rollout, cost = run(plan, small_weights(), prompts, 1)
-        assert cost.parts == 2
-        assert_same_rollout(rollout, plain)
-        with pytest.raises(ValueError, match=r"rollout\.max_rows=8 .* 4 groups of 4 rows") as error:
-            run(dataclasses.replace(plan, max_rows=8), small_weights(), prompts, 1)
-        assert "\n" not in str(error.value)
+        check_equal(rollout, plain)
+        assert {rows for rows, *_ in cost.visits} == {16, 8}
+        offered = ref.put_rows(drafts)
+        rollout, _ = run(plan, small_weights(), prompts, 1, drafts=offered, log_lenience=HALF)
+        check_equal(rollout, reused)
 
 
 # Ends of responses, on a policy that counts: after token x comes x + 1
@@ -314,8 +314,8 @@ def test_drafts_of_length_zero_beside_whole_ones(mesh):
     steps = np.asarray(rollout.origin_steps)
     for row in range(12):
         assert set(steps[row, : lens[row]]) == ({0} if given[row] else {4})
-    check_lens = lens - prefix
-    assert cost.decode_steps == check_lens.max() == 6
+    assert (lens - prefix).max() == 6
+    assert cost.decode_steps == 5  # the verification gives every row a token
 
 
 def test_a_shorter_draft_is_continued(mesh):
@@ -328,13 +328,14 @@ def test_a_shorter_draft_is_continued(mesh):
     check_counts(rollout, LASTS, (END,))
     np.testing.assert_array_equal(np.asarray(rollout.prefix_lens), np.asarray(drafts.lens))
     assert cost.verified_tokens == 12 * 3
+    assert cost.judged_tokens == np.asarray(drafts.lens).sum()
     assert cost.decode_steps == 3
 
 
 def test_all_drafts_empty_is_a_first_epoch(mesh):
     plan, weights = counting()
     prompts = counting_prompts()
-    drafts = DraftStore(6, 2, 6).get(prompts, 2)
+    drafts = DraftStore(6, 2, 6).get(prompts, 2, step=0)
     rollout, cost = run(plan, weights, prompts, drafts=drafts, log_lenience=math.inf)
     check_counts(rollout, LASTS, (END,))
     assert cost.verified_tokens == 0
@@ -346,8 +347,8 @@ def test_a_prompt_seen_again_with_another_group_size(mesh, base):
     weights, store = small_weights(), DraftStore(8, 3, 8)
     small, large = small_plan(group=2), small_plan(group=4)
     first, _ = run(small, weights, prompts)
-    store.put(prompts, first)
-    second, _ = run(large, weights, prompts, 1, drafts=store.get(prompts, 4))
+    store.put(prompts, first, step=0)
+    second, _ = run(large, weights, prompts, 1, drafts=store.get(prompts, 4, step=1))
     kept = np.asarray(second.prefix_lens).reshape(8, 4)
     lens = np.asarray(first.lens).reshape(8, 2)
     np.testing.assert_array_equal(kept[:, :2], lens)  # the policy did not change: all is kept
@@ -356,10 +357,10 @@ def test_a_prompt_seen_again_with_another_group_size(mesh, base):
     np.testing.assert_array_equal(tokens[:, :2], np.asarray(first.tokens).reshape(8, 2, 8))
     plain, _ = run(large, weights, prompts, 1)
     np.testing.assert_array_equal(tokens[:, 2:], np.asarray(plain.tokens).reshape(8, 4, 8)[:, 2:])
-    store.put(prompts, second)  # the store holds three samples
-    third, _ = run(small, weights, prompts, 2, drafts=store.get(prompts, 2))
+    store.put(prompts, second, step=1)  # the store holds three samples
+    third, _ = run(small, weights, prompts, 2, drafts=store.get(prompts, 2, step=2))
     np.testing.assert_array_equal(np.asarray(third.tokens).reshape(8, 2, 8), tokens[:, :2])
-    fourth, _ = run(large, weights, prompts, 2, drafts=store.get(prompts, 4))
+    fourth, _ = run(large, weights, prompts, 2, drafts=store.get(prompts, 4, step=2))
     kept = np.asarray(fourth.prefix_lens).reshape(8, 4)
     assert kept[:, :3].all()
     assert not kept[:, 3].any()

@@ -30,6 +30,7 @@ ALLOWED = {
     "report": {"types"},
     "checkpoint": {"types"},
     "measure": {"types"},
+    "records": {"types"},
     "models": {"sharding"},
     "policy": {"models", "sharding", "tokenizer"},
     "warmup": {"update", "models", "sharding", "masked", "types", "data", "tokenizer"},

@@ -1,46 +1,123 @@
-"""The ladder of program shapes: its worked example, and properties over many sizes."""
+"""The ladder of program shapes: by hand, and properties over many sizes."""
 
 import itertools
 
 import pytest
 
-from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.rollout.ladder import Ladder, rows_within
 
-SIZES = list(itertools.product((1, 3, 8, 20, 64), (1, 5, 32), (1, 2, 4, 7), (1, 2, 3), (1, 2, 8)))
+SIZES = list(
+    itertools.product((4, 12, 32, 64), (1, 5, 32), (1, 2, 4, 7), (1, 2, 3), (1, 2, 8), (1, 4))
+)
 
 
-def build(rows, responses, row_rungs, windows, multiple):
-    rows = -(-rows // multiple) * multiple  # a batch always divides over the mesh
-    return rows, Ladder.build(rows, 8, responses, row_rungs, windows, multiple)
+def build(rows, responses, row_rungs, windows, multiple, group):
+    whole = multiple * group
+    rows = -(-rows // whole) * whole  # a batch always divides over the mesh, in whole groups
+    ladder = Ladder.build(rows, 8, responses, row_rungs, windows, multiple=multiple,
+                          group_size=group)  # fmt: skip
+    return rows, ladder
 
 
 def test_worked_example():
-    ladder = Ladder.build(64, 8, 32, row_rungs=4, windows=2, multiple=2)
+    """That of the module's docstring."""
+    ladder = Ladder.build(64, 8, 32, 4, 2, multiple=2, group_size=4, max_width=4)
     assert ladder.rows == (64, 32, 16, 8)
+    assert ladder.admissions == (64, 32, 16, 8)
     assert ladder.responses == (16, 32)
-    assert [ladder.window(r) for r in ladder.responses] == [24, 40]
+    assert [ladder.slots(r) for r in ladder.responses] == [8 + 16 + 3, 8 + 32 + 3]
+    assert ladder.verify == (8, 16, 24, 32)
+    assert ladder.widths == (1, 2, 4)
     assert [ladder.rows_for(n) for n in (64, 33, 32, 9, 8, 1)] == [64, 64, 32, 16, 8, 8]
     assert [ladder.rows_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
     assert [ladder.response_for(n) for n in (1, 16, 17, 32)] == [16, 16, 32, 32]
 
 
+def test_admissions_are_whole_groups_that_divide_over_the_mesh():
+    # 40 rows, groups of 5, cut in 2: rows are even, admissions multiples of 10.
+    ladder = Ladder.build(40, 8, 6, 4, 1, multiple=2, group_size=5)
+    assert ladder.rows == (40, 20, 10, 6)
+    assert ladder.admissions == (40, 20, 10)
+    # A batch of one group: nothing smaller is admitted, but rows that are left are gathered.
+    ladder = Ladder.build(4, 8, 6, 3, 1, group_size=4)
+    assert ladder.rows == (4, 2, 1)
+    assert ladder.admissions == (4,)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "room", "admitted"),
+    [
+        (64, 64, 64),
+        (64, 63, 32),  # as many as there is room
+        (64, 8, 8),
+        (64, 7, 0),  # no room for the smallest
+        (20, 64, 32),  # as few as hold all that wait, fillers beside them
+        (20, 31, 16),
+        (8, 64, 8),
+        (1, 64, 8),
+    ],
+)
+def test_how_many_begin_together(waiting, room, admitted):
+    ladder = Ladder.build(64, 8, 32, 4, 2, multiple=2, group_size=4)
+    assert ladder.admission(waiting, room) == admitted
+
+
+@pytest.mark.parametrize(
+    ("slots", "chunk", "widths"),
+    [
+        (32, 0, (8, 16, 24, 32)),
+        (32, 128, (8, 16, 24, 32)),  # a chunk is no wider than a response
+        (32, 10, (3, 5, 8, 10)),
+        (32, 2, (1, 2)),
+        (5, 0, (2, 3, 4, 5)),
+        (1, 0, (1,)),
+    ],
+)
+def test_widths_of_verification(slots, chunk, widths):
+    ladder = Ladder.build(8, 4, slots, 1, 1, verify_chunk=chunk)
+    assert ladder.verify == widths
+    for longest in range(1, slots + 1):
+        fits = [w for w in widths if w >= longest]
+        assert ladder.verify_width(longest) == (fits[0] if fits else widths[-1])
+
+
+@pytest.mark.parametrize(
+    ("widest", "widths"),
+    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))],
+)
+def test_widths_of_a_decode_step(widest, widths):
+    ladder = Ladder.build(8, 4, 16, 1, 1, max_width=widest)
+    assert ladder.widths == widths
+    assert ladder.slots(16) == 4 + 16 + widest - 1
+
+
+def test_rows_within_a_bound():
+    # 10 bytes a slot, 14 slots: a row takes 140 bytes, and moving doubles it.
+    assert rows_within(2 * 140 * 5, 10, 14) == 5
+    assert rows_within(2 * 140 * 5 - 1, 10, 14) == 4
+    assert rows_within(279, 10, 14) == 0
+
+
 @pytest.mark.parametrize("multiple", [1, 2, 8])
 def test_rows_divide_over_the_mesh_and_halve(multiple):
-    for rows, responses, row_rungs, windows, cut in SIZES:
+    for rows, responses, row_rungs, windows, cut, group in SIZES:
         if cut != multiple:
             continue
-        total, ladder = build(rows, responses, row_rungs, windows, multiple)
-        assert ladder.rows[0] == total
-        assert list(ladder.rows) == sorted(set(ladder.rows), reverse=True)
+        total, ladder = build(rows, responses, row_rungs, windows, multiple, group)
+        assert ladder.rows[0] == ladder.admissions[0] == total
+        for sizes in (ladder.rows, ladder.admissions):
+            assert list(sizes) == sorted(set(sizes), reverse=True)
+            assert len(sizes) <= row_rungs
         assert all(r % multiple == 0 for r in ladder.rows)
-        assert len(ladder.rows) <= row_rungs
+        assert all(r % (multiple * group) == 0 for r in ladder.admissions)
         for large, small in itertools.pairwise(ladder.rows):
             assert large / 2 <= small < large / 2 + multiple
 
 
 def test_the_last_window_holds_the_longest_response():
-    for rows, responses, row_rungs, windows, multiple in SIZES:
-        _, ladder = build(rows, responses, row_rungs, windows, multiple)
+    for size in SIZES:
+        responses, windows = size[1], size[3]
+        _, ladder = build(*size)
         assert ladder.responses[-1] == responses
         assert list(ladder.responses) == sorted(set(ladder.responses))
         assert ladder.responses[0] >= 1
@@ -49,16 +126,16 @@ def test_the_last_window_holds_the_longest_response():
 
 
 def test_a_rung_holds_what_it_is_asked_for_and_no_smaller_one_does():
-    for rows, responses, row_rungs, windows, multiple in SIZES:
-        total, ladder = build(rows, responses, row_rungs, windows, multiple)
+    for size in SIZES:
+        total, ladder = build(*size)
         for active in range(1, total + 1):
             rung = ladder.rows_for(active)
             below = ladder.rows_below(rung)
             assert below < active <= rung  # decoding in a rung stops only where the next one fits
             assert rung in ladder.rows
             assert below == 0 or below in ladder.rows
-        for length in range(1, responses + 1):
+        for length in range(1, size[1] + 1):
             rung = ladder.response_for(length)
             assert rung >= length
             assert not [r for r in ladder.responses if length <= r < rung]
-            assert ladder.window(rung) == 8 + rung
+            assert ladder.slots(rung) == 8 + rung

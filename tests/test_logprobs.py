@@ -1,5 +1,7 @@
 """Log-probabilities and entropy, against float64 NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,3 +101,32 @@ def test_chunks_change_nothing(model, chunk):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
     grads = [jax.grad(total)(hidden, size) for size in (chunk, 100)]
     np.testing.assert_allclose(*grads, rtol=1e-5, atol=1e-6)
+
+
+@MESHES
+def test_a_tree_of_inputs_is_cut_alike(make_mesh, shape):
+    """Inputs of several kinds and ranks go in step, results of any rank come back joined."""
+    rng = np.random.default_rng(4)
+    with jax.set_mesh(make_mesh(*shape)):
+        config = ModelConfig(vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=2,
+                             num_kv_heads=2, head_dim=4)  # fmt: skip
+        policy = Transformer(config, init_params(config, jax.random.key(0)))
+        hidden = put(rng.normal(size=(4, 7, 8)).astype(np.float32), "batch", None, None)
+        tokens = rng.integers(0, 8, (4, 7)).astype(np.int32)
+        extra = rng.normal(size=(4, 7, 3)).astype(np.float32)
+        inputs = {"tokens": put(tokens, "batch", None), "extra": put(extra, "batch", None, None)}
+
+        def function(logits, inputs):
+            scores = logprobs.token_logprobs(logits, inputs["tokens"])
+            return {"scores": scores, "pair": (inputs["tokens"], inputs["extra"] * 2)}
+
+        at_once, *chunked = (
+            jax.jit(functools.partial(logprobs.map_tokens, function, policy, chunk=chunk))(
+                hidden, inputs
+            )
+            for chunk in (7, 3, 1)
+        )
+    for found in chunked:
+        np.testing.assert_array_equal(found["pair"][0], tokens)
+        np.testing.assert_array_equal(found["pair"][1], extra * 2)
+        np.testing.assert_allclose(found["scores"], at_once["scores"], rtol=1e-6, atol=1e-6)

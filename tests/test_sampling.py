@@ -173,6 +173,41 @@ def test_a_token_does_not_depend_on_its_batch(mesh):
         np.testing.assert_array_equal(run(rows), whole[rows])
 
 
+def test_many_positions_of_a_row_at_once(mesh):
+    """[B, T] positions in one call: the draws of T calls, exactly."""
+    rng = np.random.default_rng(6)
+    logits = rng.normal(size=(40, 5, 30)).astype(np.float32)
+    positions = rng.integers(0, 500, (40, 5)).astype(np.int32)
+    seeds = make_seeds(40)
+    for law in (SamplingLaw(), SamplingLaw(temperature=0.0)):
+        whole = np.asarray(draw(logits, seeds, positions, law))
+        assert whole.shape == (40, 5)
+        for t in range(5):
+            one = np.asarray(draw(logits[:, t], seeds, positions[:, t], law))
+            np.testing.assert_array_equal(whole[:, t], one)
+    noise = np.asarray(exponentials(seeds, positions, 30))
+    assert noise.shape == (40, 5, 30)
+    for t in range(5):
+        np.testing.assert_array_equal(
+            noise[:, t], np.asarray(exponentials(seeds, positions[:, t], 30))
+        )
+    cube = positions.reshape(40, 1, 5)
+    np.testing.assert_array_equal(np.asarray(exponentials(seeds, cube, 30))[:, 0], noise)
+
+
+def test_rows_of_several_steps(mesh):
+    """A step for each row gives what a batch of that step gives."""
+    steps = np.array([0, 3, 3, 7], np.uint32)
+    ids, samples = np.arange(8, dtype=np.uint32).reshape(4, 2), np.array([0, 1, 0, 2], np.int32)
+    arguments = put(ids, "batch", None), put(samples, "batch")
+    key, purpose = jax.random.key(5), int(Purpose.SAMPLE)
+    mixed = np.asarray(seeds_of(key, purpose, put(steps, "batch"), *arguments))
+    for row, step in enumerate(steps):
+        alone = np.asarray(seeds_of(key, purpose, jnp.uint32(step), *arguments))
+        np.testing.assert_array_equal(mixed[row], alone[row])
+        assert (mixed != alone).any()
+
+
 def reference_truncate(logits, law):
     """(kept, close): a float64 sort per row; close rows have a mass within rounding of top_p."""
     kept, close = np.zeros(logits.shape, bool), np.zeros(len(logits), bool)
@@ -264,6 +299,9 @@ def test_the_mesh_changes_no_draw(make_mesh, shape):
         with jax.set_mesh(make_mesh(*sizes)):
             cut = truncate(put(logits, "batch", "vocab"), law)
             tokens = draw(cut, make_seeds(64), put(np.arange(64, dtype=np.int32), "batch"), law)
-            results.append((np.asarray(cut), np.asarray(tokens)))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    np.testing.assert_array_equal(results[0][1], results[1][1])
+            wide = put(np.stack([logits, logits[::-1], -logits], axis=1), "batch", None, "vocab")
+            positions = put(np.arange(192, dtype=np.int32).reshape(64, 3), "batch", None)
+            many = draw(wide, make_seeds(64), positions, law)
+            results.append([np.asarray(x) for x in (cut, tokens, many)])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -37,22 +37,21 @@ def entropy(logits: Array) -> Array:
     return log_z - jnp.sum(probs * logits, axis=-1)
 
 
-def map_tokens(
-    function: Callable, model: Transformer, hidden_BTD: Array, tokens_BT: Array, chunk: int
-):
-    """`function(logits [B, t, V], tokens [B, t])` over chunks of t <= `chunk` tokens.
+def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs, chunk: int):
+    """`function(logits [B, t, V], inputs [B, t, ...])` over chunks of t <= `chunk` tokens.
 
-    The function's results are arrays [B, t]; they come back joined as [B, T]. Logits of a chunk
-    are recomputed in the backward pass instead of kept.
+    inputs: a pytree of arrays [B, T, ...], cut alike. The function's results are arrays
+    [B, t, ...]; they come back joined as [B, T, ...]. Logits of a chunk are recomputed in the
+    backward pass instead of kept.
     """
-    width = tokens_BT.shape[1]
+    width = hidden_BTD.shape[1]
 
     @jax.checkpoint
-    def one(hidden: Array, tokens: Array):
-        return function(model.logits(hidden), tokens)
+    def one(hidden: Array, inputs):
+        return function(model.logits(hidden), inputs)
 
     if width <= chunk:
-        return one(hidden_BTD, tokens_BT)
+        return one(hidden_BTD, inputs)
     whole = width // chunk * chunk
 
     def reshape(x: Array, *shape: int) -> Array:
@@ -65,9 +64,9 @@ def map_tokens(
     def join(x: Array) -> Array:  # and back
         return reshape(jnp.moveaxis(x, 0, 1), x.shape[1], whole, *x.shape[3:])
 
-    pieces = jax.lax.map(lambda x: one(*x), (cut(hidden_BTD), cut(tokens_BT)))
+    pieces = jax.lax.map(lambda x: one(*x), jax.tree.map(cut, (hidden_BTD, inputs)))
     pieces = jax.tree.map(join, pieces)
     if whole == width:
         return pieces
-    rest = one(hidden_BTD[:, whole:], tokens_BT[:, whole:])
+    rest = one(hidden_BTD[:, whole:], jax.tree.map(lambda x: x[:, whole:], inputs))
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), pieces, rest)

@@ -1,13 +1,18 @@
-"""The jitted pieces of a rollout: prefill, verify, decode, and the move between rungs.
+"""The jitted pieces of a rollout that run the policy: prefill, replay, and the step of any width.
 
-One step of any width works the same way: feed a row's last token and what follows it, starting at
-that token's slot; the hidden states predict the tokens after it. Verification is such a step of
-the draft's width, decoding one of width 1; rejecting is not counting a slot.
+One step works the same way at every width W: feed a row's last token and W - 1 candidates, starting
+at that token's slot; the hidden states give the law of W next tokens. From left to right each is
+either the candidate, if it is accepted, or drawn; the first that is drawn ends the step, and the
+slots behind it are written over later. Rejecting is not counting a slot.
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3
-    tokens          a b c | x y z          draft x y z
-    verify feeds      . c   x y            from slot 2, predicts x, y, z
-    accepted 2                             lens = 2, last = y: decode feeds y at slot 4
+    tokens          a b c | x y z          candidates x y z
+    width 3 feeds       c   x y            from slot 2, gives the laws of positions 0, 1, 2
+    x accepted, y not, w drawn             lens = 2, last = w: the next step feeds w at slot 4
+
+Verification of a draft is such a step of the draft's width, plain decoding one of width 1, tree
+drafts one in between. Whether a token is accepted depends on its row and position alone, never on
+the width: a draft that is judged in one pass, in chunks, or one token a step gives the same tokens.
 """
 
 import dataclasses
@@ -18,18 +23,25 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import KVCache, cache_slots, init_cache, regrid, repeat_rows
+from specrl_jax.models.kv_cache import KVCache, cache_slots, init_cache, repeat_rows
 from specrl_jax.models.logprobs import map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.rollout.acceptance import RULES
+from specrl_jax.rollout import acceptance, drafting
+from specrl_jax.rollout.drafting import Corpus, TreeLaw
+from specrl_jax.rollout.rows import Rows, verifying
 from specrl_jax.rollout.sampling import SamplingLaw, draw, temper, truncate, uniforms
-from specrl_jax.sharding import spec, take_rows
-from specrl_jax.types import Drafts
+from specrl_jax.sharding import reshard, spec
+from specrl_jax.types import Source
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a rollout's programs are compiled for; hashable."""
+    """What a rollout's programs are compiled for; hashable.
+
+    group_size: responses per prompt. tree: None without tree drafts. stored: likeliest tokens
+    whose log-probs are kept of every law. margin: columns behind the response slots, at least the
+    widest step.
+    """
 
     model: ModelConfig
     law: SamplingLaw
@@ -38,30 +50,41 @@ class Setup:
     pad_id: int
     response_slots: int
     logits_chunk: int
+    group_size: int = 1
+    tree: TreeLaw | None = None
+    stored: int = 0
+    margin: int = 1
+
+    @property
+    def columns(self) -> int:
+        return self.response_slots + self.margin
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """The rows of one rung.
+class Limits:
+    """When a visit of a rung ends (int32 scalars).
 
-    index: int32 [b], each row's place in the batch. seeds: uint32 [b, 2]. prompt_lens, lens: int32
-    [b]. last: int32 [b], the token that is not in the cache yet. done: bool [b]. tokens,
-    policy_logprobs, sampling_logprobs: [b, R + 1]; rows that are done write into column R.
+    At most `rows` of the first `own` rows of the board are active, or after `steps` steps. A row
+    that holds `length` tokens is parked: it waits for a deeper window.
     """
 
-    index: Array
-    seeds: Array
-    prompt_lens: Array
-    lens: Array
-    last: Array
-    done: Array
-    tokens: Array
-    policy_logprobs: Array
-    sampling_logprobs: Array
+    rows: Array
+    length: Array
+    steps: Array
+    own: Array
 
 
-_MATRICES = ("tokens", "policy_logprobs", "sampling_logprobs")
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """What a visit did (int32). steps: a scalar. accepted: [W], row steps with a tree draft that
+    kept 0, 1, ... W - 1 of it. judged, kept: scalars, pending draft tokens."""
+
+    steps: Array
+    accepted: Array
+    judged: Array
+    kept: Array
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots", "group_size"))
@@ -74,175 +97,337 @@ def prefill(setup: Setup, weights: Params, prompts_QP: Array, *, slots: int, gro
     return repeat_rows(cache, group_size)
 
 
-@functools.partial(jax.jit, static_argnames=("setup",))
-def start_rows(setup: Setup, seeds: Array, prompt_lens: Array, last: Array) -> Rows:
-    """Rows that hold only their prompts."""
-    rows = prompt_lens.shape[0]
-    lens = jnp.zeros_like(prompt_lens)
-    wide = jnp.zeros((rows, setup.response_slots + 1), out_sharding=spec("batch", None))
-    index = jax.sharding.reshard(jnp.arange(rows, dtype=jnp.int32), spec("batch"))
-    tokens = jnp.full_like(wide, setup.pad_id, dtype=jnp.int32)
-    return Rows(index, seeds, prompt_lens, lens, last, lens > 0, tokens, wide, wide)
+@functools.partial(jax.jit, static_argnames=("setup", "slots", "width"))
+def replay(
+    setup: Setup, weights: Params, prompts_bP: Array, rows: Rows, *, slots: int, width: int
+) -> KVCache:
+    """KV cache [b, slots] of rows that hold up to `width` tokens already, in one pass."""
+    size, prompt_slots = prompts_bP.shape
+    start = jnp.zeros(size, jnp.int32, out_sharding=spec("batch"))
+    packed = jnp.pad(prompts_bP, ((0, 0), (0, width)))
+    packed = _write(packed, rows.tokens[:, :width], rows.prompt_lens)
+    cache = init_cache(setup.model, size, max(slots, prompt_slots + width))
+    _, cache = Transformer(setup.model, weights)(packed, start, cache)
+    return jax.tree.map(lambda x: x[:, :slots], cache)
 
 
-@functools.partial(jax.jit, static_argnames=("setup", "width"), donate_argnames=("cache", "rows"))
-def verify(
+@functools.partial(
+    jax.jit,
+    static_argnames=("setup", "width", "tree", "wide"),
+    donate_argnames=("cache", "rows", "corpus"),
+)
+def visit(
     setup: Setup,
     weights: Params,
     cache: KVCache,
     rows: Rows,
-    drafts: Drafts,
-    accept_seeds: Array,
+    corpus: Corpus | None,
+    limits: Limits,
     log_lenience: Array,
     *,
     width: int,
-) -> tuple[KVCache, Rows]:
-    """One parallel pass over `width` draft tokens: keep the verified prefix, fill the cache.
+    tree: bool = False,
+    wide: bool = False,
+) -> tuple[KVCache, Rows, Corpus | None, Tally, Array]:
+    """Steps of one width until a limit is reached.
 
-    Rows come back rewound to their last kept token; those whose draft was accepted to its
-    end-of-sequence (or to the last slot) are done.
-    """
-    draft = drafts.tokens[:, :width]
-    fed = jnp.concatenate([rows.last[:, None], draft[:, :-1]], axis=1)
-    model = Transformer(setup.model, weights)
-    hidden, cache = model(fed, rows.prompt_lens - 1, cache)
-    policy, sampling = map_tokens(
-        functools.partial(_both_logprobs, law=setup.law), model, hidden, draft, setup.logits_chunk
-    )
-    positions = jnp.broadcast_to(
-        jnp.arange(width, dtype=jnp.int32)[None, :], draft.shape, out_sharding=spec("batch", None)
-    )
-    lens = RULES[setup.accept](
-        uniforms(accept_seeds, positions),
-        sampling,
-        drafts.sampling_logprobs[:, :width],
-        jnp.minimum(drafts.lens, width),
-        log_lenience,
-    )
-    kept = positions < lens[:, None]
-    last_kept = jnp.sum(jnp.where(positions == lens[:, None] - 1, draft, 0), axis=1)
-    done = (lens > 0) & (_is_eos(last_kept, setup) | (lens == setup.response_slots))
+    tree: candidates of rows that are not verifying come from the corpus. wide: only the token
+    behind the accepted ones is drawn, not one at every position: for verification by other rules
+    than match. The cache needs slots for prompt, `limits.length` and width - 1 tokens.
 
-    def widen(old: Array, new: Array) -> Array:
-        return old.at[:, :width].set(jnp.where(kept, new, old[:, :width]))
-
-    return cache, dataclasses.replace(
-        rows,
-        lens=lens,
-        last=jnp.where(lens > 0, last_kept, rows.last),
-        done=done,
-        tokens=widen(rows.tokens, draft),
-        policy_logprobs=widen(rows.policy_logprobs, policy),
-        sampling_logprobs=widen(rows.sampling_logprobs, sampling),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("cache", "rows"))
-def decode(
-    setup: Setup, weights: Params, cache: KVCache, rows: Rows, stop_rows: Array, stop_len: Array
-) -> tuple[KVCache, Rows, Array, Array, Array]:
-    """Sample until at most `stop_rows` rows are active or one of them holds `stop_len` tokens.
-
-    Returns cache, rows, and three scalars: active rows, their longest response, steps taken.
+    Returns cache, rows, corpus, the tally and int32 [6]: rows of the board's own that are not
+    done, all active rows, parked, verifying, the longest response of rows not done, the longest
+    draft left to verify.
     """
     model = Transformer(setup.model, weights)
 
-    def go_on(state: tuple[KVCache, Rows, Array]) -> Array:
-        active, longest = _progress(state[1])
-        return (active > stop_rows) & (longest < stop_len)
+    def go_on(state) -> Array:
+        _, rows, _, tally = state
+        own = _active(rows, limits) & (rows.index < limits.own)
+        return (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (tally.steps < limits.steps)
 
-    def step(state: tuple[KVCache, Rows, Array]) -> tuple[KVCache, Rows, Array]:
-        cache, rows, steps = state
-        start = jnp.maximum(rows.prompt_lens + rows.lens - 1, 0)
-        start = jnp.minimum(start, cache_slots(cache) - 1)
-        hidden, cache = model(rows.last[:, None], start, cache)
-        logits = temper(model.logits(hidden[:, 0]), setup.law)
-        return cache, _append(setup, rows, logits), steps + 1
+    def step(state):
+        cache, rows, corpus, tally = state
+        active = _active(rows, limits)
+        candidates, offered, judged = _candidates(setup, rows, corpus, width, tree)
+        fed = jnp.concatenate([rows.last[:, None], candidates[:, : width - 1]], axis=1)
+        # Rows that are done write somewhere inside; the others always have room.
+        start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
+        hidden, cache = model(fed, start, cache)
+        found = _decide(setup, model, hidden, rows, candidates, offered, judged, log_lenience, wide)
+        rows, corpus, counts = _append(
+            setup, rows, corpus, found, active, offered, judged, limits.length
+        )
+        tally = jax.tree.map(jnp.add, tally, counts)
+        return cache, rows, corpus, tally
 
-    cache, rows, steps = jax.lax.while_loop(go_on, step, (cache, rows, jnp.int32(0)))
-    return cache, rows, *_progress(rows), steps
+    zero = jnp.int32(0)
+    tally = Tally(zero, jnp.zeros(width, jnp.int32), zero, zero)
+    state = jax.lax.while_loop(go_on, step, (cache, rows, corpus, tally))
+    return *state, _progress(state[1], limits)
 
 
-@functools.partial(jax.jit, static_argnames=("size", "slots"))
-def move(
-    cache: KVCache, rows: Rows, finished: Rows | None, *, size: int, slots: int
-) -> tuple[KVCache, Rows, Rows]:
-    """Bring the active rows into a rung of `size` rows and `slots` slots.
+@jax.jit
+def progress(rows: Rows, limits: Limits) -> Array:
+    """The last result of `visit`."""
+    return _progress(rows, limits)
 
-    `finished` collects every row in batch order; None before the first move, when `rows` still is
-    the whole batch in order. Its `index` and `done` have no meaning.
+
+def _active(rows: Rows, limits: Limits) -> Array:
+    return ~rows.done & (rows.lens < limits.length)
+
+
+def _progress(rows: Rows, limits: Limits) -> Array:
+    active, judged = _active(rows, limits), verifying(rows)
+    left = jnp.zeros_like(rows.lens) if rows.pending is None else rows.pending.lens - rows.lens
+    counts = (~rows.done & (rows.index < limits.own), active, ~rows.done & ~active, judged)
+    return jnp.stack(
+        [jnp.sum(x, dtype=jnp.int32) for x in counts]
+        + [jnp.max(jnp.where(~rows.done, rows.lens, 0)), jnp.max(jnp.where(judged, left, 0))]
+    )
+
+
+def _candidates(setup: Setup, rows: Rows, corpus: Corpus | None, width: int, tree: bool):
+    """Candidates [b, W], how many of them are meant [b], and which rows are verifying [b]."""
+    judged = verifying(rows)
+    candidates = jnp.zeros((rows.lens.shape[0], width), jnp.int32, out_sharding=spec("batch", None))
+    offered = jnp.zeros_like(rows.lens)
+    if tree and width > 1:
+        prompts, sources = _places(setup, rows, corpus)
+        drafted, count = drafting.propose(
+            corpus, prompts, sources, rows.lens, width - 1, setup.tree
+        )
+        candidates = jnp.pad(drafted, ((0, 0), (0, 1)))
+        offered = jnp.minimum(count, rows.caps - rows.lens)
+    if rows.pending is not None:
+        kept = _cut(rows.pending.tokens, rows.lens, width)
+        candidates = jnp.where(judged[:, None], kept, candidates)
+        left = jnp.clip(rows.pending.lens - rows.lens, 0, width)
+        offered = jnp.where(judged, left, offered)
+    return candidates, offered, judged
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """Of a step: tokens [b, W] with their log-probs, of which the first `accepted` [b] are
+    candidates and the next, if any, is drawn."""
+
+    accepted: Array
+    tokens: Array
+    policy: Array
+    sampling: Array
+    top: tuple[Array, Array] | None
+
+
+def _decide(
+    setup, model, hidden, rows: Rows, candidates, offered, judged, log_lenience, wide: bool
+) -> _Found:
+    """Accept candidates from the left, and draw the token behind them."""
+    width = candidates.shape[1]
+    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    positions = reshard(rows.lens[:, None] + steps, "batch", None)
+    by_rule = rows.pending is not None and setup.accept != "match"
+    inputs = {"candidates": candidates, "positions": positions}
+    if by_rule and acceptance.RULES[setup.accept].needs_law:
+        inputs["top_ids"] = _cut(rows.pending.top_ids, rows.lens, width)
+    laws = functools.partial(_laws, setup, rows.seeds, draws=not wide, judges=by_rule)
+    at = map_tokens(laws, model, hidden, inputs, setup.logits_chunk)
+    accept = jnp.zeros(candidates.shape, bool, out_sharding=spec("batch", None))
+    if not wide:
+        accept = at["drawn"][0] == candidates
+    left = None
+    if by_rule:
+        by_rule = judged & ~rows.pending.match
+        accepted, left = _judge(setup, rows, at, inputs, offered, log_lenience)
+        accept = jnp.where(by_rule[:, None], accepted, accept)
+    count = acceptance.leading(accept, offered)
+    drawn = at.get("drawn")
+    if drawn is None or left is not None:
+        left = None if left is None else (by_rule, *left(count))
+        ended = _draw_at_end(setup, model, hidden, rows, count, left)
+        here = steps == count[:, None]
+        if drawn is None:
+            drawn = (candidates, *at["candidate"])
+        else:
+            here &= by_rule[:, None]
+        drawn = tuple(jnp.where(here, new[:, None], old) for old, new in zip(drawn, ended))
+    if "candidate" in at:  # else an accepted candidate is the token that was drawn
+        kept = steps < count[:, None]
+        drawn = tuple(
+            jnp.where(kept, old, new) for old, new in zip((candidates, *at["candidate"]), drawn)
+        )
+    return _Found(count, *drawn, at.get("top"))
+
+
+def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> dict:
+    """What a step needs of the laws at [b, t] positions: tokens drawn from them and candidates,
+    each with log-probs under the policy and under the sampling law."""
+    logits = temper(logits, setup.law)
+    cut = truncate(logits, setup.law)
+
+    def scored(tokens: Array) -> tuple[Array, Array]:
+        policy = token_logprobs(logits, tokens)
+        return policy, token_logprobs(cut, tokens) if setup.law.truncates else policy
+
+    found = {}
+    if draws:
+        tokens = draw(cut, seeds, inputs["positions"], setup.law)
+        found["drawn"] = (tokens, *scored(tokens))
+    if judges:
+        found["candidate"] = scored(inputs["candidates"])
+    if "top_ids" in inputs:
+        found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"])
+    if setup.stored:
+        found["top"] = acceptance.top_law(cut, setup.stored)
+    return found
+
+
+def _judge(setup: Setup, rows: Rows, at: dict, inputs: dict, offered: Array, log_lenience: Array):
+    """The configured rule's accepted candidates, bool [b, W], and for rules with a residual a
+    function of their number [b] that gives (tail, log_scale) [b] for the token behind them."""
+    pending, width = rows.pending, inputs["candidates"].shape[1]
+    noise = uniforms(rows.accept_seeds, inputs["positions"])
+    old = _cut(pending.logprobs, rows.lens, width)
+    if "now_top" not in at:
+        return acceptance.ratio(noise, at["candidate"][1], old, log_lenience), None
+    old_top = _cut(pending.top_logprobs, rows.lens, width)
+    inside = acceptance.in_top(inputs["candidates"], inputs["top_ids"])
+    laws = (noise, at["candidate"][1], old, at["now_top"], old_top, inside)
+    if setup.accept == "block":
+        block = acceptance.block(*laws, offered)
+        columns = jnp.arange(width, dtype=jnp.int32)[None, :]
+        return columns < block.kept[:, None], lambda count: (block.tail, block.log_scale)
+    accepted, tail = acceptance.ratio_residual(*laws)
+
+    def left(count: Array) -> tuple[Array, Array]:
+        rejected = count < offered
+        tail_here = _column(tail, jnp.minimum(count, width - 1)) & rejected
+        return tail_here, jnp.where(rejected, 0.0, jnp.inf)
+
+    return accepted, left
+
+
+def _draw_at_end(setup, model, hidden, rows: Rows, count: Array, left):
+    """Token [b] and its log-probs at the position behind the accepted candidates.
+
+    left: None, or (rows [b] whose token is drawn from what their rule leaves of the law, tail,
+    log_scale).
     """
-    finished = rows if finished is None else collect(rows, finished)
-    # Active rows first, in order; the rest of the rung is filled up with rows that are done.
-    done = jax.sharding.reshard(rows.done, jax.P(None))
-    order = jnp.argsort(done, stable=True)[:size]
-    picked = {f.name: getattr(rows, f.name) for f in dataclasses.fields(Rows)}
-    picked = {k: take_rows(x, order, *(None,) * (x.ndim - 1)) for k, x in picked.items()}
-    return regrid(cache, order, slots), Rows(**picked), finished
-
-
-@jax.jit
-def collect(rows: Rows, finished: Rows) -> Rows:
-    """Write the rung's rows back to their places in the batch."""
-    batch, size = finished.lens.shape[0], rows.lens.shape[0]
-    index = jax.sharding.reshard(rows.index, jax.P(None))
-    place = jnp.full(batch, -1).at[index].set(jnp.arange(size))
-    place = jax.sharding.reshard(place, spec("batch"))
-
-    def write(old: Array, new: Array) -> Array:
-        here = (place >= 0).reshape(-1, *(1,) * (old.ndim - 1))
-        new = take_rows(new, jnp.maximum(place, 0), *(None,) * (new.ndim - 1))
-        return jnp.where(here, new, old)
-
-    return jax.tree.map(write, finished, rows)
-
-
-@jax.jit
-def progress(rows: Rows) -> tuple[Array, Array]:
-    """Active rows and their longest response (scalars)."""
-    return _progress(rows)
-
-
-def _progress(rows: Rows) -> tuple[Array, Array]:
-    active = ~rows.done
-    return jnp.sum(active, dtype=jnp.int32), jnp.max(jnp.where(active, rows.lens, 0))
-
-
-def _append(setup: Setup, rows: Rows, logits: Array) -> Rows:
-    """Draw one token for every active row and write it behind its response."""
-    truncated = truncate(logits, setup.law)
-    token = draw(truncated, rows.seeds, rows.lens, setup.law)
+    width = hidden.shape[1]
+    end = jnp.minimum(count, width - 1)
+    here = jnp.arange(width)[None, :, None] == end[:, None, None]
+    logits = model.logits(jnp.sum(jnp.where(here, hidden, 0), axis=1))
+    logits = temper(logits, setup.law)
+    cut = truncate(logits, setup.law)
+    law, positions = cut, rows.lens + end
+    if left is not None:
+        by_rule, tail, log_scale = left
+        top_ids = _column(rows.pending.top_ids, positions)
+        top_logprobs = _column(rows.pending.top_logprobs, positions)
+        rest = acceptance.residual_scores(cut, top_ids, top_logprobs, tail, log_scale)
+        law = jnp.where(by_rule[:, None], rest, cut)
+    token = draw(law, rows.seeds, positions, setup.law)
     policy = token_logprobs(logits, token)
-    sampling = token_logprobs(truncated, token) if setup.law.truncates else policy
-    token = jnp.where(rows.done, setup.pad_id, token)
-    column = jnp.where(rows.done, setup.response_slots, rows.lens)
-    lens = jnp.where(rows.done, rows.lens, rows.lens + 1)
-    ended = _is_eos(token, setup) | (lens == setup.response_slots)
-    return dataclasses.replace(
+    return token, policy, token_logprobs(cut, token) if setup.law.truncates else policy
+
+
+def _append(
+    setup: Setup,
+    rows: Rows,
+    corpus: Corpus | None,
+    found: _Found,
+    active: Array,
+    offered: Array,
+    judged: Array,
+    stop_len: Array,
+) -> tuple[Rows, Corpus | None, Tally]:
+    """Write a step's tokens behind the responses of active rows."""
+    width = found.tokens.shape[1]
+    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    accepted = found.accepted
+    room = jnp.minimum(stop_len, rows.caps) - rows.lens
+    # A row that reaches its window's end stops there; what was cut off is found again later.
+    count = jnp.minimum(jnp.minimum(accepted + 1, width), room)
+    ends = _is_eos(found.tokens, setup) & (steps < count[:, None])
+    before_end = acceptance.leading(~ends, count)
+    count = jnp.where(active, jnp.minimum(count, before_end + 1), 0)
+    lens = rows.lens + count
+    ended = jnp.any(ends, axis=1) | (lens == rows.caps)
+    column = jnp.where(active, rows.lens, setup.response_slots)
+    kept = jnp.where(judged, Source.REUSED, Source.DRAFTED).astype(jnp.int8)
+    sources = jnp.where(steps < accepted[:, None], kept[:, None], jnp.int8(Source.SAMPLED))
+    changes = {
+        "tokens": found.tokens,
+        "policy_logprobs": found.policy,
+        "sampling_logprobs": found.sampling,
+        "sources": sources,
+    }
+    if found.top is not None:
+        changes |= {"top_ids": found.top[0], "top_logprobs": found.top[1]}
+    changes = {name: _write(getattr(rows, name), new, column) for name, new in changes.items()}
+    reused = jnp.where(judged, jnp.minimum(accepted, count), 0)
+    if rows.pending is not None:
+        # Over once a token was drawn, unless it was cut off with what came before.
+        over = judged & (count > accepted)
+        left = jnp.where(over, 0, rows.pending.lens)
+        changes["pending"] = dataclasses.replace(rows.pending, lens=left)
+    if corpus is not None:
+        prompts, places = _places(setup, rows, corpus)
+        corpus = drafting.record(corpus, prompts, places, rows.lens, found.tokens, count)
+    last = _column(found.tokens, jnp.maximum(count - 1, 0))
+    tally = Tally(
+        steps=jnp.int32(1),
+        accepted=jnp.sum(
+            (accepted[:, None] == steps) & (active & ~judged)[:, None], axis=0, dtype=jnp.int32
+        ),
+        judged=jnp.sum(
+            jnp.where(judged & active, jnp.minimum(accepted + 1, offered), 0), dtype=jnp.int32
+        ),
+        kept=jnp.sum(jnp.where(active, reused, 0), dtype=jnp.int32),
+    )
+    rows = dataclasses.replace(
         rows,
         lens=lens,
-        last=jnp.where(rows.done, rows.last, token),
-        done=rows.done | ended,
-        tokens=_write(rows.tokens, token, column),
-        policy_logprobs=_write(rows.policy_logprobs, policy, column),
-        sampling_logprobs=_write(rows.sampling_logprobs, sampling, column),
+        last=jnp.where(count > 0, last, rows.last),
+        prefix_lens=rows.prefix_lens + jnp.where(active, reused, 0),
+        done=rows.done | (active & ended),
+        **changes,
     )
+    return rows, corpus, tally
+
+
+def _places(setup: Setup, rows: Rows, corpus: Corpus) -> tuple[Array, Array]:
+    """Each row's prompt and source in the corpus; fillers get some."""
+    prompts, sources = corpus.tokens.shape[:2]
+    index = jnp.minimum(rows.index, prompts * setup.group_size - 1)
+    return index // setup.group_size, sources - setup.group_size + index % setup.group_size
+
+
+def _cut(matrix: Array, start: Array, width: int) -> Array:
+    """[b, W, ...]: columns from each row's own start; starts need start + W <= C."""
+
+    def cut(row: Array, at: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, at, width, axis=0)
+
+    return jax.vmap(cut)(matrix, start)
+
+
+def _column(matrix: Array, at: Array) -> Array:
+    """[b, ...]: one column of each row."""
+
+    def cut(row: Array, at: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(row, at, axis=0, keepdims=False)
+
+    return jax.vmap(cut)(matrix, at)
 
 
 def _write(matrix: Array, values: Array, columns: Array) -> Array:
     def write(row: Array, value: Array, column: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(row, value, column, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(row, value, column, axis=0)
 
     return jax.vmap(write)(matrix, values, columns)
 
 
 def _is_eos(tokens: Array, setup: Setup) -> Array:
     return functools.reduce(jnp.logical_or, [tokens == eos for eos in setup.eos_ids])
-
-
-def _both_logprobs(logits: Array, tokens: Array, *, law: SamplingLaw) -> tuple[Array, Array]:
-    logits = temper(logits, law)
-    policy = token_logprobs(logits, tokens)
-    if not law.truncates:
-        return policy, policy
-    return policy, token_logprobs(truncate(logits, law), tokens)

@@ -1,146 +1,204 @@
-"""Earlier responses, kept on the device as drafts, keyed by (prompt_id, sample).
+"""Earlier responses, kept as drafts, keyed by (prompt_id, sample).
 
-Arrays are [A, N, G, R]: A generations (0 the newest), N prompts, G samples, R response slots. The
-host keeps only which prompt has which slot. When all slots are taken, the prompt that was stored
-longest ago gives its slot up; with a capacity of the whole data set none ever does.
+In: a batch's `Rollout` and the step it is from. Out: `Drafts` (SPEC-RL, arXiv 2509.23232) or all
+that is stored of a batch's prompts, as sources of tree drafts (SRT, arXiv 2601.09083).
+
+Which prompt has which slot of the arrays, and in which order they were stored, only the host
+knows. When all slots are taken, the prompt that was stored longest ago gives its slot up.
 """
 
-import dataclasses
-import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.sharding import merge_rows, put, shards, spec
+from specrl_jax.rollout.draft_memory import (
+    DeviceMemory,
+    HostMemory,
+    Stored,
+    abstract_stored,
+    pick_drafts,
+    pick_sources,
+)
+from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts, Rollout
+
+KINDS = {"device": DeviceMemory, "host": HostMemory}
+_NEVER = np.iinfo(np.int32).max
 
 
 class DraftStore:
-    """The last `generations` responses of every prompt and sample.
+    """The last responses of every prompt and sample.
 
-    `get` at age 1 offers the newest; at age 2 the one before, SPEC-RL's delayed reuse (arXiv
-    2509.23232, ablations).
+    Batches of Q prompts are split over the batch axes, which must divide Q. `step` is always the
+    step whose rollout is drafted or stored.
+
+    Args:
+      prompts: how many prompts are kept; no less than a batch has.
+      samples: G, responses kept of each.
+      response_slots: R.
+      generations: A, responses of each sample that are kept whole, for `get` up to this age.
+      history: E where it is larger: responses that keep their tokens, for `sources`.
+      k: likeliest tokens whose log-probs are kept; 0: none.
+      max_age: steps after which a response is not offered any more; 0: never.
+      kind: "device" or "host", the memory that the arrays live in. Results are the same.
+      owner: what the tokens and log-probs are of, e.g. {"tokenizer": ..., "model": ...}
+        fingerprints; a saved store of another owner is refused.
     """
 
-    def __init__(self, prompts: int, samples: int, response_slots: int, generations: int = 1):
-        pieces = shards("batch")
-        self._capacity = -(-prompts // pieces) * pieces
-        shape = (generations, self._capacity, samples, response_slots)
-        self._slots: dict[str, int] = {}  # in order of last use
-        self.arrays = _empty(shape)
+    def __init__(
+        self,
+        prompts: int,
+        samples: int,
+        response_slots: int,
+        generations: int = 1,
+        *,
+        history: int = 0,
+        k: int = 0,
+        max_age: int = 0,
+        kind: str = "device",
+        owner: Mapping[str, str] | None = None,
+    ):
+        if kind not in KINDS:
+            raise ValueError(f"rollout.store must be one of {', '.join(KINDS)}, got {kind}")
+        self._shape = {
+            "generations": max(history, generations),
+            "generations with log-probs": generations,
+            "prompts": prompts,
+            "samples": samples,
+            "slots": response_slots,
+            "k": k,
+        }
+        self._max_age, self._owner = max_age, dict(owner or {})
+        self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
+        self._memory = KINDS[kind](abstract_stored(*self._shape.values()))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves(self.arrays))
+    def get(self, prompts: Prompts, group_size: int, age: int = 1, *, step: int) -> Drafts:
+        """Drafts [Q * group_size] for the prompts' groups; zeros, length 0, where there is none.
 
-    def get(self, prompts: Prompts, group_size: int, age: int = 1) -> Drafts:
-        """Drafts [Q * G] for the prompts' groups; length 0 where there is none."""
-        slots = [self._slots.get(e.prompt_id, -1) for e in prompts.examples]
-        return _get(self.arrays, put(np.asarray(slots, np.int32), "batch"), group_size, age)
+        `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations).
+        """
+        whole = self._shape["generations with log-probs"]
+        if not 1 <= age <= whole:
+            raise ValueError(f"the draft store keeps drafts up to age {whole}, asked for {age}")
+        slots = self._find(prompts)
+        oldest = self._oldest(slots, step)
+        return pick_drafts(*self._memory.rows(slots), oldest, group_size, age)
 
-    def put(self, prompts: Prompts, rollout: Rollout) -> None:
+    def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
+        """All stored responses of the prompts: tokens [Q, E * G, R], lens [Q, E * G].
+
+        Newest generation first, within it by sample; zeros, length 0, where there is none. Both
+        are whole on every device.
+        """
+        slots = self._find(prompts)
+        return pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
+
+    def prefetch(self, prompts: Prompts) -> None:
+        """Begin to move the rows of the next batch to the device; in device memory they are.
+
+        `get` and `sources` of the same prompts in the same order use them. Where one of the
+        prompts is stored in between they are fetched again.
+        """
+        self._memory.prefetch(self._find(prompts))
+
+    def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
         """Store the groups' responses; older generations move back by one.
 
         Samples beyond the store's are not kept; a smaller group leaves the other samples as they
-        were.
+        were. Raises ValueError where a prompt comes twice, the batch has more prompts than the
+        store, or the rollout does not have the k likeliest tokens that the store keeps.
         """
-        slots = np.asarray([self._slot(e.prompt_id) for e in prompts.examples], np.int32)
-        newest = Drafts(
-            rollout.tokens,
-            rollout.lens,
-            rollout.sampling_logprobs,
-            rollout.origin_logprobs,
-            rollout.origin_steps,
+        k = self._shape["k"]
+        given = 0 if rollout.top_ids is None else rollout.top_ids.shape[-1]
+        if k and given != k:
+            raise ValueError(f"the draft store keeps the {k} likeliest tokens, got {given}")
+        slots, fresh = self._take([e.prompt_id for e in prompts.examples])
+        newest = Stored(
+            tokens=rollout.tokens,
+            lens=rollout.lens,
+            steps=np.full(rollout.lens.shape, step, np.int32),
+            sampling_logprobs=rollout.sampling_logprobs,
+            origin_logprobs=rollout.origin_logprobs,
+            origin_steps=rollout.origin_steps,
+            top_ids=rollout.top_ids if k else None,
+            top_logprobs=rollout.top_logprobs if k else None,
         )
-        self.arrays = _put(self.arrays, put(slots, None), newest)
+        self._memory.write(slots, fresh, newest)
 
-    def state(self) -> dict:
-        """The host's part, JSON-able; `arrays` is the device's."""
-        return {"slots": list(self._slots.items())}
+    @property
+    def arrays(self) -> Stored:
+        """What a checkpoint saves, jax or NumPy. The next `put` changes or frees them."""
+        return self._memory.arrays
 
-    def restore(self, state: dict, arrays: Drafts) -> None:
-        """Take over a saved store. Raises ValueError where its shape is not this one's."""
-        saved, own = arrays.tokens.shape, self.arrays.tokens.shape
-        if saved != own:
+    @property
+    def like(self) -> Stored:
+        """Shapes, dtypes and layouts that a checkpoint of either kind is read back with."""
+        return self._memory.like
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use, over all devices, as {"device": ..., "host": ...}; rows held count."""
+        return self._memory.nbytes()
+
+    def state(self) -> dict[str, Any]:
+        """The host's part of a checkpoint, JSON-able; `arrays` is the other."""
+        slots = list(self._slots.items())
+        return {"slots": slots, "shape": self._shape, "owner": self._owner}
+
+    def restore(self, state: Mapping[str, Any], arrays: Stored) -> None:
+        """Take over a saved store of either kind; `arrays` are the store's own from then on.
+
+        Raises ValueError where it is of another tokenizer, model or shape.
+        """
+        for field, own in self._owner.items():
+            saved = state.get("owner", {}).get(field)
+            if saved != own:
+                raise ValueError(
+                    f"{field}.source must be the {field} whose drafts the checkpoint holds, "
+                    f"{saved}, got {own}; set it back, or give another --workdir"
+                )
+        saved = state.get("shape", {})
+        if changed := [name for name, own in self._shape.items() if saved.get(name) != own]:
+            was = ", ".join(f"{name} = {saved.get(name)}" for name in changed)
+            now = ", ".join(f"{name} = {self._shape[name]}" for name in changed)
             raise ValueError(
-                f"draft store: saved as [generations, prompts, samples, slots] = {saved}, this run "
-                f"has {own}; resume with the same data and rollout settings"
+                f"draft store: saved with {was}; this run has {now}; "
+                "resume with the same data and rollout settings"
             )
         self._slots = dict(state["slots"])
-        self.arrays = arrays
+        self._memory.load(arrays)
 
-    def _slot(self, prompt_id: str) -> int:
-        slot = self._slots.pop(prompt_id, None)
-        if slot is None and len(self._slots) < self._capacity:
-            slot = len(self._slots)
-        elif slot is None:
-            slot = self._slots.pop(next(iter(self._slots)))
-            self._forget(slot)
-        self._slots[prompt_id] = slot
-        return slot
+    def _find(self, prompts: Prompts) -> np.ndarray:
+        """The prompts' slots, int32 [Q]; -1 for those that are not stored."""
+        return np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
 
-    def _forget(self, slot: int) -> None:
-        lens = _clear(self.arrays.lens, slot)
-        self.arrays = dataclasses.replace(self.arrays, lens=lens)
+    def _oldest(self, slots: np.ndarray, step: int) -> Array:
+        """The earliest step, int32 [Q], whose responses are offered; none of unknown prompts."""
+        oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
+        return put(np.where(slots >= 0, oldest, _NEVER).astype(np.int32), "batch")
 
-
-def _empty(shape: tuple[int, int, int, int]) -> Drafts:
-    def zeros(dtype, *dims: int) -> Array:
-        axes = (None, "batch", *(None,) * (len(dims) - 2))
-        return jnp.zeros(dims, dtype, out_sharding=spec(*axes))
-
-    return Drafts(
-        tokens=zeros(jnp.int32, *shape),
-        lens=zeros(jnp.int32, *shape[:3]),
-        sampling_logprobs=zeros(jnp.float32, *shape),
-        origin_logprobs=zeros(jnp.float32, *shape),
-        origin_steps=zeros(jnp.int32, *shape),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("group_size", "age"))
-def _get(arrays: Drafts, slots: Array, group_size: int, age: int) -> Drafts:
-    known = slots >= 0
-
-    def pick(stored: Array) -> Array:
-        rest = (None,) * (stored.ndim - 2)
-        rows = stored[age - 1].at[jnp.maximum(slots, 0)].get(out_sharding=spec("batch", *rest))
-        missing = max(group_size - rows.shape[1], 0)
-        rows = jnp.pad(rows[:, :group_size], [(0, 0), (0, missing)] + [(0, 0)] * (rows.ndim - 2))
-        return merge_rows(rows, *rest[1:])
-
-    drafts = jax.tree.map(pick, arrays)
-    known = jnp.broadcast_to(
-        known[:, None], (known.shape[0], group_size), out_sharding=spec("batch", None)
-    )
-    return dataclasses.replace(drafts, lens=jnp.where(merge_rows(known), drafts.lens, 0))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(arrays: Drafts, slots: Array, newest: Drafts) -> Drafts:
-    prompts = slots.shape[0]
-
-    def write(stored: Array, new: Array) -> Array:
-        new = new.reshape(prompts, -1, *new.shape[1:])[:, : stored.shape[2]]
-        new = jax.sharding.reshard(new, jax.P(*(None,) * new.ndim))
-        samples = new.shape[1]
-        rest = (None,) * (stored.ndim - 2)
-        before = stored[:, :, :samples].at[:, slots].get(out_sharding=jax.P(None, None, *rest))
-        moved = jnp.concatenate([new[None], before[:-1]])
-
-        def scatter(stored: Array, moved: Array, slots: Array) -> Array:
-            return stored.at[:, slots, :samples].set(moved)
-
-        # The scatter's layout is the partitioner's business; the result keeps the store's.
-        out = jax.P(None, *spec("batch"), *rest)
-        return jax.sharding.auto_axes(scatter, out_sharding=out)(stored, moved, slots)
-
-    return jax.tree.map(write, arrays, newest)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _clear(lens: Array, slot: Array) -> Array:
-    here = jnp.arange(lens.shape[1]) == slot
-    return jnp.where(here[None, :, None], 0, lens)
+    def _take(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Slots int32 [Q] to store the prompts in, and which of them, bool [Q], were not theirs."""
+        capacity = self._shape["prompts"]
+        if len(set(names)) < len(names):
+            raise ValueError("the draft store cannot store a prompt twice in one batch")
+        if len(names) > capacity:
+            raise ValueError(
+                "rollout.store_prompts must be 0 or >= rollout.prompts_per_step, "
+                f"got {capacity} for a batch of {len(names)}"
+            )
+        # The batch's own prompts are out of the queue before anyone has to give way.
+        known = {name: self._slots.pop(name) for name in names if name in self._slots}
+        used = len(self._slots) + len(known)
+        slots = dict(known)
+        for name in names:
+            if name in known:
+                continue
+            if used < capacity:
+                slots[name], used = used, used + 1
+            else:
+                slots[name] = self._slots.pop(next(iter(self._slots)))
+        self._slots |= {name: slots[name] for name in names}
+        fresh = np.asarray([name not in known for name in names])
+        return np.asarray([slots[name] for name in names], np.int32), fresh

@@ -1,36 +1,55 @@
 """One rollout: prompts and drafts in, responses with their log-probs out.
 
-    prefill each prompt once → verify the drafts in one pass → decode what is left, rung by rung
-
-Between rungs the host reads two scalars; no token visits it. Finished rows are gathered away, so
-the cost follows the rows that are still active, not the slowest of the batch.
+`roll` lays every row on the board, lets the engine bring them to their end, and reads it. What it
+leaves to the next rollout, in `carry.py`: rows begun ahead, or rows not finished. `generate` is
+the same without either.
 """
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax.data import concatenate
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout import decode as steps
-from specrl_jax.rollout.decode import Rows, Setup
+from specrl_jax.rollout import acceptance, drafting
+from specrl_jax.rollout import rows as board_rows
+from specrl_jax.rollout.carry import (
+    Ahead,
+    Carried,
+    Held,
+    as_drafts,
+    in_front,
+    kept,
+    place,
+    record,
+    take,
+    widen,
+)
+from specrl_jax.rollout.cost import CostModel
+from specrl_jax.rollout.decode import Setup
+from specrl_jax.rollout.drafting import Corpus, TreeLaw
+from specrl_jax.rollout.engine import Bounds, Engine, Stats
 from specrl_jax.rollout.ladder import Ladder
-from specrl_jax.rollout.sampling import Purpose, SamplingLaw, row_seeds
-from specrl_jax.sharding import put, shards, spec
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.sampling import Purpose, SamplingLaw, row_seeds, uniforms
+from specrl_jax.sharding import put, shards
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
+
+__all__ = ["Outcome", "Plan", "Stats", "generate", "roll"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Everything that stays the same from rollout to rollout.
 
-    row_rungs, windows: sizes of the ladder. max_rows: rows in flight at once (0: all); the batch is
-    cut into equal parts of whole groups that do not exceed it.
+    row_rungs, windows: sizes of the ladder. max_rows: rows in flight at once (0: all). max_width:
+    tokens a decode step checks at most (more than 1 with tree drafts). verify_chunk: draft tokens
+    verified in one pass (0: all). cache_bytes: bound of the KV caches (0: none).
     """
 
     setup: Setup
@@ -39,21 +58,28 @@ class Plan:
     row_rungs: int = 4
     windows: int = 2
     max_rows: int = 0
+    max_width: int = 1
+    verify_chunk: int = 0
+    cache_bytes: float = 0.0
 
     @classmethod
     def from_config(
         cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
     ) -> "Plan":
         """The training rollout that `config.rollout` asks for."""
-        settings = config.rollout
+        settings, tree = config.rollout, config.rollout.tree
+        trees = "tree" in settings.draft
+        rule = acceptance.RULES[settings.accept]
         setup = Setup(
             model=model,
             law=SamplingLaw(settings.temperature, settings.top_k, settings.top_p),
-            accept=settings.accept,
+            accept=settings.accept if _previous(settings) else "match",
             eos_ids=eos_ids,
             pad_id=pad_id,
             response_slots=settings.response_len,
             logits_chunk=settings.logits_chunk,
+            tree=TreeLaw(tree.depth, tree.factor, tree.offset, tree.min_prob) if trees else None,
+            stored=settings.stored_logprobs if rule.needs_law and _previous(settings) else 0,
         )
         return cls(
             setup=setup,
@@ -62,41 +88,79 @@ class Plan:
             row_rungs=settings.row_rungs,
             windows=settings.windows,
             max_rows=settings.max_rows,
+            max_width=settings.max_width if trees else 1,
+            verify_chunk=settings.verify_chunk,
+            cache_bytes=settings.max_cache_gib * 2**30,
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "Plan":
-        """The same rollout with `samples` responses a prompt and an untruncated law."""
-        setup = dataclasses.replace(self.setup, law=SamplingLaw(temperature))
-        return dataclasses.replace(self, setup=setup, group_size=samples)
+        """The same rollout without drafts, `samples` responses a prompt, an untruncated law."""
+        law = SamplingLaw(temperature)
+        setup = dataclasses.replace(self.setup, law=law, accept="match", tree=None, stored=0)
+        return dataclasses.replace(self, setup=setup, group_size=samples, max_width=1)
+
+    def ladder(self, rows: int) -> Ladder:
+        """The program shapes of a rollout of `rows` rows on the mesh in use."""
+        # A rule that decides at the draft's end sees all of it in one pass.
+        whole = acceptance.RULES[self.setup.accept].whole_draft
+        return Ladder.build(
+            min(rows, self.max_rows or rows),
+            self.prompt_slots,
+            self.setup.response_slots,
+            self.row_rungs,
+            self.windows,
+            multiple=shards("batch"),
+            group_size=self.group_size,
+            max_width=self.max_width,
+            verify_chunk=0 if whole else self.verify_chunk,
+        )
+
+    def full_setup(self, ladder: Ladder) -> Setup:
+        """The setup with what follows from the plan."""
+        margin = max(self.max_width, ladder.verify[-1])
+        return dataclasses.replace(self.setup, group_size=self.group_size, margin=margin)
 
 
-@dataclasses.dataclass
-class Stats:
-    """What a rollout cost. Seconds are wall-clock and include waiting for the device.
+def _previous(settings) -> bool:
+    return "previous" in settings.draft
 
-    row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
-    verified_tokens: rows x width of the verification passes. parts: equal pieces that the batch
-    was cut into. rungs: (rows, slots, steps) in the order they were visited, part by part.
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A rollout, and what it leaves to the next one.
+
+    groups: int [Q], the places of the rollout's groups among the prompts that it was given. begun:
+    int [Q], the step whose noise each of them uses. offered: int32 [B], draft tokens that rows
+    were offered when they began. held: int32 [B], tokens that they held when this step began;
+    carried_tokens: the same, of all rows in flight. ahead: for the next step, None if there were
+    no prompts for it. carried: groups in flight, None unless the rollout is partial.
     """
 
-    prefill_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_steps: int = 0
-    row_steps: int = 0
-    verified_tokens: int = 0
-    parts: int = 0
-    rungs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    rollout: Rollout
+    stats: Stats
+    groups: np.ndarray
+    begun: np.ndarray
+    offered: np.ndarray
+    held: np.ndarray
+    carried_tokens: int = 0
+    ahead: Ahead | None = None
+    carried: Carried | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 [B], the places of the rollout's rows among those of the prompts."""
+        return _rows_of(self.groups, len(self.rollout.lens) // len(self.groups))
 
     def metrics(self) -> dict[str, float]:
         """Under the names of `metrics.METRICS`."""
-        return {
-            "time/prefill": self.prefill_seconds,
-            "time/verify": self.verify_seconds,
-            "time/decode": self.decode_seconds,
-            "rollout/decode_steps": self.decode_steps,
-            "rollout/row_steps": self.row_steps,
-        }
+        values = self.stats.metrics()
+        if self.ahead is not None:
+            values["rollout/tokens_ahead"] = int(np.sum(jax.device_get(self.ahead.drafts.lens)))
+        if self.carried is not None:
+            total = int(np.sum(jax.device_get(self.rollout.lens)))
+            values["rollout/tokens_carried"] = self.carried_tokens
+            values["rollout/stale_fraction"] = int(self.held.sum()) / max(total, 1)
+        return values
 
 
 def generate(
@@ -106,188 +170,269 @@ def generate(
     *,
     key: Array,
     step: int,
+    **options,
+) -> tuple[Rollout, Stats]:
+    """Responses [Q * G] to Q prompts, G in a row for each; options as in `roll`."""
+    outcome = roll(plan, weights, prompts, key=key, step=step, **options)
+    return outcome.rollout, outcome.stats
+
+
+def roll(
+    plan: Plan,
+    weights: Params,
+    prompts: Prompts,
+    *,
+    key: Array,
+    step: int,
     purpose: Purpose = Purpose.SAMPLE,
     drafts: Drafts | None = None,
     log_lenience: float = 0.0,
-) -> tuple[Rollout, Stats]:
-    """Responses [Q * G] to Q prompts, in the prompts' order, G in a row for each.
+    corpus: Corpus | None = None,
+    caps: np.ndarray | None = None,
+    cost: CostModel | None = None,
+    ahead: Prompts | None = None,
+    carried: Carried | None = None,
+    wanted: int = 0,
+) -> Outcome:
+    """One rollout of Q prompts, G rows in a row for each.
 
     key: the run's key. step: which rollout this is; with the prompt's id, the sample and the
-    position it keys all noise. drafts: [Q * G] or None. log_lenience: nats, in [-inf, inf].
+    position it keys all noise. drafts: [Q * G] or None, judged by the acceptance rule.
+    log_lenience: nats, in [-inf, inf]. corpus: stored responses of the prompts, and of those ahead
+    behind them, for tree drafts; None for none yet. caps: int32 [Q * G], lengths at which responses
+    end, at most R. cost: the model that chooses widths; without one the widest are used.
+
+    ahead: prompts of step + 1, rolled out where places are idle. carried: for a partial rollout,
+    what is in flight; its prompts come first in `prompts`, and the rollout ends as soon as `wanted`
+    groups are complete. Of more than that it returns the first ones.
     """
-    stats = Stats()
-    size = _prompts_in_flight(plan, len(prompts.lens))
-    parts = []
-    for i in range(0, len(prompts.lens), size):
-        part = Prompts(
-            prompts.tokens[i : i + size],
-            prompts.lens[i : i + size],
-            prompts.ids[i : i + size],
-            prompts.examples[i : i + size],
-        )
-        rows = slice(i * plan.group_size, (i + size) * plan.group_size)
-        whole = size == len(prompts.lens)
-        part_drafts = drafts if drafts is None or whole else _slice(drafts, rows.start, rows.stop)
-        parts.append(
-            _generate_part(
-                plan, weights, part, part_drafts, key, step, purpose, log_lenience, stats
-            )
-        )
-    return (parts[0] if len(parts) == 1 else _concatenate(parts)), stats
-
-
-def _generate_part(plan, weights, prompts, drafts, key, step, purpose, log_lenience, stats):
-    setup, group = plan.setup, plan.group_size
-    stats.parts += 1
-    rows_total = len(prompts.lens) * group
-    ladder = Ladder.build(
-        rows_total,
-        plan.prompt_slots,
-        setup.response_slots,
-        plan.row_rungs,
-        plan.windows,
-        shards("batch"),
+    flight = _in_flight(prompts, plan.group_size, step, ahead, carried)
+    own = len(prompts.lens) * plan.group_size
+    # The same shapes at every step of a run, also where fewer groups are left to begin.
+    ladder = plan.ladder(
+        own if carried is None else wanted * plan.group_size + len(carried.held.done)
     )
-    width = _draft_width(drafts, ladder)
-    slots = ladder.window(width or ladder.responses[0])
-    rows, accept_seeds = _start(plan, prompts, key, step, purpose)
-
-    with _Timer(stats, "prefill_seconds"):
-        cache = steps.prefill(
-            setup, weights, put(prompts.tokens, "batch", None), slots=slots, group_size=group
-        )
-        jax.block_until_ready(cache)
-    if width:
-        with _Timer(stats, "verify_seconds"):
-            cache, rows = steps.verify(
-                setup,
-                weights,
-                cache,
-                rows,
-                drafts,
-                accept_seeds,
-                jnp.float32(log_lenience),
-                width=width,
-            )
-            jax.block_until_ready(rows.lens)
-        stats.verified_tokens += rows_total * width
-        prefix_lens = jnp.copy(rows.lens)
-    else:
-        prefix_lens = rows.lens * 0
-    with _Timer(stats, "decode_seconds"):
-        rows = _decode_ladder(setup, ladder, weights, cache, rows, slots, stats)
-        jax.block_until_ready(rows.lens)
-    return _assemble(setup, rows, prefix_lens, drafts, step)
-
-
-def _decode_ladder(setup, ladder, weights, cache, rows: Rows, slots: int, stats: Stats) -> Rows:
-    """Decode until every row is done; returns all rows in batch order."""
-    finished = None
-    size = rows.lens.shape[0]
-    active, longest = map(int, jax.device_get(steps.progress(rows)))
-    while active:
-        response = ladder.response_for(min(longest + 1, setup.response_slots))
-        rung = ladder.rows_for(active), ladder.window(response)
-        if rung != (size, slots):
-            cache, rows, finished = steps.move(cache, rows, finished, size=rung[0], slots=rung[1])
-            size, slots = rung
-        cache, rows, *scalars = steps.decode(
-            setup, weights, cache, rows, jnp.int32(ladder.rows_below(size)), jnp.int32(response)
-        )
-        active, longest, taken = map(int, jax.device_get(scalars))
-        stats.rungs.append((*rung, taken))
-        stats.decode_steps += taken
-        stats.row_steps += taken * size
-    return rows if finished is None else steps.collect(rows, finished)
+    setup = plan.full_setup(ladder)
+    board = _board(setup, flight.prompts, key, int(purpose), flight.begun, caps)
+    if flight.held is not None:
+        board = place(board, flight.held)
+    offered = draft_lens = np.zeros_like(flight.lens)
+    if drafts is not None:
+        drafts = _for_fresh(drafts, flight, setup.group_size)
+        offered = np.asarray(jax.device_get(drafts.lens))
+        drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
+        draft_lens = np.asarray(jax.device_get(drafts.lens))
+        if draft_lens.any():
+            match = jnp.full_like(board.done, setup.accept == "match")
+            board = board_rows.with_pending(board, drafts, match)
+    engine = Engine(
+        setup,
+        ladder,
+        Bounds(plan.max_rows, plan.cache_bytes),
+        weights,
+        board,
+        flight.prompts.tokens,
+        own=own,
+        draft_lens=draft_lens,
+        held=flight.lens,
+        done=flight.done,
+        corpus=_all_known(plan, corpus, flight) if setup.tree else None,
+        log_lenience=log_lenience,
+        cost=cost,
+        first=len(carried.steps) if carried else 0,
+        wanted=wanted,
+    )
+    rollout = _read(setup, engine.run(), drafts, flight.held, jnp.int32(step))
+    found = Outcome(
+        rollout,
+        engine.stats,
+        groups=np.arange(len(prompts.lens)),
+        begun=flight.begun[: len(prompts.lens)],
+        offered=np.where(offered > 0, offered, flight.offered)[:own],
+        held=flight.lens[:own],
+        carried_tokens=int(flight.lens.sum()),
+    )
+    if ahead is not None:
+        return _without_ahead(found, ahead)
+    return (
+        found if carried is None else _completed(found, prompts, carried, engine.finished, wanted)
+    )
 
 
-def _start(plan: Plan, prompts: Prompts, key, step, purpose) -> tuple[Rows, Array]:
-    """Rows with only their prompts, and the seeds of the acceptance uniforms."""
-    group = plan.group_size
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """Who is rolled out: groups of the step itself, then those ahead.
+
+    begun: int [groups], the steps whose noise they use. held: what own rows have, None for
+    nothing; on the host lens, done and offered of it, for all rows.
+    """
+
+    prompts: Prompts
+    begun: np.ndarray
+    held: Held | None
+    lens: np.ndarray
+    done: np.ndarray
+    offered: np.ndarray
+
+
+def _in_flight(
+    prompts: Prompts, group: int, step: int, ahead: Prompts | None, carried: Carried | None
+) -> _InFlight:
+    begun = np.full(len(prompts.lens), step)
+    if ahead is not None:
+        prompts = concatenate(prompts, ahead)
+        begun = np.append(begun, np.full(len(ahead.lens), step + 1))
+    rows, nothing = len(begun) * group, np.zeros(len(begun) * group, np.int32)
+    if carried is None:
+        return _InFlight(prompts, begun, None, nothing, nothing > 0, nothing)
+    begun[: len(carried.steps)] = carried.steps
+    held = in_front(carried.held, jnp.int32(len(carried.steps) * group), rows=rows)
+    known = jax.device_get((held.rollout.lens, held.done, held.offered))
+    return _InFlight(prompts, begun, held, *known)
+
+
+def _for_fresh(drafts: Drafts, flight: _InFlight, group: int) -> Drafts:
+    """Drafts for all rows, of length 0 where a row's group holds tokens or is run ahead."""
+    if len(flight.lens) > drafts.lens.shape[0]:
+        drafts = widen(drafts, rows=len(flight.lens))
+    if not flight.lens.any():
+        return drafts
+    begun = flight.lens.reshape(-1, group).any(axis=1)
+    begun = put(np.repeat(begun, group), "batch")
+    return dataclasses.replace(drafts, lens=jnp.where(begun, 0, drafts.lens))
+
+
+def _all_known(plan: Plan, corpus: Corpus | None, flight: _InFlight) -> Corpus:
+    """The corpus with what rows in flight hold."""
+    if corpus is None:
+        corpus = _no_corpus(plan, len(flight.begun))
+    return corpus if flight.held is None else record(corpus, flight.held, plan.group_size)
+
+
+def _without_ahead(found: Outcome, ahead: Prompts) -> Outcome:
+    """The rollout's own rows, and those of the next step's prompts as drafts."""
+    rows = np.arange(len(found.rollout.lens), dtype=np.int32)
+    mine, theirs = np.split(rows, [len(found.held)])
+    names = tuple(example.prompt_id for example in ahead.examples)
+    drafts = as_drafts(take(found.rollout, put(theirs, None)))
+    rollout = take(found.rollout, put(mine, None))
+    return dataclasses.replace(found, rollout=rollout, ahead=Ahead(drafts, names))
+
+
+def _completed(
+    found: Outcome, prompts: Prompts, carried: Carried, done: np.ndarray, wanted: int
+) -> Outcome:
+    """The first `wanted` groups that are complete; all others are carried on."""
+    group = len(done) // len(prompts.lens)
+    complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[:wanted]
+    others = np.setdiff1d(np.arange(len(prompts.lens)), complete)
+    mine, theirs = (_rows_of(groups, group) for groups in (complete, others))
+    held = Held(found.rollout, put(done, "batch"), put(found.offered, "batch"))
+    rows = len(carried.held.done)
+    return dataclasses.replace(
+        found,
+        rollout=take(found.rollout, put(mine, None)),
+        groups=complete,
+        begun=found.begun[complete],
+        offered=found.offered[mine],
+        held=found.held[mine],
+        carried=Carried(
+            kept(held, put(theirs, None), jnp.int32(len(theirs)), rows=rows),
+            tuple(prompts.examples[g].prompt_id for g in others),
+            tuple(found.begun[others].tolist()),
+        ),
+    )
+
+
+def _rows_of(groups: np.ndarray, group: int) -> np.ndarray:
+    """int32 [groups * G], the rows of groups."""
+    return (groups[:, None] * group + np.arange(group)).reshape(-1).astype(np.int32)
+
+
+def _board(setup: Setup, prompts: Prompts, key, purpose: int, steps: np.ndarray, caps) -> Rows:
+    """Rows with only their prompts; steps: int [Q], whose noise they use."""
+    group = setup.group_size
     last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
     samples = np.tile(np.arange(group, dtype=np.int32), len(prompts.lens))
-    per_row = [np.repeat(x, group, axis=0) for x in (prompts.lens.astype(np.int32), last)]
+    prompt_lens, last = (np.repeat(x.astype(np.int32), group) for x in (prompts.lens, last))
+    caps = np.full(len(samples), setup.response_slots) if caps is None else caps
     ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
-    samples = put(samples, "batch")
-    sample_seeds = _seeds(key, int(purpose), jnp.uint32(step), ids, samples)
-    accept_seeds = _seeds(key, int(Purpose.ACCEPT), jnp.uint32(step), ids, samples)
-    rows = steps.start_rows(plan.setup, sample_seeds, *(put(x, "batch") for x in per_row))
-    return rows, accept_seeds
+    steps = put(np.repeat(steps, group).astype(np.uint32), "batch")
+    seeds = (_seeds(key, p, steps, ids, put(samples, "batch"))
+             for p in (purpose, int(Purpose.ACCEPT)))  # fmt: skip
+    return board_rows.start_rows(
+        *seeds,
+        *(put(np.asarray(x, np.int32), "batch") for x in (prompt_lens, caps, last)),
+        columns=setup.columns,
+        pad_id=setup.pad_id,
+        stored=setup.stored,
+    )
 
 
 _seeds = jax.jit(row_seeds)
 
 
-def _draft_width(drafts: Drafts | None, ladder: Ladder) -> int:
-    """Width of the verification pass: the rung that holds the longest draft, 0 without drafts."""
-    longest = 0 if drafts is None else int(jax.device_get(jnp.max(drafts.lens)))
-    return ladder.response_for(longest) if longest else 0
-
-
-def _prompts_in_flight(plan: Plan, prompts: int) -> int:
-    """The largest equal part of the batch that stays within max_rows and divides over the mesh."""
-    if not plan.max_rows:
-        return prompts
-    fits = [
-        n
-        for n in range(1, prompts + 1)
-        if prompts % n == 0 and n % shards("batch") == 0 and n * plan.group_size <= plan.max_rows
-    ]
-    if not fits:
-        raise ValueError(
-            f"rollout.max_rows={plan.max_rows} must hold at least {shards('batch')} groups of "
-            f"{plan.group_size} rows, got room for {plan.max_rows // plan.group_size}; raise it"
-        )
-    return max(fits)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _assemble(setup: Setup, rows: Rows, prefix_lens: Array, drafts: Drafts | None, step: Array):
-    slots = setup.response_slots
-    positions = jnp.arange(slots)[None, :]
-    inside = positions < rows.lens[:, None]
-    reused = positions < prefix_lens[:, None]
-    policy = jnp.where(inside, rows.policy_logprobs[:, :slots], 0.0)
-    now = jnp.full_like(rows.tokens[:, :slots], 0) + step
-    origin_logprobs, origin_steps = policy, now
-    if drafts is not None:
-        origin_logprobs = jnp.where(reused, drafts.origin_logprobs, policy)
-        origin_steps = jnp.where(reused, drafts.origin_steps, now)
-    return Rollout(
-        tokens=jnp.where(inside, rows.tokens[:, :slots], setup.pad_id),
-        lens=rows.lens,
-        prefix_lens=prefix_lens,
-        policy_logprobs=policy,
-        sampling_logprobs=jnp.where(inside, rows.sampling_logprobs[:, :slots], 0.0),
-        origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
-        origin_steps=origin_steps,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _slice(drafts: Drafts, start: int, stop: int) -> Drafts:
-    index = jnp.arange(start, stop)
-
-    def take(x: Array) -> Array:
-        return x.at[index].get(out_sharding=spec("batch", *(None,) * (x.ndim - 1)))
-
-    return jax.tree.map(take, drafts)
+def _judged(setup: Setup, board: Rows, drafts: Drafts, log_lenience: float):
+    """Drafts and lenience as the engine takes them: random reuse is full reuse of a cut draft."""
+    if setup.accept != "random":
+        return drafts, log_lenience if acceptance.RULES[setup.accept].lenience else 0.0
+    return dataclasses.replace(drafts, lens=_random_cut(board.accept_seeds, drafts.lens)), np.inf
 
 
 @jax.jit
-def _concatenate(parts: list[Rollout]) -> Rollout:
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+def _random_cut(seeds: Array, lens: Array) -> Array:
+    return acceptance.random_cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 
-class _Timer:
-    """Adds the seconds of a `with` block to a field of the stats."""
+def make_corpus(plan: Plan, tokens: Array, lens: Array, decay: float = 1.0) -> Corpus:
+    """What tree drafts read, from a store's `sources`: tokens [Q, E * G, R], lens [Q, E * G].
 
-    def __init__(self, stats: Stats, field: str):
-        self.stats, self.field = stats, field
+    decay: weight of a response in the votes against one a generation newer.
+    """
+    ages = np.arange(tokens.shape[1]) // plan.group_size
+    weights = put((decay**ages).astype(np.float32), None)
+    return drafting.build(tokens, lens, weights, live=plan.group_size, depth=plan.setup.tree.depth)
 
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
 
-    def __exit__(self, *_) -> None:
-        seconds = getattr(self.stats, self.field) + time.perf_counter() - self.start
-        setattr(self.stats, self.field, seconds)
+def _no_corpus(plan: Plan, prompts: int) -> Corpus:
+    """Of responses in flight alone."""
+    tokens = np.zeros((prompts, 0, plan.setup.response_slots), np.int32)
+    return make_corpus(plan, put(tokens, None, None, None), put(tokens[:, :, 0], None, None))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(
+    setup: Setup, board: Rows, drafts: Drafts | None, held: Held | None, step: Array
+) -> Rollout:
+    """The board as a rollout."""
+    slots = setup.response_slots
+    positions = jnp.arange(slots)[None, :]
+    inside = positions < board.lens[:, None]
+    sources = jnp.where(inside, board.sources[:, :slots], jnp.int8(Source.SAMPLED))
+    policy = jnp.where(inside, board.policy_logprobs[:, :slots], 0.0)
+    now = jnp.full_like(board.tokens[:, :slots], 0) + step
+    origin_logprobs, origin_steps = policy, now
+    if drafts is not None and setup.accept != "match":  # a match is drawn now
+        reused = positions < board.prefix_lens[:, None]
+        origin_logprobs = jnp.where(reused, drafts.origin_logprobs, policy)
+        origin_steps = jnp.where(reused, drafts.origin_steps, now)
+    if held is not None:
+        before = positions < held.rollout.lens[:, None]
+        origin_logprobs = jnp.where(before, held.rollout.origin_logprobs, origin_logprobs)
+        origin_steps = jnp.where(before, held.rollout.origin_steps, origin_steps)
+
+    def top(matrix: Array | None) -> Array | None:
+        return None if matrix is None else matrix[:, :slots]
+
+    return Rollout(
+        tokens=jnp.where(inside, board.tokens[:, :slots], setup.pad_id),
+        lens=board.lens,
+        prefix_lens=board.prefix_lens,
+        policy_logprobs=policy,
+        sampling_logprobs=jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0),
+        origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
+        origin_steps=origin_steps,
+        sources=sources,
+        top_ids=top(board.top_ids),
+        top_logprobs=top(board.top_logprobs),
+    )

@@ -1,19 +1,29 @@
-"""The few program shapes of a rollout: rows, cache windows, verification widths.
+"""The few program shapes of a rollout: rows, cache windows, admissions, verification widths.
 
-Worked example: 64 rows, 32 response slots, 8 prompt slots, 4 row rungs, 2 windows, a mesh that
-cuts the batch in 2: rows (64, 32, 16, 8), responses (16, 32), windows (24, 40).
+Worked example: 64 rows in groups of 4, 32 response slots, 8 prompt slots, 4 row rungs, 2 windows,
+steps of up to 4 tokens, a mesh that cuts the batch in 2: rows (64, 32, 16, 8), admissions
+(64, 32, 16, 8), responses (16, 32), slots 8 + 16 + 3 and 8 + 32 + 3, verification widths
+(8, 16, 24, 32).
 """
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """rows: descending. responses: ascending response lengths that end a window or a width."""
+    """rows: descending. responses: ascending lengths that end a window.
+
+    admissions: descending, rows that begin together; whole groups that divide over the mesh.
+    verify: ascending widths of verification. slack: slots behind a window, for a step's candidates.
+    """
 
     rows: tuple[int, ...]
+    admissions: tuple[int, ...]
     responses: tuple[int, ...]
+    verify: tuple[int, ...]
     prompt_slots: int
+    slack: int = 0
 
     @classmethod
     def build(
@@ -23,12 +33,32 @@ class Ladder:
         response_slots: int,
         row_rungs: int,
         windows: int,
+        *,
         multiple: int = 1,
+        group_size: int = 1,
+        max_width: int = 1,
+        verify_chunk: int = 0,
     ) -> "Ladder":
         """Halve the rows `row_rungs` - 1 times (multiples of `multiple`), and so the lengths."""
         halved = {max(-(-rows // 2**i // multiple) * multiple, multiple) for i in range(row_rungs)}
+        whole = multiple * group_size
+        admitted = {max(n // whole, 1) * whole for n in halved}
         lengths = {max(-(-response_slots // 2**i), 1) for i in range(windows)}
-        return cls(tuple(sorted(halved, reverse=True)), tuple(sorted(lengths)), prompt_slots)
+        chunk = min(verify_chunk or response_slots, response_slots)
+        return cls(
+            rows=tuple(sorted(halved | {max(admitted)}, reverse=True)),
+            admissions=tuple(sorted(admitted, reverse=True)),
+            responses=tuple(sorted(lengths)),
+            verify=tuple(sorted({-(-chunk * quarter // 4) for quarter in (1, 2, 3, 4)})),
+            prompt_slots=prompt_slots,
+            slack=max_width - 1,
+        )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of a decode step: 1, 2, 4, ... and the widest."""
+        widest = self.slack + 1
+        return tuple(sorted({min(2**i, widest) for i in range(widest.bit_length() + 1)}))
 
     def rows_for(self, active: int) -> int:
         """The smallest rung that holds `active` rows."""
@@ -42,6 +72,27 @@ class Ladder:
         """The shortest response rung that holds `length` tokens."""
         return min(r for r in self.responses if r >= length)
 
-    def window(self, response: int) -> int:
-        """Cache slots for a response rung."""
-        return self.prompt_slots + response
+    def slots(self, response: int) -> int:
+        """Cache slots of a window that ends at `response` tokens."""
+        return self.prompt_slots + response + self.slack
+
+    def admission(self, waiting: int, room: int) -> int:
+        """How many rows begin together: as few as hold all that wait, as many as there is room.
+
+        0 where there is no room.
+        """
+        fits = [n for n in self.admissions if n <= room]
+        enough = [n for n in fits if n >= waiting]
+        return min(enough) if enough else max(fits, default=0)
+
+    def verify_width(self, longest: int) -> int:
+        """The narrowest verification that takes in `longest` draft tokens, or the widest."""
+        return min((w for w in self.verify if w >= longest), default=self.verify[-1])
+
+
+def rows_within(cache_bytes: float, bytes_per_slot: int, slots: int) -> int:
+    """Rows whose caches of `slots` slots stay within a bound while they are moved.
+
+    Moving a rung needs the old and the new one for a moment, hence half.
+    """
+    return math.floor(cache_bytes / 2 / (bytes_per_slot * slots))

@@ -43,16 +43,20 @@ class SamplingLaw:
 
 
 def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array) -> Array:
-    """uint32 [B, 2] seeds of the rows; ids: uint32 [B, 2] prompt ids, samples: int32 [B]."""
-    key = jax.random.fold_in(jax.random.fold_in(key, purpose), step)
+    """uint32 [B, 2] seeds of the rows; ids: uint32 [B, 2] prompt ids, samples: int32 [B].
 
-    def seed(high: Array, low: Array, sample: Array) -> Array:
-        row = jax.random.fold_in(jax.random.fold_in(key, high), low)
+    step: a scalar, or [B] where rows belong to different steps.
+    """
+    key = jax.random.fold_in(key, purpose)
+    steps = reshard(jnp.broadcast_to(step, samples.shape), "batch")
+
+    def seed(step: Array, high: Array, low: Array, sample: Array) -> Array:
+        row = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), high), low)
         return jax.random.key_data(jax.random.fold_in(row, sample))[-2:]
 
     # A slice of a single row forgets that its axis is the batch.
     high, low = (reshard(ids[:, word], "batch") for word in (0, 1))
-    return jax.vmap(seed)(high, low, samples)
+    return jax.vmap(seed)(steps, high, low, samples)
 
 
 def uniforms(seeds_B2: Array, positions: Array) -> Array:
@@ -61,16 +65,18 @@ def uniforms(seeds_B2: Array, positions: Array) -> Array:
     return _to_unit(_hash(positions.astype(jnp.uint32), seeds[:, 0], seeds[:, 1]))
 
 
-def exponentials(seeds_B2: Array, positions_B: Array, vocab_size: int) -> Array:
-    """float32 Exp(1) [B, V], each a function of (row seed, position, token)."""
-    position = positions_B.astype(jnp.uint32)
-    first = _hash(position, seeds_B2[:, 0], seeds_B2[:, 1])
-    second = _hash(position ^ jnp.uint32(0x5BD1E995), seeds_B2[:, 1], seeds_B2[:, 0])
-    ids = vocab_ids(vocab_size).astype(jnp.uint32)[None, :]
+def exponentials(seeds_B2: Array, positions: Array, vocab_size: int) -> Array:
+    """float32 Exp(1) [B, ..., V], each a function of (row seed, position [B, ...], token)."""
+    position = positions.astype(jnp.uint32)
+    shape = (-1, *(1,) * (positions.ndim - 1))
+    seed, seed2 = (reshard(seeds_B2[:, i], "batch").reshape(shape) for i in (0, 1))
+    first = _hash(position, seed, seed2)
+    second = _hash(position ^ jnp.uint32(0x5BD1E995), seed2, seed)
+    ids = vocab_ids(vocab_size).astype(jnp.uint32)[(None,) * positions.ndim]
     # The race is won by small values, so they need the resolution: floats are dense near 0, and
     # -log1p(-u) keeps it where -log(u) would see only 2^24 values near u = 1.
     # Kept below 1, where the time is infinite and a token that holds all the mass would lose.
-    units = jnp.minimum(_to_unit(_hash(ids, first[:, None], second[:, None])), 1 - 2.0**-24)
+    units = jnp.minimum(_to_unit(_hash(ids, first[..., None], second[..., None])), 1 - 2.0**-24)
     return -jnp.log1p(-units)
 
 
@@ -123,12 +129,15 @@ def _keep_above(logits: Array, ranks: Array, measure, target: float) -> Array:
     return jnp.where(ranks >= threshold[..., None], logits, -jnp.inf)
 
 
-def draw(logits_BV: Array, seeds_B2: Array, positions_B: Array, law: SamplingLaw) -> Array:
-    """Token ids [B] from softmax(logits), already tempered and truncated; greedy at T = 0."""
+def draw(logits: Array, seeds_B2: Array, positions: Array, law: SamplingLaw) -> Array:
+    """Token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at T = 0.
+
+    positions: int32 [B, ...], of the drawn tokens in their responses.
+    """
     if law.temperature == 0:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    weights = jnp.exp(logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True))
-    race = weights / exponentials(seeds_B2, positions_B, logits_BV.shape[-1])
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    race = weights / exponentials(seeds_B2, positions, logits.shape[-1])
     return jnp.argmax(race, axis=-1).astype(jnp.int32)
 
 

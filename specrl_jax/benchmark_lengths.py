@@ -1,0 +1,277 @@
+"""Scene `lengths`: long-tailed responses, decoded naively, on the ladder, and with drafts.
+
+Lengths are lognormal, the longest eight times the median, and forced: a response ends exactly
+there, so that every case decodes the same. Drafts are the plain rollout's own tokens under the same
+keys; a share of them is replaced by other tokens at random. A previous response is one such copy of
+the row's own; the tree reads G copies of each prompt's responses, made apart.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax import benchmark
+from specrl_jax.benchmark import Case, Goal, Inputs, Run
+from specrl_jax.benchmark_policies import GROUP, Size, policy
+from specrl_jax.models.transformer import param_count
+from specrl_jax.rollout import timing
+from specrl_jax.rollout.cost import CostModel, CostTable
+from specrl_jax.rollout.decode import Setup
+from specrl_jax.rollout.drafting import TreeLaw
+from specrl_jax.rollout.generate import Plan
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts
+
+LONGEST = 8  # times the median
+TREE = TreeLaw(depth=16, factor=1.0, offset=1.0, min_prob=0.1)  # as configs/grpo.py
+VERIFY_CHUNK = 128
+LENGTHS_SEED, CORRUPTION_SEED = 1, 2
+
+
+def long_tailed(rows: int, longest: int, median: float, seed: int = LENGTHS_SEED) -> np.ndarray:
+    """int32 [rows] response lengths: quantiles of a lognormal law, in random order.
+
+    Row i has the quantile (i + 1/2) / rows, and the law's spread is such that the last is
+    `longest`: four rows of median 4 and longest 32 have the lengths 1, 2, 7, 32.
+    """
+    normal = statistics.NormalDist()
+    scores = np.array([normal.inv_cdf((i + 0.5) / rows) for i in range(rows)])
+    spread = np.log(longest / median) / scores[-1]
+    lens = np.maximum(np.round(median * np.exp(spread * scores)), 1).astype(np.int32)
+    return np.random.default_rng(seed).permutation(lens)
+
+
+def corrupt(
+    tokens: np.ndarray, rate: float, vocab: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens with each replaced by another one with probability `rate`, bool: which were)."""
+    replaced = rng.random(tokens.shape) < rate
+    others = (tokens + rng.integers(1, vocab, tokens.shape)) % vocab
+    return np.where(replaced, others, tokens).astype(np.int32), replaced
+
+
+def make_plan(model, size: Size, *, accept: str = "match", tree: bool = False) -> Plan:
+    """All rows in flight; the end-of-sequence lies outside the vocabulary."""
+    setup = Setup(
+        model=model,
+        law=SamplingLaw(),
+        accept=accept,
+        eos_ids=(model.vocab_size,),
+        pad_id=0,
+        response_slots=size.response_len,
+        logits_chunk=size.logits_chunk,
+        tree=TREE if tree else None,
+    )
+    return Plan(
+        setup,
+        size.prompt_len,
+        GROUP,
+        size.row_rungs,
+        size.windows,
+        max_width=size.max_width if tree else 1,
+        verify_chunk=VERIFY_CHUNK,
+    )
+
+
+def measure(
+    name: str, size: Size, *, tables: Path, log: Callable[[str], None], profile: str = ""
+) -> dict[str, Any]:
+    """The scene's record. tables: folder of measured step costs. profile: folder for a trace."""
+    kind, model, weights, prompts = policy(name, size)
+    # At most as long as there are slots, however few rows the quantiles are taken at.
+    caps = long_tailed(size.rows, size.response_len, size.response_len / LONGEST)
+    inputs = Inputs(weights, prompts, jax.random.key(0), 1, caps)
+    plans = {
+        "match": make_plan(model, size),
+        "ratio": make_plan(model, size, accept="ratio"),
+        "tree": make_plan(model, size, tree=True),
+    }
+    costs = {}
+    for plan_name, plan in plans.items():
+        costs[plan_name] = timing.cost_table(
+            plan, weights, size.rows, sources=GROUP, directory=tables
+        )
+        log(f"cost of {len(costs[plan_name].to_json())} programs of {plan_name} known")
+    blocks = _blocks(inputs, size, plans, costs)
+    times = benchmark.time_blocks(inputs, [b for _, b in blocks], size.repeats, log)
+    if profile:
+        with jax.profiler.trace(profile):
+            benchmark.run_case(inputs, blocks[1][1][-1])
+    cells = _cells(blocks, times, size.rows)
+    setting = {
+        "weights": kind,
+        "policy": f"{param_count(model) / 1e6:.2f}M parameters, {model.dtype}",
+        "shape": dataclasses.asdict(model),
+        "rollout": {
+            f.name: getattr(size, f.name) for f in dataclasses.fields(size) if f.name != "model"
+        },
+        "lens": {
+            "mean": float(caps.mean()),
+            "median": float(np.median(caps)),
+            "max": int(caps.max()),
+        },
+        "group": GROUP,
+    }
+    return {"setting": setting, "cells": cells}
+
+
+def _blocks(
+    inputs: Inputs, size: Size, plans: dict[str, Plan], costs: dict[str, CostTable]
+) -> list[tuple[float | None, list[Case]]]:
+    """The naive loop alone, then for every rate the ladder and all kinds of drafts."""
+    alone = dataclasses.replace(plans["match"], row_rungs=1, windows=1)
+    naive = Case("naive", alone, costs["match"])
+    ladder = Case("ladder", plans["match"], costs["match"])
+    plain = benchmark.run_case(inputs, ladder)
+    if not np.array_equal(plain.lens, inputs.caps):
+        raise RuntimeError("responses did not end at the forced lengths")
+    rng = np.random.default_rng(CORRUPTION_SEED)
+    blocks: list[tuple[float | None, list[Case]]] = [(None, [naive])]
+    for rate in size.rates:
+        drafts, stored = make_drafts(plain, rate, plans["match"], rng)
+
+        def case(label: str, plan: str, **drafted) -> Case:
+            return Case(label, plans[plan], costs[plan], cost=CostModel(costs[plan]), **drafted)
+
+        block = [
+            ladder,
+            case("previous, match", "match", drafts=drafts),
+            case("previous, ratio", "ratio", drafts=drafts),
+            case("tree", "tree", stored=stored),
+            case("previous+tree", "tree", drafts=drafts, stored=stored),
+        ]
+        blocks.append((rate, block))
+    return blocks
+
+
+def make_drafts(
+    plain: Run, rate: float, plan: Plan, rng: np.random.Generator
+) -> tuple[Drafts, tuple[jax.Array, jax.Array]]:
+    """A corrupted copy of every response as its draft, and others for the tree to read.
+
+    A replaced token says that its law was certain of it (log-prob 0), so that the ratio rule keeps
+    it with the chance that the policy gives it, one in thousands.
+    """
+    vocab, group = plan.setup.model.vocab_size, plan.group_size
+    tokens, replaced = corrupt(plain.tokens, rate, vocab, rng)
+    logprobs = np.where(replaced, 0.0, plain.sampling_logprobs).astype(np.float32)
+    flat = ("batch", None)
+    drafts = Drafts(
+        tokens=put(tokens, *flat),
+        lens=put(plain.lens, "batch"),
+        sampling_logprobs=put(logprobs, *flat),
+        origin_logprobs=put(logprobs, *flat),
+        origin_steps=put(np.zeros_like(tokens), *flat),
+    )
+    copies, _ = corrupt(plain.tokens, rate, vocab, rng)
+    shape = (len(copies) // group, group)
+    stored = put(copies.reshape(*shape, -1), None, None, None)
+    return drafts, (stored, put(plain.lens.reshape(shape), None, None))
+
+
+# Figures -------------------------------------------------------------------------------------
+
+
+def _cells(blocks, times: list[list[list[Run]]], rows: int) -> list[dict[str, Any]]:
+    """A record of every case; the ladder's figures come from all blocks together."""
+    naive = times[0][0]
+    ladder = [runs[0] for runs in times[1:]]
+    every = [run for of_block in ladder for run in of_block]
+    per_pass = [benchmark.median_run(runs) for runs in zip(*ladder)]
+    first, second = blocks[0][1][0], blocks[1][1][0]
+    cells = [
+        benchmark.describe(first, naive, first.plan.ladder(rows)) | {"lost": None},
+        benchmark.describe(second, every, second.plan.ladder(rows)) | {"lost": None},
+    ]
+    cells[1]["over_naive"] = benchmark.ratios(naive, per_pass)
+    for (rate, block), runs in zip(blocks[1:], times[1:]):
+        for case, of_case in zip(block[1:], runs[1:]):
+            cell = benchmark.describe(case, of_case, case.plan.ladder(rows))
+            cell["lost"] = rate
+            cell["over_naive"] = benchmark.ratios(naive, of_case)
+            cell["over_ladder"] = benchmark.ratios(runs[0], of_case)
+            cells.append(cell)
+    return cells
+
+
+def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
+    """What the scene's figures are held against."""
+    ladder = record["cells"][1]
+    found = [Goal("ladder, share of its ideal", ladder["ideal_share"], 0.8)]
+    rows = record["setting"]["rollout"]["rows"]
+    if (name, rows, backend) == ("27m", 32, "cpu"):
+        found.append(Goal("ladder over naive", ladder["over_naive"]["median"], 2.2))
+    drafted = [cell for cell in record["cells"] if cell["lost"] is not None]
+    worst = min(drafted, key=lambda cell: cell["over_ladder"]["median"])
+    below = sum(cell["over_ladder"]["median"] < 0.98 for cell in drafted)
+    note = f"{worst['name']}, {worst['lost']:.0%} lost; {below} of {len(drafted)} below"
+    found.append(
+        Goal("speculation over ladder, worst", worst["over_ladder"]["median"], 0.98, note=note)
+    )
+    if backend != "cpu":
+        trees = [cell for cell in drafted if cell["name"] == "tree"]
+        best = min(trees, key=lambda cell: cell["lost"])
+        note = f"{best['lost']:.0%} lost"
+        found.append(Goal("tree over ladder", best["over_ladder"]["median"], 2.5, note=note))
+    return found
+
+
+# Text ----------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    ("", 16, lambda c: c["name"]),
+    ("lost", 6, lambda c: f"{c['lost']:.0%}"),
+    ("seconds", 9, lambda c: f"{c['seconds']['total']['median']:.3f}"),
+    ("tokens/s", 10, lambda c: f"{c['tokens_per_second']:.0f}"),
+    ("naive", 7, lambda c: f"{c['over_naive']['median']:.2f}x"),
+    ("ladder", 8, lambda c: f"{c['over_ladder']['median']:.2f}x"),
+    ("least-most", 11, lambda c: "{min:.2f}-{max:.2f}".format(**c["over_ladder"])),
+    ("tok/rs", 8, lambda c: f"{c['tokens_per_row_step']:.2f}"),
+    ("prefill", 9, lambda c: f"{c['seconds']['prefill']['median']:.3f}"),
+    ("verify", 8, lambda c: f"{c['seconds']['verify']['median']:.3f}"),
+    ("decode", 8, lambda c: f"{c['seconds']['decode']['median']:.3f}"),
+    ("predicted", 11, lambda c: f"{c['predicted_over_actual']:.2f}"),
+    ("ideal", 7, lambda c: f"{c['ideal_share']:.2f}"),
+    ("verified", 10, lambda c: f"{c['verified_tokens']}"),
+    ("  steps by width", 0, lambda c: "  " + _sizes(c["steps_by_width"])),
+)
+
+
+def _sizes(steps: dict[str, int]) -> str:
+    return " ".join(f"{size}:{count}" for size, count in steps.items()) or "none"
+
+
+def table(record: dict[str, Any]) -> str:
+    """The scene as text, a line a case."""
+    setting, lens = record["setting"], record["setting"]["lens"]
+    rollout = setting["rollout"]
+    lines = [
+        f"lengths: {setting['policy']}, {setting['weights']} weights; {rollout['rows']} rows, "
+        f"lengths {lens['median']:.0f} in the median, {lens['mean']:.0f} in the mean, "
+        f"{lens['max']} at most; median of {rollout['repeats']}",
+        "naive, ladder: speed-up over them; tok/rs: decoded tokens per row step computed;",
+        "predicted, ideal: by measured step costs, over actual decode seconds",
+        "",
+        _line(lambda heading, _: heading),
+    ]
+    rows = [_line(lambda _, text, c=c: _cell(text, c)) for c in record["cells"]]
+    return "\n".join([*lines, *rows])
+
+
+def _line(cell: Callable) -> str:
+    texts = (f"{cell(h, t):<{n}}" if not i else f"{cell(h, t):>{n}}"
+             for i, (h, n, t) in enumerate(_COLUMNS))  # fmt: skip
+    return "".join(texts).rstrip()
+
+
+def _cell(text: Callable, case: dict[str, Any]) -> str:
+    try:
+        return text(case)
+    except (KeyError, TypeError):  # a figure that this case does not have
+        return "-"

@@ -1,0 +1,84 @@
+"""Which scenes a rollout benchmark runs, their goals, and the whole as one record and one text."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specrl_jax import (
+    benchmark,
+    benchmark_device,
+    benchmark_lengths,
+    benchmark_sampling,
+    benchmark_steps,
+    benchmark_trained,
+)
+from specrl_jax.benchmark import Goal
+from specrl_jax.benchmark_policies import Size
+
+Log = Callable[[str], None]
+
+
+def rollout(
+    name: str, size: Size, scenes: Sequence[str], *, tables: Path, log: Log, profile: str = ""
+) -> tuple[dict[str, Any], str]:
+    """(record, text) of scenes on a policy of a size.
+
+    tables: folder of measured step costs. profile: folder for a trace of one rollout.
+    """
+    backend, load = jax.default_backend(), os.getloadavg()[0]
+    found: dict[str, Any] = {}
+    goals: list[Goal] = []
+    texts: list[str] = []
+    repeats = 2 * size.repeats + 1  # of single programs, which take less time than rollouts
+    for scene in scenes:
+        log(f"scene {scene}, size {name}")
+        match scene:
+            case "lengths":
+                found[scene] = benchmark_lengths.measure(
+                    name, size, tables=tables, log=log, profile=profile
+                )
+                goals += benchmark_lengths.goals(name, found[scene], backend)
+                texts.append(benchmark_lengths.table(found[scene]))
+            case "floor":
+                found[scene] = benchmark_steps.floor(name, size, repeats)
+                goals += benchmark_steps.floor_goals(found[scene])
+                texts.append(benchmark_steps.floor_table(found[scene]))
+            case "verify":
+                found[scene] = benchmark_steps.verify(name, size, repeats)
+                goals += benchmark_steps.verify_goals(found[scene], name, backend)
+                texts.append(benchmark_steps.verify_table(found[scene]))
+            case "device":
+                found[scene] = benchmark_device.measure(name, size, repeats)
+                texts.append(benchmark_device.table(found[scene]))
+    record = _record("rollout", load) | {"size": name, "scenes": found}
+    record["goals"] = [goal.record() for goal in goals]
+    texts.append("\n".join(["goals", *(goal.line() for goal in goals)] if goals else []))
+    return record, _text(record, texts)
+
+
+def trained(config, **options) -> tuple[dict[str, Any], str]:
+    """(record, text) of the scene `trained`; options as in `benchmark_trained.measure`."""
+    load = os.getloadavg()[0]
+    found = benchmark_trained.measure(config, **options)
+    record = _record("rollout", load) | {"scenes": {"trained": found}}
+    return record, _text(record, [benchmark_trained.table(found)])
+
+
+def sampling(**options) -> tuple[dict[str, Any], str]:
+    """(record, text) of ways to draw a token; options as in `benchmark_sampling.measure`."""
+    load = os.getloadavg()[0]
+    found = benchmark_sampling.measure(**options)
+    record = _record("sampling", load) | found
+    return record, _text(record, [benchmark_sampling.table(found)])
+
+
+def _record(kind: str, load: float) -> dict[str, Any]:
+    loads = {"load_before": load, "load_after": os.getloadavg()[0]}
+    return {"benchmark": kind, "machine": benchmark.machine() | loads}
+
+
+def _text(record: dict[str, Any], parts: Sequence[str]) -> str:
+    return "\n\n".join([benchmark.machine_line(record["machine"]), *filter(None, parts)])

@@ -1,0 +1,195 @@
+"""What a rollout leaves to the next one: responses begun ahead, and responses not finished.
+
+*Run-ahead* (SRT, arXiv 2601.09083): places that a step's early finishers leave idle roll out the
+prompts of the next step, with that step's noise. What they have when the step ends are drafts: the
+match rule keeps of them what the next step's policy draws itself, so they change nothing.
+
+*Partial rollouts* (CoPRIS, arXiv 2511.05589; APRIL, 2509.18521): Q + X groups are in flight, and
+the step ends as soon as Q of them are complete. The others keep tokens and log-probs and are
+finished in the next step, together with fresh ones. This is off-policy on purpose: a response's
+tokens are by the policies of all steps that it was in flight. Each keeps the log-prob of its own
+policy, so the update's ratio is its importance weight. No response is dropped; but within a step
+short responses finish first, and long ones are trained later than their batch.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.rollout import drafting
+from specrl_jax.rollout.drafting import Corpus
+from specrl_jax.rollout.rows import Rows
+from specrl_jax.sharding import reshard, spec, take_rows
+from specrl_jax.types import Drafts, Prompts, Rollout
+
+# --- run-ahead ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """Responses begun for the next step.
+
+    drafts: [Q * G], length 0 where nothing was begun. prompt_ids: of the Q prompts, () before the
+    first.
+    """
+
+    drafts: Drafts
+    prompt_ids: tuple[str, ...] = ()
+
+    @classmethod
+    def empty(cls, rows: int, slots: int) -> "Ahead":
+        return cls(as_drafts(_empty_rollout(rows, slots, 0)))
+
+    def over(self, previous: Drafts | None, prompts: Prompts) -> Drafts | None:
+        """Drafts for `prompts`: these where they are of them, else `previous`."""
+        if self.prompt_ids != tuple(e.prompt_id for e in prompts.examples):
+            return previous
+        return self.drafts if previous is None else _over(self.drafts, previous)
+
+
+def as_drafts(rollout: Rollout) -> Drafts:
+    """Responses as drafts for the match rule, which reads tokens and lengths alone."""
+    names = ("tokens", "lens", "sampling_logprobs", "origin_logprobs", "origin_steps")
+    return Drafts(**{name: getattr(rollout, name) for name in names})
+
+
+@jax.jit
+def _over(drafts: Drafts, previous: Drafts) -> Drafts:
+    begun = drafts.lens > 0
+    return jax.tree.map(lambda new, old: _where(begun, new, old), drafts, previous)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def widen(drafts: Drafts, *, rows: int) -> Drafts:
+    """Drafts [B] in front of rows that have none, [rows]."""
+    used = _first(drafts.lens.shape[0], rows)
+    wide = take(drafts, jnp.minimum(jnp.arange(rows), drafts.lens.shape[0] - 1))
+    return dataclasses.replace(wide, lens=jnp.where(used, wide.lens, 0))
+
+
+# --- partial rollouts -----------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What B rows have from earlier steps.
+
+    rollout: their responses so far, length 0 where there is none. done: bool [B], complete.
+    offered: int32 [B], draft tokens that they were offered when they began.
+    """
+
+    rollout: Rollout
+    done: Array
+    offered: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """Groups in flight between two steps.
+
+    held: X * G rows, of which the first len(steps) groups are in use. prompt_ids, steps: theirs;
+    the step in which a group began, whose noise it uses to its end.
+    """
+
+    held: Held
+    prompt_ids: tuple[str, ...] = ()
+    steps: tuple[int, ...] = ()
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, k: int = 0) -> "Carried":
+        """For X * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
+        rollout = _empty_rollout(rows, slots, k)
+        return cls(Held(rollout, rollout.lens > 0, rollout.lens))
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def in_front(held: Held, count: Array, *, rows: int) -> Held:
+    """The first `count` rows, in front of rows that hold nothing, [rows]."""
+    wide = take(held, jnp.minimum(jnp.arange(rows), held.done.shape[0] - 1))
+    return _emptied(wide, _first(count, rows))
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def kept(held: Held, places: Array, count: Array, *, rows: int) -> Held:
+    """The rows at the first `count` of `places` (int32, replicated), as [rows]."""
+    places = jnp.pad(places, (0, max(rows - places.shape[0], 0)))[:rows]
+    return _emptied(take(held, places), _first(count, rows))
+
+
+@jax.jit
+def place(board: Rows, held: Held) -> Rows:
+    """The board with what its rows hold already."""
+    have = held.rollout.lens > 0
+    margin = board.tokens.shape[1] - held.rollout.tokens.shape[1]
+
+    def write(old: Array, new: Array) -> Array:
+        if new.ndim > 1:
+            new = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
+        return _where(have, new, old)
+
+    names = ["tokens", "policy_logprobs", "sampling_logprobs", "sources", "lens", "prefix_lens"]
+    if board.top_ids is not None:
+        names += ["top_ids", "top_logprobs"]
+    changes = {name: write(getattr(board, name), getattr(held.rollout, name)) for name in names}
+    is_last = jnp.arange(board.tokens.shape[1])[None, :] == changes["lens"][:, None] - 1
+    last = jnp.sum(jnp.where(is_last, changes["tokens"], 0), axis=1)
+    return dataclasses.replace(
+        board, **changes, last=jnp.where(have, last, board.last), done=held.done
+    )
+
+
+@functools.partial(jax.jit, static_argnames="group_size", donate_argnames="corpus")
+def record(corpus: Corpus, held: Held, group_size: int) -> Corpus:
+    """The corpus with what rows in flight hold; row i is sample i % G of prompt i // G."""
+    lens = held.rollout.lens
+    rows = reshard(jnp.arange(lens.shape[0], dtype=jnp.int32), "batch")
+    sources = corpus.tokens.shape[1] - group_size + rows % group_size
+    zeros = jnp.zeros_like(lens)
+    return drafting.record(corpus, rows // group_size, sources, zeros, held.rollout.tokens, lens)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def take(tree, places: Array):
+    """Rows of a pytree of [B, ...] at `places`, int32 and replicated."""
+    return jax.tree.map(lambda x: take_rows(x, places, *(None,) * (x.ndim - 1)), tree)
+
+
+def _first(count: int | Array, rows: int) -> Array:
+    return reshard(jnp.arange(rows) < count, "batch")
+
+
+def _emptied(held: Held, used: Array) -> Held:
+    """Nothing in rows that are not used."""
+    return jax.tree.map(lambda x: _where(used, x, jnp.zeros_like(x)), held)
+
+
+def _where(rows: Array, one: Array, other: Array) -> Array:
+    return jnp.where(rows.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+
+
+def _empty_rollout(rows: int, slots: int, k: int) -> Rollout:
+    """Responses of no tokens."""
+
+    def zeros(dtype, *rest: int) -> Array:
+        axes = spec("batch", *(None,) * len(rest))
+        return jnp.zeros((rows, *rest), dtype, out_sharding=axes)
+
+    return Rollout(
+        tokens=zeros(jnp.int32, slots),
+        lens=zeros(jnp.int32),
+        prefix_lens=zeros(jnp.int32),
+        policy_logprobs=zeros(jnp.float32, slots),
+        sampling_logprobs=zeros(jnp.float32, slots),
+        origin_logprobs=zeros(jnp.float32, slots),
+        origin_steps=zeros(jnp.int32, slots),
+        sources=zeros(jnp.int8, slots),
+        top_ids=zeros(jnp.int32, slots, k) if k else None,
+        top_logprobs=zeros(jnp.float32, slots, k) if k else None,
+    )

@@ -1,0 +1,275 @@
+"""Where the draft store's arrays lie: in device memory, or in host memory.
+
+In: slots of prompts and what is to be written there. Out: a batch's `Drafts`, or all responses of
+its prompts. Two depths: the newest A generations keep all that the acceptance rules read, E >= A
+generations keep tokens and lengths. Generation 0 is the newest:
+
+    tokens, lens, steps                       [E, N, G, ...]    N prompts, G samples
+    sampling_logprobs, origin_*, top_*        [A, N, G, ...]    of the same responses
+
+Device memory is split over N. In host memory the arrays are NumPy's, not JAX's "pinned_host":
+rows of those can only be picked by a program that computes on the host, while NumPy changes its
+arrays in place; and a transfer of picked rows is asynchronous just as well.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.sharding import merge_rows, put, shards, spec
+from specrl_jax.types import Drafts
+
+# N is a multiple of this: the same shape, and so resumable, on meshes that cut it otherwise.
+_SLOTS = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The store's arrays, or a batch's rows of them.
+
+    tokens: int32 [E, N, G, R]. lens: int32 [E, N, G], 0 where nothing is stored. steps: int32
+    [E, N, G], when the response was stored. The others as in `Drafts`: [A, N, G, R] and
+    [A, N, G, R, k].
+    """
+
+    tokens: Array
+    lens: Array
+    steps: Array
+    sampling_logprobs: Array
+    origin_logprobs: Array
+    origin_steps: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+def abstract_stored(
+    generations: int, whole: int, prompts: int, samples: int, slots: int, k: int
+) -> Stored:
+    """Shapes and dtypes of E = `generations`, A = `whole`; N is `prompts`, rounded up."""
+    pieces = math.lcm(_SLOTS, shards("batch"))
+    rows = (-(-prompts // pieces) * pieces, samples)
+
+    def array(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return Stored(
+        tokens=array(jnp.int32, generations, *rows, slots),
+        lens=array(jnp.int32, generations, *rows),
+        steps=array(jnp.int32, generations, *rows),
+        sampling_logprobs=array(jnp.float32, whole, *rows, slots),
+        origin_logprobs=array(jnp.float32, whole, *rows, slots),
+        origin_steps=array(jnp.int32, whole, *rows, slots),
+        top_ids=array(jnp.int32, whole, *rows, slots, k) if k else None,
+        top_logprobs=array(jnp.float32, whole, *rows, slots, k) if k else None,
+    )
+
+
+class _Memory:
+    arrays: Stored
+    jax_kind: str
+
+    @property
+    def like(self) -> Stored:
+        """Shapes, dtypes and layouts that a checkpoint of either kind is read back with."""
+
+        def abstract(x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
+            layout = _sharding(x.ndim, self.jax_kind)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+        return jax.tree.map(abstract, self.arrays)
+
+
+class DeviceMemory(_Memory):
+    """The arrays, split over the prompts on the batch axes."""
+
+    jax_kind = "device"
+
+    def __init__(self, abstract: Stored):
+        def zeros(x: jax.ShapeDtypeStruct) -> Array:
+            return jnp.zeros(x.shape, x.dtype, out_sharding=_layout(x.ndim))
+
+        self.arrays = jax.tree.map(zeros, abstract)
+
+    def nbytes(self) -> dict[str, int]:
+        return {"device": _nbytes(self.arrays), "host": 0}
+
+    def rows(self, slots: np.ndarray) -> tuple[Stored, Array | None]:
+        """Arrays on the device and the places in them, int32 [Q], of the rows in `slots`."""
+        return self.arrays, put(np.maximum(slots, 0), "batch")
+
+    def prefetch(self, slots: np.ndarray) -> None:
+        pass
+
+    def write(self, slots: np.ndarray, fresh: np.ndarray, newest: Stored) -> None:
+        self.arrays = _write(self.arrays, put(slots, None), put(fresh, None), newest)
+
+    def load(self, arrays: Stored) -> None:
+        self.arrays = jax.tree.map(
+            lambda own, x: jax.device_put(x, own.sharding), self.arrays, arrays
+        )
+
+
+class HostMemory(_Memory):
+    """NumPy arrays, changed in place; a batch's rows are copied to the device when needed.
+
+    The rows of the last two batches (this one's, and those of a prefetch) are held there.
+    """
+
+    jax_kind = "pinned_host"  # how a checkpoint is read: past the device's memory
+
+    def __init__(self, abstract: Stored):
+        if jax.process_count() > 1:
+            count = jax.process_count()
+            raise ValueError(f"rollout.store must be device with {count} processes, got host")
+        self.arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
+        # By slots. A slot may change hands: what counts is that it was not written since.
+        self._held: dict[tuple[int, ...], concurrent.futures.Future[Stored]] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "draft_store")
+
+    def nbytes(self) -> dict[str, int]:
+        total = _nbytes(self.arrays)
+        row = total // self.arrays.lens.shape[1]
+        return {"device": row * sum(map(len, self._held)), "host": total}
+
+    def rows(self, slots: np.ndarray) -> tuple[Stored, Array | None]:
+        """The rows in `slots` alone, on the device."""
+        self.prefetch(slots)
+        return self._held[tuple(slots.tolist())].result(), None
+
+    def prefetch(self, slots: np.ndarray) -> None:
+        """Pick the rows and begin their transfer, in another thread."""
+        key = tuple(slots.tolist())
+        if key in self._held:
+            return
+        while len(self._held) > 1:
+            del self._held[next(iter(self._held))]
+        layouts = jax.tree.map(lambda x: _sharding(x.ndim), self.arrays)
+        index = np.maximum(slots, 0)
+        self._held[key] = self._thread.submit(_to_device, self.arrays, index, layouts)
+
+    def write(self, slots: np.ndarray, fresh: np.ndarray, newest: Stored) -> None:
+        # A transfer of these very rows may be under way: whatever it reads, nobody will look.
+        written = set(slots.tolist())
+        self._held = {key: x for key, x in self._held.items() if written.isdisjoint(key)}
+        for stored, new in zip(
+            jax.tree.leaves(self.arrays), jax.tree.leaves(jax.device_get(newest)), strict=True
+        ):
+            new = new.reshape(len(slots), -1, *new.shape[1:])[:, : stored.shape[2]]
+            samples = new.shape[1]
+            stored[:, slots[fresh]] = 0
+            for generation in range(len(stored) - 1, 0, -1):
+                stored[generation][slots, :samples] = stored[generation - 1][slots, :samples]
+            stored[0][slots, :samples] = new
+
+    def load(self, arrays: Stored) -> None:
+        self._held = {}
+        self.arrays = jax.tree.map(np.array, arrays)  # our own: jax's memory must not change
+
+
+@functools.partial(jax.jit, static_argnames=("group_size", "age"))
+def pick_drafts(
+    stored: Stored, index: Array | None, oldest: Array, group_size: int, age: int
+) -> Drafts:
+    """Drafts [Q * group_size] of a generation.
+
+    Args:
+      stored: arrays that hold the prompts' rows.
+      index: int32 [Q], places of the rows in them; None: they are the rows, in this order.
+      oldest: int32 [Q], the earliest step whose responses are offered, the rest is zero.
+      group_size: samples are cut or padded to so many.
+      age: the generation, 1 the newest.
+    """
+
+    def pick(array: Array) -> Array:
+        rest = (None,) * (array.ndim - 2)
+        if index is None:
+            return array[age - 1]
+        return array.at[age - 1, index].get(out_sharding=spec("batch", *rest))
+
+    offered = pick(stored.steps) >= oldest[:, None]
+
+    def draft(array: Array) -> Array:
+        rows = _keep(pick(array), offered)[:, :group_size]
+        missing = group_size - rows.shape[1]
+        rows = jnp.pad(rows, [(0, 0), (0, missing)] + [(0, 0)] * (rows.ndim - 2))
+        return merge_rows(rows, *(None,) * (rows.ndim - 2))
+
+    kept = {f.name: getattr(stored, f.name) for f in dataclasses.fields(Drafts)}
+    return Drafts(**jax.tree.map(draft, kept))
+
+
+@jax.jit
+def pick_sources(stored: Stored, index: Array | None, oldest: Array) -> tuple[Array, Array]:
+    """Tokens [Q, E * G, R] and lengths [Q, E * G] of all generations, arguments as above."""
+
+    def pick(array: Array) -> Array:
+        """[E, N, G, ...] → [Q, E * G, ...] on every device."""
+        if index is not None:
+            out = jax.P(*(None,) * array.ndim)
+            array = array.at[:, _whole(index)].get(out_sharding=out)
+        rows = jnp.swapaxes(_whole(array), 0, 1)
+        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+    offered = pick(stored.steps) >= _whole(oldest)[:, None]
+    return _keep(pick(stored.tokens), offered), _keep(pick(stored.lens), offered)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(stored: Stored, slots: Array, fresh: Array, newest: Stored) -> Stored:
+    prompts = slots.shape[0]
+
+    def write(array: Array, new: Array) -> Array:
+        new = _whole(new)
+        new = new.reshape(prompts, -1, *new.shape[1:])[:, : array.shape[2]]
+        samples = new.shape[1]
+        before = array.at[:, slots].get(out_sharding=jax.P(*(None,) * array.ndim))
+        before = jax.vmap(_keep, in_axes=(0, None))(before, ~fresh)
+        moved = jnp.concatenate([new[None], before[:-1, :, :samples]])
+        moved = jnp.concatenate([moved, before[:, :, samples:]], axis=2)
+        # The scatter's layout is the partitioner's business; the result keeps the store's.
+        scatter = jax.sharding.auto_axes(
+            lambda array, moved, slots: array.at[:, slots].set(moved),
+            out_sharding=_layout(array.ndim),
+        )
+        return scatter(array, moved, slots)
+
+    return jax.tree.map(write, stored, newest)
+
+
+def _layout(ndim: int) -> jax.P:
+    return spec(None, "batch", *(None,) * (ndim - 2))
+
+
+def _sharding(ndim: int, kind: str = "device") -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.get_mesh()
+    return jax.sharding.NamedSharding(mesh, _layout(ndim), memory_kind=kind)
+
+
+def _whole(array: Array) -> Array:
+    """The array on every device."""
+    return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
+
+
+def _nbytes(stored: Stored) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(stored))
+
+
+def _to_device(stored: Stored, index: np.ndarray, layouts: Stored) -> Stored:
+    # np.take copies, so that jax may keep the memory as it is.
+    return jax.tree.map(lambda x, to: jax.device_put(np.take(x, index, 1), to), stored, layouts)
+
+
+def _keep(array: Array, kept: Array) -> Array:
+    """Zeros in the rows that are not kept: they may be another prompt's.
+
+    A row fetched from another device is a sum with zeros, which makes +0 of -0: so here for all.
+    """
+    kept = kept.reshape(*kept.shape, *(1,) * (array.ndim - kept.ndim))
+    return jnp.where(kept & (array != 0), array, jnp.zeros((), array.dtype))

@@ -1,0 +1,581 @@
+"""The scheduler of one rollout: who waits, who is computed at which shape, and for how long.
+
+    waiting groups → prefill (each prompt once) → verify their drafts → join the pool
+                 pool of active rows: steps of the width that pays → smaller or deeper rung → …
+                 finished rows → the board, in batch order
+
+What a row emits does not depend on any choice made here: not on who is computed beside it, at which
+width, how soon, or whether it was evicted and replayed. Between visits of a rung the host reads six
+numbers and a tally; no token visits it.
+"""
+
+import collections
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.models.kv_cache import KVCache, cache_bytes
+from specrl_jax.models.transformer import Params
+from specrl_jax.rollout import acceptance, decode, rows
+from specrl_jax.rollout.cost import CostModel, Pass, Verdict
+from specrl_jax.rollout.decode import Limits, Setup
+from specrl_jax.rollout.drafting import Corpus
+from specrl_jax.rollout.ladder import Ladder, rows_within
+from specrl_jax.rollout.rows import Rows
+from specrl_jax.sharding import put
+
+_FOREVER = np.iinfo(np.int32).max
+LOOK_IN_AHEAD = 64  # steps after which idle places are looked for
+LOOK_IN_PARTIAL = 32  # most steps between two counts of complete groups
+
+
+@dataclasses.dataclass
+class Stats:
+    """What a rollout cost. Seconds are wall-clock and include waiting for the device.
+
+    row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
+    verified_tokens: rows x width of the verification passes; judged_tokens: those that belonged to
+    a draft not rejected before. drafted_tokens: tree draft tokens that were emitted. visits: (rows,
+    slots, width, steps) of the decode loops, in order. predicted_seconds: what the cost model
+    expected of `decode_seconds`; 0 without one. evicted: rows that gave up their cache and were
+    replayed later. cache_bytes: the most that KV caches held at once over all devices, copies
+    made on the move included. programs: shapes of decode and verification programs.
+    """
+
+    prefill_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    decode_steps: int = 0
+    row_steps: int = 0
+    verified_tokens: int = 0
+    judged_tokens: int = 0
+    drafted_tokens: int = 0
+    evicted: int = 0
+    cache_bytes: int = 0
+    visits: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    programs: set[tuple] = dataclasses.field(default_factory=set)
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of `metrics.METRICS`."""
+        values = {
+            "time/prefill": self.prefill_seconds,
+            "time/verify": self.verify_seconds,
+            "time/decode": self.decode_seconds,
+            "rollout/decode_steps": self.decode_steps,
+            "rollout/row_steps": self.row_steps,
+            "rollout/tokens_drafted": self.drafted_tokens,
+            "rollout/verified_tokens": self.verified_tokens,
+            "rollout/judged_tokens": self.judged_tokens,
+            "rollout/evicted": self.evicted,
+            "rollout/cache_gib": self.cache_bytes / 2**30,
+            "rollout/programs": len(self.programs),
+        }
+        if self.row_steps:
+            wide = sum(size * steps * width for size, _, width, steps in self.visits)
+            values["rollout/width_mean"] = wide / self.row_steps
+        if self.predicted_seconds:
+            values["time/decode_predicted"] = self.predicted_seconds
+        return values
+
+
+@dataclasses.dataclass
+class _Pool:
+    """Rows on a rung. own, active, parked, verifying, longest, longest_draft: as `decode.visit`
+    reports them. real: rows that are not fillers."""
+
+    cache: KVCache
+    rows: Rows
+    size: int
+    slots: int
+    real: int
+    own: int = 0
+    active: int = 0
+    parked: int = 0
+    verifying: int = 0
+    longest: int = 0
+    longest_draft: int = 0
+
+    @property
+    def unfinished(self) -> int:
+        return self.active + self.parked
+
+    def report(self, numbers: np.ndarray) -> None:
+        """Take over what `decode.visit` reported."""
+        names = ("own", "active", "parked", "verifying", "longest", "longest_draft")
+        for name, number in zip(names, numbers.tolist(), strict=True):
+            setattr(self, name, number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """rows: in flight at once, 0 for all. cache_bytes: of KV caches over all devices, 0 for any."""
+
+    rows: int = 0
+    cache_bytes: float = 0.0
+
+
+class Engine:
+    """One rollout in progress; `run` brings every row of the board to its end.
+
+    board: all rows, the first `own` of which the rollout is for; those behind them only use idle
+    places (run-ahead). prompts: int32 [Q, P] on the host. draft_lens: int32 [B] on the host, 0
+    where nothing is pending. held: int32 [B], tokens that rows hold already; done: bool [B]. first:
+    groups that begin before all others. wanted: groups after which `run` ends, 0 for all; the
+    others then hold what they have. finished: bool [B], rows that are done by now, kept up to date
+    where `wanted` is given.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        ladder: Ladder,
+        bounds: Bounds,
+        weights: Params,
+        board: Rows,
+        prompts: np.ndarray,
+        *,
+        own: int,
+        draft_lens: np.ndarray,
+        held: np.ndarray,
+        done: np.ndarray,
+        corpus: Corpus | None = None,
+        log_lenience: float = 0.0,
+        cost: CostModel | None = None,
+        first: int = 0,
+        wanted: int = 0,
+    ):
+        self.setup, self.ladder, self.bounds = setup, ladder, bounds
+        self.weights, self.board, self.corpus = weights, board, corpus
+        self.prompts, self.own, self.draft_lens = prompts, own, draft_lens
+        self.log_lenience = jnp.float32(log_lenience)
+        self.cost, self.stats, self.pool = cost, Stats(), None
+        self.widths = ladder.widths
+        group = setup.group_size
+        self.wanted, self.finished = wanted, done.copy()
+        begun = held.reshape(-1, group).any(axis=1)
+        # Drafts of like length are verified together: a pass is as wide as its longest.
+        longest = draft_lens.reshape(-1, group).max(axis=1)
+        fresh = np.flatnonzero(~begun).tolist()
+        fresh.sort(key=lambda g: (g >= first, -longest[g], g))
+        self.fresh = collections.deque(g for g in fresh if g * group < own)
+        self.ahead = collections.deque(g for g in fresh if g * group >= own)
+        self.carried = [(int(held[i]), i) for i in range(own) if begun[i // group] and not done[i]]
+        self.back: list[tuple[int, int]] = []  # (tokens, row): evicted
+
+    def run(self) -> Rows:
+        """The board with every row of its own done."""
+        if not self._enough():
+            self._admit()
+        while self.pool is not None:
+            self._visit()
+            if self._enough() or not (self.pool.own or self._waits()):
+                break
+            self._admit()
+        if self.pool is not None:
+            self._collect(self.pool)
+        return self.board
+
+    def _enough(self) -> bool:
+        """Whether so many groups are complete that the others may wait for the next rollout."""
+        if not self.wanted:
+            return False
+        groups = self.finished.reshape(-1, self.setup.group_size).all(axis=1)
+        return int(groups.sum()) >= self.wanted
+
+    def _waits(self) -> bool:
+        """Whether rows of the board's own are not in flight yet, or not any more."""
+        return bool(self.carried or self.fresh or self.back)
+
+    # Admission -------------------------------------------------------------------------------
+
+    def _capacity(self, response: int) -> int:
+        """Rows that may be in flight at a window."""
+        most = min(self.bounds.rows or _FOREVER, self.ladder.rows[0])
+        if self.bounds.cache_bytes:
+            per_slot = cache_bytes(self.setup.model, 1, 1)
+            slots = self.ladder.slots(response)
+            most = min(most, rows_within(self.bounds.cache_bytes, per_slot, slots))
+        return max([n for n in self.ladder.rows if n <= most], default=self.ladder.rows[-1])
+
+    def _refill(self, capacity: int) -> int:
+        """Rows that must be free before others are let in: a quarter, so that moves are few."""
+        fits = [n for n in self.ladder.admissions if n <= max(capacity // 4, 1)]
+        return max(fits, default=self.ladder.admissions[-1])
+
+    def _admit(self) -> None:
+        """Begin waiting rows while there is room for them."""
+        if self.pool is not None and not self.pool.unfinished:
+            self._collect(self.pool)
+            self.pool = None
+        while self._admit_some():
+            pass
+
+    def _admit_some(self) -> bool:
+        busy = self.pool.unfinished if self.pool else 0
+        again = self.carried or ([] if self.fresh else self.back)
+        held = max((n for n, _ in again), default=0)
+        longest = max(held, self.pool.longest if self.pool else 0)
+        capacity = self._capacity(self.ladder.response_for(max(longest, 1)))
+        group = self.setup.group_size
+        waiting = len(again) or len(self.fresh) * group
+        room = capacity - busy
+        if not waiting:
+            return self._admit_ahead()
+        # Fillers are gone once rows have joined the pool: only a bound on bytes counts them.
+        whole = waiting <= room and not self.bounds.cache_bytes
+        size = self.ladder.admission(waiting, capacity if whole else room)
+        if not size or (busy and size < min(waiting, self._refill(capacity))):
+            return False
+        if self.carried:
+            chosen, self.carried = self.carried[:size], self.carried[size:]
+            batch = self._begin_again(chosen, size)
+        elif self.fresh:
+            groups = [self.fresh.popleft() for _ in range(min(size // group, len(self.fresh)))]
+            batch = self._begin_groups(groups, size)
+        else:
+            self.back.sort()
+            chosen, self.back = self.back[:size], self.back[size:]
+            batch = self._begin_again(chosen, size)
+        self._join(batch)
+        return True
+
+    def _admit_ahead(self) -> bool:
+        """Let rows of the next step into places that would stand idle."""
+        if not self.ahead or self.pool is None:
+            return False
+        group, pool = self.setup.group_size, self.pool
+        places = min(pool.size, self._capacity(self.ladder.response_for(pool.longest + 1)))
+        size = self.ladder.admission(len(self.ahead) * group, places - pool.unfinished)
+        if not size:
+            return False
+        groups = [self.ahead.popleft() for _ in range(min(size // group, len(self.ahead)))]
+        self._join(self._begin_groups(groups, size))
+        return True
+
+    def _begin_groups(self, groups: list[int], size: int) -> _Pool:
+        """Prefill prompts, verify their drafts."""
+        group = self.setup.group_size
+        places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
+        drafts = self.draft_lens[places]
+        longest, (verdict, first) = int(drafts.max()), self._verdict(drafts, size)
+        verify = verdict is not Verdict.SKIP
+        picked = rows.pick(self.board, self._padded(places, size))
+        start = time.perf_counter()
+        prompts = self.prompts[np.resize(groups, size // group)]
+        slots = first.slots if verify else self._first_slots()
+        cache = decode.prefill(
+            self.setup,
+            self.weights,
+            put(prompts, "batch", None),
+            slots=slots,
+            group_size=group,
+        )
+        jax.block_until_ready(cache)
+        self.stats.prefill_seconds += time.perf_counter() - start
+        self._note_bytes((size, slots), *self._pool_shape())
+        batch = _Pool(cache, picked, size, slots, len(places))
+        batch.active = len(places)
+        batch.own = int(np.sum(places < self.own))
+        if longest:
+            batch.report(np.asarray(decode.progress(picked, self._limits(_FOREVER))))
+        if verify:
+            batch = self._verify(batch, drafts, verdict, first)
+        return self._settle(batch)
+
+    def _begin_again(self, chosen: list[tuple[int, int]], size: int) -> _Pool:
+        """Rows that hold tokens but have no cache: one pass over prompt and tokens."""
+        places = np.asarray([i for _, i in chosen])
+        picked = rows.pick(self.board, self._padded(places, size))
+        start = time.perf_counter()
+        width = self.ladder.response_for(max(n for n, _ in chosen))
+        slots = self.ladder.slots(width)
+        prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
+        cache = decode.replay(
+            self.setup, self.weights, put(prompts, "batch", None), picked, slots=slots, width=width
+        )
+        batch = _Pool(cache, picked, size, slots, len(places))
+        batch.report(np.asarray(decode.progress(picked, self._limits(_FOREVER))))
+        self.stats.prefill_seconds += time.perf_counter() - start
+        self._note_bytes((size, slots), *self._pool_shape())
+        return self._settle(batch)
+
+    def _settle(self, batch: _Pool) -> _Pool:
+        if not batch.verifying and batch.rows.pending is not None:
+            batch.rows = rows.without_pending(batch.rows)
+        return batch
+
+    def _padded(self, places: np.ndarray, size: int) -> jax.Array:
+        padded = np.full(size, -1, np.int32)
+        padded[: len(places)] = places
+        return put(padded, None)
+
+    def _first_slots(self) -> int:
+        """The window that new rows will share, so that they need not move when they join."""
+        longest = self.pool.longest if self.pool else 0
+        return self.ladder.slots(self.ladder.response_for(longest + 1))
+
+    # Verification ----------------------------------------------------------------------------
+
+    def _verify_slots(self, width: int, longest: int) -> int:
+        if longest <= width:
+            return self.ladder.prompt_slots + width
+        return self.ladder.prompt_slots + self.ladder.response_for(longest) + width
+
+    def _pass(self, drafts: np.ndarray, verifying: int, size: int) -> Pass:
+        """The verification of `verifying` rows, whose drafts have `drafts` [n] tokens left, that is
+        expected to save most for its seconds; without a cost model the widest that is needed."""
+        longest = int(drafts.max())
+        widest = self.ladder.verify_width(longest)
+        decoding = self.pool.unfinished if self.pool else 0
+        capacity = self._capacity(self.setup.response_slots)
+        one = Pass(
+            rows=verifying,
+            remaining=float(drafts[drafts > 0].mean()),
+            rung_rows=size,
+            slots=self._verify_slots(widest, longest),
+            chunk=widest,
+            decode_rows=self.ladder.rows_for(min(decoding + size, capacity)),
+            decode_slots=self.ladder.slots(self.ladder.responses[-1]),
+            widths=self.widths,
+        )
+        if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
+            return one
+        return max(
+            (
+                dataclasses.replace(one, chunk=width, slots=self._verify_slots(width, longest))
+                for width in self.ladder.verify
+                if width <= widest
+            ),
+            key=self.cost.worth,
+        )
+
+    def _verdict(self, drafts: np.ndarray, size: int) -> tuple[Verdict, Pass | None]:
+        """Whether to verify a new batch's drafts in a wide pass, or leave them to decoding."""
+        if not drafts.any():
+            return Verdict.SKIP, None
+        one = self._pass(drafts, int(np.sum(drafts > 0)), size)
+        if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
+            return Verdict.RUN, one
+        verdict = self.cost.worth_verifying(one)
+        if verdict is Verdict.SKIP:
+            self.cost.record_pass(one, verdict=verdict)
+        return verdict, one
+
+    def _verify(self, batch: _Pool, drafts: np.ndarray, verdict: Verdict, first: Pass) -> _Pool:
+        """Judge pending drafts in wide passes, as long as that pays."""
+        one: Pass | None = first
+        while batch.verifying:
+            if batch.verifying <= self.ladder.rows_below(batch.size):
+                batch = self._split(batch)
+            if one is None:
+                # Rows that verified all passes so far have as many tokens less to verify.
+                left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
+                one = self._pass(np.maximum(left, 1), batch.verifying, batch.size)
+                if batch.slots < self._room_needed(batch, one.chunk):
+                    break
+                if self.cost and not self.cost.keep_verifying(one):
+                    break
+            once = dataclasses.replace(self._limits(0, steps=1), own=jnp.int32(_FOREVER))
+            tally = self._run(batch, once, one.chunk, wide=True)
+            kept, judged = int(tally.kept), int(tally.judged)
+            self.stats.verified_tokens += batch.size * one.chunk
+            self.stats.judged_tokens += judged
+            if self.cost:
+                self.cost.record_pass(one, kept, judged, verdict)
+            verdict, one = Verdict.RUN, None
+        return batch
+
+    def _room_needed(self, batch: _Pool, width: int) -> int:
+        """Slots of a further pass, which begins behind the longest response."""
+        return self.ladder.prompt_slots + batch.longest + width
+
+    def _split(self, batch: _Pool) -> _Pool:
+        """Send rows that are not verifying into the pool; the others go on, on a smaller rung."""
+        judged = rows.verifying(batch.rows)
+        size = self.ladder.rows_for(batch.verifying)
+        self._collect(batch)
+        cache, moved = rows.move(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
+        rest = dataclasses.replace(batch, verifying=0, active=batch.active - batch.verifying)
+        rest.rows = rows.without_pending(rows.drop(batch.rows, judged))
+        kept = dataclasses.replace(batch, cache=cache, rows=moved, size=size)
+        kept.active = kept.real = batch.verifying
+        if batch.own == batch.active:
+            rest.own, kept.own = rest.active, kept.active
+        else:
+            rest.own = kept.own = 0
+        if rest.active:
+            self._join(rest)
+        return kept
+
+    # The pool --------------------------------------------------------------------------------
+
+    def _join(self, batch: _Pool) -> None:
+        """Put a batch's unfinished rows into the pool."""
+        if batch.unfinished < batch.real:
+            self._collect(batch)
+        if not batch.unfinished:
+            return
+        pool = self.pool
+        total = batch.unfinished + (pool.unfinished if pool else 0)
+        longest = max(batch.longest, pool.longest if pool else 0)
+        size = self.ladder.rows_for(total)
+        slots = self.ladder.slots(self.ladder.response_for(longest + 1))
+        if pool is None:
+            self.pool = self._moved(batch, size, slots)
+            return
+        self._collect(pool)
+        sides = [(p.cache, p.rows, ~p.rows.done) for p in self._same_form(pool, batch)]
+        cache, joined = rows.join(*sides, size=size, slots=slots)
+        self._note_bytes((pool.size, pool.slots), (batch.size, batch.slots), (size, slots))
+        names = ("own", "active", "parked", "verifying")
+        sums = {name: getattr(pool, name) + getattr(batch, name) for name in names}
+        self.pool = _Pool(
+            cache, joined, size, slots, total, **sums, longest=longest,
+            longest_draft=max(pool.longest_draft, batch.longest_draft),
+        )  # fmt: skip
+
+    def _same_form(self, *pools: _Pool) -> list[_Pool]:
+        """With pending drafts everywhere if anywhere: the two sides of a join need one form."""
+        like = next((p.rows.pending for p in pools if p.rows.pending is not None), None)
+        if like is None:
+            return list(pools)
+        return [
+            p
+            if p.rows.pending is not None
+            else dataclasses.replace(p, rows=rows.with_empty_pending(p.rows, like))
+            for p in pools
+        ]
+
+    def _moved(self, pool: _Pool, size: int, slots: int) -> _Pool:
+        if (size, slots) == (pool.size, pool.slots):
+            return pool
+        if pool.unfinished < pool.real:
+            self._collect(pool)
+        cache, moved = rows.move(pool.cache, pool.rows, ~pool.rows.done, size=size, slots=slots)
+        self._note_bytes((pool.size, pool.slots), (size, slots))
+        return dataclasses.replace(
+            pool, cache=cache, rows=moved, size=size, slots=slots, real=pool.unfinished
+        )
+
+    def _collect(self, pool: _Pool) -> None:
+        self.board = rows.collect(pool.rows, self.board)
+
+    def _visit(self) -> None:
+        """Bring the pool onto the rung that fits, and decode there for a while."""
+        pool, ladder = self.pool, self.ladder
+        response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
+        capacity = self._capacity(response)
+        if self._must_evict(response, capacity):
+            self._evict(capacity)
+            pool = self.pool
+            if not pool.unfinished:
+                return
+            response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
+        if pool.rows.pending is not None and not pool.verifying:
+            pool.rows = rows.without_pending(pool.rows)
+        pool = self._moved(pool, ladder.rows_for(pool.unfinished), ladder.slots(response))
+        self.pool = pool
+        if self._waits():
+            stop = max(capacity - self._refill(capacity), 0)
+        else:
+            stop = ladder.rows_below(pool.size)
+        steps = _FOREVER
+        if self.wanted:
+            steps = min(max(self.setup.response_slots // 8, 1), LOOK_IN_PARTIAL)
+        elif pool.own < pool.unfinished:  # others use the idle places: the rung stays for them
+            stop, steps = 0, LOOK_IN_AHEAD
+        elif self.ahead and not self._waits():
+            steps = LOOK_IN_AHEAD
+        if self.cost is None:
+            self._run(pool, self._limits(stop, response, steps), self.widths[-1])
+            return
+        visit = self.cost.plan_visit(pool.size, pool.slots, self.widths)
+        limits = self._limits(stop, response, min(steps, visit.max_steps or steps))
+        tally = self._run(pool, limits, visit.width)
+        seconds = self.cost.record_visit(visit, int(tally.steps), tally.accepted.tolist())
+        self.stats.predicted_seconds += seconds
+
+    def _run(self, pool: _Pool, limits: Limits, width: int, wide: bool = False):
+        """A visit, recorded."""
+        tree = self.setup.tree is not None and width > 1 and not wide
+        draws = self.setup.accept == "match"
+        start = time.perf_counter()
+        pool.cache, pool.rows, self.corpus, tally, numbers = decode.visit(
+            self.setup,
+            self.weights,
+            pool.cache,
+            pool.rows,
+            self.corpus,
+            limits,
+            self.log_lenience,
+            width=width,
+            tree=tree,
+            wide=wide and not draws,
+        )
+        done = (pool.rows.index, pool.rows.done) if self.wanted else None
+        tally, numbers, done = jax.device_get((tally, numbers, done))
+        judges = pool.rows.pending is not None
+        self.stats.programs.add((pool.size, pool.slots, width, tree, wide, judges))
+        seconds = time.perf_counter() - start
+        pool.report(numbers)
+        if done is not None:
+            self.finished[done[0][done[1] & (done[0] < self.own)]] = True
+        stats, steps = self.stats, int(tally.steps)
+        if wide:
+            stats.verify_seconds += seconds
+            return tally
+        stats.decode_seconds += seconds
+        stats.decode_steps += steps
+        stats.row_steps += steps * pool.size
+        stats.drafted_tokens += int(np.dot(tally.accepted, np.arange(width)))
+        stats.visits.append((pool.size, pool.slots, width, steps))
+        return tally
+
+    def _limits(self, stop: int, length: int | None = None, steps: int = _FOREVER) -> Limits:
+        length = self.setup.response_slots if length is None else length
+        return Limits(*(jnp.int32(x) for x in (min(stop, _FOREVER), length, steps, self.own)))
+
+    # Eviction --------------------------------------------------------------------------------
+
+    def _must_evict(self, response: int, capacity: int) -> bool:
+        if not self.bounds.cache_bytes:
+            return False
+        return self.pool.unfinished > capacity or self._makes_way()
+
+    def _makes_way(self) -> bool:
+        """Whether rows at their window's end wait for those that have not begun. Not where the
+        first groups to be complete end the rollout: long rows would wait for ever."""
+        return bool(self.pool.parked and self.fresh and not self.wanted)
+
+    def _evict(self, capacity: int) -> None:
+        """Rows give up their cache and wait: those at their window's end while others are still
+        to begin at a shallower one, else those run ahead, which are over then, and the shortest,
+        which cost least to replay."""
+        pool = self.pool
+        index, lens, done = jax.device_get((pool.rows.index, pool.rows.lens, pool.rows.done))
+        if self._makes_way():
+            out = ~done & (lens == lens[~done].max())
+        else:
+            order = np.lexsort((index, lens, index < self.own, done))
+            out = np.zeros(len(done), bool)
+            out[order[: pool.unfinished - capacity]] = True
+        self.back += [(int(n), int(i)) for n, i in zip(lens[out], index[out]) if i < self.own]
+        self.stats.evicted += int(out.sum())
+        self._collect(pool)
+        stay = ~done & ~out
+        pool.rows = rows.drop(pool.rows, put(out, "batch"))
+        pool.own = int(np.sum(stay & (index < self.own)))
+        pool.active, pool.parked = int(stay.sum()), 0
+        pool.longest = int(lens[stay].max(initial=0))
+        pool.real = pool.active
+
+    def _pool_shape(self) -> list[tuple[int, int]]:
+        return [(self.pool.size, self.pool.slots)] if self.pool else []
+
+    def _note_bytes(self, *rungs: tuple[int, int]) -> None:
+        held = sum(cache_bytes(self.setup.model, *rung) for rung in rungs)
+        self.stats.cache_bytes = max(self.stats.cache_bytes, held)

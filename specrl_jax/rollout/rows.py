@@ -1,0 +1,244 @@
+"""The rows of a rollout: what is known of each, and how they travel between rungs.
+
+The *board* holds every row of the batch in order; a *rung* holds those that are being computed, in
+any order, each with its place on the board (`index`). Rows are picked onto a rung, joined with
+others, thinned out as they finish, and written back; no token visits the host.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.models.kv_cache import KVCache, regrid
+from specrl_jax.sharding import reshard, spec, take_rows
+from specrl_jax.types import Drafts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """The part of a row's draft that an acceptance rule has yet to judge.
+
+    tokens: int32 [b, C]. logprobs: float32 [b, C], under the law that they were sampled from.
+    lens: int32 [b]; a row is *verifying* while it holds fewer tokens than that, 0 once a token was
+    rejected. match: bool [b], judged by the match rule whatever the configured one. top_ids,
+    top_logprobs: [b, C, k] or None.
+    """
+
+    tokens: Array
+    logprobs: Array
+    lens: Array
+    match: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """b rows; C = R response columns and a margin that rows which are done write into.
+
+    index: int32 [b], each row's place on the board; a place outside it marks a filler. seeds,
+    accept_seeds: uint32 [b, 2]. prompt_lens, lens: int32 [b]. caps: int32 [b], the length at which
+    a response ends, at most R. last: int32 [b], the token that is
+    not in the cache yet. prefix_lens: int32 [b], tokens kept from the pending draft. done: bool
+    [b]. tokens, policy_logprobs, sampling_logprobs, sources: [b, C]. top_ids, top_logprobs:
+    [b, C, k] or None. pending: None once no row has any.
+    """
+
+    index: Array
+    seeds: Array
+    accept_seeds: Array
+    prompt_lens: Array
+    caps: Array
+    lens: Array
+    last: Array
+    prefix_lens: Array
+    done: Array
+    tokens: Array
+    policy_logprobs: Array
+    sampling_logprobs: Array
+    sources: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+    pending: Pending | None = None
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "stored", "pad_id"))
+def start_rows(
+    seeds: Array,
+    accept_seeds: Array,
+    prompt_lens: Array,
+    caps: Array,
+    last: Array,
+    *,
+    columns: int,
+    pad_id: int,
+    stored: int = 0,
+) -> Rows:
+    """A board of rows that hold only their prompts."""
+    rows = prompt_lens.shape[0]
+    lens = jnp.zeros_like(prompt_lens)
+    wide = jnp.zeros((rows, columns), out_sharding=spec("batch", None))
+    top = jnp.zeros((rows, columns, stored), out_sharding=spec("batch", None, None))
+    return Rows(
+        index=reshard(jnp.arange(rows, dtype=jnp.int32), "batch"),
+        seeds=seeds,
+        accept_seeds=accept_seeds,
+        prompt_lens=prompt_lens,
+        caps=caps,
+        lens=lens,
+        last=last,
+        prefix_lens=lens,
+        done=lens > 0,
+        tokens=jnp.full_like(wide, pad_id, dtype=jnp.int32),
+        policy_logprobs=wide,
+        sampling_logprobs=wide,
+        sources=wide.astype(jnp.int8),
+        top_ids=top.astype(jnp.int32) if stored else None,
+        top_logprobs=top if stored else None,
+    )
+
+
+@jax.jit
+def with_pending(board: Rows, drafts: Drafts, match: Array) -> Rows:
+    """The board with `drafts` [B] to be judged; `match`: bool [B], by the match rule."""
+    margin = board.tokens.shape[1] - drafts.tokens.shape[1]
+
+    def widen(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        return jnp.pad(x, ((0, 0), (0, margin), *((0, 0),) * (x.ndim - 2)))
+
+    pending = Pending(
+        tokens=widen(drafts.tokens),
+        logprobs=widen(drafts.sampling_logprobs),
+        lens=drafts.lens,
+        match=match,
+        top_ids=widen(drafts.top_ids),
+        top_logprobs=widen(drafts.top_logprobs),
+    )
+    return dataclasses.replace(board, pending=pending)
+
+
+@jax.jit
+def verifying(rows: Rows) -> Array:
+    """bool [b]: rows whose next token is judged against their pending draft."""
+    if rows.pending is None:
+        return jnp.zeros_like(rows.done)
+    return ~rows.done & (rows.lens < rows.pending.lens)
+
+
+@jax.jit
+def pick(board: Rows, places: Array) -> Rows:
+    """The board's rows at `places` int32 [b], replicated; a place outside it gives a filler."""
+    size = board.lens.shape[0]
+    rows = _take(board, jnp.clip(places, 0, size - 1))
+    return _mark(rows, reshard((places >= 0) & (places < size), "batch"))
+
+
+@functools.partial(jax.jit, donate_argnames="board")
+def collect(rows: Rows, board: Rows) -> Rows:
+    """The board with the rung's rows written to their places; fillers are left out."""
+    batch, size = board.lens.shape[0], rows.lens.shape[0]
+    index = reshard(rows.index, None)
+    place = jnp.full(batch, -1).at[index].set(jnp.arange(size), mode="drop")
+    here = reshard(place, "batch") >= 0
+
+    def write(old: Array, new: Array) -> Array:
+        new = take_rows(new, jnp.maximum(place, 0), *(None,) * (new.ndim - 1))
+        return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+    pending = board.pending
+    if pending is not None and rows.pending is None:
+        # Nothing is left to judge on this rung: nor may it be when a row comes back.
+        lens = jnp.where(here, 0, pending.lens)
+        pending = dataclasses.replace(pending, lens=lens)
+        board = dataclasses.replace(board, pending=None)
+    written = jax.tree.map(write, board, rows)
+    if pending is not None and rows.pending is None:
+        written = dataclasses.replace(written, pending=pending)
+    return dataclasses.replace(written, index=board.index)
+
+
+def without_pending(rows: Rows) -> Rows:
+    """For rungs where nothing is left to judge: their programs are simpler."""
+    return dataclasses.replace(rows, pending=None)
+
+
+@jax.jit
+def with_empty_pending(rows: Rows, like: Pending) -> Rows:
+    """Nothing to judge, said in the same form as `like`."""
+    size = rows.lens.shape[0]
+
+    def zeros(x: Array) -> Array:
+        axes = spec("batch", *(None,) * (x.ndim - 1))
+        return jnp.zeros((size, *x.shape[1:]), x.dtype, out_sharding=axes)
+
+    return dataclasses.replace(rows, pending=jax.tree.map(zeros, like))
+
+
+@functools.partial(jax.jit, static_argnames=("size", "slots"))
+def move(
+    cache: KVCache, rows: Rows, wanted: Array, *, size: int, slots: int
+) -> tuple[KVCache, Rows]:
+    """The rows marked in `wanted` bool [b], in order, on a rung of `size` rows and `slots` slots.
+
+    What is left of the rung is filled up with fillers. Write the rung's rows back first: those
+    that are not wanted are gone.
+    """
+    order, real = _front(reshard(wanted, None), size)
+    return regrid(cache, order, slots), _mark(_take(rows, order), real)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "slots"))
+def join(
+    first: tuple[KVCache, Rows, Array],
+    second: tuple[KVCache, Rows, Array],
+    *,
+    size: int,
+    slots: int,
+) -> tuple[KVCache, Rows]:
+    """The wanted rows of two rungs (cache, rows, wanted) on one, those of the first in front."""
+    (cache_a, rows_a, wanted_a), (cache_b, rows_b, wanted_b) = first, second
+    own = wanted_a.shape[0]
+    wanted = jnp.concatenate([reshard(wanted_a, None), reshard(wanted_b, None)])
+    order, real = _front(wanted, size)
+    from_a = reshard(order < own, "batch")
+    order_a, order_b = jnp.minimum(order, own - 1), jnp.maximum(order - own, 0)
+
+    def choose(a: Array, b: Array) -> Array:
+        return jnp.where(from_a.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    caches = regrid(cache_a, order_a, slots), regrid(cache_b, order_b, slots)
+    rows = _take(rows_a, order_a), _take(rows_b, order_b)
+    return jax.tree.map(choose, *caches), _mark(jax.tree.map(choose, *rows), real)
+
+
+@jax.jit
+def drop(rows: Rows, unwanted: Array) -> Rows:
+    """Rows marked in `unwanted` bool [b] become fillers."""
+    return _mark(rows, ~unwanted)
+
+
+def _front(wanted: Array, size: int) -> tuple[Array, Array]:
+    """Indices [size] with the wanted rows in front, and which of them those are."""
+    order = jnp.argsort(~wanted, stable=True)[:size]
+    order = jnp.pad(order, (0, size - order.shape[0]))
+    return order, reshard(jnp.arange(size) < jnp.sum(wanted), "batch")
+
+
+def _mark(rows: Rows, real: Array) -> Rows:
+    """Rows that are not real become fillers."""
+    return dataclasses.replace(
+        rows,
+        index=jnp.where(real, rows.index, jnp.iinfo(jnp.int32).max),
+        done=rows.done | ~real,
+    )
+
+
+def _take(rows: Rows, order: Array) -> Rows:
+    return jax.tree.map(lambda x: take_rows(x, order, *(None,) * (x.ndim - 1)), rows)

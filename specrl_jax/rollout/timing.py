@@ -1,0 +1,153 @@
+"""Seconds of a rollout's programs on the device at hand, for the cost model.
+
+Every program that the engine may choose among is run a few steps on made-up rows. What it computes
+does not matter: no shape depends on it. Tables are kept on disk, by everything that a step's cost
+depends on.
+"""
+
+import dataclasses
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.models.kv_cache import init_cache
+from specrl_jax.models.transformer import Params
+from specrl_jax.rollout import acceptance, decode, drafting, rows
+from specrl_jax.rollout.cost import CostTable, Point, load_or_measure
+from specrl_jax.rollout.decode import Limits, Setup
+from specrl_jax.rollout.generate import Plan
+from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts
+
+STEPS = 8  # of a decode loop, beyond the first
+
+
+def cost_table(
+    plan: Plan, weights: Params, total_rows: int, *, sources: int, directory: str | os.PathLike
+) -> CostTable:
+    """Measure the programs of a rollout of `total_rows` rows, or read what was measured before.
+
+    sources: stored responses of a prompt that tree drafts read. directory: where tables are kept.
+    """
+    ladder = plan.ladder(total_rows)
+    setup = plan.full_setup(ladder)
+    device = jax.devices()[0]
+    key = {
+        "device": f"{device.platform} {device.device_kind}",
+        "mesh": list(jax.sharding.get_mesh().shape.values()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "jax": jax.__version__,
+        "setup": repr(setup),
+        "ladder": repr(ladder),
+        "sources": sources,
+    }
+    clock = _Clock(setup, ladder, weights, sources)
+    return load_or_measure(directory, key, points(setup, ladder), clock)
+
+
+def points(setup: Setup, ladder: Ladder) -> list[Point]:
+    """What is measured: every decode program at its shallowest and deepest window, and the
+    narrowest and widest verification at the fewest and most rows."""
+    windows = [ladder.slots(r) for r in (ladder.responses[0], ladder.responses[-1])]
+    found = {
+        Point(size, slots, width, width > 1)
+        for size in ladder.rows
+        for slots in windows
+        for width in ladder.widths
+    }
+    if not acceptance.RULES[setup.accept].whole_draft:
+        for size in (ladder.admissions[0], ladder.admissions[-1]):
+            for width in (ladder.verify[0], ladder.verify[-1]):
+                found.add(Point(size, ladder.prompt_slots + width, width, False))
+    return sorted(found)
+
+
+@dataclasses.dataclass
+class _Clock:
+    """time_step of `cost.measure`."""
+
+    setup: Setup
+    ladder: Ladder
+    weights: Params
+    sources: int
+
+    def __call__(self, size: int, slots: int, width: int, matching: bool) -> float:
+        if not matching and width > 1:
+            return self._seconds(size, slots, width, 1, matching)
+        one, many = (self._seconds(size, slots, width, n, matching) for n in (1, 1 + STEPS))
+        # On a noisy machine the longer call may come out shorter: then its mean is the estimate.
+        return (many - one) / STEPS if many > one else many / (1 + STEPS)
+
+    def _seconds(self, size: int, slots: int, width: int, steps: int, matching: bool) -> float:
+        """Wall-clock seconds of one call of so many steps."""
+        setup, wide = self.setup, width > 1 and not matching
+        board = self._rows(size)
+        if wide:
+            board = rows.with_pending(board, self._drafts(size), put(np.zeros(size, bool), "batch"))
+        corpus = self._corpus(size) if setup.tree is not None else None
+        # Rows that come to their end go on as rows that are done, at the same cost.
+        limits = Limits(*(jnp.int32(x) for x in (-1, setup.response_slots, steps, size)))
+        cache = init_cache(setup.model, size, slots)
+        jax.block_until_ready((board, corpus, cache))
+        start = time.perf_counter()
+        jax.block_until_ready(
+            decode.visit(
+                setup,
+                self.weights,
+                cache,
+                board,
+                corpus,
+                limits,
+                jnp.float32(0.0),
+                width=width,
+                tree=matching,
+                wide=wide and setup.accept != "match",
+            )[-1]
+        )
+        return time.perf_counter() - start
+
+    def _rows(self, size: int) -> rows.Rows:
+        ones = put(np.ones(size, np.int32), "batch")
+        seeds = np.random.default_rng(size).integers(0, 2**32, (2, size, 2), np.uint32)
+        caps = put(np.full(size, self.setup.response_slots, np.int32), "batch")
+        return rows.start_rows(
+            *(put(x, "batch", None) for x in seeds),
+            ones * min(self.ladder.prompt_slots, 1),
+            caps,
+            ones,
+            columns=self.setup.columns,
+            pad_id=self.setup.pad_id,
+            stored=self.setup.stored,
+        )
+
+    def _drafts(self, size: int) -> Drafts:
+        shape, k = (size, self.setup.response_slots), self.setup.stored
+        tokens = np.random.default_rng(0).integers(0, self.setup.model.vocab_size, shape)
+        flat, zeros = ("batch", None), np.zeros(shape, np.float32)
+        top = np.zeros((*shape, k), np.float32)
+        return Drafts(
+            tokens=put(tokens.astype(np.int32), *flat),
+            lens=put(np.full(size, shape[1], np.int32), "batch"),
+            sampling_logprobs=put(zeros, *flat),
+            origin_logprobs=put(zeros, *flat),
+            origin_steps=put(zeros.astype(np.int32), *flat),
+            top_ids=put(top.astype(np.int32), *flat, None) if k else None,
+            top_logprobs=put(top, *flat, None) if k else None,
+        )
+
+    def _corpus(self, size: int) -> drafting.Corpus:
+        setup = self.setup
+        prompts = -(-size // setup.group_size)
+        shape = (prompts, self.sources, setup.response_slots)
+        tokens = np.random.default_rng(1).integers(0, setup.model.vocab_size, shape)
+        return drafting.build(
+            put(tokens.astype(np.int32), None, None, None),
+            put(np.full(shape[:2], shape[2], np.int32), None, None),
+            put(np.ones(self.sources, np.float32), None),
+            live=setup.group_size,
+            depth=setup.tree.depth,
+        )
