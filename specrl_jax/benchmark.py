@@ -47,8 +47,8 @@ class Inputs:
 class Case:
     """A rollout to time.
 
-    stored: tokens [Q, N, R] and lens [Q, N] that tree drafts read. cost: chooses widths, and goes on
-    learning from run to run as it does in training. table: seconds of the plan's programs.
+    table: seconds of the plan's programs. stored: tokens [Q, N, R] and lens [Q, N] that tree drafts
+    read. cost: chooses widths, and goes on learning from run to run as it does in training.
     """
 
     name: str

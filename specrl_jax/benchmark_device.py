@@ -30,7 +30,7 @@ from specrl_jax.models.transformer import param_shapes
 from specrl_jax.rollout import decode
 from specrl_jax.sharding import put
 
-_COPY_BYTES, _MATMUL = 2**30, 8192
+_COPY_BYTES, _MATMUL = 2**31, 8192
 
 
 def decode_bytes(model: ModelConfig, count: int, slots: int) -> int:
@@ -67,9 +67,9 @@ def measure(name: str, size: Size, repeats: int) -> dict[str, Any]:
             "prefill": functools.partial(prefill_seconds, plain),
             "verify": functools.partial(wide.seconds, 1, width=WIDTH, drafts=drafts),
         }
-        found = in_turn(calls, repeats)
-        found["decode"] = [s / steps for s in found["decode"]]
-        seconds = {name: spread(values) for name, values in found.items()}
+        times = in_turn(calls, repeats)
+        times["decode"] = [s / steps for s in times["decode"]]
+        seconds = {of: spread(values) for of, values in times.items()}
         slots, prompt = plain.cache[0][0].shape[1], size.prompt_len
         moved = decode_bytes(model, count, slots)
         flops = {
@@ -78,8 +78,8 @@ def measure(name: str, size: Size, repeats: int) -> dict[str, Any]:
         }
         shares = {k: f / peaks["flops_per_second"] / seconds[k]["median"] for k, f in flops.items()}
         shares["decode"] = moved / peaks["bytes_per_second"] / seconds["decode"]["median"]
-        found.append({"rows": count, "seconds": seconds, "bytes": moved, "flops": flops,
-                      "shares": shares})  # fmt: skip
+        rung = {"rows": count, "seconds": seconds, "bytes": moved, "flops": flops}
+        rungs.append(rung | {"shares": shares})
     return {"peaks": peaks, "repeats": repeats, "rungs": rungs}
 
 
@@ -101,7 +101,9 @@ def measure_peaks(
     copy, add = jax.jit(lambda x: x + 1), jax.jit(jnp.sum)
     multiply = jax.jit(lambda a: a @ a)
     values = jax.block_until_ready(jnp.ones(copy_bytes // 4, jnp.float32))
-    matrix = jax.block_until_ready(jnp.ones((matmul, matmul), jnp.bfloat16))
+    # Random, since constant bits cost less power and run at a higher clock.
+    matrix = jax.random.normal(jax.random.key(0), (matmul, matmul), jnp.bfloat16)
+    jax.block_until_ready(matrix)
 
     def timed(function, x) -> float:
         start = time.perf_counter()
@@ -121,6 +123,7 @@ def measure_peaks(
 
 
 def table(record: dict[str, Any]) -> str:
+    """The scene as text, a line a row count."""
     peaks = record["peaks"]
     lines = [
         f"device: measured {peaks['bytes_per_second'] / 1e9:.0f} GB/s and "

@@ -62,7 +62,7 @@ SIZES = {
     ),
     "27m": Size(
         ModelConfig(16_384, 512, 1_024, 8, 8, 4, 64, family="qwen3", qk_norm=True),
-        rows=32, prompt_len=32, response_len=96,
+        rows=32, prompt_len=32, response_len=96, windows=1,
     ),
     "smollm2": Size(
         ModelConfig(49_152, 576, 1_536, 30, 9, 3, 64, rope_theta=100_000.0, norm_eps=1e-5),
@@ -74,7 +74,8 @@ SIZES = {
             151_936, 2_048, 6_144, 28, 16, 8, 128, family="qwen3", qk_norm=True,
             rope_theta=1_000_000.0,
         ),
-        rows=128, prompt_len=128, response_len=1_024, logits_chunk=64, accelerator=True,
+        rows=128, prompt_len=128, response_len=512, row_rungs=3, windows=1,
+        rates=(0.0, 0.25, 0.75), logits_chunk=64, accelerator=True,
     ),
 }  # fmt: skip
 

@@ -106,6 +106,7 @@ def in_turn(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str,
 
 
 def row_counts(size: Size) -> list[int]:
+    """The fewest rows that a rollout begins, and all of them."""
     return sorted({GROUP, size.rows})
 
 
@@ -137,6 +138,7 @@ def floor(name: str, size: Size, repeats: int) -> dict[str, Any]:
 
 
 def floor_goals(record: dict[str, Any]) -> list[Goal]:
+    """What the scene's figures are held against."""
     return [
         Goal(f"plain decode over the floor, {r['rows']} rows", r["over_floor"]["median"], 0.95)
         for r in record["rungs"]
@@ -144,6 +146,7 @@ def floor_goals(record: dict[str, Any]) -> list[Goal]:
 
 
 def floor_table(record: dict[str, Any]) -> str:
+    """The scene as text, a line a row count."""
     names = list(record["rungs"][0]["step_seconds"])
     lines = [
         f"floor: ms a decode step; the engine, and a hand-written loop by sampler; race is the "
@@ -185,6 +188,7 @@ def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
 
 
 def made_up_drafts(count: int, width: int, vocab: int) -> Drafts:
+    """Random tokens [count, width]."""
     shape, flat = (count, width), ("batch", None)
     tokens = np.random.default_rng(0).integers(0, vocab, shape).astype(np.int32)
     zeros = put(np.zeros(shape, np.float32), *flat)
@@ -198,6 +202,7 @@ def made_up_drafts(count: int, width: int, vocab: int) -> Drafts:
 
 
 def verify_goals(record: dict[str, Any], name: str, backend: str) -> list[Goal]:
+    """What the scene's figures are held against."""
     if (name, backend) != ("27m", "cpu"):
         return []
     return [
@@ -210,6 +215,7 @@ def verify_goals(record: dict[str, Any], name: str, backend: str) -> list[Goal]:
 
 
 def verify_table(record: dict[str, Any]) -> str:
+    """The scene as text, a line a row count and rule."""
     lines = [
         f"verify: one pass of {record['width']} tokens a row against a decode step; median of "
         f"{record['repeats']}",

@@ -1,8 +1,12 @@
 """SRT's draft model in plain Python: a tree over every substring, with weighted counts.
 
-The slow truth that `drafting.py` is judged by (arXiv 2601.09083, section 3; the counts, the budget
-and the cut are those of the suffix tree that its authors build on). One tree serves one prompt.
-Nodes are dictionaries of children; every appended token walks the paths of all its suffixes.
+What `drafting.py` is judged by (arXiv 2601.09083, section 3; counts, budget and cut are those of
+the suffix tree that its authors build on). One tree serves one prompt. Nodes are dictionaries of
+children; every appended token walks the paths of all suffixes.
+
+Differs from the paper, with `literal` off, to make it stronger: occurrences of the matched suffix
+that nothing follows are not counted. The row's own newest one always is such; counted, it halves
+the path probability of a long match that was seen once before.
 """
 
 BEGIN = -1
@@ -29,8 +33,8 @@ class SuffixTree:
     Every source begins with `depth` BEGIN tokens, which stand for the prompt.
     """
 
-    def __init__(self, depth: int, width: int):
-        self.depth, self.width = depth, width
+    def __init__(self, depth: int, width: int, literal: bool = False):
+        self.depth, self.width, self.literal = depth, width, literal
         self.root = Node()
         self.open = {}  # source → the nodes of all suffixes of what it holds, longest last
         self.texts = {}
@@ -60,7 +64,7 @@ class SuffixTree:
             if node is None:
                 continue
             budget = min(self.width, int(matched * factor + offset + 1e-6))
-            draft, score = _follow(node, budget, min_prob)
+            draft, score = _follow(node, budget, min_prob, self.literal)
             if score > best_score:
                 best, best_score = draft, score
         return best
@@ -74,7 +78,7 @@ class SuffixTree:
         return node
 
 
-def _follow(node: Node, budget: int, min_prob: float) -> tuple[list[int], float]:
+def _follow(node: Node, budget: int, min_prob: float, literal: bool) -> tuple[list[int], float]:
     """The most frequent child, again and again; the score is the sum of path probabilities."""
     draft, prob, score = [], 1.0, 0.0
     while len(draft) < budget:
@@ -82,7 +86,8 @@ def _follow(node: Node, budget: int, min_prob: float) -> tuple[list[int], float]
         if not children:
             break
         token = max(children, key=lambda t: children[t].count)
-        prob *= children[token].count / node.count
+        followed = sum(child.count for child in children.values())
+        prob *= children[token].count / (node.count if draft or literal else followed)
         if prob < min_prob:
             break
         node = children[token]

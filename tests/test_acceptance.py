@@ -1,159 +1,28 @@
-"""The acceptance rules against plain loops, and what SPEC-RL emits by exact enumeration."""
+"""What whole rollouts emit: counted through the real programs, against exact enumeration.
 
-import functools
+The rules themselves, one position at a time, are in test_acceptance_rules.py.
+"""
+
+import collections
 import math
 
-import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import as_drafts, emitted, make_plan, make_prompts, total_variation
+from rollout_reference import (
+    as_drafts,
+    corpus_of,
+    emitted,
+    make_plan,
+    make_prompts,
+    total_variation,
+)
 from scipy import stats
 
-from specrl_jax.rollout import acceptance
-from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.types import Source
 
-OLD = np.array([0.6, 0.3, 0.1])
-NEW = np.array([0.2, 0.3, 0.5])
-LENIENCES = [0.0, 0.5, 1.0, math.exp(0.5), math.inf]
-
-RULES = {name: jax.jit(rule) for name, rule in acceptance.RULES.items()}
-
-
-def log(x: float) -> np.float32:
-    with np.errstate(divide="ignore"):
-        return np.log(np.float32(x))
-
-
-def case(seed=0, rows=300, width=7, impossible=0.0):
-    """Uniforms, log-probs, draft log-probs and lengths; some log-probs are -inf."""
-    rng = np.random.default_rng(seed)
-    uniforms = (1 - rng.random((rows, width))).astype(np.float32)
-    logprobs, old = (np.log(rng.uniform(0.3, 1, (rows, width))).astype(np.float32) for _ in "ab")
-    logprobs[rng.random((rows, width)) < impossible] = -np.inf
-    old[rng.random((rows, width)) < impossible] = -np.inf
-    return uniforms, logprobs, old, rng.integers(0, width + 1, rows).astype(np.int32)
-
-
-@pytest.mark.parametrize("lenience", LENIENCES[1:-1])
-def test_ratio_against_a_loop(lenience):
-    uniforms, logprobs, old, lens = case()
-    expected = []
-    for row in range(len(lens)):
-        n = 0
-        while n < lens[row]:
-            ratio = lenience * math.exp(logprobs[row, n]) / math.exp(old[row, n])
-            if uniforms[row, n] > min(1.0, ratio):
-                break
-            n += 1
-        expected.append(n)
-    got = np.asarray(RULES["ratio"](uniforms, logprobs, old, lens, log(lenience)))
-    np.testing.assert_array_equal(got, expected)
-    assert got.dtype == np.int32
-    assert {0, 7} <= set(expected)  # rejected at once, and accepted to the end of seven
-    assert any(0 < n < limit for n, limit in zip(expected, lens, strict=True))
-
-
-@pytest.mark.parametrize("impossible", [0.0, 0.3])
-def test_no_and_full_reuse_ask_nobody(impossible):
-    uniforms, logprobs, old, lens = case(1, impossible=impossible)
-    uniforms[:5] = 1.0
-    none = np.asarray(RULES["ratio"](uniforms, logprobs, old, lens, log(0.0)))
-    np.testing.assert_array_equal(none, np.zeros(len(lens)))
-    full = np.asarray(RULES["ratio"](uniforms, logprobs, old, lens, log(math.inf)))
-    np.testing.assert_array_equal(full, lens)
-    assert lens.min() == 0
-    assert lens.max() == 7
-
-
-def test_an_impossible_token_is_rejected():
-    _, logprobs, old, _ = case(2, rows=50)
-    lens, tiny = np.full(50, 7, np.int32), np.full((50, 7), 1e-9, np.float32)
-    logprobs[:, 4] = -np.inf
-    got = np.asarray(RULES["ratio"](tiny, logprobs, old, lens, log(math.exp(0.5))))
-    np.testing.assert_array_equal(got, np.full(50, 4))
-    old[:, 4] = -np.inf  # under full reuse such a token can come to be stored: still rejected
-    got = np.asarray(RULES["ratio"](tiny, logprobs, old, lens, log(math.exp(0.5))))
-    np.testing.assert_array_equal(got, np.full(50, 4))
-
-
-def test_an_unchanged_policy_accepts_everything_at_lenience_one():
-    uniforms, logprobs, _, lens = case(3)
-    uniforms[::2] = 1.0
-    got = np.asarray(RULES["ratio"](uniforms, logprobs, logprobs, lens, log(1.0)))
-    np.testing.assert_array_equal(got, lens)
-
-
-def test_only_leading_tokens_count():
-    accept = np.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]], bool)
-    got = jax.jit(acceptance.leading)(accept, np.array([4, 4, 4, 3], np.int32))
-    np.testing.assert_array_equal(np.asarray(got), [2, 0, 4, 3])
-
-
-def test_random_cuts_uniformly_and_never_keeps_all():
-    rng = np.random.default_rng(4)
-    uniforms = (1 - rng.random((60_000, 3))).astype(np.float32)
-    lens = np.repeat(np.array([1, 5, 12], np.int32), 20_000)
-    unused = np.full_like(uniforms, np.nan)
-    cut = np.asarray(RULES["random"](uniforms, unused, unused, lens, log(1.0)))
-    np.testing.assert_array_equal(cut[:20_000], np.zeros(20_000))
-    for length, part in ((5, cut[20_000:40_000]), (12, cut[40_000:])):
-        counts = np.bincount(part)
-        assert len(counts) == length
-        assert stats.chisquare(counts).pvalue > 1e-3
-
-
-def test_random_at_the_ends():
-    uniforms = np.array([[1.0], [1.0], [1.0], [1e-10]], np.float32)
-    lens = np.array([0, 1, 6, 6], np.int32)
-    cut = np.asarray(RULES["random"](uniforms, uniforms, uniforms, lens, log(1.0)))
-    np.testing.assert_array_equal(cut, [0, 0, 5, 0])
-
-
-@functools.cache
-def accept_probs(lenience: float, count: int = 200_000) -> np.ndarray:
-    """Probability that `ratio` accepts each of the three tokens: exact to 1 / count.
-
-    The uniforms are an even grid instead of random numbers.
-    """
-    grid = ((np.arange(count) + 0.5) / count).astype(np.float32)[:, None]
-    ones = np.ones(count, np.int32)
-
-    def accepted(new: float, old: float) -> float:
-        new, old = np.full_like(grid, log(new)), np.full_like(grid, log(old))
-        return np.asarray(RULES["ratio"](grid, new, old, ones, log(lenience))).mean()
-
-    return np.array([accepted(new, old) for new, old in zip(NEW, OLD, strict=True)])
-
-
-@pytest.mark.parametrize("lenience", LENIENCES)
-def test_what_one_position_emits(lenience):
-    """b = min(π_old, ℓ π) + d π with d = 1 - Σ min(π_old, ℓ π), from the rule's own decisions."""
-    accept = accept_probs(lenience)
-    rejected = np.sum(OLD * (1 - accept))
-    law = OLD * accept + rejected * NEW
-    kept = np.minimum(OLD, lenience * NEW)
-    closed = kept + (1 - kept.sum()) * NEW
-    np.testing.assert_allclose(law, closed, atol=2e-5)
-    by_hand = {0.0: NEW, 0.5: [0.23, 0.345, 0.425], 1.0: [0.28, 0.42, 0.3], math.inf: OLD}
-    np.testing.assert_allclose(law, by_hand.get(lenience, law), atol=2e-5)
-    assert np.abs(law - NEW).sum() / 2 > 0.07 or lenience == 0  # not π, not even at lenience 1
-
-
-@pytest.mark.parametrize("lenience", LENIENCES)
-def test_the_enumeration_of_responses_agrees_with_the_closed_form(lenience):
-    """`emitted`, the truth of test_generate.py, at one position and at the ends of ℓ."""
-    tables = [np.stack([p, p, p]) for p in (NEW, OLD)]
-    law = emitted(*tables, lenience, last=0, slots=1, eos=(2,))
-    kept = np.minimum(OLD, lenience * NEW)
-    closed = kept + (1 - kept.sum()) * NEW
-    assert total_variation(law, {(i,): p for i, p in enumerate(closed)}) < 1e-12
-    longer = emitted(*tables, lenience, last=0, slots=3, eos=(2,))
-    assert sum(longer.values()) == pytest.approx(1.0, abs=1e-12)
-
-
-# Whole rollouts against exact enumeration, on three tokens of which the last ends the response
+# SPEC-RL's rule, on three tokens of which the last ends the response
 
 OLD_TABLE = np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [1 / 3, 1 / 3, 1 / 3]])
 NEW_TABLE = np.array([[0.25, 0.35, 0.4], [0.55, 0.3, 0.15], [1 / 3, 1 / 3, 1 / 3]])
@@ -161,8 +30,7 @@ SLOTS = 3
 
 
 def run(plan, weights, prompts, step, **kwargs):
-    key = jax.random.key(ref.KEY)
-    return generate(plan, weights, prompts, key=key, step=step, **kwargs)[0]
+    return ref.run(plan, weights, prompts, step, **kwargs)[0]
 
 
 def cut_table(table, law):
@@ -184,30 +52,41 @@ def monte_carlo(law, log_lenience, steps=1, reuse=True):
     plan = make_plan(model, law=law, slots=SLOTS, prompt_slots=2, group=512, eos=(2,), row_rungs=1,
                      windows=1)  # fmt: skip
     prompts = make_prompts([[0], [1], [2, 0], [0, 1]] * 8, 2)
-    counts = {}
+    counts = collections.Counter()
     for step in range(steps):
         drafts = as_drafts(run(plan, old, prompts, 2 * step)) if reuse else None
         rollout = run(plan, new, prompts, 2 * step + 1, drafts=drafts,
                          log_lenience=log_lenience)  # fmt: skip
-        lens, tokens = np.asarray(rollout.lens), np.asarray(rollout.tokens)
-        firsts = np.repeat([0, 1, 0, 1] * 8, 512)
-        for first, n, row in zip(firsts.tolist(), lens.tolist(), tokens.tolist(), strict=True):
-            key = (first, *row[:n])
-            counts[key] = counts.get(key, 0) + 1
+        count(counts, np.repeat([0, 1, 0, 1] * 8, 512), rollout)
     return counts, rollout, drafts
 
 
+def count(counts, firsts, rollout):
+    """Add a rollout's responses, behind the prompts' last tokens."""
+    lens, tokens = np.asarray(rollout.lens).tolist(), np.asarray(rollout.tokens).tolist()
+    counts.update(
+        (first, *row[:n]) for first, n, row in zip(firsts.tolist(), lens, tokens, strict=True)
+    )
+
+
 def exact(law, lenience):
+    """Law of {first token + response} under SPEC-RL's rule."""
     new, old = cut_table(NEW_TABLE, law), cut_table(OLD_TABLE, law)
     parts = [emitted(new, old, lenience, last, SLOTS, (2,)) for last in (0, 1)]
     return {(x, *k): p / 2 for x in (0, 1) for k, p in parts[x].items() if p > 0}
 
 
 def p_value(counts, law):
+    """Of the counts under the law; outcomes that are expected less than five times are pooled."""
     assert counts.keys() <= law.keys()  # nothing that cannot happen
     total = sum(counts.values())
-    observed = [counts.get(k, 0) for k in law]
-    return stats.chisquare(observed, [p * total for p in law.values()]).pvalue
+    expected = np.array(list(law.values())) * total
+    observed = np.array([counts.get(k, 0) for k in law])
+    rare = expected < 5
+    if rare.any():
+        expected = np.append(expected[~rare], expected[rare].sum())
+        observed = np.append(observed[~rare], observed[rare].sum())
+    return stats.chisquare(observed, expected).pvalue
 
 
 def distance(counts, law):
@@ -270,3 +149,104 @@ def test_drafts_are_accepted_by_the_law_that_is_sampled_from(mesh, law):
             np.asarray(mine)[inside], table[before, tokens][inside], atol=1e-5
         )
     assert (np.asarray(rollout.policy_logprobs) < np.asarray(rollout.sampling_logprobs)).any()
+
+
+# The exact rules, on five tokens of which two are stored one by one and the rest as their tail
+
+EOS = 4
+_ONE, _OTHER = np.random.default_rng(21).dirichlet(np.full(5, 1.2), (2, 5)) * 0.8 + 0.04
+TABLES = [_ONE, 0.4 * _ONE + 0.6 * _OTHER]
+TRUNCATED = SamplingLaw(0.8, top_k=4, top_p=0.95)
+FIRSTS = [0, 1]
+
+
+def five_plan(model, accept, law=SamplingLaw(), **kwargs):  # noqa: B008
+    return make_plan(model, law=law, slots=SLOTS, prompt_slots=1, group=8, eos=(EOS,), stored=2,
+                     accept=accept, row_rungs=1, windows=1, **kwargs)  # fmt: skip
+
+
+def five_prompts(count=2048):
+    return make_prompts([[first] for first in FIRSTS] * (count // 2), 1)
+
+
+def policy_law(table, law=SamplingLaw()):  # noqa: B008
+    cut = cut_table(table, law)
+    parts = [ref.responses(cut, first, SLOTS, (EOS,)) for first in FIRSTS]
+    return {(x, *k): p / 2 for x in FIRSTS for k, p in parts[x].items()}
+
+
+def generations(accept, law=SamplingLaw(), steps=4, chunk=0):  # noqa: B008
+    """Counts of three generations, each over the last one's responses: of tables 0, 1, 0."""
+    (model, _, one), (_, _, other) = (ref.table_policy(table) for table in TABLES)
+    plan, prompts = five_plan(model, accept, law, verify_chunk=chunk), five_prompts()
+    counts, last = [collections.Counter() for _ in range(3)], []
+    for step in range(steps):
+        drafts = None
+        for age, weights in enumerate((one, other, one)):
+            rollout = run(plan, weights, prompts, 3 * step + age, drafts=drafts)
+            count(counts[age], np.repeat(FIRSTS * 1024, 8), rollout)
+            drafts = as_drafts(rollout)
+        last.append(ref.host(rollout))
+    return counts, last
+
+
+@pytest.mark.parametrize("law", [SamplingLaw(), TRUNCATED], ids=["plain", "truncated"])
+@pytest.mark.parametrize("accept", ["ratio_residual", "block"])
+def test_exact_rules_emit_the_policy(mesh, accept, law):
+    """Whatever policy the drafts are from, and the drafts' own drafts."""
+    counts, rollouts = generations(accept, law)
+    for age, found in enumerate(counts):
+        expected = policy_law(TABLES[age % 2], law)
+        total = sum(found.values())
+        assert p_value(found, expected) > 1e-3, age
+        assert distance(found, expected) < 1.25 * expected_distance(expected, total)
+        assert distance(found, policy_law(TABLES[1 - age % 2], law)) > 0.2
+    for rollout in rollouts:  # much is kept, much is not, and tails are met
+        prefix = rollout.prefix_lens
+        assert 0.2 < np.mean(prefix) / np.mean(rollout.lens) < 0.8
+        in_top = (rollout.tokens[:, :, None] == rollout.top_ids).any(axis=2)
+        inside = np.arange(SLOTS)[None, :] < rollout.lens[:, None]
+        assert 0.1 < np.mean(~in_top[inside]) < 0.5
+        kept = np.arange(SLOTS)[None, :] < prefix[:, None]
+        np.testing.assert_array_equal(rollout.sources == Source.REUSED, kept)
+
+
+def test_the_ratio_rule_does_not_and_the_same_test_tells(mesh):
+    counts, _ = generations("ratio")
+    assert p_value(counts[0], policy_law(TABLES[0])) > 1e-3  # no drafts
+    for age in (1, 2):
+        expected = policy_law(TABLES[age % 2])
+        assert p_value(counts[age], expected) < 1e-9
+        total = sum(counts[age].values())
+        assert distance(counts[age], expected) > 2 * expected_distance(expected, total)
+
+
+def test_chunks_of_a_residual_verification_change_nothing(mesh):
+    whole = generations("ratio_residual", steps=1)[1]
+    for chunk in (1, 2):
+        parts = generations("ratio_residual", steps=1, chunk=chunk)[1]
+        for one, other in zip(whole, parts, strict=True):
+            ref.check_equal(one, other)
+
+
+def test_plain_and_tree_rollouts_emit_the_policy(mesh):
+    """Exact probabilities of every response; the drafts are another policy's."""
+    (model, _, weights), (_, _, other) = (ref.table_policy(table) for table in TABLES)
+    prompts, law, firsts = five_prompts(), policy_law(TABLES[0]), np.repeat(FIRSTS * 1024, 8)
+    plain = five_plan(model, "match")
+    tree = five_plan(model, "match", tree=ref.TREE, max_width=4)
+    counts = [collections.Counter() for _ in range(2)]
+    for step in range(3):
+        old = run(plain, other, prompts, 50 + step)
+        one = run(plain, weights, prompts, step)
+        two, cost = ref.run(
+            tree, weights, prompts, step, corpus=corpus_of(tree, old.tokens, old.lens)
+        )
+        ref.check_equal(two, one, but=("sources",))
+        assert cost.drafted_tokens == np.sum(np.asarray(two.sources) == Source.DRAFTED)
+        assert cost.drafted_tokens > 0.2 * np.sum(np.asarray(two.lens))
+        for found, rollout in zip(counts, (one, two), strict=True):
+            count(found, firsts, rollout)
+    for found in counts:
+        assert p_value(found, law) > 1e-3
+        assert p_value(found, policy_law(TABLES[1])) < 1e-9

@@ -1,162 +1,301 @@
-"""The benchmark's record adds up; nothing here depends on how fast the machine is."""
+"""The benchmark's arithmetic by hand, and the whole command at its smallest."""
 
 import json
-import math
 import os
 import pathlib
-import runpy
 import subprocess
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
+from small_runs import small_config
 
-from specrl_jax import benchmark
-from specrl_jax.rollout.generate import Stats
+from specrl_jax import benchmark, benchmark_floor, benchmark_scenes
+from specrl_jax.benchmark import Goal
+from specrl_jax.rollout.cost import CostTable, Point
+from specrl_jax.rollout.engine import Stats
+from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.types import Source
 
 ROOT = pathlib.Path(__file__).parent.parent
+SAMPLED, DRAFTED, REUSED = Source.SAMPLED, Source.DRAFTED, Source.REUSED
+
+
+# Needed steps, ideal, predictions ------------------------------------------------------------
+
+
+def test_steps_begin_behind_the_tokens_that_ended_one():
+    """Row 0 was verified: 2 reused, one drawn by the pass, then a step of 3 tokens and one of 1.
+    Row 1 had no draft: steps of 1, 2 and 1 tokens. Row 2 was reused whole."""
+    sources = np.array([
+        [REUSED, REUSED, SAMPLED, DRAFTED, DRAFTED, SAMPLED, SAMPLED],
+        [SAMPLED, DRAFTED, SAMPLED, DRAFTED, SAMPLED, SAMPLED, SAMPLED],
+        [REUSED, REUSED, REUSED, SAMPLED, SAMPLED, SAMPLED, SAMPLED],
+    ])  # fmt: skip
+    run = types.SimpleNamespace(
+        stats=Stats(verified_tokens=21), lens=np.array([7, 4, 3]), prefix_lens=np.array([2, 0, 3])
+    )
+    drafts = types.SimpleNamespace(lens=np.array([5, 0, 3]))
+    first = benchmark.first_steps(run, drafts)
+    assert first.tolist() == [3, 0, 3]
+    starts = benchmark.step_starts(sources, run.lens, first, passes=True)
+    assert [np.flatnonzero(row).tolist() for row in starts] == [[3, 6], [0, 1, 3], []]
+    # Without passes every reused token was a step.
+    run.stats = Stats()
+    first = benchmark.first_steps(run, drafts)
+    starts = benchmark.step_starts(sources, run.lens, first, passes=False)
+    assert [np.flatnonzero(row).tolist() for row in starts] == [
+        [0, 1, 2, 3, 6],
+        [0, 1, 3],
+        [0, 1, 2],
+    ]
+
+
+LADDER = Ladder.build(4, 2, 4, row_rungs=2, windows=2, max_width=2)
+# Rows 4 and 2, windows of 2 and 4 response tokens with one slot of slack: 5 and 7 slots.
+TABLE = CostTable({
+    Point(4, 5, 1, False): 10.0, Point(4, 7, 1, False): 12.0, Point(4, 5, 2, True): 15.0,
+    Point(4, 7, 2, True): 18.0, Point(2, 5, 1, False): 6.0, Point(2, 7, 1, False): 8.0,
+    Point(2, 5, 2, True): 11.0, Point(2, 7, 2, True): 30.0,
+})  # fmt: skip
+
+
+def starts_of(*lens: int) -> np.ndarray:
+    """Rows that need a step for every one of their tokens."""
+    return np.arange(4)[None, :] < np.array(lens)[:, None]
+
+
+def test_ideal_worked_rows():
+    # Four rows of 1, 1, 2, 4 tokens: all at 10, two at 6, then one at 8 and 8 in the deeper window.
+    assert benchmark.ideal_seconds(starts_of(1, 1, 2, 4), [1] * 9, LADDER, TABLE) == 10 + 6 + 8 + 8
+    # A verified row begins in the deeper window.
+    late = np.array([[False, False, False, True], [True, False, False, False]])
+    assert benchmark.ideal_seconds(late, [1], LADDER, TABLE) == 8
+    # The rollout's widths: 2 at its first step, 1 from then on.
+    assert benchmark.ideal_seconds(starts_of(1, 1, 2), [2, 1], LADDER, TABLE) == 15 + 6
+    # The cheapest rung that holds the rows, here not the smallest.
+    assert benchmark.ideal_seconds(starts_of(0, 3), [2], LADDER, TABLE) == 11 + 11 + 18
+    # Six rows in rungs of four: 10 and 6.
+    assert benchmark.ideal_seconds(starts_of(*[1] * 6), [1], LADDER, TABLE) == 16
+    assert benchmark.ideal_seconds(starts_of(0, 0), [], LADDER, TABLE) == 0
+
+
+def test_prediction_worked_row():
+    stats = Stats(visits=[(4, 5, 1, 3), (2, 7, 1, 2), (4, 5, 2, 1)])
+    assert benchmark.predicted_seconds(stats, TABLE) == 3 * 10 + 2 * 8 + 15
+    assert benchmark.step_widths(stats) == [1, 1, 1, 1, 1, 2]
+
+
+def make_run(total: float, **changes) -> benchmark.Run:
+    seconds = dict.fromkeys(benchmark.PHASES, total) | {"total": total}
+    values = {
+        "tokens": np.zeros((2, 4), np.int32),
+        "lens": np.array([2, 4], np.int32),
+        "prefix_lens": np.zeros(2, np.int32),
+        "sources": np.zeros((2, 4), np.int8),
+        "sampling_logprobs": np.zeros((2, 4), np.float32),
+    }
+    return benchmark.Run(seconds, changes.pop("stats", Stats()), **values | changes)
+
+
+def test_a_case_worked_row():
+    """Two rows of 2 and 4 tokens, one token a step, all six row steps needed but two."""
+    stats = Stats(
+        decode_steps=4, row_steps=8, decode_seconds=40.0, visits=[(2, 5, 1, 2), (2, 7, 1, 2)]
+    )
+    case = benchmark.Case("plain", None, TABLE)
+    found = benchmark.describe(case, [make_run(s, stats=stats) for s in (50, 20, 40)], LADDER)
+    assert found["seconds"]["total"] == {"median": 40, "min": 20, "max": 50}
+    assert found["tokens"] == found["decoded_tokens"] == found["needed_row_steps"] == 6
+    assert found["tokens_per_second"] == 6 / 40
+    assert found["tokens_per_row_step"] == 6 / 8
+    assert found["steps_by_width"] == {"1": 4}
+    assert found["steps_by_rows"] == {"2": 4}
+    assert found["predicted_decode_seconds"] == found["ideal_decode_seconds"] == 6 + 6 + 8 + 8
+    assert found["predicted_over_actual"] == found["ideal_share"] == 28 / 40
+
+
+def test_ratios_are_taken_within_a_pass():
+    slow, fast = [make_run(s) for s in (10, 30, 20)], [make_run(s) for s in (5, 10, 20)]
+    assert benchmark.ratios(slow, fast) == {"median": 2, "min": 1, "max": 3}
+
+
+def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch):
+    ran, programs = [], iter([0, 0, 0, 1, 1, 1, *[1] * 100])
+    monkeypatch.setattr(benchmark, "compiled", lambda: next(programs))
+    monkeypatch.setattr(
+        benchmark, "run_case", lambda inputs, case: ran.append(case.name) or case.name
+    )
+    a, b, c = (benchmark.Case(name, None, TABLE) for name in "abc")
+    found = benchmark.time_blocks(None, [[a], [b, c], [b]], 2, log=lambda line: None)
+    # Once each; then a without compiling, b again because it compiled, and so on.
+    assert ran == [*"abc", *"abbcb", *"abcb"]
+    assert found == [[["a", "a"]], [["b", "b"], ["c", "c"]], [["b", "b"]]]
+
+
+# Goals ---------------------------------------------------------------------------------------
+
+
+def test_goals_are_met_at_their_bound():
+    assert Goal("x", 0.98, 0.98).met
+    assert not Goal("x", 0.979, 0.98).met
+    assert Goal("x", 0.3, 0.3, most=True).met
+    assert not Goal("x", 0.31, 0.3, most=True).met
+    assert Goal("x", 0.31, 0.3, most=True, note="8 rows").line() == (
+        "MISSED  x: 0.310 (<= 0.3; 8 rows)"
+    )
+    assert Goal("x", 1, 0.5).record()["met"]
+
+
+# Whole scenes --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def record(make_mesh):
-    """Two repeats of the preset `micro`, one large step after the drafts, read back from JSON."""
-    import jax
-
-    config = runpy.run_path(str(ROOT / "configs" / "grpo.py"))["get_config"]("micro")
-    config.warmup.steps, config.updates.learning_rate = 100, 3e-3
-    with jax.set_mesh(make_mesh(1, 1, 1)):
-        record = benchmark.benchmark(config, repeats=2, drift=1)
-    return json.loads(json.dumps(record, allow_nan=False))
-
-
-def test_all_cases_are_there(record):
-    leniences = [case["lenience"] for case in record["cases"]]
-    assert leniences == [None, 1.0, pytest.approx(math.exp(0.5)), "inf"]
-    assert record["setting"]["rows"] == 16 * 8
-    assert record["setting"]["drift_steps"] == 1
-    assert record["config"]["updates"]["learning_rate"] == 3e-3
+def command(tmp_path_factory):
+    """The command itself, its smallest sizes: (record, text)."""
+    path = tmp_path_factory.mktemp("benchmark") / "record.json"
+    done = run_command(
+        "rollout", "--scene=lengths,floor,verify", "--rows=8", "--prompt-len=3",
+        "--response-len=12", "--row-rungs=2", "--windows=1", "--max-width=2", "--rates=0,1",
+        "--repeats=1", f"--json={path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout
 
 
-def test_tokens_add_up(record):
-    for case in record["cases"]:
-        tokens, metrics = case["tokens"], case["metrics"]
-        assert tokens["generated"] + tokens["reused"] == tokens["response"]
-        assert tokens["generated"] == metrics["rollout/tokens_generated"]
-        assert tokens["reused"] / tokens["response"] == pytest.approx(
-            metrics["rollout/reuse_fraction"]
-        )
-        # What the rungs emitted is what was generated, and never more than they had room for.
-        visits = case["visits"]
-        assert sum(v["tokens"] for v in visits) == tokens["generated"]
-        assert sum(v["rows"] * v["steps"] for v in visits) == case["row_steps"]
-        assert sum(v["steps"] for v in visits) == case["decode_steps"]
-        assert all(0 < v["tokens"] <= v["rows"] * v["steps"] for v in visits)
-
-
-def test_reuse_grows_with_the_lenience(record):
-    plain, *speculative = record["cases"]
-    assert plain["tokens"]["reused"] == plain["verified_tokens"] == 0
-    reused = [case["tokens"]["reused"] for case in speculative]
-    assert 0 < reused[0] < reused[2]
-    assert reused == sorted(reused)
-    last = speculative[-1]
-    assert last["metrics"]["rollout/draft_accept_rate"] == 1
-    drafted = record["setting"]["draft_len_mean"] * record["setting"]["rows"]
-    assert last["tokens"]["reused"] == pytest.approx(drafted)
-
-
-def test_speedup_and_ideal_follow_from_their_parts(record):
-    plain = record["cases"][0]
-    decoded = record["decoded_token_seconds"]
-    assert decoded == pytest.approx(
-        plain["seconds"]["decode"]["median"] / plain["tokens"]["response"]
+def run_command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "benchmark.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    for case in record["cases"]:
-        total, prefill, verify, _ = (
-            case["seconds"][phase]["median"] for phase in ("total", "prefill", "verify", "decode")
-        )
-        ideal = prefill + verify + case["tokens"]["generated"] * decoded
-        plain_total = plain["seconds"]["total"]["median"]
-        assert case["ideal_seconds"] == pytest.approx(ideal)
-        assert case["ideal_speedup"] == pytest.approx(plain_total / ideal)
-        assert case["speedup"] == pytest.approx(plain_total / total)
-        assert case["share_of_ideal"] == pytest.approx(case["speedup"] / case["ideal_speedup"])
-        assert case["tokens_per_second"] == pytest.approx(case["tokens"]["response"] / total)
-        if case is not plain:
-            ratio = verify / case["verified_tokens"] / decoded
-            assert case["verified_over_decoded"] == pytest.approx(ratio)
-            assert case["verified_tokens"] % record["setting"]["rows"] == 0
 
 
-def test_the_gap_is_accounted_for(record):
-    costs = {(rung["rows"], rung["slots"]): rung for rung in record["rungs"]}
-    for case in record["cases"]:
-        gap = case["gap"]
-        causes = sum(seconds for cause, seconds in gap.items() if cause != "total")
-        assert gap["total"] == pytest.approx(causes)
-        beyond = case["seconds"]["total"]["median"] - case["ideal_seconds"]
-        assert gap["total"] == pytest.approx(beyond, abs=1e-9)
-        idle = sum(
-            (v["rows"] * v["steps"] - v["tokens"])
-            * costs[v["rows"], v["slots"]]["step_seconds"]
-            / v["rows"]
-            for v in case["visits"]
-        )
-        assert gap["idle_rows"] == pytest.approx(idle)
+def test_the_command_measures_every_case(command):
+    record, _ = command
+    assert record["size"] == "tiny"
+    cells = record["scenes"]["lengths"]["cells"]
+    kinds = ["previous, match", "previous, ratio", "tree", "previous+tree"]
+    expected = [("naive", None), ("ladder", None)]
+    expected += [(kind, lost) for lost in (0.0, 1.0) for kind in kinds]
+    assert [(cell["name"], cell["lost"]) for cell in cells] == expected
+    lens = record["scenes"]["lengths"]["setting"]["lens"]
+    assert lens["max"] == 12
+    for cell in cells:
+        assert cell["tokens"] == round(8 * lens["mean"])
+        assert cell["row_steps"] >= cell["needed_row_steps"]
+        assert sum(cell["steps_by_width"].values()) == cell["decode_steps"]
+        in_passes = cell["reused_tokens"] if cell["verified_tokens"] else 0
+        assert cell["decoded_tokens"] + in_passes <= cell["tokens"]
 
 
-def test_the_table_shows_every_case(record):
-    lines = benchmark.table(record).splitlines()
-    (heading,) = [line for line in lines if line.split() and line.split()[0] == "plain"]
-    assert heading.split() == [case["name"] for case in record["cases"]]
-    (row,) = [line for line in lines if line.startswith("tokens generated")]
-    assert [int(x) for x in row.split()[2:]] == [c["tokens"]["generated"] for c in record["cases"]]
-    rungs = lines[-len(record["rungs"]) :]
-    listed = [[int(x) for x in line.split()[:2]] for line in rungs]
-    assert listed == [[rung["rows"], rung["slots"]] for rung in record["rungs"]]
+def test_the_naive_loop_computes_every_row_to_the_end(command):
+    naive, ladder = command[0]["scenes"]["lengths"]["cells"][:2]
+    assert naive["row_steps"] == 8 * 12
+    assert naive["steps_by_rows"] == {"8": 12}
+    assert naive["needed_row_steps"] == ladder["needed_row_steps"] == naive["tokens"]
+    assert ladder["row_steps"] < naive["row_steps"]
 
 
-def test_cost_of_a_rung_worked_row():
-    """3 ms for 1 step, 9 ms for 4: 2 ms a step, 1 ms a call."""
-    cost = benchmark.rung_cost(8, [[(0.003, 1), (0.009, 4)]] * 2)
-    assert cost["step_seconds"] == pytest.approx(0.002)
-    assert cost["row_step_seconds"] == pytest.approx(0.00025)
-    assert cost["call_seconds"] == pytest.approx(0.001)
-    # Where the loop never gets past one step, its call cannot be told from the step.
-    assert benchmark.rung_cost(8, [[(0.003, 1), (0.003, 1)]])["step_seconds"] == 0.003
+def test_drafts_that_lost_nothing_are_kept_and_others_are_not(command):
+    cells = command[0]["scenes"]["lengths"]["cells"]
+    previous = {(c["name"], c["lost"]): c for c in cells if c["name"].startswith("previous, ")}
+    for kind in ("previous, match", "previous, ratio"):
+        kept, lost = previous[kind, 0.0], previous[kind, 1.0]
+        assert kept["reused_tokens"] == kept["tokens"]
+        assert lost["reused_tokens"] < lost["tokens"] / 2
+    assert previous["previous, match", 1.0]["reused_tokens"] == 0
 
 
-def test_tokens_of_rungs_worked_row():
-    """Lengths past the prefix 4, 1, 0, 2 in a rung of 4 for 1 step, one of 2 for 1, one of 1."""
-    rollout = types.SimpleNamespace(lens=np.array([5, 1, 3, 4]), prefix_lens=np.array([1, 0, 3, 2]))
-    stats = Stats(parts=1, rungs=[(4, 8, 1), (2, 8, 1), (1, 8, 2)])
-    assert benchmark.rung_tokens(rollout, stats) == [3, 2, 2]
-    # In two parts of two rows: 4 and 1, then 0 and 2.
-    stats = Stats(parts=2, rungs=[(2, 8, 1), (1, 8, 3), (1, 8, 2)])
-    assert benchmark.rung_tokens(rollout, stats) == [2, 3, 2]
-    stats = Stats(parts=1)
-    rollout.prefix_lens = rollout.lens
-    assert benchmark.rung_tokens(rollout, stats) == []
+def test_the_command_prints_cases_and_goals(command):
+    record, text = command
+    lines = text.splitlines()
+    for cell in record["scenes"]["lengths"]["cells"]:
+        lost = "-" if cell["lost"] is None else f"{cell['lost']:.0%}"
+        seconds = f"{cell['seconds']['total']['median']:.3f}"
+        assert [c for c in lines if c.startswith(cell["name"]) and f"{lost} " in c and seconds in c]
+    goals = [line for line in lines if line.startswith(("met ", "MISSED "))]
+    assert len(goals) == len(record["goals"]) == 2 + len(record["scenes"]["floor"]["rungs"])
+    for line, goal in zip(goals, record["goals"]):
+        assert line.startswith("met" if goal["met"] else "MISSED")
+        assert goal["name"] in line
+
+
+def test_single_programs_add_up(command):
+    scenes = command[0]["scenes"]
+    (rung,) = scenes["floor"]["rungs"]
+    assert (rung["rows"], rung["slots"]) == (8, 15)
+    assert set(rung["step_seconds"]) == {"engine", *benchmark_floor.SAMPLERS}
+    (rung,) = scenes["verify"]["rungs"]
+    # Ratios are those of single passes, so that medians need not divide; extremes bound them.
+    for rule, cost in rung["verified_over_decoded"].items():
+        passes, steps = rung["pass_seconds"][rule], rung["step_seconds"]
+        assert cost["min"] >= passes["min"] / steps["max"] / 128
+        assert cost["max"] <= passes["max"] / steps["min"] / 128
+
+
+@pytest.fixture(scope="module")
+def trained(make_mesh, tmp_path_factory):
+    """Two passes of a small run one large step after its drafts, read back from JSON."""
+    config = small_config({"rollout.draft": "previous", "updates.learning_rate": 0.1})
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        record, text = benchmark_scenes.trained(
+            config, repeats=2, drift=1, tables=tmp_path_factory.mktemp("tables"),
+            log=lambda line: None,
+        )  # fmt: skip
+    return json.loads(json.dumps(record, allow_nan=False))["scenes"]["trained"], text
+
+
+def test_trained_cases(trained):
+    record, text = trained
+    plain, *drafted = record["cells"]
+    assert [cell["name"] for cell in record["cells"]] == ["plain", "ℓ=1", "ℓ=inf"]
+    assert record["setting"]["drift_steps"] == 1
+    assert record["config"]["updates"]["learning_rate"] == 0.1
+    assert plain["reused_tokens"] == plain["verified_tokens"] == 0
+    assert 0 < drafted[0]["reused_tokens"] < drafted[1]["reused_tokens"]
+    written = record["setting"]["draft_len_mean"] * record["setting"]["rows"]
+    assert drafted[1]["reused_tokens"] == pytest.approx(written)
+    assert drafted[1]["metrics"]["rollout/draft_accept_rate"] == 1
+    heading = next(line for line in text.splitlines() if line.split()[:1] == ["plain"])
+    assert heading.split() == [cell["name"] for cell in record["cells"]]
+
+
+def test_trained_speedups_follow_from_their_parts(trained):
+    cells = trained[0]["cells"]
+    token = cells[0]["seconds"]["decode"]["median"] / cells[0]["tokens"]
+    for cell in cells:
+        parts = sum(cell["seconds"][phase]["median"] for phase in ("prefill", "verify"))
+        best = cells[0]["seconds"]["total"]["median"] / (parts + cell["decoded_tokens"] * token)
+        assert cell["best_over_plain"] == pytest.approx(best)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--repeats=0"], "--repeats must be >= 1, got 0"),
-        (["--lenience=nan"], "--lenience must be >= 0, got nan"),
-        (["--preset=large"], "preset must be one of"),
-        (["--config.rollout.group=4"], "rollout.group is not a field of the config"),
+        (["rollout", "--repeats=0"], "--repeats must be >= 1, got 0"),
+        (["rollout", "--lenience=nan"], "--lenience must be >= 0, got nan"),
+        (["rollout", "--preset=large"], "preset must be one of"),
+        (
+            ["rollout", "--scene=trained", "--config.rollout.group=4"],
+            "rollout.group is not a field of the config",
+        ),
+        (["rollout", "--scene=width"], "--scene must be of lengths, floor"),
+        (["rollout", "--scene=floor,trained"], "--scene=trained must go alone"),
+        (["rollout", "--scene=device"], "--scene=device needs a GPU or TPU"),
+        (["rollout", "--size=huge"], "--size must be one of"),
+        (["rollout", "--rates=few"], "--rates must be shares as in 0,0.25, got 'few'"),
+        (["rollout", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
+        (["rollout", "--wide=4"], "unknown arguments: --wide=4"),
+        (["speed"], "invalid choice: 'speed'"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "benchmark.py"), "rollout", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = run_command(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -28,10 +28,23 @@ BROKEN = {
     "rollout.top_p": [0.0, 1.1],
     "rollout.draft_age": [0, 3],
     "rollout.lenience": [-0.5],
+    "rollout.stored_logprobs": [0],
+    "rollout.tree.history": [0],
+    "rollout.tree.depth": [0],
+    "rollout.tree.factor": [-1.0, math.inf],
+    "rollout.tree.offset": [math.inf, -math.inf],
+    "rollout.tree.min_prob": [-0.1, 1.1],
+    "rollout.tree.decay": [0.0, 1.1],
+    "rollout.max_width": [0],
+    "rollout.verify_chunk": [0],
     "rollout.row_rungs": [0],
     "rollout.windows": [0],
     "rollout.max_rows": [-1],
+    "rollout.max_cache_gib": [-0.5],
     "rollout.logits_chunk": [0],
+    "rollout.store_prompts": [-1],
+    "rollout.store_age": [-1],
+    "rollout.partial": [-1],
     "grpo.clip_low": [-0.1, 1.1],
     "grpo.clip_high": [-0.1],
     "grpo.dual_clip": [1.0, -3.0],
@@ -61,6 +74,7 @@ BROKEN = {
     "checkpoint.every": [0],
     "checkpoint.keep_last": [0],
     "checkpoint.keep_best": [-1],
+    "log.rollouts": [-0.1, 1.1],
 }
 # changes → the message
 IMPOSSIBLE = [
@@ -74,6 +88,17 @@ IMPOSSIBLE = [
      "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"),
     ({"rollout.draft": "none", "rollout.draft_age": 2},
      "rollout.draft_age must be 1 where rollout.draft is none, got 2"),
+    ({"rollout.store_prompts": 3},
+     "rollout.store_prompts must be 0 or >= rollout.prompts_per_step = 4, got 3"),
+    ({"rollout.run_ahead": True},
+     "rollout.run_ahead must be False where rollout.accept is not match (its drafts are only exact "
+     "under that rule), got True with rollout.accept = 'ratio'"),
+    ({"rollout.run_ahead": True, "rollout.accept": "match", "rollout.partial": 2},
+     "rollout.run_ahead must be False where rollout.partial is > 0 (a place that is left idle ends "
+     "the step there), got True with rollout.partial = 2"),
+    ({"rollout.partial": 1, "updates.old_logprobs": "recompute"},
+     "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's weight "
+     "is against the policy that sampled it), got 'recompute'"),
     ({"tokenizer.source": ""},
      'tokenizer.source must be given where model.source is "", got ""; '
      'e.g. tokenizer.source = "characters"'),
@@ -169,6 +194,8 @@ def test_flatten():
         ({"rollout.prompts_per_step": 6},
          "rollout.prompts_per_step must be divisible by mesh.data x mesh.fsdp = 4, got 6; "
          "4 or 8 would fit"),
+        ({"rollout.partial": 2},
+         "rollout.partial must be divisible by mesh.data x mesh.fsdp = 4, got 2; 4 would fit"),
         ({"updates.micro_batch_size": 2},
          "updates.micro_batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 2; "
          "4 would fit"),

@@ -1,5 +1,6 @@
 """Data: ids are frozen, the stream resumes and covers, errors are one line."""
 
+import collections
 import json
 import re
 
@@ -10,6 +11,7 @@ from ml_collections import ConfigDict
 from specrl_jax.data import (
     PromptStream,
     batch_of,
+    concatenate,
     demonstrations,
     encode_prompts,
     eval_batches,
@@ -17,6 +19,7 @@ from specrl_jax.data import (
     load_warmup_examples,
     make_example,
     render_number_sorting,
+    select,
 )
 from specrl_jax.tokenizer import CharacterTokenizer
 
@@ -257,6 +260,16 @@ def test_batch_of_takes_rows_in_order():
     np.testing.assert_array_equal(batch.tokens[:, :2], [[6, 14], [3, 14]])
 
 
+def test_batches_are_joined_and_picked_from():
+    encoded = encoded_set(5)
+    both = concatenate(batch_of(encoded, [4, 1]), batch_of(encoded, [0]))
+    assert prompts_of(both) == ["4>", "1>", "0>"]
+    assert prompts_of(select(both, [2, 0])) == ["0>", "4>"]
+    for name in ("tokens", "lens", "ids"):
+        picked = getattr(select(both, [2, 0]), name)
+        np.testing.assert_array_equal(picked, getattr(encoded, name)[[0, 4]])
+
+
 @pytest.mark.parametrize(("total", "size"), [(7, 3), (6, 3), (2, 5)])
 def test_eval_batches_are_full_and_hold_each_prompt_once(total, size):
     encoded = encoded_set(total)
@@ -311,6 +324,74 @@ def test_resume_goes_on_exactly(steps):
     resumed.restore(state)
     for _ in range(7):
         assert prompts_of(resumed.next()) == prompts_of(stream.next())
+
+
+def test_peek_is_what_comes_next_and_goes_nowhere():
+    stream = PromptStream(encoded_set(11), 3, seed=5)
+    for _ in range(7):  # over two ends of an epoch
+        seen, place = prompts_of(stream.peek()), stream.state()
+        assert prompts_of(stream.peek()) == seen
+        assert stream.state() == place
+        assert prompts_of(stream.next()) == seen
+
+
+def test_prompts_one_by_one_come_in_the_same_order():
+    stream, batches = PromptStream(encoded_set(11), 3, seed=5), PromptStream(encoded_set(11), 3, 5)
+    expected = [p for _ in range(3) for p in prompts_of(batches.next())]
+    assert prompts_of(stream.take(4)) + prompts_of(stream.take(0)) == expected[:4]
+    assert prompts_of(stream.take(5)) == expected[4:]
+
+
+def test_prompts_in_flight_wait_and_are_the_first_of_the_next():
+    """Each is given out as often as it is drawn, never while it is in flight."""
+    encoded = encoded_set(8)
+    stream, flying, count = PromptStream(encoded, 4, seed=5), [], collections.Counter()
+    rng = np.random.default_rng(0)
+    for step in range(60):
+        taken = stream.take(4 if step else 6, busy=flying)
+        ids = [e.prompt_id for e in taken.examples]
+        assert not set(ids) & set(flying)
+        flying = [*flying, *ids]
+        assert len(set(flying)) == len(flying) == 6
+        for _ in range(4):  # some are done, in any order
+            done = flying.pop(rng.integers(len(flying)))
+            count[done] += 1
+        count_drawn = 4 * (2 * stream.epoch + stream.step)
+        waiting = len(stream.state()["waiting"])
+        assert count.total() + len(flying) + waiting == count_drawn
+        # What waits was passed over, or is the rest of a batch.
+        assert waiting <= 3 * 4
+    assert set(count) == {e.prompt_id for e in encoded.examples}
+    assert max(count.values()) - min(count.values()) <= 3
+
+
+def test_taking_resumes_exactly():
+    stream = PromptStream(encoded_set(8), 4, seed=5)
+    flying = [e.prompt_id for e in stream.take(6).examples][:2]
+    for _ in range(3):
+        stream.take(4, busy=flying)
+    state = json.loads(json.dumps(stream.state()))
+    assert state["waiting"]
+    resumed = PromptStream(encoded_set(8), 4, seed=5)
+    resumed.restore(state)
+    for _ in range(5):
+        one, two = (prompts_of(s.take(4, busy=flying)) for s in (stream, resumed))
+        assert one == two
+
+
+def test_prompts_are_found_by_id():
+    encoded = encoded_set(5)
+    ids = [encoded.examples[i].prompt_id for i in (4, 0)]
+    stream = PromptStream(encoded, 2, seed=0)
+    assert prompts_of(stream.find(ids)) == ["4>", "0>"]
+    assert stream.find([]).tokens.shape == (0, 6)
+
+
+def test_more_prompts_in_flight_than_there_are():
+    stream = PromptStream(encoded_set(5), 3, seed=0)
+    message = r"^rollout.prompts_per_step \+ rollout.partial must be <= 5, .* got 6$"
+    with pytest.raises(ValueError, match=message):
+        stream.take(4, busy=["a", "b"])
 
 
 @pytest.mark.parametrize(

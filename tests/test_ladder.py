@@ -93,9 +93,9 @@ def test_widths_of_a_decode_step(widest, widths):
 
 def test_rows_within_a_bound():
     # 10 bytes a slot, 14 slots: a row takes 140 bytes, and moving doubles it.
-    assert rows_within(2 * 140 * 5, 10, 14) == 5
-    assert rows_within(2 * 140 * 5 - 1, 10, 14) == 4
-    assert rows_within(279, 10, 14) == 0
+    assert rows_within(2.5 * 140 * 4, 10, 14) == 4
+    assert rows_within(2.5 * 140 * 4 - 1, 10, 14) == 3
+    assert rows_within(349, 10, 14) == 0
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 8])

@@ -186,10 +186,11 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
 
 def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
     """What the second epoch is offered is what the first one returned for the same prompts."""
-    returned, real = {}, loop.generate
+    returned, real = {}, loop.roll
 
-    def generate(plan, weights, prompts, *, drafts, **options):
-        rollout, stats = real(plan, weights, prompts, drafts=drafts, **options)
+    def roll(plan, weights, prompts, *, drafts, **options):
+        outcome = real(plan, weights, prompts, drafts=drafts, **options)
+        rollout = outcome.rollout
         assert options["log_lenience"] == math.log(2.0)
         for q, example in enumerate(prompts.examples):
             rows = slice(8 * q, 8 * q + 8)
@@ -205,9 +206,9 @@ def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
                 np.asarray(rollout.lens)[rows],
                 np.asarray(rollout.tokens)[rows],
             )
-        return rollout, stats
+        return outcome
 
-    monkeypatch.setattr(loop, "generate", generate)
+    monkeypatch.setattr(loop, "roll", roll)
     loop.train(small_config({"rollout.lenience": 2.0}), tmp_path / "run")
     assert len(returned) == 8
 

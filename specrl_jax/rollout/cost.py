@@ -352,10 +352,14 @@ class CostModel:
         self.credit -= max(seconds - base_seconds * (emitted / instead if instead else 1.0), 0.0)
         return seconds
 
+    def worth(self, candidate: Pass) -> float:
+        """Seconds of decoding that a chunk is expected to save, over what it costs."""
+        saved = candidate.expected_kept(self.acceptance.rate()) * self._token_seconds(candidate)
+        return saved / self._pass_seconds(candidate)
+
     def keep_verifying(self, candidate: Pass) -> bool:
         """Whether one chunk more is expected to save more decoding than it costs."""
-        saved = candidate.expected_kept(self.acceptance.rate()) * self._token_seconds(candidate)
-        return saved > self._pass_seconds(candidate)
+        return self.worth(candidate) > 1.0
 
     def worth_verifying(self, candidate: Pass) -> Verdict:
         """The same for a rollout's first chunk, which is probed now and then where it is not."""

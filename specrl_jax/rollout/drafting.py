@@ -1,7 +1,24 @@
-"""INTERIM (lead): simple votes; the drafting helper replaces this file with the final one, same API."""
+"""Drafts from all that is known of a prompt: SRT (arXiv 2601.09083, section 3) without a tree.
+
+The tree holds every substring of a prompt's responses with its count, so what it answers is: where
+did the row's last tokens occur before, and what followed? Here both are read from the responses
+themselves, afresh at every decode step: nothing has to be kept up to date but the tokens.
+
+    source n   a b c d e …      own   … x b c        matched tokens by end   a b c d
+    source p   b c f …                               of source n             0 1 2 0
+
+1. `_match`: for every position of every source, how many tokens up to it equal the row's last ones.
+2. `_places`: the best positions of each source; `_continuations`: what follows them.
+3. `_vote`: the continuation that is likely to be accepted longest.
+
+Differs from the paper: a source votes with its two best positions, not with all; and a vote counts
+more the more of the last tokens agree beyond the first mismatch (`ALIGNED`). A response that was
+changed in one place is still the same response behind it, and a tree forgets what came before.
+"""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,92 +26,230 @@ from jax import Array
 
 from specrl_jax.sharding import reshard, spec
 
-BEGIN, EMPTY = -1, -2
+BEGIN = -1  # before a response: the prompt, where every source of it matches in full
+EMPTY = -2  # not written yet
+# Chosen on recorded responses of `tiny` and SmolLM2 and on corrupted Markov chains; 1.0 is SRT.
+ALIGNED = 1.3
+POSITIONS = 2  # of each source, that are looked at
+# Matched lengths that are tried; more change nothing (beyond the draft's width, only who may vote).
+LENGTHS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeLaw:
+    """How long a draft may be; hashable. Names and defaults: `config.rollout.tree`.
+
+    depth: last tokens of a row that are looked up. factor, offset: after m matched tokens at most
+    ⌊factor · m + offset⌋ are drafted. min_prob: a draft ends where its path probability (its share
+    of the votes) falls below.
+    """
+
     depth: int
     factor: float
     offset: float
     min_prob: float
 
+    def budget(self, matched: int, width: int) -> int:
+        """Most tokens drafted after `matched` equal ones, within [0, width]."""
+        return max(0, min(width, math.floor(self.factor * matched + self.offset + 1e-6)))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Corpus:
+    """What is known of the responses to Q prompts: N sources each; replicated on every device.
+
+    tokens: int32 [Q, N, depth + R + 1]; column depth + j is response token j, the columns before it
+    hold BEGIN, what is not written EMPTY. The last column takes what is written by rows without a
+    place, and is never read. weights: float32 [N] or [Q, N], of a source's votes.
+    """
+
     tokens: Array
     weights: Array
+    depth: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def slots(self) -> int:
+        """R, the response slots of a source."""
+        return self.tokens.shape[2] - self.depth - 1
 
 
 @functools.partial(jax.jit, static_argnames=("live", "depth"))
-def build(stored_tokens, stored_lens, weights, *, live: int, depth: int) -> Corpus:
-    prompts, _, slots = stored_tokens.shape
-    inside = jnp.arange(slots)[None, None, :] < stored_lens[:, :, None]
-    stored = jnp.where(inside, stored_tokens, EMPTY)
-    tokens = jnp.concatenate([stored, jnp.full((prompts, live, slots), EMPTY, jnp.int32)], axis=1)
+def build(stored_QMR: Array, lens_QM: Array, weights: Array, *, live: int, depth: int) -> Corpus:
+    """A corpus of M stored responses a prompt and, behind them, `live` empty sources of weight 1.
+
+    stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: [M] or [Q, M].
+    """
+    stored_QMR, lens_QM = reshard(stored_QMR, None, None, None), reshard(lens_QM, None, None)
+    weights = reshard(weights, *(None,) * weights.ndim)
+    slots = stored_QMR.shape[2]
+    inside = jnp.arange(slots)[None, None, :] < lens_QM[:, :, None]
+    tokens = jnp.where(inside, stored_QMR, EMPTY).astype(jnp.int32)
+    tokens = jnp.pad(tokens, ((0, 0), (0, live), (0, 1)), constant_values=EMPTY)
     tokens = jnp.pad(tokens, ((0, 0), (0, 0), (depth, 0)), constant_values=BEGIN)
-    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, 1)), constant_values=EMPTY)
-    return Corpus(tokens, jnp.concatenate([weights, jnp.ones(live)]))
+    weights = jnp.pad(
+        weights.astype(jnp.float32),
+        [(0, 0)] * (weights.ndim - 1) + [(0, live)],
+        constant_values=1.0,
+    )
+    return Corpus(tokens, weights, depth)
 
 
-def record(corpus: Corpus, prompts, sources, starts, tokens, counts) -> Corpus:
-    depth = 0
-    prompts, sources, starts, counts = (reshard(x, None) for x in (prompts, sources, starts, counts))
-    tokens = reshard(tokens, None, None)
-    steps = jnp.arange(tokens.shape[1])[None, :]
-    dump = corpus.tokens.shape[2] - 1
-    depth = _depth(corpus)
-    columns = jnp.where(steps < counts[:, None], depth + starts[:, None] + steps, dump)
-    new = corpus.tokens.at[prompts[:, None], sources[:, None], columns].set(tokens)
-    return dataclasses.replace(corpus, tokens=new.at[:, :, dump].set(EMPTY))
+def record(
+    corpus: Corpus,
+    prompts_b: Array,
+    sources_b: Array,
+    starts_b: Array,
+    tokens_bW: Array,
+    counts_b: Array,
+) -> Corpus:
+    """Write the first `counts` tokens of each row at response position `starts` of its source.
+
+    All int32 and split over the batch. Rows of count 0 write nothing; what would lie beyond the
+    response slots is left out.
+    """
+    prompts, sources, starts, counts = (
+        reshard(x, None) for x in (prompts_b, sources_b, starts_b, counts_b)
+    )
+    tokens = reshard(tokens_bW, None, None)
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    dump = corpus.depth + corpus.slots
+    columns = jnp.minimum(corpus.depth + starts[:, None] + steps, dump)
+    columns = jnp.where(steps < counts[:, None], columns, dump)
+    written = corpus.tokens.at[prompts[:, None], sources[:, None], columns].set(
+        tokens, mode="promise_in_bounds"
+    )
+    return dataclasses.replace(corpus, tokens=written)
 
 
-_DEPTH = 16
+def propose(
+    corpus: Corpus, prompts_b: Array, sources_b: Array, lens_b: Array, width: int, law: TreeLaw
+) -> tuple[Array, Array]:
+    """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
+
+    prompts, sources, lens: int32 [b], split over the batch, in any order. Returns drafts int32
+    [b, width] (0 behind their ends) and their lengths int32 [b]. Raises ValueError where the law
+    looks deeper than the corpus.
+    """
+    if law.depth > corpus.depth:
+        raise ValueError(f"TreeLaw.depth must be <= the corpus' {corpus.depth}, got {law.depth}")
+    # Every row is on its own and the corpus is everywhere: no device needs another.
+    row = spec("batch")
+    whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), corpus)
+    return jax.shard_map(
+        functools.partial(_propose, width=width, law=law),
+        in_specs=(whole, row, row, row),
+        out_specs=(spec("batch", None), row),
+    )(corpus, prompts_b, sources_b, lens_b)
 
 
-def _depth(corpus: Corpus) -> int:
-    return _DEPTH
+def _propose(corpus: Corpus, prompts, sources, lens, *, width: int, law: TreeLaw):
+    steps = jnp.arange(law.depth, dtype=jnp.int32)[None, :]
+    columns = corpus.depth - 1 + lens[:, None] - steps
+    own_bD = corpus.tokens.at[prompts[:, None], sources[:, None], columns].get(
+        mode="promise_in_bounds"
+    )
+    keys = _match(corpus.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, corpus)
+    places, matched, aligned = _places(keys, corpus.slots, law.depth)
+    tokens = _continuations(corpus, prompts, sources, lens, places, width)
+    weights = corpus.weights
+    weights = weights[None] if weights.ndim == 1 else weights.at[prompts].get()
+    weights = jnp.tile(weights, (1, POSITIONS)) * ALIGNED ** aligned.astype(jnp.float32)
+    return _vote(tokens, matched, weights, corpus.tokens.shape[1], law)
 
 
-def propose(corpus: Corpus, prompts, sources, lens, width: int, law: TreeLaw):
-    D = law.depth
-    src = corpus.tokens.at[prompts].get(out_sharding=spec("batch", None, None))
-    src = jnp.pad(src[:, :, :-1], ((0, 0), (0, 0), (0, width + 1)), constant_values=EMPTY)
-    R = corpus.tokens.shape[2] - 1 - D
+def _match(text_bNC: Array, own_bD: Array, corpus: Corpus) -> Array:
+    """One number for each position: the larger, the better it matches; int32 [b, N, R], or -1.
 
-    def last(s, i, n):
-        return jax.lax.dynamic_slice(s[i], (n,), (D,))
+    Column i is the place behind response token i - 1, which must be written: never the row's own
+    newest. own: the row's last tokens, newest first. The number holds three: tokens matched without
+    a gap, tokens matched at all, and the column, so that one maximum finds all of them.
+    """
+    depth, slots = own_bD.shape[1], corpus.slots
+    run = jnp.ones((*text_bNC.shape[:2], slots), bool)
+    matched = aligned = jnp.zeros(run.shape, jnp.int32)
+    # Shifted comparisons in one fused loop; nothing of size [b, N, R, D] is ever in memory.
+    for t in range(depth):
+        start = corpus.depth - 1 - t
+        equal = text_bNC[:, :, start : start + slots] == own_bD[:, t][:, None, None]
+        run &= equal
+        matched += run
+        aligned += equal
+    written = text_bNC[:, :, corpus.depth : corpus.depth + slots] >= 0
+    columns = jnp.arange(slots, dtype=jnp.int32)[None, None, :]
+    keys = (matched * (depth + 1) + aligned) * slots + columns
+    return jnp.where(written & (matched > 0), keys, -1)
 
-    own = jax.vmap(last)(src, sources, lens)[:, ::-1]
-    run = jnp.ones((*src.shape[:2], R + 1), bool)
-    L = jnp.zeros(run.shape, jnp.int32)
-    for t in range(D):
-        run &= src[:, :, D - 1 - t : D - t + R] == own[:, t][:, None, None]
-        L += run
-    L = jnp.where(src[:, :, D : D + R + 1] >= 0, L, 0)
-    j = R - jnp.argmax(L[:, :, ::-1], axis=2)
-    l = jnp.max(L, axis=2)
 
-    def cont(s, j):
-        return jax.lax.dynamic_slice(s, (D + j,), (width,))
+def _places(keys_bNR: Array, slots: int, depth: int) -> tuple[Array, Array, Array]:
+    """Column, matched and aligned tokens of the best positions [b, POSITIONS * N], best ones first.
 
-    c = jax.vmap(jax.vmap(cont))(src, j)
-    w = corpus.weights[None, :] * jnp.ones_like(l, dtype=jnp.float32)
-    agree = jnp.cumprod(((c[:, :, None] == c[:, None]) & (c[:, :, None] >= 0)).astype(jnp.float32), 3)
-    best_p = jnp.zeros_like(c, dtype=jnp.float32)
-    best = jnp.full_like(l, -1.0, dtype=jnp.float32)
-    for m in range(1, D + 1):
-        ww = jnp.where(l >= m, w, 0)
-        p = jnp.einsum("bapw,bp->baw", agree, ww) / jnp.maximum(ww.sum(1), 1e-9)[:, None, None]
-        b = min(width, int(law.factor * m + law.offset + 1e-6))
-        ok = (jnp.arange(width) < b)[None, None] & (p >= law.min_prob) & (l >= m)[:, :, None]
-        p = jnp.where(ok, p, 0)
-        s = p.sum(2)
-        up = s >= best
-        best_p, best = jnp.where(up[:, :, None], p, best_p), jnp.where(up, s, best)
-    a = jnp.argmax(best, 1)
-    pick = jax.vmap(lambda x, i: x[i])
-    pa, ca = pick(best_p, a), pick(c, a)
-    n = jnp.sum(jnp.cumprod((pa > 0).astype(jnp.int32), 1), 1)
-    return jnp.where(ca >= 0, ca, 0), n
+    Matched is 0 where a source has no such position.
+    """
+    found = [jnp.max(keys_bNR, axis=2)]
+    for _ in range(POSITIONS - 1):
+        rest = jnp.where(keys_bNR < found[-1][:, :, None], keys_bNR, -1)
+        found.append(jnp.max(rest, axis=2))
+    keys = jnp.concatenate(found, axis=1)
+    both = jnp.maximum(keys, 0) // slots
+    return jnp.maximum(keys, 0) % slots, both // (depth + 1), both % (depth + 1)
+
+
+def _continuations(corpus: Corpus, prompts, sources, lens, places_bP: Array, width: int) -> Array:
+    """The `width` tokens behind each place, int32 [b, P, W], EMPTY behind their ends.
+
+    The row's own text does not end: what it would hold next is the draft itself, so that a row that
+    goes round in a circle is followed round and round (`a b c a b c` and a match of `c` continue
+    `a b c a b c …`).
+    """
+    places = jnp.arange(places_bP.shape[1], dtype=jnp.int32) % corpus.tokens.shape[1]
+    own = places[None, :] == sources[:, None]
+    period = jnp.where(own & (lens[:, None] > places_bP), lens[:, None] - places_bP, width)
+    steps = jnp.arange(width, dtype=jnp.int32)[None, None] % period[:, :, None]
+    columns = places_bP[:, :, None] + corpus.depth + steps
+    dump = corpus.depth + corpus.slots
+    tokens = corpus.tokens.at[
+        prompts[:, None, None], places[None, :, None], jnp.minimum(columns, dump)
+    ].get(mode="promise_in_bounds")
+    return jnp.where(columns < dump, tokens, EMPTY)
+
+
+def _vote(
+    tokens_bPW: Array, matched_bP: Array, weights_bP: Array, candidates: int, law: TreeLaw
+) -> tuple[Array, Array]:
+    """The draft with the largest expected number of accepted tokens.
+
+    The first `candidates` of the P continuations may become the draft, all P vote. Of those that
+    match at least m tokens, the share that begins with the same k tokens is the path probability
+    (the product of count(child) / count(node) along a tree's path is just that); their sum over k,
+    within the budget of m and above min_prob, is the score. Largest over m and the candidates; at
+    equal scores the longest m, then the first candidate.
+    """
+    width = tokens_bPW.shape[2]
+    lengths = sorted({m for m in LENGTHS if m < law.depth} | {law.depth}, reverse=True)
+    share = _shares(tokens_bPW, matched_bP, weights_bP, candidates, lengths)  # [b, M, W, A]
+    budget = jnp.asarray([law.budget(m, width) for m in lengths])
+    inside = jnp.arange(width)[None, :] < budget[:, None]
+    fits = matched_bP[:, None, :candidates] >= jnp.asarray(lengths)[None, :, None]
+    kept = (share >= law.min_prob) & (share > 0) & inside[None, :, :, None] & fits[:, :, None]
+    score = jnp.sum(jnp.where(kept, share, 0.0), axis=2).reshape(-1, len(lengths) * candidates)
+    best = jnp.argmax(score, axis=1)[:, None]
+    counts = jnp.sum(kept, axis=2, dtype=jnp.int32).reshape(score.shape)
+    lens = jnp.take_along_axis(counts, best, axis=1)
+    draft = jnp.take_along_axis(tokens_bPW, best[:, :, None] % candidates, axis=1)[:, 0]
+    return jnp.where(jnp.arange(width)[None, :] < lens, draft, 0), lens[:, 0]
+
+
+def _shares(tokens_bPW, matched_bP, weights_bP, candidates: int, lengths: list[int]) -> Array:
+    """Share of the votes, by matched length, for each candidate's first k tokens: [b, M, W, A]."""
+    run, runs = True, []
+    for k in range(tokens_bPW.shape[2]):
+        run &= tokens_bPW[:, :, None, k] == tokens_bPW[:, None, :candidates, k]
+        run &= tokens_bPW[:, None, :candidates, k] >= 0
+        runs.append(run)
+    agree = jnp.stack(runs, axis=2).astype(jnp.float32)
+    may = matched_bP[:, None, :] >= jnp.asarray(lengths)[None, :, None]
+    votes = jnp.where(may, weights_bP[:, None, :], 0.0)
+    total = jnp.maximum(jnp.sum(votes, axis=2), jnp.finfo(jnp.float32).tiny)
+    found = jnp.einsum("bmp,bpka->bmka", votes, agree, precision="highest")
+    return found / total[:, :, None, None]

@@ -211,6 +211,9 @@ class Engine:
         if self.pool is not None and not self.pool.unfinished:
             self._collect(self.pool)
             self.pool = None
+        if self.pool is not None and self.bounds.cache_bytes and self._waits():
+            size = self.ladder.rows_for(self.pool.unfinished)  # bytes for those that join
+            self.pool = self._moved(self.pool, size, self.pool.slots)
         while self._admit_some():
             pass
 
@@ -230,6 +233,12 @@ class Engine:
         size = self.ladder.admission(waiting, capacity if whole else room)
         if not size or (busy and size < min(waiting, self._refill(capacity))):
             return False
+        if busy and self._exceeds(size, min(size, waiting), longest):
+            return False
+        if self.pool is not None and self.bounds.cache_bytes:
+            # `rows_within` counts on the pool's rung being no larger than its rows need.
+            smaller = self.ladder.rows_for(max(self.pool.unfinished, 1))
+            self.pool = self._moved(self.pool, smaller, self.pool.slots)
         if self.carried:
             chosen, self.carried = self.carried[:size], self.carried[size:]
             batch = self._begin_again(chosen, size)
@@ -248,13 +257,24 @@ class Engine:
         if not self.ahead or self.pool is None:
             return False
         group, pool = self.setup.group_size, self.pool
-        places = min(pool.size, self._capacity(self.ladder.response_for(pool.longest + 1)))
-        size = self.ladder.admission(len(self.ahead) * group, places - pool.unfinished)
-        if not size:
+        capacity = self._capacity(self.ladder.response_for(pool.longest + 1))
+        count = min((min(pool.size, capacity) - pool.unfinished) // group, len(self.ahead))
+        if count * group < max(pool.size // 4, 1):  # not worth a prefill and a move
             return False
-        groups = [self.ahead.popleft() for _ in range(min(size // group, len(self.ahead)))]
+        size = self.ladder.admission(count * group, self.ladder.admissions[0])
+        if self._exceeds(size, count * group, pool.longest):
+            return False
+        groups = [self.ahead.popleft() for _ in range(count)]
         self._join(self._begin_groups(groups, size))
         return True
+
+    def _exceeds(self, size: int, real: int, longest: int) -> bool:
+        """Whether it would take more than the bound on bytes to join `real` rows, begun on a rung
+        of `size`, with the pool, up to `longest` tokens."""
+        slots = self.ladder.slots(self.ladder.response_for(longest + 1))
+        total = self.ladder.rows_for(self.pool.unfinished + real)
+        needed = self._bytes((self.pool.size, self.pool.slots), (size, slots), (total, slots))
+        return bool(self.bounds.cache_bytes) and needed > self.bounds.cache_bytes
 
     def _begin_groups(self, groups: list[int], size: int) -> _Pool:
         """Prefill prompts, verify their drafts."""
@@ -577,5 +597,7 @@ class Engine:
         return [(self.pool.size, self.pool.slots)] if self.pool else []
 
     def _note_bytes(self, *rungs: tuple[int, int]) -> None:
-        held = sum(cache_bytes(self.setup.model, *rung) for rung in rungs)
-        self.stats.cache_bytes = max(self.stats.cache_bytes, held)
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self._bytes(*rungs))
+
+    def _bytes(self, *rungs: tuple[int, int]) -> int:
+        return sum(cache_bytes(self.setup.model, *rung) for rung in rungs)
