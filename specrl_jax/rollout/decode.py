@@ -78,11 +78,13 @@ class Limits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What a visit did (int32). steps: a scalar. accepted: [W], row steps with a tree draft that
-    kept 0, 1, ... W - 1 of it. judged, kept: scalars, pending draft tokens."""
+    """What a visit did (int32). steps: a scalar. accepted: [W], row steps of rows that are not
+    verifying, by the number of tree draft tokens that were right: 0, 1, ... W - 1. drafted: of
+    those, tokens that were emitted. judged, kept: scalars, pending draft tokens."""
 
     steps: Array
     accepted: Array
+    drafted: Array
     judged: Array
     kept: Array
 
@@ -162,7 +164,7 @@ def visit(
         return cache, rows, corpus, tally
 
     zero = jnp.int32(0)
-    tally = Tally(zero, jnp.zeros(width, jnp.int32), zero, zero)
+    tally = Tally(zero, jnp.zeros(width, jnp.int32), zero, zero, zero)
     state = jax.lax.while_loop(go_on, step, (cache, rows, corpus, tally))
     return *state, _progress(state[1], limits)
 
@@ -381,6 +383,7 @@ def _append(
         accepted=jnp.sum(
             (accepted[:, None] == steps) & (active & ~judged)[:, None], axis=0, dtype=jnp.int32
         ),
+        drafted=jnp.sum(jnp.where(judged, 0, jnp.minimum(accepted, count)), dtype=jnp.int32),
         judged=jnp.sum(
             jnp.where(judged & active, jnp.minimum(accepted + 1, offered), 0), dtype=jnp.int32
         ),

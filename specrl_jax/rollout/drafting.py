@@ -9,16 +9,17 @@ themselves, afresh at every decode step: nothing has to be kept up to date but t
 
 1. `_match`: for every position of every source, how many tokens up to it equal the row's last ones.
 2. `_places`: the best positions of each source; `_continuations`: what follows them.
-3. `_vote`: the continuation that is likely to be accepted longest.
+3. `_vote`: the continuation of which most tokens are expected to be accepted.
 
-Differs from the paper: a source votes with its two best positions, not with all; and a vote counts
-more the more of the last tokens agree beyond the first mismatch (`ALIGNED`). A response that was
-changed in one place is still the same response behind it, and a tree forgets what came before.
+Differs from the paper, each time for as many or more accepted tokens in tests/test_drafting.py:
+a source votes with its two best positions, not with all, and among equals with those that lie as
+far into the response as the row is; a vote counts more the more of the last tokens agree beyond the
+first mismatch, for a response that was changed in one place goes on as before, which a tree
+cannot see; the row's own text is continued by the draft itself.
 """
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,10 @@ from specrl_jax.sharding import reshard, spec
 
 BEGIN = -1  # before a response: the prompt, where every source of it matches in full
 EMPTY = -2  # not written yet
-# Chosen on recorded responses of `tiny` and SmolLM2 and on corrupted Markov chains; 1.0 is SRT.
-ALIGNED = 1.3
+# Chosen on recorded responses of `tiny` and SmolLM2 and on corrupted Markov chains.
+ALIGNED = 1.3  # factor of a vote for each aligned token; 1.0 is SRT
 POSITIONS = 2  # of each source, that are looked at
-# Matched lengths that are tried; more change nothing (beyond the draft's width, only who may vote).
-LENGTHS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+LENGTHS = (1, 2, 3, 6, 16, 32)  # matched lengths that are tried, and the depth; more gain nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,10 @@ class TreeLaw:
     offset: float
     min_prob: float
 
-    def budget(self, matched: int, width: int) -> int:
-        """Most tokens drafted after `matched` equal ones, within [0, width]."""
-        return max(0, min(width, math.floor(self.factor * matched + self.offset + 1e-6)))
+    def budget(self, matched: Array, width: int) -> Array:
+        """Most tokens drafted after `matched` equal ones, within [0, width]; 0 after none."""
+        tokens = jnp.floor(self.factor * matched + self.offset + 1e-6).astype(jnp.int32)
+        return jnp.where(matched > 0, jnp.clip(tokens, 0, width), 0)
 
 
 @jax.tree_util.register_dataclass
@@ -149,8 +150,8 @@ def _propose(corpus: Corpus, prompts, sources, lens, *, width: int, law: TreeLaw
     own_bD = corpus.tokens.at[prompts[:, None], sources[:, None], columns].get(
         mode="promise_in_bounds"
     )
-    keys = _match(corpus.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, corpus)
-    places, matched, aligned = _places(keys, corpus.slots, law.depth)
+    keys = _match(corpus.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, lens, corpus)
+    places, matched, aligned = _places(keys, lens, corpus.slots, law.depth)
     tokens = _continuations(corpus, prompts, sources, lens, places, width)
     weights = corpus.weights
     weights = weights[None] if weights.ndim == 1 else weights.at[prompts].get()
@@ -158,7 +159,7 @@ def _propose(corpus: Corpus, prompts, sources, lens, *, width: int, law: TreeLaw
     return _vote(tokens, matched, weights, corpus.tokens.shape[1], law)
 
 
-def _match(text_bNC: Array, own_bD: Array, corpus: Corpus) -> Array:
+def _match(text_bNC: Array, own_bD: Array, lens_b: Array, corpus: Corpus) -> Array:
     """One number for each position: the larger, the better it matches; int32 [b, N, R], or -1.
 
     Column i is the place behind response token i - 1, which must be written: never the row's own
@@ -176,23 +177,39 @@ def _match(text_bNC: Array, own_bD: Array, corpus: Corpus) -> Array:
         matched += run
         aligned += equal
     written = text_bNC[:, :, corpus.depth : corpus.depth + slots] >= 0
-    columns = jnp.arange(slots, dtype=jnp.int32)[None, None, :]
-    keys = (matched * (depth + 1) + aligned) * slots + columns
+    away = jnp.arange(slots, dtype=jnp.int32)[None, :] - lens_b[:, None]
+    rank = 2 * slots - 2 * jnp.abs(away) + (away > 0)
+    keys = (matched * (depth + 1) + aligned) * (2 * slots + 1) + rank[:, None, :]
     return jnp.where(written & (matched > 0), keys, -1)
 
 
-def _places(keys_bNR: Array, slots: int, depth: int) -> tuple[Array, Array, Array]:
+def _places(keys_bNR: Array, lens_b: Array, slots: int, depth: int) -> tuple[Array, Array, Array]:
     """Column, matched and aligned tokens of the best positions [b, POSITIONS * N], best ones first.
 
     Matched is 0 where a source has no such position.
     """
-    found = [jnp.max(keys_bNR, axis=2)]
+    folded = _fold(keys_bNR)
+    found = [jnp.max(folded, axis=2)]
     for _ in range(POSITIONS - 1):
-        rest = jnp.where(keys_bNR < found[-1][:, :, None], keys_bNR, -1)
+        rest = jnp.where(folded < found[-1][:, :, None], folded, -1)
         found.append(jnp.max(rest, axis=2))
     keys = jnp.concatenate(found, axis=1)
-    both = jnp.maximum(keys, 0) // slots
-    return jnp.maximum(keys, 0) % slots, both // (depth + 1), both % (depth + 1)
+    rank, both = jnp.maximum(keys, 0) % (2 * slots + 1), jnp.maximum(keys, 0) // (2 * slots + 1)
+    back = 2 * slots - rank
+    away = jnp.where(back % 2 == 1, (back + 1) // 2, -(back // 2))
+    place = jnp.clip(lens_b[:, None] + away, 0, slots - 1)
+    return place, both // (depth + 1), both % (depth + 1)
+
+
+def _fold(keys_bNR: Array) -> Array:
+    """Maxima over up to 8 positions that lie far apart: one vectorised pass for the reductions."""
+    slots = keys_bNR.shape[2]
+    folds = min(8, max(1, slots // 16))
+    part = -(-slots // folds)
+    padding = ((0, 0), (0, 0), (0, part * folds - slots))
+    keys = jnp.pad(keys_bNR, padding, constant_values=-1)
+    parts = [keys[:, :, i * part : (i + 1) * part] for i in range(folds)]
+    return functools.reduce(jnp.maximum, parts)
 
 
 def _continuations(corpus: Corpus, prompts, sources, lens, places_bP: Array, width: int) -> Array:
@@ -217,39 +234,48 @@ def _continuations(corpus: Corpus, prompts, sources, lens, places_bP: Array, wid
 def _vote(
     tokens_bPW: Array, matched_bP: Array, weights_bP: Array, candidates: int, law: TreeLaw
 ) -> tuple[Array, Array]:
-    """The draft with the largest expected number of accepted tokens.
+    """The draft of which most tokens are expected to be accepted: tokens [b, W], lengths [b].
 
     The first `candidates` of the P continuations may become the draft, all P vote. Of those that
-    match at least m tokens, the share that begins with the same k tokens is the path probability
-    (the product of count(child) / count(node) along a tree's path is just that); their sum over k,
-    within the budget of m and above min_prob, is the score. Largest over m and the candidates; at
-    equal scores the longest m, then the first candidate.
+    match at least m tokens, the share that begins with a candidate's first k tokens is its path
+    probability (the product of count(child) / count(node) along the path of a tree is just that).
+    The sum over k within the candidate's budget is its score: what the voters agree with on
+    average. The best over m and the candidates; at equal scores the longest m, then the first.
     """
-    width = tokens_bPW.shape[2]
-    lengths = sorted({m for m in LENGTHS if m < law.depth} | {law.depth}, reverse=True)
-    share = _shares(tokens_bPW, matched_bP, weights_bP, candidates, lengths)  # [b, M, W, A]
-    budget = jnp.asarray([law.budget(m, width) for m in lengths])
-    inside = jnp.arange(width)[None, :] < budget[:, None]
-    fits = matched_bP[:, None, :candidates] >= jnp.asarray(lengths)[None, :, None]
-    kept = (share >= law.min_prob) & (share > 0) & inside[None, :, :, None] & fits[:, :, None]
-    score = jnp.sum(jnp.where(kept, share, 0.0), axis=2).reshape(-1, len(lengths) * candidates)
-    best = jnp.argmax(score, axis=1)[:, None]
-    counts = jnp.sum(kept, axis=2, dtype=jnp.int32).reshape(score.shape)
-    lens = jnp.take_along_axis(counts, best, axis=1)
-    draft = jnp.take_along_axis(tokens_bPW, best[:, :, None] % candidates, axis=1)[:, 0]
-    return jnp.where(jnp.arange(width)[None, :] < lens, draft, 0), lens[:, 0]
+    rows, _, width = tokens_bPW.shape
+    lengths = {m for m in LENGTHS if m < law.depth} | {law.depth}
+    lengths = jnp.asarray(sorted(lengths, reverse=True))
+    may_vote = matched_bP[:, None, :] >= lengths[None, :, None]
+    votes = jnp.where(may_vote, weights_bP[:, None, :], 0.0)
+    votes /= jnp.maximum(jnp.sum(votes, axis=2, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    agreed = _agreed(tokens_bPW, candidates)
+    budget = law.budget(matched_bP[:, :candidates], width)
+    within = jnp.minimum(agreed, budget[:, None, :]).astype(jnp.float32)
+    score = jnp.einsum("bmp,bpa->bma", votes, within, precision="highest")
+    score = jnp.where(may_vote[:, :, :candidates], score, 0.0).reshape(rows, -1)
+    best = jnp.argmax(score, axis=1)
+
+    def pick(array: Array, index: Array) -> Array:
+        return jnp.take_along_axis(array, index[:, None, None], axis=1)[:, 0]
+
+    best_m, best_a = best // candidates, best % candidates
+    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    agreed = pick(jnp.swapaxes(agreed, 1, 2), best_a)
+    share = jnp.sum(
+        jnp.where(agreed[:, :, None] > steps[:, None, :], pick(votes, best_m)[:, :, None], 0.0),
+        axis=1,
+    )
+    budget = jnp.take_along_axis(budget, best_a[:, None], axis=1)
+    kept = (share > 0) & (share >= law.min_prob) & (steps < budget)
+    return jnp.where(kept, pick(tokens_bPW, best_a), 0), jnp.sum(kept, axis=1, dtype=jnp.int32)
 
 
-def _shares(tokens_bPW, matched_bP, weights_bP, candidates: int, lengths: list[int]) -> Array:
-    """Share of the votes, by matched length, for each candidate's first k tokens: [b, M, W, A]."""
-    run, runs = True, []
-    for k in range(tokens_bPW.shape[2]):
-        run &= tokens_bPW[:, :, None, k] == tokens_bPW[:, None, :candidates, k]
-        run &= tokens_bPW[:, None, :candidates, k] >= 0
-        runs.append(run)
-    agree = jnp.stack(runs, axis=2).astype(jnp.float32)
-    may = matched_bP[:, None, :] >= jnp.asarray(lengths)[None, :, None]
-    votes = jnp.where(may, weights_bP[:, None, :], 0.0)
-    total = jnp.maximum(jnp.sum(votes, axis=2), jnp.finfo(jnp.float32).tiny)
-    found = jnp.einsum("bmp,bpka->bmka", votes, agree, precision="highest")
-    return found / total[:, :, None, None]
+def _agreed(tokens_bPW: Array, candidates: int) -> Array:
+    """How many first tokens of voter p are those of candidate a: int32 [b, P, A]."""
+    tokens = jnp.swapaxes(tokens_bPW, 1, 2)
+    run, agreed = True, 0
+    for k in range(tokens.shape[1]):
+        voter, candidate = tokens[:, k, :, None], tokens[:, k, None, :candidates]
+        run &= (voter == candidate) & (candidate >= 0)
+        agreed += run.astype(jnp.int32)
+    return agreed

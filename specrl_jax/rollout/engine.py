@@ -154,6 +154,7 @@ class Engine:
         self.log_lenience = jnp.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
         self.widths = ladder.widths
+        self._check_bound()
         group = setup.group_size
         self.wanted, self.finished = wanted, done.copy()
         begun = held.reshape(-1, group).any(axis=1)
@@ -165,6 +166,17 @@ class Engine:
         self.ahead = collections.deque(g for g in fresh if g * group >= own)
         self.carried = [(int(held[i]), i) for i in range(own) if begun[i // group] and not done[i]]
         self.back: list[tuple[int, int]] = []  # (tokens, row): evicted
+
+    def _check_bound(self) -> None:
+        per_slot, bound = cache_bytes(self.setup.model, 1, 1), self.bounds.cache_bytes
+        least, slots = self.ladder.admissions[-1], self.ladder.slots(self.ladder.responses[-1])
+        if bound and rows_within(bound, per_slot, slots) < least:
+            needed = 2.5 * least * slots * per_slot / 2**30
+            raise ValueError(
+                f"rollout.max_cache_gib must be 0 or >= {needed:.3g}, "
+                f"for {least} rows of {slots} slots while they are moved, got {bound / 2**30:.3g}; "
+                "raise it, or rollout.row_rungs for fewer rows"
+            )
 
     def run(self) -> Rows:
         """The board with every row of its own done."""
@@ -199,7 +211,8 @@ class Engine:
             per_slot = cache_bytes(self.setup.model, 1, 1)
             slots = self.ladder.slots(response)
             most = min(most, rows_within(self.bounds.cache_bytes, per_slot, slots))
-        return max([n for n in self.ladder.rows if n <= most], default=self.ladder.rows[-1])
+        least = self.ladder.admissions[-1]  # fewer could never begin
+        return max([n for n in self.ladder.rows if least <= n <= most], default=least)
 
     def _refill(self, capacity: int) -> int:
         """Rows that must be free before others are let in: a quarter, so that moves are few."""
@@ -221,6 +234,9 @@ class Engine:
         busy = self.pool.unfinished if self.pool else 0
         again = self.carried or ([] if self.fresh else self.back)
         held = max((n for n, _ in again), default=0)
+        if self.fresh and not again:  # a draft that is kept takes its window at once
+            group = self.setup.group_size
+            held = int(self.draft_lens[self.fresh[0] * group : (self.fresh[0] + 1) * group].max())
         longest = max(held, self.pool.longest if self.pool else 0)
         capacity = self._capacity(self.ladder.response_for(max(longest, 1)))
         group = self.setup.group_size
@@ -235,10 +251,6 @@ class Engine:
             return False
         if busy and self._exceeds(size, min(size, waiting), longest):
             return False
-        if self.pool is not None and self.bounds.cache_bytes:
-            # `rows_within` counts on the pool's rung being no larger than its rows need.
-            smaller = self.ladder.rows_for(max(self.pool.unfinished, 1))
-            self.pool = self._moved(self.pool, smaller, self.pool.slots)
         if self.carried:
             chosen, self.carried = self.carried[:size], self.carried[size:]
             batch = self._begin_again(chosen, size)
@@ -551,7 +563,7 @@ class Engine:
         stats.decode_seconds += seconds
         stats.decode_steps += steps
         stats.row_steps += steps * pool.size
-        stats.drafted_tokens += int(np.dot(tally.accepted, np.arange(width)))
+        stats.drafted_tokens += int(tally.drafted)
         stats.visits.append((pool.size, pool.slots, width, steps))
         return tally
 

@@ -14,7 +14,6 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.data import concatenate
-from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, drafting
 from specrl_jax.rollout import rows as board_rows
@@ -32,97 +31,15 @@ from specrl_jax.rollout.carry import (
 )
 from specrl_jax.rollout.cost import CostModel
 from specrl_jax.rollout.decode import Setup
-from specrl_jax.rollout.drafting import Corpus, TreeLaw
+from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.engine import Bounds, Engine, Stats
-from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.rollout.plan import Plan
 from specrl_jax.rollout.rows import Rows
-from specrl_jax.rollout.sampling import Purpose, SamplingLaw, row_seeds, uniforms
-from specrl_jax.sharding import put, shards
+from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
+from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 __all__ = ["Outcome", "Plan", "Stats", "generate", "roll"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything that stays the same from rollout to rollout.
-
-    row_rungs, windows: sizes of the ladder. max_rows: rows in flight at once (0: all). max_width:
-    tokens a decode step checks at most (more than 1 with tree drafts). verify_chunk: draft tokens
-    verified in one pass (0: all). cache_bytes: bound of the KV caches (0: none).
-    """
-
-    setup: Setup
-    prompt_slots: int
-    group_size: int
-    row_rungs: int = 4
-    windows: int = 2
-    max_rows: int = 0
-    max_width: int = 1
-    verify_chunk: int = 0
-    cache_bytes: float = 0.0
-
-    @classmethod
-    def from_config(
-        cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
-    ) -> "Plan":
-        """The training rollout that `config.rollout` asks for."""
-        settings, tree = config.rollout, config.rollout.tree
-        trees = "tree" in settings.draft
-        rule = acceptance.RULES[settings.accept]
-        setup = Setup(
-            model=model,
-            law=SamplingLaw(settings.temperature, settings.top_k, settings.top_p),
-            accept=settings.accept if _previous(settings) else "match",
-            eos_ids=eos_ids,
-            pad_id=pad_id,
-            response_slots=settings.response_len,
-            logits_chunk=settings.logits_chunk,
-            tree=TreeLaw(tree.depth, tree.factor, tree.offset, tree.min_prob) if trees else None,
-            stored=settings.stored_logprobs if rule.needs_law and _previous(settings) else 0,
-        )
-        return cls(
-            setup=setup,
-            prompt_slots=config.data.prompt_len,
-            group_size=settings.group_size,
-            row_rungs=settings.row_rungs,
-            windows=settings.windows,
-            max_rows=settings.max_rows,
-            max_width=settings.max_width if trees else 1,
-            verify_chunk=settings.verify_chunk,
-            cache_bytes=settings.max_cache_gib * 2**30,
-        )
-
-    def for_evaluation(self, samples: int, temperature: float) -> "Plan":
-        """The same rollout without drafts, `samples` responses a prompt, an untruncated law."""
-        law = SamplingLaw(temperature)
-        setup = dataclasses.replace(self.setup, law=law, accept="match", tree=None, stored=0)
-        return dataclasses.replace(self, setup=setup, group_size=samples, max_width=1)
-
-    def ladder(self, rows: int) -> Ladder:
-        """The program shapes of a rollout of `rows` rows on the mesh in use."""
-        # A rule that decides at the draft's end sees all of it in one pass.
-        whole = acceptance.RULES[self.setup.accept].whole_draft
-        return Ladder.build(
-            min(rows, self.max_rows or rows),
-            self.prompt_slots,
-            self.setup.response_slots,
-            self.row_rungs,
-            self.windows,
-            multiple=shards("batch"),
-            group_size=self.group_size,
-            max_width=self.max_width,
-            verify_chunk=0 if whole else self.verify_chunk,
-        )
-
-    def full_setup(self, ladder: Ladder) -> Setup:
-        """The setup with what follows from the plan."""
-        margin = max(self.max_width, ladder.verify[-1])
-        return dataclasses.replace(self.setup, group_size=self.group_size, margin=margin)
-
-
-def _previous(settings) -> bool:
-    return "previous" in settings.draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +87,27 @@ def generate(
     *,
     key: Array,
     step: int,
-    **options,
+    purpose: Purpose = Purpose.SAMPLE,
+    drafts: Drafts | None = None,
+    log_lenience: float = 0.0,
+    corpus: Corpus | None = None,
+    caps: np.ndarray | None = None,
+    cost: CostModel | None = None,
 ) -> tuple[Rollout, Stats]:
-    """Responses [Q * G] to Q prompts, G in a row for each; options as in `roll`."""
-    outcome = roll(plan, weights, prompts, key=key, step=step, **options)
+    """Responses [Q * G] to Q prompts, G in a row for each; arguments as in `roll`."""
+    outcome = roll(
+        plan,
+        weights,
+        prompts,
+        key=key,
+        step=step,
+        purpose=purpose,
+        drafts=drafts,
+        log_lenience=log_lenience,
+        corpus=corpus,
+        caps=caps,
+        cost=cost,
+    )
     return outcome.rollout, outcome.stats
 
 
@@ -194,7 +128,7 @@ def roll(
     carried: Carried | None = None,
     wanted: int = 0,
 ) -> Outcome:
-    """One rollout of Q prompts, G rows in a row for each.
+    """One rollout of Q prompts, G rows for each, side by side.
 
     key: the run's key. step: which rollout this is; with the prompt's id, the sample and the
     position it keys all noise. drafts: [Q * G] or None, judged by the acceptance rule.
@@ -254,9 +188,9 @@ def roll(
     )
     if ahead is not None:
         return _without_ahead(found, ahead)
-    return (
-        found if carried is None else _completed(found, prompts, carried, engine.finished, wanted)
-    )
+    if carried is not None:
+        return _completed(found, prompts, carried, engine.finished, wanted)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +289,9 @@ def _board(setup: Setup, prompts: Prompts, key, purpose: int, steps: np.ndarray,
     last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
     samples = np.tile(np.arange(group, dtype=np.int32), len(prompts.lens))
     prompt_lens, last = (np.repeat(x.astype(np.int32), group) for x in (prompts.lens, last))
-    caps = np.full(len(samples), setup.response_slots) if caps is None else caps
+    given, caps = caps, np.full(len(samples), setup.response_slots)
+    if given is not None:
+        caps[: len(given)] = given  # those ahead have none
     ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
     steps = put(np.repeat(steps, group).astype(np.uint32), "batch")
     seeds = (_seeds(key, p, steps, ids, put(samples, "batch"))

@@ -93,7 +93,7 @@ class Ladder:
 def rows_within(cache_bytes: float, bytes_per_slot: int, slots: int) -> int:
     """Rows whose caches of `slots` slots stay within a bound while they are moved.
 
-    Where rows join others there are for a moment a rung, those that join, and the rung of both: with
-    C rows in the last, C + C / 2 + C or C / 2 + C + C at most, hence 2.5.
+    Where rows join others there are for a moment a rung, those that join, and the rung of both:
+    with C rows in the last, C + C / 2 + C or C / 2 + C + C at most, hence 2.5.
     """
     return math.floor(cache_bytes / 2.5 / (bytes_per_slot * slots))

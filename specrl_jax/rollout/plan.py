@@ -1,0 +1,93 @@
+"""What stays the same from rollout to rollout: the setup of its programs and its bounds."""
+
+import dataclasses
+
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.decode import Setup
+from specrl_jax.rollout.drafting import TreeLaw
+from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.sharding import shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that stays the same from rollout to rollout.
+
+    row_rungs, windows: sizes of the ladder. max_rows: rows in flight at once (0: all). max_width:
+    tokens a decode step checks at most (more than 1 with tree drafts). verify_chunk: draft tokens
+    verified in one pass (0: all). cache_bytes: bound of the KV caches (0: none).
+    """
+
+    setup: Setup
+    prompt_slots: int
+    group_size: int
+    row_rungs: int = 4
+    windows: int = 2
+    max_rows: int = 0
+    max_width: int = 1
+    verify_chunk: int = 0
+    cache_bytes: float = 0.0
+
+    @classmethod
+    def from_config(
+        cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
+    ) -> "Plan":
+        """The training rollout that `config.rollout` asks for."""
+        settings, tree = config.rollout, config.rollout.tree
+        trees = "tree" in settings.draft
+        rule = acceptance.RULES[settings.accept]
+        setup = Setup(
+            model=model,
+            law=SamplingLaw(settings.temperature, settings.top_k, settings.top_p),
+            accept=settings.accept if _previous(settings) else "match",
+            eos_ids=eos_ids,
+            pad_id=pad_id,
+            response_slots=settings.response_len,
+            logits_chunk=settings.logits_chunk,
+            tree=TreeLaw(tree.depth, tree.factor, tree.offset, tree.min_prob) if trees else None,
+            stored=settings.stored_logprobs if rule.needs_law and _previous(settings) else 0,
+        )
+        return cls(
+            setup=setup,
+            prompt_slots=config.data.prompt_len,
+            group_size=settings.group_size,
+            row_rungs=settings.row_rungs,
+            windows=settings.windows,
+            max_rows=settings.max_rows,
+            max_width=settings.max_width if trees else 1,
+            verify_chunk=settings.verify_chunk,
+            cache_bytes=settings.max_cache_gib * 2**30,
+        )
+
+    def for_evaluation(self, samples: int, temperature: float) -> "Plan":
+        """The same rollout without drafts, `samples` responses a prompt, an untruncated law."""
+        law = SamplingLaw(temperature)
+        setup = dataclasses.replace(self.setup, law=law, accept="match", tree=None, stored=0)
+        return dataclasses.replace(self, setup=setup, group_size=samples, max_width=1)
+
+    def ladder(self, rows: int) -> Ladder:
+        """The program shapes of a rollout of `rows` rows on the mesh in use."""
+        # A rule that decides at the draft's end sees all of it in one pass.
+        whole = acceptance.RULES[self.setup.accept].whole_draft
+        return Ladder.build(
+            min(rows, self.max_rows or rows),
+            self.prompt_slots,
+            self.setup.response_slots,
+            self.row_rungs,
+            self.windows,
+            multiple=shards("batch"),
+            group_size=self.group_size,
+            max_width=self.max_width,
+            verify_chunk=0 if whole else self.verify_chunk,
+        )
+
+    def full_setup(self, ladder: Ladder) -> Setup:
+        """The setup with what follows from the plan."""
+        margin = max(self.max_width, ladder.verify[-1])
+        return dataclasses.replace(self.setup, group_size=self.group_size, margin=margin)
+
+
+def _previous(settings) -> bool:
+    return "previous" in settings.draft

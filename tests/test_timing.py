@@ -1,0 +1,121 @@
+"""Which programs are timed, how a step's seconds come out, and that tables are kept."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+
+from specrl_jax.rollout import timing
+from specrl_jax.rollout.cost import Point
+
+ROWS, P, R = 8, 3, 4
+
+
+def plan_of(**kwargs):
+    kwargs = {"row_rungs": 1, "windows": 1, "tree": ref.TREE, "max_width": 2} | kwargs
+    return ref.make_plan(ref.ONE_LAYER, slots=R, prompt_slots=P, group=2, **kwargs)
+
+
+def points_of(plan):
+    ladder = plan.ladder(ROWS)
+    return timing.points(plan.full_setup(ladder), ladder)
+
+
+def test_points_by_hand(mesh):
+    # Two rungs, two windows (2 and 4 tokens), widths 1 and 2; verification of 1 and 4 tokens.
+    found = points_of(plan_of(row_rungs=2, windows=2))
+    decode = [
+        Point(rows, slots, width, width > 1)
+        for rows in (4, 8)
+        for slots in (P + 2 + 1, P + 4 + 1)
+        for width in (1, 2)
+    ]
+    verify = [Point(rows, P + width, width, False) for rows in (4, 8) for width in (1, 4)]
+    assert found == sorted(decode + verify)
+    # Of three windows only the ends; one kind of step without tree drafts.
+    found = points_of(plan_of(windows=3, tree=None, max_width=1, verify_chunk=2))
+    assert found == sorted(
+        [Point(8, P + 1, 1, False), Point(8, P + 4, 1, False), Point(8, P + 2, 2, False)]
+    )
+    # Block verification is not a choice.
+    found = points_of(plan_of(accept="block", stored=2))
+    assert found == [Point(8, P + R + 1, 1, False), Point(8, P + R + 1, 2, True)]
+
+
+class Clock:
+    """Time that passes in visits alone: `start` seconds a call and `step` a step."""
+
+    def __init__(self, start, step):
+        self.now, self.start, self.step, self.calls = 0.0, start, step, []
+
+    def perf_counter(self):
+        return self.now
+
+    def visit(self, setup, weights, cache, board, corpus, limits, log_lenience, **kwargs):
+        self.now += self.start + self.step * int(limits.steps)
+        self.calls.append((cache[0][0].shape[:2], board.pending is not None, kwargs))
+        return (cache, board, corpus, None, limits.steps)
+
+
+def timed(monkeypatch, plan, start, step):
+    """(clock, seconds by point) with that clock, kept nowhere."""
+    clock, ladder = Clock(start, step), plan.ladder(ROWS)
+    monkeypatch.setattr(timing.decode, "visit", clock.visit)
+    monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
+    setup = plan.full_setup(ladder)
+    measure = timing._Clock(setup, ladder, None, sources=2)
+    return clock, {point: measure(*point) for point in timing.points(setup, ladder)}
+
+
+def test_a_step_s_seconds_leave_the_call_s_own_out(mesh, monkeypatch):
+    clock, found = timed(monkeypatch, plan_of(stored=2, accept="ratio_residual"), 100.0, 0.5)
+    verify = {p: s for p, s in found.items() if not p.matching and p.width > 1}
+    for point, seconds in found.items():
+        # A verification is one call; of a decode loop only a step more is a step more.
+        assert seconds == (100.5 if point in verify else 0.5)
+    assert len(verify) == 1
+    pending = [kwargs for _, pending, kwargs in clock.calls if pending]
+    assert pending == [{"width": R, "tree": False, "wide": True}]
+    for shape, _, kwargs in clock.calls:
+        assert shape[0] == ROWS
+        assert kwargs["tree"] == (kwargs["width"] == 2)
+
+
+def test_noise_that_turns_a_longer_call_shorter(mesh, monkeypatch):
+    _, found = timed(monkeypatch, plan_of(tree=None, max_width=1, verify_chunk=1), 9.0, -0.5)
+    # 1 + 8 steps took 4.5 seconds, one took 8.5.
+    assert set(found.values()) == {4.5 / (1 + timing.STEPS)}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
+def test_programs_are_measured_once_and_kept(make_mesh, tmp_path, monkeypatch, shape):
+    plan = plan_of()
+    with jax.set_mesh(make_mesh(*shape)):
+        weights = ref.policy(model=ref.ONE_LAYER)[1]
+
+        def table(plan=plan, sources=2):
+            return timing.cost_table(plan, weights, ROWS, sources=sources, directory=tmp_path)
+
+        found = table().to_json()
+        assert [Point(*row[:4]) for row in found] == points_of(plan)
+        assert all(0 < row[4] < 60 for row in found)
+
+        def none(*args, **kwargs):
+            raise AssertionError("measured again")
+
+        monkeypatch.setattr(timing.decode, "visit", none)
+        assert table().to_json() == found
+        law = dataclasses.replace(plan.setup.law, top_k=3)
+        others = (
+            {"sources": 3},
+            {"plan": dataclasses.replace(plan, setup=dataclasses.replace(plan.setup, law=law))},
+        )
+        for changes in others:
+            with pytest.raises(AssertionError, match="measured again"):
+                table(**changes)
+    with jax.set_mesh(make_mesh(1, 2, 1)), pytest.raises(AssertionError, match="measured again"):
+        table()  # another mesh
+    assert len(list(tmp_path.iterdir())) == 1
+    assert np.isfinite([row[4] for row in found]).all()
