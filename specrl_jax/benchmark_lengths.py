@@ -8,6 +8,7 @@ the row's own; the tree reads G copies of each prompt's responses, made apart.
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,6 @@ def measure(
 ) -> dict[str, Any]:
     """The scene's record. tables: folder of measured step costs. profile: folder for a trace."""
     kind, model, weights, prompts = policy(name, size)
-    # At most as long as there are slots, however few rows the quantiles are taken at.
     caps = long_tailed(size.rows, size.response_len, size.response_len / LONGEST)
     inputs = Inputs(weights, prompts, jax.random.key(0), 1, caps)
     plans = {
@@ -94,10 +94,12 @@ def measure(
     }
     costs = {}
     for plan_name, plan in plans.items():
+        start = time.perf_counter()
         costs[plan_name] = timing.cost_table(
             plan, weights, size.rows, sources=GROUP, directory=tables
         )
-        log(f"cost of {len(costs[plan_name].to_json())} programs of {plan_name} known")
+        known = f"cost of {len(costs[plan_name].to_json())} programs of {plan_name} known"
+        log(f"{known} in {time.perf_counter() - start:.0f} s")
     blocks = _blocks(inputs, size, plans, costs)
     times = benchmark.time_blocks(inputs, [b for _, b in blocks], size.repeats, log)
     if profile:

@@ -62,11 +62,11 @@ SIZES = {
     ),
     "27m": Size(
         ModelConfig(16_384, 512, 1_024, 8, 8, 4, 64, family="qwen3", qk_norm=True),
-        rows=32, prompt_len=32, response_len=96, windows=1,
+        rows=32, prompt_len=32, response_len=80, windows=1,
     ),
     "smollm2": Size(
         ModelConfig(49_152, 576, 1_536, 30, 9, 3, 64, rope_theta=100_000.0, norm_eps=1e-5),
-        rows=16, prompt_len=64, response_len=64, row_rungs=2, windows=1, max_width=4,
+        rows=16, prompt_len=64, response_len=32, row_rungs=2, windows=1, max_width=4,
         rates=(0.0, 0.25, 0.75), repeats=2, logits_chunk=64,
     ),
     "qwen3_1p7b": Size(
