@@ -193,9 +193,9 @@ def test_a_window_s_end_parks_a_row(mesh):
     np.testing.assert_array_equal(got.lens, [3, 3, 2])
     np.testing.assert_array_equal(got.prefix_lens, [3, 3, 1])
     np.testing.assert_array_equal(got.pending.lens, [6, 4, 0])  # what was cut off is judged again
-    assert numbers == [1, 1, 2, 2, 3, 3]
+    assert numbers == [3, 1, 2, 2, 3, 3]
     cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3)
-    assert numbers == [0, 0, 3, 2, 3, 3]  # all wait
+    assert numbers == [3, 0, 3, 2, 3, 3]  # all wait
     _, board, _, numbers = visit(setup, weights, cache, board, 4, length=R, steps=1)
     got = ref.host(board)
     np.testing.assert_array_equal(got.lens, [6, 4, 4])
@@ -285,7 +285,7 @@ def test_a_visit_stops_at_its_limits_and_goes_on_from_there(start):
     cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, length=3)
     assert tally.steps == 3
     parked = np.sum((lens > 3) | ((lens == 3) & ~ref.host(board).done))
-    assert numbers == [0, 0, parked, 0, 3, 0]
+    assert numbers == [parked, 0, parked, 0, 3, 0]
     cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, stop=parked - 1)
     assert numbers[0] <= parked - 1
     # One step earlier more rows than that were active.

@@ -213,7 +213,7 @@ def brute_votes(texts, weights, source, width, law):
         for place in range(len(text)):
             before = ([drafting.BEGIN] * law.depth + text[:place])[-law.depth :][::-1]
             same = [a == b for a, b in zip(before, history)]
-            matched = (same + [False]).index(False)
+            matched = [*same, False].index(False)
             away = place - len(own)
             found.append(((matched, sum(same), -abs(away), away > 0), place))
         found = sorted((f for f in found if f[0][0] > 0), reverse=True)[:2]
@@ -373,7 +373,7 @@ def recorded(seed: int, prompts: int, alphabet: int, order: int):
 
 def agreeing(draft, text) -> int:
     same = [a == b for a, b in zip(draft, text)]
-    return (same + [False]).index(False)
+    return [*same, False].index(False)
 
 
 def replay_tree(data, literal: bool = False) -> float:
