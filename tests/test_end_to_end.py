@@ -348,7 +348,14 @@ def test_a_whole_run_through_the_command_line(tmp_path):
     _check_whole_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((8, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), marks=pytest.mark.slow),
+        (2, 2, 2),
+    ],
+)
 def test_the_micro_preset_on_eight_devices(shape, tmp_path):
     """The preset as a user starts it, at its full size: it ends, and its drafts are mostly kept."""
     sizes = zip(("data", "fsdp", "tensor"), shape)

@@ -208,13 +208,10 @@ def test_no_bound_is_no_eviction(mesh, ending, held_bytes):
     assert stats.cache_bytes == held_bytes[0] > 0
 
 
-def test_a_bound_too_small_for_anything_is_the_smallest_rung(mesh, ending):
-    """A rung smaller than a group must not keep groups from beginning."""
-    plain, _ = ending
+def test_a_bound_too_small_for_anything_is_one_line(mesh):
     plan = plan_of(windows=1, row_rungs=5, cache_bytes=1.0)
-    rollout, stats = run(plan, weights_of(), PROMPTS, 1)
-    check_equal(rollout, plain)
-    assert max(size for size, *_ in stats.visits) == 4
+    with pytest.raises(ValueError, match=r"^rollout.max_cache_gib must be 0 or >= .* got 9.31e-10;"):
+        run(plan, weights_of(), PROMPTS, 1)
 
 
 # Choices by cost

@@ -217,7 +217,9 @@ def test_drafts_serve_more_than_one_rollout(mesh, base):
     jax.tree.map(np.testing.assert_array_equal, host(offered), drafts)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 4, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(8, 1, 1), pytest.param((1, 4, 2), marks=pytest.mark.slow), (2, 2, 2)]
+)
 def test_no_mesh_changes_a_token(make_mesh, base, shape):
     prompts, drafts, plain, reused = base
     with jax.set_mesh(make_mesh(*shape)):
