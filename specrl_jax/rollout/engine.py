@@ -512,7 +512,8 @@ class Engine:
         pool = self._moved(pool, ladder.rows_for(pool.unfinished), ladder.slots(response))
         self.pool = pool
         if self._waits():
-            stop = max(capacity - self._refill(capacity), 0)
+            # As many are free then as begin together; where even so nobody could, one more row.
+            stop = max(min(capacity - self._refill(capacity), pool.own - 1), 0)
         else:
             stop = ladder.rows_below(pool.size)
         steps = _FOREVER
