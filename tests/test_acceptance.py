@@ -223,10 +223,9 @@ def test_the_ratio_rule_does_not_and_the_same_test_tells(mesh):
 
 def test_chunks_of_a_residual_verification_change_nothing(mesh):
     whole = generations("ratio_residual", steps=1)[1]
-    for chunk in (1, 2):
-        parts = generations("ratio_residual", steps=1, chunk=chunk)[1]
-        for one, other in zip(whole, parts, strict=True):
-            ref.check_equal(one, other)
+    parts = generations("ratio_residual", steps=1, chunk=2)[1]
+    for one, other in zip(whole, parts, strict=True):
+        ref.check_equal(one, other)
 
 
 def test_plain_and_tree_rollouts_emit_the_policy(mesh):

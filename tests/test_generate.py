@@ -218,7 +218,12 @@ def test_drafts_serve_more_than_one_rollout(mesh, base):
 
 
 @pytest.mark.parametrize(
-    "shape", [(8, 1, 1), pytest.param((1, 4, 2), marks=pytest.mark.slow), (2, 2, 2)]
+    "shape",
+    [
+        pytest.param((8, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), marks=pytest.mark.slow),
+        (2, 2, 2),
+    ],
 )
 def test_no_mesh_changes_a_token(make_mesh, base, shape):
     prompts, drafts, plain, reused = base
@@ -239,6 +244,7 @@ def test_no_mesh_changes_a_token(make_mesh, base, shape):
         np.testing.assert_array_equal(first_steps, reused.origin_steps[:, 0])
 
 
+@pytest.mark.slow
 def test_a_queue_on_a_mesh(make_mesh, base):
     """Half of the rows in flight, on four pieces of the batch; a fourth, on one."""
     prompts, drafts, plain, reused = base

@@ -224,7 +224,7 @@ def test_more_extra_groups_than_wanted_ones(mesh):
     assert len(prompts.lens) == 2
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
         plan, (_, weights) = make_plan(windows=1), ref.policy()

@@ -130,7 +130,7 @@ def test_rows_run_ahead_give_way_to_the_bound_of_the_cache(mesh):
     assert found.stats.cache_bytes <= bounded.cache_bytes
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((4, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
         plan, (_, weights) = plan_for({"windows": 1}), ref.policy()

@@ -238,6 +238,7 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
         assert laws.min() < 0.95  # something is left for the tail
 
 
+@pytest.mark.slow
 def test_a_residual_rule_on_a_mesh(make_mesh, base):
     """Stored laws and residuals over a vocabulary that is split."""
     prompts, plain, old = base

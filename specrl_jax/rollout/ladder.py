@@ -69,8 +69,8 @@ class Ladder:
         return max((r for r in self.rows if r < rows), default=0)
 
     def response_for(self, length: int) -> int:
-        """The shortest response rung that holds `length` tokens."""
-        return min(r for r in self.responses if r >= length)
+        """The shortest response rung that holds `length` tokens, or the longest."""
+        return min((r for r in self.responses if r >= length), default=self.responses[-1])
 
     def slots(self, response: int) -> int:
         """Cache slots of a window that ends at `response` tokens."""

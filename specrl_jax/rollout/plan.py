@@ -68,7 +68,15 @@ class Plan:
         return dataclasses.replace(self, setup=setup, group_size=samples, max_width=1)
 
     def ladder(self, rows: int) -> Ladder:
-        """The program shapes of a rollout of `rows` rows on the mesh in use."""
+        """The program shapes of a rollout of `rows` rows on the mesh in use.
+
+        Raises ValueError where `max_rows` holds less than a group a piece of the batch.
+        """
+        if 0 < self.max_rows < shards("batch") * self.group_size:
+            raise ValueError(
+                f"rollout.max_rows={self.max_rows} must hold at least {shards('batch')} groups of "
+                f"{self.group_size} rows, got room for {self.max_rows // self.group_size}; raise it"
+            )
         # A rule that decides at the draft's end sees all of it in one pass.
         whole = acceptance.RULES[self.setup.accept].whole_draft
         return Ladder.build(
