@@ -289,7 +289,11 @@ def test_teacher_forced_draws_are_the_rollouts_own_tokens(one_device):
     assert np.mean(agree[inside]) > 0.999
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=pytest.mark.slow if shape != (2, 2, 2) else ()) for shape in MESHES],
+    ids=str,
+)
 def test_the_first_step_is_that_of_one_device(one_device, make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
         step = _first_step(one_device)

@@ -57,7 +57,10 @@ def test_rollout_by_hand():
 
 def test_every_rollout_metric_has_a_value():
     names = set(rollout_metrics(*make_rollout(), EOS, offered=DRAFTS[1], previous=DRAFTS))
-    costs = {"rollout/decode_steps", "rollout/row_steps"}
+    # What a rollout cost, and what it left to the next one: told by the rollout itself.
+    costs = {"decode_steps", "row_steps", "tokens_drafted", "width_mean", "verified_tokens"}
+    costs |= {"judged_tokens", "evicted", "cache_gib", "programs", "tokens_ahead", "ahead_kept"}
+    costs = {f"rollout/{name}" for name in costs | {"tokens_carried", "stale_fraction"}}
     assert names | costs == {name for name in METRICS if name.startswith("rollout/")}
     assert not names & costs
 

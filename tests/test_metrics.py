@@ -50,6 +50,7 @@ def test_every_metric_has_one_meaning_and_a_known_unit():
     meanings = [metric.meaning for metric in METRICS.values()]
     assert len(set(meanings)) == len(meanings)
     units = {"reward", "count", "1", "tokens", "nats", "epochs", "seconds", "steps", "row steps"}
+    units |= {"GiB"}
     assert {metric.unit for metric in METRICS.values()} == units
     assert all(metric.unit == "seconds" for name, metric in METRICS.items() if "time/" in name)
 
