@@ -17,10 +17,27 @@ _XLA_FLAGS = {
 }
 
 
+# The tests spend their time on compiling small programs, a third of it in LLVM's optimizer. Only
+# this process goes without: those that tests start compile as a user's do.
+_FAST_COMPILATION = {"--xla_backend_optimization_level": "0"}
+
+
+def _add_flags(flags: dict[str, str]) -> None:
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [f"{name}={value}" for name, value in flags.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+
+
+def _start_jax() -> None:
+    """XLA reads its flags once, when the first device is asked for."""
+    flags = os.environ["XLA_FLAGS"]
+    _add_flags(_FAST_COMPILATION)
+    jax.devices()
+    os.environ["XLA_FLAGS"] = flags
+
+
 def _set_environment() -> None:
-    flags = os.environ.get("XLA_FLAGS", "")
-    missing = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    _add_flags(_XLA_FLAGS)
     user = os.environ.get("USER", str(os.getuid()))
     cache = pathlib.Path(tempfile.gettempdir(), f"specrl_jax_test_cache_{user}")
     for name, value in {
@@ -47,10 +64,21 @@ import pytest  # noqa: E402
 
 from specrl_jax import sharding  # noqa: E402
 
+_start_jax()
+
 
 def _mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
     """The mesh of this shape over the first of the eight host devices, not set."""
     return sharding.make_mesh(data, fsdp, tensor, jax.devices()[: data * fsdp * tensor])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_programs():
+    """Programs of one file are of no use to the next, and each holds a few of the memory maps that
+    a process may have (65,530 on Linux): a whole suite in one process would crash for want of them.
+    """
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def test_cheap_wide_steps_are_taken(mesh, base):
     rollout, stats, cost = choosing(base, table(wide=(1.01, 1.02)), offered=False)
     check_equal(rollout, base[0], but=("sources",))
     assert {width for *_, width, _ in stats.visits} == {4}
-    assert stats.decode_steps < R / 2  # the plain responses are known
+    assert stats.decode_steps <= R / 2  # the plain responses are known
     assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED)
     np.testing.assert_allclose(stats.predicted_seconds, 1.02 * stats.decode_steps)
     assert 0 < cost.acceptance.offered[0] < stats.row_steps  # rows that are done do not count
