@@ -102,7 +102,7 @@ def base() -> ConfigDict:
     rollout.verify_chunk = 128  # draft tokens of a row verified in one pass
     rollout.adaptive = True  # by measured cost: widths, and whether to go on verifying
     rollout.row_rungs = 4  # batch sizes that finished rows are compacted into, each half the last
-    rollout.windows = 2  # cache lengths, each half the next
+    rollout.windows = 1  # cache lengths, each half the next (2 or more pay for long responses)
     rollout.max_rows = 128  # rows in flight at once (on a CPU: what its caches hold); 0: all
     rollout.max_cache_gib = 0.0  # bound of the KV cache over all devices, the rest waits; 0: none
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
@@ -182,7 +182,7 @@ def micro(config: ConfigDict) -> None:
     config.data.options.min_numbers, config.data.options.max_numbers = 3, 5
     config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 192, 128, 10
     config.rollout.prompts_per_step, config.rollout.group_size = 32, 4
-    config.rollout.response_len, config.rollout.windows = 10, 1
+    config.rollout.response_len = 10
     config.rollout.row_rungs = 3
     config.updates.mini_batch_size = 64
     config.warmup.steps, config.warmup.examples = 300, 5_000
@@ -222,6 +222,7 @@ def gsm8k(config: ConfigDict) -> None:
     config.reward.name = "math"
     config.rollout.prompts_per_step, config.rollout.group_size = 32, 8
     config.rollout.response_len, config.rollout.max_rows = 256, 0
+    config.rollout.windows = 2
     config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 128, 16

@@ -88,9 +88,7 @@ def prefill_seconds(rung: Rung) -> float:
     prompts = random_prompts(rung.rows, rung.prompt_slots, rung.setup.model.vocab_size).tokens
     prompts = jax.block_until_ready(put(prompts, "batch", None))
     start = time.perf_counter()
-    jax.block_until_ready(
-        decode.prefill(rung.setup, rung.weights, prompts, slots=rung.prompt_slots, group_size=1)
-    )
+    jax.block_until_ready(decode.prefill(rung.setup, rung.weights, prompts))
     return time.perf_counter() - start
 
 

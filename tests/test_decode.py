@@ -51,7 +51,13 @@ def begin(setup, weights, prompts, drafts=None, caps=None, slots=P + R + 3):
         match = put(np.full(size, setup.accept == "match"), "batch")
         board = rows.with_pending(board, offered, match)
     tokens = put(prompts.tokens, "batch", None)
-    return decode.prefill(setup, weights, tokens, slots=slots, group_size=1), board
+    return prefill(setup, weights, tokens, slots), board
+
+
+def prefill(setup, weights, prompts_QP, slots, group_size=1):
+    """The prompts' cache [Q * G, slots], as the engine makes it."""
+    cache = decode.prefill(setup, weights, prompts_QP)
+    return decode.spread(cache, slots=slots, group_size=group_size)
 
 
 def visit(setup, weights, cache, board, width, *, stop=0, length=R, steps=FOREVER, own=FOREVER,
@@ -109,9 +115,7 @@ def check_rows(board, other, rows_=slice(None)):
 def test_prefill_computes_a_prompt_once_for_its_group(start):
     _, weights, prompts = start
     tokens = put(prompts.tokens, "batch", None)
-    one, three = (
-        ref.host(decode.prefill(MATCH, weights, tokens, slots=P + R, group_size=g)) for g in (1, 3)
-    )
+    one, three = (ref.host(prefill(MATCH, weights, tokens, P + R, group_size=g)) for g in (1, 3))
     for single, group in zip(jax.tree.leaves(one), jax.tree.leaves(three), strict=True):
         assert single.shape == (B, P + R, 2, 4)
         np.testing.assert_array_equal(group, np.repeat(single, 3, axis=0))
@@ -337,9 +341,7 @@ def _draws_at(model, weights, prompts_BP, prompt_lens, tokens_BR, seeds, *, widt
     """Tokens [B, R] that would be drawn where steps of one width are fed `tokens_BR`."""
     policy, law, slots = Transformer(model, weights), SamplingLaw(), tokens_BR.shape[1]
     setup = make_setup(model)
-    cache = decode.prefill(
-        setup, weights, prompts_BP, slots=prompts_BP.shape[1] + slots, group_size=1
-    )
+    cache = prefill(setup, weights, prompts_BP, prompts_BP.shape[1] + slots)
     last = jnp.sum(
         jnp.where(
             jnp.arange(prompts_BP.shape[1])[None, :] == prompt_lens[:, None] - 1, prompts_BP, 0

@@ -133,7 +133,10 @@ def held_bytes(monkeypatch):
         caches = (x for x in jax.live_arrays() if x.ndim == 4 and x.shape[2:] == (2, 4))
         return sum(x.nbytes for x in caches if x.shape[0] > 1)
 
-    for module, names in ((decode, ("prefill", "replay", "visit")), (rows, ("move", "join"))):
+    for module, names in (
+        (decode, ("prefill", "spread", "replay", "visit")),
+        (rows, ("move", "add")),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, watched(getattr(module, name)))
     return most

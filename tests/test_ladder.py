@@ -26,7 +26,7 @@ def test_worked_example():
     assert ladder.admissions == (64, 32, 16, 8)
     assert ladder.responses == (16, 32)
     assert [ladder.slots(r) for r in ladder.responses] == [8 + 16 + 3, 8 + 32 + 3]
-    assert ladder.verify == (8, 16, 24, 32)
+    assert ladder.verify == (32,)
     assert ladder.widths == (1, 2, 4)
     assert [ladder.rows_for(n) for n in (64, 33, 32, 9, 8, 1)] == [64, 64, 32, 16, 8, 8]
     assert [ladder.rows_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
@@ -65,11 +65,13 @@ def test_how_many_begin_together(waiting, room, admitted):
 @pytest.mark.parametrize(
     ("slots", "chunk", "widths"),
     [
-        (32, 0, (8, 16, 24, 32)),
-        (32, 128, (8, 16, 24, 32)),  # a chunk is no wider than a response
-        (32, 10, (3, 5, 8, 10)),
-        (32, 2, (1, 2)),
-        (5, 0, (2, 3, 4, 5)),
+        (256, 0, (64, 128, 192, 256)),
+        (256, 128, (32, 64, 96, 128)),
+        (128, 256, (32, 64, 96, 128)),  # a chunk is no wider than a response
+        (100, 0, (34, 67, 100)),
+        (64, 0, (32, 64)),
+        (63, 0, (63,)),
+        (32, 10, (10,)),
         (1, 0, (1,)),
     ],
 )

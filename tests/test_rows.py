@@ -192,28 +192,48 @@ def test_move(make_mesh, shape, pending):
 
 
 @SHAPES
-def test_join(make_mesh, shape):
-    """Rungs of different sizes and windows: the first one's wanted rows come first."""
+@pytest.mark.parametrize("deeper", [False, True])
+def test_add(make_mesh, shape, deeper):
+    """Rows go where others are done, whatever the window they come from."""
     board = board_of(12)
-    left, right = take(board, [9, 0, 4, 7]), take(board, [3, 11, 2, 5, 8, 1])
-    wanted = np.array([0, 1, 1, 0], bool), np.array([1, 0, 0, 1, 1, 0], bool)
+    left, right = take(board, [9, 0, 4, 7, 10, 6]), take(board, [3, 11, 2, 5])
+    left = dataclasses.replace(left, done=np.array([1, 0, 1, 0, 1, 1], bool))
+    wanted, slots = np.array([1, 0, 0, 1], bool), 9 if deeper else 3
+    expected = [3, 0, 5, 7, 10, 6]
     with jax.set_mesh(make_mesh(*shape)):
-        sides = [
-            (cache_of(side, side.index, slots), ref.put_rows(side), put(want, "batch"))
-            for side, want, slots in ((left, wanted[0], 6), (right, wanted[1], 3))
-        ]
-        cache, rows = travel.join(*sides, size=8, slots=7)
-    check(rows, take(board, [0, 4, 3, 5, 8]), real=5)
+        cache, rows = travel.add(
+            cache_of(left, left.index, 6), ref.put_rows(left),
+            cache_of(right, right.index, slots), ref.put_rows(right), put(wanted, "batch"),
+        )  # fmt: skip
+    got = ref.host(rows)
+    np.testing.assert_array_equal(got.index, expected)
+    np.testing.assert_array_equal(got.done, [right.done[0], 0, right.done[3], 0, 1, 1])
+    for name in ("tokens", "lens", "policy_logprobs", "seeds"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(take(board, expected), name))
+    np.testing.assert_array_equal(got.pending.tokens, take(board, expected).pending.tokens)
     for x in jax.tree.leaves(ref.host(cache)):
-        marks = np.array([0, 4, 3, 5, 8]) + 0.5
-        np.testing.assert_array_equal(x[:5, :3, 0, 0], np.outer(marks, np.ones(3)))
-        np.testing.assert_array_equal(x[:2, 3:6, 1, 3], np.outer(marks[:2], np.ones(3)))
-        assert not x[2:5, 3:].any()
-        assert x.shape == (8, 7, 2, 4)
+        assert x.shape == (6, 6, 2, 4)
+        marks = np.array(expected) + 0.5
+        np.testing.assert_array_equal(x[:, :3, 0, 0], np.outer(marks, np.ones(3)))
+        deep = np.ones(6, bool) if deeper else np.array([0, 1, 0, 1, 1, 1], bool)
+        np.testing.assert_array_equal(x[:, 3:, 1, 3], np.outer(marks * deep, np.ones(3)))
 
 
-def test_a_join_needs_one_form(mesh):
-    """Rows without anything to judge join others as rows whose drafts are empty."""
+@SHAPES
+def test_nothing_to_add(make_mesh, shape):
+    board = board_of(12)
+    left, right = take(board, [9, 0, 4, 7]), take(board, [3, 11])
+    left = dataclasses.replace(left, done=np.zeros(4, bool))  # nowhere to put it, either
+    with jax.set_mesh(make_mesh(*shape)):
+        _, rows = travel.add(
+            cache_of(left, left.index), ref.put_rows(left),
+            cache_of(right, right.index), ref.put_rows(right), put(np.zeros(2, bool), "batch"),
+        )  # fmt: skip
+    np.testing.assert_array_equal(ref.host(rows).index, [9, 0, 4, 7])
+
+
+def test_both_rungs_need_one_form(mesh):
+    """Rows without anything to judge are added as rows whose drafts are empty."""
     with_drafts, without = board_of(4), board_of(4, pending=False, seed=9)
     plain = travel.with_empty_pending(ref.put_rows(without), ref.put_rows(with_drafts).pending)
     assert jax.tree.structure(plain) == jax.tree.structure(with_drafts)
@@ -240,16 +260,15 @@ def test_drop(make_mesh, shape):
 
 
 def test_a_round_trip_through_all_of_it(mesh):
-    """pick, move, join, drop, collect: every row ends at its place, changed where it was."""
+    """pick, move, add, drop, collect: every row ends at its place, changed where it was."""
     board = board_of()
     placed = ref.put_rows(board)
     first = travel.pick(placed, put(np.array([7, 2, 5, 0], np.int32), None))
     second = travel.pick(placed, put(np.array([1, 4, -1, -1], np.int32), None))
     caches = [cache_of(ref.host(side), np.zeros(4)) for side in (first, second)]
     keep = put(np.array([1, 0, 1, 1], bool), "batch")
-    cache, rows = travel.move(caches[0], first, keep, size=4, slots=6)  # 7, 5, 0
-    sides = (cache, rows, ~rows.done), (caches[1], second, ~second.done)
-    cache, rows = travel.join(*sides, size=6, slots=6)  # 7, 5, 0, 1, 4
+    cache, rows = travel.move(caches[0], first, keep, size=6, slots=6)  # 7, 5, 0
+    cache, rows = travel.add(cache, rows, caches[1], second, ~second.done)  # 7, 5, 0, 1, 4
     rows = travel.drop(rows, put(np.arange(6) == 1, "batch"))  # without 5
     rows = dataclasses.replace(rows, lens=rows.lens + 1000)
     got = ref.host(travel.collect(rows, placed))

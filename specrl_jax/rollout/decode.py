@@ -89,14 +89,24 @@ class Tally:
     kept: Array
 
 
-@functools.partial(jax.jit, static_argnames=("setup", "slots", "group_size"))
-def prefill(setup: Setup, weights: Params, prompts_QP: Array, *, slots: int, group_size: int):
-    """KV cache [Q * G, slots] of the prompts; each prompt is computed once for its group."""
-    rows = prompts_QP.shape[0]
-    start = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
-    cache = init_cache(setup.model, rows, slots)
-    _, cache = Transformer(setup.model, weights)(prompts_QP, start, cache)
-    return repeat_rows(cache, group_size)
+@functools.partial(jax.jit, static_argnames="setup")
+def prefill(setup: Setup, weights: Params, prompts_QP: Array) -> KVCache:
+    """KV cache [Q, P] of the prompts; `spread` gives it to their groups."""
+    start = jnp.zeros(prompts_QP.shape[0], jnp.int32, out_sharding=spec("batch"))
+    cache = init_cache(setup.model, *prompts_QP.shape)
+    return Transformer(setup.model, weights)(prompts_QP, start, cache)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("slots", "group_size"))
+def spread(cache: KVCache, *, slots: int, group_size: int) -> KVCache:
+    """Cache [Q * G, slots] for the responses to each row of `cache` [Q, P].
+
+    A program of its own: for every further window only this copy is compiled, not the policy.
+    """
+    return jax.tree.map(
+        lambda x: jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0))),
+        repeat_rows(cache, group_size),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots", "width"))

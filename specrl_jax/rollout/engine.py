@@ -285,7 +285,7 @@ class Engine:
         of `size`, with the pool, up to `longest` tokens."""
         slots = self.ladder.slots(self.ladder.response_for(longest + 1))
         total = self.ladder.rows_for(self.pool.unfinished + real)
-        needed = self._bytes((self.pool.size, self.pool.slots), (size, slots), (total, slots))
+        needed = self._bytes((size, slots), *{(self.pool.size, self.pool.slots), (total, slots)})
         return bool(self.bounds.cache_bytes) and needed > self.bounds.cache_bytes
 
     def _begin_groups(self, groups: list[int], size: int) -> _Pool:
@@ -299,16 +299,12 @@ class Engine:
         start = time.perf_counter()
         prompts = self.prompts[np.resize(groups, size // group)]
         slots = first.slots if verify else self._first_slots()
-        cache = decode.prefill(
-            self.setup,
-            self.weights,
-            put(prompts, "batch", None),
-            slots=slots,
-            group_size=group,
-        )
+        cache = decode.prefill(self.setup, self.weights, put(prompts, "batch", None))
+        prompt_rung = (size // group, self.ladder.prompt_slots)
+        cache = decode.spread(cache, slots=slots, group_size=group)
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
-        self._note_bytes((size, slots), *self._pool_shape())
+        self._note_bytes(prompt_rung, (size, slots), *self._pool_shape())
         batch = _Pool(cache, picked, size, slots, len(places))
         batch.active = len(places)
         batch.own = int(np.sum(places < self.own))
@@ -459,10 +455,11 @@ class Engine:
         if pool is None:
             self.pool = self._moved(batch, size, slots)
             return
+        self._note_bytes((batch.size, batch.slots), *{(pool.size, pool.slots), (size, slots)})
         self._collect(pool)
-        sides = [(p.cache, p.rows, ~p.rows.done) for p in self._same_form(pool, batch)]
-        cache, joined = rows.join(*sides, size=size, slots=slots)
-        self._note_bytes((pool.size, pool.slots), (batch.size, batch.slots), (size, slots))
+        self.pool = pool = self._moved(pool, size, slots)
+        pool, batch = self._same_form(pool, batch)
+        cache, joined = rows.add(pool.cache, pool.rows, batch.cache, batch.rows, ~batch.rows.done)
         names = ("own", "active", "parked", "verifying")
         sums = {name: getattr(pool, name) + getattr(batch, name) for name in names}
         self.pool = _Pool(

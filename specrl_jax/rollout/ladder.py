@@ -2,12 +2,14 @@
 
 Worked example: 64 rows in groups of 4, 32 response slots, 8 prompt slots, 4 row rungs, 2 windows,
 steps of up to 4 tokens, a mesh that cuts the batch in 2: rows (64, 32, 16, 8), admissions
-(64, 32, 16, 8), responses (16, 32), slots 8 + 16 + 3 and 8 + 32 + 3, verification widths
-(8, 16, 24, 32).
+(64, 32, 16, 8), responses (16, 32), slots 8 + 16 + 3 and 8 + 32 + 3, one verification width,
+32 (more only where they are 32 apart).
 """
 
 import dataclasses
 import math
+
+NARROW = 32  # tokens; verification widths further apart than that are worth a program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +47,12 @@ class Ladder:
         admitted = {max(n // whole, 1) * whole for n in halved}
         lengths = {max(-(-response_slots // 2**i), 1) for i in range(windows)}
         chunk = min(verify_chunk or response_slots, response_slots)
+        parts = min(max(chunk // NARROW, 1), 4)
         return cls(
             rows=tuple(sorted(halved | {max(admitted)}, reverse=True)),
             admissions=tuple(sorted(admitted, reverse=True)),
             responses=tuple(sorted(lengths)),
-            verify=tuple(sorted({-(-chunk * quarter // 4) for quarter in (1, 2, 3, 4)})),
+            verify=tuple(-(-chunk * part // parts) for part in range(1, parts + 1)),
             prompt_slots=prompt_slots,
             slack=max_width - 1,
         )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.kv_cache import KVCache, regrid
+from specrl_jax.models.kv_cache import KVCache, cache_slots, regrid
 from specrl_jax.sharding import reshard, spec, take_rows
 from specrl_jax.types import Drafts
 
@@ -194,28 +194,26 @@ def move(
     return regrid(cache, order, slots), _mark(_take(rows, order), real)
 
 
-@functools.partial(jax.jit, static_argnames=("size", "slots"))
-def join(
-    first: tuple[KVCache, Rows, Array],
-    second: tuple[KVCache, Rows, Array],
-    *,
-    size: int,
-    slots: int,
+@functools.partial(jax.jit, donate_argnames=("cache", "rows"))
+def add(
+    cache: KVCache, rows: Rows, others: KVCache, other_rows: Rows, wanted: Array
 ) -> tuple[KVCache, Rows]:
-    """The wanted rows of two rungs (cache, rows, wanted) on one, those of the first in front."""
-    (cache_a, rows_a, wanted_a), (cache_b, rows_b, wanted_b) = first, second
-    own = wanted_a.shape[0]
-    wanted = jnp.concatenate([reshard(wanted_a, None), reshard(wanted_b, None)])
-    order, real = _front(wanted, size)
-    from_a = reshard(order < own, "batch")
-    order_a, order_b = jnp.minimum(order, own - 1), jnp.maximum(order - own, 0)
+    """A rung with the rows marked in `wanted` bool [c] of another, in order, on its free places.
 
-    def choose(a: Array, b: Array) -> Array:
-        return jnp.where(from_a.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+    Free are the places of rows that are done: write the rung's rows back first. There must be
+    enough of them; the other rung's window may be of any depth.
+    """
+    order, count = jnp.argsort(~reshard(wanted, None), stable=True), jnp.sum(wanted)
+    free = reshard(rows.done, None)
+    rank = jnp.cumsum(free) - 1
+    taken = reshard(free & (rank < count), "batch")
+    source = order[jnp.clip(rank, 0, len(order) - 1)]
 
-    caches = regrid(cache_a, order_a, slots), regrid(cache_b, order_b, slots)
-    rows = _take(rows_a, order_a), _take(rows_b, order_b)
-    return jax.tree.map(choose, *caches), _mark(jax.tree.map(choose, *rows), real)
+    def choose(old: Array, new: Array) -> Array:
+        return jnp.where(taken.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+    news = regrid(others, source, cache_slots(cache)), _take(other_rows, source)
+    return jax.tree.map(choose, (cache, rows), news)
 
 
 @jax.jit
