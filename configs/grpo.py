@@ -101,9 +101,9 @@ def base() -> ConfigDict:
     rollout.max_width = 8  # tokens a decode step may check: 1, 2, 4, ... (1 without tree drafts)
     rollout.verify_chunk = 128  # draft tokens of a row verified in one pass
     rollout.adaptive = True  # by measured cost: widths, and whether to go on verifying
-    rollout.row_rungs = 4  # batch sizes that finished rows are compacted into, each half the last
+    rollout.row_rungs = 5  # batch sizes that finished rows are compacted into, each half the last
     rollout.windows = 1  # cache lengths, each half the next (2 or more pay for long responses)
-    rollout.max_rows = 128  # rows in flight at once (on a CPU: what its caches hold); 0: all
+    rollout.max_rows = 0  # rows in flight at once; 0: all
     rollout.max_cache_gib = 0.0  # bound of the KV cache over all devices, the rest waits; 0: none
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
     rollout.store = "device"  # where drafts are kept: device | host (the next batch is prefetched)

@@ -619,7 +619,8 @@ def test_drafts_that_turn_bad_are_left(rows):
 
 
 def make_pass(rows=64, remaining=100.0, rung_rows=64, chunk=4, decode_rows=16, **more):
-    return Pass(rows, remaining, rung_rows, 99, chunk, decode_rows, 50, **more)
+    rungs = ((decode_rows, 1 / decode_rows),)
+    return Pass(rows, remaining, rung_rows, 99, chunk, rungs, 50, **more)
 
 
 def make_verifier(pass_seconds, rate, decode_seconds=8.0):
@@ -667,7 +668,9 @@ def test_kept_tokens_agree_with_drawn_drafts():
         assert kept.mean() == pytest.approx(expected, rel=0.01)
 
 
-CHUNK = Pass(128, 24.0, 128, slots=99, chunk=16, decode_rows=128, decode_slots=99)  # 3.6 steps
+CHUNK = Pass(
+    128, 24.0, 128, 99, chunk=16, decode_rungs=((128, 1 / 128),), decode_slots=99
+)  # 3.6 steps
 
 
 def rollouts(model, chance, number, rng):

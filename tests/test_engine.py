@@ -261,6 +261,50 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
     assert stats.verified_tokens > 0
 
 
+@pytest.mark.parametrize("accept", ["match", "ratio"])
+def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, accept):
+    """No pass is run to learn it, and what is learned turns the choice when it should."""
+    _, endless, _ = base
+    plan = plan_of(1, accept=accept, **ONE_RUNG)
+    cost = CostModel(table(verify=3.0))
+    cost.acceptance.observe_verified(0, 200)
+    passes = []
+    for _ in range(6):
+        rollout, stats = go(plan, drafts=as_drafts(endless), cost=cost, caps=None)
+        check_equal(rollout, endless, but=FOUND)
+        assert np.asarray(rollout.prefix_lens).sum() == B * R
+        passes.append(stats.verified_tokens)
+    assert passes[:2] == [0, 0]  # drafts of so bad a name are not worth a pass
+    assert passes[-1] == B * R
+    assert cost.acceptance.rate() > 0.8
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "rungs"),
+    [
+        (0, ((8, 7 / 39), (32, 1 / 39))),  # 32 rows decode a token each, one of them 7 more
+        # 8 rows at once and 24 that wait: there are always 7 beside the long one.
+        (8, ((8, (8 / 8 + 7 * 1 / 8) / 15),)),
+    ],
+)
+def test_the_price_of_a_decoded_token_is_that_of_the_rungs_it_would_take(
+    mesh, base, max_rows, rungs
+):
+    lens = np.where(np.arange(B) == 5, 8, 1)
+    seen = []
+
+    class Spy(Whims):
+        def worth_verifying(self, candidate):
+            seen.append(candidate)
+            return Verdict.SKIP
+
+    plan = plan_of(row_rungs=3 if not max_rows else 1, windows=1, max_rows=max_rows)
+    go(plan, drafts=as_drafts(base[1], lens), cost=Spy(0))
+    (found,) = {one.decode_rungs for one in seen[:1]}
+    assert [rows for rows, _ in found] == [rows for rows, _ in rungs]
+    np.testing.assert_allclose([share for _, share in found], [share for _, share in rungs])
+
+
 def test_block_verification_is_never_skipped(mesh, base):
     at_once, _, _ = choosing(base, None, "block", width=1)
     paid, stats, _ = choosing(base, table(verify=1e6), "block", width=1)
@@ -278,7 +322,7 @@ class Whims:
         width = int(self.rng.choice(widths))
         return Visit(size, slots, width, width, int(self.rng.integers(0, 4)))
 
-    def record_visit(self, visit, steps, histogram=()):
+    def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
         return 0.0
 
     def worth(self, candidate):

@@ -246,7 +246,8 @@ class Pass:
     """One verification of up to `chunk` more draft tokens, as it could be run.
 
     rows: that would verify, in a rung of rung_rows and slots, with `remaining` draft tokens left in
-    the mean. decode_rows, decode_slots, widths: where and how wide the rest would be decoded.
+    the mean. decode_rungs, decode_slots, widths: where and how wide they would be decoded instead;
+    of every rung its rows, and how many of its steps a token costs in the mean.
     """
 
     rows: int
@@ -254,7 +255,7 @@ class Pass:
     rung_rows: int
     slots: int
     chunk: int
-    decode_rows: int
+    decode_rungs: tuple[tuple[int, float], ...]
     decode_slots: int
     widths: tuple[int, ...] = (1,)
 
@@ -334,8 +335,21 @@ class CostModel:
         due = math.ceil(((cost if best == base else 0.0) - self.credit) / (BUDGET * plain))
         return Visit(rows, slots, base, base, max(due, REVIEW_STEPS), cost)
 
-    def record_visit(self, visit: Visit, steps: int, histogram: Sequence[float] = ()) -> float:
-        """A visit is over, with the histogram for `Acceptance`; returns its predicted seconds."""
+    def record_visit(
+        self,
+        visit: Visit,
+        steps: int,
+        histogram: Sequence[float] = (),
+        kept: float = 0,
+        judged: float = 0,
+    ) -> float:
+        """A visit is over, with the histogram for `Acceptance`; returns its predicted seconds.
+
+        kept, judged: tokens of previous responses. Drafts that were left to decoding are judged a
+        few tokens a step, which costs nothing and tells whether to verify the next.
+        """
+        if judged:
+            self.acceptance.observe_verified(kept, judged)
         histogram = [float(n) for n in histogram]
         self.acceptance.observe(histogram, visit.width)
         seconds = self.predicted(visit.rows, visit.slots, visit.width, steps)
@@ -387,10 +401,13 @@ class CostModel:
         return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
 
     def _token_seconds(self, one: Pass) -> float:
-        """Seconds of a decoded token: a row's share of a step of the best width."""
-        width = self.choose_width(one.decode_rows, one.decode_slots, one.widths)
-        seconds = self.predicted(one.decode_rows, one.decode_slots, width)
-        return seconds / one.decode_rows / self.acceptance.expected_tokens(width)
+        """Seconds of a decoded token, every rung at its best width."""
+        total = 0.0
+        for rows, steps in one.decode_rungs:
+            width = self.choose_width(rows, one.decode_slots, one.widths)
+            seconds = self.predicted(rows, one.decode_slots, width)
+            total += steps * seconds / self.acceptance.expected_tokens(width)
+        return total
 
     def state(self) -> dict:
         """All that choices depend on, in values that JSON keeps exactly."""

@@ -358,15 +358,13 @@ class Engine:
         expected to save most for its seconds; without a cost model the widest that is needed."""
         longest = int(drafts.max())
         widest = self.ladder.verify_width(longest)
-        decoding = self.pool.unfinished if self.pool else 0
-        capacity = self._capacity(self.setup.response_slots)
         one = Pass(
             rows=verifying,
             remaining=float(drafts[drafts > 0].mean()),
             rung_rows=size,
             slots=self._verify_slots(widest, longest),
             chunk=widest,
-            decode_rows=self.ladder.rows_for(min(decoding + size, capacity)),
+            decode_rungs=self._decode_rungs(drafts),
             decode_slots=self.ladder.slots(self.ladder.responses[-1]),
             widths=self.widths,
         )
@@ -380,6 +378,23 @@ class Engine:
             ),
             key=self.cost.worth,
         )
+
+    def _decode_rungs(self, drafts: np.ndarray) -> tuple[tuple[int, float], ...]:
+        """Where rows would decode so many tokens each: (rows of a rung, share), where a token costs
+        Σ share · seconds of a step, in the mean. Steps are shared with the rows beside them; the
+        last tokens of long rows are dear, since few others are left.
+        """
+        ended = np.cumsum(np.bincount(drafts[drafts > 0]))[:-1]
+        active = np.sum(drafts > 0) - ended  # rows that decode token 0, 1, ...
+        beside = (self.pool.unfinished if self.pool else 0) + len(
+            self.fresh
+        ) * self.setup.group_size
+        room = self._capacity(self.setup.response_slots) - active
+        shares: collections.Counter[int] = collections.Counter()
+        for count, others in zip(active.tolist(), np.clip(room, 0, beside).tolist(), strict=True):
+            rung = self.ladder.rows_for(min(count + others, self.ladder.rows[0]))
+            shares[rung] += count / (count + others)
+        return tuple((rung, shares[rung] / int(active.sum())) for rung in sorted(shares))
 
     def _verdict(self, drafts: np.ndarray, size: int) -> tuple[Verdict, Pass | None]:
         """Whether to verify a new batch's drafts in a wide pass, or leave them to decoding."""
@@ -526,7 +541,8 @@ class Engine:
         visit = self.cost.plan_visit(pool.size, pool.slots, self.widths)
         limits = self._limits(stop, response, min(steps, visit.max_steps or steps))
         tally = self._run(pool, limits, visit.width)
-        seconds = self.cost.record_visit(visit, int(tally.steps), tally.accepted.tolist())
+        steps, judged = int(tally.steps), (int(tally.kept), int(tally.judged))
+        seconds = self.cost.record_visit(visit, steps, tally.accepted.tolist(), *judged)
         self.stats.predicted_seconds += seconds
 
     def _run(self, pool: _Pool, limits: Limits, width: int, wide: bool = False):
