@@ -136,6 +136,9 @@ def draw(logits: Array, seeds_B2: Array, positions: Array, law: SamplingLaw) -> 
     """
     if law.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Apart from what else is computed of them: XLA's CPU backend would share the exponentials with
+    # a log-sum-exp at the price of a slow fusion; whole steps of 27M parameters were 14 % longer.
+    logits = jax.lax.optimization_barrier(logits)
     weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     race = weights / exponentials(seeds_B2, positions, logits.shape[-1])
     return jnp.argmax(race, axis=-1).astype(jnp.int32)
