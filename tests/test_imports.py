@@ -31,6 +31,7 @@ ALLOWED = {
     "checkpoint": {"types"},
     "measure": {"types"},
     "records": {"types"},
+    "compare": {"metrics", "records"},
     "models": {"sharding"},
     "policy": {"models", "sharding", "tokenizer"},
     "warmup": {"update", "models", "sharding", "masked", "types", "data", "tokenizer"},

@@ -1,0 +1,70 @@
+"""Train under several values of one field and several seeds, and put the runs side by side.
+
+    python launch/compare.py --config=configs/grpo.py --vary=rollout.draft=none,previous,tree \
+        [--seeds=0,1,2] [--workdir=runs/compare] [--config.FIELD=VALUE]
+
+The same command again goes on where it was stopped. WORKDIR/compare.json holds all figures. Tokens
+are compared on the recorded responses: --config.log.rollouts=1.0 records all.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from specrl_jax import cli
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")  # one line, without the usage
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, but for --config.FIELD=VALUE."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    found = _Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    found.add_argument("--config", required=True, help="configuration file[:preset]")
+    found.add_argument("--vary", required=True, help="FIELD=VALUE,VALUE,...")
+    found.add_argument("--seeds", default="0", help="divided by commas (default: 0)")
+    found.add_argument("--workdir", type=Path, default=Path("runs", "compare"))
+    return found
+
+
+def _several(args: argparse.Namespace) -> tuple[str, list[str], list[int]]:
+    field, _, values = args.vary.partition("=")
+    values = values.split(",")
+    if not re.fullmatch(r"\w+(\.\w+)*", field) or not all(values):
+        raise ValueError(f"--vary must be FIELD=VALUE,VALUE,..., got {args.vary!r}")
+    try:
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds must be whole numbers as in 0,1, got {args.seeds!r}") from None
+    for name, several in (("--vary", values), ("--seeds", seeds)):
+        if len(set(several)) < len(several):
+            raise ValueError(f"{name} must not name anything twice, got {several}")
+    return field, values, seeds
+
+
+def main() -> None:
+    args, rest = parser().parse_known_args()
+    if wrong := [flag for flag in rest if not flag.startswith("--config.")]:
+        raise ValueError(f"unknown arguments: {' '.join(wrong)}")
+    field, values, seeds = _several(args)
+    from specrl_jax import compare
+
+    todo = compare.cells(args.config, field, values, seeds, args.workdir, rest)
+    try:
+        compare.run(todo, lambda line: print(line, file=sys.stderr, flush=True))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    found = compare.compare(todo)
+    (args.workdir / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(compare.table(field, found))
+
+
+if __name__ == "__main__":
+    with cli.user_errors():
+        main()

@@ -1,0 +1,109 @@
+"""Several runs side by side: figures by hand on written records, and the command end to end."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from small_runs import ROOT
+
+from specrl_jax import compare
+from specrl_jax.records import FIELDS
+
+
+def write_run(folder, responses, rewards=(0.25, 0.5)):
+    """A work directory of one step an epoch whose rollouts are `responses`, by step."""
+    lines = [{"step": 0, "reward/eval": 0.125}]
+    (folder / "rollouts").mkdir(parents=True)
+    for step, (rows, reward) in enumerate(zip(responses, rewards, strict=True), start=1):
+        record = {"step": step, "reward/mean": reward, "reward/eval": reward, "data/passes": step}
+        record |= {f"time/{name}": float(step) for name in ("rollout", "prefill", "step")}
+        record |= {f"time/{name}": 10.0 * step for name in ("verify", "decode")}
+        for name in ("tokens_generated", "tokens_reused", "tokens_drafted", "row_steps"):
+            record[f"rollout/{name}"] = 100 * step
+        lines.append(record)
+        blank = dict.fromkeys(FIELDS)
+        text = "".join(json.dumps(blank | {"token_ids": row}) + "\n" for row in rows)
+        (folder / "rollouts" / f"step_{step}.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return folder
+
+
+def test_figures_are_of_the_steps_that_have_drafts(tmp_path):
+    found = compare.figures(write_run(tmp_path / "a", [[[1]], [[1]]]))
+    assert found["held-out reward, first"] == 0.125
+    assert found["held-out reward, last"] == found["training reward, last epoch"] == 0.5
+    assert found["tokens generated"] == 200
+    assert (found["rollout, s"], found["  decode, s"]) == (2.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([[[1, 2], [3]], [[4], [5, 6]]], (None, 6)),
+        ([[[1, 2], [3]], [[4], [5, 7]]], (2, 5)),
+        ([[[1, 2], [3]], [[4], [5]]], (2, 5)),  # shorter: its end is another token
+        ([[[9, 2], [3]], [[4], [5, 6]]], (1, 0)),
+    ],
+)
+def test_where_tokens_part(tmp_path, others, expected):
+    one = write_run(tmp_path / "one", [[[1, 2], [3]], [[4], [5, 6]]])
+    assert compare.first_difference(one, write_run(tmp_path / "other", others)) == expected
+
+
+def test_the_table(tmp_path):
+    todo = compare.cells("c.py", "rollout.draft", ["none", "tree"], [0, 1], tmp_path, [])
+    for cell in todo:
+        last = 0.5 + 0.25 * cell.seed
+        rows = [[[1]], [[2 if (cell.value, cell.seed) == ("tree", 1) else 1]]]
+        write_run(cell.workdir, rows, rewards=(0.25, last))
+    found = compare.compare(todo)
+    assert found["tree"]["1"]["same tokens until step"] == 2
+    lines = {line[:30].strip(): line[30:].split() for line in
+             compare.table("rollout.draft", found).splitlines()}  # fmt: skip
+    assert lines["rollout.draft"] == ["none", "tree"]
+    assert lines["held-out reward, last"] == ["0.625", "±", "0.177"] * 2
+    assert lines["tokens generated"] == ["200", "±", "0"] * 2
+    assert lines["same tokens until step"] == ["end,", "end", "end,", "2"]
+
+
+def launch(*arguments):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "launch/compare.py", *arguments],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+
+
+def test_plain_and_tree_drafts_through_the_command(tmp_path):
+    """Lossless drafts: every token of a training run is the same."""
+    arguments = (
+        "--config=tests/small_runs.py", "--vary=rollout.draft=none,tree",
+        f"--workdir={tmp_path}", "--config.log.rollouts=1.0", "--config.rollout.adaptive=False",
+    )  # fmt: skip
+    first = launch(*arguments)
+    assert first.returncode == 0, first.stderr
+    found = json.loads((tmp_path / "compare.json").read_text())
+    assert found["tree"]["0"]["same tokens until step"] is None
+    assert found["tree"]["0"]["tokens compared"] > 100
+    assert found["tree"]["0"]["tokens drafted"] > found["none"]["0"]["tokens drafted"] == 0
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")}
+    again = launch(*arguments)  # finished runs are read, not run
+    assert again.stdout == first.stdout
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vary=rollout.draft"], "--vary must be FIELD=VALUE,VALUE,..., got 'rollout.draft'"),
+        (["--vary=seed=1,1"], "--vary must not name anything twice, got ['1', '1']"),
+        (["--vary=seed=1", "--seeds=x"], "--seeds must be whole numbers as in 0,1, got 'x'"),
+        (["--vary=seed=1", "--speed=3"], "unknown arguments: --speed=3"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message):
+    done = launch("--config=tests/small_runs.py", *arguments)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
