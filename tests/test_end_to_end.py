@@ -39,6 +39,10 @@ LONG = {
 }  # fmt: skip
 
 
+# The same with both kinds of drafts, always used.
+TREES = LONG | {"rollout.draft": "previous+tree", "rollout.adaptive": False}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, make_mesh):
     """The work directory of LONG, run without interruption: 8 steps, checkpoints 0, 3, 6, 8."""
@@ -73,15 +77,41 @@ with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
 """
 
 
+# One that is killed in the midst of its seventh rollout, that of step 5: behind those of steps 1
+# to 4 and the evaluations at 0 and 3.
+_IN_A_ROLLOUT = """
+import os, signal, sys
+from pathlib import Path
+import conftest, jax, small_runs, test_end_to_end
+from specrl_jax import sharding, train
+from specrl_jax.rollout.engine import Engine
+
+begin, visit, begun = Engine.run, Engine._visit, []
+
+def run(self):
+    begun.append(self)
+    return begin(self)
+
+def visit_and_die(self):
+    visit(self)
+    if len(begun) == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Engine.run, Engine._visit = run, visit_and_die
+with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
+    train.train(small_runs.small_config(test_end_to_end.TREES), Path(sys.argv[1]))
+"""
+
+
 def _environment() -> dict[str, str]:
     known = os.environ.get("PYTHONPATH")
     folders = [str(small_runs.ROOT / "tests"), str(small_runs.ROOT), known]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def _killed(workdir, *where: str) -> None:
+def _killed(workdir, *where: str, process: str = _PROCESS) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _PROCESS, str(workdir), *where],
+        [sys.executable, "-c", process, str(workdir), *where],
         env=_environment(), capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
@@ -107,6 +137,17 @@ def test_killed_while_a_later_checkpoint_is_written(finished, tmp_path, mesh):
     assert records(workdir) == records(finished)[:4]
     loop.train(small_config(LONG), workdir)
     _same_run(workdir, finished)
+
+
+def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh):
+    loop.train(small_config(TREES), tmp_path / "finished")
+    workdir = tmp_path / "run"
+    _killed(workdir, process=_IN_A_ROLLOUT)
+    assert [r["step"] for r in records(workdir)] == [0, 1, 2, 3, 4]
+    loop.train(small_config(TREES), workdir)
+    _same_run(workdir, tmp_path / "finished")
+    assert sum(r.get("rollout/tokens_drafted", 0) for r in records(workdir)) > 0
+    assert sum(r.get("rollout/tokens_reused", 0) for r in records(workdir)) > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
