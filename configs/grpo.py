@@ -94,8 +94,8 @@ def base() -> ConfigDict:
     rollout.tree = tree = ConfigDict()  # drafts from all that is known of a prompt (SRT)
     tree.history = 2  # last responses of each sample that are read, beside those in flight
     tree.depth = 16  # a row's last tokens that are looked up
-    tree.factor = 1.0  # at most factor x matched tokens + offset are drafted
-    tree.offset = 1.0  # see factor
+    tree.factor = 8.0  # at most factor x matched tokens + offset are drafted; SRT 1.0
+    tree.offset = 0.0  # see factor; SRT 1.0
     tree.min_prob = 0.1  # a draft ends where its share of the continuations falls below
     tree.decay = 0.7  # weight of a response against one a generation newer
     rollout.max_width = 8  # tokens a decode step may check: 1, 2, 4, ... (1 without tree drafts)
@@ -115,10 +115,14 @@ def base() -> ConfigDict:
     # -- the algorithm ---------------------------------------------------------------------------
     config.grpo = grpo = ConfigDict()
     grpo.normalize_std = True  # divide advantages by the group's std; False: Dr. GRPO; paper True
+    grpo.leave_one_out = False  # compare a response with the mean of the others: RLOO
+    grpo.objective = "clip"  # clip (PPO's) | cispo (the clipped ratio weighs log π)
+    grpo.ratio = "token"  # token | sequence (one per response, the geometric mean: GSPO)
     grpo.clip_low = 0.2  # ratio clipped below 1 - clip_low; paper 0.2
     grpo.clip_high = 0.28  # ratio clipped above 1 + clip_high; paper 0.2 (DAPO 0.28)
     grpo.dual_clip = 3.0  # cap of the loss at c·|A| for negative advantages; 0: off; paper 3
-    grpo.aggregation = "token"  # token (mean over tokens) | sequence (mean of rows' means)
+    grpo.aggregation = "token"  # token | sequence (mean of rows' means) | constant (Dr. GRPO: over
+    # rows x response_len)
     grpo.kl_coef = 0.0  # weight of the KL to the frozen reference; 0: no reference; paper 1e-4
     grpo.kl_estimator = "k3"  # k1 | k2 | k3
     grpo.entropy_coef = 0.0  # weight of the entropy bonus; paper 0

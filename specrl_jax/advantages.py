@@ -9,12 +9,18 @@ from jax import Array
 
 
 def group_relative(
-    rewards: Array, group_size: int, *, normalize_std: bool, epsilon: float = 1e-6
+    rewards: Array,
+    group_size: int,
+    *,
+    normalize_std: bool,
+    leave_one_out: bool = False,
+    epsilon: float = 1e-6,
 ) -> Array:
     """Advantage of a response over the other responses to its prompt.
 
         Aᵢ = (rᵢ − mean(r)) / (std(r) + ε)     GRPO, arXiv 2402.03300, section 4.1.2
         Aᵢ =  rᵢ − mean(r)                     Dr. GRPO, arXiv 2503.20783, section 3.2
+        Aᵢ =  rᵢ − mean(r without rᵢ)          RLOO, arXiv 2402.14740, eq. 7: G / (G − 1) times that
 
     mean and std are over the G responses of one prompt. The paper does not say which std: here it
     is the sample's, √(Σ(r − mean)² / (G − 1)), as in verl (`torch.std`), on which SPEC-RL's runs
@@ -27,6 +33,7 @@ def group_relative(
         rewards: float32 [B]; the rows of a group are contiguous (B = Q·G).
         group_size: G, responses per prompt, at least 2.
         normalize_std: Divide by the group's standard deviation.
+        leave_one_out: Compare with the mean of the others.
         epsilon: ε, in units of reward.
 
     Returns:
@@ -53,4 +60,6 @@ def group_relative(
     if normalize_std:
         variance = jnp.sum(jnp.square(centred), axis=1, keepdims=True) / (group_size - 1)
         centred = centred / (jnp.sqrt(variance) + epsilon)
+    if leave_one_out:
+        centred = centred * (group_size / (group_size - 1))
     return centred.reshape(rows)

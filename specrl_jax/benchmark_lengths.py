@@ -30,7 +30,7 @@ from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
 LONGEST = 8  # times the median
-TREE = TreeLaw(depth=16, factor=1.0, offset=1.0, min_prob=0.1)  # as configs/grpo.py
+TREE = TreeLaw(depth=16, factor=8.0, offset=0.0, min_prob=0.1)  # as configs/grpo.py
 VERIFY_CHUNK = 128
 LENGTHS_SEED, CORRUPTION_SEED = 1, 2
 

@@ -80,7 +80,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),
     "rollout.accept": ("ratio", "random", "ratio_residual", "block", "match"),
     "rollout.store": ("device", "host"),
-    "grpo.aggregation": ("token", "sequence"),
+    "grpo.objective": ("clip", "cispo"),
+    "grpo.ratio": ("token", "sequence"),
+    "grpo.aggregation": ("token", "sequence", "constant"),
     "grpo.kl_estimator": ("k1", "k2", "k3"),
     "updates.schedule": ("constant", "linear", "cosine"),
     "updates.old_logprobs": ("rollout", "recompute"),
@@ -163,6 +165,10 @@ def _check_batches(config: ConfigDict) -> None:
     if config.evaluate.every and not held_out:
         raise ValueError(
             "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"
+        )
+    if config.grpo.objective == "cispo" and config.grpo.ratio != "token":
+        raise ValueError(
+            f"grpo.ratio must be token where grpo.objective is cispo, got {config.grpo.ratio!r}"
         )
     _check_rollout(config.rollout)
     if config.rollout.partial and config.updates.old_logprobs != "rollout":

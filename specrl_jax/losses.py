@@ -2,7 +2,9 @@
 
 Pure functions of arrays `[B, R]`: B responses, R slots, float32 nats, with a bool mask that holds
 on the tokens of a response (its end-of-sequence token included). Follows GRPO (arXiv 2402.03300,
-eq. 3 and 4) with the variants of DAPO (arXiv 2503.14476) and the dual clip (arXiv 1912.09729).
+eq. 3 and 4) with the variants of DAPO (arXiv 2503.14476), the dual clip (arXiv 1912.09729), the
+constant length of Dr. GRPO (arXiv 2503.20783), GSPO's ratio (arXiv 2507.18071) and CISPO's
+objective (arXiv 2506.13585).
 
 Gradient accumulation: the loss is a sum over tokens or rows divided by a count. With the count of
 the whole mini-batch (`loss_normalizer`) passed in, micro-batches' losses and gradients *add up* to
@@ -12,6 +14,7 @@ the mini-batch's, whatever their lengths.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -69,6 +72,54 @@ def clipped_surrogate(
         loss = jnp.where(negative, jnp.minimum(loss, -dual_clip * advantages), loss)
         clipped = clipped | (negative & (ratio > dual_clip))
     return loss, clipped
+
+
+def clipped_weight(
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> tuple[Array, Array]:
+    """CISPO's objective as a loss per token (arXiv 2506.13585, eq. 4 and 5).
+
+        loss = −sg(clip(r, 1 − ε_low, 1 + ε_high))·A·log π(y),   sg: no gradient through it
+
+    The weight is cut, never the token: all keep a gradient. The paper leaves the lower end open,
+    ε_low = 1. Worked row, ε_low = 1, ε_high = 0.2, log π(y) = −0.5: (r, A) = (1.5, 2) → 1.2, its
+    gradient by log π −2.4; (0.1, 2) → 0.1, −0.2.
+
+    Args and returns are those of `clipped_surrogate`; `dual_clip` is not used, and the bool says
+    that the weight was cut.
+    """
+    ratio = _exp_ratio(logprobs - old_logprobs)
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
+    return -weight * advantages * logprobs, (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+
+
+OBJECTIVES: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "clip": clipped_surrogate,
+    "cispo": clipped_weight,
+}
+
+
+def _token_log_ratio(log_ratio: Array, mask: Array) -> Array:
+    return log_ratio
+
+
+def _sequence_log_ratio(log_ratio: Array, mask: Array) -> Array:
+    return jnp.broadcast_to(masked_mean(log_ratio, mask, axis=-1)[:, None], log_ratio.shape)
+
+
+# Of a response's tokens, from the log-ratios of its tokens [B, R] and the mask.
+#   "token"      log π(yₜ) − log π_old(yₜ)                              PPO, GRPO
+#   "sequence"   its mean over the response: sᵢ of GSPO, eq. 7, whose gradient reaches all tokens
+RATIOS: dict[str, Callable[[Array, Array], Array]] = {
+    "token": _token_log_ratio,
+    "sequence": _sequence_log_ratio,
+}
 
 
 def _k1(log_ratio: Array) -> Array:
@@ -132,15 +183,16 @@ def _count_rows(mask: Array) -> Array:
 AGGREGATIONS: dict[str, Aggregation] = {
     "token": Aggregation(masked_sum, _count_tokens),
     "sequence": Aggregation(_sum_of_row_means, _count_rows),
+    "constant": Aggregation(masked_sum, _count_rows),  # and by a length, see aggregate
 }
 
 
 def loss_normalizer(mask: Array, *, how: str) -> Array:
-    """What a mini-batch's loss is divided by: its tokens ("token") or its rows ("sequence").
+    """What a mini-batch's loss is divided by: its tokens ("token") or its rows (the others).
 
     Args:
         mask: bool [B, R] of the *whole* mini-batch.
-        how: "token" or "sequence".
+        how: "token", "sequence" or "constant".
 
     Returns:
         int32 []. Rows without a token are padding and not counted.
@@ -149,17 +201,25 @@ def loss_normalizer(mask: Array, *, how: str) -> Array:
 
 
 def aggregate(
-    per_token: Array, mask: Array, *, how: str, normalizer: Array | int | None = None
+    per_token: Array,
+    mask: Array,
+    *,
+    how: str,
+    normalizer: Array | int | None = None,
+    length: int = 0,
 ) -> Array:
     """Mean of a per-token loss.
 
         "token"      Σ over all tokens / number of tokens            DAPO, arXiv 2503.14476, eq. 8
         "sequence"   Σ over rows of the row's mean / number of rows  GRPO, arXiv 2402.03300, eq. 3
+        "constant"   Σ over all tokens / (number of rows · length)   Dr. GRPO, arXiv 2503.20783, 3.2
 
     Args:
         per_token: [B, R]; masked positions may hold anything.
         mask: bool [B, R].
-        how: "token" or "sequence".
+        how: "token", "sequence" or "constant".
+        length: Of the longest possible response, for "constant": what a token weighs then does not
+            depend on how long any response came out.
         normalizer: `loss_normalizer` of the whole mini-batch, when these rows are a part of it:
             the parts then sum to the mini-batch's loss. None: these rows are all there is.
 
@@ -167,9 +227,13 @@ def aggregate(
         Scalar. Rows without tokens add 0; no tokens at all give 0.
 
     Raises:
-        ValueError: `how` is unknown.
+        ValueError: `how` is unknown, or a length is missing.
     """
     aggregation = _choose(AGGREGATIONS, "aggregation", how)
+    if how == "constant":
+        if length < 1:
+            raise ValueError(f'length must be >= 1 for aggregation "constant", got {length}')
+        per_token = per_token / length
     if normalizer is None:
         normalizer = aggregation.count(mask)
     return aggregation.total(per_token, mask) / jnp.maximum(normalizer, 1)
@@ -191,6 +255,9 @@ def policy_loss(
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
+    objective: str = "clip",
+    ratio: str = "token",
+    length: int = 0,
 ) -> tuple[Array, dict[str, Array]]:
     """The loss of a micro-batch, and sums from which exact mini-batch metrics are made.
 
@@ -202,7 +269,8 @@ def policy_loss(
         mask: bool [B, R]. What lies outside it reaches neither loss, gradient nor sums, be it inf.
         ref_logprobs: [B, R] nats, or None without a reference.
         normalizer: `loss_normalizer` of the whole mini-batch; None if these rows are all of it.
-        aggregation: "token" or "sequence".
+        aggregation, length: As in `aggregate`.
+        objective: "clip" or "cispo". ratio: "token" or "sequence", only for "clip".
         clip_low, clip_high, dual_clip: As in `clipped_surrogate`.
         kl_coef: β, a Python number. kl_estimator: "k1", "k2" or "k3".
         entropy_coef: η, a Python number.
@@ -217,21 +285,28 @@ def policy_loss(
         ValueError: An unknown name, or kl_coef without a reference.
     """
     estimate = _choose(KL_ESTIMATORS, "kl estimator", kl_estimator)
+    surrogate = _choose(OBJECTIVES, "objective", objective)
+    if objective != "clip" and ratio != "token":
+        raise ValueError(f"ratio must be token for objective {objective!r}, got {ratio!r}")
     if kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef must be 0 without reference log-probs, got {kl_coef}")
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
     logprobs, entropy, old_logprobs, advantages = (
         jnp.where(mask, x, 0) for x in (logprobs, entropy, old_logprobs, advantages)
     )
-    per_token, clipped = clipped_surrogate(
-        logprobs,
-        old_logprobs,
+    log_ratio = logprobs - old_logprobs
+    if ratio != "token":  # only the ratio counts for this objective, so it stands for log π
+        scores, old_scores = _choose(RATIOS, "ratio", ratio)(log_ratio, mask), 0.0
+    else:
+        scores, old_scores = logprobs, old_logprobs
+    per_token, clipped = surrogate(
+        scores,
+        old_scores,
         advantages,
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
-    log_ratio = logprobs - old_logprobs
     values = {
         "tokens": jnp.ones_like(log_ratio),
         "clip_fraction": clipped.astype(log_ratio.dtype),
@@ -246,7 +321,7 @@ def policy_loss(
             per_token = per_token + kl_coef * estimate(ref_log_ratio)
     if entropy_coef:
         per_token = per_token - entropy_coef * entropy
-    loss = aggregate(per_token, mask, how=aggregation, normalizer=normalizer)
+    loss = aggregate(per_token, mask, how=aggregation, normalizer=normalizer, length=length)
     return loss, {name: masked_sum(value, mask) for name, value in values.items()}
 
 

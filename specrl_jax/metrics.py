@@ -66,7 +66,7 @@ METRICS: dict[str, Metric] = {
     "policy/loss": Metric("loss, mean over the step's updates", "1"),
     "policy/kl": Metric("KL to the reference per token, k3 estimate", "nats"),
     "policy/entropy": Metric("entropy per token of the untruncated policy", "nats"),
-    "policy/clip_fraction": Metric("share of tokens without gradient because a clip binds", "1"),
+    "policy/clip_fraction": Metric("share of tokens whose ratio a clip cuts", "1"),
     "policy/ratio_mean": Metric("π / π_old, mean over tokens", "1"),
     "policy/rollout_train_logprob_gap": Metric("|rollout's − training's log-prob| a token", "nats"),
     "update/grad_norm": Metric("global gradient norm before clipping, mean over updates", "1"),

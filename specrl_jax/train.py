@@ -130,7 +130,10 @@ def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[
     with _Clock("update") as update_clock:
         rewards = put(scores.rewards, None)  # whole on every device: a group never straddles two
         advantages = group_relative(
-            rewards, settings.group_size, normalize_std=run.config.grpo.normalize_std
+            rewards,
+            settings.group_size,
+            normalize_std=run.config.grpo.normalize_std,
+            leave_one_out=run.config.grpo.leave_one_out,
         )
         advantages = reshard(advantages, "batch")
         batch = make_batch(prompts, rollout, advantages, lengths=_lengths(settings.response_len))

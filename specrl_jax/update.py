@@ -34,7 +34,8 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Settings of the update's program; hashable. Fields as in `config.grpo`."""
+    """Settings of the update's program; hashable. Fields as in `config.grpo`, and the length that
+    "constant" divides by: the longest response."""
 
     aggregation: str
     clip_low: float
@@ -43,6 +44,9 @@ class Loss:
     kl_coef: float
     kl_estimator: str
     entropy_coef: float
+    objective: str = "clip"
+    ratio: str = "token"
+    length: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,10 @@ def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learne
     """The update that `config.grpo` and `config.updates` ask for."""
     return Learner(
         model=model,
-        loss=Loss(**{f.name: config.grpo[f.name] for f in dataclasses.fields(Loss)}),
+        loss=Loss(
+            **{f.name: config.grpo[f.name] for f in dataclasses.fields(Loss)[:-1]},
+            length=config.rollout.response_len,
+        ),
         optimizer=make_optimizer(config.updates, schedule),
         temperature=config.rollout.temperature,
         logits_chunk=config.rollout.logits_chunk,

@@ -62,3 +62,12 @@ def test_groups_do_not_touch_each_other():
 def test_impossible_groups_are_refused(rows, group_size, message):
     with pytest.raises(ValueError, match=message):
         group_relative(np.zeros(rows, np.float32), group_size, normalize_std=True)
+
+
+def test_leave_one_out_by_hand():
+    """RLOO: each against the mean of the other three."""
+    got = group_relative(
+        np.float32([1, 0, 0, 1, 3, 1, 1, 1]), 4, normalize_std=False, leave_one_out=True
+    )
+    expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2, -2 / 3, -2 / 3, -2 / 3]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)

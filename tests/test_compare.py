@@ -72,8 +72,8 @@ def launch(*arguments):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "launch/compare.py", *arguments],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=600, check=False,
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 

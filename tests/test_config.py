@@ -99,6 +99,8 @@ IMPOSSIBLE = [
     ({"rollout.partial": 1, "updates.old_logprobs": "recompute"},
      "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's weight "
      "is against the policy that sampled it), got 'recompute'"),
+    ({"grpo.objective": "cispo", "grpo.ratio": "sequence"},
+     "grpo.ratio must be token where grpo.objective is cispo, got 'sequence'"),
     ({"tokenizer.source": ""},
      'tokenizer.source must be given where model.source is "", got ""; '
      'e.g. tokenizer.source = "characters"'),

@@ -9,6 +9,7 @@ import pytest
 from specrl_jax.losses import (
     aggregate,
     clipped_surrogate,
+    clipped_weight,
     kl,
     loss_normalizer,
     policy_loss,
@@ -293,7 +294,7 @@ def test_unknown_names_list_the_known_ones():
     zeros, mask = np.zeros((1, 1), np.float32), np.ones((1, 1), bool)
     with pytest.raises(ValueError, match="must be one of k1, k2, k3, got 'k4'"):
         kl(zeros, zeros, "k4")
-    with pytest.raises(ValueError, match="must be one of token, sequence, got 'mean'"):
+    with pytest.raises(ValueError, match="must be one of token, sequence, constant, got 'mean'"):
         aggregate(zeros, mask, how="mean")
     with pytest.raises(ValueError, match="must be one of k1, k2, k3, got 'k4'"):
         policy_loss(
@@ -311,3 +312,120 @@ def test_on_an_explicitly_sharded_batch(aggregation):
         sharded = jax.device_put(batch, jax.P("data"))
         got = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(*sharded)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
+# Kin: Dr. GRPO, GSPO, CISPO --------------------------------------------------------------------
+
+LENGTH = 9
+KIN = {
+    "Dr. GRPO": {"aggregation": "constant"},
+    "GSPO": {"ratio": "sequence", "aggregation": "sequence"},
+    "GSPO over tokens": {"ratio": "sequence", "aggregation": "token"},
+    "CISPO": {"objective": "cispo", "aggregation": "token"},
+    "CISPO over rows": {"objective": "cispo", "aggregation": "sequence"},
+}
+
+
+def kin_loss(logprobs, batch, *, at=None, objective="clip", ratio="token", aggregation="token"):
+    """The papers' formulas in float64; at: log-probs that a weight without gradient uses."""
+    _, _, old, advantages, mask, _ = batch
+    total = 0.0
+    for row in range(len(mask)):
+        n = int(mask[row].sum())
+        if not n:
+            continue
+        a = advantages[row, :n]
+        r = np.exp(logprobs[row, :n] - old[row, :n])
+        if objective == "cispo":
+            fixed = logprobs if at is None else at
+            weight = np.clip(np.exp(fixed[row, :n] - old[row, :n]), 0.8, 1.28)
+            terms = -weight * a * logprobs[row, :n]
+        else:
+            if ratio == "sequence":  # (π(y) / π_old(y))^(1/|y|), one of a row
+                r = np.full(n, np.prod(r) ** (1 / n))
+            terms = -np.minimum(r * a, np.clip(r, 0.8, 1.28) * a)
+        share = {"token": mask.sum(), "sequence": n * mask.any(axis=1).sum(),
+                 "constant": LENGTH * mask.any(axis=1).sum()}[aggregation]  # fmt: skip
+        total += terms.sum() / share
+    return total
+
+
+@pytest.mark.parametrize("kind", KIN.values(), ids=KIN)
+def test_kin_against_their_papers(kind):
+    """Value by an independent formula, gradient by its finite differences, both in float64."""
+    batch = make_batch(seed=5)
+    options = {"clip_low": 0.2, "clip_high": 0.28, "length": LENGTH} | kind
+
+    def loss(logprobs):
+        return policy_loss(logprobs, *as_float32(batch)[1:5], **options)[0]
+
+    logprobs = batch[0]
+    value, gradient = jax.value_and_grad(loss)(logprobs.astype(np.float32))
+    np.testing.assert_allclose(value, kin_loss(logprobs, batch, **kind), rtol=1e-5)
+    step, expected = 1e-6, np.zeros_like(logprobs)
+    for place in np.ndindex(*logprobs.shape):
+        up, down = logprobs.copy(), logprobs.copy()
+        up[place] += step
+        down[place] -= step
+        found = [kin_loss(x, batch, at=logprobs, **kind) for x in (up, down)]
+        expected[place] = (found[0] - found[1]) / (2 * step)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
+    assert np.any(expected != 0)
+
+
+@pytest.mark.parametrize("kind", KIN.values(), ids=KIN)
+def test_micro_batches_of_kin_add_up(kind):
+    batch = as_float32(make_batch(seed=6))
+    options = {"clip_low": 0.2, "clip_high": 0.28, "length": LENGTH} | kind
+    whole, _ = policy_loss(*batch[:5], **options)
+    count = loss_normalizer(batch[4], how=kind["aggregation"])
+    parts = [
+        policy_loss(*(x[rows] for x in batch[:5]), normalizer=count, **options)[0]
+        for rows in (slice(0, 2), slice(2, 6))
+    ]
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "cut"),
+    [(1.5, 2.0, 1.2, -2.4, True), (0.1, 2.0, 0.1, -0.2, False), (1.5, -2.0, -1.2, 2.4, True)],
+)
+def test_cispo_by_hand(ratio, advantage, loss, gradient, cut):
+    """The docstring's row: log π(y) = -0.5, weights in [0, 1.2]."""
+    old = np.float32(-0.5 - np.log(ratio))
+
+    def one(logprob):
+        options = {"clip_low": 1.0, "clip_high": 0.2}
+        return clipped_weight(logprob[None, None], old[None, None], jnp.full((1, 1), advantage),
+                              **options)  # fmt: skip
+
+    got, was_cut = one(jnp.float32(-0.5))
+    np.testing.assert_allclose(got, [[loss]], rtol=1e-5)
+    assert was_cut.item() is cut
+    np.testing.assert_allclose(jax.grad(lambda x: one(x)[0].sum())(jnp.float32(-0.5)), gradient,
+                               rtol=1e-5)  # fmt: skip
+
+
+def test_a_sequence_ratio_is_clipped_for_all_its_tokens():
+    """Ratios 2 and 1/2 in one row have mean 1: no token of it is clipped, though each would be."""
+    logprobs = np.log(np.array([[2.0, 0.5], [2.0, 2.0]], np.float32))
+    zeros, mask = np.zeros_like(logprobs), np.ones_like(logprobs, bool)
+    options = {"clip_low": 0.2, "clip_high": 0.28, "ratio": "sequence", "aggregation": "sequence"}
+    loss, sums = policy_loss(logprobs, zeros, zeros, zeros + 1, mask, **options)
+    np.testing.assert_allclose(loss, -(1.0 + 1.28) / 2, rtol=1e-6)
+    assert sums["clip_fraction"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "ppo"}, "objective must be one of clip, cispo, got 'ppo'"),
+        ({"ratio": "row"}, "ratio must be one of token, sequence, got 'row'"),
+        ({"objective": "cispo", "ratio": "sequence"}, "ratio must be token for objective 'cispo'"),
+        ({"aggregation": "constant"}, 'length must be >= 1 for aggregation "constant", got 0'),
+    ],
+)
+def test_kin_that_cannot_be(options, message):
+    options = {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"} | options
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*as_float32(make_batch())[:5], **options)

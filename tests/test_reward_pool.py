@@ -203,7 +203,15 @@ def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(user_score
     assert wait_gone(pids)
 
 
-def test_ctrl_c_leaves_the_pool_usable(user_scorers):
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard even where these tests are a shell's background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_leaves_the_pool_usable(user_scorers, heard):
     with RewardPool("my_scorers:odd", timeout=30, memory_mib=256, workers=1) as pool:
         pool.warm_up()
         # To the process, as a terminal does: a signal to the timer's thread would not end a wait.

@@ -256,8 +256,8 @@ def test_the_learner_takes_its_fields_from_the_config():
         {"grpo.aggregation": "sequence", "grpo.kl_coef": 0.25, "rollout.temperature": 0.7}
     )
     learner = make_learner(config, MODEL, optax.constant_schedule(1.0))
-    want = {f.name: config.grpo[f.name] for f in dataclasses.fields(Loss)}
-    assert dataclasses.asdict(learner.loss) == want
+    want = {f.name: config.grpo.get(f.name) for f in dataclasses.fields(Loss)}
+    assert dataclasses.asdict(learner.loss) == want | {"length": config.rollout.response_len}
     assert (learner.loss.aggregation, learner.loss.kl_coef) == ("sequence", 0.25)
     assert (learner.temperature, learner.logits_chunk) == (0.7, config.rollout.logits_chunk)
     assert learner.micro_batch_size == config.updates.micro_batch_size
