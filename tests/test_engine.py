@@ -9,7 +9,7 @@ import rollout_reference as ref
 from rollout_reference import as_drafts, check_equal, corpus_of, host, make_plan, run
 
 from specrl_jax.models.kv_cache import cache_bytes
-from specrl_jax.rollout import decode, rows
+from specrl_jax.rollout import decode, ladder, rows
 from specrl_jax.rollout.cost import CostModel, CostTable, Point, Verdict, Visit
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.types import Source
@@ -350,7 +350,8 @@ WHIMS = {
 
 
 @pytest.mark.parametrize(("accept", "changes"), WHIMS.values(), ids=WHIMS)
-def test_no_choice_changes_a_token(mesh, base, accept, changes):
+def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
+    monkeypatch.setattr(ladder, "NARROW", 1)  # passes of one token and of two
     _, endless, old = base
     expected, _ = go(plan_of(accept=accept, **ONE_RUNG), drafts=ref.put_rows(old))
     plan = plan_of(4, accept=accept, verify_chunk=2, **changes)
