@@ -20,7 +20,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from specrl_jax import cli
 
@@ -29,15 +28,10 @@ _SCENES = ("lengths", "floor", "verify", "device", "trained")
 _SIZE_FLAGS = ("rows", "prompt_len", "response_len", "row_rungs", "windows", "max_width", "repeats")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")  # one line, without the usage
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line, but for --config.FIELD=VALUE."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     commands = parser.add_subparsers(dest="benchmark", required=True)
     rollout = commands.add_parser("rollout", allow_abbrev=False)
     rollout.add_argument("--scene", help="see above (default: lengths; trained with --preset)")

@@ -12,20 +12,14 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from specrl_jax import cli
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")  # one line, without the usage
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line, but for --config.FIELD=VALUE."""
     formatter = argparse.RawDescriptionHelpFormatter
-    found = _Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    found = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     found.add_argument("--config", required=True, help="configuration file[:preset]")
     found.add_argument("--vary", required=True, help="FIELD=VALUE,VALUE,...")
     found.add_argument("--seeds", default="0", help="divided by commas (default: 0)")
@@ -42,6 +36,8 @@ def _several(args: argparse.Namespace) -> tuple[str, list[str], list[int]]:
         seeds = [int(seed) for seed in args.seeds.split(",")]
     except ValueError:
         raise ValueError(f"--seeds must be whole numbers as in 0,1, got {args.seeds!r}") from None
+    if field == "seed":
+        raise ValueError("--vary must not be seed; give --seeds instead")
     for name, several in (("--vary", values), ("--seeds", seeds)):
         if len(set(several)) < len(several):
             raise ValueError(f"{name} must not name anything twice, got {several}")

@@ -3,15 +3,24 @@
 Imports nothing heavy, so that --help and a misspelt flag answer at once.
 """
 
+import argparse
 import contextlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are ValueErrors of one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
 
 
 def define_config(default: str | None = None) -> None:

@@ -5,7 +5,6 @@ that was stopped goes on where it was: finished runs are read, unfinished ones r
 """
 
 import dataclasses
-import os
 import statistics
 import subprocess
 import sys
@@ -49,7 +48,12 @@ def run(todo: Iterable[Cell], log: Callable[[str], None]) -> None:
         output = cell.workdir / "output.txt"
         command = [sys.executable, str(_TRAIN), *cell.flags, f"--workdir={cell.workdir}"]
         with output.open("a") as file:
-            code = subprocess.run(command, stdout=file, stderr=file, env=os.environ).returncode
+            process = subprocess.Popen(command, stdout=file, stderr=file)
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:  # the run hears Ctrl-C too, ends its step and saves
+                process.wait()
+                raise
         if code:
             raise RuntimeError(f"{' '.join(command)} ended with {code}; see {output}")
         log(f"{cell.workdir.name}: done")
@@ -85,12 +89,16 @@ def figures(workdir: Path) -> dict[str, float]:
 
 def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
     """(the first step whose recorded responses are not the same tokens, None if there is none;
-    tokens that were compared up to its first difference)."""
+    tokens that were compared up to its first difference). Responses that only one run has, of
+    another prompt or of a larger group, are left out."""
     compared = 0
     for step in sorted(set(recorded_steps(one)) & set(recorded_steps(other))):
-        pairs = zip(read_rollouts(one, step), read_rollouts(other, step), strict=True)
-        for mine, theirs in pairs:
-            mine, theirs = mine["token_ids"], theirs["token_ids"]
+        mine_all, theirs_all = (
+            {(row["prompt_id"], row["sample"]): row["token_ids"] for row in read_rollouts(x, step)}
+            for x in (one, other)
+        )
+        for key in (key for key in mine_all if key in theirs_all):
+            mine, theirs = mine_all[key], theirs_all[key]
             same = [a == b for a, b in zip(mine, theirs)]
             if mine != theirs:
                 return step, compared + [*same, False].index(False)

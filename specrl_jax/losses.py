@@ -295,7 +295,7 @@ def policy_loss(
         jnp.where(mask, x, 0) for x in (logprobs, entropy, old_logprobs, advantages)
     )
     log_ratio = logprobs - old_logprobs
-    if ratio != "token":  # only the ratio counts for this objective, so it stands for log π
+    if objective == "clip":  # it depends on the ratio alone
         scores, old_scores = _choose(RATIOS, "ratio", ratio)(log_ratio, mask), 0.0
     else:
         scores, old_scores = logprobs, old_logprobs

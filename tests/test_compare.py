@@ -24,7 +24,10 @@ def write_run(folder, responses, rewards=(0.25, 0.5)):
             record[f"rollout/{name}"] = 100 * step
         lines.append(record)
         blank = dict.fromkeys(FIELDS)
-        text = "".join(json.dumps(blank | {"token_ids": row}) + "\n" for row in rows)
+        text = "".join(
+            json.dumps(blank | {"prompt_id": "a", "sample": i, "token_ids": row}) + "\n"
+            for i, row in enumerate(rows)
+        )
         (folder / "rollouts" / f"step_{step}.jsonl").write_text(text)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     return folder
@@ -45,6 +48,7 @@ def test_figures_are_of_the_steps_that_have_drafts(tmp_path):
         ([[[1, 2], [3]], [[4], [5, 7]]], (2, 5)),
         ([[[1, 2], [3]], [[4], [5]]], (2, 5)),  # shorter: its end is another token
         ([[[9, 2], [3]], [[4], [5, 6]]], (1, 0)),
+        ([[[1, 2], [3], [9]], [[4]]], (None, 4)),  # groups of another size: what both have
     ],
 )
 def test_where_tokens_part(tmp_path, others, expected):
@@ -99,9 +103,10 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
     ("arguments", "message"),
     [
         (["--vary=rollout.draft"], "--vary must be FIELD=VALUE,VALUE,..., got 'rollout.draft'"),
-        (["--vary=seed=1,1"], "--vary must not name anything twice, got ['1', '1']"),
-        (["--vary=seed=1", "--seeds=x"], "--seeds must be whole numbers as in 0,1, got 'x'"),
-        (["--vary=seed=1", "--speed=3"], "unknown arguments: --speed=3"),
+        (["--vary=a.b=1,1"], "--vary must not name anything twice, got ['1', '1']"),
+        (["--vary=a.b=1", "--seeds=x"], "--seeds must be whole numbers as in 0,1, got 'x'"),
+        (["--vary=a.b=1", "--speed=3"], "unknown arguments: --speed=3"),
+        (["--vary=seed=1,2"], "--vary must not be seed; give --seeds instead"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):

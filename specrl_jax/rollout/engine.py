@@ -386,9 +386,8 @@ class Engine:
         """
         ended = np.cumsum(np.bincount(drafts[drafts > 0]))[:-1]
         active = np.sum(drafts > 0) - ended  # rows that decode token 0, 1, ...
-        beside = (self.pool.unfinished if self.pool else 0) + len(
-            self.fresh
-        ) * self.setup.group_size
+        waiting = len(self.fresh) * self.setup.group_size
+        beside = waiting + (self.pool.unfinished if self.pool else 0)
         room = self._capacity(self.setup.response_slots) - active
         shares: collections.Counter[int] = collections.Counter()
         for count, others in zip(active.tolist(), np.clip(room, 0, beside).tolist(), strict=True):
