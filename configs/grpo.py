@@ -76,6 +76,8 @@ def base() -> ConfigDict:
     reward.memory_mib = 1024  # MiB an answer may allocate while it is scored
     reward.workers = 0  # scoring processes; 0: one per core
     reward.threshold = 0.0  # > 0: the reward is 1 from this score on, else 0; 0: the score itself
+    reward.overlong_tokens = 0  # a response's last tokens up to the limit cost reward: DAPO; 0: off
+    reward.overlong_penalty = 1.0  # that all of them cost
     reward.extract = ""  # regex, group 1 of the last match is the answer; "": the whole response
 
     # -- the rollout -----------------------------------------------------------------------------
@@ -113,19 +115,32 @@ def base() -> ConfigDict:
     rollout.partial = 0  # extra prompts in flight, finished a step later (off-policy); 0: off
 
     # -- the algorithm ---------------------------------------------------------------------------
-    config.grpo = grpo = ConfigDict()
-    grpo.normalize_std = True  # divide advantages by the group's std; False: Dr. GRPO; paper True
-    grpo.leave_one_out = False  # compare a response with the mean of the others: RLOO
-    grpo.objective = "clip"  # clip (PPO's) | cispo (the clipped ratio weighs log π)
-    grpo.ratio = "token"  # token | sequence (one per response, the geometric mean: GSPO)
-    grpo.clip_low = 0.2  # ratio clipped below 1 - clip_low; paper 0.2
-    grpo.clip_high = 0.28  # ratio clipped above 1 + clip_high; paper 0.2 (DAPO 0.28)
-    grpo.dual_clip = 3.0  # cap of the loss at c·|A| for negative advantages; 0: off; paper 3
-    grpo.aggregation = "token"  # token | sequence (mean of rows' means) | constant (Dr. GRPO: over
-    # rows x response_len)
-    grpo.kl_coef = 0.0  # weight of the KL to the frozen reference; 0: no reference; paper 1e-4
-    grpo.kl_estimator = "k3"  # k1 | k2 | k3
-    grpo.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
+    config.algorithm = algorithm = ConfigDict()
+    algorithm.normalize_std = True  # divide by the group's std; False: Dr. GRPO; paper True
+    algorithm.leave_one_out = False  # compare a response with the mean of the others: RLOO
+    algorithm.objective = "clip"  # clip (PPO's) | cispo (the clipped ratio weighs log π)
+    algorithm.ratio = "token"  # token | sequence (one per response, the geometric mean: GSPO)
+    algorithm.clip_low = 0.2  # ratio clipped below 1 - clip_low; paper 0.2
+    algorithm.clip_high = 0.28  # ratio clipped above 1 + clip_high; paper 0.2 (DAPO 0.28)
+    algorithm.dual_clip = 3.0  # cap of the loss at c·|A| for negative advantages; 0: off; paper 3
+    algorithm.aggregation = "token"  # token | sequence (mean of rows' means) | constant (Dr. GRPO:
+    # over rows x response_len)
+    algorithm.kl_coef = 0.0  # weight of the KL to the frozen reference; 0: none; paper 1e-4
+    algorithm.kl_estimator = "k3"  # k1 | k2 | k3
+    algorithm.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
+
+    algorithm.dynamic_sampling = False  # roll out until a batch of groups has signal: DAPO
+    algorithm.max_rounds = 10  # rollouts of a step at most, for dynamic_sampling
+
+    config.critic = critic = ConfigDict()  # a value function, for PPO: see configs/ppo.py
+    critic.kind = "none"  # none (a group's rewards are compared) | head (on the policy) | network
+    critic.learning_rate = 1e-3  # AdamW, constant, the rest as in updates; paper 1e-5
+    critic.schedule_warmup = 0  # optimizer steps of linear warm-up; paper 0
+    critic.warmup_steps = 0  # steps at the start in which only the critic learns; paper 0
+    critic.coef = 0.5  # weight of its loss beside the policy's; with head it moves the policy too
+    critic.clip = 0.2  # a value may move so far from the old one, in reward; 0: off
+    critic.gamma = 1.0  # discount per token; paper 1
+    critic.gae_lambda = 1.0  # GAE's λ; paper 1
 
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts
@@ -255,8 +270,8 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.max_rows, config.rollout.row_rungs = 256, 4
     config.rollout.logits_chunk = 64
     config.rollout.windows = 4
-    config.grpo.clip_high = 0.2
-    config.grpo.kl_coef = 1e-4
+    config.algorithm.clip_high = 0.2
+    config.algorithm.kl_coef = 1e-4
     config.updates.mini_batch_size, config.updates.micro_batch_size = 2_048, 64
     config.updates.learning_rate, config.updates.schedule_warmup = 5e-7, 0
     config.updates.schedule = "constant"

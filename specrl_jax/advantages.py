@@ -1,11 +1,14 @@
 """From the rewards of a batch to its advantages. Pure functions, no state.
 
-Takes one reward per response, gives one advantage per response; the update spreads it over the
-response's tokens.
+`group_relative` gives one advantage per response, which the update spreads over its tokens; `gae`
+gives one per token, from a critic's values.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
+
+from specrl_jax.masked import masked_mean
 
 
 def group_relative(
@@ -63,3 +66,60 @@ def group_relative(
     if leave_one_out:
         centred = centred * (group_size / (group_size - 1))
     return centred.reshape(rows)
+
+
+def gae(
+    rewards: Array, values: Array, mask: Array, *, gamma: float, gae_lambda: float
+) -> tuple[Array, Array]:
+    """Generalized advantage estimation over the tokens of responses (arXiv 1506.02438, eq. 16).
+
+        δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ)        rₜ: the response's reward at its last token, else 0
+        Aₜ = δₜ + γλ·Aₜ₊₁                  V and A behind the last token: 0
+        Rₜ = Aₜ + V(sₜ)                    the critic's target
+
+    γ = λ = 1 is reward − V(sₜ). Worked row, γ = 1, λ = 0.5, reward 1, values 0.2 0.4 0.6: δ = 0.2
+    0.2 0.4, A = 0.4 0.4 0.4, R = 0.6 0.8 1.
+
+    Args:
+        rewards: float32 [B].
+        values: float32 [B, R], of the state before each token.
+        mask: bool [B, R], the responses' tokens, from the left.
+        gamma: Discount per token, in [0, 1].
+        gae_lambda: λ, in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias).
+
+    Returns:
+        Advantages and returns [B, R], 0 outside the mask.
+    """
+    values = jnp.where(mask, values, 0)
+    # The last token of a response is the one whose right neighbour is outside.
+    after = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    next_values = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
+    given = jnp.where(mask & ~after, rewards[:, None], 0)
+    deltas = jnp.where(mask, given + gamma * next_values - values, 0)
+
+    def back(total: Array, delta: Array) -> tuple[Array, Array]:
+        total = delta + gamma * gae_lambda * total
+        return total, total
+
+    _, found = jax.lax.scan(back, jnp.zeros_like(deltas[:, 0]), deltas.T, reverse=True)
+    advantages = jnp.where(mask, found.T, 0)
+    return advantages, jnp.where(mask, advantages + values, 0)
+
+
+def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
+    """Advantages [B, R] with mean 0 and variance 1 over the mask's tokens; 0 outside."""
+    centred = advantages - masked_mean(advantages, mask)
+    variance = masked_mean(jnp.square(centred), mask)
+    return jnp.where(mask, centred * jax.lax.rsqrt(variance + epsilon), 0)
+
+
+def overlong_penalty(lens: Array, longest: int, buffer: int) -> Array:
+    """What a response's length costs, in [0, 1] (DAPO, arXiv 2503.14476, eq. 13, negated).
+
+    Nothing up to longest - buffer tokens, then rising evenly to 1 at `longest`. Worked row,
+    longest 10, buffer 4: lengths 6, 7, 8, 10 cost 0, 0.25, 0.5, 1.
+
+    Args:
+        lens: int [B], tokens. longest: at which responses are cut off. buffer: >= 1, tokens.
+    """
+    return jnp.clip((lens - (longest - buffer)) / buffer, 0, 1)

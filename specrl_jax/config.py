@@ -17,7 +17,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "data.prompt_len": (">= 1", lambda x: x >= 1),
     "reward.timeout": ("> 0", lambda x: x > 0),
     "rollout.prompts_per_step": (">= 1", lambda x: x >= 1),
-    "rollout.group_size": (">= 2 (GRPO compares responses of a group)", lambda x: x >= 2),
+    "rollout.group_size": (">= 1", lambda x: x >= 1),
     "rollout.response_len": (">= 1", lambda x: x >= 1),
     "rollout.temperature": ("> 0 and finite", lambda x: 0 < x < math.inf),
     "rollout.top_k": (">= 0", lambda x: x >= 0),
@@ -41,11 +41,21 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rollout.store_prompts": (">= 0", lambda x: x >= 0),
     "rollout.store_age": (">= 0", lambda x: x >= 0),
     "rollout.partial": (">= 0", lambda x: x >= 0),
-    "grpo.clip_low": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "grpo.clip_high": (">= 0", lambda x: x >= 0),
-    "grpo.dual_clip": ("0 (off) or > 1", lambda x: x == 0 or x > 1),
-    "grpo.kl_coef": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "grpo.entropy_coef": ("finite", math.isfinite),
+    "algorithm.clip_low": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "algorithm.clip_high": (">= 0", lambda x: x >= 0),
+    "algorithm.dual_clip": ("0 (off) or > 1", lambda x: x == 0 or x > 1),
+    "algorithm.kl_coef": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "algorithm.entropy_coef": ("finite", math.isfinite),
+    "algorithm.max_rounds": (">= 1", lambda x: x >= 1),
+    "reward.overlong_tokens": (">= 0", lambda x: x >= 0),
+    "reward.overlong_penalty": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "critic.learning_rate": (">= 0 and finite", lambda x: 0 <= x < math.inf),
+    "critic.schedule_warmup": (">= 0", lambda x: x >= 0),
+    "critic.warmup_steps": (">= 0", lambda x: x >= 0),
+    "critic.coef": ("> 0 and finite", lambda x: 0 < x < math.inf),
+    "critic.clip": (">= 0", lambda x: x >= 0),
+    "critic.gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "critic.gae_lambda": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "updates.mini_batch_size": (">= 1", lambda x: x >= 1),
     "updates.micro_batch_size": (">= 0", lambda x: x >= 0),
     "updates.passes": (">= 1", lambda x: x >= 1),
@@ -80,10 +90,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),
     "rollout.accept": ("ratio", "random", "ratio_residual", "block", "match"),
     "rollout.store": ("device", "host"),
-    "grpo.objective": ("clip", "cispo"),
-    "grpo.ratio": ("token", "sequence"),
-    "grpo.aggregation": ("token", "sequence", "constant"),
-    "grpo.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.objective": ("clip", "cispo"),
+    "algorithm.ratio": ("token", "sequence"),
+    "algorithm.aggregation": ("token", "sequence", "constant"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "critic.kind": ("none", "head", "network"),
     "updates.schedule": ("constant", "linear", "cosine"),
     "updates.old_logprobs": ("rollout", "recompute"),
     "log.wandb": ("off", "offline", "online", "auto"),
@@ -166,11 +177,24 @@ def _check_batches(config: ConfigDict) -> None:
         raise ValueError(
             "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"
         )
-    if config.grpo.objective == "cispo" and config.grpo.ratio != "token":
+    if config.critic.kind == "none" and config.rollout.group_size < 2:
         raise ValueError(
-            f"grpo.ratio must be token where grpo.objective is cispo, got {config.grpo.ratio!r}"
+            "rollout.group_size must be >= 2 where critic.kind is none (responses of a group are "
+            f"compared), got {config.rollout.group_size}"
+        )
+    if config.algorithm.objective == "cispo" and config.algorithm.ratio != "token":
+        raise ValueError(
+            "algorithm.ratio must be token where algorithm.objective is cispo, "
+            f"got {config.algorithm.ratio!r}"
+        )
+    if config.reward.overlong_tokens > config.rollout.response_len:
+        raise ValueError(
+            f"reward.overlong_tokens must be <= rollout.response_len = "
+            f"{config.rollout.response_len}, got {config.reward.overlong_tokens}"
         )
     _check_rollout(config.rollout)
+    if config.algorithm.dynamic_sampling:
+        _check_dynamic_sampling(config)
     if config.rollout.partial and config.updates.old_logprobs != "rollout":
         raise ValueError(
             "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's "
@@ -181,6 +205,19 @@ def _check_batches(config: ConfigDict) -> None:
             f"rollout.draft_age must be 1 where rollout.draft is none, "
             f"got {config.rollout.draft_age}"
         )
+
+
+def _check_dynamic_sampling(config: ConfigDict) -> None:
+    """What goes with groups that wait for a later step."""
+    for field, value, wanted in (
+        ("rollout.partial", config.rollout.partial, 0),
+        ("rollout.run_ahead", config.rollout.run_ahead, False),
+        ("updates.old_logprobs", config.updates.old_logprobs, "rollout"),
+    ):
+        if value != wanted:
+            raise ValueError(
+                f"{field} must be {wanted} where algorithm.dynamic_sampling is True, got {value}"
+            )
 
 
 def _check_rollout(rollout: ConfigDict) -> None:

@@ -389,6 +389,12 @@ class PromptStream:
     def _rows(self) -> dict[str, int]:
         return {example.prompt_id: row for row, example in enumerate(self._encoded.examples)}
 
+    @property
+    def given(self) -> int:
+        """Prompts given out since the run began, with repeats."""
+        batches = self.epoch * self.steps_per_epoch + self.step
+        return batches * self._size - len(self._waiting)
+
     def peek(self) -> Prompts:
         """What `next` will give, without going on."""
         ahead = copy.copy(self)

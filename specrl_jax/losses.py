@@ -1,4 +1,4 @@
-"""The policy's loss: clipped surrogate, KL to a reference, entropy, and how tokens are averaged.
+"""The losses: clipped surrogate, KL to a reference, entropy, how tokens are averaged; the critic's.
 
 Pure functions of arrays `[B, R]`: B responses, R slots, float32 nats, with a bool mask that holds
 on the tokens of a response (its end-of-sequence token included). Follows GRPO (arXiv 2402.03300,
@@ -334,6 +334,49 @@ def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
     tokens = jnp.maximum(sums["tokens"], 1)
     means = ("clip_fraction", "ratio_mean", "entropy", "kl")
     return {f"policy/{name}": sums[name] / tokens for name in means if name in sums}
+
+
+def value_loss(
+    values: Array,
+    old_values: Array,
+    returns: Array,
+    mask: Array,
+    *,
+    clip: float = 0.0,
+    normalizer: Array | int | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """The critic's loss, a mean over tokens, and sums for its metrics.
+
+        loss = max((V − R)², (clip(V, V_old ± c) − R)²) / 2          as in PPO's code
+
+    The larger error counts: a value that has moved further than c towards its return has no
+    gradient. Source: arXiv 2005.12729, section 3 (value function clipping). Worked row, c = 0.2,
+    V_old = 0, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, the error of 0.2, clipped; V = −0.5 → 1.125.
+
+    Args:
+        values: [B, R], in units of reward; carries the gradient.
+        old_values, returns: [B, R].
+        mask: bool [B, R]. What lies outside it reaches neither loss, gradient nor sums.
+        clip: c; 0 turns the clip off. A Python number.
+        normalizer: Tokens of the whole mini-batch; None if these rows are all of it.
+
+    Returns:
+        The loss, and float sums over these tokens: `critic_loss` (already divided, so the parts
+        add up) and `critic_clipped`, tokens that the clip holds.
+    """
+    values, old_values, returns = (jnp.where(mask, x, 0) for x in (values, old_values, returns))
+    error = jnp.square(values - returns)
+    clipped = jnp.zeros_like(mask)
+    if clip:
+        held = old_values + jnp.clip(values - old_values, -clip, clip)
+        held_error = jnp.square(held - returns)
+        clipped = held_error > error
+        error = jnp.maximum(error, held_error)
+    loss = aggregate(error / 2, mask, how="token", normalizer=normalizer)
+    return loss, {
+        "critic_loss": loss,
+        "critic_clipped": masked_sum(clipped.astype(error.dtype), mask),
+    }
 
 
 def _choose(table: dict[str, Any], what: str, name: str) -> Any:

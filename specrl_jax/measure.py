@@ -65,6 +65,7 @@ def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> 
         "reward/failed": int(np.sum(failed)),
         "reward/solved_all": float(np.mean(solved.all(axis=1))),
         "reward/solved_none": float(np.mean(~solved.any(axis=1))),
+        "reward/no_signal": float(np.mean(np.ptp(rewards.reshape(-1, group_size), axis=1) == 0)),
     }
 
 

@@ -24,7 +24,7 @@ from specrl_jax.models.transformer import (
 from specrl_jax.policy import load_policy
 from specrl_jax.reward_pool import RewardPool
 from specrl_jax.rollout import timing
-from specrl_jax.rollout.carry import Ahead, Carried
+from specrl_jax.rollout.carry import Ahead, Carried, Waiting
 from specrl_jax.rollout.cost import CostModel, CostTable
 from specrl_jax.rollout.draft_store import DraftStore
 from specrl_jax.rollout.generate import Plan
@@ -35,11 +35,14 @@ from specrl_jax.update import (
     Learner,
     TrainState,
     abstract_state,
-    init_state,
+    begin_state,
     make_learner,
     make_schedule,
 )
 from specrl_jax.warmup import warm_up
+
+# The rollout's copy of the weights.
+policy_copy = jax.jit(rollout_weights, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +78,16 @@ class Run:
     @property
     def keeps_reference(self) -> bool:
         """A pretrained reference is read from its source again; one warmed up here is saved."""
-        return bool(self.config.grpo.kl_coef and self.config.warmup.steps)
+        return bool(self.config.algorithm.kl_coef and self.config.warmup.steps)
 
 
 @dataclasses.dataclass
 class State:
     """What a checkpoint holds. `step` counts finished steps; reference is None without a KL.
 
-    cost: what the rollout's choices rest on, None where there is nothing to choose. ahead, carried:
-    what the last rollout left to the next one; None without run-ahead, or partial rollouts.
+    cost: what the rollout's choices rest on, None where there is nothing to choose. ahead, carried,
+    waiting: what the last rollout left to the next one; None without run-ahead, partial rollouts,
+    or dynamic sampling.
     """
 
     step: int
@@ -94,11 +98,12 @@ class State:
     cost: CostModel | None = None
     ahead: Ahead | None = None
     carried: Carried | None = None
+    waiting: Waiting | None = None
 
     @property
     def epoch(self) -> int:
-        """The pass over the prompts that the next step belongs to, from 1."""
-        return self.step // self.stream.steps_per_epoch + 1
+        """The pass over the prompts that the next step begins in, from 1."""
+        return self.stream.epoch + 1
 
     def next_prompts(self, run: Run) -> tuple[Prompts, Prompts | None]:
         """Those in flight at the step that begins (`step` counts it), and those run ahead."""
@@ -119,6 +124,8 @@ class State:
             tree["ahead"] = self.ahead.drafts
         if self.carried is not None:
             tree["carried"] = self.carried.held
+        if self.waiting is not None:
+            tree["waiting"] = self.waiting.rollout
         return tree | ({"reference": self.reference} if run.keeps_reference else {})
 
     def host(self) -> dict[str, Any]:
@@ -130,6 +137,7 @@ class State:
             "cost": self.cost.state() if self.cost else None,
             "ahead": self.ahead.prompt_ids if self.ahead else (),
             "carried": (self.carried.prompt_ids, self.carried.steps) if self.carried else ((), ()),
+            "waiting": (self.waiting.prompt_ids, self.waiting.rewards) if self.waiting else (),
         }
 
 
@@ -154,7 +162,8 @@ def build(config) -> tuple[Run, Params]:
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
     model, params = load_policy(config, tokenizer)
-    schedule = make_schedule(config.updates, total_steps * per_step)
+    frozen = config.critic.warmup_steps if config.critic.kind != "none" else 0
+    schedule = make_schedule(config.updates, total_steps * per_step, frozen * per_step)
     plan = Plan.from_config(
         config, model, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
     )
@@ -181,8 +190,8 @@ def begin(run: Run, params: Params) -> State:
     """The state before step 1: the policy warmed up, nothing stored."""
     if run.config.warmup.steps:
         params = warm_up(run.config, run.learner, params, run.tokenizer, run.dataset)
-    reference = jax.tree.map(jnp.copy, params) if run.config.grpo.kl_coef else None
-    state = _state(run, init_state(run.learner.optimizer, params), reference)
+    reference = jax.tree.map(jnp.copy, params) if run.config.algorithm.kl_coef else None
+    state = _state(run, begin_state(run.learner, params), reference)
     if run.chooses:
         state.cost = CostModel(_measure(run, state.train.params))
     return state
@@ -190,8 +199,8 @@ def begin(run: Run, params: Params) -> State:
 
 def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> State:
     """The state that a checkpoint holds, bit for bit. `params`: those that `build` gave."""
-    reference = params if run.config.grpo.kl_coef else None
-    like = abstract_state(run.learner.optimizer, abstract_params(run.model))
+    reference = params if run.config.algorithm.kl_coef else None
+    like = abstract_state(run.learner, abstract_params(run.model))
     state = _state(run, like, reference)
     like = state.arrays(run) | {"store": state.store.like}
     arrays, host = checkpoints.restore(step, like)
@@ -205,6 +214,9 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
         state.ahead = Ahead(arrays["ahead"], tuple(host["ahead"]))
     if state.carried is not None:
         state.carried = Carried(arrays["carried"], *map(tuple, host["carried"]))
+    if state.waiting is not None:
+        names, rewards = host["waiting"]
+        state.waiting = Waiting(arrays["waiting"], tuple(names), tuple(map(tuple, rewards)))
     print(f"resumed at step {step} of {run.total_steps}", flush=True)
     return state
 
@@ -229,6 +241,8 @@ def _state(run: Run, train: TrainState, reference: Params | None) -> State:
     if settings.partial:
         waiting = settings.partial * settings.group_size
         state.carried = Carried.empty(waiting, settings.response_len, setup.stored)
+    if run.config.algorithm.dynamic_sampling:
+        state.waiting = Waiting.empty(run.rows, settings.response_len, setup.stored)
     return state
 
 
@@ -242,7 +256,7 @@ def _model_name(run: Run) -> str:
 def _measure(run: Run, params: Params) -> CostTable:
     """Seconds of the rollout's programs on the device at hand; read from disk where known."""
     settings = run.config.rollout
-    weights = jax.jit(rollout_weights, static_argnums=0)(run.model, params)
+    weights = policy_copy(run.model, params)
     sources = settings.tree.history * settings.group_size
     start = time.perf_counter()
     table = timing.cost_table(

@@ -1,6 +1,7 @@
 """The loop: prompts → drafts → rollout → rewards → advantages → update, and back to the store."""
 
 import dataclasses
+import functools
 import math
 import time
 from pathlib import Path
@@ -8,29 +9,32 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from specrl_jax import report
-from specrl_jax.advantages import group_relative
+from specrl_jax.advantages import gae, group_relative, overlong_penalty, whiten
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.data import select
-from specrl_jax.evaluate import evaluate, score
+from specrl_jax.evaluate import evaluate
+from specrl_jax.gather import Clock, Gathered, gather
 from specrl_jax.losses import policy_metrics
-from specrl_jax.measure import reward_metrics, rollout_metrics
+from specrl_jax.masked import masked_mean
 from specrl_jax.metrics import MetricsLog, read_metrics
-from specrl_jax.models.transformer import rollout_weights
 from specrl_jax.records import RolloutRecords
-from specrl_jax.rollout.drafting import Corpus
-from specrl_jax.rollout.generate import Outcome, make_corpus, roll
-from specrl_jax.run import Run, State, begin, build, resume
+from specrl_jax.run import Run, State, begin, build, policy_copy, resume
 from specrl_jax.runtime import StopRequest, only_process
 from specrl_jax.sharding import put, reshard
-from specrl_jax.types import Batch, Drafts, Prompts, Rollout
-from specrl_jax.update import logprob_gap, logprobs, make_batch, micro_batches, update
+from specrl_jax.types import Batch
+from specrl_jax.update import (
+    critic_values,
+    logprob_gap,
+    logprobs,
+    make_batch,
+    micro_batches,
+    update,
+)
 
 # What a resumed run may change: where it runs and how it is recorded, not what it computes.
 MAY_CHANGE = ("log", "checkpoint", "mesh")
-
-_weights = jax.jit(rollout_weights, static_argnums=0)
 
 
 def train(config, workdir: Path) -> None:
@@ -98,92 +102,79 @@ def loop(
 
 
 def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[str, float]:
-    """One rollout and its updates; changes `state`, returns the step's metrics."""
-    settings, epoch = run.config.rollout, state.epoch
+    """One batch of rollouts and its updates; changes `state`, returns the step's metrics."""
+    epoch = state.epoch
     state.step += 1
-    with _Clock("rollout") as rollout_clock:
-        prompts, ahead = state.next_prompts(run)
-        previous = state.store.get(prompts, settings.group_size, step=state.step)
-        outcome = roll(
-            run.plan,
-            _weights(run.model, state.train.params),
-            prompts,
-            key=run.key,
-            step=state.step,
-            drafts=_drafts(run, state, prompts),
-            corpus=_corpus(run, state, prompts, ahead),
-            log_lenience=math.log(settings.lenience) if settings.lenience else -math.inf,
-            cost=state.cost,
-            ahead=ahead,
-            carried=state.carried,
-            wanted=settings.prompts_per_step if settings.partial else 0,
-        )
-        rollout, prompts = outcome.rollout, select(prompts, outcome.groups)
-        tokens, lens, prefix_lens = jax.device_get(
-            (rollout.tokens, rollout.lens, rollout.prefix_lens)
-        )
-    with _Clock("reward") as reward_clock:
-        scores = score(run.pool, run.tokenizer, prompts, tokens, lens)
+    found = gather(run, state)
     if records is not None and records.active:
-        told = (prompts, _told(rollout), scores.rewards, scores.failed)
-        records.write(state.step, epoch, *told)
-    with _Clock("update") as update_clock:
-        rewards = put(scores.rewards, None)  # whole on every device: a group never straddles two
-        advantages = group_relative(
-            rewards,
-            settings.group_size,
-            normalize_std=run.config.grpo.normalize_std,
-            leave_one_out=run.config.grpo.leave_one_out,
-        )
-        advantages = reshard(advantages, "batch")
-        batch = make_batch(prompts, rollout, advantages, lengths=_lengths(settings.response_len))
-        values = learn(run, state, batch)
-    state.store.put(prompts, rollout, step=state.step)
-    before = [x[outcome.rows] for x in jax.device_get((previous.tokens, previous.lens))]
-    values |= rollout_metrics(
-        tokens, lens, prefix_lens, run.plan.setup.eos_ids, offered=outcome.offered, previous=before
+        records.write(state.step, epoch, *found.told())
+    with Clock("update") as clock:
+        rewards, shaped = _shaped(run, found)
+        advantages = None if run.learner.critic else _among_group(run, rewards)
+        lengths = _lengths(run.config.rollout.response_len)
+        batch, values = make_batch(found.prompts, found.rollout, advantages, lengths=lengths), {}
+        if run.learner.critic:
+            batch, values = _by_critic(run, state, batch, rewards)
+        values |= shaped | learn(run, state, batch)
+    seen = state.stream.given
+    values |= {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
+    return values | found.metrics | clock.lap
+
+
+def _shaped(run: Run, found: Gathered) -> tuple[np.ndarray, dict[str, float]]:
+    """The rewards trained on: those of the task, less what a response's length costs."""
+    settings = run.config.reward
+    if not settings.overlong_tokens:
+        return found.rewards, {}
+    lens = np.asarray(jax.device_get(found.rollout.lens))
+    longest = run.config.rollout.response_len
+    penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
+    rewards = found.rewards - penalty
+    return rewards.astype(np.float32), {"reward/overlong": float(np.mean(penalty))}
+
+
+def _among_group(run: Run, rewards: np.ndarray) -> Array:
+    """Advantages [B] over the other responses to a prompt."""
+    settings = run.config.algorithm
+    advantages = group_relative(
+        put(rewards, None),  # whole on every device: a group never straddles two
+        run.config.rollout.group_size,
+        normalize_std=settings.normalize_std,
+        leave_one_out=settings.leave_one_out,
     )
-    values |= _left_over(state, outcome, prefix_lens)
-    values |= reward_metrics(scores.rewards, scores.failed, settings.group_size)
-    values |= outcome.metrics() | rollout_clock.lap | reward_clock.lap | update_clock.lap
-    seen = state.step * settings.prompts_per_step
-    return values | {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
+    return reshard(advantages, "batch")
 
 
-def _drafts(run: Run, state: State, prompts: Prompts) -> Drafts | None:
-    """Earlier responses to `prompts`, or what was begun for them ahead."""
-    settings, drafts = run.config.rollout, None
-    if "previous" in settings.draft:
-        drafts = state.store.get(
-            prompts, settings.group_size, age=settings.draft_age, step=state.step
-        )
-    return drafts if state.ahead is None else state.ahead.over(drafts, prompts)
+def _by_critic(
+    run: Run, state: State, batch: Batch, rewards: np.ndarray
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with the critic's values, and the advantages and returns that follow from them."""
+    settings, learner = run.config.critic, run.learner
+    size = learner.micro_batch_size or run.config.updates.mini_batch_size
+    old = critic_values(learner, state.train, batch, micro_batches(len(rewards), size))
+    advantages, returns, metrics = _critique(
+        put(rewards, "batch"), old, batch.response_lens, settings.gamma, settings.gae_lambda
+    )
+    batch = dataclasses.replace(batch, values=old, advantages=advantages, returns=returns)
+    return batch, {name: float(x) for name, x in jax.device_get(metrics).items()}
 
 
-def _corpus(run: Run, state: State, prompts: Prompts, ahead: Prompts | None) -> Corpus | None:
-    """What tree drafts read; also begins to fetch what the next step will need of the store."""
-    batches = [prompts] if ahead is None else [prompts, ahead]
-    found = []
-    if "tree" in run.config.rollout.draft:
-        found = [state.store.sources(batch, step=state.step) for batch in batches]
-    if state.carried is None:  # else nobody knows yet who the next step's prompts are
-        state.store.prefetch(state.stream.peek())
-    if not found:
-        return None
-    tokens, lens = (jnp.concatenate(x) for x in zip(*found))
-    return make_corpus(run.plan, tokens, lens, run.config.rollout.tree.decay)
-
-
-def _left_over(state: State, outcome: Outcome, prefix_lens: np.ndarray) -> dict[str, float]:
-    """Takes what the rollout leaves to the next one into `state`; returns what came of the last."""
-    values = {}
-    if state.ahead is not None:
-        begun = jax.device_get(state.ahead.drafts.lens) if state.ahead.prompt_ids else np.zeros(1)
-        if begun.any():
-            values["rollout/ahead_kept"] = int(prefix_lens[begun > 0].sum()) / int(begun.sum())
-        state.ahead = outcome.ahead or dataclasses.replace(state.ahead, prompt_ids=())
-    state.carried = outcome.carried
-    return values
+@functools.partial(jax.jit, static_argnames=("gamma", "gae_lambda"))
+def _critique(rewards: Array, old: Array, lens: Array, gamma: float, gae_lambda: float):
+    mask = jnp.arange(old.shape[1])[None, :] < lens[:, None]
+    advantages, returns = gae(rewards, old, mask, gamma=gamma, gae_lambda=gae_lambda)
+    mean = masked_mean(returns, mask)
+    spread = masked_mean(jnp.square(returns - mean), mask)
+    left = returns - old
+    left = masked_mean(jnp.square(left - masked_mean(left, mask)), mask)
+    return (
+        whiten(advantages, mask),
+        returns,
+        {
+            "critic/value_mean": masked_mean(old, mask),
+            "critic/explained_variance": 1 - left / jnp.maximum(spread, 1e-8),
+        },
+    )
 
 
 def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
@@ -206,6 +197,13 @@ def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
         history.append(sums)
     history = jax.device_get(history)
     values = policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
+    if learner.critic:
+        tokens = sum(sums["tokens"] for sums in history)
+        values |= {
+            "critic/loss": np.mean([sums["critic_loss"] for sums in history]),
+            "critic/clip_fraction": sum(sums["critic_clipped"] for sums in history) / tokens,
+            "critic/grad_norm": np.mean([sums["critic_grad_norm"] for sums in history]),
+        }
     if gap is None:
         gap = float(history[0]["logprob_gap"] / max(history[0]["tokens"], 1))
     return {name: float(value) for name, value in values.items()} | {
@@ -220,8 +218,8 @@ def held_out_metrics(run: Run, state: State) -> dict[str, float]:
     """Mean reward on held-out prompts; nothing where the run has none."""
     if not run.held_out:
         return {}
-    with _Clock("eval") as clock:
-        weights = _weights(run.model, state.train.params)
+    with Clock("eval") as clock:
+        weights = policy_copy(run.model, state.train.params)
         inputs = (run.eval_plan, weights, run.held_out, run.tokenizer, run.pool)
         reward = evaluate(*inputs, key=run.key, step=state.step)
     return {"reward/eval": reward} | clock.lap
@@ -270,23 +268,3 @@ def _open_records(run: Run, workdir: Path) -> RolloutRecords:
         eos_ids=run.plan.setup.eos_ids,
         enabled=jax.process_index() == 0,
     )
-
-
-def _told(rollout: Rollout) -> Rollout:
-    """What records tell of a rollout, on the host."""
-    left_out = ("sampling_logprobs", "origin_logprobs", "top_ids", "top_logprobs")
-    return jax.device_get(dataclasses.replace(rollout, **dict.fromkeys(left_out)))
-
-
-class _Clock:
-    """Seconds of a `with` block, as the metric time/NAME in `lap`."""
-
-    def __init__(self, name: str):
-        self.name = f"time/{name}"
-
-    def __enter__(self) -> "_Clock":
-        self.start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.lap = {self.name: time.perf_counter() - self.start}

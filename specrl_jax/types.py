@@ -103,7 +103,8 @@ class Batch:
     """What one update reads; B rows of T = P + R slots, prompt and response contiguous.
 
     tokens: int32 [B, T], right-padded. prompt_lens, response_lens: int32 [B]. old_logprobs,
-    ref_logprobs, advantages: float32 [B, R]; ref_logprobs is None without a reference.
+    ref_logprobs, advantages: float32 [B, R]; ref_logprobs is None without a reference. values,
+    returns: float32 [B, R], the critic's before the update and what it learns; None without one.
     """
 
     tokens: Array
@@ -112,3 +113,5 @@ class Batch:
     old_logprobs: Array
     advantages: Array
     ref_logprobs: Array | None = None
+    values: Array | None = None
+    returns: Array | None = None

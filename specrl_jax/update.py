@@ -1,4 +1,4 @@
-"""The optimizer step: log-probs under the current weights, the GRPO loss, AdamW.
+"""The optimizer step: log-probs under the current weights, the losses, AdamW.
 
 A mini-batch is a set of row indices into the step's `Batch`; its micro-batches are scanned and
 their gradients added, so that the result does not depend on how it is cut.
@@ -14,8 +14,9 @@ import numpy as np
 import optax
 from jax import Array
 
-from specrl_jax.losses import loss_normalizer, policy_loss
+from specrl_jax.losses import loss_normalizer, policy_loss, value_loss
 from specrl_jax.masked import masked_mean
+from specrl_jax.models import value
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
@@ -26,16 +27,18 @@ from specrl_jax.types import Batch, Prompts, Rollout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Master weights (float32, stored layout) and the optimizer's state."""
+    """Master weights (float32, stored layout) and the optimizer's state; the same of a critic."""
 
     params: Params
     opt_state: Any
+    critic: Params | None = None
+    critic_opt_state: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Settings of the update's program; hashable. Fields as in `config.grpo`, and the length that
-    "constant" divides by: the longest response."""
+    """Settings of the update's program; hashable. Fields as in `config.algorithm`, and the length
+    that "constant" divides by: the longest response."""
 
     aggregation: str
     clip_low: float
@@ -50,6 +53,16 @@ class Loss:
 
 
 @dataclasses.dataclass(frozen=True)
+class Critic:
+    """A value function that is trained beside the policy; fields as in `config.critic`."""
+
+    kind: str
+    coef: float
+    clip: float
+    optimizer: optax.GradientTransformation
+
+
+@dataclasses.dataclass(frozen=True)
 class Learner:
     """What the update is compiled for. temperature: the rollout's, since old log-probs have it."""
 
@@ -59,25 +72,38 @@ class Learner:
     temperature: float
     logits_chunk: int
     micro_batch_size: int  # rows; 0: the whole mini-batch
+    critic: Critic | None = None
 
 
 def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learner:
-    """The update that `config.grpo` and `config.updates` ask for."""
+    """The update that `config.algorithm`, `config.updates` and `config.critic` ask for."""
+    critic, settings = None, config.critic
+    if settings.kind != "none":
+        ramp = _ramp(settings.learning_rate, settings.schedule_warmup)
+        schedule_of_it = optax.join_schedules(
+            [ramp, optax.constant_schedule(settings.learning_rate)], [settings.schedule_warmup]
+        )
+        optimizer = make_optimizer(config.updates, schedule_of_it)
+        critic = Critic(settings.kind, settings.coef, settings.clip, optimizer)
     return Learner(
         model=model,
         loss=Loss(
-            **{f.name: config.grpo[f.name] for f in dataclasses.fields(Loss)[:-1]},
+            **{f.name: config.algorithm[f.name] for f in dataclasses.fields(Loss)[:-1]},
             length=config.rollout.response_len,
         ),
         optimizer=make_optimizer(config.updates, schedule),
         temperature=config.rollout.temperature,
         logits_chunk=config.rollout.logits_chunk,
         micro_batch_size=config.updates.micro_batch_size,
+        critic=critic,
     )
 
 
-def make_schedule(settings, total_updates: int) -> optax.Schedule:
-    """Learning rate by optimizer step, from `config.updates`."""
+def make_schedule(settings, total_updates: int, frozen: int = 0) -> optax.Schedule:
+    """Learning rate by optimizer step, from `config.updates`; 0 for the first `frozen` ones."""
+    if frozen:
+        rest = make_schedule(settings, max(total_updates - frozen, 1))
+        return optax.join_schedules([optax.constant_schedule(0.0), rest], [frozen])
     peak, ramp = settings.learning_rate, settings.schedule_warmup
     rest = max(total_updates - ramp, 1)
     after = {
@@ -85,9 +111,12 @@ def make_schedule(settings, total_updates: int) -> optax.Schedule:
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "cosine": optax.cosine_decay_schedule(peak, rest),
     }[settings.schedule]
-    # Step n of the ramp has (n + 1) / ramp of the peak: the first update is not wasted at rate 0.
-    rise = optax.linear_schedule(peak / max(ramp, 1), peak, max(ramp - 1, 1))
-    return optax.join_schedules([rise, after], [ramp]) if ramp else after
+    return optax.join_schedules([_ramp(peak, ramp), after], [ramp]) if ramp else after
+
+
+def _ramp(peak: float, steps: int) -> optax.Schedule:
+    # Step n has (n + 1) / steps of the peak: the first update is not wasted at rate 0.
+    return optax.linear_schedule(peak / max(steps, 1), peak, max(steps - 1, 1))
 
 
 def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -108,10 +137,20 @@ def init_state(optimizer: optax.GradientTransformation, params: Params) -> Train
     return TrainState(params, optimizer.init(params))
 
 
+def begin_state(learner: Learner, params: Params) -> TrainState:
+    """The state before the first update; a critic of its own decoder begins as the policy."""
+    state = init_state(learner.optimizer, params)
+    if learner.critic is None:
+        return state
+    critic = value.init_critic(learner.model, learner.critic.kind, params)
+    opt_state = init_state(learner.critic.optimizer, critic).opt_state
+    return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
+
+
 def make_batch(
-    prompts: Prompts, rollout: Rollout, advantages: Array, *, lengths: tuple[int, ...]
+    prompts: Prompts, rollout: Rollout, advantages: Array | None, *, lengths: tuple[int, ...]
 ) -> Batch:
-    """The rows of a rollout with their advantages [B], as the update reads them.
+    """The rows of a rollout with their advantages [B] (None: zeros), as the update reads them.
 
     Responses are cut to the shortest of `lengths` that holds them all, so that the
     update is compiled for a few lengths and short responses cost little.
@@ -126,13 +165,21 @@ def make_batch(
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
         old_logprobs=rollout.policy_logprobs[:, :slots],
-        advantages=jnp.tile(advantages[:, None], (1, slots)),
+        advantages=(
+            jnp.zeros_like(rollout.policy_logprobs[:, :slots])
+            if advantages is None
+            else jnp.tile(advantages[:, None], (1, slots))
+        ),
     )
 
 
-def abstract_state(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
-    """Shapes and layouts of `init_state(optimizer, params)`, for parameters that are abstract."""
-    state = jax.eval_shape(lambda p: init_state(optimizer, p), params)
+def abstract_state(learner: Learner, params: Any) -> TrainState:
+    """Shapes and layouts of `begin_state(learner, params)`, for parameters that are abstract."""
+    state = jax.eval_shape(lambda p: init_state(learner.optimizer, p), params)
+    if learner.critic is not None:
+        critic = value.abstract_critic(learner.model, learner.critic.kind)
+        beside = jax.eval_shape(lambda p: init_state(learner.critic.optimizer, p), critic)
+        state = dataclasses.replace(state, critic=critic, critic_opt_state=beside.opt_state)
     whole = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
 
     def laid_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -160,19 +207,32 @@ def pack(
 def response_logprobs(
     learner: Learner, params: Params, tokens_BT: Array, prompt_lens: Array, response_slots: int
 ) -> tuple[Array, Array]:
-    """Log-prob and entropy [B, R] in nats of every response slot, with the rollout's temperature.
-
-    Only the slots that predict a response go through the head: slot prompt_len - 1 + j predicts
-    response token j.
-    """
+    """Log-prob and entropy [B, R] in nats of the response slots, at the rollout's temperature."""
     model = Transformer(learner.model, params)
+    hidden_BRD = _response_hidden(model, tokens_BT, prompt_lens, response_slots)
+    return _score(learner, model, hidden_BRD, tokens_BT, prompt_lens)
+
+
+def _response_hidden(
+    model: Transformer, tokens_BT: Array, prompt_lens: Array, response_slots: int
+) -> Array:
+    """[B, R, D], of the slots that predict a response alone: slot prompt_len - 1 + j predicts
+    response token j, and holds the state that it is chosen in."""
     hidden_BTD, _ = model(tokens_BT)
+    return _cut(hidden_BTD, prompt_lens - 1, response_slots)
 
+
+def _cut(matrix: Array, starts: Array, width: int) -> Array:
     def cut(row: Array, start: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, start, response_slots, axis=0)
+        return jax.lax.dynamic_slice_in_dim(row, start, width, axis=0)
 
-    hidden_BRD = jax.vmap(cut)(hidden_BTD, prompt_lens - 1)
-    responses_BR = jax.vmap(cut)(tokens_BT, prompt_lens)
+    return jax.vmap(cut)(matrix, starts)
+
+
+def _score(
+    learner: Learner, model: Transformer, hidden_BRD: Array, tokens_BT: Array, prompt_lens: Array
+) -> tuple[Array, Array]:
+    responses_BR = _cut(tokens_BT, prompt_lens, hidden_BRD.shape[1])
 
     def score(logits: Array, tokens: Array) -> tuple[Array, Array]:
         logits = logits / learner.temperature
@@ -189,13 +249,43 @@ def logprobs(learner: Learner, params: Params, batch: Batch, index_Mm: Array) ->
     """
     slots = batch.old_logprobs.shape[1]
 
-    def one(_, index: Array) -> tuple[None, Array]:
-        rows = _rows(batch, index)
-        scores, _ = response_logprobs(learner, params, rows.tokens, rows.prompt_lens, slots)
-        return None, scores
+    def one(rows: Batch) -> Array:
+        return response_logprobs(learner, params, rows.tokens, rows.prompt_lens, slots)[0]
 
-    _, scores = jax.lax.scan(one, None, index_Mm)
-    flat = jax.sharding.reshard(scores, jax.P(None, None, None)).reshape(-1, slots)
+    return _in_pieces(one, batch, index_Mm)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def critic_values(learner: Learner, state: TrainState, batch: Batch, index_Mm: Array) -> Array:
+    """The critic's values [B, R] of a whole batch: column j is of the state before token j.
+
+    index: as in `logprobs`.
+    """
+
+    def one(rows: Batch) -> Array:
+        hidden = None
+        if learner.critic.kind == "head":
+            model = Transformer(learner.model, state.params)
+            slots = rows.old_logprobs.shape[1]
+            hidden = _response_hidden(model, rows.tokens, rows.prompt_lens, slots)
+        return _values(learner, state.critic, rows, hidden)
+
+    return _in_pieces(one, batch, index_Mm)
+
+
+def _values(learner: Learner, critic: Params, rows: Batch, hidden_BRD: Array | None) -> Array:
+    """[B, R]; hidden: the policy's, which a critic of its own decoder does not read."""
+    if learner.critic.kind == "network":
+        model = value.decoder(learner.model, critic)
+        slots = rows.old_logprobs.shape[1]
+        hidden_BRD = _response_hidden(model, rows.tokens, rows.prompt_lens, slots)
+    return value.values(critic, hidden_BRD)
+
+
+def _in_pieces(function, batch: Batch, index_Mm: Array) -> Array:
+    """`function(rows)` [m, R] over micro-batches, as [B, R]."""
+    _, found = jax.lax.scan(lambda _, i: (None, function(_rows(batch, i))), None, index_Mm)
+    flat = jax.sharding.reshard(found, jax.P(None, None, None)).reshape(-1, found.shape[-1])
     return jax.sharding.reshard(flat, spec("batch", None))
 
 
@@ -212,41 +302,66 @@ def update(
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step on the rows `index` [M micro-batches, m rows] of a batch.
 
-    Returns the new state and float32 scalars: `loss`, `grad_norm` (before clipping) and the sums
-    of `losses.policy_loss` over the mini-batch.
+    Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping)
+    and the sums of `losses.policy_loss` over the mini-batch; with a critic also `critic_grad_norm`
+    and the sums of `losses.value_loss`.
     """
     slots = batch.old_logprobs.shape[1]
     lens = batch.response_lens.at[index_Mm.reshape(-1)].get(out_sharding=jax.P(None))
     whole = jnp.arange(slots)[None, :] < lens[:, None]
     normalizer = loss_normalizer(whole, how=learner.loss.aggregation)
 
-    def loss(params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:
-        scores, spread = response_logprobs(learner, params, rows.tokens, rows.prompt_lens, slots)
-        return policy_loss(
+    def loss(params: Params, critic: Params | None, rows: Batch) -> tuple[Array, dict[str, Array]]:
+        model = Transformer(learner.model, params)
+        hidden = _response_hidden(model, rows.tokens, rows.prompt_lens, slots)
+        scores, spread = _score(learner, model, hidden, rows.tokens, rows.prompt_lens)
+        mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
+        total, sums = policy_loss(
             scores,
             spread,
             rows.old_logprobs,
             rows.advantages,
-            jnp.arange(slots)[None, :] < rows.response_lens[:, None],
+            mask,
             rows.ref_logprobs,
             normalizer=normalizer,
             **dataclasses.asdict(learner.loss),
         )
+        sums["loss"] = total
+        if critic is not None:
+            estimates = _values(learner, critic, rows, hidden)
+            targets = (rows.values, rows.returns, mask)
+            error, more = value_loss(
+                estimates, *targets, clip=learner.critic.clip, normalizer=jnp.sum(whole)
+            )
+            total, sums = total + learner.critic.coef * error, sums | more
+        return total, sums
+
+    both = (state.params, state.critic)
 
     def accumulate(total, index: Array):
-        (value, sums), grads = jax.value_and_grad(loss, has_aux=True)(
-            state.params, _rows(batch, index)
+        (_, sums), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+            *both, _rows(batch, index)
         )
-        return jax.tree.map(jnp.add, total, (grads, value, sums)), None
+        return jax.tree.map(jnp.add, total, (grads, sums)), None
 
-    shapes = jax.eval_shape(lambda: loss(state.params, _rows(batch, index_Mm[0])))
+    _, shapes = jax.eval_shape(lambda: loss(*both, _rows(batch, index_Mm[0])))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    start = (jax.tree.map(jnp.zeros_like, state.params), *zeros)
-    (grads, value, sums), _ = jax.lax.scan(accumulate, start, index_Mm)
-    updates, opt_state = learner.optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **sums}
-    return TrainState(params, opt_state), metrics
+    start = (jax.tree.map(jnp.zeros_like, both), zeros)
+    ((grads, critic_grads), metrics), _ = jax.lax.scan(accumulate, start, index_Mm)
+    metrics["grad_norm"] = optax.tree.norm(grads)
+    state = dataclasses.replace(
+        state, **_step(learner.optimizer, grads, state.params, state.opt_state)
+    )
+    if learner.critic is not None:
+        metrics["critic_grad_norm"] = optax.tree.norm(critic_grads)
+        new = _step(learner.critic.optimizer, critic_grads, state.critic, state.critic_opt_state)
+        state = dataclasses.replace(state, critic=new["params"], critic_opt_state=new["opt_state"])
+    return state, metrics
+
+
+def _step(optimizer: optax.GradientTransformation, grads, params, opt_state) -> dict[str, Any]:
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
 
 
 def micro_batches(rows: int, size: int) -> np.ndarray:

@@ -16,9 +16,9 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def preset(name: str):
-    """A preset of configs/grpo.py."""
-    return runpy.run_path(str(ROOT / "configs" / "grpo.py"))["get_config"](name)
+def preset(name: str, algorithm: str = "grpo"):
+    """A preset of configs/ALGORITHM.py."""
+    return runpy.run_path(str(ROOT / "configs" / f"{algorithm}.py"))["get_config"](name)
 
 
 def get_config():
@@ -26,9 +26,9 @@ def get_config():
     return small_config()
 
 
-def small_config(changes=None, **more):
+def small_config(changes=None, algorithm: str = "grpo", **more):
     """The small run with these fields changed, e.g. {"rollout.draft": "none"}."""
-    config = preset("micro")
+    config = preset("micro", algorithm)
     values = {
         "model.embed_dim": 16,
         "model.mlp_dim": 32,
@@ -65,6 +65,11 @@ def small_config(changes=None, **more):
     }
     config.update_from_flattened_dict(values | (changes or {}) | more)
     return config
+
+
+def score_first_letter(response: str, answer: str, task: str, metadata: dict) -> float:
+    """Right where the response begins with 0 or 1."""
+    return float(response[:1] in ("0", "1"))
 
 
 def records(workdir, times: bool = False) -> list[dict]:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.advantages import group_relative
+from specrl_jax.advantages import gae, group_relative, overlong_penalty, whiten
 
 
 def test_by_hand():
@@ -71,3 +71,67 @@ def test_leave_one_out_by_hand():
     )
     expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2, -2 / 3, -2 / 3, -2 / 3]
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_gae_by_hand():
+    """The docstring's row, and a response of one token beside it; what is behind them is noise."""
+    values = np.array([[0.2, 0.4, 0.6, 9.0], [0.3, np.nan, np.inf, 1.0]], np.float32)
+    mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
+    rewards = np.array([1.0, -1.0], np.float32)
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, gae_lambda=0.5)
+    np.testing.assert_allclose(advantages, [[0.4, 0.4, 0.4, 0], [-1.3, 0, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(returns, [[0.6, 0.8, 1.0, 0], [-1.0, 0, 0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.5, 1.0)])
+def test_gae_against_its_definition(gamma, gae_lambda):
+    """arXiv 1506.02438, eq. 11 to 16: the weighted sum of k-step advantages, term by term."""
+    rng = np.random.default_rng(3)
+    lens, slots = [5, 1, 3, 7], 7
+    rewards, values = rng.normal(size=4), rng.normal(size=(4, slots))
+    mask = np.arange(slots) < np.array(lens)[:, None]
+    got, returns = gae(
+        *(x.astype(np.float32) for x in (rewards, values)), mask,
+        gamma=gamma, gae_lambda=gae_lambda,
+    )  # fmt: skip
+    for row, n in enumerate(lens):
+        v = [*values[row, :n], 0.0]
+        for t in range(n):
+            # Âₜ⁽ᵏ⁾ = Σ γˡ r + γᵏ V(sₜ₊ₖ) − V(sₜ), weights (1 − λ) λᵏ⁻¹, the rest on the last.
+            left = n - t
+            steps = [
+                (gamma ** (left - 1) * rewards[row] if k == left else gamma**k * v[t + k]) - v[t]
+                for k in range(1, left + 1)
+            ]
+            weights = [(1 - gae_lambda) * gae_lambda ** (k - 1) for k in range(1, left)]
+            expected = np.dot([*weights, gae_lambda ** (left - 1)], steps)
+            np.testing.assert_allclose(got[row, t], expected, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(returns[row, t], expected + v[t], rtol=2e-5, atol=2e-6)
+    assert not np.any(np.asarray(got)[~mask])
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1():
+    rng = np.random.default_rng(4)
+    mask = rng.random((5, 6)) < 0.6
+    advantages = np.where(mask, rng.normal(2, 3, (5, 6)), np.nan).astype(np.float32)
+    found = np.asarray(whiten(advantages, mask), np.float64)
+    np.testing.assert_allclose([found[mask].mean(), found[mask].var()], [0, 1], atol=1e-6)
+    assert not found[~mask].any()
+    order = np.argsort(advantages[mask])
+    assert np.all(np.diff(found[mask][order]) >= 0)
+
+
+def test_length_costs_as_in_dapo():
+    """arXiv 2503.14476, eq. 13, by its three cases."""
+
+    def paper(length, longest, buffer):
+        if length <= longest - buffer:
+            return 0.0
+        return ((longest - buffer) - length) / buffer if length <= longest else -1.0
+
+    lens = np.arange(1, 21)
+    expected = [-paper(n, 20, 6) for n in lens]
+    np.testing.assert_allclose(overlong_penalty(lens, 20, 6), expected, rtol=1e-6)
+    np.testing.assert_array_equal(
+        overlong_penalty(np.array([6, 7, 8, 10]), 10, 4), [0, 0.25, 0.5, 1]
+    )

@@ -21,7 +21,7 @@ BROKEN = {
     "data.prompt_len": [0],
     "reward.timeout": [0.0, -1.0],
     "rollout.prompts_per_step": [0],
-    "rollout.group_size": [1],
+    "rollout.group_size": [0],
     "rollout.response_len": [0],
     "rollout.temperature": [0.0, math.inf],
     "rollout.top_k": [-1],
@@ -45,11 +45,21 @@ BROKEN = {
     "rollout.store_prompts": [-1],
     "rollout.store_age": [-1],
     "rollout.partial": [-1],
-    "grpo.clip_low": [-0.1, 1.1],
-    "grpo.clip_high": [-0.1],
-    "grpo.dual_clip": [1.0, -3.0],
-    "grpo.kl_coef": [-0.1, math.inf],
-    "grpo.entropy_coef": [math.inf, -math.inf],
+    "algorithm.clip_low": [-0.1, 1.1],
+    "algorithm.clip_high": [-0.1],
+    "algorithm.dual_clip": [1.0, -3.0],
+    "algorithm.kl_coef": [-0.1, math.inf],
+    "algorithm.entropy_coef": [math.inf, -math.inf],
+    "algorithm.max_rounds": [0],
+    "reward.overlong_tokens": [-1],
+    "reward.overlong_penalty": [-0.1, math.inf],
+    "critic.learning_rate": [-1e-3, math.inf],
+    "critic.schedule_warmup": [-1],
+    "critic.warmup_steps": [-1],
+    "critic.coef": [0.0, math.inf],
+    "critic.clip": [-0.1],
+    "critic.gamma": [-0.1, 1.1],
+    "critic.gae_lambda": [-0.1, 1.1],
     "updates.mini_batch_size": [0],
     "updates.micro_batch_size": [-1],
     "updates.passes": [0],
@@ -99,8 +109,20 @@ IMPOSSIBLE = [
     ({"rollout.partial": 1, "updates.old_logprobs": "recompute"},
      "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's weight "
      "is against the policy that sampled it), got 'recompute'"),
-    ({"grpo.objective": "cispo", "grpo.ratio": "sequence"},
-     "grpo.ratio must be token where grpo.objective is cispo, got 'sequence'"),
+    ({"algorithm.objective": "cispo", "algorithm.ratio": "sequence"},
+     "algorithm.ratio must be token where algorithm.objective is cispo, got 'sequence'"),
+    ({"rollout.group_size": 1, "updates.mini_batch_size": 4},
+     "rollout.group_size must be >= 2 where critic.kind is none (responses of a group are "
+     "compared), got 1"),
+    ({"reward.overlong_tokens": 7},
+     "reward.overlong_tokens must be <= rollout.response_len = 6, got 7"),
+    ({"algorithm.dynamic_sampling": True, "rollout.partial": 2},
+     "rollout.partial must be 0 where algorithm.dynamic_sampling is True, got 2"),
+    ({"algorithm.dynamic_sampling": True, "rollout.accept": "match", "rollout.run_ahead": True},
+     "rollout.run_ahead must be False where algorithm.dynamic_sampling is True, got True"),
+    ({"algorithm.dynamic_sampling": True, "updates.old_logprobs": "recompute"},
+     "updates.old_logprobs must be rollout where algorithm.dynamic_sampling is True, "
+     "got recompute"),
     ({"tokenizer.source": ""},
      'tokenizer.source must be given where model.source is "", got ""; '
      'e.g. tokenizer.source = "characters"'),
@@ -156,15 +178,35 @@ def test_nan_is_refused_everywhere(field):
     assert _message({field: math.nan}) == f"{field} must be a number, got nan"
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dapo"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_valid_and_has_the_same_fields(name):
-    config = small_runs.preset(name)
+def test_every_preset_is_valid_and_has_the_same_fields(name, algorithm):
+    config = small_runs.preset(name, algorithm)
     validate(config)
     fields, tiny = dict(flatten(config)), dict(flatten(small_runs.preset("tiny")))
     free = "data.options."  # what a task takes
     assert {f for f in fields if not f.startswith(free)} == {
         f for f in tiny if not f.startswith(free)
     }
+
+
+def test_ppo_and_dapo_hold_what_differs():
+    grpo = dict(flatten(small_runs.preset("tiny")))
+
+    def changed(algorithm):
+        found = dict(flatten(small_runs.preset("tiny", algorithm)))
+        return {name: value for name, value in found.items() if value != grpo[name]}
+
+    assert changed("ppo") == {
+        "critic.kind": "network", "algorithm.clip_high": 0.2,
+        "rollout.lenience": pytest.approx(math.exp(0.3)),
+    }  # fmt: skip
+    assert changed("dapo") == {
+        "algorithm.dual_clip": 10.0, "algorithm.dynamic_sampling": True,
+        "reward.overlong_tokens": grpo["rollout.response_len"] // 5,
+        "rollout.lenience": pytest.approx(math.exp(0.15)),
+    }  # fmt: skip
+    assert small_runs.preset("smollm2", "ppo").critic.learning_rate == 1e-5
 
 
 def test_the_limits_of_lenience_are_values():

@@ -35,7 +35,7 @@ MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]
 # Warmed up, evaluated, with a reference that only the checkpoint holds; a checkpoint every 3 steps.
 LONG = {
     "warmup.steps": 3, "evaluate.every": 3, "checkpoint.every": 3, "train.epochs": 4,
-    "grpo.kl_coef": 0.1,
+    "algorithm.kl_coef": 0.1,
 }  # fmt: skip
 
 

@@ -46,8 +46,9 @@ STAGES = {
     "advantages": "advantages",
     "update": "update",
 }
-# Only these see more than one stage; run builds the parts of what train steps through.
-SEE_ALL = {"train", "evaluate", "run"}
+# Only these see more than one stage: run builds the parts of what train steps through, gather
+# goes from prompts to rewards.
+SEE_ALL = {"train", "gather", "evaluate", "run"}
 # Slow to import, or needed by few: imported inside the function that uses them.
 LAZY = {
     "datasets",

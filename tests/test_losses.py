@@ -14,6 +14,7 @@ from specrl_jax.losses import (
     loss_normalizer,
     policy_loss,
     policy_metrics,
+    value_loss,
 )
 
 SETTINGS = {
@@ -429,3 +430,55 @@ def test_kin_that_cannot_be(options, message):
     options = {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"} | options
     with pytest.raises(ValueError, match=message):
         policy_loss(*as_float32(make_batch())[:5], **options)
+
+
+def plain_value_loss(values, old, returns, mask, clip):
+    """Token by token, in float64."""
+    terms = []
+    for row, column in np.argwhere(mask):
+        v, v_old, r = values[row, column], old[row, column], returns[row, column]
+        errors = [(v - r) ** 2]
+        if clip:
+            errors.append((min(max(v, v_old - clip), v_old + clip) - r) ** 2)
+        terms.append(max(errors) / 2)
+    return sum(terms) / len(terms)
+
+
+def test_the_critics_loss_by_hand():
+    """The docstring's row: V_old = 0, R = 1, c = 0.2."""
+    values = np.array([[0.1, 0.5, -0.5, np.nan]], np.float32)
+    mask = np.array([[1, 1, 1, 0]], bool)
+    old, returns = np.zeros_like(values), np.ones_like(values)
+    loss, sums = value_loss(values, old, returns, mask, clip=0.2)
+    np.testing.assert_allclose(loss, (0.405 + 0.32 + 1.125) / 3, rtol=1e-6)
+    assert sums["critic_clipped"] == 1
+    gradient = jax.grad(lambda v: value_loss(v, old, returns, mask, clip=0.2)[0])(values)
+    np.testing.assert_allclose(gradient, [[-0.3, 0, -0.5, 0]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_the_critics_loss_against_the_formula(clip):
+    rng = np.random.default_rng(7)
+    mask = np.arange(6) < np.array([6, 1, 4])[:, None]
+    values, old, returns = rng.normal(0, 0.6, (3, 3, 6))
+    inputs = [x.astype(np.float32) for x in (values, old, returns)]
+
+    def loss(values):
+        return value_loss(values, *inputs[1:], mask, clip=clip)[0]
+
+    value, gradient = jax.value_and_grad(loss)(inputs[0])
+    np.testing.assert_allclose(value, plain_value_loss(values, old, returns, mask, clip), rtol=1e-5)
+    step, expected = 1e-6, np.zeros_like(values)
+    for place in np.ndindex(*values.shape):
+        found = []
+        for sign in (1, -1):
+            moved = values.copy()
+            moved[place] += sign * step
+            found.append(plain_value_loss(moved, old, returns, mask, clip))
+        expected[place] = (found[0] - found[1]) / (2 * step)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
+    parts = [
+        value_loss(*(x[rows] for x in inputs), mask[rows], clip=clip, normalizer=mask.sum())[0]
+        for rows in (slice(0, 1), slice(1, 3))
+    ]
+    np.testing.assert_allclose(sum(parts), value, rtol=1e-5)

@@ -7,8 +7,9 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from small_runs import records, small_config
+from small_runs import records, saved, small_config
 
+from specrl_jax import gather
 from specrl_jax import train as loop
 
 # Issued at every step of every run.
@@ -106,7 +107,8 @@ def test_random_acceptance_reuses_something(run):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_to_the_reference_starts_at_0(run, estimator):
     """One update a step: the first is made before the policy has left the reference."""
-    changes = {"grpo.kl_coef": 0.5, "grpo.kl_estimator": estimator, "updates.mini_batch_size": 32}
+    changes = {"algorithm.kl_coef": 0.5, "algorithm.kl_estimator": estimator}
+    changes["updates.mini_batch_size"] = 32
     kl = [record["policy/kl"] for record in records(run(changes))[1:]]
     assert abs(kl[0]) < 1e-7
     assert all(value > 1e-5 for value in kl[1:])
@@ -115,7 +117,11 @@ def test_the_kl_to_the_reference_starts_at_0(run, estimator):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"grpo.aggregation": "sequence", "grpo.entropy_coef": 0.1, "grpo.normalize_std": False},
+        {
+            "algorithm.aggregation": "sequence",
+            "algorithm.entropy_coef": 0.1,
+            "algorithm.normalize_std": False,
+        },
         {"updates.passes": 2, "updates.micro_batch_size": 8},
         {"updates.clip_norm": 0.0, "updates.schedule": "cosine", "updates.schedule_warmup": 2},
     ],
@@ -128,6 +134,35 @@ def test_choices_of_the_update_change_the_update_alone(run, changes):
     assert {n: found[1][n] for n in shared} == {n: plain[1][n] for n in shared}
     assert found[-1]["policy/loss"] != plain[-1]["policy/loss"]
     assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
+
+
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_ppo_learns_its_critic_first_where_asked_to(mesh, tmp_path, kind):
+    """Values begin at 0; in the warm-up steps the policy stays as it is, to the bit."""
+    changes = {"critic.kind": kind, "critic.warmup_steps": 2, "checkpoint.every": 1}
+    config = small_config(changes | {"checkpoint.keep_last": 9}, algorithm="ppo")
+    loop.train(config, tmp_path / "run")
+    found = records(tmp_path / "run")[1:]
+    assert found[0]["critic/value_mean"] == 0
+    assert found[1]["critic/value_mean"] != 0
+    assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in found)
+    assert [r["update/lr"] == 0 for r in found] == [True, True, False, False]
+    steps = [saved(tmp_path / "run", step) for step in (0, 2, 4)]
+    policies, critics = (
+        [{n: x for n, x in arrays.items() if n.startswith(prefix)} for arrays in steps]
+        for prefix in ("train.params.", "train.critic.")
+    )
+    assert all(np.array_equal(x, policies[1][n]) for n, x in policies[0].items())
+    assert not all(np.array_equal(x, policies[2][n]) for n, x in policies[0].items())
+    assert not any(np.array_equal(x, critics[1][n]) for n, x in critics[0].items())
+    assert ("train.critic.decoder.embed" in critics[0]) == (kind == "network")
+
+
+def test_a_critic_needs_no_group(mesh, tmp_path):
+    changes = {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
+    changes |= {"updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "train.steps": 2}
+    loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
+    assert all(r["policy/clip_fraction"] < 1 for r in records(tmp_path / "run")[1:])
 
 
 def test_truncated_laws_keep_an_untruncated_update(run):
@@ -186,7 +221,7 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
 
 def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
     """What the second epoch is offered is what the first one returned for the same prompts."""
-    returned, real = {}, loop.roll
+    returned, real = {}, gather.roll
 
     def roll(plan, weights, prompts, *, drafts, **options):
         outcome = real(plan, weights, prompts, drafts=drafts, **options)
@@ -208,7 +243,7 @@ def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
             )
         return outcome
 
-    monkeypatch.setattr(loop, "roll", roll)
+    monkeypatch.setattr(gather, "roll", roll)
     loop.train(small_config({"rollout.lenience": 2.0}), tmp_path / "run")
     assert len(returned) == 8
 

@@ -19,8 +19,11 @@ from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch, Example, Prompts, Rollout
 from specrl_jax.update import (
+    Critic,
     Learner,
     Loss,
+    begin_state,
+    critic_values,
     init_state,
     logprob_gap,
     logprobs,
@@ -191,6 +194,55 @@ def test_only_the_rows_of_the_mini_batch_count(mesh):
     jax.tree.map(np.testing.assert_array_equal, got, again)
 
 
+def _plain_values(trunk, head, batch: Batch, row: int):
+    """V of the states before each token of a response, from a pass over this row alone."""
+    first, count = batch.prompt_lens[row], batch.response_lens[row]
+    hidden, _ = Transformer(MODEL, trunk)(jnp.asarray(batch.tokens[row, : first + count])[None])
+    hidden = jax.sharding.reshard(hidden, jax.P(None, None, None))
+    return hidden[0, first - 1 : -1] @ head
+
+
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_a_critic_learns_beside_the_policy(mesh, kind):
+    """Both gradients are those of policy loss + coef x value loss, written row by row."""
+    rng = np.random.default_rng(8)
+    critic = Critic(kind, coef=0.7, clip=0.3, optimizer=GRADIENT)
+    learner = dataclasses.replace(LEARNER, critic=critic)
+    values, returns = rng.normal(0, 0.5, (2, ROWS, RESPONSE)).astype(np.float32)
+    batch = dataclasses.replace(_host_batch(), values=values, returns=returns)
+    state = begin_state(learner, _params())
+    assert not np.any(state.critic["head"])
+    start = state.critic | {"head": put(rng.normal(size=8).astype(np.float32), None)}
+    if kind == "network":  # it begins as the policy; here it has moved on
+        start["decoder"] = jax.tree.map(lambda x: x + 0.1, start["decoder"])
+    state = dataclasses.replace(state, critic=start)
+
+    def loss(params, critic):
+        trunk, errors = critic.get("decoder", params), []
+        for row in range(ROWS):
+            found = _plain_values(trunk, critic["head"], batch, row)
+            old, target = (x[row, : len(found)] for x in (values, returns))
+            held = jnp.clip(found, old - 0.3, old + 0.3)
+            errors.append(jnp.maximum((found - target) ** 2, (held - target) ** 2) / 2)
+        error = jnp.mean(jnp.concatenate(errors))
+        return _plain_loss(params, batch, LOSS, range(ROWS)) + 0.7 * error, error
+
+    found = critic_values(learner, state, _placed(batch), micro_batches(ROWS, 2))
+    for row, n in enumerate(batch.response_lens):
+        expected = _plain_values(start.get("decoder", _params()), start["head"], batch, row)
+        np.testing.assert_allclose(found[row, :n], expected, rtol=1e-4, atol=1e-5)
+    (_, error), want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        _params(), start
+    )
+    state, metrics = update(learner, state, _placed(batch), micro_batches(ROWS, 2))
+    assert _distance(state.opt_state, want[0]) <= 2e-6
+    assert _distance(state.critic_opt_state, want[1]) <= 2e-6
+    np.testing.assert_allclose(metrics["critic_loss"], error, rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic_grad_norm"], optax.tree.norm(want[1]), rtol=1e-5)
+    plain = _gradient(LEARNER, _host_batch(), micro_batches(ROWS, 2))[1]
+    np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-5)
+
+
 def test_adamw_and_clipping_against_the_formulas(mesh):
     """Two steps of clip → AdamW (arXiv 1711.05101) in float64 NumPy."""
     settings = small_runs.small_config(
@@ -253,10 +305,10 @@ def test_the_learning_rate_by_step(schedule, ramp, want):
 
 def test_the_learner_takes_its_fields_from_the_config():
     config = small_runs.small_config(
-        {"grpo.aggregation": "sequence", "grpo.kl_coef": 0.25, "rollout.temperature": 0.7}
+        {"algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25, "rollout.temperature": 0.7}
     )
     learner = make_learner(config, MODEL, optax.constant_schedule(1.0))
-    want = {f.name: config.grpo.get(f.name) for f in dataclasses.fields(Loss)}
+    want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(Loss)}
     assert dataclasses.asdict(learner.loss) == want | {"length": config.rollout.response_len}
     assert (learner.loss.aggregation, learner.loss.kl_coef) == ("sequence", 0.25)
     assert (learner.temperature, learner.logits_chunk) == (0.7, config.rollout.logits_chunk)

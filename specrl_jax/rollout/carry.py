@@ -1,4 +1,4 @@
-"""What a rollout leaves to the next one: responses begun ahead, and responses not finished.
+"""What a rollout leaves to the next: responses begun ahead, not finished, or not yet learnt from.
 
 *Run-ahead* (SRT, arXiv 2601.09083): places that a step's early finishers leave idle roll out the
 prompts of the next step, with that step's noise. What they have when the step ends are drafts: the
@@ -10,19 +10,24 @@ finished in the next step, together with fresh ones. This is off-policy on purpo
 tokens are by the policies of all steps that it was in flight. Each keeps the log-prob of its own
 policy, so the update's ratio is its importance weight. No response is dropped; but within a step
 short responses finish first, and long ones are trained later than their batch.
+
+*Waiting groups* (DAPO's dynamic sampling, arXiv 2503.14476): complete, but more than the step's
+batch holds. They are trained on later as they are, which is off-policy in the same way.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specrl_jax.rollout import drafting
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.rows import Rows
-from specrl_jax.sharding import reshard, spec, take_rows
+from specrl_jax.sharding import put, reshard, spec, take_rows
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 # --- run-ahead ------------------------------------------------------------------------------------
@@ -150,6 +155,55 @@ def record(corpus: Corpus, held: Held, group_size: int) -> Corpus:
     sources = corpus.tokens.shape[1] - group_size + rows % group_size
     zeros = jnp.zeros_like(lens)
     return drafting.record(corpus, rows // group_size, sources, zeros, held.rollout.tokens, lens)
+
+
+# --- waiting groups -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Complete groups that no update has learnt from yet, the oldest first.
+
+    rollout: C * G rows, of which the first len(prompt_ids) groups are in use. rewards: of each
+    group's responses.
+    """
+
+    rollout: Rollout
+    prompt_ids: tuple[str, ...] = ()
+    rewards: tuple[tuple[float, ...], ...] = ()
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, k: int = 0) -> "Waiting":
+        """For C * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
+        return cls(_empty_rollout(rows, slots, k))
+
+
+def assemble(
+    parts: Sequence[Rollout], places: Sequence[tuple[int, int]], rows: int, group: int
+) -> Rollout:
+    """Groups of `group` rows from several rollouts, in front of rows that hold nothing, [rows].
+
+    places: (which part, which of its groups) for each group of the result.
+    """
+    used = len(places) * group
+    part_of, index = np.full(rows, -1), np.zeros(rows, np.int32)
+    if places:
+        chosen = np.asarray(places, np.int32)
+        part_of[:used] = np.repeat(chosen[:, 0], group)
+        index[:used] = (chosen[:, 1:] * group + np.arange(group, dtype=np.int32)).reshape(-1)
+    first = parts[0]
+    k = 0 if first.top_ids is None else first.top_ids.shape[-1]
+    found = _empty_rollout(rows, first.tokens.shape[1], k)
+    for number, part in enumerate(parts):
+        here = part_of == number
+        if here.any():
+            found = _fill(found, part, put(np.where(here, index, 0), None), put(here, "batch"))
+    return found
+
+
+@jax.jit
+def _fill(found: Rollout, part: Rollout, index: Array, here: Array) -> Rollout:
+    return jax.tree.map(lambda new, old: _where(here, new, old), take(part, index), found)
 
 
 # --- rows -----------------------------------------------------------------------------------------

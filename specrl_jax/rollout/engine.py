@@ -12,6 +12,7 @@ numbers and a tally; no token visits it.
 import collections
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,17 @@ class Stats:
     cache_bytes: int = 0
     visits: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
     programs: set[tuple] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def total(cls, parts: Sequence["Stats"]) -> "Stats":
+        """Of several rollouts, one after another."""
+        found = cls()
+        for part in parts:
+            for field in dataclasses.fields(cls):
+                old, new = getattr(found, field.name), getattr(part, field.name)
+                together = old | new if field.name == "programs" else old + new
+                setattr(found, field.name, together)
+        return dataclasses.replace(found, cache_bytes=max(x.cache_bytes for x in parts))
 
     def metrics(self) -> dict[str, float]:
         """Under the names of `metrics.METRICS`."""

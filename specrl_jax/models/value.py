@@ -1,0 +1,48 @@
+"""A value function over the tokens of a response: a linear head on a decoder's hidden states.
+
+Parameters: {"head": float32 [D]}, and "decoder" beside it where the critic has a decoder of its
+own. The head starts at zero, so that the first values are 0; the decoder starts as the policy's.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import Params, Transformer, abstract_params
+from specrl_jax.sharding import put, spec
+
+KINDS = ("head", "network")
+
+
+def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
+    """For the kind "head" the head alone, which reads the policy's hidden states; for "network" a
+    copy of the policy's decoder too."""
+    critic = {"head": put(jnp.zeros(model.embed_dim), None, stored=True)}
+    if kind == "network":
+        critic["decoder"] = jax.tree.map(jnp.copy, _decoder(params))
+    return critic
+
+
+def abstract_critic(model: ModelConfig, kind: str) -> Params:
+    """Shapes, types and stored layouts of `init_critic` on the mesh in use."""
+    sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec(None, stored=True))
+    head = jax.ShapeDtypeStruct((model.embed_dim,), jnp.float32, sharding=sharding)
+    if kind == "head":
+        return {"head": head}
+    return {"head": head, "decoder": _decoder(abstract_params(model))}
+
+
+def values(critic: Params, hidden: Array) -> Array:
+    """float32 [...] in units of reward, for hidden states [..., D] of the critic's decoder."""
+    return jnp.einsum("...D,D->...", hidden.astype(jnp.float32), critic["head"])
+
+
+def decoder(model: ModelConfig, critic: Params) -> Transformer:
+    """The critic's own decoder; its `logits` mean nothing."""
+    return Transformer(model.replace(tie_embeddings=True), critic["decoder"])
+
+
+def _decoder(params: Params) -> Params:
+    """Without the output head, which a critic has no use for."""
+    return {name: x for name, x in params.items() if name != "lm_head"}
