@@ -92,6 +92,14 @@ def base() -> ConfigDict:
     rollout.draft_age = 1  # 1: last time's response, 2: the one before (paper's delayed reuse)
     rollout.accept = "ratio"  # rule for previous: ratio | random | ratio_residual | block | match
     rollout.lenience = math.exp(0.5)  # ℓ in [0, inf] of ratio: 0 no reuse, inf full; paper e^0.5
+    rollout.lenience_auto = False  # adapt log ℓ each step (from lenience) to hold a target
+    rollout.lenience_measure = "share"  # share (tokens that only ℓ > 1 kept) | kl (π_old ‖ π, nats)
+    rollout.lenience_target = 0.01  # of that measure, over kept tokens
+    rollout.lenience_gain = 0.1  # nats that one step changes log ℓ at most
+    rollout.lenience_min = 1.0  # bounds of ℓ where it is adapted
+    rollout.lenience_max = math.e  # see lenience_min
+    rollout.draft_refresh = 0.0  # share of previous drafts left out, to explore what has converged
+    rollout.token_age = 0  # steps after which a drafted token is sampled anew; 0: never
     rollout.stored_logprobs = 16  # likeliest tokens whose π_old drafts keep: ratio_residual, block
     rollout.tree = tree = ConfigDict()  # drafts from all that is known of a prompt (SRT)
     tree.history = 2  # last responses of each sample that are read, beside those in flight
@@ -129,6 +137,8 @@ def base() -> ConfigDict:
     algorithm.kl_estimator = "k3"  # k1 | k2 | k3
     algorithm.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
 
+    algorithm.importance_cap = 0.0  # > 0: tokens weighed by π over the law they came by, so much
+    # at most (TIS): lenient ones, and those of another arithmetic with old_logprobs = recompute
     algorithm.dynamic_sampling = False  # roll out until a batch of groups has signal: DAPO
     algorithm.max_rounds = 10  # rollouts of a step at most, for dynamic_sampling
 
@@ -141,6 +151,18 @@ def base() -> ConfigDict:
     critic.clip = 0.2  # a value may move so far from the old one, in reward; 0: off
     critic.gamma = 1.0  # discount per token; paper 1
     critic.gae_lambda = 1.0  # GAE's λ; paper 1
+
+    config.curriculum = curriculum = ConfigDict()  # which prompts are rolled out
+    curriculum.name = "uniform"  # uniform | speed (screened first) | mopps | easy_to_hard
+    curriculum.screening = 2  # speed: responses that screen a prompt, of its group_size; paper 4
+    curriculum.low = 0.0  # speed: the rest is sampled where their mean reward is above this
+    curriculum.high = 1.0  # and below this
+    curriculum.reuse_screening = True  # speed: train on them too, which inflates the group's mean
+    curriculum.candidates = 4.0  # mopps: chosen from so many times the batch
+    curriculum.target = 0.5  # mopps: pass rate that is aimed at
+    curriculum.decay = 0.5  # mopps: weight of earlier evidence at the next
+    curriculum.difficulty = "answer_len"  # easy_to_hard: or prompt_len, or a path in the metadata
+    curriculum.width = 0.25  # easy_to_hard: standard deviation of the window, in ranks of 0 to 1
 
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts

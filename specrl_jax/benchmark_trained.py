@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax import benchmark, train
 from specrl_jax.benchmark import Case, Inputs
-from specrl_jax.data import PromptStream
+from specrl_jax.curriculum import PromptStream
 from specrl_jax.measure import rollout_metrics
 from specrl_jax.models.transformer import param_count, rollout_weights
 from specrl_jax.rollout import acceptance, timing

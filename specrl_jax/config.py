@@ -24,6 +24,12 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rollout.top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
     "rollout.draft_age": ("1 or 2", lambda x: x in (1, 2)),
     "rollout.lenience": (">= 0", lambda x: x >= 0),
+    "rollout.lenience_target": ("> 0 and finite", lambda x: 0 < x < math.inf),
+    "rollout.lenience_gain": ("> 0 and finite", lambda x: 0 < x < math.inf),
+    "rollout.lenience_min": ("> 0 and finite", lambda x: 0 < x < math.inf),
+    "rollout.lenience_max": ("> 0 and finite", lambda x: 0 < x < math.inf),
+    "rollout.draft_refresh": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "rollout.token_age": (">= 0", lambda x: x >= 0),
     "rollout.stored_logprobs": (">= 1", lambda x: x >= 1),
     "rollout.tree.history": (">= 1", lambda x: x >= 1),
     "rollout.tree.depth": (">= 1", lambda x: x >= 1),
@@ -46,6 +52,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "algorithm.dual_clip": ("0 (off) or > 1", lambda x: x == 0 or x > 1),
     "algorithm.kl_coef": (">= 0 and finite", lambda x: 0 <= x < math.inf),
     "algorithm.entropy_coef": ("finite", math.isfinite),
+    "algorithm.importance_cap": (">= 0", lambda x: x >= 0),
     "algorithm.max_rounds": (">= 1", lambda x: x >= 1),
     "reward.overlong_tokens": (">= 0", lambda x: x >= 0),
     "reward.overlong_penalty": (">= 0 and finite", lambda x: 0 <= x < math.inf),
@@ -56,6 +63,13 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "critic.clip": (">= 0", lambda x: x >= 0),
     "critic.gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "critic.gae_lambda": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "curriculum.screening": (">= 1", lambda x: x >= 1),
+    "curriculum.low": ("finite", math.isfinite),
+    "curriculum.high": ("finite", math.isfinite),
+    "curriculum.candidates": (">= 1", lambda x: x >= 1),
+    "curriculum.target": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "curriculum.decay": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "curriculum.width": ("> 0", lambda x: x > 0),
     "updates.mini_batch_size": (">= 1", lambda x: x >= 1),
     "updates.micro_batch_size": (">= 0", lambda x: x >= 0),
     "updates.passes": (">= 1", lambda x: x >= 1),
@@ -90,11 +104,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),
     "rollout.accept": ("ratio", "random", "ratio_residual", "block", "match"),
     "rollout.store": ("device", "host"),
+    "rollout.lenience_measure": ("share", "kl"),
     "algorithm.objective": ("clip", "cispo"),
     "algorithm.ratio": ("token", "sequence"),
     "algorithm.aggregation": ("token", "sequence", "constant"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "critic.kind": ("none", "head", "network"),
+    "curriculum.name": ("uniform", "speed", "mopps", "easy_to_hard"),
     "updates.schedule": ("constant", "linear", "cosine"),
     "updates.old_logprobs": ("rollout", "recompute"),
     "log.wandb": ("off", "offline", "online", "auto"),
@@ -159,12 +175,15 @@ def flatten(config: Mapping, prefix: str = ""):
 
 
 def _check_batches(config: ConfigDict) -> None:
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    group = config.rollout.group_size
+    if config.curriculum.name == "speed" and not config.curriculum.reuse_screening:
+        group -= config.curriculum.screening
+    rows = config.rollout.prompts_per_step * group
     mini, micro = config.updates.mini_batch_size, config.updates.micro_batch_size
     if rows % mini:
         raise ValueError(
-            f"updates.mini_batch_size must divide rollout.prompts_per_step x rollout.group_size = "
-            f"{rows} rows, got {mini}"
+            f"updates.mini_batch_size must divide the {rows} responses that a step trains on "
+            f"(rollout.prompts_per_step x rollout.group_size), got {mini}"
         )
     if micro and mini % micro:
         raise ValueError(
@@ -193,8 +212,7 @@ def _check_batches(config: ConfigDict) -> None:
             f"{config.rollout.response_len}, got {config.reward.overlong_tokens}"
         )
     _check_rollout(config.rollout)
-    if config.algorithm.dynamic_sampling:
-        _check_dynamic_sampling(config)
+    _check_curriculum(config)
     if config.rollout.partial and config.updates.old_logprobs != "rollout":
         raise ValueError(
             "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's "
@@ -207,20 +225,68 @@ def _check_batches(config: ConfigDict) -> None:
         )
 
 
-def _check_dynamic_sampling(config: ConfigDict) -> None:
-    """What goes with groups that wait for a later step."""
-    for field, value, wanted in (
-        ("rollout.partial", config.rollout.partial, 0),
-        ("rollout.run_ahead", config.rollout.run_ahead, False),
-        ("updates.old_logprobs", config.updates.old_logprobs, "rollout"),
+def _check_curriculum(config: ConfigDict) -> None:
+    """What goes with groups that wait for a later step, and with prompts not known beforehand."""
+    settings, waits = config.curriculum, []
+    if config.algorithm.dynamic_sampling:
+        waits.append("algorithm.dynamic_sampling is True")
+    if settings.name == "speed":
+        waits.append("curriculum.name is speed")
+        _check_screening(config)
+    unforeseen = waits or ([f"curriculum.name is {settings.name}"] * (settings.name != "uniform"))
+    for reasons, field, value, wanted in (
+        (unforeseen, "rollout.partial", config.rollout.partial, 0),
+        (unforeseen, "rollout.run_ahead", config.rollout.run_ahead, False),
+        (waits, "updates.old_logprobs", config.updates.old_logprobs, "rollout"),
     ):
-        if value != wanted:
+        if reasons and value != wanted:
+            raise ValueError(f"{field} must be {wanted} where {reasons[0]}, got {value}")
+
+
+def _check_screening(config: ConfigDict) -> None:
+    settings, group = config.curriculum, config.rollout.group_size
+    if group % settings.screening or settings.screening == group:
+        raise ValueError(
+            f"curriculum.screening must divide rollout.group_size = {group} and be less, "
+            f"got {settings.screening}"
+        )
+    if settings.low >= settings.high:
+        raise ValueError(
+            f"curriculum.low must be < curriculum.high = {settings.high}, got {settings.low}"
+        )
+    trained = group - (0 if settings.reuse_screening else settings.screening)
+    if config.critic.kind == "none" and trained < 2:
+        raise ValueError(
+            "curriculum.screening must leave 2 responses of a group to compare where "
+            f"curriculum.reuse_screening is False, got {settings.screening} of {group}"
+        )
+
+
+def _check_lenience(rollout: ConfigDict) -> None:
+    by_ratio = "previous" in rollout.draft and rollout.accept == "ratio"
+    if rollout.lenience_auto and not by_ratio:
+        raise ValueError(
+            "rollout.lenience_auto must be False where previous drafts are not judged by ratio, "
+            f"got True with rollout.draft = {rollout.draft!r}, rollout.accept = {rollout.accept!r}"
+        )
+    if rollout.lenience_auto and not (
+        rollout.lenience_min <= rollout.lenience <= rollout.lenience_max
+    ):
+        raise ValueError(
+            f"rollout.lenience must be in [rollout.lenience_min, rollout.lenience_max] = "
+            f"[{rollout.lenience_min}, {rollout.lenience_max}] where it is adapted, "
+            f"got {rollout.lenience}"
+        )
+    for field in ("draft_refresh", "token_age"):
+        if rollout[field] and rollout.accept == "match":
             raise ValueError(
-                f"{field} must be {wanted} where algorithm.dynamic_sampling is True, got {value}"
+                f"rollout.{field} must be 0 where rollout.accept is match (every token is drawn "
+                f"anew there), got {rollout[field]}"
             )
 
 
 def _check_rollout(rollout: ConfigDict) -> None:
+    _check_lenience(rollout)
     if 0 < rollout.store_prompts < rollout.prompts_per_step:
         raise ValueError(
             f"rollout.store_prompts must be 0 or >= rollout.prompts_per_step = "

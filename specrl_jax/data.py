@@ -1,19 +1,17 @@
-"""Datasets to encoded prompts, and the resumable order in which training visits them.
+"""Datasets to encoded prompts.
 
 Takes in `config.data` and a tokenizer; gives out `Prompts`. A prompt is known by the hash of its
 content, so stored drafts and noise find it again after a restart, a reshuffle or a change of
-format. Parts: examples (rows of `sources` → `Example`, duplicates removed), encoding,
-`PromptStream`, evaluation batches, and the tiny sorting task.
+format. Parts: examples (rows of `sources` → `Example`, duplicates removed), encoding, evaluation
+batches, and the tiny sorting task.
 """
 
-import copy
 import dataclasses
-import functools
 import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -263,13 +261,15 @@ def encode_prompts(
         tokens[row, : len(encoded[i])] = encoded[i]
     lens = np.array([len(encoded[i]) for i in kept], np.int32)
     chosen = tuple(examples[i] for i in kept)
-    return EncodedDataset(tokens, lens, _words(chosen), chosen, len(encoded) - len(kept))
+    return EncodedDataset(
+        tokens, lens, words([e.prompt_id for e in chosen]), chosen, len(encoded) - len(kept)
+    )
 
 
-def _words(examples: Sequence[Example]) -> np.ndarray:
+def words(ids: Sequence[str]) -> np.ndarray:
     """uint32 [N, 2]: "0000000100000002" → [1, 2]."""
-    words = [(int(e.prompt_id[:8], 16), int(e.prompt_id[8:], 16)) for e in examples]
-    return np.array(words, np.uint32).reshape(len(words), 2)
+    pairs = [(int(x[:8], 16), int(x[8:], 16)) for x in ids]
+    return np.array(pairs, np.uint32).reshape(len(pairs), 2)
 
 
 def batch_of(encoded: EncodedDataset, rows: Sequence[int] | np.ndarray) -> Prompts:
@@ -306,121 +306,12 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
     padded = EncodedDataset(
         tokens=np.concatenate([encoded.tokens, tokens]),
         lens=np.concatenate([encoded.lens, np.ones(missing, np.int32)]),
-        ids=np.concatenate([encoded.ids, _words(filler)]),
+        ids=np.concatenate([encoded.ids, words([e.prompt_id for e in filler])]),
         examples=(*encoded.examples, *filler),
         dropped=0,
     )
     starts = range(0, total, size)
     return [(batch_of(padded, range(s, s + size)), min(size, total - s)) for s in starts]
-
-
-class PromptStream:
-    """Endless batches of Q distinct prompts; its place is three numbers.
-
-    The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
-    the `leftover` prompts after them are not visited in that epoch, and each epoch leaves out
-    others. `epoch` and `step` (within it) are those of the next batch.
-
-    `next` gives whole batches, `take` prompts one by one, in the same order; a run uses one of
-    them. Prompts that `take` has drawn and not given out yet are part of the place.
-    """
-
-    def __init__(self, encoded: EncodedDataset, prompts_per_step: int, seed: int):
-        total = len(encoded.examples)
-        if not 1 <= prompts_per_step <= total:
-            raise ValueError(
-                f"rollout.prompts_per_step must be in [1, {total}], the number of training "
-                f"prompts, got {prompts_per_step}"
-            )
-        self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
-        self.epoch, self.step = 0, 0
-        self._encoded, self._size, self._seed = encoded, prompts_per_step, seed
-        self._digest = hashlib.blake2b(encoded.ids.tobytes(), digest_size=8).hexdigest()
-        self._order = self._shuffle()
-        self._waiting: list[int] = []  # drawn by `take`, not given out yet
-
-    def _shuffle(self) -> np.ndarray:
-        rng = np.random.default_rng([self._seed, self.epoch])
-        return rng.permutation(len(self._encoded.examples))
-
-    def next(self) -> Prompts:
-        """The next batch, [Q, P]."""
-        return batch_of(self._encoded, self._draw())
-
-    def _draw(self) -> list[int]:
-        start = self.step * self._size
-        rows = self._order[start : start + self._size].tolist()
-        self.step += 1
-        if self.step == self.steps_per_epoch:
-            self.epoch, self.step = self.epoch + 1, 0
-            self._order = self._shuffle()
-        return rows
-
-    def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
-        """The next `count` prompts, none of them twice and none whose prompt_id is in `busy`.
-
-        A prompt that is passed over for that is the first to be taken later: each is given out as
-        often as it is drawn. Raises ValueError where the data has too few prompts.
-        """
-        total, taken, out = len(self._encoded.examples), [], set(busy)
-        if count + len(out) > total:
-            raise ValueError(
-                f"rollout.prompts_per_step + rollout.partial must be <= {total}, the number of "
-                f"training prompts, got {count + len(out)}"
-            )
-        drawn, self._waiting = self._waiting, []
-        while True:
-            for row in drawn:
-                name = self._encoded.examples[row].prompt_id
-                if len(taken) == count or name in out:
-                    self._waiting.append(row)
-                else:
-                    taken.append(row)
-                    out.add(name)
-            if len(taken) == count:
-                return batch_of(self._encoded, taken)
-            drawn = self._draw()
-
-    def find(self, prompt_ids: Sequence[str]) -> Prompts:
-        """The prompts of these ids, in this order."""
-        return batch_of(self._encoded, [self._rows[name] for name in prompt_ids])
-
-    @functools.cached_property
-    def _rows(self) -> dict[str, int]:
-        return {example.prompt_id: row for row, example in enumerate(self._encoded.examples)}
-
-    @property
-    def given(self) -> int:
-        """Prompts given out since the run began, with repeats."""
-        batches = self.epoch * self.steps_per_epoch + self.step
-        return batches * self._size - len(self._waiting)
-
-    def peek(self) -> Prompts:
-        """What `next` will give, without going on."""
-        ahead = copy.copy(self)
-        return ahead.next()
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs, for JSON."""
-        return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "waiting": [self._encoded.examples[row].prompt_id for row in self._waiting],
-            "seed": self._seed,
-            "prompts_per_step": self._size,
-            "prompts": self._digest,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises ValueError if the order is another by now."""
-        for name, now in self.state().items():
-            if name not in ("epoch", "step", "waiting") and state[name] != now:
-                raise ValueError(
-                    f"data must be as in the checkpoint: {name} was {state[name]!r}, is {now!r}"
-                )
-        self.epoch, self.step = int(state["epoch"]), int(state["step"])
-        self._order = self._shuffle()
-        self._waiting = [self._rows[name] for name in state["waiting"]]
 
 
 # --- the tiny sorting task ------------------------------------------------------------------------

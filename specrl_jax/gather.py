@@ -1,14 +1,23 @@
 """What a step trains on: prompts → drafts → rollout → rewards, until there is a batch.
 
-A *round* is one rollout and its rewards. Most steps are one round; with dynamic sampling (DAPO,
-arXiv 2503.14476, section 3.2) a step goes on until it has a batch of groups whose rewards differ.
-Groups that are over wait for the next step, with the log-probs of the policy that sampled them, so
-that the update's ratio is their importance weight. Groups of equal rewards, which no update would
-learn from, only become drafts.
+A *round* is one rollout and its rewards. Most steps are one round. Two ways to choose what is
+trained on take as many as it needs:
+
+*Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2) goes on until the batch is full of groups
+whose rewards differ. Groups of equal rewards, which no update would learn from, only become drafts.
+
+*Screening* (SPEED, arXiv 2506.09016): a round samples a part of a group for new prompts, and the
+rest of the group for prompts whose first part was neither all wrong nor all right; both in one
+rollout of always the same size: what the second parts take, screening does not get, so that the
+prompts that wait for theirs never outgrow two rounds.
+
+In both, groups that are over wait for the next step, first in first out, with the log-probs of the
+policy that sampled them, so that the update's ratio is their importance weight. Nothing is dropped.
+A batch that `algorithm.max_rounds` rounds could not fill is trained on as it
+is: with groups of equal rewards, or without responses, in the empty places.
 """
 
 import dataclasses
-import math
 import time
 from operator import attrgetter
 
@@ -16,10 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.curriculum import base_id, part_of
 from specrl_jax.data import concatenate, select
 from specrl_jax.evaluate import score
 from specrl_jax.measure import reward_metrics, rollout_metrics
 from specrl_jax.reward_pool import Scores
+from specrl_jax.rollout import reuse
 from specrl_jax.rollout.carry import Waiting, assemble
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.engine import Stats
@@ -30,17 +41,29 @@ from specrl_jax.types import Drafts, Prompts, Rollout
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """A batch of Q groups, G rows each, and the rounds that it took. rewards: float32 [Q * G]."""
+    """A batch of Q groups, G rows each, and the rounds that it took.
+
+    rewards: float32 [Q * G]. log_lenience: nats, of the step's acceptance; rejected_mass: what its
+    drafts show, see `reuse.estimate_rejected_mass`.
+    """
 
     prompts: Prompts
     rollout: Rollout
     rewards: np.ndarray
     metrics: dict[str, float]
     rounds: list["_Round"]
+    log_lenience: float
+    rejected_mass: float
+
+    def importance_weights(self, rule: str) -> jax.Array:
+        """float32 [Q * G, R]; rule: `rollout.accept`."""
+        inputs = (np.float32(self.log_lenience), np.float32(self.rejected_mass))
+        return reuse.importance_weights(self.rollout, *inputs, rule)
 
     def told(self) -> tuple[Prompts, Rollout, np.ndarray, np.ndarray]:
         """What records tell of the step's own rollouts, on the host."""
-        left_out = ("sampling_logprobs", "origin_logprobs", "top_ids", "top_logprobs")
+        left_out = ("sampling_logprobs", "origin_logprobs", "draft_logprobs")
+        left_out += ("top_ids", "top_logprobs")
         parts = [
             jax.device_get(dataclasses.replace(x.outcome.rollout, **dict.fromkeys(left_out)))
             for x in self.rounds
@@ -77,13 +100,37 @@ def gather(run: Run, state: State) -> Gathered:
         batch = (rounds[0].prompts, rounds[0].outcome.rollout, rounds[0].scores.rewards)
         values = rounds[0].outcome.metrics() | _left_over(state, rounds[0])
     else:
-        rounds = _until_full(run, state, *clocks)
-        batch, values = _batch(run, state, rounds)
+        desk = _Desk(run, state)
+        desk.fill(*clocks)
+        rounds = desk.rounds
+        batch, values = desk.batch()
         values |= Stats.total([x.outcome.stats for x in rounds]).metrics()
     values |= _metrics(run, rounds)
     for clock in clocks:
         values |= clock.lap
-    return Gathered(*batch, values, rounds)
+    log_lenience, told, rejected_mass = state.log_lenience, {}, 0.0
+    if "previous" in run.config.rollout.draft and run.config.rollout.accept != "match":
+        inputs = _joined(rounds, "prefix_lens", "outcome.offered")
+        rejected_mass = reuse.estimate_rejected_mass(*inputs)
+        told = reuse.measure(batch[1], log_lenience, rejected_mass)
+        told["reuse/log_lenience"] = log_lenience
+        _adapt_lenience(run, state, told)
+    return Gathered(*batch, values | told, rounds, log_lenience, rejected_mass)
+
+
+def _adapt_lenience(run: Run, state: State, told: dict[str, float]) -> None:
+    """The next step's lenience, where it is controlled and the step kept something."""
+    settings = run.config.rollout
+    found = told.get(reuse.MEASURES[settings.lenience_measure])
+    if settings.lenience_auto and found is not None:
+        state.log_lenience = reuse.next_log_lenience(
+            state.log_lenience,
+            found,
+            target=settings.lenience_target,
+            gain=settings.lenience_gain,
+            low=settings.lenience_min,
+            high=settings.lenience_max,
+        )
 
 
 def _round(
@@ -97,7 +144,7 @@ def _round(
     """Rolls `prompts` out, scores the responses and stores them as drafts."""
     settings = run.config.rollout
     with rollout_clock:
-        previous = state.store.get(prompts, settings.group_size, step=state.step)
+        previous = state.store.get(prompts, run.plan.group_size, step=state.step)
         outcome = roll(
             run.plan,
             policy_copy(run.model, state.train.params),
@@ -106,7 +153,7 @@ def _round(
             step=state.step,
             drafts=_drafts(run, state, prompts),
             corpus=_corpus(run, state, prompts, ahead),
-            log_lenience=math.log(settings.lenience) if settings.lenience else -math.inf,
+            log_lenience=state.log_lenience,
             cost=state.cost,
             ahead=ahead,
             carried=state.carried,
@@ -118,65 +165,188 @@ def _round(
         scores = score(run.pool, run.tokenizer, prompts, *known[:2])
     before = [x[outcome.rows] for x in jax.device_get((previous.tokens, previous.lens))]
     state.store.put(prompts, rollout, step=state.step)
+    group = run.plan.group_size
+    state.stream.observe(prompts, scores.rewards.reshape(-1, group))
     return _Round(prompts, outcome, *known, *before, scores)
 
 
-def _until_full(run: Run, state: State, *clocks: "Clock") -> list[_Round]:
-    """Rounds until there are enough groups to learn from, or no more are allowed or possible."""
-    settings = run.config
-    size, waiting = settings.rollout.prompts_per_step, state.waiting.prompt_ids
-    most = (len(run.prompts.lens) - len(waiting)) // size
-    rounds, busy, enough = [], list(waiting), len(waiting)
-    while not rounds or (enough < size and len(rounds) < min(most, settings.algorithm.max_rounds)):
-        prompts = state.stream.take(size, busy=busy)
-        rounds.append(_round(run, state, prompts, None, *clocks))
-        busy += [example.prompt_id for example in prompts.examples]
-        enough += int(np.sum(_differ(rounds[-1].scores.rewards, settings.rollout.group_size)))
-    return rounds
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Responses to a prompt. places: (part, row) of each, where a part is one of several rollouts.
+
+    stale: from an earlier step.
+    """
+
+    prompt_id: str
+    places: tuple[tuple[int, int], ...]
+    rewards: tuple[float, ...]
+    stale: bool = False
+
+    def joined(self, other: "_Group") -> "_Group":
+        return dataclasses.replace(
+            self, places=self.places + other.places, rewards=self.rewards + other.rewards
+        )
+
+    def without(self, count: int) -> "_Group":
+        """The group but its first `count` responses."""
+        return dataclasses.replace(self, places=self.places[count:], rewards=self.rewards[count:])
 
 
-def _batch(run: Run, state: State, rounds: list[_Round]):
-    """(prompts, rollout, rewards) of the first Q groups to learn from; the others wait."""
-    settings, waiting = run.config.rollout, state.waiting
-    size, group = settings.prompts_per_step, settings.group_size
-    names = [waiting.prompt_ids, *([e.prompt_id for e in x.prompts.examples] for x in rounds)]
-    rewards = [np.asarray(waiting.rewards, np.float32), *(x.scores.rewards for x in rounds)]
-    rewards = [x.reshape(-1, group) for x in rewards]
-    # (part, group) of all that are at hand: those waiting, then round by round.
-    places = [(0, g) for g in range(len(waiting.prompt_ids))]
-    flat = []
-    for part, found in enumerate(rewards[1:], start=1):
-        differ = _differ(found, group)
-        places += [(part, g) for g in np.flatnonzero(differ).tolist()]
-        flat += [(part, g) for g in np.flatnonzero(~differ).tolist()]
-    filled = max(size - len(places), 0)
-    chosen, over = (places + flat[:filled])[:size], places[size:]
-    parts = [waiting.rollout, *(x.outcome.rollout for x in rounds)]
+class _Desk:
+    """The rounds of a step that waits for a full batch.
 
-    def of(places: list[tuple[int, int]]):
-        return [names[p][g] for p, g in places], [rewards[p][g] for p, g in places]
+    parts: what rows are read from: what waited, what was screened before, and each round. complete:
+    groups to learn from, oldest first. flat: of equal rewards. screened: begun groups.
+    """
 
-    ids, scores = of(chosen)
-    rollout = assemble(parts, chosen, size * group, group)
-    state.waiting = Waiting(
-        assemble(parts, over, size * group, group),
-        tuple(of(over)[0]),
-        tuple(tuple(x.tolist()) for x in of(over)[1]),
-    )
-    lens = np.asarray(jax.device_get(rollout.lens)).reshape(size, group)
-    stale = [part == 0 for part, _ in chosen]
-    return (state.stream.find(ids), rollout, np.concatenate(scores)), {
-        "rollout/rounds": len(rounds),
-        "rollout/groups_waiting": len(over),
-        "rollout/groups_filled": filled,
-        "rollout/stale_fraction": int(lens[stale].sum()) / max(int(lens.sum()), 1),
-    }
+    def __init__(self, run: Run, state: State):
+        self.run, self.state, self.rounds = run, state, []
+        self.parts = [state.waiting.rollout]
+        self.complete = _kept_groups(state.waiting, 0, run.trained_group)
+        self.flat: list[_Group] = []
+        self.screened: list[_Group] = []
+        if state.screened is not None:
+            self.parts.append(state.screened.rollout)
+            self.screened = _kept_groups(state.screened, 1, run.plan.group_size)
+        self.counts = {"screened": 0, "kept": 0}
+        # A prompt has one response of each number in a step: none is rolled out twice.
+        self.busy = {group.prompt_id for group in self.complete + self.screened}
+
+    def fill(self, *clocks: "Clock") -> None:
+        """Rounds until there are enough groups, or no more are allowed or possible."""
+        size = self.run.config.rollout.prompts_per_step
+        while not self.rounds or (
+            len(self.complete) < size
+            and len(self.rounds) < self.run.config.algorithm.max_rounds
+            and self._free() >= self._fresh_prompts()
+        ):
+            self._round(*clocks)
+
+    def _free(self) -> int:
+        return len(self.run.prompts.lens) - len(self.busy)
+
+    def _continuing(self) -> list[_Group]:
+        """Begun groups that the next round finishes: as many as the batch still needs."""
+        needed = self.run.config.rollout.prompts_per_step - len(self.complete)
+        return self.screened[: max(needed, 0)]
+
+    def _fresh_prompts(self) -> int:
+        """Prompts that the next round begins."""
+        group, part = self.run.config.rollout.group_size, self.run.plan.group_size
+        return self.run.rows // part - len(self._continuing()) * (group // part - 1)
+
+    def _round(self, *clocks: "Clock") -> None:
+        stream, part = self.state.stream, self.run.plan.group_size
+        firsts = range(part, self.run.config.rollout.group_size, part)
+        going = self._continuing()
+        fresh = stream.take(self._fresh_prompts(), busy=tuple(self.busy))
+        self.busy |= {example.prompt_id for example in fresh.examples}
+        prompts = fresh
+        if going:
+            rest = stream.find([group.prompt_id for group in going])
+            for first in firsts:
+                prompts = concatenate(prompts, part_of(rest, first))
+        found = _round(self.run, self.state, prompts, None, *clocks)
+        self.rounds.append(found)
+        self.parts.append(found.outcome.rollout)
+        groups = _groups(found, len(self.parts) - 1, part)
+        begun, more = groups[: len(fresh.examples)], groups[len(fresh.examples) :]
+        self.screened = self.screened[len(going) :]
+        for number, group in enumerate(going):
+            for piece in more[number :: len(going)]:
+                group = group.joined(piece)
+            self._finished(group)
+        for group in begun:
+            if len(group.places) == self.run.config.rollout.group_size:
+                self._finished(group)
+            else:
+                self._judge(group)
+
+    def _finished(self, group: _Group) -> None:
+        settings = self.run.config
+        group = group.without(len(group.places) - self.run.trained_group)
+        differ = min(group.rewards) < max(group.rewards)
+        (self.complete if differ or not settings.algorithm.dynamic_sampling else self.flat).append(
+            group
+        )
+
+    def _judge(self, group: _Group) -> None:
+        """Whether a screened prompt is worth the rest of its group."""
+        settings, rate = self.run.config.curriculum, float(np.mean(group.rewards))
+        kept = settings.low < rate < settings.high
+        self.counts["screened"] += 1
+        self.counts["kept"] += kept
+        if kept:
+            self.screened.append(group)
+
+    def batch(self) -> tuple[tuple[Prompts, Rollout, np.ndarray], dict[str, float]]:
+        """(prompts, rollout, rewards) of the first Q groups; the others wait in the state."""
+        run, size = self.run, self.run.config.rollout.prompts_per_step
+        flat = self.flat[: max(size - len(self.complete), 0)]
+        chosen, over = (self.complete + flat)[:size], self.complete[size:]
+        missing = size - len(chosen)
+        filler = _Group(self.rounds[0].prompts.examples[0].prompt_id, (), ())
+        chosen += [dataclasses.replace(filler, prompt_id=base_id(filler.prompt_id))] * missing
+        rollout = self._assemble(chosen, size * run.trained_group, run.trained_group)
+        rewards = np.zeros((size, run.trained_group), np.float32)
+        for row, group in zip(rewards, chosen, strict=True):
+            row[: len(group.rewards)] = group.rewards
+        values = {
+            "rollout/rounds": len(self.rounds),
+            "rollout/groups_waiting": len(over),
+            "rollout/groups_filled": len(flat) + missing,
+            "rollout/stale_fraction": _stale_fraction(rollout, [x.stale for x in chosen]),
+        }
+        self.state.waiting = self._kept(over, self.state.waiting, run.trained_group)
+        if self.state.screened is not None:
+            values["curriculum/waiting"] = len(self.screened)
+            values["curriculum/screened"] = self.counts["screened"]
+            if self.counts["screened"]:
+                values["curriculum/kept"] = self.counts["kept"] / self.counts["screened"]
+            self.state.screened = self._kept(
+                self.screened, self.state.screened, run.plan.group_size
+            )
+        prompts = self.state.stream.find([group.prompt_id for group in chosen])
+        return (prompts, rollout, rewards.reshape(-1)), values
+
+    def _kept(self, groups: list[_Group], before: Waiting, size: int) -> Waiting:
+        rollout = self._assemble(groups, len(before.rollout.lens), size)
+        names = tuple(group.prompt_id for group in groups)
+        return Waiting(rollout, names, tuple(group.rewards for group in groups))
+
+    def _assemble(self, groups: list[_Group], rows: int, size: int) -> Rollout:
+        """Rows of the groups, one after another; nothing in those of a group without responses."""
+        places = [(-1, 0)] * rows
+        for number, group in enumerate(groups):
+            first = number * size
+            places[first : first + len(group.places)] = group.places
+        return assemble(self.parts, np.asarray(places, np.int32))
 
 
-def _differ(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """bool [Q]: groups whose rewards are not all the same."""
-    groups = rewards.reshape(-1, group_size)
-    return (groups != groups[:, :1]).any(axis=1)
+def _kept_groups(kept: Waiting, part: int, size: int) -> list[_Group]:
+    return [
+        _Group(name, tuple((part, q * size + i) for i in range(size)), rewards, stale=True)
+        for q, (name, rewards) in enumerate(zip(kept.prompt_ids, kept.rewards, strict=True))
+    ]
+
+
+def _groups(found: _Round, part: int, size: int) -> list[_Group]:
+    """Of a round, in order; parts of groups by the name of the whole."""
+    rewards = found.scores.rewards.reshape(-1, size).tolist()
+    return [
+        _Group(
+            base_id(example.prompt_id),
+            tuple((part, q * size + i) for i in range(size)),
+            tuple(rewards[q]),
+        )
+        for q, example in enumerate(found.prompts.examples)
+    ]
+
+
+def _stale_fraction(rollout: Rollout, stale: list[bool]) -> float:
+    """Share of the tokens that are of stale groups."""
+    lens = np.asarray(jax.device_get(rollout.lens)).reshape(len(stale), -1)
+    return int(lens[np.asarray(stale)].sum()) / max(int(lens.sum()), 1)
 
 
 def _joined(rounds: list[_Round], *names: str) -> tuple[np.ndarray, ...]:
@@ -193,7 +363,7 @@ def _metrics(run: Run, rounds: list[_Round]) -> dict[str, float]:
         previous=_joined(rounds, "previous_tokens", "previous_lens"),
     )
     rewards = _joined(rounds, "scores.rewards", "scores.failed")
-    return values | reward_metrics(*rewards, run.config.rollout.group_size)
+    return values | reward_metrics(*rewards, run.plan.group_size)
 
 
 def _drafts(run: Run, state: State, prompts: Prompts) -> Drafts | None:
@@ -201,7 +371,7 @@ def _drafts(run: Run, state: State, prompts: Prompts) -> Drafts | None:
     settings, drafts = run.config.rollout, None
     if "previous" in settings.draft:
         drafts = state.store.get(
-            prompts, settings.group_size, age=settings.draft_age, step=state.step
+            prompts, run.plan.group_size, age=settings.draft_age, step=state.step
         )
     return drafts if state.ahead is None else state.ahead.over(drafts, prompts)
 
@@ -211,13 +381,32 @@ def _corpus(run: Run, state: State, prompts: Prompts, ahead: Prompts | None) -> 
     batches = [prompts] if ahead is None else [prompts, ahead]
     found = []
     if "tree" in run.config.rollout.draft:
-        found = [state.store.sources(batch, step=state.step) for batch in batches]
-    if state.carried is None and state.waiting is None:  # else nobody knows yet who comes next
+        found = [_sources(run, state, batch) for batch in batches]
+    if state.carried is None and state.waiting is None and state.stream.foresees:
         state.store.prefetch(state.stream.peek())
     if not found:
         return None
     tokens, lens = (jnp.concatenate(x) for x in zip(*found))
-    return make_corpus(run.plan, tokens, lens, run.config.rollout.tree.decay)
+    settings = run.config.rollout
+    return make_corpus(run.plan, tokens, lens, settings.tree.decay, settings.group_size)
+
+
+def _sources(run: Run, state: State, prompts: Prompts) -> tuple[jax.Array, jax.Array]:
+    """All stored responses of the prompts, newest generation first; of groups in parts, of all."""
+    part = run.plan.group_size
+    firsts = range(0, run.config.rollout.group_size, part)
+    if len(firsts) == 1:
+        return state.store.sources(prompts, step=state.step)
+    whole = state.stream.find([base_id(example.prompt_id) for example in prompts.examples])
+    parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
+
+    def joined(arrays) -> jax.Array:
+        """[Q, E * n, ...] of every part → [Q, E * G, ...]."""
+        cut = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
+        whole = jnp.concatenate(cut, axis=2)
+        return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
+
+    return tuple(joined(arrays) for arrays in zip(*parts))
 
 
 def _left_over(state: State, found: _Round) -> dict[str, float]:

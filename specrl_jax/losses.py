@@ -246,6 +246,7 @@ def policy_loss(
     advantages: Array,
     mask: Array,
     ref_logprobs: Array | None = None,
+    weights: Array | None = None,
     *,
     normalizer: Array | int | None = None,
     aggregation: str,
@@ -268,6 +269,7 @@ def policy_loss(
         old_logprobs, advantages: [B, R].
         mask: bool [B, R]. What lies outside it reaches neither loss, gradient nor sums, be it inf.
         ref_logprobs: [B, R] nats, or None without a reference.
+        weights: [B, R], by which each token's surrogate is multiplied; None: 1.
         normalizer: `loss_normalizer` of the whole mini-batch; None if these rows are all of it.
         aggregation, length: As in `aggregate`.
         objective: "clip" or "cispo". ratio: "token" or "sequence", only for "clip".
@@ -307,6 +309,8 @@ def policy_loss(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
+    if weights is not None:
+        per_token = per_token * jax.lax.stop_gradient(jnp.where(mask, weights, 0))
     values = {
         "tokens": jnp.ones_like(log_ratio),
         "clip_fraction": clipped.astype(log_ratio.dtype),

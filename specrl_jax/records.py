@@ -80,7 +80,7 @@ def followed(prompt_ids: Sequence[str], share: float) -> list[int]:
     """Indices of the prompts of a batch to record, smallest hash first; see the module.
 
     Args:
-        prompt_ids: The batch's Q distinct ids, in any order.
+        prompt_ids: The batch's Q ids, in any order.
         share: In [0, 1]; 0: none.
 
     Returns:
@@ -214,19 +214,21 @@ class RolloutRecords:
             return
         group_size = _group_size(prompts, rollout, rewards, failed)
         lines = []
-        for q in followed([example.prompt_id for example in prompts.examples], self._share):
-            example = prompts.examples[q]
+        # A group that is rolled out in parts: "ID+4" are the responses to ID from number 4 on.
+        names = [example.prompt_id.partition("+") for example in prompts.examples]
+        for q in followed([name for name, _, _ in names], self._share):
+            example, first = prompts.examples[q], int(names[q][2] or 0)
             shared = {
                 "step": int(step),
                 "epoch": int(epoch),
-                "prompt_id": example.prompt_id,
+                "prompt_id": names[q][0],
                 "prompt": self._decode(prompts.tokens[q, : prompts.lens[q]].tolist()),
                 "answer": example.answer,
             }
             for sample in range(group_size):
                 row = q * group_size + sample
                 own = {
-                    "sample": sample,
+                    "sample": first + sample,
                     "reward": _finite(rewards[row : row + 1], _REWARD_DECIMALS)[0],
                     "failed": bool(failed[row]),
                 }

@@ -4,6 +4,7 @@ Beside train.py the only file that sees every room, and only to build its part o
 """
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ import optax
 
 from specrl_jax import data
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.curriculum import PromptStream, make_stream
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import (
     Params,
@@ -76,9 +78,21 @@ class Run:
         return (settings.prompts_per_step + settings.partial) * settings.group_size
 
     @property
+    def trained_group(self) -> int:
+        """Responses to a prompt that are trained on."""
+        return trained_group(self.config)
+
+    @property
     def keeps_reference(self) -> bool:
         """A pretrained reference is read from its source again; one warmed up here is saved."""
         return bool(self.config.algorithm.kl_coef and self.config.warmup.steps)
+
+
+def trained_group(config) -> int:
+    """Responses to a prompt that are trained on: all, or all that did not choose the prompt."""
+    settings, group = config.curriculum, config.rollout.group_size
+    screens = settings.name == "speed" and not settings.reuse_screening
+    return group - settings.screening if screens else group
 
 
 @dataclasses.dataclass
@@ -87,23 +101,31 @@ class State:
 
     cost: what the rollout's choices rest on, None where there is nothing to choose. ahead, carried,
     waiting: what the last rollout left to the next one; None without run-ahead, partial rollouts,
-    or dynamic sampling.
+    or where every group is trained on at once. screened: first responses to prompts that are worth
+    more (SPEED). log_lenience: nats, of the next step.
     """
 
     step: int
     train: TrainState
     reference: Params | None
-    stream: data.PromptStream
+    stream: PromptStream
     store: DraftStore
     cost: CostModel | None = None
     ahead: Ahead | None = None
     carried: Carried | None = None
     waiting: Waiting | None = None
+    screened: Waiting | None = None
+    log_lenience: float = 0.0
 
     @property
     def epoch(self) -> int:
         """The pass over the prompts that the next step begins in, from 1."""
-        return self.stream.epoch + 1
+        return self.prompts_seen // self.stream.prompts_per_epoch + 1
+
+    @property
+    def prompts_seen(self) -> int:
+        """Prompts whose rollout is complete, with repeats."""
+        return self.stream.given - (len(self.carried.prompt_ids) if self.carried else 0)
 
     def next_prompts(self, run: Run) -> tuple[Prompts, Prompts | None]:
         """Those in flight at the step that begins (`step` counts it), and those run ahead."""
@@ -124,8 +146,9 @@ class State:
             tree["ahead"] = self.ahead.drafts
         if self.carried is not None:
             tree["carried"] = self.carried.held
-        if self.waiting is not None:
-            tree["waiting"] = self.waiting.rollout
+        for name in ("waiting", "screened"):
+            if (groups := getattr(self, name)) is not None:
+                tree[name] = groups.rollout
         return tree | ({"reference": self.reference} if run.keeps_reference else {})
 
     def host(self) -> dict[str, Any]:
@@ -137,7 +160,9 @@ class State:
             "cost": self.cost.state() if self.cost else None,
             "ahead": self.ahead.prompt_ids if self.ahead else (),
             "carried": (self.carried.prompt_ids, self.carried.steps) if self.carried else ((), ()),
+            "log_lenience": repr(self.log_lenience),  # JSON has no inf
             "waiting": (self.waiting.prompt_ids, self.waiting.rewards) if self.waiting else (),
+            "screened": (self.screened.prompt_ids, self.screened.rewards) if self.screened else (),
         }
 
 
@@ -157,9 +182,10 @@ def build(config) -> tuple[Run, Params]:
         held_out = data.eval_batches(encoded, config.evaluate.batch_size)
         if encoded.dropped:
             print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
-    stream = data.PromptStream(prompts, config.rollout.prompts_per_step, config.seed)
+    stream = make_stream(config, prompts)
+    _check_enough(config, len(prompts.lens))
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    rows = config.rollout.prompts_per_step * trained_group(config)
     per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
     model, params = load_policy(config, tokenizer)
     frozen = config.critic.warmup_steps if config.critic.kind != "none" else 0
@@ -186,6 +212,21 @@ def build(config) -> tuple[Run, Params]:
     return run, params
 
 
+def _check_enough(config, count: int) -> None:
+    """Whether there are prompts for a round beside all that may wait."""
+    size, reason = config.rollout.prompts_per_step, ""
+    if config.algorithm.dynamic_sampling:
+        least, reason = 2 * size, "algorithm.dynamic_sampling"
+    if config.curriculum.name == "speed":
+        parts = config.rollout.group_size // config.curriculum.screening
+        least, reason = (3 * parts + 1) * size, "curriculum.name = speed"
+    if reason and count < least:
+        raise ValueError(
+            f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
+            f"got {count}; fewer prompts a step would fit"
+        )
+
+
 def begin(run: Run, params: Params) -> State:
     """The state before step 1: the policy warmed up, nothing stored."""
     if run.config.warmup.steps:
@@ -208,25 +249,29 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
     state.reference = arrays.get("reference", reference)
     state.stream.restore(host["stream"])
     state.store.restore(host["store"], arrays["store"])
+    state.log_lenience = float(host["log_lenience"])
     if host["cost"]:
         state.cost = CostModel.from_state(host["cost"])
     if state.ahead is not None:
         state.ahead = Ahead(arrays["ahead"], tuple(host["ahead"]))
     if state.carried is not None:
         state.carried = Carried(arrays["carried"], *map(tuple, host["carried"]))
-    if state.waiting is not None:
-        names, rewards = host["waiting"]
-        state.waiting = Waiting(arrays["waiting"], tuple(names), tuple(map(tuple, rewards)))
+    for name in ("waiting", "screened"):
+        if getattr(state, name) is not None:
+            ids, rewards = host[name]
+            groups = Waiting(arrays[name], tuple(ids), tuple(map(tuple, rewards)))
+            setattr(state, name, groups)
     print(f"resumed at step {step} of {run.total_steps}", flush=True)
     return state
 
 
 def _state(run: Run, train: TrainState, reference: Params | None) -> State:
     settings, setup = run.config.rollout, run.plan.setup
-    stream = data.PromptStream(run.prompts, settings.prompts_per_step, run.config.seed)
+    stream = make_stream(run.config, run.prompts, run.total_steps)
+    parts = settings.group_size // run.plan.group_size
     store = DraftStore(
-        settings.store_prompts or len(run.prompts.lens),
-        settings.group_size,
+        (settings.store_prompts or len(run.prompts.lens)) * parts,
+        run.plan.group_size,
         settings.response_len,
         settings.draft_age,
         history=settings.tree.history if setup.tree else 0,
@@ -236,13 +281,18 @@ def _state(run: Run, train: TrainState, reference: Params | None) -> State:
         owner={"tokenizer": run.tokenizer.fingerprint, "model": _model_name(run)},
     )
     state = State(0, train, reference, stream, store)
+    state.log_lenience = math.log(settings.lenience) if settings.lenience else -math.inf
     if settings.run_ahead:
         state.ahead = Ahead.empty(run.rows, settings.response_len)
     if settings.partial:
         waiting = settings.partial * settings.group_size
         state.carried = Carried.empty(waiting, settings.response_len, setup.stored)
-    if run.config.algorithm.dynamic_sampling:
-        state.waiting = Waiting.empty(run.rows, settings.response_len, setup.stored)
+    screens = run.config.curriculum.name == "speed"
+    if run.config.algorithm.dynamic_sampling or screens:
+        rows = settings.prompts_per_step * run.trained_group
+        state.waiting = Waiting.empty(rows, settings.response_len, setup.stored)
+    if screens:
+        state.screened = Waiting.empty(2 * run.rows, settings.response_len, setup.stored)
     return state
 
 
@@ -267,7 +317,7 @@ def _measure(run: Run, params: Params) -> CostTable:
     return table
 
 
-def _describe(run: Run, stream: data.PromptStream) -> None:
+def _describe(run: Run, stream: PromptStream) -> None:
     """What was loaded, and all that was left out."""
     shape = dict(jax.sharding.get_mesh().shape)
     count = param_count(run.model)

@@ -115,8 +115,12 @@ def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[
         batch, values = make_batch(found.prompts, found.rollout, advantages, lengths=lengths), {}
         if run.learner.critic:
             batch, values = _by_critic(run, state, batch, rewards)
+        if run.config.algorithm.importance_cap:
+            weights = found.importance_weights(run.config.rollout.accept)
+            weights = weights[:, : batch.old_logprobs.shape[1]]
+            batch = dataclasses.replace(batch, weights=weights)
         values |= shaped | learn(run, state, batch)
-    seen = state.stream.given
+    seen = state.prompts_seen
     values |= {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
     return values | found.metrics | clock.lap
 
@@ -138,7 +142,7 @@ def _among_group(run: Run, rewards: np.ndarray) -> Array:
     settings = run.config.algorithm
     advantages = group_relative(
         put(rewards, None),  # whole on every device: a group never straddles two
-        run.config.rollout.group_size,
+        run.trained_group,
         normalize_std=settings.normalize_std,
         leave_one_out=settings.leave_one_out,
     )
@@ -186,10 +190,16 @@ def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
     if settings.old_logprobs == "recompute":
         old = logprobs(learner, state.train.params, batch, index)
         gap = float(logprob_gap(batch, old))
+        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
+            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
+            batch = dataclasses.replace(batch, weights=weights)
         batch = dataclasses.replace(batch, old_logprobs=old)
     if state.reference is not None:
         reference = logprobs(learner, state.reference, batch, index)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
+    told = {}
+    if batch.weights is not None:
+        batch, told = _capped(batch, run.config.algorithm.importance_cap)
     history = []
     for first in [*range(0, rows, size)] * settings.passes:
         index = first + micro_batches(size, learner.micro_batch_size)
@@ -206,11 +216,23 @@ def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
         }
     if gap is None:
         gap = float(history[0]["logprob_gap"] / max(history[0]["tokens"], 1))
-    return {name: float(value) for name, value in values.items()} | {
+    return {name: float(value) for name, value in (values | told).items()} | {
         "policy/loss": float(np.mean([sums["loss"] for sums in history])),
         "policy/rollout_train_logprob_gap": gap,
         "update/grad_norm": float(np.mean([sums["grad_norm"] for sums in history])),
         "update/lr": float(run.schedule(state.step * len(history) - 1)),
+    }
+
+
+@functools.partial(jax.jit, static_argnames="cap")
+def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
+    """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
+    sampling", JCGS 17, 2008)."""
+    mask = jnp.arange(batch.weights.shape[1])[None, :] < batch.response_lens[:, None]
+    weights = jnp.minimum(batch.weights, cap)
+    return dataclasses.replace(batch, weights=weights), {
+        "policy/importance_mean": masked_mean(weights, mask),
+        "policy/importance_capped": masked_mean((batch.weights > cap).astype(jnp.float32), mask),
     }
 
 

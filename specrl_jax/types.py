@@ -81,6 +81,8 @@ class Rollout:
     int32 [B], tokens kept from the draft. policy_logprobs: float32 [B, R] nats, under the policy
     of this rollout with temperature and without truncation (the update's old log-probs).
     sampling_logprobs: the same after top-k/top-p (the next acceptance's denominator).
+    draft_logprobs: where a token was kept from a draft by a ratio of laws, its log-prob under the
+    law that the draft was from; elsewhere as sampling_logprobs.
     origin_logprobs, origin_steps: [B, R], from when each token was first sampled. sources: int8
     [B, R], a `Source` each. top_ids, top_logprobs: [B, R, k] of the sampling law, as in `Drafts`.
     """
@@ -93,6 +95,7 @@ class Rollout:
     origin_logprobs: Array
     origin_steps: Array
     sources: Array
+    draft_logprobs: Array | None = None
     top_ids: Array | None = None
     top_logprobs: Array | None = None
 
@@ -105,6 +108,7 @@ class Batch:
     tokens: int32 [B, T], right-padded. prompt_lens, response_lens: int32 [B]. old_logprobs,
     ref_logprobs, advantages: float32 [B, R]; ref_logprobs is None without a reference. values,
     returns: float32 [B, R], the critic's before the update and what it learns; None without one.
+    weights: float32 [B, R], importance weights of the tokens; None: all 1.
     """
 
     tokens: Array
@@ -115,3 +119,4 @@ class Batch:
     ref_logprobs: Array | None = None
     values: Array | None = None
     returns: Array | None = None
+    weights: Array | None = None

@@ -323,6 +323,7 @@ def update(
             rows.advantages,
             mask,
             rows.ref_logprobs,
+            rows.weights,
             normalizer=normalizer,
             **dataclasses.asdict(learner.loss),
         )

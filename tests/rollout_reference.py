@@ -170,6 +170,9 @@ _seeds = jax.jit(sampling.row_seeds)
 _uniforms = jax.jit(sampling.uniforms)
 
 
+LOGPROBS = ("policy_logprobs", "sampling_logprobs", "origin_logprobs", "draft_logprobs")
+
+
 class Reference:
     """One rollout, token by token. Fields are those of `Rollout`, as NumPy arrays."""
 
@@ -183,8 +186,7 @@ class Reference:
         self.whole[:, : prompts.tokens.shape[1]] = np.repeat(prompts.tokens, group, axis=0)
         self.lens = np.zeros(rows, np.int32)
         self.done = np.zeros(rows, bool)
-        names = ("policy_logprobs", "sampling_logprobs", "origin_logprobs")
-        for name in names:
+        for name in LOGPROBS:
             setattr(self, name, np.zeros((rows, slots)))
         self.origin_steps = np.full((rows, slots), step)
         ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
@@ -226,6 +228,7 @@ class Reference:
             for i in range(keep):
                 self.policy_logprobs[row, i] = policy[row, start + i - 1, drafts.tokens[row, i]]
                 self.sampling_logprobs[row, i] = new[i]
+                self.draft_logprobs[row, i] = old[i]
                 self.origin_logprobs[row, i] = drafts.origin_logprobs[row, i]
                 self.origin_steps[row, i] = drafts.origin_steps[row, i]
             clean[row, start : start + keep] = drafts.tokens[row, :keep]
@@ -257,6 +260,7 @@ class Reference:
                 logprob = policy[row, at[row], token]
                 self.policy_logprobs[row, n] = self.origin_logprobs[row, n] = logprob
                 self.sampling_logprobs[row, n] = sampled[row, at[row], token]
+                self.draft_logprobs[row, n] = self.sampling_logprobs[row, n]
                 self.lens[row] = n + 1
                 self.done[row] = token in self.setup.eos_ids or n + 1 == slots
 
@@ -269,7 +273,7 @@ def check_same(rollout, reference, tolerance=1e-5):
     np.testing.assert_array_equal(
         rollout.origin_steps[inside], reference.origin_steps[inside], "origin_steps"
     )
-    for name in ("policy_logprobs", "sampling_logprobs", "origin_logprobs"):
+    for name in LOGPROBS:
         mine, theirs = getattr(rollout, name), getattr(reference, name)
         np.testing.assert_allclose(mine, np.where(inside, theirs, 0), atol=tolerance, err_msg=name)
     prefix = np.arange(inside.shape[1])[None, :] < reference.prefix_lens[:, None]

@@ -28,6 +28,12 @@ BROKEN = {
     "rollout.top_p": [0.0, 1.1],
     "rollout.draft_age": [0, 3],
     "rollout.lenience": [-0.5],
+    "rollout.lenience_target": [0.0, math.inf],
+    "rollout.lenience_gain": [0.0, math.inf],
+    "rollout.lenience_min": [0.0, math.inf],
+    "rollout.lenience_max": [0.0, math.inf],
+    "rollout.draft_refresh": [-0.1, 1.1],
+    "rollout.token_age": [-1],
     "rollout.stored_logprobs": [0],
     "rollout.tree.history": [0],
     "rollout.tree.depth": [0],
@@ -50,6 +56,14 @@ BROKEN = {
     "algorithm.dual_clip": [1.0, -3.0],
     "algorithm.kl_coef": [-0.1, math.inf],
     "algorithm.entropy_coef": [math.inf, -math.inf],
+    "algorithm.importance_cap": [-0.1],
+    "curriculum.screening": [0],
+    "curriculum.low": [math.inf],
+    "curriculum.high": [-math.inf],
+    "curriculum.candidates": [0.5],
+    "curriculum.target": [-0.1, 1.1],
+    "curriculum.decay": [-0.1, 1.1],
+    "curriculum.width": [0.0],
     "algorithm.max_rounds": [0],
     "reward.overlong_tokens": [-1],
     "reward.overlong_penalty": [-0.1, math.inf],
@@ -89,8 +103,8 @@ BROKEN = {
 # changes → the message
 IMPOSSIBLE = [
     ({"updates.mini_batch_size": 5},
-     "updates.mini_batch_size must divide rollout.prompts_per_step x rollout.group_size = 32 "
-     "rows, got 5"),
+     "updates.mini_batch_size must divide the 32 responses that a step trains on "
+     "(rollout.prompts_per_step x rollout.group_size), got 5"),
     ({"updates.micro_batch_size": 3},
      "updates.micro_batch_size must divide updates.mini_batch_size = 16, got 3"),
     ({"train.epochs": 0}, "train.epochs or train.steps must be > 0, got 0 for both"),
@@ -114,8 +128,34 @@ IMPOSSIBLE = [
     ({"rollout.group_size": 1, "updates.mini_batch_size": 4},
      "rollout.group_size must be >= 2 where critic.kind is none (responses of a group are "
      "compared), got 1"),
+    ({"rollout.lenience_auto": True, "rollout.accept": "block"},
+     "rollout.lenience_auto must be False where previous drafts are not judged by ratio, got True "
+     "with rollout.draft = 'previous', rollout.accept = 'block'"),
+    ({"rollout.lenience_auto": True, "rollout.lenience": 0.5},
+     "rollout.lenience must be in [rollout.lenience_min, rollout.lenience_max] = "
+     "[1.0, 2.718281828459045] where it is adapted, got 0.5"),
+    ({"rollout.draft_refresh": 0.1, "rollout.accept": "match"},
+     "rollout.draft_refresh must be 0 where rollout.accept is match (every token is drawn anew "
+     "there), got 0.1"),
+    ({"rollout.token_age": 3, "rollout.accept": "match"},
+     "rollout.token_age must be 0 where rollout.accept is match (every token is drawn anew "
+     "there), got 3"),
     ({"reward.overlong_tokens": 7},
      "reward.overlong_tokens must be <= rollout.response_len = 6, got 7"),
+    ({"curriculum.name": "speed", "curriculum.screening": 3},
+     "curriculum.screening must divide rollout.group_size = 8 and be less, got 3"),
+    ({"curriculum.name": "speed", "curriculum.screening": 8},
+     "curriculum.screening must divide rollout.group_size = 8 and be less, got 8"),
+    ({"curriculum.name": "speed", "curriculum.low": 1.0},
+     "curriculum.low must be < curriculum.high = 1.0, got 1.0"),
+    ({"curriculum.name": "speed", "rollout.group_size": 2, "curriculum.screening": 1,
+      "curriculum.reuse_screening": False, "updates.mini_batch_size": 4},
+     "curriculum.screening must leave 2 responses of a group to compare where "
+     "curriculum.reuse_screening is False, got 1 of 2"),
+    ({"curriculum.name": "mopps", "rollout.partial": 4},
+     "rollout.partial must be 0 where curriculum.name is mopps, got 4"),
+    ({"curriculum.name": "speed", "updates.old_logprobs": "recompute"},
+     "updates.old_logprobs must be rollout where curriculum.name is speed, got recompute"),
     ({"algorithm.dynamic_sampling": True, "rollout.partial": 2},
      "rollout.partial must be 0 where algorithm.dynamic_sampling is True, got 2"),
     ({"algorithm.dynamic_sampling": True, "rollout.accept": "match", "rollout.run_ahead": True},

@@ -1,6 +1,5 @@
 """Data: ids are frozen, the stream resumes and covers, errors are one line."""
 
-import collections
 import json
 import re
 
@@ -9,7 +8,6 @@ import pytest
 from ml_collections import ConfigDict
 
 from specrl_jax.data import (
-    PromptStream,
     batch_of,
     concatenate,
     demonstrations,
@@ -282,129 +280,3 @@ def test_eval_batches_are_full_and_hold_each_prompt_once(total, size):
     last, valid = batches[-1]
     assert len(last.examples) == size
     assert (last.lens[valid:] == 1).all()
-
-
-# --- the stream -----------------------------------------------------------------------------------
-
-
-def prompts_of(batch):
-    return [e.prompt for e in batch.examples]
-
-
-def test_each_epoch_visits_each_prompt_at_most_once():
-    encoded = encoded_set(11)
-    stream = PromptStream(encoded, 3, seed=5)
-    assert (stream.steps_per_epoch, stream.leftover) == (3, 2)
-    epochs = []
-    for epoch in range(6):
-        assert (stream.epoch, stream.step) == (epoch, 0)
-        epochs.append([p for _ in range(3) for p in prompts_of(stream.next())])
-        assert len(set(epochs[-1])) == 9
-    assert set().union(*epochs) == {e.prompt for e in encoded.examples}
-    assert len({tuple(epoch) for epoch in epochs}) == 6  # another order each time
-
-
-def test_order_is_a_function_of_seed_and_epoch():
-    encoded = encoded_set(11)
-    stream = PromptStream(encoded, 11, seed=5)
-    for epoch in range(3):
-        order = np.random.default_rng([5, epoch]).permutation(11)
-        assert prompts_of(stream.next()) == [f"{i}>" for i in order]
-    other = PromptStream(encoded, 11, seed=6)
-    assert prompts_of(other.next()) != prompts_of(PromptStream(encoded, 11, seed=5).next())
-
-
-@pytest.mark.parametrize("steps", range(8))
-def test_resume_goes_on_exactly(steps):
-    stream = PromptStream(encoded_set(11), 3, seed=5)
-    for _ in range(steps):
-        stream.next()
-    state = json.loads(json.dumps(stream.state()))
-    resumed = PromptStream(encoded_set(11), 3, seed=5)
-    resumed.restore(state)
-    for _ in range(7):
-        assert prompts_of(resumed.next()) == prompts_of(stream.next())
-
-
-def test_peek_is_what_comes_next_and_goes_nowhere():
-    stream = PromptStream(encoded_set(11), 3, seed=5)
-    for _ in range(7):  # over two ends of an epoch
-        seen, place = prompts_of(stream.peek()), stream.state()
-        assert prompts_of(stream.peek()) == seen
-        assert stream.state() == place
-        assert prompts_of(stream.next()) == seen
-
-
-def test_prompts_one_by_one_come_in_the_same_order():
-    stream, batches = PromptStream(encoded_set(11), 3, seed=5), PromptStream(encoded_set(11), 3, 5)
-    expected = [p for _ in range(3) for p in prompts_of(batches.next())]
-    assert prompts_of(stream.take(4)) + prompts_of(stream.take(0)) == expected[:4]
-    assert prompts_of(stream.take(5)) == expected[4:]
-
-
-def test_prompts_in_flight_wait_and_are_the_first_of_the_next():
-    """Each is given out as often as it is drawn, never while it is in flight."""
-    encoded = encoded_set(8)
-    stream, flying, count = PromptStream(encoded, 4, seed=5), [], collections.Counter()
-    rng = np.random.default_rng(0)
-    for step in range(60):
-        taken = stream.take(4 if step else 6, busy=flying)
-        ids = [e.prompt_id for e in taken.examples]
-        assert not set(ids) & set(flying)
-        flying = [*flying, *ids]
-        assert len(set(flying)) == len(flying) == 6
-        for _ in range(4):  # some are done, in any order
-            done = flying.pop(rng.integers(len(flying)))
-            count[done] += 1
-        count_drawn = 4 * (2 * stream.epoch + stream.step)
-        waiting = len(stream.state()["waiting"])
-        assert count.total() + len(flying) + waiting == count_drawn
-        # What waits was passed over, or is the rest of a batch.
-        assert waiting <= 3 * 4
-    assert set(count) == {e.prompt_id for e in encoded.examples}
-    assert max(count.values()) - min(count.values()) <= 3
-
-
-def test_taking_resumes_exactly():
-    stream = PromptStream(encoded_set(8), 4, seed=5)
-    flying = [e.prompt_id for e in stream.take(6).examples][:2]
-    for _ in range(3):
-        stream.take(4, busy=flying)
-    state = json.loads(json.dumps(stream.state()))
-    assert state["waiting"]
-    resumed = PromptStream(encoded_set(8), 4, seed=5)
-    resumed.restore(state)
-    for _ in range(5):
-        one, two = (prompts_of(s.take(4, busy=flying)) for s in (stream, resumed))
-        assert one == two
-
-
-def test_prompts_are_found_by_id():
-    encoded = encoded_set(5)
-    ids = [encoded.examples[i].prompt_id for i in (4, 0)]
-    stream = PromptStream(encoded, 2, seed=0)
-    assert prompts_of(stream.find(ids)) == ["4>", "0>"]
-    assert stream.find([]).tokens.shape == (0, 6)
-
-
-def test_more_prompts_in_flight_than_there_are():
-    stream = PromptStream(encoded_set(5), 3, seed=0)
-    message = r"^rollout.prompts_per_step \+ rollout.partial must be <= 5, .* got 6$"
-    with pytest.raises(ValueError, match=message):
-        stream.take(4, busy=["a", "b"])
-
-
-@pytest.mark.parametrize(
-    ("total", "size", "seed", "name"),
-    [(12, 3, 5, "prompts"), (11, 2, 5, "prompts_per_step"), (11, 3, 6, "seed")],
-)
-def test_resume_refuses_another_order(total, size, seed, name):
-    state = PromptStream(encoded_set(11), 3, seed=5).state()
-    with pytest.raises(ValueError, match=rf"^data must be as in the checkpoint: {name} was"):
-        PromptStream(encoded_set(total), size, seed).restore(state)
-
-
-@pytest.mark.parametrize("size", [0, 12])
-def test_stream_needs_enough_prompts(size):
-    with pytest.raises(ValueError, match=rf"must be in \[1, 11\], .* got {size}$"):
-        PromptStream(encoded_set(11), size, seed=0)

@@ -254,7 +254,7 @@ def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
     params = place_params(run.model, host)
     settings = run.config.rollout
     rows, slots = settings.prompts_per_step * settings.group_size, settings.response_len
-    prompts = runs.data.PromptStream(run.prompts, settings.prompts_per_step, 0).next()
+    prompts = runs.PromptStream(run.prompts, settings.prompts_per_step, 0).next()
     weights = loop._weights(run.model, params)
     rollout, _ = generate(run.plan, weights, prompts, key=run.key, step=1)
     # Advantages need not be real ones here, only the same on every mesh.

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step trains on, under which law, and that none is lost."""
+"""Dynamic sampling and SPEED: which groups a step trains on, and that none is lost."""
 
 import dataclasses
 import multiprocessing
@@ -13,6 +13,7 @@ from small_runs import interrupt, records, saved, small_config
 from specrl_jax import gather, sharding
 from specrl_jax import train as loop
 from specrl_jax.metrics import MetricsLog
+from specrl_jax.records import read_rollouts
 
 Q, G, STEPS = 4, 8, 4
 CHANGES = {
@@ -22,6 +23,8 @@ CHANGES = {
     "reward.name": "small_runs:score_first_letter", "reward.extract": "",
     "updates.learning_rate": 1e-3,
 }  # fmt: skip
+N = 2  # responses that screen a prompt
+SPEED = {"curriculum.name": "speed", "curriculum.screening": N, "data.prompts": 110}
 
 
 @dataclasses.dataclass
@@ -126,15 +129,25 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
         assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(("algorithm", "kept"), [("dapo", "waiting"), ("ppo", "train.critic")])
-def test_a_killed_run_goes_on_with_all_that_its_algorithm_keeps(mesh, tmp_path, algorithm, kept):
-    killed, plain = tmp_path / "killed", tmp_path / "plain"
-    child = multiprocessing.get_context("spawn").Process(target=_killed, args=(killed, algorithm))
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "kept"),
+    [
+        ("dapo", {}, "waiting"),
+        ("ppo", {}, "train.critic"),
+        ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "screened"),
+        ("grpo", {"curriculum.name": "mopps", "rollout.draft": "previous"}, "store"),
+    ],
+    ids=["dapo", "ppo", "speed", "mopps"],
+)
+def test_a_killed_run_goes_on_with_all_that_it_keeps(mesh, tmp_path, algorithm, changes, kept):
+    killed, plain, changes = tmp_path / "killed", tmp_path / "plain", CHANGES | changes
+    inputs = (killed, algorithm, changes)
+    child = multiprocessing.get_context("spawn").Process(target=_killed, args=inputs)
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
     for workdir in (killed, plain):
-        loop.train(small_config(CHANGES, algorithm=algorithm), workdir)
+        loop.train(small_config(changes, algorithm=algorithm), workdir)
     assert records(killed) == records(plain)
     one, other = saved(killed, STEPS), saved(plain, STEPS)
     assert one.keys() == other.keys()
@@ -143,11 +156,115 @@ def test_a_killed_run_goes_on_with_all_that_its_algorithm_keeps(mesh, tmp_path, 
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-def _killed(workdir, algorithm):
+def _killed(workdir, algorithm, changes):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # as this process compiles
     interrupt(MetricsLog, "write", 3)
     with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
-        loop.train(small_config(CHANGES, algorithm=algorithm), workdir)
+        loop.train(small_config(changes, algorithm=algorithm), workdir)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["reused", "for selection alone"])
+def speed(request, tmp_path_factory, make_mesh):
+    """(what was seen, work directory, responses of a group that are trained on)"""
+    reuse = request.param
+    changes = CHANGES | SPEED | {"curriculum.reuse_screening": reuse, "rollout.draft": "tree"}
+    changes |= {"log.rollouts": 1.0, "updates.mini_batch_size": 16 if reuse else 12}
+    workdir = tmp_path_factory.mktemp("speed") / "run"
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        return watch(small_config(changes), workdir), workdir, G if reuse else G - N
+
+
+def _parts(seen):
+    """{prompt_id: {first sample: (step, rewards, tokens)}} of all that was rolled out."""
+    found = {}
+    for step, one in seen.rounds:
+        rewards = one.scores.rewards.reshape(-1, N)
+        tokens = one.tokens.reshape(len(rewards), N, -1)
+        for q, example in enumerate(one.prompts.examples):
+            name, _, first = example.prompt_id.partition("+")
+            parts = found.setdefault(name, {})
+            assert int(first or 0) not in parts
+            parts[int(first or 0)] = (step, rewards[q], tokens[q])
+    return found
+
+
+def test_speed_finishes_the_groups_whose_screening_was_mixed_and_no_others(speed):
+    """First in first out; both phases in one rollout that always has the same number of rows."""
+    seen, workdir, _ = speed
+    parts = _parts(seen)
+    assert {len(one.lens) for _, one in seen.rounds} == {Q * G}
+    mixed = [name for name, found in parts.items() if 0 < found[0][1].mean() < 1]
+    begun = [name for name, found in parts.items() if len(found) > 1]
+    assert all(sorted(parts[name]) == list(range(0, G, N)) for name in begun)
+    assert begun == mixed[: len(begun)]
+    order = [e.prompt_id for found, _ in seen.batches for e in found.prompts.examples]
+    filled = sum(r["rollout/groups_filled"] for r in records(workdir)[1:])
+    assert filled == 0
+    assert order == begun
+    told = records(workdir)[1:]
+    assert sum(r["curriculum/screened"] for r in told) == len(parts)
+    assert told[-1]["curriculum/waiting"] == len(mixed) - len(begun)
+    kept = sum(
+        r["curriculum/kept"] * r["curriculum/screened"] for r in told if "curriculum/kept" in r
+    )
+    assert kept == pytest.approx(len(mixed))
+    both = [  # rollouts that screen and finish
+        len({"+" in e.prompt_id for e in one.prompts.examples}) == 2 for _, one in seen.rounds
+    ]
+    assert any(both)
+
+
+def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
+    seen, _, trained = speed
+    parts, stale = _parts(seen), 0
+    for step, (found, _) in enumerate(seen.batches, start=1):
+        tokens = np.asarray(jax.device_get(found.rollout.tokens)).reshape(Q, trained, -1)
+        for q, example in enumerate(found.prompts.examples):
+            mine = parts[example.prompt_id]
+            rewards, expected = (
+                np.concatenate([mine[first][i] for first in range(0, G, N)]) for i in (1, 2)
+            )
+            np.testing.assert_array_equal(tokens[q], expected[G - trained :])
+            np.testing.assert_array_equal(
+                found.rewards.reshape(Q, trained)[q], rewards[G - trained :]
+            )
+            stale += mine[0][0] < step
+    assert stale > 0
+    assert len(seen.batches) == STEPS
+
+
+def test_speeds_records_number_the_samples_of_a_prompt(speed):
+    seen, workdir, _ = speed
+    parts = _parts(seen)
+    for step in range(1, STEPS + 1):
+        lines = read_rollouts(workdir, step)
+        told = sorted((line["prompt_id"], line["sample"]) for line in lines)
+        expected = sorted(
+            (name, first + i)
+            for name, found in parts.items()
+            for first, (at, _, _) in found.items()
+            for i in range(N)
+            if at == step
+        )
+        assert told == expected
+
+
+def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
+    """Every prompt comes again; the ratio rule keeps what the same policy would say again."""
+    changes = CHANGES | SPEED | {"train.steps": 8, "updates.learning_rate": 0.0}
+    changes |= {"rollout.draft": "previous+tree", "rollout.lenience": 1.0}
+    seen = watch(small_config(changes), tmp_path / "run")
+    names = [e.prompt_id for _, one in seen.rounds for e in one.prompts.examples]
+    again = {name for name in names if names.count(name) > 1}
+    assert any("+" in name for name in again)
+    met = set()
+    for _, one in seen.rounds:
+        offered = one.outcome.offered.reshape(-1, N)
+        for q, example in enumerate(one.prompts.examples):
+            assert (offered[q] > 0).all() == (example.prompt_id in met)
+            met.add(example.prompt_id)
+    found = records(tmp_path / "run")[1:]
+    assert max(r.get("rollout/draft_accept_rate", 0) for r in found) > 0.999
 
 
 def test_without_any_signal_the_batch_is_filled_and_nothing_is_learnt(mesh, tmp_path):

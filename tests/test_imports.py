@@ -26,6 +26,7 @@ ALLOWED = {
     "losses": {"masked"},
     "advantages": {"masked"},
     "data": {"types", "tokenizer", "sources"},
+    "curriculum": {"data", "types"},
     "metrics": {"types"},
     "report": {"types"},
     "checkpoint": {"types"},

@@ -432,6 +432,25 @@ def test_kin_that_cannot_be(options, message):
         policy_loss(*as_float32(make_batch())[:5], **options)
 
 
+def test_weights_multiply_each_tokens_surrogate_and_nothing_else():
+    """By hand: ratios 1, so a token's loss is -w A; entropy and KL keep weight 1."""
+    logprobs = np.full((1, 3), -1.0, np.float32)
+    advantages = np.array([[1.0, -2.0, 5.0]], np.float32)
+    weights = np.array([[0.5, 3.0, np.nan]], np.float32)
+    mask = np.array([[1, 1, 0]], bool)
+    options = {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"}
+
+    def loss(logprobs, **more):
+        entropy = np.full((1, 3), 0.7, np.float32)
+        return policy_loss(logprobs, entropy, np.full((1, 3), -1.0, np.float32), advantages, mask,
+                           logprobs + 0.1, weights, **options, **more)[0]  # fmt: skip
+
+    np.testing.assert_allclose(loss(logprobs), (-0.5 + 6.0) / 2, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(loss)(logprobs), [[-0.25, 3.0, 0]], rtol=1e-6)
+    more = loss(logprobs, entropy_coef=0.1, kl_coef=2.0, kl_estimator="k1")
+    np.testing.assert_allclose(more, (-0.5 + 6.0) / 2 - 0.07 - 0.2, rtol=1e-5)
+
+
 def plain_value_loss(values, old, returns, mask, clip):
     """Token by token, in float64."""
     terms = []

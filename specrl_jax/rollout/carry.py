@@ -178,26 +178,20 @@ class Waiting:
         return cls(_empty_rollout(rows, slots, k))
 
 
-def assemble(
-    parts: Sequence[Rollout], places: Sequence[tuple[int, int]], rows: int, group: int
-) -> Rollout:
-    """Groups of `group` rows from several rollouts, in front of rows that hold nothing, [rows].
+def assemble(parts: Sequence[Rollout], places: np.ndarray) -> Rollout:
+    """Rows from several rollouts, [rows].
 
-    places: (which part, which of its groups) for each group of the result.
+    places: int32 [rows, 2], (which part, which of its rows) for each row of the result; part -1 for
+    a response of no tokens.
     """
-    used = len(places) * group
-    part_of, index = np.full(rows, -1), np.zeros(rows, np.int32)
-    if places:
-        chosen = np.asarray(places, np.int32)
-        part_of[:used] = np.repeat(chosen[:, 0], group)
-        index[:used] = (chosen[:, 1:] * group + np.arange(group, dtype=np.int32)).reshape(-1)
     first = parts[0]
     k = 0 if first.top_ids is None else first.top_ids.shape[-1]
-    found = _empty_rollout(rows, first.tokens.shape[1], k)
+    found = _empty_rollout(len(places), first.tokens.shape[1], k)
     for number, part in enumerate(parts):
-        here = part_of == number
+        here = places[:, 0] == number
         if here.any():
-            found = _fill(found, part, put(np.where(here, index, 0), None), put(here, "batch"))
+            index = np.where(here, places[:, 1], 0).astype(np.int32)
+            found = _fill(found, part, put(index, None), put(here, "batch"))
     return found
 
 
@@ -244,6 +238,7 @@ def _empty_rollout(rows: int, slots: int, k: int) -> Rollout:
         origin_logprobs=zeros(jnp.float32, slots),
         origin_steps=zeros(jnp.int32, slots),
         sources=zeros(jnp.int8, slots),
+        draft_logprobs=zeros(jnp.float32, slots),
         top_ids=zeros(jnp.int32, slots, k) if k else None,
         top_logprobs=zeros(jnp.float32, slots, k) if k else None,
     )

@@ -153,6 +153,8 @@ def roll(
     offered = draft_lens = np.zeros_like(flight.lens)
     if drafts is not None:
         drafts = _for_fresh(drafts, flight, setup.group_size)
+        if (plan.refresh or plan.token_age) and setup.accept != "match":
+            drafts = _explored(plan, board.accept_seeds, drafts, jnp.int32(step))
         offered = np.asarray(jax.device_get(drafts.lens))
         drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
@@ -315,17 +317,33 @@ def _judged(setup: Setup, board: Rows, drafts: Drafts, log_lenience: float):
     return dataclasses.replace(drafts, lens=_random_cut(board.accept_seeds, drafts.lens)), np.inf
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _explored(plan: Plan, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
+    """Drafts without those left out at random, cut at their first token that is too old."""
+    lens = drafts.lens
+    if plan.token_age:
+        lens = acceptance.leading(drafts.origin_steps >= step - plan.token_age, lens)
+    if plan.refresh:
+        # Noise of a position that no response has: the draft's fate must not sway its judgement.
+        behind = jnp.full_like(lens, plan.setup.response_slots)
+        lens = jnp.where(uniforms(seeds, behind) <= plan.refresh, 0, lens)
+    return dataclasses.replace(drafts, lens=lens)
+
+
 @jax.jit
 def _random_cut(seeds: Array, lens: Array) -> Array:
     return acceptance.random_cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 
-def make_corpus(plan: Plan, tokens: Array, lens: Array, decay: float = 1.0) -> Corpus:
+def make_corpus(
+    plan: Plan, tokens: Array, lens: Array, decay: float = 1.0, generation: int = 0
+) -> Corpus:
     """What tree drafts read, from a store's `sources`: tokens [Q, E * G, R], lens [Q, E * G].
 
-    decay: weight of a response in the votes against one a generation newer.
+    decay: weight of a response in the votes against one a generation newer. generation: G, where
+    it is not the plan's group.
     """
-    ages = np.arange(tokens.shape[1]) // plan.group_size
+    ages = np.arange(tokens.shape[1]) // (generation or plan.group_size)
     weights = put((decay**ages).astype(np.float32), None)
     return drafting.build(tokens, lens, weights, live=plan.group_size, depth=plan.setup.tree.depth)
 
@@ -347,15 +365,18 @@ def _read(
     sources = jnp.where(inside, board.sources[:, :slots], jnp.int8(Source.SAMPLED))
     policy = jnp.where(inside, board.policy_logprobs[:, :slots], 0.0)
     now = jnp.full_like(board.tokens[:, :slots], 0) + step
-    origin_logprobs, origin_steps = policy, now
+    sampling = jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0)
+    origin_logprobs, origin_steps, draft_logprobs = policy, now, sampling
     if drafts is not None and setup.accept != "match":  # a match is drawn now
         reused = positions < board.prefix_lens[:, None]
         origin_logprobs = jnp.where(reused, drafts.origin_logprobs, policy)
         origin_steps = jnp.where(reused, drafts.origin_steps, now)
+        draft_logprobs = jnp.where(reused, drafts.sampling_logprobs, sampling)
     if held is not None:
         before = positions < held.rollout.lens[:, None]
         origin_logprobs = jnp.where(before, held.rollout.origin_logprobs, origin_logprobs)
         origin_steps = jnp.where(before, held.rollout.origin_steps, origin_steps)
+        draft_logprobs = jnp.where(before, held.rollout.draft_logprobs, draft_logprobs)
 
     def top(matrix: Array | None) -> Array | None:
         return None if matrix is None else matrix[:, :slots]
@@ -365,10 +386,11 @@ def _read(
         lens=board.lens,
         prefix_lens=board.prefix_lens,
         policy_logprobs=policy,
-        sampling_logprobs=jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0),
+        sampling_logprobs=sampling,
         origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
         origin_steps=origin_steps,
         sources=sources,
+        draft_logprobs=jnp.where(inside, draft_logprobs, 0.0),
         top_ids=top(board.top_ids),
         top_logprobs=top(board.top_logprobs),
     )

@@ -17,7 +17,8 @@ class Plan:
 
     row_rungs, windows: sizes of the ladder. max_rows: rows in flight at once (0: all). max_width:
     tokens a decode step checks at most (more than 1 with tree drafts). verify_chunk: draft tokens
-    verified in one pass (0: all). cache_bytes: bound of the KV caches (0: none).
+    verified in one pass (0: all). cache_bytes: bound of the KV caches (0: none). refresh: share of
+    the drafts that are left out. token_age: steps after which a draft is cut (0: never).
     """
 
     setup: Setup
@@ -29,6 +30,8 @@ class Plan:
     max_width: int = 1
     verify_chunk: int = 0
     cache_bytes: float = 0.0
+    refresh: float = 0.0
+    token_age: int = 0
 
     @classmethod
     def from_config(
@@ -52,13 +55,19 @@ class Plan:
         return cls(
             setup=setup,
             prompt_slots=config.data.prompt_len,
-            group_size=settings.group_size,
+            group_size=(
+                config.curriculum.screening
+                if config.curriculum.name == "speed"
+                else settings.group_size
+            ),
             row_rungs=settings.row_rungs,
             windows=settings.windows,
             max_rows=settings.max_rows,
             max_width=settings.max_width if trees else 1,
             verify_chunk=settings.verify_chunk,
             cache_bytes=settings.max_cache_gib * 2**30,
+            refresh=settings.draft_refresh,
+            token_age=settings.token_age,
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "Plan":
