@@ -17,7 +17,6 @@ from specrl_jax.rollout.cost import (
     CostTable,
     Pass,
     Point,
-    Verdict,
     Visit,
     load_or_measure,
     measure,
@@ -618,111 +617,122 @@ def test_drafts_that_turn_bad_are_left(rows):
 # Verification ---------------------------------------------------------------------------------
 
 
-def make_pass(rows=64, remaining=100.0, rung_rows=64, chunk=4, decode_rows=16, **more):
-    rungs = ((decode_rows, 1 / decode_rows),)
-    return Pass(rows, remaining, rung_rows, 99, chunk, rungs, 50, **more)
+def make_pass(left=(100,) * 64, rung_rows=64, chunk=4, rungs=(16, 64), **more):
+    return Pass(tuple(left), rung_rows, 99, chunk, rungs, 50, **more)
 
 
 def make_verifier(pass_seconds, rate, decode_seconds=8.0):
-    """Every pass takes `pass_seconds`, a step of 16 rows `decode_seconds`."""
+    """Every pass takes `pass_seconds`, a step of 16 rows `decode_seconds`, of 64 four times so."""
+    widths = {1: 1, 4: 1.5}
     table = CostTable(
         {Point(64, 99, 4, False): pass_seconds, Point(64, 99, 4, True): 1e9}  # without matching
-        | {Point(16, 50, w, w > 1): decode_seconds * c for w, c in {1: 1, 4: 1.5}.items()}
+        | {Point(16, 50, w, w > 1): decode_seconds * c for w, c in widths.items()}
+        | {Point(64, 50, w, w > 1): 4 * decode_seconds * c for w, c in widths.items()}
     )
     return CostModel(table, Acceptance(verified=1e12, kept=rate * 1e12))
 
 
+def test_rows_that_decode_by_hand():
+    """Three drafts of 4 tokens and one of 2; two of a chunk may be kept, each with chance 1/2."""
+    one = make_pass(left=(4, 4, 4, 2), chunk=2)
+    np.testing.assert_array_equal(one.active(), [4, 4, 3, 3])
+    # The last token of three is saved by 1/2, the one before by 1/4; and so of the short one's.
+    np.testing.assert_array_equal(one.active(0.5), [3.75, 3.5, 2.25, 1.5])
+    np.testing.assert_array_equal(one.active(1.0), [3, 3, 0, 0])
+    np.testing.assert_array_equal(make_pass(left=(1,), chunk=2).active(0.5), [0.5])
+    assert not len(make_pass(left=()).active(0.5))
+
+
+@pytest.mark.parametrize(("rate", "chunk"), [(0.9, 16), (0.97, 64), (0.3, 8), (0.0, 4), (1.0, 4)])
+def test_rows_that_decode_agree_with_drawn_drafts(rate, chunk):
+    rng = np.random.default_rng(6)
+    left = rng.integers(1, 50, 40)
+    draws = 4_000
+    first = rng.geometric(1 - rate, (draws, 40)) - 1 if rate < 1 else np.full((draws, 40), 99)
+    kept = np.minimum(first, np.minimum(left, chunk))
+    expected = [np.mean(np.sum(left - kept > t, axis=1)) for t in range(left.max())]
+    found = make_pass(left=left, chunk=chunk).active(rate)
+    np.testing.assert_allclose(found, expected, atol=0.25)
+
+
+def test_steps_are_shared_with_the_rows_beside():
+    active = np.array([64.0, 20.0, 3.0, 0.5])
+    assert make_pass().shares(active) == {16: 1.5, 64: 2.0}
+    # 30 others wait, and 64 rows in all have room: 0, 30 and 30, 30 are in flight beside.
+    found = make_pass(beside=30, capacity=64).shares(active)
+    assert found == pytest.approx({16: 0.0, 64: 1 + 20 / 50 + 3 / 33 + 0.5 / 31})
+
+
 def test_one_more_chunk_by_hand():
-    # 64 rows keep .5 + .25 + .125 + .0625 = .9375 tokens each, 60 in all; a decoded one costs
-    # 8 s / 16 rows: 30 s are saved.
-    assert make_pass().expected_kept(0.5) == 60.0
-    assert make_verifier(29.9, 0.5).keep_verifying(make_pass())
-    assert not make_verifier(30.1, 0.5).keep_verifying(make_pass())
-    # Two tokens are left of each draft: 48 kept, 24 s. Half of the rows: 15 s.
-    assert make_pass(remaining=2.0).expected_kept(0.5) == 48.0
-    assert make_verifier(23.9, 0.5).keep_verifying(make_pass(remaining=2.0))
-    assert not make_verifier(24.1, 0.5).keep_verifying(make_pass(remaining=2.0))
-    assert make_verifier(14.9, 0.5).keep_verifying(make_pass(rows=32))
-    assert not make_verifier(15.1, 0.5).keep_verifying(make_pass(rows=32))
-    # Everything is kept: 256 tokens.
-    assert make_pass().expected_kept(1.0) == 256.0
-    assert make_verifier(127.0, 1.0).keep_verifying(make_pass())
+    # Half of 64 rows keep the one token that is left: a step on 64 rows becomes one of 32, on the
+    # same rung. Of 32 rows 16 are left, and a step of 8 s is for one of 32 s.
+    assert not make_verifier(1e-9, 0.5).worth_verifying(make_pass(left=(1,) * 64))
+    assert make_verifier(23.9, 0.5).worth_verifying(make_pass(left=(1,) * 32))
+    assert not make_verifier(24.1, 0.5).worth_verifying(make_pass(left=(1,) * 32))
+    # Everything is kept: 4 steps of 32 s, of the 100.
+    assert make_verifier(127.9, 1.0).worth_verifying(make_pass())
+    assert not make_verifier(128.1, 1.0).worth_verifying(make_pass())
+    # Rows that wait use what is saved: 60 tokens of 64 rows that share 64 places with others.
+    busy = make_pass(beside=9999, capacity=64)
+    assert make_verifier(29.9, 0.5).worth_verifying(busy)
+    assert not make_verifier(30.1, 0.5).worth_verifying(busy)
     # Nothing is left, or kept.
-    assert not make_verifier(1e-9, 1.0).keep_verifying(make_pass(rows=0))
-    assert not make_verifier(1e-9, 1.0).keep_verifying(make_pass(remaining=0.0))
-    assert not make_verifier(1e-3, 0.0).keep_verifying(make_pass())
+    assert not make_verifier(1e-9, 1.0).worth_verifying(make_pass(left=()))
+    assert not make_verifier(1e-3, 0.0).worth_verifying(make_pass())
 
 
 def test_good_tree_drafts_make_verification_worth_less():
-    # Width 4 emits 1 + .7 + .49 + .343 tokens a row in 12 s: 60 of them cost 17.8 s, not 30.
-    assert make_verifier(17.7, 0.5).keep_verifying(make_pass(widths=(1, 4)))
-    assert not make_verifier(17.9, 0.5).keep_verifying(make_pass(widths=(1, 4)))
-    assert make_verifier(17.9, 0.5).keep_verifying(make_pass())
+    # Width 4 emits 1 + .7 + .49 + .343 tokens a row in 48 s: 4 steps cost 75.8 s, not 128.
+    assert make_verifier(75.7, 1.0).worth_verifying(make_pass(widths=(1, 4)))
+    assert not make_verifier(75.9, 1.0).worth_verifying(make_pass(widths=(1, 4)))
+    assert make_verifier(75.9, 1.0).worth_verifying(make_pass())
 
 
-def test_kept_tokens_agree_with_drawn_drafts():
-    rng = np.random.default_rng(6)
-    for rate, chunk, remaining in [(0.9, 16, 100), (0.97, 64, 40), (0.3, 8, 8)]:
-        kept = np.minimum(rng.geometric(1 - rate, size=200_000) - 1, min(chunk, remaining))
-        expected = make_pass(rows=1, remaining=remaining, chunk=chunk).expected_kept(rate)
-        assert kept.mean() == pytest.approx(expected, rel=0.01)
-
-
-CHUNK = Pass(
-    128, 24.0, 128, 99, chunk=16, decode_rungs=((128, 1 / 128),), decode_slots=99
-)  # 3.6 steps
+CHUNK = Pass((24,) * 128, 128, 99, chunk=16, rungs=(16, 64, 128), decode_slots=99)  # 3.6 steps
 
 
 def rollouts(model, chance, number, rng):
     """Rollouts of 32 tokens that verify one chunk of 24-token drafts if that seems worth it.
 
-    Returns the verdicts, and the predicted seconds against those without drafts.
+    Drafts that are left to decoding are judged there. Returns what was done, and the predicted
+    seconds against those without drafts.
     """
     verdicts, seconds = [], 0.0
     for _ in range(number):
         verdict = model.worth_verifying(CHUNK)
         kept = np.minimum(rng.geometric(1 - chance, size=128) - 1, 16)
         judged = kept.sum() + (kept < 16).sum()
-        if verdict is Verdict.SKIP:
-            kept, judged = 0 * kept, 0
-        seconds += model.record_pass(CHUNK, kept.sum(), judged, verdict)
-        steps = 32 - kept.mean()
-        seconds += model.record_visit(model.plan_visit(128, 99, (1,)), steps)
+        if verdict:
+            seconds += model.record_pass(CHUNK, kept.sum(), judged)
+        # With all rows alike and many of them the last ends where the mean of the worst does.
+        steps = 32 - kept.min() * verdict
+        visit = model.plan_visit(128, 99, (1,))
+        evidence = {} if verdict else {"kept": kept.sum(), "judged": judged}
+        seconds += model.record_visit(visit, steps, **evidence)
         verdicts.append(verdict)
     return verdicts, seconds / (number * model.predicted(128, 99, 1, 32))
 
 
-def test_responses_that_never_come_back_are_verified_rarely():
+def test_responses_that_never_come_back_are_verified_once():
     model, rng = CostModel(make_table()), np.random.default_rng(7)
-    verdicts, relative = rollouts(model, 0.0, 2_000, rng)
-    assert verdicts[0] is Verdict.RUN  # the prior hopes
-    assert verdicts[1:].count(Verdict.RUN) == 0
-    probes = verdicts.count(Verdict.PROBE)
-    assert 100 < probes <= 0.01 * 2_000 * 32 / 3.6 + 1
-    assert 1.005 < relative <= 1.011
+    verdicts, relative = rollouts(model, 0.0, 500, rng)
+    assert verdicts[0]  # the prior hopes
+    assert not any(verdicts[1:])
+    assert relative < 1.001
 
 
 def test_responses_that_come_back_are_verified_again():
+    """What decoding judges tells when they do, and verification when they do no more."""
     model, rng = CostModel(make_table()), np.random.default_rng(8)
     rollouts(model, 0.0, 200, rng)
-    verdicts, _ = rollouts(model, 0.95, 100, rng)
-    first = verdicts.index(Verdict.RUN)
-    assert first <= 3 * 3.6 / 0.32  # three probes
-    assert set(verdicts[first:]) == {Verdict.RUN}
-    _, relative = rollouts(model, 0.95, 100, rng)
-    kept = sum(0.95**i for i in range(1, 17))  # 10.6 tokens a row for 3.6 steps
-    assert relative == pytest.approx((32 - kept + 3.6) / 32, abs=0.005)
-    assert model.verify_credit == model.verify_reserve == 0.0
-    verdicts, _ = rollouts(model, 0.0, 20, rng)
-    assert verdicts.index(Verdict.SKIP) <= 16  # 128 judged tokens a pass, against thousands
-    assert Verdict.RUN not in verdicts[verdicts.index(Verdict.SKIP) :]
-
-
-def test_without_drafts_there_is_nothing_to_probe():
-    model = CostModel(make_table(), Acceptance(verified=1e6), verify_credit=1e9)
-    assert model.worth_verifying(make_pass()) is Verdict.PROBE
-    assert model.worth_verifying(make_pass(rows=0)) is Verdict.SKIP
-    assert model.worth_verifying(make_pass(remaining=0.0)) is Verdict.SKIP
+    verdicts, _ = rollouts(model, 0.9999, 100, rng)
+    first = verdicts.index(True)
+    assert first <= 15
+    assert all(verdicts[first:])
+    verdicts, _ = rollouts(model, 0.0, 100, rng)
+    last = verdicts.index(False)
+    assert 0 < last <= 30  # 128 judged tokens a pass, against thousands
+    assert not any(verdicts[last:])
 
 
 # State ----------------------------------------------------------------------------------------
@@ -734,12 +744,13 @@ def use(model, rng, rounds):
     for i in rounds:
         chances = [[0.0], [0.9], [0.2, 0.9]][(i // 7) % 3]
         rows = int(rng.choice([1, 16, 64, 100]))
-        candidate = make_pass(rows, float(rng.uniform(1, 90)), rows, 16, rows, widths=(1, 2, 4))
+        left = rng.integers(1, 90, rows)
+        candidate = make_pass(left, rows, 16, (1, 16, 100), widths=(1, 2, 4))
         verdict = model.worth_verifying(candidate)
-        judged = 0 if verdict is Verdict.SKIP else int(rng.integers(1, 500))
+        judged = int(rng.integers(1, 500)) if verdict else 0
         kept = int(judged * chances[0])
-        choices.append((verdict, model.record_pass(candidate, kept, judged, verdict)))
-        choices.append(model.keep_verifying(candidate))
+        choices.append((verdict, model.record_pass(candidate, kept, judged)))
+        choices.append(model.worth(candidate))
         visit = model.plan_visit(rows, int(rng.integers(40, 150)), (2, 4, 8))
         steps = int(rng.integers(0, 99))
         histogram = draw(rng, chances, rows * steps, visit.width) if visit.width > 1 else ()
@@ -751,8 +762,8 @@ def use(model, rng, rounds):
 def test_a_resumed_model_chooses_alike(stop):
     whole, rng = CostModel(make_table()), np.random.default_rng(9)
     expected = use(whole, rng, range(90))
-    assert {c.base for c, _ in expected[2::3]} == {1, 4, 8}
-    assert {c for c, _ in expected[::3]} == set(Verdict)
+    assert {c.base for c, _ in expected[2::3]} == {1, 2, 4, 8}
+    assert {c for c, _ in expected[::3]} == {False, True}
 
     first, rng = CostModel(make_table()), np.random.default_rng(9)
     choices = use(first, rng, range(stop))
@@ -791,7 +802,6 @@ def test_planning_changes_nothing():
     plans = [model.plan_visit(rows, 64, (2, 4, 8)) for rows in (1, 64, 128) * 2]
     assert plans[:3] == plans[3:]
     model.worth_verifying(make_pass())
-    model.keep_verifying(make_pass())
     assert json.dumps(model.state()) == text
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from test_data import encoded_set
+from test_data import encoded_set, prompts_of
 
 from specrl_jax.curriculum import (
     ByPassRate,
@@ -26,10 +26,6 @@ def stream_of(name, encoded, size=3, seed=5, total_steps=10, **changes):
     config = ConfigDict({"seed": seed, "rollout": {"prompts_per_step": size},
                          "curriculum": SETTINGS | {"name": name} | changes})  # fmt: skip
     return make_stream(config, encoded, total_steps)
-
-
-def prompts_of(batch):
-    return [e.prompt for e in batch.examples]
 
 
 def test_each_epoch_visits_each_prompt_at_most_once():

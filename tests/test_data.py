@@ -258,6 +258,10 @@ def test_batch_of_takes_rows_in_order():
     np.testing.assert_array_equal(batch.tokens[:, :2], [[6, 14], [3, 14]])
 
 
+def prompts_of(batch):
+    return [e.prompt for e in batch.examples]
+
+
 def test_batches_are_joined_and_picked_from():
     encoded = encoded_set(5)
     both = concatenate(batch_of(encoded, [4, 1]), batch_of(encoded, [0]))

@@ -10,7 +10,7 @@ from rollout_reference import as_drafts, check_equal, corpus_of, host, make_plan
 
 from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout import decode, ladder, rows
-from specrl_jax.rollout.cost import CostModel, CostTable, Point, Verdict, Visit
+from specrl_jax.rollout.cost import CostModel, CostTable, Point, Visit
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.types import Source
 
@@ -248,14 +248,13 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
     wide = (10.0, 20.0) if width == 1 else (1.01, 1.02)
     at_once, stats, _ = choosing(base, None, accept)
     assert stats.verified_tokens > 0
-    skipped, stats, cost = choosing(base, table(wide, verify=1e6), accept)
+    skipped, stats, _ = choosing(base, table(wide, verify=1e6), accept)
     check_equal(skipped, at_once, but=("sources",))
     reused = np.arange(R)[None, :] < np.asarray(at_once.prefix_lens)[:, None]
     np.testing.assert_array_equal(np.asarray(skipped.sources) == Source.REUSED, reused)
     assert reused.any()
     assert (stats.verified_tokens, stats.judged_tokens) == (0, 0)
     assert {width for *_, width, _ in stats.visits} == {width}
-    assert cost.verify_reserve > 0
     ran, stats, _ = choosing(base, table(wide, verify=0.01), accept)
     check_equal(ran, at_once, but=("sources",))
     assert stats.verified_tokens > 0
@@ -265,8 +264,9 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
 def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, accept):
     """No pass is run to learn it, and what is learned turns the choice when it should."""
     _, endless, _ = base
-    plan = plan_of(1, accept=accept, **ONE_RUNG)
-    cost = CostModel(table(verify=3.0))
+    plan = plan_of(1, accept=accept, row_rungs=3, windows=1)
+    steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
+    cost = CostModel(CostTable(steps | {Point(B, P + R, 8, False): 2.0}))
     cost.acceptance.observe_verified(0, 200)
     passes = []
     for _ in range(6):
@@ -280,29 +280,26 @@ def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, acc
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "rungs"),
+    ("max_rows", "shares"),
     [
-        (0, ((8, 7 / 39), (32, 1 / 39))),  # 32 rows decode a token each, one of them 7 more
+        (0, {8: 7, 32: 1}),  # 32 rows decode a token each, one of them 7 more
         # 8 rows at once and 24 that wait: there are always 7 beside the long one.
-        (8, ((8, (8 / 8 + 7 * 1 / 8) / 15),)),
+        (8, {8: 8 / 8 + 7 * 1 / 8}),
     ],
 )
-def test_the_price_of_a_decoded_token_is_that_of_the_rungs_it_would_take(
-    mesh, base, max_rows, rungs
-):
+def test_a_decoded_token_is_priced_on_the_rungs_that_it_would_take(mesh, base, max_rows, shares):
     lens = np.where(np.arange(B) == 5, 8, 1)
     seen = []
 
     class Spy(Whims):
         def worth_verifying(self, candidate):
             seen.append(candidate)
-            return Verdict.SKIP
+            return False
 
     plan = plan_of(row_rungs=3 if not max_rows else 1, windows=1, max_rows=max_rows)
     go(plan, drafts=as_drafts(base[1], lens), cost=Spy(0))
-    (found,) = {one.decode_rungs for one in seen[:1]}
-    assert [rows for rows, _ in found] == [rows for rows, _ in rungs]
-    np.testing.assert_allclose([share for _, share in found], [share for _, share in rungs])
+    found = seen[0].shares(seen[0].active())
+    assert {rows: share for rows, share in found.items() if share} == pytest.approx(shares)
 
 
 def test_block_verification_is_never_skipped(mesh, base):
@@ -329,14 +326,11 @@ class Whims:
         return self.rng.random()
 
     def worth_verifying(self, candidate):
-        verdict = list(Verdict)[self.rng.integers(3)]
+        verdict = bool(self.rng.random() < 0.6)
         self.verdicts.add(verdict)
         return verdict
 
-    def keep_verifying(self, candidate):
-        return bool(self.rng.random() < 0.5)
-
-    def record_pass(self, done, kept=0, judged=0, verdict=Verdict.RUN):
+    def record_pass(self, done, kept=0, judged=0):
         return 0.0
 
 

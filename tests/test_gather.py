@@ -25,6 +25,7 @@ CHANGES = {
 }  # fmt: skip
 N = 2  # responses that screen a prompt
 SPEED = {"curriculum.name": "speed", "curriculum.screening": N, "data.prompts": 110}
+UNSEEN = {"data.prompts": 400, "data.options.max_numbers": 3}  # no prompt comes twice
 
 
 @dataclasses.dataclass
@@ -167,7 +168,8 @@ def _killed(workdir, algorithm, changes):
 def speed(request, tmp_path_factory, make_mesh):
     """(what was seen, work directory, responses of a group that are trained on)"""
     reuse = request.param
-    changes = CHANGES | SPEED | {"curriculum.reuse_screening": reuse, "rollout.draft": "tree"}
+    changes = CHANGES | SPEED | UNSEEN | {"rollout.draft": "tree"}
+    changes["curriculum.reuse_screening"] = reuse
     changes |= {"log.rollouts": 1.0, "updates.mini_batch_size": 16 if reuse else 12}
     workdir = tmp_path_factory.mktemp("speed") / "run"
     with jax.set_mesh(make_mesh(1, 1, 1)):

@@ -177,14 +177,14 @@ def package(tmp_path):
             "rollout/generate.py:1: rollout imports losses",
         ),
         (
-            "curriculum.py",
+            "other.py",
             "from specrl_jax import rewards\nfrom specrl_jax.rollout import generate",
-            "curriculum.py: sees rewards and rollout",
+            "other.py: sees rewards and rollout",
         ),
         (
-            "curriculum.py",
+            "other.py",
             "from specrl_jax import reward_pool\nfrom specrl_jax import advantages",
-            "curriculum.py: sees advantages and rewards",
+            "other.py: sees advantages and rewards",
         ),
         (
             "rewards.py",
@@ -223,9 +223,9 @@ def test_a_breach_is_found(package, file, source, expected):
         ("rollout/generate.py", "from specrl_jax import models, types, tokenizer"),
         ("train.py", "from specrl_jax import rollout, rewards, advantages, update, checkpoint"),
         ("evaluate.py", "from specrl_jax import rollout, rewards"),
-        ("curriculum.py", "from specrl_jax import rewards, types"),
+        ("other.py", "from specrl_jax import rewards, types"),
         # Both are the stage of rewards.
-        ("curriculum.py", "from specrl_jax import rewards, reward_pool"),
+        ("other.py", "from specrl_jax import rewards, reward_pool"),
         ("reward_pool.py", "from specrl_jax.rewards import load_scorer"),
         ("run.py", "from specrl_jax import reward_pool, rollout, update"),
         ("data.py", "def f():\n  import datasets\nimport wandb_settings"),

@@ -15,7 +15,6 @@ steps would have 1 ... 7 draft tokens accepted. Width 4 emits 1 + .8 + .64 + .51
 
 import bisect
 import dataclasses
-import enum
 import hashlib
 import itertools
 import json
@@ -26,6 +25,8 @@ import pathlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 _log = logging.getLogger(__name__)
 
@@ -245,30 +246,45 @@ class Acceptance:
 class Pass:
     """One verification of up to `chunk` more draft tokens, as it could be run.
 
-    rows: that would verify, in a rung of rung_rows and slots, with `remaining` draft tokens left in
-    the mean. decode_rungs, decode_slots, widths: where and how wide they would be decoded instead;
-    of every rung its rows, and how many of its steps a token costs in the mean.
+    left: draft tokens left of every row that would verify, in a rung of rung_rows and slots.
+    rungs: rows of the rungs in which they would be decoded instead, ascending; decode_slots and
+    widths are of these. beside: other rows that want to decode, as far as `capacity` rows in
+    flight allow.
     """
 
-    rows: int
-    remaining: float
+    left: tuple[int, ...]
     rung_rows: int
     slots: int
     chunk: int
-    decode_rungs: tuple[tuple[int, float], ...]
+    rungs: tuple[int, ...]
     decode_slots: int
     widths: tuple[int, ...] = (1,)
+    beside: int = 0
+    capacity: int = 0
 
-    def expected_kept(self, rate: float) -> float:
-        """Tokens kept by all rows: rows · Σ_{i=1..n} a^i with n = min(chunk, remaining)."""
-        n = min(float(self.chunk), self.remaining)
-        return self.rows * (n if rate == 1.0 else rate * (1.0 - rate**n) / (1.0 - rate))
+    def active(self, rate: float | None = None) -> np.ndarray:
+        """Rows expected to decode the token t = 0, 1, ... of what is left: all whose draft is
+        longer, or where the chunk keeps a token with chance `rate`, fewer.
 
+        A row with L tokens left decodes t unless the first L - t are kept, and no more than `chunk`
+        can be: Σ over rows of 1 - [L - t <= chunk]·rate^(L - t).
+        """
+        count = np.bincount(self.left, minlength=1).astype(float)  # by length
+        active = count[::-1].cumsum()[::-1][1:]
+        if rate is None or not len(active):
+            return active
+        powers = rate ** np.arange(1, min(self.chunk, len(active)) + 1)
+        return active - np.convolve(count[:0:-1], powers)[: len(active)][::-1]
 
-class Verdict(enum.Enum):
-    """On a rollout's first verification; PROBE: run it, to see whether it pays by now."""
-
-    SKIP, RUN, PROBE = "skip", "run", "probe"
+    def shares(self, active: np.ndarray) -> dict[int, float]:
+        """Steps of each rung that these rows have to pay for, by its rows: they share them with the
+        rows beside; where less than one row is expected, so is less than one step."""
+        others = np.clip(self.capacity - np.ceil(active), 0, self.beside)
+        share = active / (np.maximum(active, 1.0) + others)
+        places = np.searchsorted(self.rungs, np.ceil(active) + others)
+        places = np.minimum(places, len(self.rungs) - 1)
+        found = np.bincount(places, share, minlength=len(self.rungs))
+        return dict(zip(self.rungs, found.tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,16 +307,15 @@ class Visit:
 class CostModel:
     """Table, acceptance, and what probes may cost. Only `record_*` change anything.
 
-    credit, verify_credit: predicted seconds that probes may lose: BUDGET of the time, never more
-    than the next one needs (verify_reserve: the last verification skipped). They are charged what
-    the base would have done better, so together lose BUDGET of the time and one probe at most.
+    credit: predicted seconds that probes may lose: BUDGET of the time, never more than the next one
+    needs. They are charged what the base would have done better, so together lose BUDGET of the
+    time and one probe at most. Verification needs no probes: drafts that are left to decoding are
+    judged there.
     """
 
     table: CostTable
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     credit: float = 0.0
-    verify_credit: float = 0.0
-    verify_reserve: float = 0.0
 
     def predicted(self, rows: int, slots: int, width: int, steps: int = 1) -> float:
         """Seconds of `steps` decode steps; at width 1 there is no draft, hence no matching."""
@@ -353,7 +368,6 @@ class CostModel:
         histogram = [float(n) for n in histogram]
         self.acceptance.observe(histogram, visit.width)
         seconds = self.predicted(visit.rows, visit.slots, visit.width, steps)
-        self.verify_credit = min(self.verify_credit + BUDGET * seconds, self.verify_reserve)
         if visit.width == visit.base:
             self.credit = min(self.credit + BUDGET * seconds, visit.reserve)
             return seconds
@@ -368,45 +382,30 @@ class CostModel:
 
     def worth(self, candidate: Pass) -> float:
         """Seconds of decoding that a chunk is expected to save, over what it costs."""
-        saved = candidate.expected_kept(self.acceptance.rate()) * self._token_seconds(candidate)
+        rate = self.acceptance.rate()
+        saved = self._decode_seconds(candidate) - self._decode_seconds(candidate, rate)
         return saved / self._pass_seconds(candidate)
 
-    def keep_verifying(self, candidate: Pass) -> bool:
-        """Whether one chunk more is expected to save more decoding than it costs."""
+    def worth_verifying(self, candidate: Pass) -> bool:
+        """Whether a chunk is expected to save more decoding than it costs."""
         return self.worth(candidate) > 1.0
 
-    def worth_verifying(self, candidate: Pass) -> Verdict:
-        """The same for a rollout's first chunk, which is probed now and then where it is not."""
-        if self.keep_verifying(candidate):
-            return Verdict.RUN
-        earned = self.verify_credit >= self._pass_seconds(candidate)
-        return Verdict.PROBE if earned and candidate.expected_kept(1.0) > 0 else Verdict.SKIP
-
-    def record_pass(
-        self, done: Pass, kept: int = 0, judged: int = 0, verdict: Verdict = Verdict.RUN
-    ) -> float:
-        """A chunk was verified, or skipped; returns its predicted seconds."""
-        seconds = self._pass_seconds(done)
-        if verdict is Verdict.SKIP:
-            self.verify_reserve = seconds
-            return 0.0
-        if verdict is Verdict.PROBE:
-            self.verify_credit -= max(seconds - float(kept) * self._token_seconds(done), 0.0)
-        else:
-            self.verify_credit = self.verify_reserve = 0.0
+    def record_pass(self, done: Pass, kept: int = 0, judged: int = 0) -> float:
+        """A chunk was verified; returns its predicted seconds."""
         self.acceptance.observe_verified(kept, judged)
-        return seconds
+        return self._pass_seconds(done)
 
     def _pass_seconds(self, one: Pass) -> float:
         return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
 
-    def _token_seconds(self, one: Pass) -> float:
-        """Seconds of a decoded token, every rung at its best width."""
+    def _decode_seconds(self, one: Pass, rate: float | None = None) -> float:
+        """To decode what is left of the drafts, every rung at its best width."""
         total = 0.0
-        for rows, steps in one.decode_rungs:
-            width = self.choose_width(rows, one.decode_slots, one.widths)
-            seconds = self.predicted(rows, one.decode_slots, width)
-            total += steps * seconds / self.acceptance.expected_tokens(width)
+        for rows, steps in one.shares(one.active(rate)).items():
+            if steps:
+                width = self.choose_width(rows, one.decode_slots, one.widths)
+                seconds = self.predicted(rows, one.decode_slots, width)
+                total += steps * seconds / self.acceptance.expected_tokens(width)
         return total
 
     def state(self) -> dict:

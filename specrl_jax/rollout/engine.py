@@ -21,7 +21,7 @@ import numpy as np
 from specrl_jax.models.kv_cache import KVCache, cache_bytes
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, rows
-from specrl_jax.rollout.cost import CostModel, Pass, Verdict
+from specrl_jax.rollout.cost import CostModel, Pass
 from specrl_jax.rollout.decode import Limits, Setup
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.ladder import Ladder, rows_within
@@ -305,12 +305,11 @@ class Engine:
         group = self.setup.group_size
         places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.draft_lens[places]
-        longest, (verdict, first) = int(drafts.max()), self._verdict(drafts, size)
-        verify = verdict is not Verdict.SKIP
+        longest, first = int(drafts.max()), self._first_pass(drafts, size)
         picked = rows.pick(self.board, self._padded(places, size))
         start = time.perf_counter()
         prompts = self.prompts[np.resize(groups, size // group)]
-        slots = first.slots if verify else self._first_slots()
+        slots = first.slots if first else self._first_slots()
         cache = decode.prefill(self.setup, self.weights, put(prompts, "batch", None))
         prompt_rung = (size // group, self.ladder.prompt_slots)
         cache = decode.spread(cache, slots=slots, group_size=group)
@@ -322,8 +321,8 @@ class Engine:
         batch.own = int(np.sum(places < self.own))
         if longest:
             batch.report(np.asarray(decode.progress(picked, self._limits(_FOREVER))))
-        if verify:
-            batch = self._verify(batch, drafts, verdict, first)
+        if first:
+            batch = self._verify(batch, drafts, first)
         return self._settle(batch)
 
     def _begin_again(self, chosen: list[tuple[int, int]], size: int) -> _Pool:
@@ -365,20 +364,22 @@ class Engine:
             return self.ladder.prompt_slots + width
         return self.ladder.prompt_slots + self.ladder.response_for(longest) + width
 
-    def _pass(self, drafts: np.ndarray, verifying: int, size: int) -> Pass:
-        """The verification of `verifying` rows, whose drafts have `drafts` [n] tokens left, that is
-        expected to save most for its seconds; without a cost model the widest that is needed."""
+    def _pass(self, drafts: np.ndarray, size: int) -> Pass:
+        """The verification of rows whose drafts have `drafts` [n] tokens left that is expected to
+        save most for its seconds; without a cost model the widest that is needed."""
         longest = int(drafts.max())
         widest = self.ladder.verify_width(longest)
         one = Pass(
-            rows=verifying,
-            remaining=float(drafts[drafts > 0].mean()),
+            left=tuple(drafts[drafts > 0].tolist()),
             rung_rows=size,
             slots=self._verify_slots(widest, longest),
             chunk=widest,
-            decode_rungs=self._decode_rungs(drafts),
+            rungs=tuple(sorted(self.ladder.rows)),
             decode_slots=self.ladder.slots(self.ladder.responses[-1]),
             widths=self.widths,
+            beside=len(self.fresh) * self.setup.group_size
+            + (self.pool.unfinished if self.pool else 0),
+            capacity=self._capacity(self.setup.response_slots),
         )
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return one
@@ -391,35 +392,16 @@ class Engine:
             key=self.cost.worth,
         )
 
-    def _decode_rungs(self, drafts: np.ndarray) -> tuple[tuple[int, float], ...]:
-        """Where rows would decode so many tokens each: (rows of a rung, share), where a token costs
-        Σ share · seconds of a step, in the mean. Steps are shared with the rows beside them; the
-        last tokens of long rows are dear, since few others are left.
-        """
-        ended = np.cumsum(np.bincount(drafts[drafts > 0]))[:-1]
-        active = np.sum(drafts > 0) - ended  # rows that decode token 0, 1, ...
-        waiting = len(self.fresh) * self.setup.group_size
-        beside = waiting + (self.pool.unfinished if self.pool else 0)
-        room = self._capacity(self.setup.response_slots) - active
-        shares: collections.Counter[int] = collections.Counter()
-        for count, others in zip(active.tolist(), np.clip(room, 0, beside).tolist(), strict=True):
-            rung = self.ladder.rows_for(min(count + others, self.ladder.rows[0]))
-            shares[rung] += count / (count + others)
-        return tuple((rung, shares[rung] / int(active.sum())) for rung in sorted(shares))
-
-    def _verdict(self, drafts: np.ndarray, size: int) -> tuple[Verdict, Pass | None]:
-        """Whether to verify a new batch's drafts in a wide pass, or leave them to decoding."""
+    def _first_pass(self, drafts: np.ndarray, size: int) -> Pass | None:
+        """The verification of a new batch's drafts; None where they are better left to decoding."""
         if not drafts.any():
-            return Verdict.SKIP, None
-        one = self._pass(drafts, int(np.sum(drafts > 0)), size)
+            return None
+        one = self._pass(drafts, size)
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
-            return Verdict.RUN, one
-        verdict = self.cost.worth_verifying(one)
-        if verdict is Verdict.SKIP:
-            self.cost.record_pass(one, verdict=verdict)
-        return verdict, one
+            return one
+        return one if self.cost.worth_verifying(one) else None
 
-    def _verify(self, batch: _Pool, drafts: np.ndarray, verdict: Verdict, first: Pass) -> _Pool:
+    def _verify(self, batch: _Pool, drafts: np.ndarray, first: Pass) -> _Pool:
         """Judge pending drafts in wide passes, as long as that pays."""
         one: Pass | None = first
         while batch.verifying:
@@ -428,10 +410,10 @@ class Engine:
             if one is None:
                 # Rows that verified all passes so far have as many tokens less to verify.
                 left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
-                one = self._pass(np.maximum(left, 1), batch.verifying, batch.size)
+                one = self._pass(np.maximum(left, 1), batch.size)
                 if batch.slots < self._room_needed(batch, one.chunk):
                     break
-                if self.cost and not self.cost.keep_verifying(one):
+                if self.cost and not self.cost.worth_verifying(one):
                     break
             once = dataclasses.replace(self._limits(0, steps=1), own=jnp.int32(_FOREVER))
             tally = self._run(batch, once, one.chunk, wide=True)
@@ -439,8 +421,8 @@ class Engine:
             self.stats.verified_tokens += batch.size * one.chunk
             self.stats.judged_tokens += judged
             if self.cost:
-                self.cost.record_pass(one, kept, judged, verdict)
-            verdict, one = Verdict.RUN, None
+                self.cost.record_pass(one, kept, judged)
+            one = None
         return batch
 
     def _room_needed(self, batch: _Pool, width: int) -> int:
