@@ -1,6 +1,7 @@
 """Scores batches of responses in worker processes, so that no answer costs more than its reward.
 
 Takes the name of a scorer of `rewards`, or a user's `module:function`, and texts; gives `Scores`.
+Steps of `environments` are taken in the same way.
 
 Scorers meet text that a policy made up, and some of them evaluate it: `9**9**9` keeps sympy busy
 for ever, inside one C call that no exception or signal handler interrupts. So answers are scored in
@@ -27,17 +28,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
+from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.rewards import SCORERS, Scorer, load_scorer, score_exact
+from specrl_jax.environments import Step, load_environment, play
+from specrl_jax.rewards import SCORERS, load_scorer, score_exact
 
 MAX_SEARCH = 32_768  # characters: `extract` looks only at the end of a longer response
 MAX_CHUNK = 32  # answers sent to a worker at once
 STARTUP_S = 300.0  # seconds for a worker's imports; they do not count against any answer
-_REPORT = struct.Struct("<d?")  # score, worker wants to be replaced; then the reason of a failure
+# score, done, failed, worker wants to be replaced; then an observation, or why it failed
+_REPORT = struct.Struct("<d???")
+_MAX_REPORT = 2**18  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +51,22 @@ class Scores:
 
     rewards: float32 [B], 0 where failed. failed: bool [B], the answer ran out of time or memory,
     its scorer raised, died or returned something not finite. reasons: B texts, "" unless failed.
+    done: bool [B], the episode is over, as it always is without an environment; observations: B
+    texts that answer the responses of the others.
     """
 
     rewards: np.ndarray
     failed: np.ndarray
     reasons: tuple[str, ...]
+    done: np.ndarray
+    observations: tuple[str, ...]
 
 
 class RewardPool:
     """Scores batches in worker processes that are killed and replaced when an answer hangs them.
 
-    name: of `rewards.SCORERS`. timeout: wall-clock seconds per answer. memory_mib: MiB an answer
+    name: of `rewards.SCORERS`. environment: of `environments.ENVIRONMENTS`, whose steps are taken
+    instead; a response is then the texts of an episode's turns so far. timeout: wall-clock seconds per answer. memory_mib: MiB an answer
     may allocate (Linux only). workers: processes, 0 = one per core, at most 16. threshold: if > 0
     the reward is 1 where the score reaches it, else 0. extract: a regular expression whose group
     1, in its last match, is the answer in the response (no match: reward 0); "" = all of it.
@@ -73,17 +83,17 @@ class RewardPool:
         workers: int,
         threshold: float = 0.0,
         extract: str = "",
+        environment: str = "",
     ):
         _check_limits(timeout, memory_mib, workers, threshold)
-        _compile_extract(extract)
-        load_scorer(name)
-        self._arguments = (name, extract, int(memory_mib))
+        _load(name, extract, environment)
+        self._arguments = (name, extract, environment, int(memory_mib))
         self._timeout = float(timeout)
         self._threshold = float(threshold)
         self._count = int(workers) or min(os.cpu_count() or 1, 16)
         # String equality is ours, linear and cannot fail, so it needs no process. With `extract`
         # it does: a user's pattern may backtrack for ever on a response made for it.
-        self._inline = name == "exact" and not extract
+        self._inline = name == "exact" and not extract and not environment
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -103,25 +113,30 @@ class RewardPool:
 
     def score(
         self,
-        responses: Sequence[str],
+        responses: Sequence[str | Sequence[str]],
         answers: Sequence[str],
         tasks: Sequence[str],
         metadatas: Sequence[dict],
     ) -> Scores:
-        """Scores B responses. Raises only if the pool is closed or no worker can start."""
+        """Scores B responses, or takes the step of the last of each one's turns. Raises only if the pool is closed or no worker can start."""
         items = list(zip(responses, answers, tasks, metadatas, strict=True))
         with self._lock:
             self._start()
             if self._inline:
-                results = [(score_exact(*item), "") for item in items]
+                results = [_Result(score_exact(*item)) for item in items]
             else:
                 results = self._run(items)
-        scores = np.array([score for score, _ in results], np.float32)
-        reasons = tuple(reason for _, reason in results)
-        failed = np.array([bool(reason) for reason in reasons], np.bool_)
+        scores = np.array([result.score for result in results], np.float32)
+        failed = np.array([result.failed for result in results], np.bool_)
         if self._threshold > 0:
             scores = (scores >= np.float32(self._threshold)).astype(np.float32)
-        return Scores(np.where(failed, np.float32(0), scores), failed, reasons)
+        return Scores(
+            rewards=np.where(failed, np.float32(0), scores),
+            failed=failed,
+            reasons=tuple(result.text if result.failed else "" for result in results),
+            done=np.array([result.done for result in results], np.bool_),
+            observations=tuple("" if result.failed else result.text for result in results),
+        )
 
     def close(self) -> None:
         """Kills the workers; the pool cannot be used again."""
@@ -139,7 +154,7 @@ class RewardPool:
         while self._workers:
             self._workers.pop().kill()
 
-    def _run(self, items: list[tuple]) -> list[tuple[float, str]]:
+    def _run(self, items: list[tuple]) -> list["_Result"]:
         results: list = [None] * len(items)
         queue = collections.deque(range(len(items)))
         # About four rounds per worker: few messages, and no long wait for the slowest chunk.
@@ -167,12 +182,12 @@ class RewardPool:
         for i, worker in enumerate(self._workers):
             if worker not in busy:
                 continue
-            for index, score, reason in worker.read(self._timeout):
-                results[index] = (score, reason)
+            for index, result in worker.read(self._timeout):
+                results[index] = result
             if not worker.lost:
                 continue
             if worker.owed:
-                results[worker.owed.popleft()] = (0.0, worker.lost)
+                results[worker.owed.popleft()] = _Result(failed=True, text=worker.lost)
                 queue.extendleft(reversed(worker.owed))
             self._replace(i)
 
@@ -201,6 +216,39 @@ def _compile_extract(extract: str) -> re.Pattern | None:
     if extract and not pattern.groups:
         raise ValueError(f"reward.extract must have a group, (..), for the answer, got {extract!r}")
     return pattern if extract else None
+
+
+class _Result(NamedTuple):
+    """Of one response. text: the observation, or why it failed."""
+
+    score: float = 0.0
+    done: bool = True
+    failed: bool = False
+    text: str = ""
+
+    def packed(self, retire: bool) -> bytes:
+        head = _REPORT.pack(self.score, self.done, self.failed, retire)
+        return head + self.text.encode(errors="replace")
+
+
+def _load(name: str, extract: str, environment: str) -> Callable[..., _Result]:
+    """The function from a response and its problem to what came of it; ValueError in one line."""
+    if environment:
+        make = load_environment(environment)
+
+        def step(responses: Sequence[str], *problem) -> _Result:
+            found: Step = play(make, responses, *problem)
+            return _Result(float(found.reward), bool(found.done), text=found.observation)
+
+        return step
+    scorer, pattern = load_scorer(name), _compile_extract(extract)
+
+    def score(response: str, *problem) -> _Result:
+        if pattern:
+            response = _extract(pattern, response)
+        return _Result(0.0 if response is None else float(scorer(response, *problem)))
+
+    return score
 
 
 class _Worker:
@@ -244,20 +292,20 @@ class _Worker:
         self.deadline = time.monotonic() + timeout
         return True
 
-    def read(self, timeout: float) -> list[tuple[int, float, str]]:
-        """The reports that came in, as (index, score, reason); sets `lost` and the deadline."""
+    def read(self, timeout: float) -> list[tuple[int, _Result]]:
+        """The reports that came in, with their index; sets `lost` and the deadline."""
         now = time.monotonic()  # before polling: a report that waited for us is not late
         reports = []
         try:
             while self.conn.poll():
-                message = self.conn.recv_bytes(4096)
-                score, retire = _REPORT.unpack(message[: _REPORT.size])
-                reason = message[_REPORT.size :].decode(errors="replace")
+                message = self.conn.recv_bytes(_MAX_REPORT)
+                *numbers, retire = _REPORT.unpack(message[: _REPORT.size])
+                result = _Result(*numbers, message[_REPORT.size :].decode(errors="replace"))
                 self.deadline = time.monotonic() + timeout
                 if self.ready:
-                    reports.append((self.owed.popleft(), score, reason))
-                elif reason:
-                    raise RuntimeError(f"a reward worker could not start: {reason}")
+                    reports.append((self.owed.popleft(), result))
+                elif result.failed:
+                    raise RuntimeError(f"a reward worker could not start: {result.text}")
                 self.ready = True
                 self.lost = "retired" if retire else ""
         except (OSError, EOFError):
@@ -283,47 +331,44 @@ class _Worker:
 # What follows runs in the workers.
 
 
-def _serve(conn_fd: int, lifeline_fd: int, name: str, extract: str, memory_mib: int) -> None:
+def _serve(
+    conn_fd: int, lifeline_fd: int, name: str, extract: str, environment: str, memory_mib: int
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(lifeline_fd)
     conn = Connection(conn_fd)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a line per odd answer otherwise
     try:
-        scorer, pattern = load_scorer(name), _compile_extract(extract)
+        judge = _load(name, extract, environment)
         if name in SCORERS:  # imports and compiled patterns; the user's function is left alone
             with contextlib.suppress(Exception):
-                scorer(r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
+                SCORERS[name](r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
     except BaseException as error:
-        return conn.send_bytes(_REPORT.pack(0.0, False) + _line(error))
-    conn.send_bytes(_REPORT.pack(0.0, False))
+        return conn.send_bytes(_failure(error).packed(False))
+    conn.send_bytes(_Result().packed(False))
     room = memory_mib << 20
     full = _virtual_bytes() + room
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
             chunk = conn.recv()
             for left, item in zip(range(len(chunk) - 1, -1, -1), chunk, strict=True):
-                score, reason = _score_within(room, scorer, pattern, item)
+                result = _within(room, judge, item)
                 # The limit is relative to what is in use, so caches that only grow (sympy's) do not
                 # starve later answers; a process that has grown this much is replaced instead.
-                conn.send_bytes(_REPORT.pack(score, not left and _virtual_bytes() > full) + reason)
+                conn.send_bytes(result.packed(not left and _virtual_bytes() > full))
     return None
 
 
-def _score_within(
-    room: int, scorer: Scorer, pattern: re.Pattern | None, item: tuple
-) -> tuple[float, bytes]:
-    """The score and b"", or 0 and the reason of the failure."""
+def _within(room: int, judge: Callable[..., _Result], item: tuple) -> _Result:
+    """What came of a response, within `room` more bytes of memory."""
     try:
         _limit_memory(_virtual_bytes() + room)
-        response, *fields = item
-        if pattern:
-            response = _extract(pattern, response)
-        score = 0.0 if response is None else float(scorer(response, *fields))
-        if not abs(score) <= np.finfo(np.float32).max:
-            raise ValueError(f"the score is {score}, not a finite number")
-        return score, b""
+        result = judge(*item)
+        if not abs(result.score) <= np.finfo(np.float32).max:
+            raise ValueError(f"the score is {result.score}, not a finite number")
+        return result
     except BaseException as error:  # SystemExit too: an answer may contain exit()
-        return 0.0, _line(error)
+        return _failure(error)
     finally:
         _limit_memory(resource.RLIM_INFINITY)
 
@@ -334,10 +379,9 @@ def _extract(pattern: re.Pattern, response: str) -> str | None:
     return None if found is None else found.strip()
 
 
-def _line(error: BaseException) -> bytes:
-    if isinstance(error, MemoryError):
-        return b"out of memory"
-    return " ".join(f"{type(error).__name__}: {error}"[:300].split()).encode(errors="replace")
+def _failure(error: BaseException) -> _Result:
+    line = " ".join(f"{type(error).__name__}: {error}"[:300].split())
+    return _Result(failed=True, text="out of memory" if isinstance(error, MemoryError) else line)
 
 
 def _virtual_bytes() -> int:

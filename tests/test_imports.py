@@ -22,7 +22,8 @@ ALLOWED = {
     "tokenizer": set(),
     "sources": set(),
     "rewards": set(),
-    "reward_pool": {"rewards"},
+    "environments": set(),
+    "reward_pool": {"rewards", "environments"},
     "losses": {"masked"},
     "advantages": {"masked"},
     "data": {"types", "tokenizer", "sources"},
@@ -44,6 +45,7 @@ STAGES = {
     "rollout": "rollout",
     "rewards": "rewards",
     "reward_pool": "rewards",
+    "environments": "rewards",
     "advantages": "advantages",
     "update": "update",
 }
