@@ -50,7 +50,7 @@ def base() -> ConfigDict:
 
     # -- the task --------------------------------------------------------------------------------
     config.data = data = ConfigDict()
-    data.source = "reasoning_gym"  # reasoning_gym | tfds | jsonl | parquet | hf
+    data.source = "reasoning_gym"  # reasoning_gym | guess (a game) | tfds | jsonl | parquet | hf
     data.name = "number_sorting"  # task, TFDS name, or data set directory or hub id
     data.path = ""  # file or directory for jsonl and parquet, local files for tfds
     data.eval_path = ""  # held-out file; "": from eval_split, or the end of the source
@@ -121,6 +121,12 @@ def base() -> ConfigDict:
     rollout.store_age = 0  # steps after which a stored response is dropped; 0: never
     rollout.run_ahead = False  # idle rows begin the next step's responses, as drafts (match rule)
     rollout.partial = 0  # extra prompts in flight, finished a step later (off-policy); 0: off
+
+    config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
+    environment.name = (
+        ""  # "" (one turn, scored by reward.name) | guess | calculator | module:Class
+    )
+    environment.max_turns = 4  # responses of an episode, all within rollout.response_len
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()

@@ -83,7 +83,7 @@ def gae(
     Args:
         rewards: float32 [B].
         values: float32 [B, R], of the state before each token.
-        mask: bool [B, R], the responses' tokens, from the left.
+        mask: bool [B, R], the policy's tokens; those of its turns need not be side by side.
         gamma: Discount per token, in [0, 1].
         gae_lambda: λ, in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias).
 
@@ -91,18 +91,24 @@ def gae(
         Advantages and returns [B, R], 0 outside the mask.
     """
     values = jnp.where(mask, values, 0)
-    # The last token of a response is the one whose right neighbour is outside.
-    after = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
-    next_values = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
-    given = jnp.where(mask & ~after, rewards[:, None], 0)
-    deltas = jnp.where(mask, given + gamma * next_values - values, 0)
 
-    def back(total: Array, delta: Array) -> tuple[Array, Array]:
-        total = delta + gamma * gae_lambda * total
-        return total, total
+    def back(behind: tuple[Array, Array, Array], now: tuple[Array, Array]):
+        advantage, next_value, given = behind
+        value, here = now
+        delta = given + gamma * next_value - value
+        advantage_here = delta + gamma * gae_lambda * advantage
+        # What lies outside the mask, behind a response or between its turns, is passed over.
+        behind = (
+            jnp.where(here, advantage_here, advantage),
+            jnp.where(here, value, next_value),
+            jnp.where(here, 0.0, given),
+        )
+        return behind, jnp.where(here, advantage_here, 0.0)
 
-    _, found = jax.lax.scan(back, jnp.zeros_like(deltas[:, 0]), deltas.T, reverse=True)
-    advantages = jnp.where(mask, found.T, 0)
+    zero = jnp.zeros_like(values[:, 0])
+    start = (zero, zero, rewards)  # the reward is that of the first token from the right
+    _, found = jax.lax.scan(back, start, (values.T, mask.T), reverse=True)
+    advantages = found.T
     return advantages, jnp.where(mask, advantages + values, 0)
 
 

@@ -63,6 +63,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "critic.clip": (">= 0", lambda x: x >= 0),
     "critic.gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "critic.gae_lambda": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "environment.max_turns": (">= 1", lambda x: x >= 1),
     "curriculum.screening": (">= 1", lambda x: x >= 1),
     "curriculum.low": ("finite", math.isfinite),
     "curriculum.high": ("finite", math.isfinite),
@@ -100,7 +101,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": ("llama", "qwen2", "qwen3"),
     "model.dtype": ("auto", "float32", "bfloat16"),
-    "data.source": ("reasoning_gym", "tfds", "jsonl", "parquet", "hf"),
+    "data.source": ("reasoning_gym", "guess", "tfds", "jsonl", "parquet", "hf"),
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),
     "rollout.accept": ("ratio", "random", "ratio_residual", "block", "match"),
     "rollout.store": ("device", "host"),
@@ -213,6 +214,8 @@ def _check_batches(config: ConfigDict) -> None:
         )
     _check_rollout(config.rollout)
     _check_curriculum(config)
+    if config.environment.name:
+        _check_environment(config)
     if config.rollout.partial and config.updates.old_logprobs != "rollout":
         raise ValueError(
             "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's "
@@ -241,6 +244,20 @@ def _check_curriculum(config: ConfigDict) -> None:
     ):
         if reasons and value != wanted:
             raise ValueError(f"{field} must be {wanted} where {reasons[0]}, got {value}")
+
+
+def _check_environment(config: ConfigDict) -> None:
+    for field, value, wanted in (
+        ("rollout.partial", config.rollout.partial, 0),
+        ("rollout.run_ahead", config.rollout.run_ahead, False),
+    ):
+        if value != wanted:
+            raise ValueError(f"{field} must be {wanted} with an environment, got {value}")
+    if config.rollout.accept == "random" and "previous" in config.rollout.draft:
+        raise ValueError(
+            "rollout.accept must not be random with an environment (a random part of an episode is "
+            "no turn), got 'random'"
+        )
 
 
 def _check_screening(config: ConfigDict) -> None:

@@ -27,16 +27,16 @@ import numpy as np
 
 from specrl_jax.curriculum import base_id, part_of
 from specrl_jax.data import concatenate, select
-from specrl_jax.evaluate import score
+from specrl_jax.episodes import respond
 from specrl_jax.measure import reward_metrics, rollout_metrics
 from specrl_jax.reward_pool import Scores
 from specrl_jax.rollout import reuse
 from specrl_jax.rollout.carry import Waiting, assemble
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.engine import Stats
-from specrl_jax.rollout.generate import Outcome, make_corpus, roll
+from specrl_jax.rollout.generate import Outcome, make_corpus
 from specrl_jax.run import Run, State, policy_copy
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Gathered:
 class _Round:
     """One rollout: whole groups, with tokens, lens and prefix_lens on the host too.
 
-    previous_tokens, previous_lens: the rows' last responses.
+    forced: int [B], tokens that were not the policy's. previous_tokens, previous_lens: the rows'
+    last responses. turns: int [B].
     """
 
     prompts: Prompts
@@ -87,9 +88,11 @@ class _Round:
     tokens: np.ndarray
     lens: np.ndarray
     prefix_lens: np.ndarray
+    forced: np.ndarray
     previous_tokens: np.ndarray
     previous_lens: np.ndarray
     scores: Scores
+    turns: np.ndarray
 
 
 def gather(run: Run, state: State) -> Gathered:
@@ -134,40 +137,42 @@ def _adapt_lenience(run: Run, state: State, told: dict[str, float]) -> None:
 
 
 def _round(
-    run: Run,
-    state: State,
-    prompts: Prompts,
-    ahead: Prompts | None,
-    rollout_clock: "Clock",
-    reward_clock: "Clock",
+    run: Run, state: State, prompts: Prompts, ahead: Prompts | None, *clocks: "Clock"
 ) -> _Round:
-    """Rolls `prompts` out, scores the responses and stores them as drafts."""
-    settings = run.config.rollout
-    with rollout_clock:
-        previous = state.store.get(prompts, run.plan.group_size, step=state.step)
-        outcome = roll(
-            run.plan,
-            policy_copy(run.model, state.train.params),
-            prompts,
-            key=run.key,
-            step=state.step,
-            drafts=_drafts(run, state, prompts),
-            corpus=_corpus(run, state, prompts, ahead),
-            log_lenience=state.log_lenience,
-            cost=state.cost,
-            ahead=ahead,
-            carried=state.carried,
-            wanted=settings.prompts_per_step if settings.partial else 0,
-        )
-        rollout, prompts = outcome.rollout, select(prompts, outcome.groups)
-        known = jax.device_get((rollout.tokens, rollout.lens, rollout.prefix_lens))
-    with reward_clock:
-        scores = score(run.pool, run.tokenizer, prompts, *known[:2])
+    """Rolls `prompts` out, scores the responses and stores them as drafts. clocks: of both."""
+    settings, group = run.config.rollout, run.plan.group_size
+    with clocks[0]:
+        previous = state.store.get(prompts, group, step=state.step)
+        weights = policy_copy(run.model, state.train.params)
+    found = respond(
+        run.plan,
+        weights,
+        prompts,
+        pool=run.pool,
+        tokenizer=run.tokenizer,
+        max_turns=run.max_turns,
+        clocks=clocks,
+        key=run.key,
+        step=state.step,
+        drafts=_drafts(run, state, prompts),
+        corpus=lambda: _corpus(run, state, prompts, ahead),
+        log_lenience=state.log_lenience,
+        cost=state.cost,
+        ahead=ahead,
+        carried=state.carried,
+        wanted=settings.prompts_per_step if settings.partial else 0,
+    )
+    outcome = found.outcome
+    rollout, prompts = outcome.rollout, select(prompts, outcome.groups)
+    prefix_lens, sources = jax.device_get((rollout.prefix_lens, rollout.sources))
     before = [x[outcome.rows] for x in jax.device_get((previous.tokens, previous.lens))]
     state.store.put(prompts, rollout, step=state.step)
-    group = run.plan.group_size
-    state.stream.observe(prompts, scores.rewards.reshape(-1, group))
-    return _Round(prompts, outcome, *known, *before, scores)
+    state.stream.observe(prompts, found.scores.rewards.reshape(-1, group))
+    forced = np.sum(sources == Source.FORCED, axis=1)
+    return _Round(
+        prompts, outcome, found.tokens, found.lens, prefix_lens, forced, *before,
+        found.scores, found.turns,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +366,10 @@ def _metrics(run: Run, rounds: list[_Round]) -> dict[str, float]:
         run.plan.setup.eos_ids,
         offered=_joined(rounds, "outcome.offered")[0],
         previous=_joined(rounds, "previous_tokens", "previous_lens"),
+        forced=_joined(rounds, "forced")[0],
     )
+    if run.max_turns:
+        values["rollout/turns_mean"] = float(np.mean(_joined(rounds, "turns")[0]))
     rewards = _joined(rounds, "scores.rewards", "scores.failed")
     return values | reward_metrics(*rewards, run.plan.group_size)
 

@@ -15,6 +15,7 @@ def rollout_metrics(
     *,
     offered: np.ndarray | None = None,
     previous: tuple[np.ndarray, np.ndarray] | None = None,
+    forced: np.ndarray | None = None,
 ) -> dict[str, float]:
     """The `rollout/*` metrics of B responses, from what was kept of their drafts.
 
@@ -24,13 +25,15 @@ def rollout_metrics(
         offered: int32 [B], the drafts' lengths; None if nothing was offered.
         previous: tokens [B, R] and lens [B] of the rows' last responses, to compare with; length 0
             where there is none. They need not be the drafts, which may be older or off.
+        forced: int [B], tokens of the responses that no policy drew; None: none.
 
     Returns:
         Everything but `rollout/decode_steps` and `rollout/row_steps`, which are costs, not
         contents. `rollout/draft_accept_rate` is absent where no draft token was offered,
         `rollout/overlap_rouge1` where no row has a previous response.
     """
-    total, reused = int(lens.sum()), int(prefix_lens.sum())
+    given = 0 if forced is None else int(forced.sum())
+    total, reused = int(lens.sum()) - given, int(prefix_lens.sum())
     last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
     ended = np.isin(last, eos_ids) & (lens > 0)
     values = {
@@ -42,6 +45,8 @@ def rollout_metrics(
         "rollout/response_len_mean": float(lens.mean()),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
+    if given:
+        values["rollout/tokens_forced"] = given
     if offered is not None and offered.any():
         values["rollout/draft_accept_rate"] = reused / int(offered.sum())
     if previous is not None and previous[1].any():

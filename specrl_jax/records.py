@@ -22,7 +22,8 @@ one item for each of the response's L tokens, its end-of-sequence token included
     text            the response as it was scored: decoded, special tokens left out
     token_ids       per token: its id
     sources         per token, a string of letters: r reused (kept from an earlier response),
-                    d drafted (drawn, and equal to a tree draft's token), s sampled
+                    d drafted (drawn, and equal to a tree draft's token), s sampled, f forced (an
+                    environment's answer)
     policy_logprobs per token: nats under the policy of this rollout, with temperature, without
                     top-k/top-p; rounded to 4 decimals; null where it is not finite
     reward          rounded to 6 decimals; null where it is not finite
@@ -58,7 +59,12 @@ FIELDS = (
     "step", "epoch", "prompt_id", "sample", "prompt", "answer", "text", "token_ids", "sources",
     "policy_logprobs", "reward", "failed", "origin_steps", "prefix_len", "ended",
 )  # fmt: skip
-LETTERS = {int(Source.SAMPLED): "s", int(Source.DRAFTED): "d", int(Source.REUSED): "r"}
+LETTERS = {
+    int(Source.SAMPLED): "s",
+    int(Source.DRAFTED): "d",
+    int(Source.REUSED): "r",
+    int(Source.FORCED): "f",
+}
 
 _NAME = re.compile(r"step_(0|[1-9][0-9]*)\.jsonl")
 _LOGPROB_DECIMALS, _REWARD_DECIMALS = 4, 6

@@ -65,11 +65,12 @@ class Scores:
 class RewardPool:
     """Scores batches in worker processes that are killed and replaced when an answer hangs them.
 
-    name: of `rewards.SCORERS`. environment: of `environments.ENVIRONMENTS`, whose steps are taken
-    instead; a response is then the texts of an episode's turns so far. timeout: wall-clock seconds per answer. memory_mib: MiB an answer
+    name: of `rewards.SCORERS`. timeout: wall-clock seconds per answer. memory_mib: MiB an answer
     may allocate (Linux only). workers: processes, 0 = one per core, at most 16. threshold: if > 0
     the reward is 1 where the score reaches it, else 0. extract: a regular expression whose group
     1, in its last match, is the answer in the response (no match: reward 0); "" = all of it.
+    environment: of `environments.ENVIRONMENTS`, whose steps are taken instead; a response is then
+    the texts of an episode's turns so far.
 
     Use it as a context manager. Calls are safe from several threads, one batch at a time.
     """
@@ -118,7 +119,10 @@ class RewardPool:
         tasks: Sequence[str],
         metadatas: Sequence[dict],
     ) -> Scores:
-        """Scores B responses, or takes the step of the last of each one's turns. Raises only if the pool is closed or no worker can start."""
+        """Scores B responses, or takes the step of the last turn of each.
+
+        Raises only if the pool is closed or no worker can start.
+        """
         items = list(zip(responses, answers, tasks, metadatas, strict=True))
         with self._lock:
             self._start()

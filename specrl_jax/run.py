@@ -31,6 +31,7 @@ from specrl_jax.rollout.cost import CostModel, CostTable
 from specrl_jax.rollout.draft_store import DraftStore
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.runtime import cache_folder
+from specrl_jax.selection import Sampled, Selection
 from specrl_jax.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.types import Prompts
 from specrl_jax.update import (
@@ -78,6 +79,27 @@ class Run:
         return (settings.prompts_per_step + settings.partial) * settings.group_size
 
     @property
+    def response_slots(self) -> int:
+        return self.config.rollout.response_len
+
+    @property
+    def measures_selection(self) -> bool:
+        """Whether responses to training and to held-out prompts are of the same law."""
+        rollout, evaluation = self.config.rollout, self.config.evaluate
+        whole = not rollout.top_k and rollout.top_p == 1 and not rollout.partial
+        return (
+            bool(self.held_out)
+            and "previous" in rollout.draft
+            and whole
+            and rollout.temperature == evaluation.temperature
+        )
+
+    @property
+    def max_turns(self) -> int:
+        """Turns of an episode; 0 without an environment."""
+        return self.config.environment.max_turns if self.config.environment.name else 0
+
+    @property
     def trained_group(self) -> int:
         """Responses to a prompt that are trained on."""
         return trained_group(self.config)
@@ -102,7 +124,8 @@ class State:
     cost: what the rollout's choices rest on, None where there is nothing to choose. ahead, carried,
     waiting: what the last rollout left to the next one; None without run-ahead, partial rollouts,
     or where every group is trained on at once. screened: first responses to prompts that are worth
-    more (SPEED). log_lenience: nats, of the next step.
+    more (SPEED). selection: None where there are no drafts, or no comparable evaluations.
+    log_lenience: nats, of the next step.
     """
 
     step: int
@@ -115,6 +138,7 @@ class State:
     carried: Carried | None = None
     waiting: Waiting | None = None
     screened: Waiting | None = None
+    selection: Selection | None = None
     log_lenience: float = 0.0
 
     @property
@@ -149,6 +173,8 @@ class State:
         for name in ("waiting", "screened"):
             if (groups := getattr(self, name)) is not None:
                 tree[name] = groups.rollout
+        if self.selection is not None:
+            tree["selection"] = (self.selection.held_out, self.selection.trained)
         return tree | ({"reference": self.reference} if run.keeps_reference else {})
 
     def host(self) -> dict[str, Any]:
@@ -160,6 +186,7 @@ class State:
             "cost": self.cost.state() if self.cost else None,
             "ahead": self.ahead.prompt_ids if self.ahead else (),
             "carried": (self.carried.prompt_ids, self.carried.steps) if self.carried else ((), ()),
+            "selection": (self.selection.step, self.selection.complete) if self.selection else (),
             "log_lenience": repr(self.log_lenience),  # JSON has no inf
             "waiting": (self.waiting.prompt_ids, self.waiting.rewards) if self.waiting else (),
             "screened": (self.screened.prompt_ids, self.screened.rewards) if self.screened else (),
@@ -173,7 +200,8 @@ def build(config) -> tuple[Run, Params]:
     """
     tokenizer = load_tokenizer(config)
     fields = {f: config.reward[f] for f in ("timeout", "memory_mib", "workers", "threshold")}
-    pool = RewardPool(config.reward.name, extract=config.reward.extract, **fields)
+    fields |= {"extract": config.reward.extract, "environment": config.environment.name}
+    pool = RewardPool(config.reward.name, **fields)
     dataset = data.load_examples(config)
     prompts = data.encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     held_out = []
@@ -249,6 +277,8 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
     state.reference = arrays.get("reference", reference)
     state.stream.restore(host["stream"])
     state.store.restore(host["store"], arrays["store"])
+    if state.selection is not None:
+        state.selection = Selection(*arrays["selection"], *host["selection"])
     state.log_lenience = float(host["log_lenience"])
     if host["cost"]:
         state.cost = CostModel.from_state(host["cost"])
@@ -284,6 +314,12 @@ def _state(run: Run, train: TrainState, reference: Params | None) -> State:
     state.log_lenience = math.log(settings.lenience) if settings.lenience else -math.inf
     if settings.run_ahead:
         state.ahead = Ahead.empty(run.rows, settings.response_len)
+    if run.measures_selection:
+        prompts, _ = run.held_out[0]
+        shape = run.config.data.prompt_len, settings.response_len
+        held_out = Sampled.empty(len(prompts.lens) * run.eval_plan.group_size, *shape)
+        trained = Sampled.empty(settings.prompts_per_step * run.trained_group, *shape)
+        state.selection = Selection(held_out, trained)
     if settings.partial:
         waiting = settings.partial * settings.group_size
         state.carried = Carried.empty(waiting, settings.response_len, setup.stored)

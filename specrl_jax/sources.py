@@ -1,4 +1,4 @@
-"""Rows of one split of a dataset, as dicts, from five kinds of sources.
+"""Rows of one split of a dataset, as dicts, from six kinds of sources.
 
 Takes `config.data`; gives what the source holds, in its order. Nothing is downloaded but data sets
 of the Hugging Face hub. Raises ValueError, in one line, where files or a split are missing.
@@ -7,6 +7,7 @@ of the Hugging Face hub. Raises ValueError, in one line, where files or a split 
 import hashlib
 import json
 import os
+import random
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -199,8 +200,25 @@ def _read_parquet_split(data: Any, split: str) -> list[dict]:
     return _read_parquet(_files(data.path, split, ".parquet"))
 
 
+def _read_guess(data: Any, split: str) -> list[dict]:
+    """Problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
+    options = {"low": 0, "high": 9} | _options(data)
+    low, high = options["low"], options["high"]
+    if not 0 <= low < high:
+        raise ValueError(f"data.options must have 0 <= low < high for guess, got {low} and {high}")
+    rows = [
+        {data.prompt_field: f"{first}-{last}?", data.answer_field: str(secret)}
+        for first in range(low, high)
+        for last in range(first + 1, high + 1)
+        for secret in range(first, last + 1)
+    ]
+    random.Random(0).shuffle(rows)  # so that what is held out is like the rest
+    return rows
+
+
 # By data.source: the rows of a split. reasoning_gym has ranges of indices instead, see above.
 READERS: dict[str, Callable[[Any, str], list[dict]]] = {
+    "guess": _read_guess,
     "jsonl": _read_jsonl_split,
     "parquet": _read_parquet_split,
     "hf": _read_hf,

@@ -63,6 +63,10 @@ class Tokenizer(Protocol):
         """Ids of a whole prompt, with all that stands before the response's first token."""
         ...
 
+    def encode_turn(self, text: str) -> list[int]:
+        """Ids of all that stands between a response's end and the next one: a user's answer."""
+        ...
+
 
 def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...]) -> str:
     names = sorted((index, token) for token, index in vocab.items())
@@ -109,6 +113,10 @@ class CharacterTokenizer:
                 "tokenizer.source must not be 'characters' for prompts that are chat messages"
             )
         return self.encode(prompt)
+
+    def encode_turn(self, text: str) -> list[int]:
+        """Ids of an answer to a response. Raises ValueError on an unknown character."""
+        return self.encode(text)
 
 
 class HuggingFaceTokenizer:
@@ -169,6 +177,22 @@ class HuggingFaceTokenizer:
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         )
+
+    def encode_turn(self, text: str) -> list[int]:
+        """Ids of an answer to a response, in the chat template's words where there is one."""
+        if not self._chat:
+            return self.encode(text)
+        said = "\u241e"  # stands for the response, which is there already with its end
+        messages = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": text},
+        ]
+        whole = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        ids = self.encode(whole.partition(said)[2])
+        return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
 
 def load_tokenizer(config: Any) -> Tokenizer:

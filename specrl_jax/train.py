@@ -22,6 +22,7 @@ from specrl_jax.metrics import MetricsLog, read_metrics
 from specrl_jax.records import RolloutRecords
 from specrl_jax.run import Run, State, begin, build, policy_copy, resume
 from specrl_jax.runtime import StopRequest, only_process
+from specrl_jax.selection import Sampled
 from specrl_jax.sharding import put, reshard
 from specrl_jax.types import Batch
 from specrl_jax.update import (
@@ -111,7 +112,7 @@ def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[
     with Clock("update") as clock:
         rewards, shaped = _shaped(run, found)
         advantages = None if run.learner.critic else _among_group(run, rewards)
-        lengths = _lengths(run.config.rollout.response_len)
+        lengths = _lengths(run.response_slots)
         batch, values = make_batch(found.prompts, found.rollout, advantages, lengths=lengths), {}
         if run.learner.critic:
             batch, values = _by_critic(run, state, batch, rewards)
@@ -120,6 +121,7 @@ def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[
             weights = weights[:, : batch.old_logprobs.shape[1]]
             batch = dataclasses.replace(batch, weights=weights)
         values |= shaped | learn(run, state, batch)
+    _note_trained(run, state, found)
     seen = state.prompts_seen
     values |= {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
     return values | found.metrics | clock.lap
@@ -157,15 +159,14 @@ def _by_critic(
     size = learner.micro_batch_size or run.config.updates.mini_batch_size
     old = critic_values(learner, state.train, batch, micro_batches(len(rewards), size))
     advantages, returns, metrics = _critique(
-        put(rewards, "batch"), old, batch.response_lens, settings.gamma, settings.gae_lambda
+        put(rewards, "batch"), old, batch.mask, settings.gamma, settings.gae_lambda
     )
     batch = dataclasses.replace(batch, values=old, advantages=advantages, returns=returns)
     return batch, {name: float(x) for name, x in jax.device_get(metrics).items()}
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "gae_lambda"))
-def _critique(rewards: Array, old: Array, lens: Array, gamma: float, gae_lambda: float):
-    mask = jnp.arange(old.shape[1])[None, :] < lens[:, None]
+def _critique(rewards: Array, old: Array, mask: Array, gamma: float, gae_lambda: float):
     advantages, returns = gae(rewards, old, mask, gamma=gamma, gae_lambda=gae_lambda)
     mean = masked_mean(returns, mask)
     spread = masked_mean(jnp.square(returns - mean), mask)
@@ -228,7 +229,7 @@ def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
 def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
     """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
     sampling", JCGS 17, 2008)."""
-    mask = jnp.arange(batch.weights.shape[1])[None, :] < batch.response_lens[:, None]
+    mask = batch.mask
     weights = jnp.minimum(batch.weights, cap)
     return dataclasses.replace(batch, weights=weights), {
         "policy/importance_mean": masked_mean(weights, mask),
@@ -243,8 +244,31 @@ def held_out_metrics(run: Run, state: State) -> dict[str, float]:
     with Clock("eval") as clock:
         weights = policy_copy(run.model, state.train.params)
         inputs = (run.eval_plan, weights, run.held_out, run.tokenizer, run.pool)
-        reward = evaluate(*inputs, key=run.key, step=state.step)
-    return {"reward/eval": reward} | clock.lap
+        options = {"key": run.key, "step": state.step, "max_turns": run.max_turns}
+        reward, found = evaluate(*inputs, **options)
+    values = {"reward/eval": reward} | clock.lap
+    if state.selection is None:
+        return values
+    size = run.config.updates.micro_batch_size
+    values |= state.selection.gap(run.learner, state.train.params, size)
+    prompts, real = run.held_out[0]
+    batch = make_batch(prompts, found.outcome.rollout, None, lengths=(run.response_slots,))
+    rows = len(found.lens) // len(prompts.lens) * real
+    drawn = put((np.arange(len(found.lens)) < rows)[:, None], "batch", None)
+    state.selection = dataclasses.replace(
+        state.selection, held_out=Sampled.of(batch, drawn), step=state.step, complete=False
+    )
+    return values
+
+
+def _note_trained(run: Run, state: State, found: Gathered) -> None:
+    """Keeps the first batch behind an evaluation, whose policy sampled both."""
+    selection = state.selection
+    if selection is None or selection.step != state.step - 1:
+        return
+    batch = make_batch(found.prompts, found.rollout, None, lengths=(run.response_slots,))
+    trained = Sampled.of(batch, found.rollout.origin_steps == state.step)
+    state.selection = dataclasses.replace(selection, trained=trained, complete=True)
 
 
 def _finish(run: Run, state: State, workdir: Path, stopped_by: str) -> None:

@@ -10,6 +10,7 @@ import enum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -70,6 +71,7 @@ class Source(enum.IntEnum):
     SAMPLED = 0  # drawn where nothing was drafted, or behind the last accepted token
     DRAFTED = 1  # drawn, and equal to a tree draft's token: it cost no decode step
     REUSED = 2  # kept from the earlier response that the acceptance rule judged
+    FORCED = 3  # not the policy's: an environment's answer
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +110,8 @@ class Batch:
     tokens: int32 [B, T], right-padded. prompt_lens, response_lens: int32 [B]. old_logprobs,
     ref_logprobs, advantages: float32 [B, R]; ref_logprobs is None without a reference. values,
     returns: float32 [B, R], the critic's before the update and what it learns; None without one.
-    weights: float32 [B, R], importance weights of the tokens; None: all 1.
+    weights: float32 [B, R], importance weights of the tokens; None: all 1. forced: bool [B, R],
+    tokens that are not the policy's; None: none is.
     """
 
     tokens: Array
@@ -120,3 +123,11 @@ class Batch:
     values: Array | None = None
     returns: Array | None = None
     weights: Array | None = None
+    forced: Array | None = None
+
+    @property
+    def mask(self) -> Array:
+        """bool [B, R], the tokens that are trained on."""
+        slots = self.old_logprobs.shape[1]
+        inside = jnp.arange(slots)[None, :] < self.response_lens[:, None]
+        return inside if self.forced is None else inside & ~self.forced

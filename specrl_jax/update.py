@@ -21,7 +21,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.sharding import put, spec, take_rows
-from specrl_jax.types import Batch, Prompts, Rollout
+from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 
 @jax.tree_util.register_dataclass
@@ -165,6 +165,7 @@ def make_batch(
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
         old_logprobs=rollout.policy_logprobs[:, :slots],
+        forced=rollout.sources[:, :slots] == Source.FORCED,
         advantages=(
             jnp.zeros_like(rollout.policy_logprobs[:, :slots])
             if advantages is None
@@ -292,8 +293,7 @@ def _in_pieces(function, batch: Batch, index_Mm: Array) -> Array:
 @jax.jit
 def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
     """Mean |old_logprobs - logprobs| over the response tokens, nats."""
-    mask = jnp.arange(logprobs_BR.shape[1])[None, :] < batch.response_lens[:, None]
-    return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), mask)
+    return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), batch.mask)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -307,15 +307,14 @@ def update(
     and the sums of `losses.value_loss`.
     """
     slots = batch.old_logprobs.shape[1]
-    lens = batch.response_lens.at[index_Mm.reshape(-1)].get(out_sharding=jax.P(None))
-    whole = jnp.arange(slots)[None, :] < lens[:, None]
+    whole = batch.mask.at[index_Mm.reshape(-1)].get(out_sharding=jax.P(None, None))
     normalizer = loss_normalizer(whole, how=learner.loss.aggregation)
 
     def loss(params: Params, critic: Params | None, rows: Batch) -> tuple[Array, dict[str, Array]]:
         model = Transformer(learner.model, params)
         hidden = _response_hidden(model, rows.tokens, rows.prompt_lens, slots)
         scores, spread = _score(learner, model, hidden, rows.tokens, rows.prompt_lens)
-        mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
+        mask = rows.mask
         total, sums = policy_loss(
             scores,
             spread,

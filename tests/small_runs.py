@@ -72,6 +72,22 @@ def score_first_letter(response: str, answer: str, task: str, metadata: dict) ->
     return float(response[:1] in ("0", "1"))
 
 
+class Sums:
+    """Answers every response with a digit, the sum of all digits said so far modulo 10, until the
+    sum's last digit is the problem's; "9" in a response breaks it, "8" takes it for ever."""
+
+    def reset(self, answer: str, task: str, metadata: dict) -> None:
+        self._target, self._sum = int(answer.split()[0]), 0
+
+    def step(self, response: str):
+        if "9" in response:
+            raise RuntimeError("nine")
+        while "8" in response:
+            pass
+        self._sum += sum(int(c) for c in response if c.isdecimal())
+        return str(self._sum % 10), 1.0, self._sum % 10 == self._target
+
+
 def records(workdir, times: bool = False) -> list[dict]:
     """The run's metrics by step, without the wall-clock ones unless asked for."""
     from specrl_jax.metrics import read_metrics

@@ -57,6 +57,7 @@ BROKEN = {
     "algorithm.kl_coef": [-0.1, math.inf],
     "algorithm.entropy_coef": [math.inf, -math.inf],
     "algorithm.importance_cap": [-0.1],
+    "environment.max_turns": [0],
     "curriculum.screening": [0],
     "curriculum.low": [math.inf],
     "curriculum.high": [-math.inf],
@@ -152,6 +153,11 @@ IMPOSSIBLE = [
       "curriculum.reuse_screening": False, "updates.mini_batch_size": 4},
      "curriculum.screening must leave 2 responses of a group to compare where "
      "curriculum.reuse_screening is False, got 1 of 2"),
+    ({"environment.name": "guess", "rollout.partial": 4},
+     "rollout.partial must be 0 with an environment, got 4"),
+    ({"environment.name": "guess", "rollout.accept": "random"},
+     "rollout.accept must not be random with an environment (a random part of an episode is no "
+     "turn), got 'random'"),
     ({"curriculum.name": "mopps", "rollout.partial": 4},
      "rollout.partial must be 0 where curriculum.name is mopps, got 4"),
     ({"curriculum.name": "speed", "updates.old_logprobs": "recompute"},

@@ -39,7 +39,9 @@ ALLOWED = {
     "warmup": {"update", "models", "sharding", "masked", "types", "data", "tokenizer"},
     "runtime": {"sharding", "config"},
 }
-FORBIDDEN = {"rollout": {"rewards", "reward_pool", "advantages", "losses", "update"}}
+FORBIDDEN = {
+    "rollout": {"rewards", "reward_pool", "environments", "advantages", "losses", "update"}
+}
 # The four stages of a step, and which of them a room belongs to.
 STAGES = {
     "rollout": "rollout",
@@ -49,9 +51,9 @@ STAGES = {
     "advantages": "advantages",
     "update": "update",
 }
-# Only these see more than one stage: run builds the parts of what train steps through, gather
-# goes from prompts to rewards.
-SEE_ALL = {"train", "gather", "evaluate", "run"}
+# Only these see more than one stage: run builds the parts of what train steps through, gather and
+# episodes go from prompts to rewards.
+SEE_ALL = {"train", "gather", "episodes", "evaluate", "run"}
 # Slow to import, or needed by few: imported inside the function that uses them.
 LAZY = {
     "datasets",

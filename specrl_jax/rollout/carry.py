@@ -28,7 +28,7 @@ from specrl_jax.rollout import drafting
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put, reshard, spec, take_rows
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 # --- run-ahead ------------------------------------------------------------------------------------
 
@@ -155,6 +155,50 @@ def record(corpus: Corpus, held: Held, group_size: int) -> Corpus:
     sources = corpus.tokens.shape[1] - group_size + rows % group_size
     zeros = jnp.zeros_like(lens)
     return drafting.record(corpus, rows // group_size, sources, zeros, held.rollout.tokens, lens)
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def append_forced(held: Held, tokens: Array, lens: Array) -> Held:
+    """What rows hold, with `lens` [B] tokens of `tokens` [B, O] behind it that no policy drew."""
+    rollout, width = held.rollout, tokens.shape[1]
+    positions = jnp.arange(rollout.tokens.shape[1])[None, :]
+    new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])
+
+    def write(row: Array, values: Array, start: Array) -> Array:
+        wide = jnp.pad(row, (0, width))
+        return jax.lax.dynamic_update_slice_in_dim(wide, values, start, axis=0)[: row.shape[0]]
+
+    moved = jax.vmap(write)(rollout.tokens, tokens, rollout.lens)
+    rollout = dataclasses.replace(
+        rollout,
+        tokens=jnp.where(new, moved, rollout.tokens),
+        sources=jnp.where(new, jnp.int8(Source.FORCED), rollout.sources),
+        lens=rollout.lens + lens,
+    )
+    return dataclasses.replace(held, rollout=rollout)
+
+
+@functools.partial(jax.jit, static_argnames="eos_ids")
+def turn_drafts(drafts: Drafts, held: Held | None, eos_ids: tuple[int, ...]) -> Drafts:
+    """Drafts [B] up to the end of the turn that begins; none where what a row holds is not theirs.
+
+    Like the rows they begin with what is held: a draft of n tokens for a row that holds m < n is
+    one for n - m tokens.
+    """
+    positions = jnp.arange(drafts.tokens.shape[1])[None, :]
+    begin = jnp.zeros_like(drafts.lens) if held is None else held.rollout.lens
+    same = drafts.lens > begin
+    if held is not None:
+        differ = (drafts.tokens != held.rollout.tokens) & (positions < begin[:, None])
+        same &= ~jnp.any(differ, axis=1)
+    ends = functools.reduce(jnp.logical_or, [drafts.tokens == eos for eos in eos_ids])
+    ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])
+    first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
+    lens = jnp.where(jnp.any(ends, axis=1), first, drafts.lens)
+    return dataclasses.replace(drafts, lens=jnp.where(same, lens, 0))
 
 
 # --- waiting groups -------------------------------------------------------------------------------

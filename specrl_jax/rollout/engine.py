@@ -162,7 +162,7 @@ class Engine:
     ):
         self.setup, self.ladder, self.bounds = setup, ladder, bounds
         self.weights, self.board, self.corpus = weights, board, corpus
-        self.prompts, self.own, self.draft_lens = prompts, own, draft_lens
+        self.prompts, self.own, self.draft_lens, self.held = prompts, own, draft_lens, held
         self.log_lenience = jnp.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
         self.widths = ladder.widths
@@ -265,7 +265,7 @@ class Engine:
             return False
         if self.carried:
             chosen, self.carried = self.carried[:size], self.carried[size:]
-            batch = self._begin_again(chosen, size)
+            batch = self._begin_again(chosen, size, drafted=True)
         elif self.fresh:
             groups = [self.fresh.popleft() for _ in range(min(size // group, len(self.fresh)))]
             batch = self._begin_groups(groups, size)
@@ -325,13 +325,21 @@ class Engine:
             batch = self._verify(batch, drafts, first)
         return self._settle(batch)
 
-    def _begin_again(self, chosen: list[tuple[int, int]], size: int) -> _Pool:
-        """Rows that hold tokens but have no cache: one pass over prompt and tokens."""
+    def _begin_again(
+        self, chosen: list[tuple[int, int]], size: int, drafted: bool = False
+    ) -> _Pool:
+        """Rows that hold tokens but have no cache: one pass over prompt and tokens. drafted: what
+        is left of their drafts has not been judged yet."""
         places = np.asarray([i for _, i in chosen])
         picked = rows.pick(self.board, self._padded(places, size))
         start = time.perf_counter()
         width = self.ladder.response_for(max(n for n, _ in chosen))
-        slots = self.ladder.slots(width)
+        slots, first, left = self.ladder.slots(width), None, np.zeros(len(places), np.int32)
+        if drafted:
+            left = np.maximum(self.draft_lens[places] - self.held[places], 0)
+            first = self._first_pass(left, size)
+        if first:
+            slots = max(slots, self.ladder.prompt_slots + width + first.chunk)
         prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
         cache = decode.replay(
             self.setup, self.weights, put(prompts, "batch", None), picked, slots=slots, width=width
@@ -340,6 +348,8 @@ class Engine:
         batch.report(np.asarray(decode.progress(picked, self._limits(_FOREVER))))
         self.stats.prefill_seconds += time.perf_counter() - start
         self._note_bytes((size, slots), *self._pool_shape())
+        if first:
+            batch = self._verify(batch, left, first)
         return self._settle(batch)
 
     def _settle(self, batch: _Pool) -> _Pool:

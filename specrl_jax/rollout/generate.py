@@ -127,6 +127,7 @@ def roll(
     ahead: Prompts | None = None,
     carried: Carried | None = None,
     wanted: int = 0,
+    held: Held | None = None,
 ) -> Outcome:
     """One rollout of Q prompts, G rows for each, side by side.
 
@@ -139,8 +140,11 @@ def roll(
     ahead: prompts of step + 1, rolled out where places are idle. carried: for a partial rollout,
     what is in flight; its prompts come first in `prompts`, and the rollout ends as soon as `wanted`
     groups are complete. Of more than that it returns the first ones.
+
+    held: what the rows hold already, [Q * G]; those that are done stay as they are. Drafts then
+    begin with what is held.
     """
-    flight = _in_flight(prompts, plan.group_size, step, ahead, carried)
+    flight = _in_flight(prompts, plan.group_size, step, ahead, carried, held)
     own = len(prompts.lens) * plan.group_size
     # The same shapes at every step of a run, also where fewer groups are left to begin.
     ladder = plan.ladder(
@@ -152,10 +156,11 @@ def roll(
         board = place(board, flight.held)
     offered = draft_lens = np.zeros_like(flight.lens)
     if drafts is not None:
-        drafts = _for_fresh(drafts, flight, setup.group_size)
+        if held is None:
+            drafts = _for_fresh(drafts, flight, setup.group_size)
         if (plan.refresh or plan.token_age) and setup.accept != "match":
             drafts = _explored(plan, board.accept_seeds, drafts, jnp.int32(step))
-        offered = np.asarray(jax.device_get(drafts.lens))
+        offered = np.maximum(jax.device_get(drafts.lens) - flight.lens, 0)
         drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
         if draft_lens.any():
@@ -184,7 +189,7 @@ def roll(
         engine.stats,
         groups=np.arange(len(prompts.lens)),
         begun=flight.begun[: len(prompts.lens)],
-        offered=np.where(offered > 0, offered, flight.offered)[:own],
+        offered=(offered + flight.offered)[:own],
         held=flight.lens[:own],
         carried_tokens=int(flight.lens.sum()),
     )
@@ -212,17 +217,23 @@ class _InFlight:
 
 
 def _in_flight(
-    prompts: Prompts, group: int, step: int, ahead: Prompts | None, carried: Carried | None
+    prompts: Prompts,
+    group: int,
+    step: int,
+    ahead: Prompts | None,
+    carried: Carried | None,
+    held: Held | None,
 ) -> _InFlight:
     begun = np.full(len(prompts.lens), step)
     if ahead is not None:
         prompts = concatenate(prompts, ahead)
         begun = np.append(begun, np.full(len(ahead.lens), step + 1))
     rows, nothing = len(begun) * group, np.zeros(len(begun) * group, np.int32)
-    if carried is None:
+    if carried is not None:
+        begun[: len(carried.steps)] = carried.steps
+        held = in_front(carried.held, jnp.int32(len(carried.steps) * group), rows=rows)
+    if held is None:
         return _InFlight(prompts, begun, None, nothing, nothing > 0, nothing)
-    begun[: len(carried.steps)] = carried.steps
-    held = in_front(carried.held, jnp.int32(len(carried.steps) * group), rows=rows)
     known = jax.device_get((held.rollout.lens, held.done, held.offered))
     return _InFlight(prompts, begun, held, *known)
 
@@ -368,7 +379,7 @@ def _read(
     sampling = jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0)
     origin_logprobs, origin_steps, draft_logprobs = policy, now, sampling
     if drafts is not None and setup.accept != "match":  # a match is drawn now
-        reused = positions < board.prefix_lens[:, None]
+        reused = inside & (board.sources[:, :slots] == Source.REUSED)
         origin_logprobs = jnp.where(reused, drafts.origin_logprobs, policy)
         origin_steps = jnp.where(reused, drafts.origin_steps, now)
         draft_logprobs = jnp.where(reused, drafts.sampling_logprobs, sampling)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.types import Rollout
+from specrl_jax.types import Rollout, Source
 
 # Metric of `measure` that each choice of config.rollout.lenience_measure holds.
 MEASURES = {"share": "reuse/lenient_fraction", "kl": "reuse/kl"}
@@ -25,7 +25,8 @@ MEASURES = {"share": "reuse/lenient_fraction", "kl": "reuse/kl"}
 
 def kept(rollout: Rollout) -> Array:
     """bool [B, R], tokens kept from earlier responses."""
-    return jnp.arange(rollout.tokens.shape[1])[None, :] < rollout.prefix_lens[:, None]
+    inside = jnp.arange(rollout.tokens.shape[1])[None, :] < rollout.lens[:, None]
+    return inside & (rollout.sources == Source.REUSED)
 
 
 def measure(rollout: Rollout, log_lenience: float, rejected_mass: float) -> dict[str, float]:

@@ -1,0 +1,34 @@
+"""GRPO on episodes of several turns: a number is guessed with the help of "<" and ">".
+
+    python launch/train.py --config=configs/multiturn.py
+
+Fields are those of configs/grpo.py; here is only what differs. A policy from nothing learns on two
+CPU cores that "2-7?" asks for a number between 2 and 7, and to go by what it is told: "4" ">" "6"
+"<" "5". Its answers are tokens like any other; the environment's are forced, never trained on.
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+_GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
+
+
+def get_config(preset: str = "tiny") -> ConfigDict:
+    """The configuration; the only preset is tiny."""
+    if preset != "tiny":
+        raise ValueError(f"preset must be tiny, got {preset!r}")
+    config = _GRPO["get_config"](preset)
+    config.environment.name, config.environment.max_turns = "guess", 4
+    config.tokenizer.alphabet = "0123456789-?<>"
+    config.data.source, config.data.name, config.data.render = "guess", "guess", ""
+    config.data.options = ConfigDict({"low": 0, "high": 9})
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 64, 4
+    config.rollout.prompts_per_step, config.rollout.group_size = 64, 16
+    config.rollout.response_len = 12
+    config.updates.mini_batch_size, config.updates.micro_batch_size = 512, 128
+    config.updates.learning_rate = 1e-3
+    config.warmup.steps = 0
+    config.train.steps = 96
+    return config

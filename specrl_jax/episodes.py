@@ -1,0 +1,175 @@
+"""Responses and their rewards: one rollout, or several with an environment in between.
+
+With an environment a response is a whole episode in one row: the policy's turns, each up to its end
+of sequence, and between them what the environment answered. Those tokens are *forced*: never
+drawn, judged or trained on. Every turn is a rollout in which rows hold what came before; rows whose
+episode is over hold it to the end. Since noise is keyed by a token's position in the row, drafts
+change nothing here either: a row's earlier episode drafts a turn as long as all before it, forced
+tokens included, is the same.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specrl_jax.data import select
+from specrl_jax.models.transformer import Params
+from specrl_jax.reward_pool import RewardPool, Scores
+from specrl_jax.rollout.carry import Held, append_forced, turn_drafts
+from specrl_jax.rollout.drafting import Corpus
+from specrl_jax.rollout.engine import Stats
+from specrl_jax.rollout.generate import Outcome, Plan, roll
+from specrl_jax.sharding import put
+from specrl_jax.tokenizer import Tokenizer
+from specrl_jax.types import Drafts, Prompts
+
+
+class Responses(NamedTuple):
+    """B finished responses with tokens [B, R] and lens [B] on the host too; turns: int [B]."""
+
+    outcome: Outcome
+    tokens: np.ndarray
+    lens: np.ndarray
+    scores: Scores
+    turns: np.ndarray
+
+
+def respond(
+    plan: Plan,
+    weights: Params,
+    prompts: Prompts,
+    *,
+    pool: RewardPool,
+    tokenizer: Tokenizer,
+    max_turns: int = 0,
+    drafts: Drafts | None = None,
+    corpus: Callable[[], Corpus | None] = lambda: None,
+    clocks: tuple = (contextlib.nullcontext(), contextlib.nullcontext()),
+    **options,
+) -> Responses:
+    """Responses to `prompts` and what they earned.
+
+    max_turns: of an episode with the pool's environment; 0: there is none. corpus: makes what tree
+    drafts read. clocks: entered around rollouts, and around rewards. options: as of `roll`.
+    """
+    inputs = (plan, weights, prompts)
+    if max_turns:
+        return _Episodes(plan, prompts, pool, tokenizer, max_turns, clocks).play(
+            lambda drafts, held: roll(
+                *inputs, drafts=drafts, held=held, corpus=corpus(), **options
+            ),
+            drafts,
+        )
+    with clocks[0]:
+        outcome = roll(*inputs, drafts=drafts, corpus=corpus(), **options)
+        tokens, lens = jax.device_get((outcome.rollout.tokens, outcome.rollout.lens))
+    with clocks[1]:
+        scores = score(pool, tokenizer, select(prompts, outcome.groups), tokens, lens)
+    return Responses(outcome, tokens, lens, scores, np.ones_like(lens))
+
+
+def score(
+    pool: RewardPool, tokenizer: Tokenizer, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray
+) -> Scores:
+    """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
+    texts = [tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, lens)]
+    return pool.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
+
+
+def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
+    """answers, tasks and metadata of these rows, of `total` in all."""
+    group = total // len(prompts.examples)
+    examples = [prompts.examples[row // group] for row in rows]
+    return (
+        [example.answer for example in examples],
+        [example.task for example in examples],
+        [example.metadata for example in examples],
+    )
+
+
+class _Episodes:
+    """Episodes in progress, one a row."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        prompts: Prompts,
+        pool: RewardPool,
+        tokenizer: Tokenizer,
+        max_turns: int,
+        clocks: tuple,
+    ):
+        self.plan, self.prompts, self.pool, self.tokenizer = plan, prompts, pool, tokenizer
+        self.max_turns, self.clocks = max_turns, clocks
+        rows = len(prompts.lens) * plan.group_size
+        self.texts: list[list[str]] = [[] for _ in range(rows)]
+        self.rewards, self.reasons = np.zeros(rows, np.float32), [""] * rows
+        self.over = np.zeros(rows, bool)
+        self.begins = np.zeros(rows, np.int32)  # where the turn's tokens begin
+
+    def play(
+        self, roll_turn: Callable[[Drafts | None, Held | None], Outcome], drafts: Drafts | None
+    ) -> Responses:
+        held, parts, ends = None, [], self.plan.setup.eos_ids
+        while True:
+            with self.clocks[0]:
+                turn = None if drafts is None else turn_drafts(drafts, held, ends)
+                outcome = roll_turn(turn, held)
+                parts.append(outcome.stats)
+                rollout = outcome.rollout
+                tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
+            with self.clocks[1]:
+                answers = self._step(tokens, lens)
+            if self.over.all():
+                break
+            held = Held(rollout, put(self.over, "batch"), put(outcome.offered, "batch"))
+            forced, counts = self._padded(answers)
+            held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
+            self.begins = lens + counts
+        nothing = tuple("" for _ in self.reasons)
+        failed = np.array([bool(reason) for reason in self.reasons])
+        scores = Scores(self.rewards, failed, tuple(self.reasons), self.over, nothing)
+        outcome = dataclasses.replace(outcome, stats=Stats.total(parts))
+        return Responses(outcome, tokens, lens, scores, np.array([len(x) for x in self.texts]))
+
+    def _step(self, tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
+        """The environment's step of every row whose episode goes on; what it answers, by row."""
+        rows = np.flatnonzero(~self.over).tolist()
+        for row in rows:
+            turn = tokens[row, self.begins[row] : lens[row]].tolist()
+            self.texts[row].append(self.tokenizer.decode(turn))
+        texts = [tuple(self.texts[row]) for row in rows]
+        found = self.pool.score(texts, *_problems(self.prompts, rows, len(lens)))
+        answers = {}
+        for i, row in enumerate(rows):
+            self.rewards[row], self.reasons[row] = found.rewards[i], found.reasons[i]
+            last = len(self.texts[row]) >= self.max_turns
+            cut_off = tokens[row, lens[row] - 1] not in self.plan.setup.eos_ids
+            if found.done[i] or last or cut_off:
+                self.over[row] = True
+                continue
+            try:
+                ids = self.tokenizer.encode_turn(found.observations[i])
+            except ValueError as error:  # a character that the policy has no token for
+                self.rewards[row], self.reasons[row] = 0.0, str(error)
+                self.over[row] = True
+                continue
+            if lens[row] + len(ids) < self.plan.setup.response_slots:
+                answers[row] = ids
+            else:
+                self.over[row] = True
+        return answers
+
+    def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [B, O] and counts [B]; O is a power of 2, so that few programs are compiled."""
+        longest = max(map(len, answers.values()), default=1)
+        width = min(1 << max(longest - 1, 0).bit_length(), self.plan.setup.response_slots)
+        forced = np.zeros((len(self.texts), width), np.int32)
+        counts = np.zeros(len(self.texts), np.int32)
+        for row, ids in answers.items():
+            forced[row, : len(ids)], counts[row] = ids, len(ids)
+        return forced, counts

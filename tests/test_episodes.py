@@ -1,0 +1,227 @@
+"""Episodes against the environment played by itself, the plain forward pass, and without drafts."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import KEY, check_equal, host, log_softmax, make_plan
+from small_runs import Sums, records, saved, small_config
+
+from specrl_jax import train as loop
+from specrl_jax.environments import play
+from specrl_jax.episodes import respond
+from specrl_jax.reward_pool import RewardPool
+from specrl_jax.rollout.carry import Held, Waiting, turn_drafts
+from specrl_jax.rollout.generate import make_corpus
+from specrl_jax.tokenizer import CharacterTokenizer
+from specrl_jax.types import Drafts, Source
+
+TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
+R, TURNS = 20, 4
+
+
+@pytest.fixture(scope="module")
+def pool():
+    limits = {"timeout": 20.0, "memory_mib": 512, "workers": 2}
+    with RewardPool("exact", environment="small_runs:Sums", **limits) as pool:
+        yield pool
+
+
+def prompts_of(target: str = "3"):
+    prompts = ref.random_prompts(6)
+    examples = tuple(dataclasses.replace(e, answer=target) for e in prompts.examples)
+    return dataclasses.replace(prompts, examples=examples)
+
+
+def run(pool, plan, weights, prompts, step=1, **options):
+    return respond(
+        plan, weights, prompts, pool=pool, tokenizer=TOKENIZER, max_turns=TURNS,
+        key=jax.random.key(KEY), step=step, **options,
+    )  # fmt: skip
+
+
+def plan_of(**changes):
+    return make_plan(slots=R, eos=(1, 2), **changes)
+
+
+@pytest.fixture(scope="module")
+def plain(pool, make_mesh):
+    """(responses, parameters, weights) of the match rule without drafts."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        params, weights = ref.policy()
+        return run(pool, plan_of(accept="match"), weights, prompts_of()), params, weights
+
+
+def test_the_policys_turns_and_what_it_is_told_alternate(plain):
+    """Cut at the forced tokens, a row's text is an episode that the environment itself confirms."""
+    found, _, _ = plain
+    rollout = host(found.outcome.rollout)
+    counts = set()
+    for row, n in enumerate(found.lens.tolist()):
+        texts, place = [], 0
+        while place < n:
+            ends = [i for i in range(place, n) if rollout.tokens[row, i] in (1, 2)]
+            turn = ends[0] + 1 if ends else n
+            assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
+            texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
+            step = play(Sums, texts, "3", "", {})
+            told = TOKENIZER.encode(step.observation)
+            over = step.done or len(texts) == TURNS or not ends or turn + len(told) >= R
+            assert over == (turn == n)
+            if not over:
+                assert rollout.tokens[row, turn : turn + len(told)].tolist() == told
+                assert np.all(rollout.sources[row, turn : turn + len(told)] == Source.FORCED)
+                place = turn + len(told)
+            else:
+                place = n
+        assert found.turns[row] == len(texts)
+        assert found.scores.rewards[row] == step.reward
+        counts.add((len(texts), step.done))
+    assert {turns for turns, _ in counts} >= {1, 2, TURNS}
+    assert {done for _, done in counts} == {True, False}
+    assert not found.scores.failed.any()
+
+
+def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
+    """Teacher-forced: forced tokens are read like all others, and have none themselves."""
+    found, params, _ = plain
+    rollout, prompts = host(found.outcome.rollout), prompts_of()
+    starts = np.repeat(prompts.lens, 4)
+    whole = np.zeros((len(starts), prompts.tokens.shape[1] + R), np.int32)
+    for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
+        whole[row, :start] = prompts.tokens[row // 4, :start]
+        whole[row, start : start + n] = rollout.tokens[row, :n]
+    laws = log_softmax(ref.full_logits(ref.MODEL, params, whole))
+    for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
+        forced = rollout.sources[row, :n] == Source.FORCED
+        expected = [laws[row, start + j - 1, rollout.tokens[row, j]] for j in range(n)]
+        np.testing.assert_allclose(
+            rollout.policy_logprobs[row, :n], np.where(forced, 0, expected), atol=1e-5
+        )
+
+
+CHOICES = {
+    "previous": {},
+    "tree": {"tree": ref.TREE, "max_width": 4},
+    "few rows": {"max_rows": 8, "row_rungs": 3},
+    "a bound of the cache": {"row_rungs": 3, "windows": 3, "cache_bytes": 2 * 12 * 22 * 128},
+}
+
+
+@pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("lost", [False, True], ids=["right drafts", "drafts of another step"])
+def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
+    """Right ones are kept to the end of every turn, over what the environment said in between."""
+    expected, _, weights = plain
+    plan, prompts = plan_of(accept="match", **changes), prompts_of()
+    source = expected
+    if lost:
+        source = run(pool, plan_of(accept="match"), weights, prompts, step=2)
+    rollout = source.outcome.rollout
+    options = {"drafts": ref.as_drafts(rollout)}
+    if plan.setup.tree:
+        tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
+        lens = np.asarray(rollout.lens).reshape(6, 4)
+        options["corpus"] = lambda: make_corpus(
+            plan, ref.put(tokens, None, None, None), ref.put(lens, None, None)
+        )
+    found = run(pool, plan, weights, prompts, **options)
+    new = host(found.outcome.rollout)
+    check_equal(new, host(expected.outcome.rollout), but=("sources", "prefix_lens"))
+    np.testing.assert_array_equal(found.scores.rewards, expected.scores.rewards)
+    forced = np.sum(new.sources == Source.FORCED, axis=1)
+    np.testing.assert_array_equal(
+        new.sources == Source.FORCED,
+        np.asarray(expected.outcome.rollout.sources) == Source.FORCED,
+    )
+    kept = np.sum(new.sources == Source.REUSED, axis=1)
+    np.testing.assert_array_equal(kept, new.prefix_lens)
+    if lost:
+        assert 0 < kept.sum() < (found.lens - forced).sum() / 2
+    else:
+        np.testing.assert_array_equal(kept, found.lens - forced)
+        np.testing.assert_array_equal(found.outcome.offered, found.lens - forced)
+
+
+def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
+    """The same policy and noise, another target: an episode goes on where it was over before."""
+    expected, _, weights = plain
+    drafts = ref.as_drafts(expected.outcome.rollout)
+    other = prompts_of("5")
+    without = run(pool, plan_of(accept="match"), weights, other)
+    found = run(pool, plan_of(accept="match"), weights, other, drafts=drafts)
+    check_equal(
+        host(found.outcome.rollout), host(without.outcome.rollout), but=("sources", "prefix_lens")
+    )
+    longer = found.lens > expected.lens
+    assert longer.any()
+    assert np.all(found.outcome.offered[longer] < found.lens[longer])
+
+
+def test_what_is_left_of_a_draft_by_hand(mesh, plain):
+    """End is token 1. Rows hold 0, 3 and 3 tokens; the third's differ from the draft's."""
+    tokens = np.array([[5, 1, 7, 6, 1, 8], [5, 1, 7, 6, 8, 9], [5, 1, 7, 6, 1, 8]], np.int32)
+    zeros = np.zeros(tokens.shape, np.float32)
+    drafts = ref.put_rows(
+        Drafts(tokens, np.array([6, 6, 6], np.int32), zeros, zeros, zeros.astype(np.int32))
+    )
+    np.testing.assert_array_equal(turn_drafts(drafts, None, (1,)).lens, [2, 2, 2])
+
+    def holding(tokens, lens):
+        rollout = dataclasses.replace(
+            Waiting.empty(3, 6).rollout,
+            tokens=ref.put(tokens, "batch", None),
+            lens=ref.put(np.array(lens, np.int32), "batch"),
+        )
+        return Held(rollout, rollout.lens > 6, rollout.lens)
+
+    held = np.where(np.arange(6) < 3, tokens, 0)
+    held[2, 2] = 4
+    np.testing.assert_array_equal(
+        turn_drafts(drafts, holding(held, [0, 3, 3]), (1,)).lens, [2, 6, 0]
+    )
+    # 7 is forced and held by the first; the second has all; the third what the draft begins with.
+    found = turn_drafts(drafts, holding(np.where(held == 4, 0, tokens), [3, 6, 2]), (1,))
+    np.testing.assert_array_equal(found.lens, [5, 0, 5])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+RUN = {
+    "environment.name": "guess", "environment.max_turns": 3, "reward.extract": "",
+    "data.source": "guess", "data.name": "guess", "data.render": "", "data.prompts": 12,
+    "data.prompt_len": 4, "data.options": {}, "tokenizer.alphabet": "0123456789-?<>",
+    "rollout.response_len": 10, "rollout.accept": "match", "rollout.max_width": 2,
+    "updates.learning_rate": 0.005, "train.epochs": 2,
+}  # fmt: skip
+
+
+def _config(changes=None, algorithm="grpo"):
+    from ml_collections import ConfigDict
+
+    config = small_config({}, algorithm=algorithm)
+    config.data.options = ConfigDict({})
+    values = {k: v for k, v in (RUN | (changes or {})).items() if k != "data.options"}
+    config.update_from_flattened_dict(values)
+    return config
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_run_with_drafts_is_the_run_without(mesh, tmp_path, algorithm):
+    """Losslessly: the same rewards, losses and weights, to rounding."""
+    plain, drafted = tmp_path / "plain", tmp_path / "drafted"
+    loop.train(_config({"rollout.draft": "none"}, algorithm), plain)
+    loop.train(_config({"rollout.draft": "previous+tree"}, algorithm), drafted)
+    one, other = records(plain)[1:], records(drafted)[1:]
+    for name in ("reward/mean", "rollout/turns_mean", "rollout/tokens_forced"):
+        assert [r[name] for r in one] == [r[name] for r in other]
+    assert all(r["rollout/turns_mean"] > 1 for r in one)
+    assert other[-1]["rollout/draft_accept_rate"] > 0
+    steps = len(one)
+    weights = [saved(workdir, steps) for workdir in (plain, drafted)]
+    for name, array in weights[0].items():
+        if name.startswith("train.params"):
+            np.testing.assert_allclose(array, weights[1][name], atol=2e-4, err_msg=name)
+    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in one)

@@ -1,0 +1,83 @@
+"""Every pair of algorithm, drafts, acceptance rule and curriculum, in runs of three steps."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from small_runs import records, saved, small_config
+
+from specrl_jax import train as loop
+
+ALGORITHMS = {
+    "grpo": {},
+    "ppo": {},
+    "dapo": {},
+    "dr_grpo": {"algorithm.normalize_std": False, "algorithm.aggregation": "constant"},
+    "rloo": {"algorithm.normalize_std": False, "algorithm.leave_one_out": True},
+    "gspo": {"algorithm.ratio": "sequence", "algorithm.aggregation": "sequence"},
+    "cispo": {"algorithm.objective": "cispo", "algorithm.clip_low": 1.0},
+}
+CHOICES = {
+    "algorithm": tuple(ALGORITHMS),
+    "rollout.accept": ("ratio", "ratio_residual", "block", "match", "random"),
+    "rollout.draft": ("none", "previous", "tree", "previous+tree"),
+    "curriculum.name": ("uniform", "speed", "mopps", "easy_to_hard"),
+}
+SMALL = {
+    "train.steps": 3, "rollout.prompts_per_step": 2, "rollout.group_size": 4,
+    "rollout.row_rungs": 1, "rollout.max_width": 2, "rollout.adaptive": False,
+    "rollout.stored_logprobs": 4, "curriculum.screening": 2, "algorithm.max_rounds": 4,
+    "data.prompts": 26, "data.options.max_numbers": 2, "data.prompt_len": 6,
+    "updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "updates.learning_rate": 1e-3,
+    "reward.name": "small_runs:score_first_letter", "reward.extract": "",
+}  # fmt: skip
+
+
+def cover(choices: dict[str, tuple]) -> list[tuple]:
+    """Combinations, one value of each choice, in which every pair of values is together once or
+    more: always the one that adds most pairs that are missing, the first of equals."""
+
+    def pairs(combination):
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    every = list(itertools.product(*choices.values()))
+    missing, found = set().union(*map(pairs, every)), []
+    while missing:
+        best = max(every, key=lambda combination: len(pairs(combination) & missing))
+        missing -= pairs(best)
+        found.append(best)
+    return found
+
+
+COVER = cover(CHOICES)
+
+
+def test_the_cover_has_every_pair():
+    for (i, one), (j, other) in itertools.combinations(enumerate(CHOICES.values()), 2):
+        together = {(combination[i], combination[j]) for combination in COVER}
+        assert together == set(itertools.product(one, other))
+    assert len(COVER) < 50
+
+
+@pytest.mark.parametrize("combination", COVER, ids="-".join)
+def test_three_steps(mesh, tmp_path, combination):
+    values = dict(zip(CHOICES, combination, strict=True))
+    algorithm = values.pop("algorithm")
+    changes = SMALL | ALGORITHMS[algorithm] | values
+    base = algorithm if algorithm in ("ppo", "dapo") else "grpo"
+    loop.train(small_config(changes, algorithm=base), tmp_path)
+    found = records(tmp_path)[1:]
+    assert [r["step"] for r in found] == [1, 2, 3]
+    assert all(math.isfinite(value) for r in found for value in r.values())
+    drafted = "previous" in values["rollout.draft"]
+    assert any(r["rollout/tokens_reused"] > 0 for r in found) <= drafted
+    assert ("critic/loss" in found[0]) == (algorithm == "ppo")
+    first, last = (
+        {n: x for n, x in saved(tmp_path, step).items() if n.startswith("train.params")}
+        for step in (0, 3)
+    )
+    assert any(not np.array_equal(x, last[n]) for n, x in first.items())
+    # The rollout's log-probs of what this step's policy wrote are the update's.
+    exact = found[0]["policy/rollout_train_logprob_gap"]
+    assert exact < 1e-5
