@@ -123,9 +123,7 @@ def base() -> ConfigDict:
     rollout.partial = 0  # extra prompts in flight, finished a step later (off-policy); 0: off
 
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
-    environment.name = (
-        ""  # "" (one turn, scored by reward.name) | guess | calculator | module:Class
-    )
+    environment.name = ""  # "" (one turn, see reward) | guess | calculator | module:Class
     environment.max_turns = 4  # responses of an episode, all within rollout.response_len
 
     # -- the algorithm ---------------------------------------------------------------------------

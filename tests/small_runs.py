@@ -73,8 +73,8 @@ def score_first_letter(response: str, answer: str, task: str, metadata: dict) ->
 
 
 class Sums:
-    """Answers every response with a digit, the sum of all digits said so far modulo 10, until the
-    sum's last digit is the problem's; "9" in a response breaks it, "8" takes it for ever."""
+    """Answers every response with a digit, the sum of all digits said so far modulo 8, until that
+    is the problem's answer; "9" in a response breaks it, "8" takes it for ever."""
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
         self._target, self._sum = int(answer.split()[0]), 0
@@ -85,7 +85,8 @@ class Sums:
         while "8" in response:
             pass
         self._sum += sum(int(c) for c in response if c.isdecimal())
-        return str(self._sum % 10), 1.0, self._sum % 10 == self._target
+        done = self._sum % 8 == self._target
+        return str(self._sum % 8), float(done), done
 
 
 def records(workdir, times: bool = False) -> list[dict]:

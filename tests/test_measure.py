@@ -56,10 +56,12 @@ def test_rollout_by_hand():
 
 
 def test_every_rollout_metric_has_a_value():
-    names = set(rollout_metrics(*make_rollout(), EOS, offered=DRAFTS[1], previous=DRAFTS))
+    options = {"offered": DRAFTS[1], "previous": DRAFTS, "forced": np.array([2, 0, 0, 0])}
+    names = set(rollout_metrics(*make_rollout(), EOS, **options))
     # What a rollout cost, and what it left to the next one: told by the rollout itself.
     costs = {"decode_steps", "row_steps", "tokens_drafted", "width_mean", "verified_tokens"}
     costs |= {"judged_tokens", "evicted", "cache_gib", "programs", "tokens_ahead", "ahead_kept"}
+    costs |= {"rounds", "groups_waiting", "groups_filled", "turns_mean"}
     costs = {f"rollout/{name}" for name in costs | {"tokens_carried", "stale_fraction"}}
     assert names | costs == {name for name in METRICS if name.startswith("rollout/")}
     assert not names & costs
@@ -80,6 +82,18 @@ def test_earlier_responses_are_compared_with_also_without_drafts():
     assert "rollout/draft_accept_rate" not in values
     # 3 + 3 shared; [5 5 7 9 8] and [5 5 3 1]: 2 of 9; [3 3 4 2] and [9 9 1]: none.
     assert values["rollout/overlap_rouge1"] == pytest.approx((1 + 4 / 9 + 0) / 3)
+
+
+def test_forced_tokens_are_nobodys():
+    """15 tokens, 3 of them an environment's; what was kept is kept."""
+    forced = np.array([2, 0, 1, 0])
+    values = rollout_metrics(*make_rollout(), EOS, forced=forced)
+    plain = rollout_metrics(*make_rollout(), EOS)
+    assert values["rollout/tokens_forced"] == 3
+    assert values["rollout/tokens_generated"] == plain["rollout/tokens_generated"] - 3
+    assert values["rollout/tokens_reused"] == plain["rollout/tokens_reused"]
+    share = plain["rollout/tokens_reused"] / 12
+    assert values["rollout/reuse_fraction"] == pytest.approx(share)
 
 
 def test_only_the_last_token_ends_a_response():
@@ -105,9 +119,12 @@ def test_rewards_by_hand():
             "reward/failed": 1,
             "reward/solved_all": 2 / 4,
             "reward/solved_none": 1 / 4,
+            "reward/no_signal": 1 / 4,  # the first
         }
     )
-    assert values.keys() | {"reward/eval"} == {n for n in METRICS if n.startswith("reward/")}
+    assert values.keys() | {"reward/eval", "reward/overlong"} == {
+        n for n in METRICS if n.startswith("reward/")
+    }
     as_one_group = reward_metrics(rewards, failed, 8)
     assert (as_one_group["reward/solved_all"], as_one_group["reward/solved_none"]) == (0, 0)
 

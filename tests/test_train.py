@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_runs import records, saved, small_config
 
-from specrl_jax import gather
+from specrl_jax import episodes
 from specrl_jax import train as loop
 
 # Issued at every step of every run.
@@ -71,6 +71,7 @@ def test_the_second_epoch_reuses_part_of_the_first(run):
 def test_without_drafts_the_first_epoch_is_the_same(run):
     """No drafts yet: same tokens, same update, bit for bit. After it nothing is ever reused."""
     plain, drafted = records(run({"rollout.draft": "none"})), records(run())
+    assert [r.pop("reuse/log_lenience") for r in drafted[1:3]] == [0, 0]  # of no draft yet
     assert plain[:3] == drafted[:3]
     assert _reuse(run({"rollout.draft": "none"})) == [0, 0, 0, 0]
     assert plain[3]["rollout/tokens_reused"] == 0
@@ -221,7 +222,7 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
 
 def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
     """What the second epoch is offered is what the first one returned for the same prompts."""
-    returned, real = {}, gather.roll
+    returned, real = {}, episodes.roll
 
     def roll(plan, weights, prompts, *, drafts, **options):
         outcome = real(plan, weights, prompts, drafts=drafts, **options)
@@ -243,7 +244,7 @@ def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
             )
         return outcome
 
-    monkeypatch.setattr(gather, "roll", roll)
+    monkeypatch.setattr(episodes, "roll", roll)
     loop.train(small_config({"rollout.lenience": 2.0}), tmp_path / "run")
     assert len(returned) == 8
 

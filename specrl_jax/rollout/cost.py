@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import pathlib
+import statistics
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -40,7 +41,7 @@ PRIOR, PRIOR_ROW_STEPS = 0.7, 8  # chance that a tree draft goes on being right,
 VERIFIED_HALF_LIFE = 4_096  # judged tokens after which a verification counts half
 VERIFIED_PRIOR, VERIFIED_PRIOR_TOKENS = 0.99, 32  # chance to keep a token of a previous response
 
-TimeStep = Callable[[int, int, int, bool], float]
+TimeCalls = Callable[[int, int, int, bool], Sequence[tuple[int, float]]]
 
 
 class Point(NamedTuple):
@@ -119,19 +120,30 @@ def _line(knots: Sequence[tuple[int, float]], x: int) -> float:
     return y1 + max(slope, 0.0) * (x - x1) if x > x1 else y0 + slope * (x - x0)
 
 
-def measure(points: Iterable[Point], time_step: TimeStep, repeats: int = 3) -> CostTable:
-    """Time every point: one round that is not counted (it compiles), then the fastest of `repeats`.
+def measure(points: Iterable[Point], time_calls: TimeCalls, repeats: int = 3) -> CostTable:
+    """Seconds a step of every point: one round that is not counted (it compiles), then `repeats`.
 
     A round goes over all points, so that a slow spell of the machine spoils few of any one's calls.
-    time_step(rows, slots, width, matching) runs the real program and returns seconds a step.
+    time_calls(rows, slots, width, matching) runs the real program and returns (steps, seconds) of a
+    call, or of two of which the second takes more steps. Medians are taken of the calls, not of
+    their differences, and not the fastest: the least of several differences is one of a slow first
+    call and a fast second, far below what a step ever takes.
     """
     points = sorted({Point(*p) for p in points})
-    rounds = [[time_step(*point) for point in points] for _ in range(1 + repeats)]
-    return CostTable({point: min(times) for point, times in zip(points, zip(*rounds[1:]))})
+    rounds = [[time_calls(*point) for point in points] for _ in range(1 + repeats)]
+    return CostTable({point: _a_step(calls) for point, calls in zip(points, zip(*rounds[1:]))})
+
+
+def _a_step(rounds: Sequence[Sequence[tuple[int, float]]]) -> float:
+    """Seconds a step, from (steps, seconds) of one or two calls a round."""
+    calls = [(one[0][0], statistics.median(s for _, s in one)) for one in zip(*rounds)]
+    (few, short), (steps, seconds) = calls[0], calls[-1]
+    # On a noisy machine the longer call may come out shorter: then its mean is the estimate.
+    return (seconds - short) / (steps - few) if seconds > short else seconds / steps
 
 
 def load_or_measure(
-    directory: str | os.PathLike, key: Mapping, points: Iterable[Point], time_step: TimeStep
+    directory: str | os.PathLike, key: Mapping, points: Iterable[Point], time_calls: TimeCalls
 ) -> CostTable:
     """The table that was measured under `key` for these points, or a new one, which is kept.
 
@@ -153,7 +165,7 @@ def load_or_measure(
         pass  # the first time
     except (OSError, ValueError, KeyError, TypeError) as error:
         _log.warning("cannot read %s (%s); measuring again", path, error)
-    table = measure(points, time_step)
+    table = measure(points, time_calls)
     _write_whole(path, json.dumps({"label": label, "seconds": table.to_json()}))
     return table
 
@@ -399,11 +411,12 @@ class CostModel:
         return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
 
     def _decode_seconds(self, one: Pass, rate: float | None = None) -> float:
-        """To decode what is left of the drafts, every rung at its best width."""
-        total = 0.0
+        """To decode what is left of the drafts, every rung at the best width that is known: rows
+        that are not verified try no tree drafts either, so hope for these must not decide it."""
+        known, total = list(filter(self.acceptance.knows, one.widths)), 0.0
         for rows, steps in one.shares(one.active(rate)).items():
             if steps:
-                width = self.choose_width(rows, one.decode_slots, one.widths)
+                width = self.choose_width(rows, one.decode_slots, known)
                 seconds = self.predicted(rows, one.decode_slots, width)
                 total += steps * seconds / self.acceptance.expected_tokens(width)
         return total

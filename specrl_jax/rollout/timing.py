@@ -44,6 +44,7 @@ def cost_table(
         "setup": repr(setup),
         "ladder": repr(ladder),
         "sources": sources,
+        "statistic": "median",
     }
     clock = _Clock(setup, ladder, weights, sources)
     return load_or_measure(directory, key, points(setup, ladder), clock)
@@ -68,19 +69,18 @@ def points(setup: Setup, ladder: Ladder) -> list[Point]:
 
 @dataclasses.dataclass
 class _Clock:
-    """time_step of `cost.measure`."""
+    """time_calls of `cost.measure`."""
 
     setup: Setup
     ladder: Ladder
     weights: Params
     sources: int
 
-    def __call__(self, size: int, slots: int, width: int, matching: bool) -> float:
-        if not matching and width > 1:
-            return self._seconds(size, slots, width, 1, matching)
-        one, many = (self._seconds(size, slots, width, n, matching) for n in (1, 1 + STEPS))
-        # On a noisy machine the longer call may come out shorter: then its mean is the estimate.
-        return (many - one) / STEPS if many > one else many / (1 + STEPS)
+    def __call__(
+        self, size: int, slots: int, width: int, matching: bool
+    ) -> list[tuple[int, float]]:
+        counts = (1,) if not matching and width > 1 else (1, 1 + STEPS)
+        return [(n, self._seconds(size, slots, width, n, matching)) for n in counts]
 
     def _seconds(self, size: int, slots: int, width: int, steps: int, matching: bool) -> float:
         """Wall-clock seconds of one call of so many steps."""
