@@ -1,10 +1,14 @@
-"""Train under several values of one field and several seeds, and put the runs side by side.
+"""Train under several settings and several seeds, and put the runs side by side.
 
     python launch/compare.py --config=configs/grpo.py --vary=rollout.draft=none,previous,tree \
-        [--seeds=0,1,2] [--workdir=runs/compare] [--config.FIELD=VALUE]
+        [--seeds=0,1,2] [--workdir=runs/compare] [--target=0.7] [--config.FIELD=VALUE]
 
-The same command again goes on where it was stopped. WORKDIR/compare.json holds all figures. Tokens
-are compared on the recorded responses: --config.log.rollouts=1.0 records all.
+    python launch/compare.py --config=configs/grpo.py \
+        --case="GRPO: rollout.draft=none" --case="PPO: configs/ppo.py rollout.draft=none"
+
+--vary takes values of one field, --case any number of fields and a configuration file. The same
+command again goes on where it was stopped. WORKDIR/compare.json holds all figures. Tokens are
+compared on the recorded responses: --config.log.rollouts=1.0 records all.
 """
 
 import argparse
@@ -21,44 +25,61 @@ def parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     found = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     found.add_argument("--config", required=True, help="configuration file[:preset]")
-    found.add_argument("--vary", required=True, help="FIELD=VALUE,VALUE,...")
+    found.add_argument("--vary", default="", help="FIELD=VALUE,VALUE,...")
+    found.add_argument("--case", action="append", default=[], help="NAME: [CONFIG] FIELD=VALUE ...")
+    found.add_argument("--target", type=float, default=0.0, help="held-out reward to reach")
     found.add_argument("--seeds", default="0", help="divided by commas (default: 0)")
     found.add_argument("--workdir", type=Path, default=Path("runs", "compare"))
     return found
 
 
-def _several(args: argparse.Namespace) -> tuple[str, list[str], list[int]]:
+def _varied(args: argparse.Namespace) -> tuple[str, list[str]]:
     field, _, values = args.vary.partition("=")
     values = values.split(",")
     if not re.fullmatch(r"\w+(\.\w+)*", field) or not all(values):
         raise ValueError(f"--vary must be FIELD=VALUE,VALUE,..., got {args.vary!r}")
-    try:
-        seeds = [int(seed) for seed in args.seeds.split(",")]
-    except ValueError:
-        raise ValueError(f"--seeds must be whole numbers as in 0,1, got {args.seeds!r}") from None
     if field == "seed":
         raise ValueError("--vary must not be seed; give --seeds instead")
-    for name, several in (("--vary", values), ("--seeds", seeds)):
-        if len(set(several)) < len(several):
-            raise ValueError(f"{name} must not name anything twice, got {several}")
-    return field, values, seeds
+    return field, values
+
+
+def _seeds(args: argparse.Namespace) -> list[int]:
+    try:
+        return [int(seed) for seed in args.seeds.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds must be whole numbers as in 0,1, got {args.seeds!r}") from None
+
+
+def _differ(name: str, several: list) -> None:
+    if len(set(several)) < len(several):
+        raise ValueError(f"{name} must not name anything twice, got {several}")
 
 
 def main() -> None:
     args, rest = parser().parse_known_args()
     if wrong := [flag for flag in rest if not flag.startswith("--config.")]:
         raise ValueError(f"unknown arguments: {' '.join(wrong)}")
-    field, values, seeds = _several(args)
+    if bool(args.vary) == bool(args.case):
+        raise ValueError("give either --vary or --case")
     from specrl_jax import compare
 
-    todo = compare.cells(args.config, field, values, seeds, args.workdir, rest)
+    if args.vary:
+        heading, values = _varied(args)
+        _differ("--vary", values)
+        cases = compare.varied(args.config, heading, values)
+    else:
+        heading, cases = "", [compare.parse_case(text, args.config) for text in args.case]
+        _differ("--case", [case.name for case in cases])
+    seeds = _seeds(args)
+    _differ("--seeds", seeds)
+    todo = compare.cells(cases, seeds, args.workdir, rest)
     try:
         compare.run(todo, lambda line: print(line, file=sys.stderr, flush=True))
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    found = compare.compare(todo)
+    found = compare.compare(todo, args.target)
     (args.workdir / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(compare.table(field, found))
+    print(compare.table(heading, found))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,18 @@ _TRAIN = Path(__file__).resolve().parent.parent / "launch" / "train.py"
 
 
 @dataclasses.dataclass(frozen=True)
+class Case:
+    """One setting. changes: FIELD=VALUE each. folder: what its work directories are called."""
+
+    name: str
+    config: str
+    changes: tuple[str, ...]
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Cell:
-    """One run. flags: of launch/train.py, without --workdir."""
+    """One run, of the case `value`. flags: of launch/train.py, without --workdir."""
 
     value: str
     seed: int
@@ -28,16 +38,31 @@ class Cell:
     workdir: Path
 
 
-def cells(
-    config: str, field: str, values: Sequence[str], seeds: Sequence[int], folder: Path, rest
-) -> list[Cell]:
-    """Every value of `field` with every seed; rest: further --config.FIELD=VALUE flags."""
+def varied(config: str, field: str, values: Sequence[str]) -> list[Case]:
+    """A case for every value of a field."""
+    return [Case(v, config, (f"{field}={v}",), f"{field}={v}") for v in values]
+
+
+def parse_case(text: str, config: str) -> Case:
+    """ "NAME: [CONFIG] FIELD=VALUE FIELD=VALUE ..."; without CONFIG of `config`."""
+    name, colon, rest = text.partition(":")
+    name, words = name.strip(), rest.split()
+    files = [word for word in words if "=" not in word]
+    changes = tuple(word for word in words if "=" in word)
+    if not colon or not name or len(files) > 1 or not (files or changes or config):
+        raise ValueError(f"--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got {text!r}")
+    return Case(name, files[0] if files else config, changes, name.replace(" ", "_"))
+
+
+def cells(cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest) -> list[Cell]:
+    """Every case with every seed; rest: further --config.FIELD=VALUE flags."""
     found = []
     for seed in seeds:
-        for value in values:
-            own = (f"--config={config}", f"--config.{field}={value}", f"--config.seed={seed}")
-            name = f"{field}={value},seed={seed}".replace("/", "_")
-            found.append(Cell(value, seed, (*own, *rest), folder / name))
+        for case in cases:
+            own = [f"--config={case.config}", *(f"--config.{x}" for x in case.changes)]
+            name = f"{case.folder},seed={seed}".replace("/", "_")
+            flags = (*own, f"--config.seed={seed}", *rest)
+            found.append(Cell(case.name, seed, flags, folder / name))
     return found
 
 
@@ -62,9 +87,10 @@ def run(todo: Iterable[Cell], log: Callable[[str], None]) -> None:
 # Figures -------------------------------------------------------------------------------------
 
 
-def figures(workdir: Path) -> dict[str, float]:
+def figures(workdir: Path, target: float = 0.0) -> dict[str, float | None]:
     """Of one run. Seconds are medians over the steps after the first epoch, tokens sums over them:
-    the first has no earlier responses to draft from."""
+    the first has no earlier responses to draft from. target: a held-out reward; what was generated
+    from the beginning until it was reached, None where it was not."""
     records = read_metrics(workdir)
     rewards = [r["reward/eval"] for r in records if "reward/eval" in r]
     steps = [r for r in records if "rollout/tokens_generated" in r]
@@ -84,6 +110,13 @@ def figures(workdir: Path) -> dict[str, float]:
     }
     if rewards:
         found = {"held-out reward, first": rewards[0], "held-out reward, last": rewards[-1]} | found
+    if target:
+        reached = [r["step"] for r in records if r.get("reward/eval", 0.0) >= target]
+        until = [r for r in steps if reached and r["step"] <= reached[0]]
+        tokens = sum(r["rollout/tokens_generated"] for r in until)
+        found[f"tokens generated to {target:g}"] = tokens if reached else None
+        seconds = sum(r["time/rollout"] for r in until)
+        found[f"rollouts to {target:g}, s"] = seconds if reached else None
     return found
 
 
@@ -106,13 +139,16 @@ def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
     return None, compared
 
 
-def compare(done: Sequence[Cell]) -> dict[str, Any]:
+def compare(done: Sequence[Cell], target: float = 0.0) -> dict[str, Any]:
     """All figures, by value, then seed; and where a run's tokens part from the first value's."""
     first = {cell.seed: cell for cell in reversed(done)}
     found: dict[str, Any] = {}
     for cell in done:
         step, tokens = first_difference(first[cell.seed].workdir, cell.workdir)
-        own = figures(cell.workdir) | {"same tokens until step": step, "tokens compared": tokens}
+        own = figures(cell.workdir, target) | {
+            "same tokens until step": step,
+            "tokens compared": tokens,
+        }
         found.setdefault(cell.value, {})[str(cell.seed)] = own
     return found
 
@@ -120,7 +156,7 @@ def compare(done: Sequence[Cell]) -> dict[str, Any]:
 def table(field: str, found: dict[str, Any]) -> str:
     """A line a figure: mean and, of several seeds, standard deviation."""
     names = list(next(iter(next(iter(found.values())).values())))
-    lines = [f"{field:30}" + "".join(f"{value:>24}" for value in found)]
+    lines = [f"{field:30}" + "".join(f"{value[:22]:>24}" for value in found)]
     for name in names:
         cells = [[seed[name] for seed in seeds.values()] for seeds in found.values()]
         lines.append(f"{name:30}" + "".join(f"{_text(name, values):>24}" for values in cells))
@@ -130,6 +166,8 @@ def table(field: str, found: dict[str, Any]) -> str:
 def _text(name: str, values: list) -> str:
     if name == "same tokens until step":
         return ", ".join("end" if v is None else str(v) for v in values)
+    if None in values:
+        return f"{sum(value is not None for value in values)} of {len(values)} runs"
     digits = 3 if name.endswith(", s") or "reward" in name else 0
     mean = f"{statistics.fmean(values):,.{digits}f}"
     if len(values) == 1:

@@ -57,7 +57,8 @@ def test_where_tokens_part(tmp_path, others, expected):
 
 
 def test_the_table(tmp_path):
-    todo = compare.cells("c.py", "rollout.draft", ["none", "tree"], [0, 1], tmp_path, [])
+    cases = compare.varied("c.py", "rollout.draft", ["none", "tree"])
+    todo = compare.cells(cases, [0, 1], tmp_path, [])
     for cell in todo:
         last = 0.5 + 0.25 * cell.seed
         rows = [[[1]], [[2 if (cell.value, cell.seed) == ("tree", 1) else 1]]]
@@ -70,6 +71,31 @@ def test_the_table(tmp_path):
     assert lines["held-out reward, last"] == ["0.625", "±", "0.177"] * 2
     assert lines["tokens generated"] == ["200", "±", "0"] * 2
     assert lines["same tokens until step"] == ["end,", "end", "end,", "2"]
+
+
+def test_cases_of_several_fields_and_files(tmp_path):
+    cases = [
+        compare.parse_case(text, "a.py:micro")
+        for text in ("plain: rollout.draft=none", "PPO block: b.py rollout.accept=block x.y=2")
+    ]
+    first, second, *_ = compare.cells(cases, [3, 4], tmp_path, ["--config.log.plots=False"])
+    assert first.flags == ("--config=a.py:micro", "--config.rollout.draft=none",
+                           "--config.seed=3", "--config.log.plots=False")  # fmt: skip
+    assert second.flags[:3] == ("--config=b.py", "--config.rollout.accept=block", "--config.x.y=2")
+    assert second.workdir == tmp_path / "PPO_block,seed=3"
+    for text in ("no colon", ": a=1", "two files: a.py b.py"):
+        with pytest.raises(ValueError, match=f"^--case must be .* got '{text}'$"):
+            compare.parse_case(text, "a.py")
+
+
+def test_what_it_took_to_reach_a_reward(tmp_path):
+    """Held out 0.125, 0.25 and 0.5 at steps 0, 1 and 2, which generate 100 and 200 tokens."""
+    run = write_run(tmp_path / "a", [[[1]], [[1]]])
+    assert compare.figures(run, 0.5)["tokens generated to 0.5"] == 300
+    assert compare.figures(run, 0.25)["rollouts to 0.25, s"] == 1.0
+    assert compare.figures(run, 0.125)["tokens generated to 0.125"] == 0
+    assert compare.figures(run, 0.75)["tokens generated to 0.75"] is None
+    assert compare._text("tokens generated to 0.75", [3, None]) == "1 of 2 runs"
 
 
 def launch(*arguments):
@@ -107,6 +133,11 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
         (["--vary=a.b=1", "--seeds=x"], "--seeds must be whole numbers as in 0,1, got 'x'"),
         (["--vary=a.b=1", "--speed=3"], "unknown arguments: --speed=3"),
         (["--vary=seed=1,2"], "--vary must not be seed; give --seeds instead"),
+        ([], "give either --vary or --case"),
+        (
+            ["--case=a: b.c=1", "--case=a: b.c=2"],
+            "--case must not name anything twice, got ['a', 'a']",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
