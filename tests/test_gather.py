@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_runs import interrupt, records, saved, small_config
 
-from specrl_jax import gather, sharding
+from specrl_jax import gather, rounds, sharding
 from specrl_jax import train as loop
 from specrl_jax.metrics import MetricsLog
 from specrl_jax.records import read_rollouts
@@ -39,7 +39,7 @@ class Seen:
 
 def watch(config, workdir) -> Seen:
     """Train, and note every round and batch on the way."""
-    seen, real_round, real = Seen([], [], []), gather._round, gather.gather
+    seen, real_round, real = Seen([], [], []), rounds.play_round, gather.gather
 
     def one_round(run, state, *rest):
         found = real_round(run, state, *rest)
@@ -54,7 +54,8 @@ def watch(config, workdir) -> Seen:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "_round", one_round)
+        for room in (rounds, gather):
+            patch.setattr(room, "play_round", one_round)
         patch.setattr(loop, "gather", batch)
         loop.train(config, workdir)
     return seen

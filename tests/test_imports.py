@@ -51,9 +51,9 @@ STAGES = {
     "advantages": "advantages",
     "update": "update",
 }
-# Only these see more than one stage: run builds the parts of what train steps through, gather and
-# episodes go from prompts to rewards.
-SEE_ALL = {"train", "gather", "episodes", "evaluate", "run"}
+# Only these see more than one stage: run builds the parts of what train steps through; gather,
+# rounds and episodes go from prompts to rewards.
+SEE_ALL = {"train", "gather", "rounds", "episodes", "evaluate", "run"}
 # Slow to import, or needed by few: imported inside the function that uses them.
 LAZY = {
     "datasets",
