@@ -94,7 +94,7 @@ METRICS: dict[str, Metric] = {
     "policy/clip_fraction": Metric("share of tokens whose ratio a clip cuts", "1"),
     "policy/ratio_mean": Metric("π / π_old, mean over tokens", "1"),
     "policy/rollout_train_logprob_gap": Metric("|rollout's − training's log-prob| a token", "nats"),
-    "critic/loss": Metric("critic's loss per token, mean over the step's updates", "reward²"),
+    "critic/loss": Metric("critic's loss per token, mean over the step's updates", "1"),
     "critic/clip_fraction": Metric("share of tokens whose value a clip holds", "1"),
     "critic/explained_variance": Metric("1 - var(return - value) / var(return)", "1"),
     "critic/value_mean": Metric("critic's value before the update, mean over tokens", "reward"),

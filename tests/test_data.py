@@ -129,7 +129,10 @@ def test_commas_leave_numbers_only(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"source": "csv"}, r"^data\.source must be one of reasoning_gym, jsonl.*got 'csv'$"),
+        (
+            {"source": "csv"},
+            r"^data\.source must be one of reasoning_gym, guess, jsonl.*got 'csv'$",
+        ),
         ({"path": "/no/such"}, r"^data\.path must be an existing .* got '/no/such'$"),
         ({"path": ""}, r"^data\.path must be an existing .* got ''$"),
         ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: bad.jsonl, train"),

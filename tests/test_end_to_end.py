@@ -255,7 +255,7 @@ def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
     settings = run.config.rollout
     rows, slots = settings.prompts_per_step * settings.group_size, settings.response_len
     prompts = runs.PromptStream(run.prompts, settings.prompts_per_step, 0).next()
-    weights = loop._weights(run.model, params)
+    weights = runs.policy_copy(run.model, params)
     rollout, _ = generate(run.plan, weights, prompts, key=run.key, step=1)
     # Advantages need not be real ones here, only the same on every mesh.
     advantages = put(np.linspace(-1, 1, rows, dtype=np.float32), "batch")
@@ -395,14 +395,8 @@ def test_a_whole_run_through_the_command_line(tmp_path):
     _check_whole_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param((8, 1, 1), marks=pytest.mark.slow),
-        pytest.param((1, 4, 2), marks=pytest.mark.slow),
-        (2, 2, 2),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_the_micro_preset_on_eight_devices(shape, tmp_path):
     """The preset as a user starts it, at its full size: it ends, and its drafts are mostly kept."""
     sizes = zip(("data", "fsdp", "tensor"), shape)

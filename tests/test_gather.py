@@ -18,6 +18,7 @@ from specrl_jax.records import read_rollouts
 Q, G, STEPS = 4, 8, 4
 CHANGES = {
     "train.steps": STEPS, "checkpoint.every": 1, "rollout.draft": "none",
+    "rollout.adaptive": False, "rollout.row_rungs": 1, "rollout.max_width": 2,
     "data.options.max_numbers": 2, "data.prompts": 80, "data.prompt_len": 6,
     # A random policy's groups differ two times in three.
     "reward.name": "small_runs:score_first_letter", "reward.extract": "",

@@ -15,7 +15,7 @@ from specrl_jax.rollout import acceptance, reuse
 from specrl_jax.rollout.carry import _empty_rollout
 from specrl_jax.rollout.generate import roll
 from specrl_jax.sharding import put
-from specrl_jax.types import Rollout
+from specrl_jax.types import Rollout, Source
 
 VOCAB = 7
 LENIENCES = [0.0, 0.3, 1.0, math.inf]
@@ -38,6 +38,7 @@ def one_token_rollout(new, old, kept: bool) -> Rollout:
         empty,
         lens=jnp.ones(VOCAB, jnp.int32),
         prefix_lens=jnp.full(VOCAB, int(kept), jnp.int32),
+        sources=jnp.full((VOCAB, 2), Source.REUSED if kept else Source.SAMPLED, jnp.int8),
         sampling_logprobs=fill(np.log(new)),
         draft_logprobs=fill(np.log(old) if kept else np.log(new)),
     )
@@ -85,6 +86,7 @@ def test_measures_of_tokens_kept_by_chance(mesh, log_lenience):
         empty,
         lens=jnp.ones(rows, jnp.int32),
         prefix_lens=jnp.asarray(accepted, jnp.int32),
+        sources=jnp.where(accepted[:, None], Source.REUSED, Source.SAMPLED).astype(jnp.int8),
         sampling_logprobs=jnp.asarray(score[0]),
         draft_logprobs=jnp.where(accepted[:, None], *reversed(score)),
     )
