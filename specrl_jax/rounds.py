@@ -144,6 +144,9 @@ class Desk:
             len(self.complete) < size
             and len(self.rounds) < self.run.config.algorithm.max_rounds
             and self._free() >= self._fresh_prompts()
+            # Groups that turn out flat leave the batch short however many are begun: no more than
+            # a round of them may wait when another is begun, so that two rounds' rows hold all.
+            and len(self.screened) <= self.run.rows // self.run.plan.group_size
         ):
             self._round(*clocks)
 

@@ -236,6 +236,18 @@ def test_every_preset_is_valid_and_has_the_same_fields(name, algorithm):
     }
 
 
+def test_the_multi_turn_example_is_valid_and_has_the_same_fields():
+    config = small_runs.preset("tiny", "multiturn")
+    validate(config)
+    fields, tiny = (
+        {name for name, _ in flatten(x) if not name.startswith("data.options.")}
+        for x in (config, small_runs.preset("tiny"))
+    )
+    assert fields == tiny
+    with pytest.raises(ValueError, match="^preset must be tiny, got 'micro'"):
+        small_runs.preset("micro", "multiturn")
+
+
 def test_ppo_and_dapo_hold_what_differs():
     grpo = dict(flatten(small_runs.preset("tiny")))
 
