@@ -244,7 +244,7 @@ def test_the_multi_turn_example_is_valid_and_has_the_same_fields():
         for x in (config, small_runs.preset("tiny"))
     )
     assert fields == tiny
-    with pytest.raises(ValueError, match="^preset must be tiny, got 'micro'"):
+    with pytest.raises(ValueError, match=r"^preset must be tiny, got 'micro'"):
         small_runs.preset("micro", "multiturn")
 
 

@@ -31,6 +31,9 @@ import numpy as np
 
 _log = logging.getLogger(__name__)
 
+# Expected gains below are not taken: steps are known to a tenth or so, and what is gained by being
+# right about them is less than what is lost by being wrong.
+MARGIN = 1.1
 BUDGET = 0.01  # share of the time that may be lost to probing with drafts that never pay
 HALF_LIFE = 1_024  # row steps after which what tree drafts brought counts half
 KNOWN_ROW_STEPS = 64  # a width whose last token was checked less often is unknown: tried briefly
@@ -334,11 +337,13 @@ class CostModel:
         return steps * self.table.seconds(rows, slots, width, width > 1)
 
     def choose_width(self, rows: int, slots: int, widths: Iterable[int]) -> int:
-        """The width that is expected to emit most tokens a second; 1 is one; ties: smallest."""
+        """The width that is expected to emit most tokens a second; ties: smallest. 1 unless that is
+        MARGIN times as many as plain decoding emits."""
         widths = sorted({1, *widths})
         shares = self.acceptance.survival(widths[-1] - 1)
-        emitted = {w: 1.0 + sum(shares[: w - 1]) for w in widths}
-        return max(widths, key=lambda w: emitted[w] / self.predicted(rows, slots, w))
+        speeds = {w: (1.0 + sum(shares[: w - 1])) / self.predicted(rows, slots, w) for w in widths}
+        best = max(widths, key=speeds.__getitem__)
+        return best if speeds[best] >= MARGIN * speeds[1] else 1
 
     def plan_visit(self, rows: int, slots: int, widths: Iterable[int]) -> Visit:
         """The next visit to this rung, to be recorded once it is over.
@@ -399,8 +404,8 @@ class CostModel:
         return saved / self._pass_seconds(candidate)
 
     def worth_verifying(self, candidate: Pass) -> bool:
-        """Whether a chunk is expected to save more decoding than it costs."""
-        return self.worth(candidate) > 1.0
+        """Whether a chunk is expected to save more decoding than it costs, by MARGIN."""
+        return self.worth(candidate) > MARGIN
 
     def record_pass(self, done: Pass, kept: int = 0, judged: int = 0) -> float:
         """A chunk was verified; returns its predicted seconds."""
