@@ -11,7 +11,8 @@ Scenes of rollout, several divided by commas:
     verify    a verified token against a decoded one
     device    shares of bandwidth and matmul rate (GPU or TPU)
     trained   plain against speculative rollouts of a preset's policy, trained for some GRPO steps
-    all       all but trained
+    rules     how much of that policy's older responses each acceptance rule keeps
+    all       all but trained and rules
 
 sampling: what ways to draw a token cost, and how many draws rounding flips.
 """
@@ -24,7 +25,8 @@ from pathlib import Path
 from specrl_jax import cli
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
-_SCENES = ("lengths", "floor", "verify", "device", "trained")
+_SCENES = ("lengths", "floor", "verify", "device", "trained", "rules")
+_WITH_PRESET = _SCENES[-2:]
 _SIZE_FLAGS = ("rows", "prompt_len", "response_len", "row_rungs", "windows", "max_width", "repeats")
 
 
@@ -60,13 +62,14 @@ def scenes_of(args: argparse.Namespace) -> list[str]:
     """Raises ValueError in one line."""
     text = args.scene or ("trained" if args.preset else "lengths")
     if text == "all":
-        return list(_SCENES[:-1])
+        return [name for name in _SCENES if name not in _WITH_PRESET]
     wanted = text.split(",")
     for name in wanted:
         if name not in _SCENES:
             raise ValueError(f"--scene must be of {', '.join(_SCENES)}, or all, got {name!r}")
-    if "trained" in wanted and len(wanted) > 1:
-        raise ValueError("--scene=trained must go alone, as its policy is a preset's")
+    for name in _WITH_PRESET:
+        if name in wanted and len(wanted) > 1:
+            raise ValueError(f"--scene={name} must go alone, as its policy is a preset's")
     return wanted
 
 
@@ -84,11 +87,11 @@ def check(args: argparse.Namespace, rest: list[str]) -> None:
 
 
 def is_trained(args: argparse.Namespace) -> bool:
-    return args.benchmark == "rollout" and scenes_of(args) == ["trained"]
+    return args.benchmark == "rollout" and scenes_of(args)[0] in _WITH_PRESET
 
 
 def trained(args: argparse.Namespace) -> None:
-    """The scene that has a configuration, and its mesh."""
+    """The scenes that have a configuration, and its mesh."""
     from absl import flags
 
     from specrl_jax import runtime  # imports JAX: seconds that --help need not wait for
@@ -96,6 +99,10 @@ def trained(args: argparse.Namespace) -> None:
     runtime.start(flags.FLAGS.config)
     from specrl_jax import benchmark_scenes
 
+    if scenes_of(args) == ["rules"]:
+        options = {"repeats": args.repeats or 5, "drift": args.drift, "log": _log}
+        _report(args, *benchmark_scenes.rules(flags.FLAGS.config, **options))
+        return
     options = {"repeats": args.repeats or 7, "lenience": args.lenience, "drift": args.drift}
     options |= {"tables": runtime.cache_folder() / "step_costs", "log": _log}
     _report(args, *benchmark_scenes.trained(flags.FLAGS.config, **options))

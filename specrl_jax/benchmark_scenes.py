@@ -11,6 +11,7 @@ from specrl_jax import (
     benchmark,
     benchmark_device,
     benchmark_lengths,
+    benchmark_rules,
     benchmark_sampling,
     benchmark_steps,
     benchmark_trained,
@@ -65,6 +66,14 @@ def trained(config, **options) -> tuple[dict[str, Any], str]:
     found = benchmark_trained.measure(config, **options)
     record = _record("rollout", load) | {"scenes": {"trained": found}}
     return record, _text(record, [benchmark_trained.table(found)])
+
+
+def rules(config, **options) -> tuple[dict[str, Any], str]:
+    """(record, text) of the scene `rules`; options as in `benchmark_rules.measure`."""
+    load = os.getloadavg()[0]
+    found = benchmark_rules.measure(config, **options)
+    record = _record("rollout", load) | {"scenes": {"rules": found}}
+    return record, _text(record, [benchmark_rules.table(found)])
 
 
 def sampling(**options) -> tuple[dict[str, Any], str]:

@@ -47,10 +47,7 @@ def measure(
     ValueError in one line.
     """
     run, params = build(config)
-    if drift is None:
-        epoch = len(run.prompts.lens) // config.rollout.prompts_per_step
-        drift = min(epoch, _LONGEST_DRIFT)
-    inputs, drafts, setting = _scene(run, params, drift)
+    inputs, drafts, setting = scene_of(run, params, drift_of(run) if drift is None else drift)
     wanted = config.rollout.lenience if lenience is None else lenience
     cases = _cases(run, inputs, drafts, wanted, tables)
     (times,) = benchmark.time_blocks(inputs, [cases], repeats, log)
@@ -69,7 +66,13 @@ def measure(
     }
 
 
-def _scene(run: Run, params, drift: int) -> tuple[Inputs, Drafts, dict[str, Any]]:
+def drift_of(run: Run) -> int:
+    """GRPO steps between a draft and its judgement: an epoch's, where that is not too long."""
+    epoch = len(run.prompts.lens) // run.config.rollout.prompts_per_step
+    return min(epoch, _LONGEST_DRIFT)
+
+
+def scene_of(run: Run, params, drift: int) -> tuple[Inputs, Drafts, dict[str, Any]]:
     """Warm the policy up, write drafts with it, train it for `drift` steps more."""
     settings = run.config.rollout
     convert = functools.partial(jax.jit(rollout_weights, static_argnums=0), run.model)

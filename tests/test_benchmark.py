@@ -274,6 +274,23 @@ def test_trained_speedups_follow_from_their_parts(trained):
         assert cell["best_over_plain"] == pytest.approx(best)
 
 
+def test_rules_keep_what_they_promise(make_mesh):
+    """Lenience keeps more, and block verification more than token by token, of the same drafts."""
+    config = small_config({"updates.learning_rate": 0.1, "rollout.stored_logprobs": 8})
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        record, text = benchmark_scenes.rules(config, repeats=4, drift=1, log=lambda line: None)
+    found = json.loads(json.dumps(record, allow_nan=False))["scenes"]["rules"]
+    lenient, strict, residual, block, match = (row["kept"] for row in found["rules"])
+    assert lenient > strict > match > 0
+    assert block > residual > match
+    for row, line in zip(found["rules"], text.splitlines()[-5:], strict=True):
+        assert line.startswith(row["rule"])
+        assert f"{row['kept']:.2f}" in line
+        assert row["least"] <= row["kept"] <= row["most"]
+        of_draft = row["kept"] / found["setting"]["draft_len_mean"]
+        assert row["kept_of_draft"] == pytest.approx(of_draft)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -286,6 +303,7 @@ def test_trained_speedups_follow_from_their_parts(trained):
         ),
         (["rollout", "--scene=width"], "--scene must be of lengths, floor"),
         (["rollout", "--scene=floor,trained"], "--scene=trained must go alone"),
+        (["rollout", "--scene=rules,floor"], "--scene=rules must go alone"),
         (["rollout", "--scene=device"], "--scene=device needs a GPU or TPU"),
         (["rollout", "--size=huge"], "--size must be one of"),
         (["rollout", "--rates=few"], "--rates must be shares as in 0,0.25, got 'few'"),
