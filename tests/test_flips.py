@@ -33,7 +33,7 @@ def _prompts(count=Q):
 
 def _plan(model=TINY, **changes):
     options = {"group": G, "slots": R, "prompt_slots": P, "row_rungs": 5, "windows": 1}
-    return make_plan(model, accept="match", eos=(1, 2), **options | changes)
+    return make_plan(model, accept="match", **options | {"eos": (1, 2)} | changes)
 
 
 def _flips(rollout, plain) -> tuple[int, int]:
