@@ -1,4 +1,4 @@
-"""Thousands of rows under the match rule: every source of drafts gives the plain rollout's tokens.
+"""Thousands of rows under the match rule: stored drafts give the plain rollout's tokens.
 
 Programs of different width round differently, and where two candidates tie within that a draw
 flips. Rows are compared up to their first different token, behind which they are others.
@@ -7,7 +7,6 @@ flips. Rows are compared up to their first different token, behind which they ar
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_reference as ref
@@ -45,7 +44,7 @@ def _flips(rollout, plain) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_every_source_of_drafts_in_thousands_of_rows(mesh):
+def test_stored_drafts_in_thousands_of_rows(mesh):
     prompts, tree = _prompts(), ref.TREE
     _, weights = ref.policy(model=TINY)
     _, older = ref.policy(0.05, TINY)
@@ -63,16 +62,11 @@ def test_every_source_of_drafts_in_thousands_of_rows(mesh):
         return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
 
     wide = _plan(tree=tree, max_width=8)
-    ahead = roll(_plan(max_rows=1024), weights, _prompts(64), key=KEY, step=1, ahead=prompts).ahead
     cases = {
         "previous": (_plan(), {"drafts": as_drafts(near)}),
         "previous, older policy": (_plan(), {"drafts": as_drafts(old)}),
         "tree": (wide, {"corpus": corpus(wide, near)}),
         "tree, older policy": (wide, {"corpus": corpus(wide, old)}),
-        "siblings in flight": (wide, {"corpus": None}),
-        "previous+tree": (wide, {"drafts": as_drafts(near), "corpus": corpus(wide, near)}),
-        "run ahead": (_plan(), {"drafts": ahead.drafts}),
-        "few rows in flight": (_plan(max_rows=512), {"drafts": as_drafts(near)}),
     }
     for name, (plan, options) in cases.items():
         found = roll(plan, weights, prompts, key=KEY, step=2, **options)
@@ -81,34 +75,4 @@ def test_every_source_of_drafts_in_thousands_of_rows(mesh):
         print(f"{name}: {parted} of {compared} tokens part, {reused} were drafted")
         assert compared > 20_000
         assert parted < compared / 1e4
-        assert reused > 0 or name == "siblings in flight"
-
-
-@pytest.mark.slow
-def test_bfloat16_flips_no_more_than_another_batch_size_does(mesh):
-    """Teacher-forced: draws at widths 1, 4 and 8, against draws of as many rows at a time as a
-    plain rollout computes on another rung."""
-    from test_decode import _draws_at
-
-    model = TINY.replace(dtype="bfloat16")
-    _, weights = ref.policy(model=model)
-    prompts, plan = _prompts(1024), _plan(model, group=1, eos=(512,))
-    rollout = roll(plan, weights, prompts, key=KEY, step=1).rollout
-    ids = put(prompts.ids, "batch", None)
-    seeds = ref._seeds(KEY, 1, jnp.uint32(1), ids, put(np.zeros(1024, np.int32), "batch"))
-
-    def draws(width, rows):
-        found = []
-        for start in range(0, 1024, rows):
-            part = slice(start, start + rows)
-            arrays = (prompts.tokens, prompts.lens, np.asarray(rollout.tokens), np.asarray(seeds))
-            placed = [put(x[part], "batch", *(None,) * (x.ndim - 1)) for x in arrays]
-            found.append(np.asarray(_draws_at(model, weights, *placed, width=width)))
-        return np.concatenate(found)
-
-    plain = draws(1, 1024)
-    widths = {width: np.mean(draws(width, 1024) != plain) for width in (4, 8)}
-    batches = {rows: np.mean(draws(1, rows) != plain) for rows in (256, 32, 4)}
-    print(f"bfloat16, 24,576 draws: by width {widths}, by rows at a time {batches}")
-    assert all(share < 1e-2 for share in widths.values())
-    assert max(widths.values()) <= 2 * max(batches.values()) + 1e-4
+        assert reused > 0
