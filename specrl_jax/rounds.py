@@ -96,15 +96,11 @@ def play_round(run: Run, state: State, prompts: Prompts, ahead: Prompts | None, 
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Responses to a prompt. places: (part, row) of each, where a part is one of several rollouts.
-
-    stale: from an earlier step.
-    """
+    """Responses to a prompt. places: (part, row) of each; a part is one of several rollouts."""
 
     prompt_id: str
     places: tuple[tuple[int, int], ...]
     rewards: tuple[float, ...]
-    stale: bool = False
 
     def joined(self, other: "_Group") -> "_Group":
         return dataclasses.replace(
@@ -133,6 +129,7 @@ class Desk:
         if state.screened is not None:
             self.parts.append(state.screened.rollout)
             self.screened = _kept_groups(state.screened, 1, run.plan.group_size)
+        self.old_parts = len(self.parts)  # of earlier steps
         self.counts = {"screened": 0, "kept": 0}
         # A prompt has one response of each number in a step: none is rolled out twice.
         self.busy = {group.prompt_id for group in self.complete + self.screened}
@@ -191,12 +188,10 @@ class Desk:
                 self._judge(group)
 
     def _finished(self, group: _Group) -> None:
-        settings = self.run.config
         group = group.without(len(group.places) - self.run.trained_group)
         differ = min(group.rewards) < max(group.rewards)
-        (self.complete if differ or not settings.algorithm.dynamic_sampling else self.flat).append(
-            group
-        )
+        learns = differ or not self.run.config.algorithm.dynamic_sampling
+        (self.complete if learns else self.flat).append(group)
 
     def _judge(self, group: _Group) -> None:
         """Whether a screened prompt is worth the rest of its group."""
@@ -223,7 +218,7 @@ class Desk:
             "rollout/rounds": len(self.rounds),
             "rollout/groups_waiting": len(over),
             "rollout/groups_filled": len(flat) + missing,
-            "rollout/stale_fraction": _stale_fraction(rollout, [x.stale for x in chosen]),
+            "rollout/stale_fraction": self._stale_fraction(chosen, rollout),
         }
         self.state.waiting = self._kept(over, self.state.waiting, run.trained_group)
         if self.state.screened is not None:
@@ -236,6 +231,17 @@ class Desk:
             )
         prompts = self.state.stream.find([group.prompt_id for group in chosen])
         return (prompts, rollout, rewards.reshape(-1)), values
+
+    def _stale_fraction(self, groups: list[_Group], rollout: Rollout) -> float:
+        """Share of the tokens that earlier steps sampled."""
+        lens = np.asarray(jax.device_get(rollout.lens)).reshape(len(groups), -1)
+        stale = sum(
+            int(length)
+            for group, row in zip(groups, lens, strict=True)
+            for (part, _), length in zip(group.places, row)
+            if part < self.old_parts
+        )
+        return stale / max(int(lens.sum()), 1)
 
     def _kept(self, groups: list[_Group], before: Waiting, size: int) -> Waiting:
         rollout = self._assemble(groups, len(before.rollout.lens), size)
@@ -253,7 +259,7 @@ class Desk:
 
 def _kept_groups(kept: Waiting, part: int, size: int) -> list[_Group]:
     return [
-        _Group(name, tuple((part, q * size + i) for i in range(size)), rewards, stale=True)
+        _Group(name, tuple((part, q * size + i) for i in range(size)), rewards)
         for q, (name, rewards) in enumerate(zip(kept.prompt_ids, kept.rewards, strict=True))
     ]
 
@@ -269,12 +275,6 @@ def _groups(found: Round, part: int, size: int) -> list[_Group]:
         )
         for q, example in enumerate(found.prompts.examples)
     ]
-
-
-def _stale_fraction(rollout: Rollout, stale: list[bool]) -> float:
-    """Share of the tokens that are of stale groups."""
-    lens = np.asarray(jax.device_get(rollout.lens)).reshape(len(stale), -1)
-    return int(lens[np.asarray(stale)].sum()) / max(int(lens.sum()), 1)
 
 
 def _drafts(run: Run, state: State, prompts: Prompts) -> Drafts | None:

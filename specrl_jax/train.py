@@ -209,7 +209,7 @@ def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
     history = jax.device_get(history)
     values = policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
     if learner.critic:
-        tokens = sum(sums["tokens"] for sums in history)
+        tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
         values |= {
             "critic/loss": np.mean([sums["critic_loss"] for sums in history]),
             "critic/clip_fraction": sum(sums["critic_clipped"] for sums in history) / tokens,

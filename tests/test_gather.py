@@ -219,7 +219,7 @@ def test_speed_finishes_the_groups_whose_screening_was_mixed_and_no_others(speed
 
 
 def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
-    seen, _, trained = speed
+    seen, workdir, trained = speed
     parts, stale = _parts(seen), 0
     for step, (found, _) in enumerate(seen.batches, start=1):
         tokens = np.asarray(jax.device_get(found.rollout.tokens)).reshape(Q, trained, -1)
@@ -233,6 +233,14 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
                 found.rewards.reshape(Q, trained)[q], rewards[G - trained :]
             )
             stale += mine[0][0] < step
+        lens = np.asarray(jax.device_get(found.rollout.lens)).reshape(Q, trained)
+        names = [e.prompt_id for e in found.prompts.examples]
+        old = sum(  # only first parts can be of an earlier step
+            lens[q, : trained - (G - N)].sum()
+            for q, name in enumerate(names)
+            if parts[name][0][0] < step
+        )
+        assert records(workdir)[step]["rollout/stale_fraction"] == old / lens.sum()
     assert stale > 0
     assert len(seen.batches) == STEPS
 
