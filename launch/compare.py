@@ -3,12 +3,12 @@
     python launch/compare.py --config=configs/grpo.py --vary=rollout.draft=none,previous,tree \
         [--seeds=0,1,2] [--workdir=runs/compare] [--target=0.7] [--config.FIELD=VALUE]
 
-    python launch/compare.py --config=configs/grpo.py \
-        --case="GRPO: rollout.draft=none" --case="PPO: configs/ppo.py rollout.draft=none"
+    python launch/compare.py --case="GRPO: configs/grpo.py rollout.draft=none" \
+        --case="PPO: configs/ppo.py rollout.draft=none"
 
---vary takes values of one field, --case any number of fields and a configuration file. The same
-command again goes on where it was stopped. WORKDIR/compare.json holds all figures. Tokens are
-compared on the recorded responses: --config.log.rollouts=1.0 records all.
+--vary takes values of one field, --case any number of fields and a configuration file, --config's
+where it names none. The same command again goes on where it was stopped. WORKDIR/compare.json holds
+all figures. Tokens are compared on the recorded responses: --config.log.rollouts=1.0 records all.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line, but for --config.FIELD=VALUE."""
     formatter = argparse.RawDescriptionHelpFormatter
     found = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    found.add_argument("--config", required=True, help="configuration file[:preset]")
+    found.add_argument("--config", default="", help="configuration file[:preset]")
     found.add_argument("--vary", default="", help="FIELD=VALUE,VALUE,...")
     found.add_argument("--case", action="append", default=[], help="NAME: [CONFIG] FIELD=VALUE ...")
     found.add_argument("--target", type=float, default=0.0, help="held-out reward to reach")
@@ -64,6 +64,8 @@ def main() -> None:
     from specrl_jax import compare
 
     if args.vary:
+        if not args.config:
+            raise ValueError("--vary needs --config=FILE[:PRESET]")
         heading, values = _varied(args)
         _differ("--vary", values)
         cases = compare.varied(args.config, heading, values)

@@ -24,8 +24,9 @@ import numpy as np
 
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.cost import CostModel, CostTable
-from specrl_jax.rollout.generate import Plan, Stats, generate, make_corpus
+from specrl_jax.rollout.generate import Plan, generate, make_corpus
 from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.rollout.stats import Stats
 from specrl_jax.types import Drafts, Prompts, Source
 
 PHASES = ("total", "prefill", "verify", "decode")

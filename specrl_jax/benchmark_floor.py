@@ -45,19 +45,18 @@ class State:
 
 @functools.partial(jax.jit, static_argnums=0)
 def floor_weights(model: ModelConfig, weights: Params) -> Params:
-    """The rollout's weights as matrices, those of one input side by side."""
+    """The rollout's weights as matrices."""
 
     def layer(w: dict[str, Array]) -> dict[str, Array]:
-        wide = [w[f"{name}_proj"].reshape(model.embed_dim, -1) for name in "qkv"]
         norms = {name: w[name] for name in ("attn_norm", "mlp_norm")}
         heads = {name: w[name] for name in ("q_norm", "k_norm") if name in w}
         return (
             norms
             | heads
             | {
-                "qkv": jnp.concatenate(wide, axis=1),
+                "qkv": w["qkv_proj"].reshape(model.embed_dim, -1),
                 "o": w["o_proj"].reshape(-1, model.embed_dim),
-                "gate_up": jnp.concatenate([w["gate_proj"], w["up_proj"]], axis=1),
+                "gate_up": jnp.concatenate([w["gate_up_proj"][:, i] for i in (0, 1)], axis=1),
                 "down": w["down_proj"],
             }
         )
@@ -138,8 +137,8 @@ def _forward(model: ModelConfig, weights: Params, cache: KVCache, token: Array, 
 
 def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
     rows, heads, kv = x.shape[0], model.num_heads, model.num_kv_heads
-    qkv = (x @ w["qkv"]).reshape(rows, heads + 2 * kv, model.head_dim)
-    q, k, v = jnp.split(qkv, (heads, heads + kv), axis=1)
+    qkv = (x @ w["qkv"]).reshape(rows, kv, heads // kv + 2, model.head_dim)
+    q, k, v = qkv[:, :, :-2].reshape(rows, heads, model.head_dim), qkv[:, :, -2], qkv[:, :, -1]
     if model.qk_norm:
         q, k = _norm(model, q, w["q_norm"]), _norm(model, k, w["k_norm"])
     q, k = _turn(q, turn), _turn(k, turn)

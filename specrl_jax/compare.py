@@ -49,8 +49,10 @@ def parse_case(text: str, config: str) -> Case:
     name, words = name.strip(), rest.split()
     files = [word for word in words if "=" not in word]
     changes = tuple(word for word in words if "=" in word)
-    if not colon or not name or len(files) > 1 or not (files or changes or config):
+    if not colon or not name or len(files) > 1:
         raise ValueError(f"--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got {text!r}")
+    if not files and not config:
+        raise ValueError(f"--case names no configuration file and there is no --config: {text!r}")
     return Case(name, files[0] if files else config, changes, name.replace(" ", "_"))
 
 

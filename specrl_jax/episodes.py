@@ -21,8 +21,8 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.reward_pool import RewardPool, Scores
 from specrl_jax.rollout.carry import Held, append_forced, turn_drafts
 from specrl_jax.rollout.drafting import Corpus
-from specrl_jax.rollout.engine import Stats
 from specrl_jax.rollout.generate import Outcome, Plan, roll
+from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put
 from specrl_jax.tokenizer import Tokenizer
 from specrl_jax.types import Drafts, Prompts

@@ -13,7 +13,7 @@ import numpy as np
 from specrl_jax.data import concatenate
 from specrl_jax.measure import reward_metrics, rollout_metrics
 from specrl_jax.rollout import reuse
-from specrl_jax.rollout.engine import Stats
+from specrl_jax.rollout.stats import Stats
 from specrl_jax.rounds import Desk, Round, play_round
 from specrl_jax.run import Run, State
 from specrl_jax.types import Prompts, Rollout

@@ -15,8 +15,8 @@ from small_runs import small_config
 from specrl_jax import benchmark, benchmark_floor, benchmark_scenes
 from specrl_jax.benchmark import Goal
 from specrl_jax.rollout.cost import CostTable, Point
-from specrl_jax.rollout.engine import Stats
 from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.rollout.stats import Stats
 from specrl_jax.types import Source
 
 ROOT = pathlib.Path(__file__).parent.parent

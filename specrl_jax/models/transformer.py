@@ -18,7 +18,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
-from specrl_jax.models.layers import LAYER_AXES, Block, rms_norm, rope_tables
+from specrl_jax.models.layers import LAYER_AXES, Block, joined, rms_norm, rope_tables
 from specrl_jax.sharding import check_divides, reshard, spec
 
 Params = dict[str, Array | dict[str, Array]]
@@ -201,7 +201,8 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
-    """The rollout's copy: cast to the compute type, gathered over "fsdp", layers unstacked.
+    """The rollout's copy: cast to the compute type, gathered over "fsdp", layers unstacked,
+    parameters of one input side by side.
 
     Made once a step, outside every loop.
     """
@@ -212,7 +213,7 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 
     weights = {n: convert(x, _TOP_AXES[n]) for n, x in params.items() if n != "layers"}
     weights["layers"] = tuple(
-        {n: convert(x[i], LAYER_AXES[n]) for n, x in params["layers"].items()}
+        joined({n: convert(x[i], LAYER_AXES[n]) for n, x in params["layers"].items()})
         for i in range(config.num_layers)
     )
     return weights

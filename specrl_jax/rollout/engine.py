@@ -12,7 +12,6 @@ numbers and a tally; no token visits it.
 import collections
 import dataclasses
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,72 +25,12 @@ from specrl_jax.rollout.decode import Limits, Setup
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.ladder import Ladder, rows_within
 from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put
 
 _FOREVER = np.iinfo(np.int32).max
 LOOK_IN_AHEAD = 64  # steps after which idle places are looked for
 LOOK_IN_PARTIAL = 32  # most steps between two counts of complete groups
-
-
-@dataclasses.dataclass
-class Stats:
-    """What a rollout cost. Seconds are wall-clock and include waiting for the device.
-
-    row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
-    verified_tokens: rows x width of the verification passes; judged_tokens: those that belonged to
-    a draft not rejected before. drafted_tokens: tree draft tokens that were emitted. visits: (rows,
-    slots, width, steps) of the decode loops, in order. predicted_seconds: what the cost model
-    expected of `decode_seconds`; 0 without one. evicted: rows that gave up their cache and were
-    replayed later. cache_bytes: the most that KV caches held at once over all devices, copies
-    made on the move included. programs: shapes of decode and verification programs.
-    """
-
-    prefill_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    predicted_seconds: float = 0.0
-    decode_steps: int = 0
-    row_steps: int = 0
-    verified_tokens: int = 0
-    judged_tokens: int = 0
-    drafted_tokens: int = 0
-    evicted: int = 0
-    cache_bytes: int = 0
-    visits: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
-    programs: set[tuple] = dataclasses.field(default_factory=set)
-
-    @classmethod
-    def total(cls, parts: Sequence["Stats"]) -> "Stats":
-        """Of several rollouts, one after another."""
-        found = cls()
-        for part in parts:
-            for field in dataclasses.fields(cls):
-                old, new = getattr(found, field.name), getattr(part, field.name)
-                together = old | new if field.name == "programs" else old + new
-                setattr(found, field.name, together)
-        return dataclasses.replace(found, cache_bytes=max(x.cache_bytes for x in parts))
-
-    def metrics(self) -> dict[str, float]:
-        """Under the names of `metrics.METRICS`."""
-        values = {
-            "time/prefill": self.prefill_seconds,
-            "time/verify": self.verify_seconds,
-            "time/decode": self.decode_seconds,
-            "rollout/decode_steps": self.decode_steps,
-            "rollout/row_steps": self.row_steps,
-            "rollout/tokens_drafted": self.drafted_tokens,
-            "rollout/verified_tokens": self.verified_tokens,
-            "rollout/judged_tokens": self.judged_tokens,
-            "rollout/evicted": self.evicted,
-            "rollout/cache_gib": self.cache_bytes / 2**30,
-            "rollout/programs": len(self.programs),
-        }
-        if self.row_steps:
-            wide = sum(size * steps * width for size, _, width, steps in self.visits)
-            values["rollout/width_mean"] = wide / self.row_steps
-        if self.predicted_seconds:
-            values["time/decode_predicted"] = self.predicted_seconds
-        return values
 
 
 @dataclasses.dataclass

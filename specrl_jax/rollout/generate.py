@@ -32,10 +32,11 @@ from specrl_jax.rollout.carry import (
 from specrl_jax.rollout.cost import CostModel
 from specrl_jax.rollout.decode import Setup
 from specrl_jax.rollout.drafting import Corpus
-from specrl_jax.rollout.engine import Bounds, Engine, Stats
+from specrl_jax.rollout.engine import Bounds, Engine
 from specrl_jax.rollout.plan import Plan
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
+from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
