@@ -59,6 +59,8 @@ def main() -> None:
     args, rest = parser().parse_known_args()
     if wrong := [flag for flag in rest if not flag.startswith("--config.")]:
         raise ValueError(f"unknown arguments: {' '.join(wrong)}")
+    if any(flag.startswith("--config.seed=") for flag in rest):
+        raise ValueError("--config.seed must not be given; give --seeds instead")
     if bool(args.vary) == bool(args.case):
         raise ValueError("give either --vary or --case")
     from specrl_jax import compare
@@ -71,7 +73,7 @@ def main() -> None:
         cases = compare.varied(args.config, heading, values)
     else:
         heading, cases = "", [compare.parse_case(text, args.config) for text in args.case]
-        _differ("--case", [case.name for case in cases])
+        _differ("--case", [case.folder.replace("/", "_") for case in cases])
     seeds = _seeds(args)
     _differ("--seeds", seeds)
     todo = compare.cells(cases, seeds, args.workdir, rest)

@@ -61,9 +61,10 @@ def cells(cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest) -> li
     found = []
     for seed in seeds:
         for case in cases:
-            own = [f"--config={case.config}", *(f"--config.{x}" for x in case.changes)]
+            changes = [f"--config.{x}" for x in case.changes]
             name = f"{case.folder},seed={seed}".replace("/", "_")
-            flags = (*own, f"--config.seed={seed}", *rest)
+            # The last flag of a field counts: what is compared goes before what is shared.
+            flags = (f"--config={case.config}", *rest, *changes, f"--config.seed={seed}")
             found.append(Cell(case.name, seed, flags, folder / name))
     return found
 
@@ -156,11 +157,14 @@ def compare(done: Sequence[Cell], target: float = 0.0) -> dict[str, Any]:
 
 
 def table(field: str, found: dict[str, Any]) -> str:
-    """A line a figure: mean and, of several seeds, standard deviation."""
-    names = list(next(iter(next(iter(found.values())).values())))
+    """A line a figure: mean and, of several seeds, standard deviation. Figures that some runs
+    do not have (held-out reward, without evaluation) are "-" there."""
+    names = list(dict.fromkeys(n for seeds in found.values() for x in seeds.values() for n in x))
     lines = [f"{field:30}" + "".join(f"{value[:22]:>24}" for value in found)]
     for name in names:
-        cells = [[seed[name] for seed in seeds.values()] for seeds in found.values()]
+        cells = [
+            [seed[name] for seed in seeds.values() if name in seed] for seeds in found.values()
+        ]
         lines.append(f"{name:30}" + "".join(f"{_text(name, values):>24}" for values in cells))
     return "\n".join(lines)
 
@@ -168,6 +172,8 @@ def table(field: str, found: dict[str, Any]) -> str:
 def _text(name: str, values: list) -> str:
     if name == "same tokens until step":
         return ", ".join("end" if v is None else str(v) for v in values)
+    if not values:
+        return "-"
     if None in values:
         return f"{sum(value is not None for value in values)} of {len(values)} runs"
     digits = 3 if name.endswith(", s") or "reward" in name else 0

@@ -202,6 +202,11 @@ def _check_batches(config: ConfigDict) -> None:
             "rollout.group_size must be >= 2 where critic.kind is none (responses of a group are "
             f"compared), got {config.rollout.group_size}"
         )
+    if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
+        raise ValueError(
+            "rollout.group_size must be >= 2 where algorithm.dynamic_sampling is True (a lone "
+            f"reward never differs), got {config.rollout.group_size}"
+        )
     if config.algorithm.objective == "cispo" and config.algorithm.ratio != "token":
         raise ValueError(
             "algorithm.ratio must be token where algorithm.objective is cispo, "
@@ -241,9 +246,24 @@ def _check_curriculum(config: ConfigDict) -> None:
         (unforeseen, "rollout.partial", config.rollout.partial, 0),
         (unforeseen, "rollout.run_ahead", config.rollout.run_ahead, False),
         (waits, "updates.old_logprobs", config.updates.old_logprobs, "rollout"),
+        (
+            _judged_earlier(config, waits),
+            "rollout.lenience_auto",
+            config.rollout.lenience_auto,
+            False,
+        ),
     ):
         if reasons and value != wanted:
             raise ValueError(f"{field} must be {wanted} where {reasons[0]}, got {value}")
+
+
+def _judged_earlier(config: ConfigDict, waits: list[str]) -> list[str]:
+    """Why a batch with importance weights may hold drafts that an earlier lenience has judged."""
+    if config.rollout.partial:
+        waits = [*waits, "rollout.partial is > 0"]
+    if not waits or not config.algorithm.importance_cap:
+        return []
+    return [f"algorithm.importance_cap is > 0 and {waits[0]}"]
 
 
 def _check_environment(config: ConfigDict) -> None:
@@ -262,6 +282,11 @@ def _check_environment(config: ConfigDict) -> None:
 
 def _check_screening(config: ConfigDict) -> None:
     settings, group = config.curriculum, config.rollout.group_size
+    if settings.screening < 2:
+        raise ValueError(
+            "curriculum.screening must be >= 2 where curriculum.name is speed (one response is all "
+            f"right or all wrong), got {settings.screening}"
+        )
     if group % settings.screening or settings.screening == group:
         raise ValueError(
             f"curriculum.screening must divide rollout.group_size = {group} and be less, "

@@ -68,6 +68,9 @@ class PromptStream:
         rng = np.random.default_rng([self._seed, self.epoch])
         return rng.permutation(len(self._encoded.examples))
 
+    def begin(self, step: int) -> None:
+        """Step `step` of the run begins (from 1). Nothing to learn from here."""
+
     def next(self) -> Prompts:
         """The next batch, [Q, P]."""
         return batch_of(self._encoded, self._draw())
@@ -263,7 +266,8 @@ class EasyToHard(_Chooser):
 
     A prompt's rank q in [0, 1] is by its difficulty, ties by prompt_id. At progress p of the run
     prompts are drawn without replacement with weights exp(−(q − p)² / 2σ²): the easy ones first,
-    the hard ones at the end, some of all others in between.
+    the hard ones at the end, some of all others in between. Progress is in steps, of which some
+    take more prompts than others.
 
     Args:
       difficulty: "prompt_len" (tokens), "answer_len" (characters), or the path of a number in the
@@ -289,11 +293,13 @@ class EasyToHard(_Chooser):
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self._ranks = np.empty(len(keys))
         self._ranks[order] = np.linspace(0, 1, len(keys))
-        self._width, self._total = width, total_steps * prompts_per_step
+        self._width, self._total, self._progress = width, total_steps, 0.0
+
+    def begin(self, step: int) -> None:
+        self._progress = min((step - 1) / max(self._total, 1), 1.0)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
-        progress = min(self._taken / max(self._total, 1), 1.0)
-        scores = -np.square(self._ranks[free] - progress) / (2 * self._width**2)
+        scores = -np.square(self._ranks[free] - self._progress) / (2 * self._width**2)
         # The highest scores with Gumbel noise are a draw without replacement.
         return np.argsort(-(scores + rng.gumbel(size=len(free))), kind="stable")[:count]
 

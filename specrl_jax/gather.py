@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from specrl_jax.data import concatenate
-from specrl_jax.measure import reward_metrics, rollout_metrics
-from specrl_jax.rollout import reuse
+from specrl_jax.measure import GROUP_REWARDS, reward_metrics, rollout_metrics
+from specrl_jax.rollout import acceptance, reuse
 from specrl_jax.rollout.stats import Stats
 from specrl_jax.rounds import Desk, Round, play_round
 from specrl_jax.run import Run, State
@@ -57,6 +57,7 @@ class Gathered:
 
 def gather(run: Run, state: State) -> Gathered:
     """The batch of the step that begins (`state.step` counts it); changes `state`."""
+    state.stream.begin(state.step)
     clocks = Clock("rollout"), Clock("reward")
     if state.waiting is None:
         rounds = [play_round(run, state, *state.next_prompts(run), *clocks)]
@@ -69,15 +70,22 @@ def gather(run: Run, state: State) -> Gathered:
         batch, values = desk.batch()
         values |= Stats.total([x.outcome.stats for x in rounds]).metrics()
     values |= _metrics(run, rounds)
+    if state.screened is not None:  # rounds hold parts of groups
+        whole = reward_metrics(batch[2], np.zeros(len(batch[2]), bool), run.trained_group)
+        values |= {name: whole[name] for name in GROUP_REWARDS}
     for clock in clocks:
         values |= clock.lap
     log_lenience, told, rejected_mass = state.log_lenience, {}, 0.0
-    if "previous" in run.config.rollout.draft and run.config.rollout.accept != "match":
+    rule = run.plan.setup.accept
+    if rule != "match":
         inputs = _joined(rounds, "prefix_lens", "outcome.offered")
         rejected_mass = reuse.estimate_rejected_mass(*inputs)
         told = reuse.measure(batch[1], log_lenience, rejected_mass)
-        told["reuse/log_lenience"] = log_lenience
-        _adapt_lenience(run, state, told)
+        if acceptance.RULES[rule].lenience:
+            told["reuse/log_lenience"] = log_lenience
+            _adapt_lenience(run, state, told)
+        else:
+            told.pop("reuse/lenient_fraction", None)
     return Gathered(*batch, values | told, rounds, log_lenience, rejected_mass)
 
 

@@ -32,8 +32,9 @@ def rollout_metrics(
         contents. `rollout/draft_accept_rate` is absent where no draft token was offered,
         `rollout/overlap_rouge1` where no row has a previous response.
     """
-    given = 0 if forced is None else int(forced.sum())
-    total, reused = int(lens.sum()) - given, int(prefix_lens.sum())
+    own = lens if forced is None else lens - forced
+    given = int(lens.sum()) - int(own.sum())
+    total, reused = int(own.sum()), int(prefix_lens.sum())
     last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
     ended = np.isin(last, eos_ids) & (lens > 0)
     values = {
@@ -41,7 +42,7 @@ def rollout_metrics(
         "rollout/tokens_reused": reused,
         "rollout/reuse_fraction": reused / max(total, 1),
         "rollout/prefix_len_mean": float(prefix_lens.mean()),
-        "rollout/full_reuse_ratio": float(np.mean((prefix_lens > 0) & (prefix_lens == lens))),
+        "rollout/full_reuse_ratio": float(np.mean((prefix_lens > 0) & (prefix_lens == own))),
         "rollout/response_len_mean": float(lens.mean()),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
@@ -53,6 +54,10 @@ def rollout_metrics(
         overlap = overlap_rouge1(tokens, lens, *previous)
         values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
     return values
+
+
+# Those of `reward_metrics` that are shares of groups.
+GROUP_REWARDS = ("reward/solved_all", "reward/solved_none", "reward/no_signal")
 
 
 def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> dict[str, float]:

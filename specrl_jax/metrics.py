@@ -68,7 +68,9 @@ METRICS: dict[str, Metric] = {
     "rollout/turns_mean": Metric("turns of an episode", "count"),
     "rollout/rounds": Metric("rollouts until there was a batch of groups to learn from", "count"),
     "rollout/groups_waiting": Metric("complete groups that wait for the next step", "count"),
-    "rollout/groups_filled": Metric("groups of equal rewards that filled the batch up", "count"),
+    "rollout/groups_filled": Metric(
+        "flat groups and empty places that filled the batch up", "count"
+    ),
     "curriculum/screened": Metric(
         "prompts of which a first part of the group was sampled", "count"
     ),
@@ -81,7 +83,7 @@ METRICS: dict[str, Metric] = {
     "reuse/log_ratio_p50": Metric("log π / π_old of kept draft tokens, median", "nats"),
     "reuse/log_ratio_p95": Metric("log π / π_old of kept draft tokens, 95th percentile", "nats"),
     "reuse/lenient_fraction": Metric("share of kept tokens that only ℓ > 1 kept, expected", "1"),
-    "reuse/kl": Metric("KL(π_old ‖ π) per kept draft token", "nats"),
+    "reuse/kl": Metric("mean of r − 1 − log r, r = π / π_old, of kept draft tokens", "nats"),
     "reuse/rejected_mass": Metric("rejections over judged draft positions", "1"),
     "selection/trained": Metric("log π / π_old of responses that were trained on since", "nats"),
     "selection/held_out": Metric("log π / π_old of responses as old, to held-out prompts", "nats"),

@@ -117,11 +117,14 @@ def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[
         if run.learner.critic:
             batch, values = _by_critic(run, state, batch, rewards)
         if run.config.algorithm.importance_cap:
-            weights = found.importance_weights(run.config.rollout.accept)
+            weights = found.importance_weights(run.plan.setup.accept)
             weights = weights[:, : batch.old_logprobs.shape[1]]
             batch = dataclasses.replace(batch, weights=weights)
         values |= shaped | learn(run, state, batch)
     _note_trained(run, state, found)
+    if found.metrics.get("rollout/stale_fraction"):
+        # Against log-probs of earlier policies it would be no gap between two ways to reckon.
+        values.pop("policy/rollout_train_logprob_gap")
     seen = state.prompts_seen
     values |= {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
     return values | found.metrics | clock.lap
@@ -162,7 +165,8 @@ def _by_critic(
         put(rewards, "batch"), old, batch.mask, settings.gamma, settings.gae_lambda
     )
     batch = dataclasses.replace(batch, values=old, advantages=advantages, returns=returns)
-    return batch, {name: float(x) for name, x in jax.device_get(metrics).items()}
+    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    return batch, {name: x for name, x in values.items() if not math.isnan(x)}
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "gae_lambda"))
@@ -177,7 +181,8 @@ def _critique(rewards: Array, old: Array, mask: Array, gamma: float, gae_lambda:
         returns,
         {
             "critic/value_mean": masked_mean(old, mask),
-            "critic/explained_variance": 1 - left / jnp.maximum(spread, 1e-8),
+            # Where all returns are equal there is nothing to explain.
+            "critic/explained_variance": jnp.where(spread > 1e-8, 1 - left / spread, jnp.nan),
         },
     )
 

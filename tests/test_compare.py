@@ -79,9 +79,10 @@ def test_cases_of_several_fields_and_files(tmp_path):
         for text in ("plain: rollout.draft=none", "PPO block: b.py rollout.accept=block x.y=2")
     ]
     first, second, *_ = compare.cells(cases, [3, 4], tmp_path, ["--config.log.plots=False"])
-    assert first.flags == ("--config=a.py:micro", "--config.rollout.draft=none",
-                           "--config.seed=3", "--config.log.plots=False")  # fmt: skip
-    assert second.flags[:3] == ("--config=b.py", "--config.rollout.accept=block", "--config.x.y=2")
+    assert first.flags == ("--config=a.py:micro", "--config.log.plots=False",
+                           "--config.rollout.draft=none", "--config.seed=3")  # fmt: skip
+    assert second.flags[2:4] == ("--config.rollout.accept=block", "--config.x.y=2")
+    assert second.flags[0] == "--config=b.py"
     assert second.workdir == tmp_path / "PPO_block,seed=3"
     for text in ("no colon", ": a=1", "two files: a.py b.py"):
         with pytest.raises(ValueError, match=f"^--case must be .* got '{text}'$"):
@@ -99,6 +100,13 @@ def test_what_it_took_to_reach_a_reward(tmp_path):
     assert compare.figures(run, 0.125)["tokens generated to 0.125"] == 0
     assert compare.figures(run, 0.75)["tokens generated to 0.75"] is None
     assert compare._text("tokens generated to 0.75", [3, None]) == "1 of 2 runs"
+
+
+def test_a_figure_that_only_some_runs_have():
+    found = {"no": {"0": {"row steps": 5}}, "yes": {"0": {"held-out reward": 0.5, "row steps": 6}}}
+    lines = [line.split() for line in compare.table("evaluate", found).splitlines()]
+    assert lines == [["evaluate", "no", "yes"], ["row", "steps", "5", "6"],
+                     ["held-out", "reward", "-", "0.500"]]  # fmt: skip
 
 
 def launch(*arguments):
@@ -136,6 +144,14 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
         (["--vary=a.b=1", "--seeds=x"], "--seeds must be whole numbers as in 0,1, got 'x'"),
         (["--vary=a.b=1", "--speed=3"], "unknown arguments: --speed=3"),
         (["--vary=seed=1,2"], "--vary must not be seed; give --seeds instead"),
+        (
+            ["--vary=a.b=1", "--config.seed=3"],
+            "--config.seed must not be given; give --seeds instead",
+        ),
+        (
+            ["--case=a b: c.d=1", "--case=a_b: c.d=2"],
+            "--case must not name anything twice, got ['a_b', 'a_b']",
+        ),
         ([], "give either --vary or --case"),
         (
             ["--case=a: b.c=1", "--case=a: b.c=2"],

@@ -149,10 +149,20 @@ IMPOSSIBLE = [
      "curriculum.screening must divide rollout.group_size = 8 and be less, got 8"),
     ({"curriculum.name": "speed", "curriculum.low": 1.0},
      "curriculum.low must be < curriculum.high = 1.0, got 1.0"),
-    ({"curriculum.name": "speed", "rollout.group_size": 2, "curriculum.screening": 1,
-      "curriculum.reuse_screening": False, "updates.mini_batch_size": 4},
-     "curriculum.screening must leave 2 responses of a group to compare where "
-     "curriculum.reuse_screening is False, got 1 of 2"),
+    ({"curriculum.name": "speed", "curriculum.screening": 1},
+     "curriculum.screening must be >= 2 where curriculum.name is speed (one response is all right "
+     "or all wrong), got 1"),
+    ({"critic.kind": "head", "rollout.group_size": 1, "algorithm.dynamic_sampling": True,
+      "updates.mini_batch_size": 4},
+     "rollout.group_size must be >= 2 where algorithm.dynamic_sampling is True (a lone reward "
+     "never differs), got 1"),
+    ({"algorithm.dynamic_sampling": True, "algorithm.importance_cap": 2.0,
+      "rollout.lenience_auto": True},
+     "rollout.lenience_auto must be False where algorithm.importance_cap is > 0 and "
+     "algorithm.dynamic_sampling is True, got True"),
+    ({"rollout.partial": 2, "algorithm.importance_cap": 2.0, "rollout.lenience_auto": True},
+     "rollout.lenience_auto must be False where algorithm.importance_cap is > 0 and "
+     "rollout.partial is > 0, got True"),
     ({"environment.name": "guess", "rollout.partial": 4},
      "rollout.partial must be 0 with an environment, got 4"),
     ({"environment.name": "guess", "rollout.accept": "random"},

@@ -229,9 +229,11 @@ def test_from_easy_to_hard():
     """The window's mean rank follows progress; the first and last batches are of the two ends."""
     encoded = encoded_set(200)
     stream = EasyToHard(encoded, 20, 3, "answer_len", 0.15, total_steps=30)
-    lengths = [
-        np.mean([len(e.answer) for e in stream.next().examples]) for _ in range(30)
-    ]  # answers "0" to "199": 10 of one digit, 90 of two, 100 of three
+    lengths = []  # of answers "0" to "199": 10 of one digit, 90 of two, 100 of three
+    for step in range(1, 31):
+        stream.begin(step)
+        rounds = [stream.next() for _ in range(1 + step % 3)]  # however many a step takes
+        lengths.append(np.mean([len(e.answer) for e in rounds[-1].examples]))
     assert lengths[0] < 2.2
     assert lengths[-1] == 3.0
     assert np.mean(lengths[:10]) < np.mean(lengths[10:20]) < np.mean(lengths[20:])
@@ -255,7 +257,11 @@ def test_difficulty_from_the_metadata():
     )
     encoded = dataclasses.replace(encoded, examples=examples)
     stream = EasyToHard(encoded, 1, 0, "difficulty.numbers", 1e-3, total_steps=6)
-    assert [prompts_of(stream.next())[0] for _ in range(6)] == ["5>", "4>", "3>", "2>", "2>", "1>"]
+    found = []
+    for step in range(1, 7):
+        stream.begin(step)
+        found += prompts_of(stream.next())
+    assert found == ["5>", "4>", "3>", "2>", "2>", "1>"]
     for field in ("difficulty", "difficulty.other", "no.where"):
         with pytest.raises(ValueError, match=r"^curriculum\.difficulty must be prompt_len, answer"):
             EasyToHard(encoded, 1, 0, field, 0.1, total_steps=6)

@@ -1,5 +1,6 @@
 """The scheduler: queue, bounds, eviction and choices by cost. None of them changes a token."""
 
+import dataclasses
 import gc
 
 import jax
@@ -12,6 +13,7 @@ from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout import decode, ladder, rows
 from specrl_jax.rollout.cost import CostModel, CostTable, Point, Visit
 from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.sharding import put
 from specrl_jax.types import Source
 
 B, P, R = 32, 6, 8
@@ -160,6 +162,42 @@ def test_rows_give_up_their_cache_and_come_back(mesh, base, held_bytes, bound):
         assert stats.evicted > 0
     assert stats.metrics()["rollout/evicted"] == stats.evicted
     assert stats.metrics()["rollout/cache_gib"] == stats.cache_bytes / 2**30
+
+
+def long_plan(**changes):
+    """16 rows of 32 tokens without an end, prompts of 2."""
+    per_slot = cache_bytes(ref.ONE_LAYER, 1, 1)
+    rows_, slots = changes.pop("fits")
+    options = {"slots": 32, "prompt_slots": 2, "group": 2, "accept": "match", "eos": (16,)}
+    bound = 2.5 * rows_ * slots * per_slot
+    return ref.make_plan(ref.ONE_LAYER, cache_bytes=bound, **options | changes)
+
+
+def test_rows_come_back_to_the_window_behind_the_one_they_filled(mesh, held_bytes):
+    """At 18 slots 8 rows fit, at 34 four: those that come back must not be begun as eight."""
+    plan = long_plan(fits=(8, 18), row_rungs=4, windows=2)
+    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
+    rollout, stats = ref.run(plan, weights, prompts)
+    assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
+    free = dataclasses.replace(plan, cache_bytes=0.0)
+    check_equal(rollout, ref.run(free, weights, prompts)[0])
+    assert stats.evicted == 12  # 8 of the first window, and 4 more that fill it
+
+
+def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes):
+    """Drafts of two passes, right in 3 of 8 rows: these go on alone only if there is room."""
+    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
+    plan = long_plan(fits=(8, 34), row_rungs=4, windows=1, max_rows=8, verify_chunk=16)
+    free = dataclasses.replace(plan, cache_bytes=0.0)
+    right = ref.run(free, weights, prompts)[0]
+    tokens = np.asarray(right.tokens).copy()
+    tokens[np.arange(16) % 8 >= 3, 4] ^= 1
+    drafts = as_drafts(dataclasses.replace(right, tokens=put(tokens, "batch", None)))
+    held_bytes[0] = 0
+    rollout, stats = ref.run(plan, weights, prompts, drafts=drafts)
+    check_equal(rollout, right, but=FOUND)
+    assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
+    assert stats.verified_tokens > 0
 
 
 @pytest.mark.parametrize("accept", ["ratio", "ratio_residual"])

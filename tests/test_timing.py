@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
+from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout import cost, timing
 from specrl_jax.rollout.cost import Point
 
@@ -39,6 +40,13 @@ def test_points_by_hand(mesh):
     assert found == sorted(
         [Point(8, P + 1, 1, False), Point(8, P + 4, 1, False), Point(8, P + 2, 2, False)]
     )
+    # Nothing that the bound has no room for, but the fewest rows in any case.
+    plan = plan_of(row_rungs=2, windows=1, tree=None, max_width=1)
+    ladder, per_slot = plan.ladder(ROWS), cache_bytes(ref.ONE_LAYER, 1, 1)
+    found = timing.points(plan.full_setup(ladder), ladder, 7 * (P + 4) * per_slot)
+    assert {(p.rows, p.width) for p in found} == {(4, 1), (4, 4)}
+    found = timing.points(plan.full_setup(ladder), ladder, 1.0)
+    assert {p.rows for p in found} == {ladder.admissions[-1]}
     # Block verification is not a choice.
     found = points_of(plan_of(accept="block", stored=2))
     assert found == [Point(8, P + R + 1, 1, False), Point(8, P + R + 1, 2, True)]

@@ -84,7 +84,8 @@ class Held:
     """What B rows have from earlier steps.
 
     rollout: their responses so far, length 0 where there is none. done: bool [B], complete.
-    offered: int32 [B], draft tokens that they were offered when they began.
+    offered: int32 [B], draft tokens that they were offered when they began; of rows that have
+    rejected none and are not done, those that they kept.
     """
 
     rollout: Rollout

@@ -31,6 +31,7 @@ from specrl_jax.sharding import put
 _FOREVER = np.iinfo(np.int32).max
 LOOK_IN_AHEAD = 64  # steps after which idle places are looked for
 LOOK_IN_PARTIAL = 32  # most steps between two counts of complete groups
+_VERIFIED = 1.5  # a window in which drafts are verified over the one that rows then share, at most
 
 
 @dataclasses.dataclass
@@ -117,6 +118,7 @@ class Engine:
         self.ahead = collections.deque(g for g in fresh if g * group >= own)
         self.carried = [(int(held[i]), i) for i in range(own) if begun[i // group] and not done[i]]
         self.back: list[tuple[int, int]] = []  # (tokens, row): evicted
+        self.aside: list[tuple[int, int]] = []  # a rung held beside the pool for a moment
 
     def _check_bound(self) -> None:
         per_slot, bound = cache_bytes(self.setup.model, 1, 1), self.bounds.cache_bytes
@@ -189,7 +191,8 @@ class Engine:
             group = self.setup.group_size
             held = int(self.draft_lens[self.fresh[0] * group : (self.fresh[0] + 1) * group].max())
         longest = max(held, self.pool.longest if self.pool else 0)
-        capacity = self._capacity(self.ladder.response_for(max(longest, 1)))
+        # As where they join: rows that filled a window come back to the next one.
+        capacity = self._capacity(self.ladder.response_for(longest + 1))
         group = self.setup.group_size
         waiting = len(again) or len(self.fresh) * group
         room = capacity - busy
@@ -222,6 +225,7 @@ class Engine:
         group, pool = self.setup.group_size, self.pool
         capacity = self._capacity(self.ladder.response_for(pool.longest + 1))
         count = min((min(pool.size, capacity) - pool.unfinished) // group, len(self.ahead))
+        count = min(count, self.ladder.admissions[0] // group)
         if count * group < max(pool.size // 4, 1):  # not worth a prefill and a move
             return False
         size = self.ladder.admission(count * group, self.ladder.admissions[0])
@@ -236,7 +240,10 @@ class Engine:
         of `size`, with the pool, up to `longest` tokens."""
         slots = self.ladder.slots(self.ladder.response_for(longest + 1))
         total = self.ladder.rows_for(self.pool.unfinished + real)
-        needed = self._bytes((size, slots), *{(self.pool.size, self.pool.slots), (total, slots)})
+        longest_draft = int(self.draft_lens.max())
+        passes = [self._verify_slots(w, longest_draft) for w in self._verifiable(longest_draft)]
+        begin = max([slots, *(passes if longest_draft else [])])
+        needed = self._bytes((size, begin), *{(self.pool.size, self.pool.slots), (total, slots)})
         return bool(self.bounds.cache_bytes) and needed > self.bounds.cache_bytes
 
     def _begin_groups(self, groups: list[int], size: int) -> _Pool:
@@ -278,7 +285,11 @@ class Engine:
             left = np.maximum(self.draft_lens[places] - self.held[places], 0)
             first = self._first_pass(left, size)
         if first:
-            slots = max(slots, self.ladder.prompt_slots + width + first.chunk)
+            needed = self.ladder.prompt_slots + width + first.chunk
+            if self.bounds.cache_bytes and needed > slots * _VERIFIED:
+                first = None
+            else:
+                slots = max(slots, needed)
         prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
         cache = decode.replay(
             self.setup, self.weights, put(prompts, "batch", None), picked, slots=slots, width=width
@@ -313,16 +324,31 @@ class Engine:
             return self.ladder.prompt_slots + width
         return self.ladder.prompt_slots + self.ladder.response_for(longest) + width
 
-    def _pass(self, drafts: np.ndarray, size: int) -> Pass:
-        """The verification of rows whose drafts have `drafts` [n] tokens left that is expected to
-        save most for its seconds; without a cost model the widest that is needed."""
-        longest = int(drafts.max())
+    def _verifiable(self, longest: int) -> list[int]:
+        """Widths of a pass over drafts of at most `longest` tokens, ascending: up to the widest
+        that is needed, whose caches stay within what `rows_within` reckons with."""
         widest = self.ladder.verify_width(longest)
+        room = self.ladder.slots(self.ladder.response_for(longest + 1)) * _VERIFIED
+        return [
+            width
+            for width in self.ladder.verify
+            if width <= widest
+            and not (self.bounds.cache_bytes and self._verify_slots(width, longest) > room)
+        ]
+
+    def _pass(self, drafts: np.ndarray, size: int) -> Pass | None:
+        """The verification of rows whose drafts have `drafts` [n] tokens left that is expected to
+        save most for its seconds; without a cost model the widest that is needed. None where the
+        bound on bytes has no room for one."""
+        longest = int(drafts.max())
+        widths = self._verifiable(longest)
+        if not widths:
+            return None
         one = Pass(
             left=tuple(drafts[drafts > 0].tolist()),
             rung_rows=size,
-            slots=self._verify_slots(widest, longest),
-            chunk=widest,
+            slots=self._verify_slots(widths[-1], longest),
+            chunk=widths[-1],
             rungs=tuple(sorted(self.ladder.rows)),
             decode_slots=self.ladder.slots(self.ladder.responses[-1]),
             widths=self.widths,
@@ -332,21 +358,18 @@ class Engine:
         )
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return one
-        return max(
-            (
-                dataclasses.replace(one, chunk=width, slots=self._verify_slots(width, longest))
-                for width in self.ladder.verify
-                if width <= widest
-            ),
-            key=self.cost.worth,
-        )
+        passes = [
+            dataclasses.replace(one, chunk=width, slots=self._verify_slots(width, longest))
+            for width in widths
+        ]
+        return max(passes, key=self.cost.worth)
 
     def _first_pass(self, drafts: np.ndarray, size: int) -> Pass | None:
         """The verification of a new batch's drafts; None where they are better left to decoding."""
         if not drafts.any():
             return None
         one = self._pass(drafts, size)
-        if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
+        if one is None or self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return one
         return one if self.cost.worth_verifying(one) else None
 
@@ -354,13 +377,13 @@ class Engine:
         """Judge pending drafts in wide passes, as long as that pays."""
         one: Pass | None = first
         while batch.verifying:
-            if batch.verifying <= self.ladder.rows_below(batch.size):
+            if self._may_split(batch):
                 batch = self._split(batch)
             if one is None:
                 # Rows that verified all passes so far have as many tokens less to verify.
                 left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
                 one = self._pass(np.maximum(left, 1), batch.size)
-                if batch.slots < self._room_needed(batch, one.chunk):
+                if one is None or batch.slots < self._room_needed(batch, one.chunk):
                     break
                 if self.cost and not self.cost.worth_verifying(one):
                     break
@@ -378,12 +401,27 @@ class Engine:
         """Slots of a further pass, which begins behind the longest response."""
         return self.ladder.prompt_slots + batch.longest + width
 
+    def _may_split(self, batch: _Pool) -> bool:
+        """Whether fewer rows are verifying than the rung holds, and there is room for both rungs
+        and for those that the others join."""
+        size, pool = self.ladder.rows_for(batch.verifying), self.pool
+        if size == batch.size or not self.bounds.cache_bytes:
+            return size < batch.size
+        others = batch.active - batch.verifying + (pool.unfinished if pool else 0)
+        longest = max(batch.longest, pool.longest if pool else 0)
+        joined = self.ladder.slots(self.ladder.response_for(longest + 1))
+        rungs = [(batch.size, batch.slots), (size, batch.slots), *self._pool_shape()]
+        rungs.append((self.ladder.rows_for(max(others, 1)), joined))
+        return self._bytes(*rungs) <= self.bounds.cache_bytes
+
     def _split(self, batch: _Pool) -> _Pool:
         """Send rows that are not verifying into the pool; the others go on, on a smaller rung."""
         judged = rows.verifying(batch.rows)
         size = self.ladder.rows_for(batch.verifying)
         self._collect(batch)
         cache, moved = rows.move(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
+        self.aside = [(size, batch.slots)]
+        self._note_bytes((batch.size, batch.slots), *self._pool_shape())
         rest = dataclasses.replace(batch, verifying=0, active=batch.active - batch.verifying)
         rest.rows = rows.without_pending(rows.drop(batch.rows, judged))
         kept = dataclasses.replace(batch, cache=cache, rows=moved, size=size)
@@ -394,6 +432,7 @@ class Engine:
             rest.own = kept.own = 0
         if rest.active:
             self._join(rest)
+        self.aside = []
         return kept
 
     # The pool --------------------------------------------------------------------------------
@@ -565,7 +604,8 @@ class Engine:
         return [(self.pool.size, self.pool.slots)] if self.pool else []
 
     def _note_bytes(self, *rungs: tuple[int, int]) -> None:
-        self.stats.cache_bytes = max(self.stats.cache_bytes, self._bytes(*rungs))
+        held = self._bytes(*rungs, *self.aside)
+        self.stats.cache_bytes = max(self.stats.cache_bytes, held)
 
     def _bytes(self, *rungs: tuple[int, int]) -> int:
         return sum(cache_bytes(self.setup.model, *rung) for rung in rungs)

@@ -272,10 +272,14 @@ def _completed(
 ) -> Outcome:
     """The first `wanted` groups that are complete; all others are carried on."""
     group = len(done) // len(prompts.lens)
+    # What is left of the drafts of rows that rejected nothing so far is lost, not rejected; rows
+    # that have not begun will be offered theirs again.
+    lens, kept_lens = jax.device_get((found.rollout.lens, found.rollout.prefix_lens))
+    judged = np.where(~done & (kept_lens == lens), kept_lens, found.offered)
     complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[:wanted]
     others = np.setdiff1d(np.arange(len(prompts.lens)), complete)
     mine, theirs = (_rows_of(groups, group) for groups in (complete, others))
-    held = Held(found.rollout, put(done, "batch"), put(found.offered, "batch"))
+    held = Held(found.rollout, put(done, "batch"), put(judged, "batch"))
     rows = len(carried.held.done)
     return dataclasses.replace(
         found,

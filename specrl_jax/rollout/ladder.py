@@ -97,6 +97,7 @@ def rows_within(cache_bytes: float, bytes_per_slot: int, slots: int) -> int:
     """Rows whose caches of `slots` slots stay within a bound while they are moved.
 
     Where rows join others there are for a moment a rung, those that join, and the rung of both:
-    with C rows in the last, C + C / 2 + C or C / 2 + C + C at most, hence 2.5.
+    with C rows in the last, C + C / 2 + C or C / 2 + C + C at most, hence 2.5. Rows that verify
+    drafts may take half as many slots again, before any others are there: 1.5 C + C.
     """
     return math.floor(cache_bytes / 2.5 / (bytes_per_slot * slots))

@@ -49,7 +49,8 @@ def _measure(rollout: Rollout, log_lenience: Array, count: Array) -> dict[str, A
     # 1 − min(1, r) / min(1, ℓ·r).
     lenient = jnp.where(log_lenience > 0, log_lenience, 0.0)
     share = -jnp.expm1(jnp.minimum(log_ratio, 0) - jnp.minimum(log_ratio + lenient, 0))
-    # E over y ~ π_old of r − 1 − log r is KL(π_old ‖ π).
+    # Over y ~ π_old the mean of r − 1 − log r is KL(π_old ‖ π). Kept tokens have the law
+    # min(π_old, ℓπ) instead: of the tokens that moved far, ℓ decides how many are kept.
     divergence = jnp.expm1(log_ratio) - log_ratio
     whole = jax.sharding.reshard(jnp.where(mask, log_ratio, jnp.nan), jax.P(None, None))
     low, middle, high = jnp.nanquantile(whole, jnp.array([0.05, 0.5, 0.95]))
@@ -89,10 +90,10 @@ def importance_weights(
     With these, for any f: Σ min(π_old, ℓπ)·(1 − d)·π/min(π_old, ℓπ)·f + d·Σ π·f = Σ π·f. Unlike
     π/b they need π_old at the kept token alone. Exact, position by position, for the position's own
     d and for a draft whose law was π_old; estimated in two ways: d is the rollout's mean, and a
-    token that was kept before is taken as drawn from the policy that kept it last. Tokens of the
-    exact rules have weight 1.
+    token that was kept before is taken as drawn from the policy that kept it last. Rows that
+    earlier steps judged have this step's d. Tokens of the exact rules have weight 1.
 
-    rule: `rollout.accept`. log_lenience: nats, in [-inf, inf].
+    rule: the acceptance rule in force. log_lenience: nats, in [-inf, inf].
     """
     log_ratio = rollout.sampling_logprobs - rollout.draft_logprobs
     if rule == "ratio":

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.models.kv_cache import init_cache
+from specrl_jax.models.kv_cache import cache_bytes, init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, drafting, rows
 from specrl_jax.rollout.cost import CostTable, Point, load_or_measure
@@ -45,14 +45,24 @@ def cost_table(
         "ladder": repr(ladder),
         "sources": sources,
         "statistic": "median",
+        "cache_bytes": plan.cache_bytes,
     }
     clock = _Clock(setup, ladder, weights, sources)
-    return load_or_measure(directory, key, points(setup, ladder), clock)
+    found = points(setup, ladder, plan.cache_bytes)
+    return load_or_measure(directory, key, found, clock)
 
 
-def points(setup: Setup, ladder: Ladder) -> list[Point]:
+def points(setup: Setup, ladder: Ladder, bound: float = 0.0) -> list[Point]:
     """What is measured: every decode program at its shallowest and deepest window, and the
-    narrowest and widest verification at the fewest and most rows."""
+    narrowest and widest verification at the fewest and most rows. bound: of the KV caches' bytes,
+    0 for any; what it leaves no room for never runs."""
+    per_slot = cache_bytes(setup.model, 1, 1)
+
+    def fits(point: Point) -> bool:
+        if not bound or point.rows <= ladder.admissions[-1]:
+            return True
+        return point.rows * point.slots * per_slot <= bound
+
     windows = [ladder.slots(r) for r in (ladder.responses[0], ladder.responses[-1])]
     found = {
         Point(size, slots, width, width > 1)
@@ -64,7 +74,7 @@ def points(setup: Setup, ladder: Ladder) -> list[Point]:
         for size in (ladder.admissions[0], ladder.admissions[-1]):
             for width in (ladder.verify[0], ladder.verify[-1]):
                 found.add(Point(size, ladder.prompt_slots + width, width, False))
-    return sorted(found)
+    return sorted(filter(fits, found))
 
 
 @dataclasses.dataclass
