@@ -240,7 +240,11 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
             for q, name in enumerate(names)
             if parts[name][0][0] < step
         )
-        assert records(workdir)[step]["rollout/stale_fraction"] == old / lens.sum()
+        told = records(workdir)[step]
+        assert told["rollout/stale_fraction"] == old / lens.sum()
+        assert ("policy/rollout_train_logprob_gap" in told) == (old == 0)
+        flat = np.ptp(found.rewards.reshape(Q, trained), axis=1) == 0
+        assert told["reward/no_signal"] == np.mean(flat)
     assert stale > 0
     assert len(seen.batches) == STEPS
 

@@ -96,6 +96,12 @@ def test_forced_tokens_are_nobodys():
     assert values["rollout/reuse_fraction"] == pytest.approx(share)
 
 
+def test_an_episode_whose_own_tokens_were_all_kept_is_reused_whole():
+    rollout = make_rollout([[5, 6, 9, 9, 1], [5, 6, 9, 9, 1]], [5, 5], [3, 2])
+    values = rollout_metrics(*rollout, EOS, forced=np.array([2, 2]))
+    assert values["rollout/full_reuse_ratio"] == 1 / 2
+
+
 def test_only_the_last_token_ends_a_response():
     # Inside the response, in the padding, and where there is no response at all.
     rollout = make_rollout([[1, 5, 5], [5, 5, 1], [5, 5, 1], [1, 1, 1]], [3, 3, 2, 0], [0] * 4)

@@ -192,6 +192,22 @@ def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
             check_equal(rollout, whole, rows)
 
 
+def test_what_was_not_judged_yet_is_not_rejected(mesh):
+    """Drafts that are kept whole, of rows that begin, wait and go on; some are offered twice."""
+    plan, (_, weights) = make_plan(max_rows=8, row_rungs=3), ref.policy()
+
+    def drafts(prompts):
+        whole = ref.run(plan, weights, prompts, 0)[0]
+        return ref.as_drafts(whole, np.minimum(np.asarray(whole.lens), 3))
+
+    found = steps(plan, [weights] * 4, drafts=drafts, log_lenience=lambda _: np.inf)
+    waited = sum(int((np.asarray(s.before.held.rollout.lens) == 0).sum()) for s in found[1:])
+    assert waited > 0
+    for step in found:
+        np.testing.assert_array_equal(step.outcome.offered, step.rollout.prefix_lens)
+        assert step.rollout.prefix_lens.any()
+
+
 def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     """As many as are wanted are in flight: the carried ones and Q - X more."""
     plan, (_, weights) = make_plan(), ref.policy()
