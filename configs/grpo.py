@@ -54,7 +54,7 @@ def base() -> ConfigDict:
     data.name = "number_sorting"  # task, TFDS name, or data set directory or hub id
     data.path = ""  # file or directory for jsonl and parquet, local files for tfds
     data.eval_path = ""  # held-out file; "": from eval_split, or the end of the source
-    data.options = options = ConfigDict()  # passed to the reasoning_gym task
+    data.options = options = ConfigDict()  # of the reasoning_gym task, the game or the data set
     options.min_numbers = 6  # shortest list to sort
     options.max_numbers = 12  # longest list to sort
     options.min_decimals = options.max_decimals = 0  # whole numbers
@@ -66,7 +66,7 @@ def base() -> ConfigDict:
     data.instruction = ""  # added to the prompt; "{prompt}" in it stands for the prompt
     data.split = "train"  # split to train on, where the source has splits
     data.eval_split = ""  # split to hold out, where the source has splits
-    data.prompts = 1024  # training prompts (0: all); paper 6,144
+    data.prompts = 1024  # training prompts (0: all, of a file or data set); paper 6,144
     data.eval_prompts = 256  # held-out prompts
     data.prompt_len = 24  # tokens; longer prompts are left out and counted; paper 1,024
 
@@ -144,7 +144,7 @@ def base() -> ConfigDict:
     algorithm.importance_cap = 0.0  # > 0: tokens weighed by π over the law they came by, so much
     # at most (TIS): lenient ones, and those of another arithmetic with old_logprobs = recompute
     algorithm.dynamic_sampling = False  # roll out until a batch of groups has signal: DAPO
-    algorithm.max_rounds = 10  # rollouts of a step at most, for dynamic_sampling
+    algorithm.max_rounds = 10  # rollouts of a step at most, for dynamic_sampling and speed
 
     config.critic = critic = ConfigDict()  # a value function, for PPO: see configs/ppo.py
     critic.kind = "none"  # none (a group's rewards are compared) | head (on the policy) | network

@@ -178,7 +178,7 @@ def check_run_config(
     Args:
       workdir: the run's directory.
       config: the resolved config, nested.
-      ignore: fields or sub-trees that may change between two starts, e.g. "log" or "grpo.steps".
+      ignore: fields or sub-trees that may change between two starts, e.g. "log" or "train.steps".
 
     Raises:
       ValueError: the run there has other values; every such field is named, with both of them.

@@ -6,7 +6,7 @@ pure function of the seed and of what was observed, and `state` holds its place.
     uniform        every prompt once an epoch, shuffled
     mopps          those whose pass rate is likely near a target (MoPPS, arXiv 2507.04632)
     easy_to_hard   by a difficulty that is known beforehand (E2H, arXiv 2506.06632)
-    speed          uniform, screened with a few responses (SPEED, arXiv 2506.09016): see gather.py
+    speed          uniform, screened with a few responses (SPEED, arXiv 2506.09016): see rounds.py
 
 With a curriculum there are no epochs: a draft is the response of the last time that a prompt was
 seen, however long ago.

@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     "rollout/width_mean": Metric("tokens checked in a decode step, mean over row steps", "tokens"),
     "rollout/verified_tokens": Metric("rows x width of the verification passes", "tokens"),
     "rollout/judged_tokens": Metric("draft tokens that a verification pass judged", "tokens"),
-    "rollout/evicted": Metric("rows that gave up their KV cache and were replayed", "count"),
+    "rollout/evicted": Metric("rows that gave up their KV cache", "count"),
     "rollout/cache_gib": Metric("most that KV caches held at once, over all devices", "GiB"),
     "rollout/tokens_ahead": Metric("tokens of the next step begun in idle places", "tokens"),
     "rollout/ahead_kept": Metric("share of the tokens begun ahead that this step kept", "1"),

@@ -12,9 +12,10 @@ class Stats:
     verified_tokens: rows x width of the verification passes; judged_tokens: those that belonged to
     a draft not rejected before. drafted_tokens: tree draft tokens that were emitted. visits: (rows,
     slots, width, steps) of the decode loops, in order. predicted_seconds: what the cost model
-    expected of `decode_seconds`; 0 without one. evicted: rows that gave up their cache and were
-    replayed later. cache_bytes: the most that KV caches held at once over all devices, copies
-    made on the move included. programs: shapes of decode and verification programs.
+    expected of `decode_seconds`; 0 without one. evicted: rows that gave up their cache, to be
+    replayed later unless they were run ahead. cache_bytes: the most that KV caches held at once
+    over all devices, copies made on the move included. programs: shapes of decode and verification
+    programs.
     """
 
     prefill_seconds: float = 0.0
