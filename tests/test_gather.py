@@ -138,7 +138,12 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
         ("dapo", {}, "waiting"),
         ("ppo", {}, "train.critic"),
         ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "screened"),
-        ("grpo", {"curriculum.name": "mopps", "rollout.draft": "previous"}, "store"),
+        pytest.param(
+            "grpo",
+            {"curriculum.name": "mopps", "rollout.draft": "previous"},
+            "store",
+            marks=pytest.mark.slow,  # its state alone: test_curriculum.py
+        ),
     ],
     ids=["dapo", "ppo", "speed", "mopps"],
 )
