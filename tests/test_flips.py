@@ -35,8 +35,7 @@ def _prompts(count, vocab):
 
 def _plan(model, **changes):
     options = {"group": G, "slots": R, "prompt_slots": P, "row_rungs": 5, "windows": 1}
-    # So many ends that rows finish early, and places are idle for what is run ahead.
-    options["eos"] = tuple(range(1, 1 + model.vocab_size // 16))
+    options["eos"] = tuple(range(1, 30))
     return make_plan(model, accept="match", **options | changes)
 
 
@@ -69,8 +68,10 @@ def _every_kind(model, weights, older, prompts, max_rows) -> dict[str, tuple[int
     old = roll(plan(), older, prompts, key=KEY, step=1).rollout
     near = _near(plain, model.vocab_size)
     wide = plan(tree=ref.TREE, max_width=8)
-    # At the step before, under the older policy, in places that its own rows left.
-    begun = roll(plan(row_rungs=2), older, prompts, key=KEY, step=1, ahead=prompts).ahead
+    # At the step before, under the older policy, in places that its own rows left early.
+    caps = np.random.default_rng(2).integers(1, R + 1, len(prompts.lens) * G).astype(np.int32)
+    options = {"key": KEY, "step": 1, "ahead": prompts, "caps": caps}
+    begun = roll(plan(row_rungs=2), older, prompts, **options).ahead
     cases = {
         "previous": (plan(), {"drafts": as_drafts(near)}),
         "previous, of an older policy": (plan(), {"drafts": as_drafts(old)}),
