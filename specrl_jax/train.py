@@ -166,7 +166,9 @@ def _by_critic(
     )
     batch = dataclasses.replace(batch, values=old, advantages=advantages, returns=returns)
     values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    return batch, {name: x for name, x in values.items() if not math.isnan(x)}
+    if math.isnan(values["critic/explained_variance"]):
+        values.pop("critic/explained_variance")
+    return batch, values
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "gae_lambda"))
