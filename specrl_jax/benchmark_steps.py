@@ -56,7 +56,7 @@ class Rung:
             columns=self.setup.columns, pad_id=self.setup.pad_id,
         )  # fmt: skip
         if drafts is not None:
-            board = rows.with_pending(board, drafts, put(np.zeros(self.rows, bool), "batch"))
+            board = rows.with_pending(board, drafts)
         limits = (0, self.setup.response_slots, steps, self.rows)
         limits = Limits(*(jnp.int32(x) for x in limits))
         jax.block_until_ready((board, limits, self.cache))

@@ -54,11 +54,11 @@ def test_steps_begin_behind_the_tokens_that_ended_one():
 
 
 LADDER = Ladder.build(4, 2, 4, row_rungs=2, windows=2, max_width=2)
-# Rows 4 and 2, windows of 2 and 4 response tokens with one slot of slack: 5 and 7 slots.
+# Rows 4 and 2, windows of 2 and 4 response tokens: 4 and 6 slots.
 TABLE = CostTable({
-    Point(4, 5, 1, False): 10.0, Point(4, 7, 1, False): 12.0, Point(4, 5, 2, True): 15.0,
-    Point(4, 7, 2, True): 18.0, Point(2, 5, 1, False): 6.0, Point(2, 7, 1, False): 8.0,
-    Point(2, 5, 2, True): 11.0, Point(2, 7, 2, True): 30.0,
+    Point(4, 4, 1, False): 10.0, Point(4, 6, 1, False): 12.0, Point(4, 4, 2, True): 15.0,
+    Point(4, 6, 2, True): 18.0, Point(2, 4, 1, False): 6.0, Point(2, 6, 1, False): 8.0,
+    Point(2, 4, 2, True): 11.0, Point(2, 6, 2, True): 30.0,
 })  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_ideal_worked_rows():
 
 
 def test_prediction_worked_row():
-    stats = Stats(visits=[(4, 5, 1, 3), (2, 7, 1, 2), (4, 5, 2, 1)])
+    stats = Stats(visits=[(4, 4, 1, 3), (2, 6, 1, 2), (4, 4, 2, 1)])
     assert benchmark.predicted_seconds(stats, TABLE) == 3 * 10 + 2 * 8 + 15
     assert benchmark.step_widths(stats) == [1, 1, 1, 1, 1, 2]
 
@@ -103,7 +103,7 @@ def make_run(total: float, **changes) -> benchmark.Run:
 def test_a_case_worked_row():
     """Two rows of 2 and 4 tokens, one token a step, all six row steps needed but two."""
     stats = Stats(
-        decode_steps=4, row_steps=8, decode_seconds=40.0, visits=[(2, 5, 1, 2), (2, 7, 1, 2)]
+        decode_steps=4, row_steps=8, decode_seconds=40.0, visits=[(2, 4, 1, 2), (2, 6, 1, 2)]
     )
     case = benchmark.Case("plain", None, TABLE)
     found = benchmark.describe(case, [make_run(s, stats=stats) for s in (50, 20, 40)], LADDER)

@@ -14,7 +14,7 @@ import rollout_reference as ref
 
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer, place_params
-from specrl_jax.rollout import decode, rows
+from specrl_jax.rollout import decode, drafting, rows
 from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.sampling import SamplingLaw, draw, temper, truncate
 from specrl_jax.sharding import put
@@ -49,8 +49,7 @@ def begin(setup, weights, prompts, drafts=None, caps=None, slots=P + R + 3):
         tokens, lens = (np.asarray(x, np.int32) for x in drafts)
         zeros = np.zeros(tokens.shape, np.float32)
         offered = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
-        match = put(np.full(size, setup.accept == "match"), "batch")
-        board = rows.with_pending(board, offered, match)
+        board = rows.with_pending(board, offered)
     tokens = put(prompts.tokens, "batch", None)
     return prefill(setup, weights, tokens, slots), board
 
@@ -62,11 +61,19 @@ def prefill(setup, weights, prompts_QP, slots, group_size=1):
 
 
 def visit(setup, weights, cache, board, width, *, stop=0, length=R, steps=FOREVER, own=FOREVER,
-          log_lenience=0.0, **kwargs):  # fmt: skip
+          log_lenience=0.0, corpus=None, **kwargs):  # fmt: skip
     """(cache, rows, tally, numbers) after a visit; the last two on the host."""
     limits = Limits(*(jnp.int32(x) for x in (stop, length, steps, own)))
     cache, board, _, tally, numbers = decode.visit(
-        setup, weights, cache, board, None, limits, jnp.float32(log_lenience), width=width, **kwargs
+        setup,
+        weights,
+        cache,
+        board,
+        corpus,
+        limits,
+        jnp.float32(log_lenience),
+        width=width,
+        **kwargs,
     )
     return cache, board, ref.host(tally), np.asarray(numbers).tolist()
 
@@ -209,6 +216,30 @@ def test_a_window_s_end_parks_a_row(mesh):
 
 
 # Against the forward pass
+
+
+@pytest.mark.parametrize("plain", [R - 1, R - 2, R - 3, 1])
+def test_a_wide_step_at_a_window_s_end_feeds_tokens_again(start, plain):
+    """The window has no slots behind it; rows of all prompt lengths, `plain` tokens before."""
+    _, weights, prompts = start
+    setup = make_setup(eos=(16,), tree=ref.TREE)
+    assert len(set(prompts.lens.tolist())) > 1
+    cache, board = begin(setup, weights, prompts, slots=P + R)
+    _, expected, *_ = visit(setup, weights, cache, board, 1)
+    truth = ref.host(expected)
+    corpus = drafting.build(
+        put(truth.tokens[:, None, :R], None, None, None), put(truth.lens[:, None], None, None),
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+    )  # fmt: skip
+    cache, board = begin(setup, weights, prompts, slots=P + R)
+    cache, board, *_ = visit(setup, weights, cache, board, 1, steps=plain)
+    corpus = drafting.read(corpus, board.tokens, board.lens)
+    _, board, tally, numbers = visit(setup, weights, cache, board, 4, corpus=corpus)
+    check_rows(board, expected)
+    check_forward(start, board)
+    assert numbers[0] == 0
+    assert tally.drafted > 0
+    assert tally.drafted == np.sum(ref.host(board).sources == D)
 
 
 @pytest.mark.parametrize("width", [4, R])

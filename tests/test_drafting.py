@@ -193,6 +193,23 @@ def test_record_writes_what_is_counted_and_nothing_else(mesh):
     np.testing.assert_array_equal(np.asarray(after.tokens)[:, :, :-1], expected[:, :, :-1])
 
 
+def test_read_replaces_what_live_sources_hold(mesh):
+    """Samples 0 and 1 of prompts 0 and 1; columns behind the response slots are left out."""
+    stored = [[[6, 7]], [[8]]]
+    corpus = make_corpus(stored, slots=4, live=2)
+    corpus = write(corpus, [0], [2], [0], [[9, 9, 9, 9]])
+    tokens = np.array([[1, 2, 3, 4, 15], [5, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0] * 5], np.int32)
+    lens = np.array([4, 1, 2, 0], np.int32)
+    got = drafting.read(corpus, put(tokens, "batch", None), put(lens, "batch"))
+    expected = make_corpus(stored, slots=4, live=2)
+    for row in range(4):
+        text = [tokens[row, : lens[row]].tolist()]
+        expected = write(expected, [row // 2], [1 + row % 2], [0], text)
+    got_tokens, expected_tokens = np.asarray(got.tokens), np.asarray(expected.tokens)
+    np.testing.assert_array_equal(got_tokens[..., :-1], expected_tokens[..., :-1])
+    np.testing.assert_array_equal(np.asarray(got.weights), np.asarray(expected.weights))
+
+
 def test_rows_without_a_place_are_never_read(mesh):
     stored = [[1, 2, 3, 4]]  # as long as there are slots
     corpus = make_corpus([stored], 4)

@@ -25,12 +25,18 @@ def test_worked_example():
     assert ladder.rows == (64, 32, 16, 8)
     assert ladder.admissions == (64, 32, 16, 8)
     assert ladder.responses == (16, 32)
-    assert [ladder.slots(r) for r in ladder.responses] == [8 + 16 + 3, 8 + 32 + 3]
+    assert [ladder.slots(r) for r in ladder.responses] == [8 + 16, 8 + 32]
     assert ladder.verify == (32,)
     assert ladder.widths == (1, 2, 4)
     assert [ladder.rows_for(n) for n in (64, 33, 32, 9, 8, 1)] == [64, 64, 32, 16, 8, 8]
     assert [ladder.rows_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
     assert [ladder.response_for(n) for n in (1, 16, 17, 32)] == [16, 16, 32, 32]
+
+
+def test_a_window_holds_the_widest_step():
+    ladder = Ladder.build(4, 8, 6, 1, 3, max_width=4)
+    assert ladder.responses == (2, 3, 6)
+    assert [ladder.slots(r) for r in ladder.responses] == [8 + 4, 8 + 4, 8 + 6]
 
 
 def test_admissions_are_whole_groups_that_divide_over_the_mesh():
@@ -90,7 +96,7 @@ def test_widths_of_verification(slots, chunk, widths):
 def test_widths_of_a_decode_step(widest, widths):
     ladder = Ladder.build(8, 4, 16, 1, 1, max_width=widest)
     assert ladder.widths == widths
-    assert ladder.slots(16) == 4 + 16 + widest - 1
+    assert ladder.slots(16) == 4 + 16
 
 
 def test_rows_within_a_bound():

@@ -30,7 +30,7 @@ def board_of(size=B, pending=True, stored=K, seed=3) -> Rows:
         return rng.normal(size=shape).astype(np.float32)
 
     top = (numbers(size, C, K), reals(size, C, K)) if stored else (None, None)
-    waits = Pending(numbers(size, C), reals(size, C), numbers(size), rng.random(size) < 0.5, *top)
+    waits = Pending(numbers(size, C), reals(size, C), numbers(size), *top)
     return Rows(
         index=np.arange(size, dtype=np.int32),
         seeds=numbers(size, 2).astype(np.uint32),
@@ -106,10 +106,9 @@ def test_drafts_wait_on_the_board(mesh):
         np.full((B, 3, K), 4, np.int32),
         np.full((B, 3, K), 0.5, np.float32),
     )
-    match = np.arange(B) % 2 == 0
     placed = ref.put_rows(dataclasses.replace(board, lens=np.array([0, 0, 2, 1, 0, 0, 1, 1])))
     offered = ref.put_rows(drafts)
-    got = ref.host(travel.with_pending(placed, offered, put(match, "batch")))
+    got = ref.host(travel.with_pending(placed, offered))
     np.testing.assert_array_equal(got.pending.tokens[:, :3], drafts.tokens)
     np.testing.assert_array_equal(got.pending.logprobs[:, :3], drafts.sampling_logprobs)
     np.testing.assert_array_equal(got.pending.top_ids[:, :3], drafts.top_ids)
@@ -118,7 +117,6 @@ def test_drafts_wait_on_the_board(mesh):
         assert x.shape[1] == C  # as wide as the board's own columns
         assert not x[:, 3:].any()
     np.testing.assert_array_equal(got.pending.lens, drafts.lens)
-    np.testing.assert_array_equal(got.pending.match, match)
     waits = np.asarray(travel.verifying(ref.put_rows(got)))
     np.testing.assert_array_equal(waits, [0, 1, 0, 1, 1, 1, 0, 0])
     done = dataclasses.replace(got, done=np.arange(B) == 3)

@@ -9,6 +9,7 @@ import pytest
 import rollout_reference as ref
 from rollout_reference import check_equal, common_prefix, corpus_of, host, make_plan, run
 
+from specrl_jax.rollout.cost import Visit
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.types import Drafts, Source
 
@@ -307,6 +308,34 @@ def test_a_row_that_repeats_itself_is_its_own_draft(mesh):
     assert not np.asarray(rollout.sources)[:, :3].any()
     assert 6 <= stats.decode_steps <= 12 < 24
     assert stats.drafted_tokens >= 4 * 12
+
+
+class WideFrom:
+    """In the place of a cost model, one that decodes plainly for `steps` steps at first."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def plan_visit(self, size, slots, widths):
+        width = widths[-1] if self.steps <= 0 else 1
+        return Visit(size, slots, width, width, max(self.steps, 0))
+
+    def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
+        self.steps -= steps
+        return 0.0
+
+
+def test_drafts_know_what_plain_steps_wrote(mesh):
+    """They write to no corpus; without their six tokens nothing of a row or its group matches."""
+    plan, weights = counting(slots=24, width=4, cycle=3)
+    prompts = ref.make_prompts([[2], [2, 1]], 6)
+    rollout, stats = run(plan, weights, prompts, cost=WideFrom(6))
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[0], np.arange(24) % 3)
+    sources = np.asarray(rollout.sources)
+    assert not sources[:, :6].any()
+    assert sources[:, 6:9].tolist() == [[Source.DRAFTED] * 3] * 4
+    # Six plain steps, and as few wide ones as 18 tokens take.
+    assert [(width, steps) for *_, width, steps in stats.visits] == [(1, 6), (4, 5)]
 
 
 def test_the_draft_s_log_probs_are_not_asked_by_a_match(mesh, base):

@@ -30,7 +30,7 @@ def test_points_by_hand(mesh):
     decode = [
         Point(rows, slots, width, width > 1)
         for rows in (4, 8)
-        for slots in (P + 2 + 1, P + 4 + 1)
+        for slots in (P + 2, P + 4)
         for width in (1, 2)
     ]
     verify = [Point(rows, P + 4, 4, False) for rows in (4, 8)]
@@ -49,7 +49,7 @@ def test_points_by_hand(mesh):
     assert {p.rows for p in found} == {ladder.admissions[-1]}
     # Block verification is not a choice.
     found = points_of(plan_of(accept="block", stored=2))
-    assert found == [Point(8, P + R + 1, 1, False), Point(8, P + R + 1, 2, True)]
+    assert found == [Point(8, P + R, 1, False), Point(8, P + R, 2, True)]
 
 
 class Clock:
@@ -63,7 +63,8 @@ class Clock:
 
     def visit(self, setup, weights, cache, board, corpus, limits, log_lenience, **kwargs):
         self.now += self.start + self.step * int(limits.steps)
-        self.calls.append((cache[0][0].shape[:2], board.pending is not None, kwargs))
+        known = {"corpus": corpus is not None, **kwargs}
+        self.calls.append((cache[0][0].shape[:2], board.pending is not None, known))
         return (cache, board, corpus, None, limits.steps)
 
 
@@ -87,10 +88,10 @@ def test_a_step_s_seconds_leave_the_call_s_own_out(mesh, monkeypatch):
         assert seconds == (100.5 if point in verify else 0.5)
     assert len(verify) == 1
     pending = [kwargs for _, pending, kwargs in clock.calls if pending]
-    assert pending == [{"width": R, "tree": False, "wide": True}]
+    assert pending == [{"corpus": False, "width": R, "wide": True}]
     for shape, _, kwargs in clock.calls:
         assert shape[0] == ROWS
-        assert kwargs["tree"] == (kwargs["width"] == 2)
+        assert kwargs["corpus"] == (kwargs["width"] == 2)
 
 
 def test_noise_that_turns_a_longer_call_shorter(mesh, monkeypatch):

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout import drafting
-from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put, reshard, spec, take_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
@@ -146,16 +144,6 @@ def place(board: Rows, held: Held) -> Rows:
     return dataclasses.replace(
         board, **changes, last=jnp.where(have, last, board.last), done=held.done
     )
-
-
-@functools.partial(jax.jit, static_argnames="group_size", donate_argnames="corpus")
-def record(corpus: Corpus, held: Held, group_size: int) -> Corpus:
-    """The corpus with what rows in flight hold; row i is sample i % G of prompt i // G."""
-    lens = held.rollout.lens
-    rows = reshard(jnp.arange(lens.shape[0], dtype=jnp.int32), "batch")
-    sources = corpus.tokens.shape[1] - group_size + rows % group_size
-    zeros = jnp.zeros_like(lens)
-    return drafting.record(corpus, rows // group_size, sources, zeros, held.rollout.tokens, lens)
 
 
 # --- turns ----------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ slots behind it are written over later. Rejecting is not counting a slot.
     width 3 feeds       c   x y            from slot 2, gives the laws of positions 0, 1, 2
     x accepted, y not, w drawn             lens = 2, last = w: the next step feeds w at slot 4
 
+At a window's end a step of tree drafts begins earlier, so that it fits, and feeds the row's own
+last tokens again; what it may still emit there is less than its width anyway.
+
 Verification of a draft is such a step of the draft's width, plain decoding one of width 1, tree
 drafts one in between. Whether a token is accepted depends on its row and position alone, never on
 the width: a draft that is judged in one pass, in chunks, or one token a step gives the same tokens.
@@ -125,7 +128,7 @@ def replay(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("setup", "width", "tree", "wide"),
+    static_argnames=("setup", "width", "wide"),
     donate_argnames=("cache", "rows", "corpus"),
 )
 def visit(
@@ -138,14 +141,15 @@ def visit(
     log_lenience: Array,
     *,
     width: int,
-    tree: bool = False,
     wide: bool = False,
 ) -> tuple[KVCache, Rows, Corpus | None, Tally, Array]:
     """Steps of one width until a limit is reached.
 
-    tree: candidates of rows that are not verifying come from the corpus. wide: only the token
-    behind the accepted ones is drawn, not one at every position: for verification by other rules
-    than match. The cache needs slots for prompt, `limits.length` and width - 1 tokens.
+    corpus: where candidates of rows that are not verifying come from; what is emitted is recorded
+    in it. With None there are none. wide: only the token behind the accepted ones is drawn, not one
+    at every position: for verification by other rules than match. The cache needs slots for the
+    prompt and `limits.length` tokens, with a corpus for `width` at least, without one for width - 1
+    more.
 
     Returns cache, rows, corpus, the tally and int32 [6]: rows of the board's own that are not
     done, all active rows, parked, verifying, the longest response of rows not done, the longest
@@ -161,11 +165,19 @@ def visit(
     def step(state):
         cache, rows, corpus, tally = state
         active = _active(rows, limits)
-        candidates, offered, judged = _candidates(setup, rows, corpus, width, tree)
+        candidates, offered, judged = _candidates(setup, rows, corpus, width)
         fed = jnp.concatenate([rows.last[:, None], candidates[:, : width - 1]], axis=1)
+        start, most = rows.prompt_lens + rows.lens - 1, cache_slots(cache) - width
+        if corpus is not None:
+            again = jnp.clip(start - most, 0, width - 1)
+            fed = _cut(
+                jnp.concatenate([_before(rows, width), fed], axis=1), width - 1 - again, width
+            )
+            offered = jnp.minimum(offered, width - again)
         # Rows that are done write somewhere inside; the others always have room.
-        start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
-        hidden, cache = model(fed, start, cache)
+        hidden, cache = model(fed, jnp.clip(start, 0, most), cache)
+        if corpus is not None:
+            hidden = _cut(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
         found = _decide(setup, model, hidden, rows, candidates, offered, judged, log_lenience, wide)
         rows, corpus, counts = _append(
             setup, rows, corpus, found, active, offered, judged, limits.length
@@ -199,12 +211,21 @@ def _progress(rows: Rows, limits: Limits) -> Array:
     )
 
 
-def _candidates(setup: Setup, rows: Rows, corpus: Corpus | None, width: int, tree: bool):
+def _before(rows: Rows, width: int) -> Array:
+    """[b, width - 1]: the response tokens before the last; anything where there are none."""
+
+    def cut(row: Array, end: Array) -> Array:
+        return jnp.take(row, end - width + jnp.arange(width - 1), mode="clip")
+
+    return jax.vmap(cut)(rows.tokens, rows.lens)
+
+
+def _candidates(setup: Setup, rows: Rows, corpus: Corpus | None, width: int):
     """Candidates [b, W], how many of them are meant [b], and which rows are verifying [b]."""
     judged = verifying(rows)
     candidates = jnp.zeros((rows.lens.shape[0], width), jnp.int32, out_sharding=spec("batch", None))
     offered = jnp.zeros_like(rows.lens)
-    if tree and width > 1:
+    if corpus is not None:
         prompts, sources = _places(setup, rows, corpus)
         drafted, count = drafting.propose(
             corpus, prompts, sources, rows.lens, width - 1, setup.tree
@@ -250,19 +271,18 @@ def _decide(
         accept = at["drawn"][0] == candidates
     left = None
     if by_rule:
-        by_rule = judged & ~rows.pending.match
         accepted, left = _judge(setup, rows, at, inputs, offered, log_lenience)
-        accept = jnp.where(by_rule[:, None], accepted, accept)
+        accept = jnp.where(judged[:, None], accepted, accept)
     count = acceptance.leading(accept, offered)
     drawn = at.get("drawn")
     if drawn is None or left is not None:
-        left = None if left is None else (by_rule, *left(count))
+        left = None if left is None else (judged, *left(count))
         ended = _draw_at_end(setup, model, hidden, rows, count, left)
         here = steps == count[:, None]
         if drawn is None:
             drawn = (candidates, *at["candidate"])
         else:
-            here &= by_rule[:, None]
+            here &= judged[:, None]
         drawn = tuple(jnp.where(here, new[:, None], old) for old, new in zip(drawn, ended))
     if "candidate" in at:  # else an accepted candidate is the token that was drawn
         kept = steps < count[:, None]
@@ -334,11 +354,11 @@ def _draw_at_end(setup, model, hidden, rows: Rows, count: Array, left):
     cut = truncate(logits, setup.law)
     law, positions = cut, rows.lens + end
     if left is not None:
-        by_rule, tail, log_scale = left
+        judged, tail, log_scale = left
         top_ids = _column(rows.pending.top_ids, positions)
         top_logprobs = _column(rows.pending.top_logprobs, positions)
         rest = acceptance.residual_scores(cut, top_ids, top_logprobs, tail, log_scale)
-        law = jnp.where(by_rule[:, None], rest, cut)
+        law = jnp.where(judged[:, None], rest, cut)
     token = draw(law, rows.seeds, positions, setup.law)
     policy = token_logprobs(logits, token)
     return token, policy, token_logprobs(cut, token) if setup.law.truncates else policy

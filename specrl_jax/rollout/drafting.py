@@ -96,6 +96,19 @@ def build(stored_QMR: Array, lens_QM: Array, weights: Array, *, live: int, depth
     return Corpus(tokens, weights, depth)
 
 
+@functools.partial(jax.jit, donate_argnames="corpus")
+def read(corpus: Corpus, tokens_BC: Array, lens_B: Array) -> Corpus:
+    """The corpus with what all rows hold in its live sources; row i is sample i % G of prompt
+    i // G, for B = Q * G. Columns behind the response slots are left out."""
+    prompts = corpus.tokens.shape[0]
+    inside = jnp.arange(corpus.slots)[None, :] < lens_B[:, None]
+    held = jnp.where(inside, tokens_BC[:, : corpus.slots], EMPTY)
+    held = reshard(held, None, None).reshape(prompts, -1, corpus.slots)
+    first = corpus.tokens.shape[1] - held.shape[1]
+    tokens = corpus.tokens.at[:, first:, corpus.depth : corpus.depth + corpus.slots].set(held)
+    return dataclasses.replace(corpus, tokens=tokens)
+
+
 def record(
     corpus: Corpus,
     prompts_b: Array,

@@ -19,7 +19,7 @@ import numpy as np
 
 from specrl_jax.models.kv_cache import KVCache, cache_bytes
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout import acceptance, decode, rows
+from specrl_jax.rollout import acceptance, decode, drafting, rows
 from specrl_jax.rollout.cost import CostModel, Pass
 from specrl_jax.rollout.decode import Limits, Setup
 from specrl_jax.rollout.drafting import Corpus
@@ -101,7 +101,9 @@ class Engine:
         wanted: int = 0,
     ):
         self.setup, self.ladder, self.bounds = setup, ladder, bounds
-        self.weights, self.board, self.corpus = weights, board, corpus
+        self.weights, self.board = weights, board
+        # Whether rows hold tokens that the corpus does not know.
+        self.corpus, self.unread = corpus, bool(held.any())
         self.prompts, self.own, self.draft_lens, self.held = prompts, own, draft_lens, held
         self.log_lenience = jnp.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
@@ -531,18 +533,21 @@ class Engine:
         tree = self.setup.tree is not None and width > 1 and not wide
         draws = self.setup.accept == "match"
         start = time.perf_counter()
-        pool.cache, pool.rows, self.corpus, tally, numbers = decode.visit(
+        pool.cache, pool.rows, corpus, tally, numbers = decode.visit(
             self.setup,
             self.weights,
             pool.cache,
             pool.rows,
-            self.corpus,
+            self._read_rows() if tree else None,
             limits,
             self.log_lenience,
             width=width,
-            tree=tree,
             wide=wide and not draws,
         )
+        if tree:
+            self.corpus = corpus
+        else:
+            self.unread = True
         done = (pool.rows.index, pool.rows.done) if self.wanted else None
         tally, numbers, done = jax.device_get((tally, numbers, done))
         judges = pool.rows.pending is not None
@@ -561,6 +566,15 @@ class Engine:
         stats.drafted_tokens += int(tally.drafted)
         stats.visits.append((pool.size, pool.slots, width, steps))
         return tally
+
+    def _read_rows(self) -> Corpus:
+        """The corpus with all that rows hold. Steps that take no drafts from it do not write to it
+        either, so that they cost what they cost where there is none."""
+        if self.unread:
+            self._collect(self.pool)
+            self.corpus = drafting.read(self.corpus, self.board.tokens, self.board.lens)
+            self.unread = False
+        return self.corpus
 
     def _limits(self, stop: int, length: int | None = None, steps: int = _FOREVER) -> Limits:
         length = self.setup.response_slots if length is None else length

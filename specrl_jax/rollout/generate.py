@@ -25,7 +25,6 @@ from specrl_jax.rollout.carry import (
     in_front,
     kept,
     place,
-    record,
     take,
     widen,
 )
@@ -165,8 +164,7 @@ def roll(
         drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
         if draft_lens.any():
-            match = jnp.full_like(board.done, setup.accept == "match")
-            board = board_rows.with_pending(board, drafts, match)
+            board = board_rows.with_pending(board, drafts)
     engine = Engine(
         setup,
         ladder,
@@ -178,7 +176,7 @@ def roll(
         draft_lens=draft_lens,
         held=flight.lens,
         done=flight.done,
-        corpus=_all_known(plan, corpus, flight) if setup.tree else None,
+        corpus=corpus or _no_corpus(plan, len(flight.begun)) if setup.tree else None,
         log_lenience=log_lenience,
         cost=cost,
         first=len(carried.steps) if carried else 0,
@@ -248,13 +246,6 @@ def _for_fresh(drafts: Drafts, flight: _InFlight, group: int) -> Drafts:
     begun = flight.lens.reshape(-1, group).any(axis=1)
     begun = put(np.repeat(begun, group), "batch")
     return dataclasses.replace(drafts, lens=jnp.where(begun, 0, drafts.lens))
-
-
-def _all_known(plan: Plan, corpus: Corpus | None, flight: _InFlight) -> Corpus:
-    """The corpus with what rows in flight hold."""
-    if corpus is None:
-        corpus = _no_corpus(plan, len(flight.begun))
-    return corpus if flight.held is None else record(corpus, flight.held, plan.group_size)
 
 
 def _without_ahead(found: Outcome, ahead: Prompts) -> Outcome:

@@ -2,8 +2,8 @@
 
 Worked example: 64 rows in groups of 4, 32 response slots, 8 prompt slots, 4 row rungs, 2 windows,
 steps of up to 4 tokens, a mesh that cuts the batch in 2: rows (64, 32, 16, 8), admissions
-(64, 32, 16, 8), responses (16, 32), slots 8 + 16 + 3 and 8 + 32 + 3, one verification width,
-32 (more only where they are 32 apart).
+(64, 32, 16, 8), responses (16, 32), slots 8 + 16 and 8 + 32, one verification width, 32 (more only
+where they are 32 apart).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ class Ladder:
     """rows: descending. responses: ascending lengths that end a window.
 
     admissions: descending, rows that begin together; whole groups that divide over the mesh.
-    verify: ascending widths of verification. slack: slots behind a window, for a step's candidates.
+    verify: ascending widths of verification. max_width: of a decode step.
     """
 
     rows: tuple[int, ...]
@@ -25,7 +25,7 @@ class Ladder:
     responses: tuple[int, ...]
     verify: tuple[int, ...]
     prompt_slots: int
-    slack: int = 0
+    max_width: int = 1
 
     @classmethod
     def build(
@@ -54,13 +54,13 @@ class Ladder:
             responses=tuple(sorted(lengths)),
             verify=tuple(-(-chunk * part // parts) for part in range(1, parts + 1)),
             prompt_slots=prompt_slots,
-            slack=max_width - 1,
+            max_width=max_width,
         )
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Widths of a decode step: 1, 2, 4, ... and the widest."""
-        widest = self.slack + 1
+        widest = self.max_width
         return tuple(sorted({min(2**i, widest) for i in range(widest.bit_length() + 1)}))
 
     def rows_for(self, active: int) -> int:
@@ -76,8 +76,9 @@ class Ladder:
         return min((r for r in self.responses if r >= length), default=self.responses[-1])
 
     def slots(self, response: int) -> int:
-        """Cache slots of a window that ends at `response` tokens."""
-        return self.prompt_slots + response + self.slack
+        """Cache slots of a window that ends at `response` tokens: none behind it for candidates,
+        which plain steps would have to read too, but enough for the widest step's own tokens."""
+        return self.prompt_slots + max(response, self.max_width)
 
     def admission(self, waiting: int, room: int) -> int:
         """How many rows begin together: as few as hold all that wait, as many as there is room.

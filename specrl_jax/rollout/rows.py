@@ -24,14 +24,12 @@ class Pending:
 
     tokens: int32 [b, C]. logprobs: float32 [b, C], under the law that they were sampled from.
     lens: int32 [b]; a row is *verifying* while it holds fewer tokens than that, 0 once a token was
-    rejected. match: bool [b], judged by the match rule whatever the configured one. top_ids,
-    top_logprobs: [b, C, k] or None.
+    rejected. top_ids, top_logprobs: [b, C, k] or None.
     """
 
     tokens: Array
     logprobs: Array
     lens: Array
-    match: Array
     top_ids: Array | None = None
     top_logprobs: Array | None = None
 
@@ -104,8 +102,8 @@ def start_rows(
 
 
 @jax.jit
-def with_pending(board: Rows, drafts: Drafts, match: Array) -> Rows:
-    """The board with `drafts` [B] to be judged; `match`: bool [B], by the match rule."""
+def with_pending(board: Rows, drafts: Drafts) -> Rows:
+    """The board with `drafts` [B] to be judged."""
     margin = board.tokens.shape[1] - drafts.tokens.shape[1]
 
     def widen(x: Array | None) -> Array | None:
@@ -117,7 +115,6 @@ def with_pending(board: Rows, drafts: Drafts, match: Array) -> Rows:
         tokens=widen(drafts.tokens),
         logprobs=widen(drafts.sampling_logprobs),
         lens=drafts.lens,
-        match=match,
         top_ids=widen(drafts.top_ids),
         top_logprobs=widen(drafts.top_logprobs),
     )

@@ -97,8 +97,8 @@ class _Clock:
         setup, wide = self.setup, width > 1 and not matching
         board = self._rows(size)
         if wide:
-            board = rows.with_pending(board, self._drafts(size), put(np.zeros(size, bool), "batch"))
-        corpus = self._corpus(size) if setup.tree is not None else None
+            board = rows.with_pending(board, self._drafts(size))
+        corpus = self._corpus(size) if matching else None
         # Rows that come to their end go on as rows that are done, at the same cost.
         limits = Limits(*(jnp.int32(x) for x in (-1, setup.response_slots, steps, size)))
         cache = init_cache(setup.model, size, slots)
@@ -114,7 +114,6 @@ class _Clock:
                 limits,
                 jnp.float32(0.0),
                 width=width,
-                tree=matching,
                 wide=wide and setup.accept != "match",
             )[-1]
         )
