@@ -109,22 +109,16 @@ def ratio_residual(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What block verification has found so far, arrays [B].
+    """What block verification decides, arrays [B].
 
     kept: int32, draft tokens to keep. log_scale: float32, log P of the kept prefix, for
     `residual_scores`; inf where the whole draft is kept. tail: bool, the draft's last outcome was
-    the tail and is accepted (not counted in `kept`). ended: bool, the draft has no more outcomes
-    and the fields above are final. scored: int32, log_p, uniform: float32, for the next call: how
-    many tokens were scored, log P of them, and the last one's uniform.
+    the tail and is accepted (not counted in `kept`).
     """
 
     kept: Array
     log_scale: Array
     tail: Array
-    ended: Array
-    scored: Array
-    log_p: Array
-    uniform: Array
 
 
 def block(
@@ -135,10 +129,8 @@ def block(
     old_top_BWk: Array,
     in_top_BW: Array,
     lens_B: Array,
-    before: Block | None = None,
-    log_floor: float = -jnp.inf,
 ) -> Block:
-    """Block verification of a draft, or of its next W tokens (arXiv 2403.10444, algorithm 2).
+    """Block verification of whole drafts (arXiv 2403.10444, algorithm 2).
 
         P_0 = 1,  P_i = min(1, P_{i-1} π(z_i) / π_old(z_i))
         s_i = Σ_x (P_i π(x) - π_old(x))_+ at position i + 1
@@ -148,40 +140,28 @@ def block(
     is drawn ∝ (P_i π - π_old)_+, or from π where the whole draft is kept.
 
     uniforms: float32 [B, W], that of token i for the prefix that ends with it; the rest as in
-    `ratio_residual`. lens: int32 [B], lengths of the whole drafts. before: what came of their
-    tokens before these, None at the start. log_floor: drafts also end where log P <= log_floor,
-    as a further token would hardly be kept: still exact, for a draft may end at any time that its
-    past decides, as it does at an end-of-sequence.
+    `ratio_residual`. lens: int32 [B], lengths of the drafts, at most W.
     """
-    before = _start(lens_B) if before is None else before
     columns = jnp.arange(uniforms_BW.shape[1], dtype=jnp.int32)[None, :]
-    log_ratio = _coarse_ratio(logprobs_BW, draft_logprobs_BW, now_top_BWk, old_top_BWk, in_top_BW)
-    log_p = _joint_ratio(before.log_p, log_ratio)
-    left = jnp.where(before.ended, 0, jnp.minimum(lens_B - before.scored, columns.size))
-    inner = leading(in_top_BW & (log_p > log_floor), left)
-    outcomes = jnp.minimum(inner + 1, left)  # the token that ends the draft is an outcome still
-    scored = before.scored + left
-    ended = before.ended | (inner < left) | (scored >= lens_B)
+    log_p = _joint_ratio(
+        _coarse_ratio(logprobs_BW, draft_logprobs_BW, now_top_BWk, old_top_BWk, in_top_BW)
+    )
+    # The token that ends the draft is an outcome still.
+    outcomes = jnp.minimum(leading(in_top_BW, lens_B) + 1, lens_B)
 
     # A prefix that may go on is judged by the law of the position behind it, one column later.
-    log_p_before = jnp.concatenate([before.log_p[:, None], log_p[:, :-1]], axis=1)
-    uniforms_before = jnp.concatenate([before.uniform[:, None], uniforms_BW[:, :-1]], axis=1)
+    log_p_before = jnp.pad(log_p[:, :-1], ((0, 0), (1, 0)))
+    uniforms_before = jnp.pad(uniforms_BW[:, :-1], ((0, 0), (1, 0)))
     keep = uniforms_before <= _keep_prob(log_p_before, now_top_BWk, old_top_BWk)
-    cut = jnp.max(jnp.where(keep & (columns < outcomes[:, None]), columns, -1), axis=1)
-    kept = jnp.where(cut >= 0, before.scored + cut, before.kept)
-    log_scale = jnp.where(cut >= 0, _at(log_p_before, cut), before.log_scale)
+    cut = jnp.max(jnp.where(keep & (columns < outcomes[:, None]), columns, 0), axis=1)
 
-    last = (columns == outcomes[:, None] - 1) & ended[:, None]
-    whole = jnp.any(last & (jnp.log(uniforms_BW) <= log_p), axis=1)
+    last = columns == outcomes[:, None] - 1
+    whole = jnp.any(last & (jnp.log(uniforms_BW) <= log_p), axis=1) | (lens_B <= 0)
     tail = jnp.any(last & ~in_top_BW, axis=1) & whole
     return Block(
-        kept=jnp.where(whole, before.scored + outcomes - tail, kept),
-        log_scale=jnp.where(whole, jnp.inf, log_scale),
-        tail=before.tail | tail,
-        ended=ended,
-        scored=scored,
-        log_p=log_p[:, -1],
-        uniform=uniforms_BW[:, -1],
+        kept=jnp.where(whole, outcomes - tail, cut),
+        log_scale=jnp.where(whole, jnp.inf, _at(log_p_before, cut)),
+        tail=tail,
     )
 
 
@@ -286,8 +266,8 @@ def _coarse_ratio(logprobs, draft_logprobs, now_top, old_top, in_top) -> Array:
     return jnp.where(old > -jnp.inf, now - old, -jnp.inf)
 
 
-def _joint_ratio(log_start: Array, log_ratio: Array) -> Array:
-    """log P_i = min(0, log P_{i-1} + log_ratio_i) over [B, W], from log_start [B] on.
+def _joint_ratio(log_ratio: Array) -> Array:
+    """log P_i = min(0, log P_{i-1} + log_ratio_i) over [B, W], from log P_0 = 0.
 
     Token by token: cheap beside a pass of the model, and a difference of cumulative sums would lose
     digits on long drafts.
@@ -297,7 +277,7 @@ def _joint_ratio(log_start: Array, log_ratio: Array) -> Array:
         log_p = jnp.minimum(log_p + change, 0.0)
         return log_p, log_p
 
-    _, log_p = jax.lax.scan(step, log_start, log_ratio.T, unroll=8)
+    _, log_p = jax.lax.scan(step, jnp.zeros_like(log_ratio[:, 0]), log_ratio.T, unroll=8)
     return log_p.T
 
 
@@ -310,16 +290,7 @@ def _keep_prob(log_p: Array, now_top: Array, old_top: Array) -> Array:
     return jnp.where(whole > 0, gain / whole, 1.0)
 
 
-def _start(lens_B: Array) -> Block:
-    """Before the first token: nothing is kept, P is 1 and no uniform is small enough."""
-    none = jnp.zeros_like(lens_B)
-    zeros = none.astype(jnp.float32)
-    empty = lens_B <= 0
-    log_scale = jnp.where(empty, jnp.inf, zeros)
-    return Block(none, log_scale, none > 0, empty, none, zeros, zeros + jnp.inf)
-
-
 def _at(values_BW: Array, columns_B: Array) -> Array:
-    """values at one column of each row; a column outside gives 0."""
+    """values at one column of each row."""
     here = jnp.arange(values_BW.shape[1])[None, :] == columns_B[:, None]
     return jnp.sum(jnp.where(here, values_BW, 0.0), axis=1)

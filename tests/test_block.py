@@ -1,0 +1,163 @@
+"""Block verification against a plain loop, at its ends, and on long drafts."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from acceptance_reference import judge_block, judge_ratio_residual, leading, log, ratio_residual
+
+from specrl_jax.rollout import acceptance
+
+
+def random_laws(rows, width, vocab=5, k=3, seed=0, concentration=20.0):
+    """Drafts from π_old and what the rules read of them; π lies near it. All on the host."""
+    rng = np.random.default_rng(seed)
+    old = rng.dirichlet(np.ones(vocab), (rows, width))
+    tilt = rng.gamma(concentration, 1 / concentration, old.shape)
+    new = old * tilt / (old * tilt).sum(axis=-1, keepdims=True)
+    tokens = (rng.random((rows, width, 1)) > old.cumsum(axis=-1)).sum(axis=-1).clip(max=vocab - 1)
+    ids = np.argsort(-old, axis=-1)[..., :k]
+    take = lambda x, i: np.take_along_axis(x, i, axis=-1)  # noqa: E731
+    listed = (tokens[..., None] == ids).any(axis=-1)
+    uniforms = (1 - rng.random((rows, width))).astype(np.float32)
+    picked = (log(take(x, tokens[..., None])[..., 0]) for x in (new, old))
+    return uniforms, (*picked, log(take(new, ids)), log(take(old, ids)), listed)
+
+
+def block_by_hand(uniforms, arguments, lens):
+    """kept, tail, log_scale of each row in float64, and the margin of its closest decision."""
+    logprobs, old, now_top, old_top = (np.asarray(x, np.float64) for x in arguments[:-1])
+    found = []
+    for row, length in enumerate(lens):
+        laws = []
+        for i in range(length):
+            now, before = np.exp(now_top[row, i]), np.exp(old_top[row, i])
+            laws.append((np.append(now, 1 - now.sum()), np.append(before, 1 - before.sum())))
+        p, joint = 1.0, []
+        for i in range(length):
+            listed = arguments[-1][row, i]
+            quotient = laws[i][0][-1] / laws[i][1][-1]
+            if listed:
+                quotient = math.exp(logprobs[row, i] - old[row, i])
+            p = min(1.0, p * quotient)
+            joint.append(p)
+            if not listed:
+                break
+        kept, tail, scale, margin = 0, False, (1.0 if joint else math.inf), math.inf
+        for i, p in enumerate(joint, start=1):
+            if i == len(joint):
+                h = p
+            else:
+                gain = np.maximum(p * laws[i][0] - laws[i][1], 0).sum()
+                h = gain / (gain + 1 - p)
+            margin = min(margin, abs(uniforms[row, i - 1] - h))
+            if uniforms[row, i - 1] <= h:
+                tail = i == len(joint) and not arguments[-1][row, i - 1]
+                kept, scale = i - tail, math.inf if i == len(joint) else p
+        found.append((kept, tail, math.log(scale), margin))
+    return tuple(np.array(x) for x in zip(*found, strict=True))
+
+
+def test_block_against_a_loop():
+    uniforms, arguments = random_laws(2000, 12)
+    lens = np.random.default_rng(5).integers(0, 13, 2000).astype(np.int32)
+    kept, tail, log_scale = judge_block(uniforms, arguments, lens)
+    expected = block_by_hand(uniforms, arguments, lens)
+    clear = expected[-1] > 1e-5  # float32 decides as float64 does, but where they tie
+    assert clear.mean() > 0.99
+    np.testing.assert_array_equal(kept[clear], expected[0][clear])
+    np.testing.assert_array_equal(tail[clear], expected[1][clear])
+    np.testing.assert_allclose(log_scale[clear], expected[2][clear], atol=1e-5)
+    assert kept.dtype == np.int32
+    assert set(range(12)) <= set(kept)
+    assert 0.02 < tail.mean() < 0.9
+    assert (np.isinf(log_scale) & ~tail & (lens > 0)).any()
+    assert (log_scale[kept == 0] == 0).any()
+
+
+def test_nothing_is_kept_behind_an_impossible_token():
+    """P stays 0, whatever the laws behind it are."""
+    uniforms, arguments = random_laws(200, 8, k=5)
+    arguments[0][:, 4] = -np.inf
+    lens = np.full(200, 8, np.int32)
+    tiny = np.full_like(uniforms, 1e-20)
+    kept, tail, log_scale = judge_block(tiny, arguments, lens)
+    assert kept.max() == 4
+    assert np.isfinite(log_scale).all()
+    assert not tail.any()
+    arguments[1][:, 4] = -np.inf  # 0 / 0: impossible for both
+    assert judge_block(tiny, arguments, lens)[0].max() == 4
+    accept, tail = (np.asarray(x) for x in ratio_residual(tiny, *arguments))
+    assert not (accept | tail)[:, 4].any()
+    assert (accept | tail)[:, :4].all()
+
+
+@pytest.mark.parametrize("uniform", [1.0, 0.5, 1e-9])
+def test_equal_laws_keep_everything(uniform):
+    """h = 0 / 0 at every position: the whole draft is kept, up to its tail token."""
+    _, (_, old, _, old_top, listed) = random_laws(300, 40, vocab=6, k=5)
+    lens = np.random.default_rng(7).integers(0, 41, 300).astype(np.int32)
+    uniforms = np.full(old.shape, uniform, np.float32)
+    arguments = (old, old, old_top, old_top, listed)
+    expected = np.asarray(leading(listed, lens))
+    for judge in (judge_block, judge_ratio_residual):
+        kept, tail, _ = judge(uniforms, arguments, lens)
+        np.testing.assert_array_equal(kept, expected)
+        np.testing.assert_array_equal(tail, expected < lens)
+    assert np.isposinf(judge_block(uniforms, arguments, lens)[2]).all()
+    assert {0, 40} <= set(expected)
+
+
+def test_laws_equal_up_to_rounding_keep_nearly_everything():
+    uniforms, (_, old, _, old_top, listed) = random_laws(100, 2048, vocab=4, k=4)
+    rng = np.random.default_rng(8)
+    noisy = lambda x: x + rng.normal(0, 1e-6, x.shape).astype(np.float32)  # noqa: E731
+    lens = np.full(100, 2048, np.int32)
+    kept, _, _ = judge_block(uniforms, (noisy(old), old, noisy(old_top), old_top, listed), lens)
+    assert (kept == 2048).mean() >= 0.99
+
+
+@pytest.mark.parametrize("drift", [-0.01, 0.0, 0.01])
+def test_the_joint_ratio_of_thousands_of_tokens(drift):
+    """log P against a loop in float64: each step rounds at 2^-24, as often up as down."""
+    rng = np.random.default_rng(9)
+    steps = (rng.normal(drift, 0.2, (8, 8192))).astype(np.float32)
+    steps[0, 5000] = -np.inf
+    got = np.asarray(jax.jit(acceptance._joint_ratio)(steps))
+    expected, p = np.zeros(steps.shape), np.zeros(8)
+    for i in range(8192):
+        p = np.minimum(0.0, p + steps[:, i].astype(np.float64))
+        expected[:, i] = p
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    finite = np.isfinite(expected)
+    walk = 8192**0.5 * 2.0**-24 * np.abs(expected[finite]).max()
+    assert walk < 1e-3
+    np.testing.assert_allclose(got[finite], expected[finite], atol=walk)
+    assert np.isneginf(got[0, 5000:]).all()
+
+
+def toy(distance: float, width: int, rows: int, seed: int = 0):
+    """Drafts of `width` tokens with TV(π, π_old) = distance at every position: tokens kept.
+
+    Four tokens; π moves half of them up and the other half down, at random in each position.
+    Returns the mean kept by `ratio_residual` and by `block`.
+    """
+    rng = np.random.default_rng(seed)
+    signs = rng.permuted(np.broadcast_to([1, 1, -1, -1], (rows, width, 4)), axis=-1)
+    new = 0.25 * (1 + 2 * distance * signs)
+    tokens = rng.integers(0, 4, (rows, width, 1))
+    logprobs = log(np.take_along_axis(new, tokens, axis=-1)[..., 0])
+    old = np.full((rows, width), log(0.25))
+    arguments = (logprobs, old, log(new), np.full(new.shape, log(0.25)), old < 0)
+    uniforms = (1 - rng.random((rows, width))).astype(np.float32)
+    lens = np.full(rows, width, np.int32)
+    return tuple(judge(uniforms, arguments, lens)[0].mean()
+                 for judge in (judge_ratio_residual, judge_block))  # fmt: skip
+
+
+def test_block_keeps_much_more_of_long_drafts():
+    single, whole = toy(0.015, 512, 2000)
+    stay = 1 - 0.015
+    assert single == pytest.approx(stay * (1 - stay**512) / 0.015, rel=0.06)
+    assert whole > 5 * single

@@ -1,0 +1,208 @@
+"""Whether to verify on, by hand and in simulations; and the model's state."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cost_reference import draw, make_pass, make_table
+
+from specrl_jax.rollout import cost
+from specrl_jax.rollout.cost import Acceptance, CostModel, CostTable, Pass, Point
+
+# Verification ---------------------------------------------------------------------------------
+
+
+def make_verifier(pass_seconds, rate, decode_seconds=8.0, **more):
+    """A pass that has to save `pass_seconds` to be worth it: MARGIN of what it takes. A step of 16
+    rows takes `decode_seconds`, of 64 four times so."""
+    widths = {1: 1, 4: 1.5}
+    table = CostTable(
+        {Point(64, 99, 4, False): pass_seconds / cost.MARGIN, Point(64, 99, 4, True): 1e9}
+        | {Point(16, 50, w, w > 1): decode_seconds * c for w, c in widths.items()}
+        | {Point(64, 50, w, w > 1): 4 * decode_seconds * c for w, c in widths.items()}
+    )
+    return CostModel(table, Acceptance(verified=1e12, kept=rate * 1e12, **more))
+
+
+def test_rows_that_decode_by_hand():
+    """Three drafts of 4 tokens and one of 2; two of a chunk may be kept, each with chance 1/2."""
+    one = make_pass(left=(4, 4, 4, 2), chunk=2)
+    np.testing.assert_array_equal(one.active(), [4, 4, 3, 3])
+    # The last token of three is saved by 1/2, the one before by 1/4; and so of the short one's.
+    np.testing.assert_array_equal(one.active(0.5), [3.75, 3.5, 2.25, 1.5])
+    np.testing.assert_array_equal(one.active(1.0), [3, 3, 0, 0])
+    np.testing.assert_array_equal(make_pass(left=(1,), chunk=2).active(0.5), [0.5])
+    assert not len(make_pass(left=()).active(0.5))
+
+
+@pytest.mark.parametrize(("rate", "chunk"), [(0.9, 16), (0.97, 64), (0.3, 8), (0.0, 4), (1.0, 4)])
+def test_rows_that_decode_agree_with_drawn_drafts(rate, chunk):
+    rng = np.random.default_rng(6)
+    left = rng.integers(1, 50, 40)
+    draws = 4_000
+    first = rng.geometric(1 - rate, (draws, 40)) - 1 if rate < 1 else np.full((draws, 40), 99)
+    kept = np.minimum(first, np.minimum(left, chunk))
+    expected = [np.mean(np.sum(left - kept > t, axis=1)) for t in range(left.max())]
+    found = make_pass(left=left, chunk=chunk).active(rate)
+    np.testing.assert_allclose(found, expected, atol=0.25)
+
+
+def test_steps_are_shared_with_the_rows_beside():
+    active = np.array([64.0, 20.0, 3.0, 0.5])
+    assert make_pass().shares(active) == {16: 1.5, 64: 2.0}
+    # 30 others wait, and 64 rows in all have room: 0, 30 and 30, 30 are in flight beside.
+    found = make_pass(beside=30, capacity=64).shares(active)
+    assert found == pytest.approx({16: 0.0, 64: 1 + 20 / 50 + 3 / 33 + 0.5 / 31})
+
+
+def test_one_more_chunk_by_hand():
+    # Half of 64 rows keep the one token that is left: a step on 64 rows becomes one of 32, on the
+    # same rung. Of 32 rows 16 are left, and a step of 8 s is for one of 32 s.
+    assert not make_verifier(1e-9, 0.5).worth_verifying(make_pass(left=(1,) * 64))
+    assert make_verifier(23.9, 0.5).worth_verifying(make_pass(left=(1,) * 32))
+    assert not make_verifier(24.1, 0.5).worth_verifying(make_pass(left=(1,) * 32))
+    # Everything is kept: 4 steps of 32 s, of the 100.
+    assert make_verifier(127.9, 1.0).worth_verifying(make_pass())
+    assert not make_verifier(128.1, 1.0).worth_verifying(make_pass())
+    # Rows that wait use what is saved: 60 tokens of 64 rows that share 64 places with others.
+    busy = make_pass(beside=9999, capacity=64)
+    assert make_verifier(29.9, 0.5).worth_verifying(busy)
+    assert not make_verifier(30.1, 0.5).worth_verifying(busy)
+    # Nothing is left, or kept.
+    assert not make_verifier(1e-9, 1.0).worth_verifying(make_pass(left=()))
+    assert not make_verifier(1e-3, 0.0).worth_verifying(make_pass())
+
+
+def test_good_tree_drafts_make_verification_worth_less():
+    # Width 4 emits 1 + .7 + .49 + .343 tokens a row in 48 s: 4 steps cost 75.8 s, not 128.
+    counts = [1e9 * 0.7**k for k in range(4)]
+    good = {"offered": [1e9] * 3, "at_risk": counts[:3], "accepted": counts[1:]}
+    assert make_verifier(75.7, 1.0, **good).worth_verifying(make_pass(widths=(1, 4)))
+    assert not make_verifier(75.9, 1.0, **good).worth_verifying(make_pass(widths=(1, 4)))
+    assert make_verifier(75.9, 1.0, **good).worth_verifying(make_pass())
+    # Not while they are but hoped for.
+    assert make_verifier(127.9, 1.0).worth_verifying(make_pass(widths=(1, 4)))
+
+
+CHUNK = Pass((24,) * 128, 128, 99, chunk=16, rungs=(16, 64, 128), decode_slots=99)  # 3.6 steps
+
+
+def rollouts(model, chance, number, rng):
+    """Rollouts of 32 tokens that verify one chunk of 24-token drafts if that seems worth it.
+
+    Drafts that are left to decoding are judged there. Returns what was done, and the predicted
+    seconds against those without drafts.
+    """
+    verdicts, seconds = [], 0.0
+    for _ in range(number):
+        verdict = model.worth_verifying(CHUNK)
+        kept = np.minimum(rng.geometric(1 - chance, size=128) - 1, 16)
+        judged = kept.sum() + (kept < 16).sum()
+        if verdict:
+            seconds += model.record_pass(CHUNK, kept.sum(), judged)
+        # With all rows alike and many of them the last ends where the mean of the worst does.
+        steps = 32 - kept.min() * verdict
+        visit = model.plan_visit(128, 99, (1,))
+        evidence = {} if verdict else {"kept": kept.sum(), "judged": judged}
+        seconds += model.record_visit(visit, steps, **evidence)
+        verdicts.append(verdict)
+    return verdicts, seconds / (number * model.predicted(128, 99, 1, 32))
+
+
+def test_responses_that_never_come_back_are_verified_once():
+    model, rng = CostModel(make_table()), np.random.default_rng(7)
+    verdicts, relative = rollouts(model, 0.0, 500, rng)
+    assert verdicts[0]  # the prior hopes
+    assert not any(verdicts[1:])
+    assert relative < 1.001
+
+
+def test_responses_that_come_back_are_verified_again():
+    """What decoding judges tells when they do, and verification when they do no more."""
+    model, rng = CostModel(make_table()), np.random.default_rng(8)
+    rollouts(model, 0.0, 200, rng)
+    verdicts, _ = rollouts(model, 0.9999, 100, rng)
+    first = verdicts.index(True)
+    assert first <= 15
+    assert all(verdicts[first:])
+    verdicts, _ = rollouts(model, 0.0, 100, rng)
+    last = verdicts.index(False)
+    assert 0 < last <= 30  # 128 judged tokens a pass, against thousands
+    assert not any(verdicts[last:])
+
+
+# State ----------------------------------------------------------------------------------------
+
+
+def use(model, rng, rounds):
+    """Rollouts of changing drafts; every choice, and what was predicted."""
+    choices = []
+    for i in rounds:
+        chances = [[0.0], [0.9], [0.2, 0.9]][(i // 7) % 3]
+        rows = int(rng.choice([1, 16, 64, 100]))
+        left = rng.integers(1, 90, rows)
+        candidate = make_pass(left, rows, 16, (1, 16, 100), widths=(1, 2, 4))
+        verdict = model.worth_verifying(candidate)
+        judged = int(rng.integers(1, 500)) if verdict else 0
+        kept = int(judged * chances[0])
+        choices.append((verdict, model.record_pass(candidate, kept, judged)))
+        choices.append(model.worth(candidate))
+        visit = model.plan_visit(rows, int(rng.integers(40, 150)), (2, 4, 8))
+        steps = int(rng.integers(0, 99))
+        histogram = draw(rng, chances, rows * steps, visit.width) if visit.width > 1 else ()
+        choices.append((visit, model.record_visit(visit, steps, histogram)))
+    return choices
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 23, 60])
+def test_a_resumed_model_chooses_alike(stop):
+    whole, rng = CostModel(make_table()), np.random.default_rng(9)
+    expected = use(whole, rng, range(90))
+    assert {c.base for c, _ in expected[2::3]} == {1, 2, 4, 8}
+    assert {c for c, _ in expected[::3]} == {False, True}
+
+    first, rng = CostModel(make_table()), np.random.default_rng(9)
+    choices = use(first, rng, range(stop))
+    text = json.dumps(first.state())
+    resumed = CostModel.from_state(json.loads(text))
+    assert json.dumps(resumed.state()) == text
+    assert choices + use(resumed, rng, range(stop, 90)) == expected
+    assert resumed.state() == whole.state()
+
+
+def test_a_state_does_not_change_behind_ones_back():
+    model = CostModel(make_table())
+    use(model, np.random.default_rng(10), range(20))
+    state = model.state()
+    text = json.dumps(state)
+    other = CostModel.from_state(state)
+    use(model, np.random.default_rng(11), range(20))
+    use(other, np.random.default_rng(12), range(20))
+    assert json.dumps(state) == text
+    assert json.dumps(model.state()) != text
+
+
+def test_a_state_with_unknown_or_missing_parts_is_refused():
+    state = CostModel(make_table()).state()
+    with pytest.raises(TypeError, match="colour"):
+        CostModel.from_state({**state, "colour": 1})
+    del state["table"]
+    with pytest.raises(KeyError, match="table"):
+        CostModel.from_state(state)
+
+
+def test_planning_changes_nothing():
+    model = CostModel(make_table())
+    use(model, np.random.default_rng(13), range(30))
+    text = json.dumps(model.state())
+    plans = [model.plan_visit(rows, 64, (2, 4, 8)) for rows in (1, 64, 128) * 2]
+    assert plans[:3] == plans[3:]
+    model.worth_verifying(make_pass())
+    assert json.dumps(model.state()) == text
+
+
+def test_choosing_needs_no_jax():
+    code = "import sys, specrl_jax.rollout.cost; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,285 @@
+"""What the acceptance rules emit, by exact enumeration of whole responses.
+
+Every draft of a small vocabulary is given to the package's jitted functions with every pattern of
+accepting and rejecting uniforms, each weighted with its exact probability. Nothing is random, so a
+law that is emitted exactly differs from π by float32 rounding alone, some 1e-7 a position.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from acceptance_reference import (
+    in_top,
+    judge_block,
+    judge_ratio,
+    judge_ratio_residual,
+    log,
+    logprobs_at,
+    put_rows,
+    put_scores,
+    residual_scores,
+    softmax,
+    top_law,
+    total_variation,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Policies on V tokens whose law depends on the whole prefix; responses have T slots.
+
+    k: stored tokens. eos: ends a response. drop: share of the probabilities that truncation takes
+    away. draft_slots: drafts are cut there.
+    """
+
+    vocab: int
+    slots: int
+    k: int
+    eos: int | None = None
+    drop: float = 0.0
+    sharpness: float = 1.0
+    draft_slots: int = 9
+    seed: int = 0
+
+    def laws(self, policy: int) -> dict[tuple[int, ...], np.ndarray]:
+        """{prefix: probabilities of the next token}."""
+        rng = np.random.default_rng([self.seed, policy])
+        found = {}
+        for length in range(self.slots):
+            for prefix in itertools.product(range(self.vocab), repeat=length):
+                probs = rng.dirichlet(np.full(self.vocab, self.sharpness))
+                lost = rng.random(self.vocab) < self.drop
+                lost[np.argmax(probs)] = False
+                found[prefix] = np.where(lost, 0.0, probs) / probs[~lost].sum()
+        return found
+
+    def ended(self, prefix) -> bool:
+        return len(prefix) == self.slots or (len(prefix) > 0 and prefix[-1] == self.eos)
+
+
+WORLDS = {
+    "whole-law": World(3, 3, k=3),
+    "k-above-v": World(3, 3, k=5, eos=2, seed=26),
+    "tail": World(3, 3, k=2, seed=2),
+    "tail-eos": World(3, 3, k=2, eos=2, seed=3),
+    "one": World(4, 3, k=1, eos=0, seed=20),
+    "four": World(4, 3, k=2, eos=3, sharpness=0.4, seed=5),
+    "five": World(5, 3, k=3, eos=1, seed=6),
+    "truncated": World(4, 3, k=2, eos=3, drop=0.4, seed=23),
+    "truncated-whole": World(4, 3, k=4, drop=0.5, seed=28),
+    "cut": World(4, 3, k=3, eos=0, draft_slots=2, seed=9),
+    "near": World(4, 3, k=3, eos=1, sharpness=200.0, seed=10),
+}
+
+
+def responses(world: World, laws, prefix=()) -> dict[tuple[int, ...], float]:
+    """Every response that begins with `prefix`, and its probability given that."""
+    if world.ended(prefix):
+        return {prefix: 1.0}
+    found = {}
+    for token, p in enumerate(laws[prefix]):
+        if p > 0:
+            for response, rest in responses(world, laws, (*prefix, token)).items():
+                found[response] = p * rest
+    return found
+
+
+@dataclasses.dataclass
+class Scored:
+    """Every draft of a world as the engine sees it after its verification pass.
+
+    D rows, filled up with empty drafts of probability 0 so that worlds share compiled programs.
+    """
+
+    drafts: list[tuple[int, ...]]
+    probs: np.ndarray
+    lens: np.ndarray
+    scores: np.ndarray  # [D, T, V] of π
+    top: tuple[np.ndarray, np.ndarray]  # ids and log-probs [D, T, k] of π_old
+    arguments: tuple[np.ndarray, ...]  # what the rules take between uniforms and lens
+
+
+@functools.cache
+def score(world: World) -> Scored:
+    new, old = world.laws(0), world.laws(1)
+    law = collections.defaultdict(float)
+    for response, p in responses(world, old).items():
+        law[response[: world.draft_slots]] += p
+    drafts = [*law, *[()] * (96 - len(law))]
+    shape = (len(drafts), world.slots)
+    tokens = np.zeros(shape, np.int32)
+    scores, old_scores = np.zeros((*shape, world.vocab)), np.zeros((*shape, world.vocab))
+    for row, draft in enumerate(drafts):
+        tokens[row, : len(draft)] = draft
+        for i in range(min(len(draft) + 1, world.slots)):
+            scores[row, i], old_scores[row, i] = log(new[draft[:i]]), log(old[draft[:i]])
+    scores, old_scores = scores.astype(np.float32), old_scores.astype(np.float32)
+    ids, logprobs = top_law(put_scores(old_scores), world.k)
+    at = lambda x: np.asarray(logprobs_at(put_scores(x), put_rows(tokens[..., None])))[..., 0]  # noqa: E731
+    now_top = np.asarray(logprobs_at(put_scores(scores), ids))
+    return Scored(
+        drafts,
+        np.array([law.get(d, 0.0) for d in drafts]),
+        np.array([len(d) for d in drafts], np.int32),
+        scores,
+        (np.asarray(ids), np.asarray(logprobs)),
+        (
+            at(scores),
+            at(old_scores),
+            now_top,
+            np.asarray(logprobs),
+            np.asarray(in_top(tokens, ids)),
+        ),
+    )
+
+
+JUDGES = {
+    "ratio": judge_ratio,
+    "ratio_residual": judge_ratio_residual,
+    "block": judge_block,
+}
+
+
+def thresholds(judge, scored: Scored) -> np.ndarray:
+    """[D, T]: the uniform of each position up to which it accepts, by bisection of the rule.
+
+    A prefix that ends with position i is asked about alone: uniforms before it accept, if they
+    matter at all, and those behind it reject.
+    """
+    shape = scored.arguments[0].shape
+    found = np.zeros(shape)
+    for i in range(shape[1]):
+        low, high = np.zeros(shape[0]), np.ones(shape[0])
+        for _ in range(30):
+            middle = (low + high) / 2
+            uniforms = np.full(shape, 1e-30, np.float32)
+            uniforms[:, i], uniforms[:, i + 1 :] = middle, np.float32(np.finfo(np.float32).max)
+            kept, tail, _ = judge(uniforms, scored.arguments, scored.lens)
+            yes = kept + tail >= i + 1
+            low, high = np.where(yes, middle, low), np.where(yes, high, middle)
+        found[:, i] = low
+    return found
+
+
+@functools.cache
+def verdicts(world: World, rule: str):
+    """Every decision of a rule: [(draft row, kept, tail, log_scale, probability)].
+
+    One row for each draft and each pattern of uniforms below and above the thresholds.
+    """
+    judge, scored = JUDGES[rule], score(world)
+    limits = thresholds(judge, scored)
+    found = []
+    for pattern in itertools.product([True, False], repeat=world.slots):
+        below = np.array(pattern)
+        uniforms = np.where(below, limits / 2, (1 + limits) / 2).astype(np.float32)
+        probs = scored.probs * np.where(below, limits, 1 - limits).prod(axis=1)
+        verdict = judge(uniforms, scored.arguments, scored.lens)
+        found += zip(itertools.count(), *verdict, probs)
+    return found
+
+
+def emitted(world: World, rule: str) -> dict[tuple[int, ...], float]:
+    """Law of whole responses: verified prefix, token behind it, the rest from π."""
+    scored, new = score(world), world.laws(0)
+    rows, kept, tail, log_scale, probs = map(np.array, zip(*verdicts(world, rule), strict=True))
+    at = np.minimum(kept, world.slots - 1)
+    ids, logprobs = (x[rows, at] for x in scored.top)
+    scores = put_scores(scored.scores[rows, at])
+    nexts = softmax(residual_scores(scores, *put_rows(ids, logprobs, tail, log_scale)))
+    rest = {prefix: responses(world, new, prefix) for prefix in reachable(world)}
+    law = collections.defaultdict(float)
+    for row, n, p, following in zip(rows, kept, probs, nexts, strict=True):
+        prefix = scored.drafts[row][:n]
+        if p == 0:
+            continue
+        if world.ended(prefix):
+            law[prefix] += p
+            continue
+        for token in np.flatnonzero(following):
+            for response, q in rest[(*prefix, int(token))].items():
+                law[response] += p * following[token] * q
+    return dict(law)
+
+
+def reachable(world: World):
+    """All prefixes that may be followed by something, and all responses."""
+    for length in range(1, world.slots + 1):
+        for prefix in itertools.product(range(world.vocab), repeat=length):
+            if world.eos not in prefix[:-1]:
+                yield prefix
+
+
+# Float32 rounds laws and thresholds at 6e-8 each, and 1 - Σ of the stored probabilities too.
+EXACT = 1e-6
+
+
+@pytest.mark.parametrize("rule", ["ratio_residual", "block"])
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_is_emitted_is_the_policy(mesh, name, rule):
+    world = WORLDS[name]
+    law = emitted(world, rule)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-6)
+    assert total_variation(law, responses(world, world.laws(0))) < EXACT
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_plain_ratio_rule_does_not_emit_the_policy(mesh, name):
+    """It emits b at the first position, even at lenience 1, and so not π."""
+    world = WORLDS[name]
+    law = emitted(world, "ratio")
+    new, old = world.laws(0)[()], world.laws(1)[()]
+    b = np.minimum(old, new) + (1 - np.minimum(old, new).sum()) * new
+    first = np.zeros(world.vocab)
+    for response, p in law.items():
+        first[response[0]] += p
+    np.testing.assert_allclose(first, b, atol=1e-6)
+    distance = total_variation(law, responses(world, world.laws(0)))
+    assert distance > (0.05 if name != "near" else 0.01)
+
+
+def coarse_prefixes(world: World, row: int):
+    """The draft's outcomes up to its tail token (-1), shortest prefix first."""
+    scored = score(world)
+    draft, listed = scored.drafts[row], scored.arguments[-1][row]
+    outcomes = [t if listed[i] else -1 for i, t in enumerate(draft)]
+    end = outcomes.index(-1) + 1 if -1 in outcomes else len(outcomes)
+    return [tuple(outcomes[: n + 1]) for n in range(end)]
+
+
+def kept_probs(world: World, rule: str) -> dict[tuple[int, ...], float]:
+    """{prefix of coarse outcomes: probability that it is drafted and kept}."""
+    found = collections.defaultdict(float)
+    for row, kept, tail, _, p in verdicts(world, rule):
+        for prefix in coarse_prefixes(world, row)[: kept + tail]:
+            found[prefix] += p
+    return found
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_block_keeps_every_prefix_as_often_as_any_rule_can(mesh, name):
+    """P(prefix kept | drafted) = P_i, and that is never less than Π min(1, π / π_old)."""
+    world = WORLDS[name]
+    whole, single = kept_probs(world, "block"), kept_probs(world, "ratio_residual")
+    scored = score(world)
+    logprobs, old, now_top, old_top, listed = (x.astype(np.float64) for x in scored.arguments)
+    tails = [np.log(np.maximum(1 - np.exp(x).sum(axis=-1), 1e-300)) for x in (now_top, old_top)]
+    with np.errstate(invalid="ignore"):  # behind the drafts
+        quotient = np.exp(np.where(listed, logprobs - old, tails[0] - tails[1]))
+    joint, product = collections.defaultdict(float), collections.defaultdict(float)
+    for row, p in enumerate(scored.probs):
+        block_p = ratio_p = 1.0
+        for i, prefix in enumerate(coarse_prefixes(world, row)):
+            block_p = min(1.0, block_p * quotient[row, i])
+            ratio_p = ratio_p * min(1.0, quotient[row, i])
+            joint[prefix] += p * block_p
+            product[prefix] += p * ratio_p
+    for prefix in joint:
+        assert whole.get(prefix, 0.0) == pytest.approx(joint[prefix], abs=EXACT)
+        assert single.get(prefix, 0.0) == pytest.approx(product[prefix], abs=EXACT)
+        assert whole.get(prefix, 0.0) >= single.get(prefix, 0.0) - EXACT
+    assert sum(whole.values()) > sum(single.values()) + (1e-3 if name != "near" else 1e-4)
