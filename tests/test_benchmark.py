@@ -171,7 +171,11 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0",
+        },
     )
 
 

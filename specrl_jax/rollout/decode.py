@@ -170,9 +170,8 @@ def visit(
         start, most = rows.prompt_lens + rows.lens - 1, cache_slots(cache) - width
         if corpus is not None:
             again = jnp.clip(start - most, 0, width - 1)
-            fed = _cut(
-                jnp.concatenate([_before(rows, width), fed], axis=1), width - 1 - again, width
-            )
+            fed = jnp.concatenate([_before(rows, width), fed], axis=1)
+            fed = _cut(fed, width - 1 - again, width)
             offered = jnp.minimum(offered, width - again)
         # Rows that are done write somewhere inside; the others always have room.
         hidden, cache = model(fed, jnp.clip(start, 0, most), cache)
