@@ -83,8 +83,17 @@ def run(todo: Iterable[Cell], log: Callable[[str], None]) -> None:
                 process.wait()
                 raise
         if code:
-            raise RuntimeError(f"{' '.join(command)} ended with {code}; see {output}")
+            raise RuntimeError(
+                f"{cell.workdir.name} ended with {code}: {_last_line(output)}; see {output}"
+            )
         log(f"{cell.workdir.name}: done")
+
+
+def _last_line(path: Path) -> str:
+    """What a program that failed said at the end."""
+    lines = path.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    return last.strip().removeprefix("error: ")
 
 
 # Figures -------------------------------------------------------------------------------------

@@ -164,6 +164,16 @@ def test_a_mistake_is_one_line(arguments, message):
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
+def test_a_run_that_fails_is_named_with_its_own_message(tmp_path):
+    done = launch(
+        "--config=tests/small_runs.py", f"--workdir={tmp_path}", "--case=a: rollout.drfat=none"
+    )
+    said = "rollout.drfat is not a field of the config, did you mean draft?"
+    output = tmp_path / "a,seed=0" / "output.txt"
+    assert done.returncode != 0
+    assert done.stderr == f"error: a,seed=0 ended with 2: {said}; see {output}\n"
+
+
 def test_values_of_a_field_need_a_configuration():
     done = launch("--vary=a.b=1")
     assert (done.returncode, done.stderr) == (2, "error: --vary needs --config=FILE[:PRESET]\n")
