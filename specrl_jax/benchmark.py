@@ -101,7 +101,8 @@ def time_blocks(
 ) -> list[list[list[Run]]]:
     """`repeats` runs of every case of every block, [block][case][repeat], cases in turn.
 
-    A case may stand in several blocks, so that each block has a neighbour to compare with.
+    A case may stand in several blocks, so that each block has a neighbour to compare with. Each
+    pass begins every block one case later than the last did, so that no case always comes first.
     """
     cases = {id(case): case for block in blocks for case in block}
     start = time.perf_counter()
@@ -112,8 +113,9 @@ def time_blocks(
     for repeat in range(repeats):
         start = time.perf_counter()
         for block, runs in zip(blocks, found):
-            for case, of_case in zip(block, runs):
-                of_case.append(_timed_run(inputs, case))
+            for turn in range(len(block)):
+                i = (repeat + turn) % len(block)
+                runs[i].append(_timed_run(inputs, block[i]))
         log(f"pass {repeat + 1} of {repeats}: {time.perf_counter() - start:.0f} s")
     return found
 
