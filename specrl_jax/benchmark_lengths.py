@@ -212,7 +212,8 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
     drafted = [cell for cell in record["cells"] if cell["lost"] is not None]
     worst = min(drafted, key=lambda cell: cell["over_ladder"]["median"])
     below = sum(cell["over_ladder"]["median"] < 0.98 for cell in drafted)
-    note = f"{worst['name']}, {worst['lost']:.0%} lost; {below} of {len(drafted)} below"
+    sure = f"95 % sure of {_sure(worst['over_ladder'])}"
+    note = f"{worst['name']}, {worst['lost']:.0%} lost, {sure}; {below} of {len(drafted)} below"
     found.append(
         Goal("speculation over ladder, worst", worst["over_ladder"]["median"], 0.98, note=note)
     )
@@ -233,7 +234,7 @@ _COLUMNS = (
     ("tokens/s", 10, lambda c: f"{c['tokens_per_second']:.0f}"),
     ("naive", 7, lambda c: f"{c['over_naive']['median']:.2f}x"),
     ("ladder", 8, lambda c: f"{c['over_ladder']['median']:.2f}x"),
-    ("least-most", 11, lambda c: "{min:.2f}-{max:.2f}".format(**c["over_ladder"])),
+    ("95 % sure", 11, lambda c: _sure(c["over_ladder"])),
     ("tok/rs", 8, lambda c: f"{c['tokens_per_row_step']:.2f}"),
     ("prefill", 9, lambda c: f"{c['seconds']['prefill']['median']:.3f}"),
     ("verify", 8, lambda c: f"{c['seconds']['verify']['median']:.3f}"),
@@ -243,6 +244,10 @@ _COLUMNS = (
     ("verified", 10, lambda c: f"{c['verified_tokens']}"),
     ("  steps by width", 0, lambda c: "  " + _sizes(c["steps_by_width"])),
 )
+
+
+def _sure(ratio: dict[str, float]) -> str:
+    return "{low:.2f}-{high:.2f}".format(**ratio)
 
 
 def _sizes(steps: dict[str, int]) -> str:
@@ -257,7 +262,8 @@ def table(record: dict[str, Any]) -> str:
         f"lengths: {setting['policy']}, {setting['weights']} weights; {rollout['rows']} rows, "
         f"lengths {lens['median']:.0f} in the median, {lens['mean']:.0f} in the mean, "
         f"{lens['max']} at most; median of {rollout['repeats']}",
-        "naive, ladder: speed-up over them; tok/rs: decoded tokens per row step computed;",
+        "naive, ladder: median speed-up over them; 95 % sure: bounds of the latter's median (of",
+        "fewer than 6 passes: least and most); tok/rs: decoded tokens per row step computed;",
         "predicted, ideal: by measured step costs, over actual decode seconds",
         "",
         _line(lambda heading, _: heading),

@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 from small_runs import small_config
 
 from specrl_jax import benchmark, benchmark_floor, benchmark_scenes
@@ -119,7 +120,19 @@ def test_a_case_worked_row():
 
 def test_ratios_are_taken_within_a_pass():
     slow, fast = [make_run(s) for s in (10, 30, 20)], [make_run(s) for s in (5, 10, 20)]
-    assert benchmark.ratios(slow, fast) == {"median": 2, "min": 1, "max": 3}
+    expected = {"median": 2, "min": 1, "max": 3, "low": 1, "high": 3}
+    assert benchmark.ratios(slow, fast) == expected
+
+
+@pytest.mark.parametrize("count", [5, 6, 9, 21, 100])
+def test_the_interval_of_a_median_is_as_sure_as_it_says_and_no_wider(count):
+    """By scipy's binomial law: k - 1 or fewer of n values on one side, twice."""
+    values = np.random.default_rng(0).permutation(count)
+    low, high = benchmark.median_interval(values)
+    assert low + high == count - 1
+    assert low == max(scipy.stats.binom.ppf(0.025, count, 0.5) - 1, 0)
+    if count > 5:
+        assert 2 * scipy.stats.binom.cdf(low, count, 0.5) <= 0.05
 
 
 def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch):
