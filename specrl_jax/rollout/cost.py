@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 # Expected gains below are not taken: steps are known to a tenth or so, and what is gained by being
 # right about them is less than what is lost by being wrong.
 MARGIN = 1.1
-BUDGET = 0.01  # share of the time that may be lost to probing with drafts that never pay
+BUDGET = 0.005  # share of the time that may be lost to probing with drafts that never pay
 HALF_LIFE = 1_024  # row steps after which what tree drafts brought counts half
 KNOWN_ROW_STEPS = 64  # a width whose last token was checked less often is unknown: tried briefly
-PROBE_ROW_STEPS = 256  # row steps of a probe, within PROBE_STEPS
+PROBE_ROW_STEPS = 128  # row steps of a probe, within PROBE_STEPS
 PROBE_STEPS = (4, 32)  # fewest and most steps of a probe
 REVIEW_STEPS = 64  # longest speculative visit, so that bad drafts cost little; at width 1 shortest
 PRIOR, PRIOR_ROW_STEPS = 0.7, 8  # chance that a tree draft goes on being right, and its weight
@@ -306,8 +306,9 @@ class Pass:
 class Visit:
     """Decode in this rung, at `width`, for at most `max_steps` steps (0: no limit).
 
-    Suffix matching is on where width > 1. base: the width that seems best; another one is a probe.
-    reserve: seconds that this rung's next probe may lose, up to which a visit saves.
+    Suffix matching is on where width > 1. base: the width that seems best of those known; another
+    one is tried. price: of a try, seconds that it is charged unless it pays, 0 for what it lost by
+    its tokens; of a visit at its base, up to which it saves for the next.
     """
 
     rows: int
@@ -315,7 +316,7 @@ class Visit:
     width: int
     base: int
     max_steps: int
-    reserve: float = 0.0
+    price: float = 0.0
 
 
 @dataclasses.dataclass
@@ -323,9 +324,10 @@ class CostModel:
     """Table, acceptance, and what probes may cost. Only `record_*` change anything.
 
     credit: predicted seconds that probes may lose: BUDGET of the time, never more than the next one
-    needs. They are charged what the base would have done better, so together lose BUDGET of the
-    time and one probe at most. Verification needs no probes: drafts that are left to decoding are
-    judged there.
+    needs. A width that seems best is charged what its base would have done better, one that does
+    not all that it took longer, unless it paid by MARGIN: rows that get ahead of others save their
+    rung less than that. So together they lose BUDGET of the time and one probe at most.
+    Verification needs no probes: drafts that are left to decoding are judged there.
     """
 
     table: CostTable
@@ -363,7 +365,7 @@ class CostModel:
         plain = self.predicted(rows, slots, 1)
         cost = max(self.predicted(rows, slots, widths[1], steps) - steps * plain, 0.0)
         if best == base and self.credit >= cost:
-            return Visit(rows, slots, widths[1], base, steps)
+            return Visit(rows, slots, widths[1], base, steps, cost)
         due = math.ceil(((cost if best == base else 0.0) - self.credit) / (BUDGET * plain))
         return Visit(rows, slots, base, base, max(due, REVIEW_STEPS), cost)
 
@@ -386,15 +388,19 @@ class CostModel:
         self.acceptance.observe(histogram, visit.width)
         seconds = self.predicted(visit.rows, visit.slots, visit.width, steps)
         if visit.width == visit.base:
-            self.credit = min(self.credit + BUDGET * seconds, visit.reserve)
+            self.credit = min(self.credit + BUDGET * seconds, visit.price)
             return seconds
         # The same drafts cut to the base's width tell what it would have emitted.
         emitted, instead = (
             sum(n * (1.0 + min(a, width - 1)) for a, n in enumerate(histogram))
             for width in (visit.width, visit.base)
         )
-        base_seconds = self.predicted(visit.rows, visit.slots, visit.base, steps)
-        self.credit -= max(seconds - base_seconds * (emitted / instead if instead else 1.0), 0.0)
+        gain = emitted / instead if instead else 1.0
+        base_seconds = self.predicted(visit.rows, visit.slots, visit.base, steps) * gain
+        if not visit.price:
+            self.credit -= max(seconds - base_seconds, 0.0)
+        elif base_seconds < MARGIN * seconds:
+            self.credit -= visit.price
         return seconds
 
     def worth(self, candidate: Pass) -> float:

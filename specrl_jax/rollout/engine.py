@@ -243,8 +243,8 @@ class Engine:
         slots = self.ladder.slots(self.ladder.response_for(longest + 1))
         total = self.ladder.rows_for(self.pool.unfinished + real)
         longest_draft = int(self.draft_lens.max())
-        passes = [self._verify_slots(w, longest_draft) for w in self._verifiable(longest_draft)]
-        begin = max([slots, *(passes if longest_draft else [])])
+        widths = self._verifiable(longest_draft) if longest_draft else []
+        begin = max([slots, *(self.ladder.verify_slots(w, longest_draft) for w in widths)])
         needed = self._bytes((size, begin), *{(self.pool.size, self.pool.slots), (total, slots)})
         return bool(self.bounds.cache_bytes) and needed > self.bounds.cache_bytes
 
@@ -321,11 +321,6 @@ class Engine:
 
     # Verification ----------------------------------------------------------------------------
 
-    def _verify_slots(self, width: int, longest: int) -> int:
-        if longest <= width:
-            return self.ladder.prompt_slots + width
-        return self.ladder.prompt_slots + self.ladder.response_for(longest) + width
-
     def _verifiable(self, longest: int) -> list[int]:
         """Widths of a pass over drafts of at most `longest` tokens, ascending: up to the widest
         that is needed, whose caches stay within what `rows_within` reckons with."""
@@ -335,13 +330,13 @@ class Engine:
             width
             for width in self.ladder.verify
             if width <= widest
-            and not (self.bounds.cache_bytes and self._verify_slots(width, longest) > room)
+            and not (self.bounds.cache_bytes and self.ladder.verify_slots(width, longest) > room)
         ]
 
-    def _pass(self, drafts: np.ndarray, size: int) -> Pass | None:
+    def _pass(self, drafts: np.ndarray, size: int, slots: int = 0) -> Pass | None:
         """The verification of rows whose drafts have `drafts` [n] tokens left that is expected to
         save most for its seconds; without a cost model the widest that is needed. None where the
-        bound on bytes has no room for one."""
+        bound on bytes has no room for one. slots: of their caches, where they have any."""
         longest = int(drafts.max())
         widths = self._verifiable(longest)
         if not widths:
@@ -349,7 +344,7 @@ class Engine:
         one = Pass(
             left=tuple(drafts[drafts > 0].tolist()),
             rung_rows=size,
-            slots=self._verify_slots(widths[-1], longest),
+            slots=slots or self.ladder.verify_slots(widths[-1], longest),
             chunk=widths[-1],
             rungs=tuple(sorted(self.ladder.rows)),
             decode_slots=self.ladder.slots(self.ladder.responses[-1]),
@@ -361,8 +356,8 @@ class Engine:
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return one
         passes = [
-            dataclasses.replace(one, chunk=width, slots=self._verify_slots(width, longest))
-            for width in widths
+            dataclasses.replace(one, chunk=w, slots=slots or self.ladder.verify_slots(w, longest))
+            for w in widths
         ]
         return max(passes, key=self.cost.worth)
 
@@ -384,7 +379,7 @@ class Engine:
             if one is None:
                 # Rows that verified all passes so far have as many tokens less to verify.
                 left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
-                one = self._pass(np.maximum(left, 1), batch.size)
+                one = self._pass(np.maximum(left, 1), batch.size, batch.slots)
                 if one is None or batch.slots < self._room_needed(batch, one.chunk):
                     break
                 if self.cost and not self.cost.worth_verifying(one):

@@ -93,6 +93,13 @@ class Ladder:
         """The narrowest verification that takes in `longest` draft tokens, or the widest."""
         return min((w for w in self.verify if w >= longest), default=self.verify[-1])
 
+    def verify_slots(self, width: int, longest: int) -> int:
+        """Cache slots to verify drafts of at most `longest` tokens, `width` of them at a time: a
+        pass begins behind what a row has."""
+        if longest <= width:
+            return self.prompt_slots + width
+        return self.prompt_slots + self.response_for(longest) + width
+
 
 def rows_within(cache_bytes: float, bytes_per_slot: int, slots: int) -> int:
     """Rows whose caches of `slots` slots stay within a bound while they are moved.

@@ -54,8 +54,9 @@ def cost_table(
 
 def points(setup: Setup, ladder: Ladder, bound: float = 0.0) -> list[Point]:
     """What is measured: every decode program at its shallowest and deepest window, and the
-    narrowest and widest verification at the fewest and most rows. bound: of the KV caches' bytes,
-    0 for any; what it leaves no room for never runs."""
+    narrowest and widest verification at the fewest and most rows, of drafts as long as a pass and,
+    where they can be longer, as long as a response. bound: of the KV caches' bytes, 0 for any; what
+    it leaves no room for never runs."""
     per_slot = cache_bytes(setup.model, 1, 1)
 
     def fits(point: Point) -> bool:
@@ -73,7 +74,8 @@ def points(setup: Setup, ladder: Ladder, bound: float = 0.0) -> list[Point]:
     if not acceptance.RULES[setup.accept].whole_draft:
         for size in (ladder.admissions[0], ladder.admissions[-1]):
             for width in (ladder.verify[0], ladder.verify[-1]):
-                found.add(Point(size, ladder.prompt_slots + width, width, False))
+                for longest in {width, ladder.responses[-1]}:
+                    found.add(Point(size, ladder.verify_slots(width, longest), width, False))
     return sorted(filter(fits, found))
 
 
