@@ -271,7 +271,8 @@ def _price(ladder: Ladder, table: CostTable, slots: int, width: int, active: int
 def ratios(slow: Sequence[Run], fast: Sequence[Run]) -> dict[str, float]:
     """Spread over the passes of total seconds of `slow` over those of `fast`.
 
-    low, high: where the median would lie after many passes, 95 % sure (see `median_interval`).
+    low, high: where the median would lie after many passes of this process, 95 % sure (see
+    `median_interval`).
     """
     found = [a.seconds["total"] / b.seconds["total"] for a, b in zip(slow, fast)]
     low, high = median_interval(found)

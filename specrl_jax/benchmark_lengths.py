@@ -212,7 +212,8 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
     drafted = [cell for cell in record["cells"] if cell["lost"] is not None]
     worst = min(drafted, key=lambda cell: cell["over_ladder"]["median"])
     below = sum(cell["over_ladder"]["median"] < 0.98 for cell in drafted)
-    sure = f"95 % sure of {_sure(worst['over_ladder'])}"
+    repeats = record["setting"]["rollout"]["repeats"]
+    sure = f"{'95 % sure of' if repeats > 5 else 'of'} {_sure(worst['over_ladder'])}"
     note = f"{worst['name']}, {worst['lost']:.0%} lost, {sure}; {below} of {len(drafted)} below"
     found.append(
         Goal("speculation over ladder, worst", worst["over_ladder"]["median"], 0.98, note=note)

@@ -196,7 +196,7 @@ _ROWS = (
     ("  longest", lambda c: f"{1e3 * c['seconds']['total']['max']:.1f}"),
     ("response tokens a second", lambda c: f"{c['tokens_per_second']:.0f}"),
     ("speed-up, verification included", lambda c: f"{c['over_plain']['median']:.2f}x"),
-    ("  its median, 95 % sure", lambda c: "{low:.2f}-{high:.2f}".format(**c["over_plain"])),
+    ("  bounds of its median", lambda c: "{low:.2f}-{high:.2f}".format(**c["over_plain"])),
     ("  at the plain price of a token", lambda c: f"{c['best_over_plain']:.2f}x"),
     ("reused of all tokens", lambda c: f"{c['metrics']['rollout/reuse_fraction']:.1%}"),
     ("accepted of draft tokens", lambda c: f"{c['metrics']['rollout/draft_accept_rate']:.1%}"),

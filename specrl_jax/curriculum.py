@@ -37,7 +37,7 @@ def make_stream(config, encoded: EncodedDataset, total_steps: int = 0) -> "Promp
 
 
 class PromptStream:
-    """Endless batches of Q distinct prompts; its place is three numbers.
+    """Endless batches of Q distinct prompts; its place is two numbers and the prompts that wait.
 
     The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
     the `leftover` prompts after them are not visited in that epoch, and each epoch leaves out

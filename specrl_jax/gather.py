@@ -70,6 +70,9 @@ def gather(run: Run, state: State) -> Gathered:
         batch, values = desk.batch()
         values |= Stats.total([x.outcome.stats for x in rounds]).metrics()
     values |= _metrics(run, rounds)
+    held = state.store.nbytes()
+    values["rollout/draft_store_gib"] = held["device"] / 2**30
+    values["rollout/draft_store_host_gib"] = held["host"] / 2**30
     if state.screened is not None:  # rounds hold parts of groups
         whole = reward_metrics(batch[2], np.zeros(len(batch[2]), bool), run.trained_group)
         values |= {name: whole[name] for name in GROUP_REWARDS}

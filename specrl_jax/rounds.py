@@ -12,8 +12,8 @@ prompts that wait for theirs never outgrow two rounds.
 
 In both, groups that are over wait for the next step, first in first out, with the log-probs of the
 policy that sampled them, so that the update's ratio is their importance weight. Nothing is dropped.
-A batch that `algorithm.max_rounds` rounds could not fill is trained on as it is: with groups of
-equal rewards, or without responses, in the empty places.
+A batch that `algorithm.max_rounds` rounds, or the prompts there are, could not fill is trained on
+as it is: with groups of equal rewards, or without responses, in the empty places.
 """
 
 import dataclasses
@@ -293,6 +293,11 @@ def _corpus(run: Run, state: State, prompts: Prompts, ahead: Prompts | None) -> 
     found = []
     if "tree" in run.config.rollout.draft:
         found = [_sources(run, state, batch) for batch in batches]
+        if state.ahead is not None:  # the newest generation: a sibling may go on where one stopped
+            begun = [state.ahead.sources(batch) for batch in batches]
+            found = [
+                tuple(jnp.concatenate(x, axis=1) for x in zip(*both)) for both in zip(begun, found)
+            ]
     if state.carried is None and state.waiting is None and state.stream.foresees:
         state.store.prefetch(state.stream.peek())
     if not found:

@@ -29,6 +29,7 @@ from specrl_jax.rollout import timing
 from specrl_jax.rollout.carry import Ahead, Carried, Waiting
 from specrl_jax.rollout.cost import CostModel, CostTable
 from specrl_jax.rollout.draft_store import DraftStore
+from specrl_jax.rollout.engine import check_cache_bound
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.runtime import cache_folder
 from specrl_jax.selection import Sampled, Selection
@@ -236,6 +237,7 @@ def build(config) -> tuple[Run, Params]:
         total_steps=total_steps,
         key=jax.random.key(config.seed),
     )
+    check_cache_bound(model, plan.ladder(run.rows), plan.cache_bytes)
     _describe(run, stream)
     return run, params
 
@@ -343,7 +345,7 @@ def _measure(run: Run, params: Params) -> CostTable:
     """Seconds of the rollout's programs on the device at hand; read from disk where known."""
     settings = run.config.rollout
     weights = policy_copy(run.model, params)
-    sources = settings.tree.history * settings.group_size
+    sources = (settings.tree.history + settings.run_ahead) * settings.group_size
     start = time.perf_counter()
     table = timing.cost_table(
         run.plan, weights, run.rows, sources=sources, directory=cache_folder() / "step_costs"

@@ -88,7 +88,10 @@ def lengths_record(rows: int = 32, worst: float = 0.9):
         cell("tree", 0.0, 2.6),
         cell("tree", 0.5, worst),
     ]
-    return {"setting": {"rollout": {"rows": rows}}, "cells": [*cells, cell("previous", 0.5, 0.97)]}
+    return {
+        "setting": {"rollout": {"rows": rows, "repeats": 6}},
+        "cells": [*cells, cell("previous", 0.5, 0.97)],
+    }
 
 
 def test_goals_of_lengths():

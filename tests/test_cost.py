@@ -211,6 +211,8 @@ def test_a_probe_is_charged_whole_unless_it_pays(right, charge):
     assert visit == Visit(64, 99, width=2, base=1, max_steps=4, price=8.0)
     model.record_visit(visit, 4, [256 - right, right])
     assert model.credit == 8.0 - charge
+    model.record_visit(visit, 1, [64, 0])  # cut short
+    assert model.credit == 8.0 - charge - 2.0
 
 
 def test_probes_are_short_but_see_enough_rows():

@@ -13,7 +13,7 @@ from specrl_jax import train as loop
 from specrl_jax.metrics import MetricsLog
 from specrl_jax.records import read_rollouts
 from specrl_jax.rollout.carry import Ahead
-from specrl_jax.rollout.generate import roll
+from specrl_jax.rollout.generate import make_corpus, roll
 from specrl_jax.types import Source
 
 EVERY = ref.random_prompts(16)
@@ -108,6 +108,21 @@ def test_what_was_begun_goes_before_an_earlier_response(mesh):
     assert Ahead.empty(32, 8).over(None, NEXT) is None
 
 
+def test_trees_go_on_where_it_stopped_being_right(mesh):
+    """What was begun is also a source of tree drafts, of the prompts it was begun for alone."""
+    (_, older), (_, weights) = ref.policy(0.15), ref.policy()
+    plan = plan_for(PLANS["wide"])
+    ahead = begin_ahead(plan, older).ahead
+    tokens, lens = ahead.sources(NEXT)
+    np.testing.assert_array_equal(np.asarray(tokens).reshape(32, 8), ahead.drafts.tokens)
+    np.testing.assert_array_equal(np.asarray(lens).reshape(32), ahead.drafts.lens)
+    assert not np.asarray(ahead.sources(NOW)[1]).any()
+    plain = ref.run(plan, weights, NEXT, 2)
+    found = ref.run(plan, weights, NEXT, 2, corpus=make_corpus(plan, tokens, lens))
+    check_equal(found[0], plain[0], but=("sources",))
+    assert found[1].drafted_tokens > plain[1].drafted_tokens
+
+
 def test_a_prompt_that_comes_again_at_once_has_noise_of_its_own(mesh):
     """The last step of an epoch and the first of the next may share a prompt."""
     plan, (_, weights) = plan_for({}), ref.policy()
@@ -200,6 +215,7 @@ def test_a_policy_that_stays_keeps_all_of_it(tmp_path, mesh):
     loop.train(small_config(changes), tmp_path / "run")
     found = records(tmp_path / "run")
     assert [r.get("rollout/ahead_kept") for r in found] == [None, None, 1.0, 1.0]
+    assert found[3]["rollout/draft_store_host_gib"] > 0
     # In the third step the second epoch begins: what was not begun has its first response.
     assert found[3]["rollout/draft_accept_rate"] < 1
 

@@ -272,6 +272,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_in_one_line(mesh, tmp_path):
     assert "last checkpoint: step 0; try a smaller updates.learning_rate" in message
 
 
+def test_a_cache_bound_too_small_is_told_before_anything_is_done(mesh, tmp_path):
+    with pytest.raises(ValueError, match=r"^rollout.max_cache_gib must be 0 or >= .*, got 1e-09"):
+        loop.train(small_config({"rollout.max_cache_gib": 1e-9}), tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
 def test_update_lengths_are_quarters():
     assert loop._lengths(24) == (6, 12, 18, 24)
     assert loop._lengths(10) == (3, 5, 8, 10)

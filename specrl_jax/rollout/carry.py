@@ -52,6 +52,19 @@ class Ahead:
             return previous
         return self.drafts if previous is None else _over(self.drafts, previous)
 
+    def sources(self, prompts: Prompts) -> tuple[Array, Array]:
+        """What was begun for `prompts`, for tree drafts: tokens [Q, G, R], lens [Q, G], whole on
+        every device; lengths 0 where it was begun for others."""
+        own = self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
+        return _as_sources(self.drafts, own, prompts=len(prompts.examples))
+
+
+@functools.partial(jax.jit, static_argnames="prompts")
+def _as_sources(drafts: Drafts, own: Array, *, prompts: int) -> tuple[Array, Array]:
+    tokens, lens = reshard(drafts.tokens, None, None), reshard(drafts.lens, None)
+    lens = jnp.where(own, lens, 0)
+    return tokens.reshape(prompts, -1, tokens.shape[1]), lens.reshape(prompts, -1)
+
 
 def as_drafts(rollout: Rollout) -> Drafts:
     """Responses as drafts for the match rule, which reads tokens and lengths alone."""
@@ -195,7 +208,7 @@ def turn_drafts(drafts: Drafts, held: Held | None, eos_ids: tuple[int, ...]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """Complete groups that no update has learnt from yet, the oldest first.
+    """Groups that no update has learnt from yet, the oldest first: complete, or screened.
 
     rollout: C * G rows, of which the first len(prompt_ids) groups are in use. rewards: of each
     group's responses.

@@ -307,8 +307,8 @@ class Visit:
     """Decode in this rung, at `width`, for at most `max_steps` steps (0: no limit).
 
     Suffix matching is on where width > 1. base: the width that seems best of those known; another
-    one is tried. price: of a try, seconds that it is charged unless it pays, 0 for what it lost by
-    its tokens; of a visit at its base, up to which it saves for the next.
+    one is tried. price: of a probe, seconds that it may lose; of a visit at its base, up to which
+    it saves for the next probe; 0 for a width that seems best of all.
     """
 
     rows: int
@@ -326,7 +326,8 @@ class CostModel:
     credit: predicted seconds that probes may lose: BUDGET of the time, never more than the next one
     needs. A width that seems best is charged what its base would have done better, one that does
     not all that it took longer, unless it paid by MARGIN: rows that get ahead of others save their
-    rung less than that. So together they lose BUDGET of the time and one probe at most.
+    rung less than that. So together they lose BUDGET of the time and one probe at most, as far as
+    the table knows: what a first wide step reads of rows is not in it.
     Verification needs no probes: drafts that are left to decoding are judged there.
     """
 
@@ -396,11 +397,10 @@ class CostModel:
             for width in (visit.width, visit.base)
         )
         gain = emitted / instead if instead else 1.0
-        base_seconds = self.predicted(visit.rows, visit.slots, visit.base, steps) * gain
-        if not visit.price:
-            self.credit -= max(seconds - base_seconds, 0.0)
-        elif base_seconds < MARGIN * seconds:
-            self.credit -= visit.price
+        base_seconds = self.predicted(visit.rows, visit.slots, visit.base, steps)
+        if visit.price and gain * base_seconds < MARGIN * seconds:
+            gain = 1.0
+        self.credit -= max(seconds - gain * base_seconds, 0.0)
         return seconds
 
     def worth(self, candidate: Pass) -> float:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_bytes
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, drafting, rows
@@ -70,6 +71,19 @@ class Bounds:
     cache_bytes: float = 0.0
 
 
+def check_cache_bound(model: ModelConfig, ladder: Ladder, bound: float) -> None:
+    """Raise ValueError in one line where the fewest rows would not fit in `bound` bytes, if any."""
+    per_slot = cache_bytes(model, 1, 1)
+    least, slots = ladder.admissions[-1], ladder.slots(ladder.responses[-1])
+    if bound and rows_within(bound, per_slot, slots) < least:
+        needed = 2.5 * least * slots * per_slot / 2**30
+        raise ValueError(
+            f"rollout.max_cache_gib must be 0 or >= {needed:.3g}, "
+            f"for {least} rows of {slots} slots while they are moved, got {bound / 2**30:.3g}; "
+            "raise it, or rollout.row_rungs for fewer rows"
+        )
+
+
 class Engine:
     """One rollout in progress; `run` brings every row of the board to its end.
 
@@ -108,7 +122,7 @@ class Engine:
         self.log_lenience = jnp.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
         self.widths = ladder.widths
-        self._check_bound()
+        check_cache_bound(setup.model, ladder, bounds.cache_bytes)
         group = setup.group_size
         self.wanted, self.finished = wanted, done.copy()
         begun = held.reshape(-1, group).any(axis=1)
@@ -121,17 +135,6 @@ class Engine:
         self.carried = [(int(held[i]), i) for i in range(own) if begun[i // group] and not done[i]]
         self.back: list[tuple[int, int]] = []  # (tokens, row): evicted
         self.aside: list[tuple[int, int]] = []  # a rung held beside the pool for a moment
-
-    def _check_bound(self) -> None:
-        per_slot, bound = cache_bytes(self.setup.model, 1, 1), self.bounds.cache_bytes
-        least, slots = self.ladder.admissions[-1], self.ladder.slots(self.ladder.responses[-1])
-        if bound and rows_within(bound, per_slot, slots) < least:
-            needed = 2.5 * least * slots * per_slot / 2**30
-            raise ValueError(
-                f"rollout.max_cache_gib must be 0 or >= {needed:.3g}, "
-                f"for {least} rows of {slots} slots while they are moved, got {bound / 2**30:.3g}; "
-                "raise it, or rollout.row_rungs for fewer rows"
-            )
 
     def run(self) -> Rows:
         """The board with every row of its own done."""
@@ -285,7 +288,8 @@ class Engine:
         slots, first, left = self.ladder.slots(width), None, np.zeros(len(places), np.int32)
         if drafted:
             left = np.maximum(self.draft_lens[places] - self.held[places], 0)
-            first = self._first_pass(left, size)
+            widest = self.ladder.verify_width(int(left.max()))
+            first = self._first_pass(left, size, self.ladder.prompt_slots + width + widest)
         if first:
             needed = self.ladder.prompt_slots + width + first.chunk
             if self.bounds.cache_bytes and needed > slots * _VERIFIED:
@@ -361,11 +365,11 @@ class Engine:
         ]
         return max(passes, key=self.cost.worth)
 
-    def _first_pass(self, drafts: np.ndarray, size: int) -> Pass | None:
+    def _first_pass(self, drafts: np.ndarray, size: int, slots: int = 0) -> Pass | None:
         """The verification of a new batch's drafts; None where they are better left to decoding."""
         if not drafts.any():
             return None
-        one = self._pass(drafts, size)
+        one = self._pass(drafts, size, slots)
         if one is None or self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return one
         return one if self.cost.worth_verifying(one) else None
@@ -390,7 +394,8 @@ class Engine:
             self.stats.verified_tokens += batch.size * one.chunk
             self.stats.judged_tokens += judged
             if self.cost:
-                self.cost.record_pass(one, kept, judged)
+                predicted = self.cost.record_pass(one, kept, judged)
+                self.stats.predicted_verify_seconds += predicted
             one = None
         return batch
 
@@ -491,7 +496,7 @@ class Engine:
         pool, ladder = self.pool, self.ladder
         response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
         capacity = self._capacity(response)
-        if self._must_evict(response, capacity):
+        if self._must_evict(capacity):
             self._evict(capacity)
             pool = self.pool
             if not pool.unfinished:
@@ -577,7 +582,7 @@ class Engine:
 
     # Eviction --------------------------------------------------------------------------------
 
-    def _must_evict(self, response: int, capacity: int) -> bool:
+    def _must_evict(self, capacity: int) -> bool:
         if not self.bounds.cache_bytes:
             return False
         return self.pool.unfinished > capacity or self._makes_way()

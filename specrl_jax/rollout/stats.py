@@ -11,17 +11,18 @@ class Stats:
     row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
     verified_tokens: rows x width of the verification passes; judged_tokens: those that belonged to
     a draft not rejected before. drafted_tokens: tree draft tokens that were emitted. visits: (rows,
-    slots, width, steps) of the decode loops, in order. predicted_seconds: what the cost model
-    expected of `decode_seconds`; 0 without one. evicted: rows that gave up their cache, to be
-    replayed later unless they were run ahead. cache_bytes: the most that KV caches held at once
-    over all devices, copies made on the move included. programs: shapes of decode and verification
-    programs.
+    slots, width, steps) of the decode loops, in order. predicted_seconds, predicted_verify_seconds:
+    what the cost model expected of `decode_seconds` and `verify_seconds`; 0 without one. evicted:
+    rows that gave up their cache, to be replayed later unless they were run ahead. cache_bytes: the
+    most that KV caches held at once over all devices, copies made on the move included. programs:
+    shapes of decode and verification programs.
     """
 
     prefill_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
     predicted_seconds: float = 0.0
+    predicted_verify_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0
     verified_tokens: int = 0
@@ -63,4 +64,6 @@ class Stats:
             values["rollout/width_mean"] = wide / self.row_steps
         if self.predicted_seconds:
             values["time/decode_predicted"] = self.predicted_seconds
+        if self.predicted_verify_seconds:
+            values["time/verify_predicted"] = self.predicted_verify_seconds
         return values

@@ -1,8 +1,8 @@
 """Seconds of a rollout's programs on the device at hand, for the cost model.
 
-Every program that the engine may choose among is run a few steps on made-up rows. What it computes
-does not matter: no shape depends on it. Tables are kept on disk, by everything that a step's cost
-depends on.
+The programs at the ends of what the engine may choose among are run a few steps on made-up rows.
+What they compute does not matter: no shape depends on it. Tables are kept on disk, by everything
+that a step's cost depends on.
 """
 
 import dataclasses
