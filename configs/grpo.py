@@ -125,6 +125,7 @@ def base() -> ConfigDict:
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
     environment.name = ""  # "" (one turn, see reward) | guess | calculator | module:Class
     environment.max_turns = 4  # responses of an episode, all within rollout.response_len
+    environment.behind = 0.0  # share of the episodes that others need not wait for, turn by turn
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()

@@ -64,6 +64,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "critic.gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "critic.gae_lambda": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "environment.max_turns": (">= 1", lambda x: x >= 1),
+    "environment.behind": ("in [0, 1)", lambda x: 0 <= x < 1),
     "curriculum.screening": (">= 1", lambda x: x >= 1),
     "curriculum.low": ("finite", math.isfinite),
     "curriculum.high": ("finite", math.isfinite),

@@ -2,10 +2,13 @@
 
 With an environment a response is a whole episode in one row: the policy's turns, each up to its end
 of sequence, and between them what the environment answered. Those tokens are *forced*: never
-drawn, judged or trained on. Every turn is a rollout in which rows hold what came before; rows whose
-episode is over hold it to the end. Since noise is keyed by a token's position in the row, drafts
-change nothing here either: a row's earlier episode drafts a turn as long as all before it, forced
-tokens included, is the same.
+drawn, judged or trained on. Every rollout goes on from what rows hold; rows whose episode is over
+hold it to the end. Since noise is keyed by a token's position in the row, drafts change nothing
+here either: a row's earlier episode drafts a turn as long as all before it, forced tokens included,
+is the same.
+
+Rows need not be in the same turn. Once few are left that generate (`behind`), the others are
+answered, and the next rollout goes on with all: some in the middle of a turn, others one ahead.
 """
 
 import contextlib
@@ -46,6 +49,7 @@ def respond(
     pool: RewardPool,
     tokenizer: Tokenizer,
     max_turns: int = 0,
+    behind: float = 0.0,
     drafts: Drafts | None = None,
     corpus: Callable[[], Corpus | None] = lambda: None,
     clocks: tuple = (contextlib.nullcontext(), contextlib.nullcontext()),
@@ -53,16 +57,15 @@ def respond(
 ) -> Responses:
     """Responses to `prompts` and what they earned.
 
-    max_turns: of an episode with the pool's environment; 0: there is none. corpus: makes what tree
-    drafts read. clocks: entered around rollouts, and around rewards. options: as of `roll`.
+    max_turns: of an episode with the pool's environment; 0: there is none. behind: share of the
+    episodes in progress that may still generate as the others are answered, in [0, 1). corpus:
+    makes what tree drafts read. clocks: entered around rollouts, and around rewards. options: as of
+    `roll`.
     """
     inputs = (plan, weights, prompts)
     if max_turns:
-        return _Episodes(plan, prompts, pool, tokenizer, max_turns, clocks).play(
-            lambda drafts, held: roll(
-                *inputs, drafts=drafts, held=held, corpus=corpus(), **options
-            ),
-            drafts,
+        return _Episodes(plan, prompts, pool, tokenizer, max_turns, behind, clocks).play(
+            lambda **turn: roll(*inputs, corpus=corpus(), **turn, **options), drafts
         )
     with clocks[0]:
         outcome = roll(*inputs, drafts=drafts, corpus=corpus(), **options)
@@ -101,44 +104,56 @@ class _Episodes:
         pool: RewardPool,
         tokenizer: Tokenizer,
         max_turns: int,
+        behind: float,
         clocks: tuple,
     ):
         self.plan, self.prompts, self.pool, self.tokenizer = plan, prompts, pool, tokenizer
-        self.max_turns, self.clocks = max_turns, clocks
+        self.max_turns, self.behind, self.clocks = max_turns, behind, clocks
         rows = len(prompts.lens) * plan.group_size
         self.texts: list[list[str]] = [[] for _ in range(rows)]
         self.rewards, self.reasons = np.zeros(rows, np.float32), [""] * rows
         self.over = np.zeros(rows, bool)
         self.begins = np.zeros(rows, np.int32)  # where the turn's tokens begin
 
-    def play(
-        self, roll_turn: Callable[[Drafts | None, Held | None], Outcome], drafts: Drafts | None
-    ) -> Responses:
+    def play(self, roll_on: Callable[..., Outcome], drafts: Drafts | None) -> Responses:
+        """roll_on(drafts=, held=, behind=): one rollout of all rows."""
         held, parts, ends = None, [], self.plan.setup.eos_ids
+        turn = None if drafts is None else turn_drafts(drafts, None, ends)
+        offered = np.zeros_like(self.begins)
         while True:
             with self.clocks[0]:
-                turn = None if drafts is None else turn_drafts(drafts, held, ends)
-                outcome = roll_turn(turn, held)
+                behind = int(self.behind * np.sum(~self.over))
+                outcome = roll_on(drafts=turn, held=held, behind=behind)
                 parts.append(outcome.stats)
                 rollout = outcome.rollout
                 tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
+                ended = ~self.over if outcome.finished is None else outcome.finished & ~self.over
             with self.clocks[1]:
-                answers = self._step(tokens, lens)
+                answers = self._step(tokens, lens, ended)
             if self.over.all():
                 break
             held = Held(rollout, put(self.over, "batch"), put(outcome.offered, "batch"))
             forced, counts = self._padded(answers)
             held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
-            self.begins = lens + counts
+            self.begins = np.where(ended, lens + counts, self.begins)
+            if drafts is not None:
+                turn = turn_drafts(drafts, held, ends, put(self.begins, "batch"))
+                # What a row that is behind has left of its draft is offered again.
+                left = np.maximum(outcome.offered - offered - (lens - outcome.held), 0)
+                goes_on = ~ended & (np.asarray(jax.device_get(turn.lens)) > lens)
+                offered = outcome.offered - np.where(goes_on, left, 0)
+                held = dataclasses.replace(held, offered=put(offered, "batch"))
         nothing = tuple("" for _ in self.reasons)
         failed = np.array([bool(reason) for reason in self.reasons])
         scores = Scores(self.rewards, failed, tuple(self.reasons), self.over, nothing)
         outcome = dataclasses.replace(outcome, stats=Stats.total(parts))
         return Responses(outcome, tokens, lens, scores, np.array([len(x) for x in self.texts]))
 
-    def _step(self, tokens: np.ndarray, lens: np.ndarray) -> dict[int, list[int]]:
-        """The environment's step of every row whose episode goes on; what it answers, by row."""
-        rows = np.flatnonzero(~self.over).tolist()
+    def _step(
+        self, tokens: np.ndarray, lens: np.ndarray, ended: np.ndarray
+    ) -> dict[int, list[int]]:
+        """The environment's step of every row whose turn has `ended`; what it answers, by row."""
+        rows = np.flatnonzero(ended).tolist()
         for row in rows:
             turn = tokens[row, self.begins[row] : lens[row]].tolist()
             self.texts[row].append(self.tokenizer.decode(turn))

@@ -58,6 +58,7 @@ BROKEN = {
     "algorithm.entropy_coef": [math.inf, -math.inf],
     "algorithm.importance_cap": [-0.1],
     "environment.max_turns": [0],
+    "environment.behind": [-0.1, 1.0],
     "curriculum.screening": [0],
     "curriculum.low": [math.inf],
     "curriculum.high": [-math.inf],

@@ -9,6 +9,7 @@ import rollout_reference as ref
 from rollout_reference import KEY, check_equal, host, log_softmax, make_plan
 from small_runs import Sums, records, saved, small_config
 
+from specrl_jax import episodes
 from specrl_jax import train as loop
 from specrl_jax.environments import play
 from specrl_jax.episodes import respond
@@ -143,6 +144,55 @@ def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
     else:
         np.testing.assert_array_equal(kept, found.lens - forced)
         np.testing.assert_array_equal(found.outcome.offered, found.lens - forced)
+
+
+RULES = {
+    "match": {"accept": "match"},
+    "match, trees": {"accept": "match", "tree": ref.TREE, "max_width": 4},
+    "ratio": {"accept": "ratio"},
+    "ratio, few rows": {"accept": "ratio", "max_rows": 8, "row_rungs": 3},
+    "ratio_residual": {"accept": "ratio_residual", "stored": 8},
+    "block": {"accept": "block", "stored": 8},
+}
+
+
+@pytest.mark.parametrize("changes", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("drafted", [False, True])
+def test_rows_in_different_turns_are_the_same_rows(
+    mesh, pool, plain, changes, drafted, monkeypatch
+):
+    """Nobody waits for the slowest half: the same episodes, in more rollouts, for every rule."""
+    weights, plan, options = plain[2], plan_of(**changes), {}
+    if drafted:
+        older = run(pool, plan, ref.policy(0.15)[1], prompts_of())
+        options = {"drafts": ref.as_drafts(older.outcome.rollout), "log_lenience": 0.3}
+    expected = run(pool, plan, weights, prompts_of(), **options)
+    turns, step = [], episodes._Episodes._step
+
+    def spy(self, tokens, lens, ended):
+        turns.append(np.array([len(x) for x in self.texts])[~self.over])
+        return step(self, tokens, lens, ended)
+
+    monkeypatch.setattr(episodes._Episodes, "_step", spy)
+    found = run(pool, plan, weights, prompts_of(), behind=0.5, **options)
+    assert any(len(set(x.tolist())) > 1 for x in turns)
+    new, old = (_without_laws_of_forced(host(x.outcome.rollout)) for x in (found, expected))
+    check_equal(new, old, but=("sources",) if plan.setup.tree else ())
+    for name in ("lens", "turns"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.outcome.offered, expected.outcome.offered)
+    np.testing.assert_array_equal(found.scores.rewards, expected.scores.rewards)
+
+
+def _without_laws_of_forced(rollout):
+    """No token was drawn there: anything may stand in their place."""
+    if rollout.top_ids is None:
+        return rollout
+    forced = (rollout.sources == Source.FORCED)[:, :, None]
+    laws = {
+        name: np.where(forced, 0, getattr(rollout, name)) for name in ("top_ids", "top_logprobs")
+    }
+    return dataclasses.replace(rollout, **laws)
 
 
 def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):

@@ -184,11 +184,15 @@ def append_forced(held: Held, tokens: Array, lens: Array) -> Held:
 
 
 @functools.partial(jax.jit, static_argnames="eos_ids")
-def turn_drafts(drafts: Drafts, held: Held | None, eos_ids: tuple[int, ...]) -> Drafts:
-    """Drafts [B] up to the end of the turn that begins; none where what a row holds is not theirs.
+def turn_drafts(
+    drafts: Drafts, held: Held | None, eos_ids: tuple[int, ...], begins: Array | None = None
+) -> Drafts:
+    """Drafts [B] up to the end of the turn; none where what a row holds is not theirs.
 
     Like the rows they begin with what is held: a draft of n tokens for a row that holds m < n is
-    one for n - m tokens.
+    one for n - m tokens. begins: int32 [B], where the rows' turns began, if not behind what they
+    hold. A row that has rejected a token since has no draft until its turn ends, also where what it
+    drew instead is what the draft said.
     """
     positions = jnp.arange(drafts.tokens.shape[1])[None, :]
     begin = jnp.zeros_like(drafts.lens) if held is None else held.rollout.lens
@@ -196,6 +200,9 @@ def turn_drafts(drafts: Drafts, held: Held | None, eos_ids: tuple[int, ...]) -> 
     if held is not None:
         differ = (drafts.tokens != held.rollout.tokens) & (positions < begin[:, None])
         same &= ~jnp.any(differ, axis=1)
+    if begins is not None:
+        drawn = (held.rollout.sources != Source.REUSED) & (positions >= begins[:, None])
+        same &= ~jnp.any(drawn & (positions < begin[:, None]), axis=1)
     ends = functools.reduce(jnp.logical_or, [drafts.tokens == eos for eos in eos_ids])
     ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])
     first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1

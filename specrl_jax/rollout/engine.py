@@ -91,8 +91,9 @@ class Engine:
     places (run-ahead). prompts: int32 [Q, P] on the host. draft_lens: int32 [B] on the host, 0
     where nothing is pending. held: int32 [B], tokens that rows hold already; done: bool [B]. first:
     groups that begin before all others. wanted: groups after which `run` ends, 0 for all; the
-    others then hold what they have. finished: bool [B], rows that are done by now, kept up to date
-    where `wanted` is given.
+    others then hold what they have. behind: rows of its own that `run` leaves unfinished, holding
+    what they have; fewer than are unfinished as it begins. finished: bool [B], rows that are done
+    by now, kept up to date where `wanted` or `behind` is given.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Engine:
         cost: CostModel | None = None,
         first: int = 0,
         wanted: int = 0,
+        behind: int = 0,
     ):
         self.setup, self.ladder, self.bounds = setup, ladder, bounds
         self.weights, self.board = weights, board
@@ -124,7 +126,7 @@ class Engine:
         self.widths = ladder.widths
         check_cache_bound(setup.model, ladder, bounds.cache_bytes)
         group = setup.group_size
-        self.wanted, self.finished = wanted, done.copy()
+        self.wanted, self.behind, self.finished = wanted, behind, done.copy()
         begun = held.reshape(-1, group).any(axis=1)
         # Drafts of like length are verified together: a pass is as wide as its longest.
         longest = draft_lens.reshape(-1, group).max(axis=1)
@@ -150,7 +152,9 @@ class Engine:
         return self.board
 
     def _enough(self) -> bool:
-        """Whether so many groups are complete that the others may wait for the next rollout."""
+        """Whether so much is complete that the others may wait for the next rollout."""
+        if self.behind and self.pool is not None and not self._waits():
+            return self.pool.own <= self.behind
         if not self.wanted:
             return False
         groups = self.finished.reshape(-1, self.setup.group_size).all(axis=1)
@@ -510,7 +514,7 @@ class Engine:
             # As many are free then as begin together; where even so nobody could, one more row.
             stop = max(min(capacity - self._refill(capacity), pool.own - 1), 0)
         else:
-            stop = ladder.rows_below(pool.size)
+            stop = max(ladder.rows_below(pool.size), self.behind)
         steps = _FOREVER
         if self.wanted:
             steps = min(max(self.setup.response_slots // 8, 1), LOOK_IN_PARTIAL)
@@ -548,7 +552,8 @@ class Engine:
             self.corpus = corpus
         else:
             self.unread = True
-        done = (pool.rows.index, pool.rows.done) if self.wanted else None
+        told = self.wanted or self.behind
+        done = (pool.rows.index, pool.rows.done) if told else None
         tally, numbers, done = jax.device_get((tally, numbers, done))
         judges = pool.rows.pending is not None
         self.stats.programs.add((pool.size, pool.slots, width, tree, wide, judges))

@@ -50,7 +50,8 @@ class Outcome:
     int [Q], the step whose noise each of them uses. offered: int32 [B], draft tokens that rows
     were offered when they began. held: int32 [B], tokens that they held when this step began;
     carried_tokens: the same, of all rows in flight. ahead: for the next step, None if there were
-    no prompts for it. carried: groups in flight, None unless the rollout is partial.
+    no prompts for it. carried: groups in flight, None unless the rollout is partial. finished: bool
+    [B], rows that are done, None for all.
     """
 
     rollout: Rollout
@@ -62,6 +63,7 @@ class Outcome:
     carried_tokens: int = 0
     ahead: Ahead | None = None
     carried: Carried | None = None
+    finished: np.ndarray | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -128,6 +130,7 @@ def roll(
     carried: Carried | None = None,
     wanted: int = 0,
     held: Held | None = None,
+    behind: int = 0,
 ) -> Outcome:
     """One rollout of Q prompts, G rows for each, side by side.
 
@@ -142,7 +145,8 @@ def roll(
     groups are complete. Of more than that it returns the first ones.
 
     held: what the rows hold already, [Q * G]; those that are done stay as they are. Drafts then
-    begin with what is held.
+    begin with what is held. behind: rows that may be left unfinished, to be held by the next
+    rollout; fewer than are not done.
     """
     flight = _in_flight(prompts, plan.group_size, step, ahead, carried, held)
     own = len(prompts.lens) * plan.group_size
@@ -181,6 +185,7 @@ def roll(
         cost=cost,
         first=len(carried.steps) if carried else 0,
         wanted=wanted,
+        behind=behind,
     )
     rollout = _read(setup, engine.run(), drafts, flight.held, jnp.int32(step))
     found = Outcome(
@@ -191,6 +196,7 @@ def roll(
         offered=(offered + flight.offered)[:own],
         held=flight.lens[:own],
         carried_tokens=int(flight.lens.sum()),
+        finished=engine.finished[:own] if behind else None,
     )
     if ahead is not None:
         return _without_ahead(found, ahead)
