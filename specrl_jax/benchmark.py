@@ -27,6 +27,7 @@ from specrl_jax.rollout.cost import CostModel, CostTable
 from specrl_jax.rollout.generate import Plan, generate, make_corpus
 from specrl_jax.rollout.ladder import Ladder
 from specrl_jax.rollout.stats import Stats
+from specrl_jax.runtime import compiled
 from specrl_jax.types import Drafts, Prompts, Source
 
 PHASES = ("total", "prefill", "verify", "decode")
@@ -127,23 +128,6 @@ def _timed_run(inputs: Inputs, case: Case) -> Run:
         if compiled() == before:
             break
     return run
-
-
-def compiled() -> int:
-    """Programs that this process has built or read from the compilation cache so far."""
-    return len(_compilations())
-
-
-@functools.cache
-def _compilations() -> list[str]:
-    events: list[str] = []
-
-    def note(event: str, duration: float, **_) -> None:
-        if event.endswith("backend_compile_duration"):
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    return events
 
 
 # Figures of a case ---------------------------------------------------------------------------

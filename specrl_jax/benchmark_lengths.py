@@ -22,9 +22,9 @@ from specrl_jax.benchmark_policies import GROUP, Size, policy
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout import timing
 from specrl_jax.rollout.cost import CostModel, CostTable
-from specrl_jax.rollout.decode import Setup
 from specrl_jax.rollout.drafting import TreeLaw
 from specrl_jax.rollout.generate import Plan
+from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts

@@ -22,7 +22,8 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import decode, rows
-from specrl_jax.rollout.decode import Limits, Setup
+from specrl_jax.rollout.decode import Limits
+from specrl_jax.rollout.plan import Setup
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 

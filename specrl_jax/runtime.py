@@ -1,11 +1,16 @@
-"""What a process sets up once before anything is computed: compilation cache, mesh, signals."""
+"""What a process sets up once before anything is computed: compilation cache, mesh, signals.
+
+It also counts what the process compiles.
+"""
 
 import contextlib
 import fcntl
+import functools
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -20,6 +25,7 @@ def start(config) -> None:
     """
     validate(config)
     use_compilation_cache()
+    compiled()  # from here on
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, mesh)
     jax.set_mesh(mesh)
@@ -39,6 +45,40 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+class Compiled(NamedTuple):
+    """What a process has compiled. seconds: of building programs and of reading them from the
+    compilation cache; built, read: how many."""
+
+    seconds: float
+    built: int
+    read: int
+
+
+def compiled() -> Compiled:
+    """Since the first call in this process."""
+    seconds, hits = _compilations()
+    return Compiled(sum(seconds), len(seconds) - len(hits), len(hits))
+
+
+@functools.cache
+def _compilations() -> tuple[list[float], list[str]]:
+    """Seconds of every program, and one item for each that was read from the cache."""
+    seconds: list[float] = []
+    hits: list[str] = []
+
+    def note_seconds(event: str, duration: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):  # what is read from the cache included
+            seconds.append(duration)
+
+    def note_hit(event: str, **_) -> None:
+        if event.endswith("compilation_cache/cache_hits"):
+            hits.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note_seconds)
+    jax.monitoring.register_event_listener(note_hit)
+    return seconds, hits
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from specrl_jax.masked import masked_mean
 from specrl_jax.metrics import MetricsLog, read_metrics
 from specrl_jax.records import RolloutRecords
 from specrl_jax.run import Run, State, begin, build, policy_copy, resume
-from specrl_jax.runtime import StopRequest, only_process
+from specrl_jax.runtime import Compiled, StopRequest, compiled, only_process
 from specrl_jax.selection import Sampled
 from specrl_jax.sharding import put, reshard
 from specrl_jax.types import Batch
@@ -80,9 +80,11 @@ def loop(
     stop: StopRequest,
 ) -> None:
     """Steps until the last one or a stop request; evaluates, records and saves on the way."""
+    recorded = Compiled(0.0, 0, 0)  # the first record tells what starting up took as well
     if state.step == 0:
         values = held_out_metrics(run, state)
-        log.write(0, 0, values)
+        log.write(0, 0, values | _compile_metrics(recorded))
+        recorded = compiled()
         checkpoints.save(0, state.arrays(run), state.host(), metric=values.get("reward/eval"))
     while state.step < run.total_steps and not stop:
         epoch, start = state.epoch, time.perf_counter()
@@ -94,12 +96,23 @@ def loop(
         if every and (state.step % every == 0 or last):
             values |= held_out_metrics(run, state)
         # Recorded first: a checkpoint without its record would lose the step on a resume.
-        log.write(state.step, epoch, values)
+        log.write(state.step, epoch, values | _compile_metrics(recorded))
+        recorded = compiled()
         if state.step % run.config.checkpoint.every == 0 or last:
             metric = values.get("reward/eval")
             checkpoints.save(state.step, state.arrays(run), state.host(), metric=metric)
     if stop:
         checkpoints.save(state.step, state.arrays(run), state.host())  # nothing if it is there
+
+
+def _compile_metrics(before: Compiled) -> dict[str, float]:
+    """What the process has compiled since."""
+    new = Compiled(*(now - then for now, then in zip(compiled(), before)))
+    return {
+        "time/compile": new.seconds,
+        "time/programs_built": new.built,
+        "time/programs_read": new.read,
+    }
 
 
 def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[str, float]:

@@ -17,9 +17,9 @@ import numpy as np
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
-from specrl_jax.rollout.decode import Setup
 from specrl_jax.rollout.drafting import TreeLaw
 from specrl_jax.rollout.generate import Plan, generate, make_corpus
+from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.sampling import Purpose, SamplingLaw
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source

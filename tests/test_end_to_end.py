@@ -162,8 +162,12 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     out = capsys.readouterr().out
     assert f"{number.name}, saved at step 4 of 8; run the same command to go on" in out
     assert records(workdir) == records(finished)[:5]
+    jax.clear_caches()  # as in a new process
     loop.train(small_config(LONG), workdir)
     assert "resumed at step 4 of 8" in capsys.readouterr().out
+    later = records(workdir, times=True)[5:]
+    assert sum(r["time/programs_read"] for r in later) > 0
+    assert sum(r["time/programs_built"] for r in later) == 0
     _same_run(workdir, finished)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from itertools import product
 
 import jax
 import numpy as np
@@ -372,6 +373,19 @@ class Whims:
         return 0.0
 
 
+def every_program(ladder, group) -> set[tuple]:
+    """Of the policy: all that there can be, whatever lengths, drafts and costs come."""
+    windows = {ladder.slots(length) for length in ladder.responses}
+    passes = {ladder.prompt_slots + n + w for n in (0, *ladder.responses) for w in ladder.verify}
+    flags = (False, True)
+    steps = product(ladder.rows, windows, ladder.widths, flags, [False], flags)
+    wide = product(ladder.rows, windows | passes, ladder.verify, [False], [True], flags)
+    replays = product(ladder.admissions, windows | passes, ladder.responses)
+    prefills = product([n // group for n in ladder.admissions], [ladder.prompt_slots])
+    named = {"visit": [*steps, *wide], "replay": replays, "prefill": prefills}
+    return {(name, *shape) for name, shapes in named.items() for shape in shapes}
+
+
 WHIMS = {
     "residual": ("ratio_residual", {"max_rows": 16, **ONE_RUNG}),
     "few bytes": (
@@ -387,7 +401,7 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
     _, endless, old = base
     expected, _ = go(plan_of(accept=accept, **ONE_RUNG), drafts=ref.put_rows(old))
     plan = plan_of(4, accept=accept, verify_chunk=2, **changes)
-    widths, verdicts, evicted = set(), set(), 0
+    widths, verdicts, evicted, programs = set(), set(), 0, set()
     for seed in range(4):
         whims = Whims(seed)
         corpus = corpus_of(plan, endless.tokens, endless.lens)
@@ -400,6 +414,9 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
         widths |= {width for *_, width, _ in stats.visits}
         verdicts |= whims.verdicts
         evicted += stats.evicted
+        programs |= stats.programs
+        assert stats.metrics()["rollout/programs"] == len(stats.programs)
+    assert programs <= every_program(plan.ladder(B), plan.group_size)
     assert widths == {1, 2, 4}
     assert len(verdicts) > 1
     assert (evicted > 0) == ("cache_bytes" in changes)

@@ -60,6 +60,7 @@ def test_every_rollout_metric_has_a_value():
     names = set(rollout_metrics(*make_rollout(), EOS, **options))
     # What a rollout cost, and what it left to the next one: told by the rollout itself.
     costs = {"decode_steps", "row_steps", "tokens_drafted", "width_mean", "verified_tokens"}
+    costs |= {"width_max", "wide_fraction"}
     costs |= {"judged_tokens", "evicted", "cache_gib", "programs", "tokens_ahead", "ahead_kept"}
     costs |= {"draft_store_gib", "draft_store_host_gib"}
     costs |= {"rounds", "groups_waiting", "groups_filled", "turns_mean"}

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 import small_runs
+from jax.experimental.compilation_cache import compilation_cache
 
 from specrl_jax import runtime
 
@@ -54,6 +56,23 @@ def test_the_default_cache_folder_is_the_users(restored, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runtime.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "specrl_jax" / "jax")
+
+
+def test_programs_are_counted_as_built_or_read_from_the_cache(tmp_path, restored):
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    x = jnp.arange(3.0)
+    start = runtime.compiled()
+    jax.jit(lambda x: x * 3 + 1)(x)
+    jax.jit(lambda x: x * 3 + 2)(x)
+    built = runtime.compiled()
+    assert (built.built - start.built, built.read - start.read) == (2, 0)
+    jax.clear_caches()
+    jax.jit(lambda x: x * 3 + 1)(x)
+    read = runtime.compiled()
+    assert (read.built - built.built, read.read - built.read) == (0, 1)
+    assert start.seconds < built.seconds < read.seconds
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

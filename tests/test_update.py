@@ -13,8 +13,8 @@ import small_runs
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.rollout.decode import Setup
 from specrl_jax.rollout.generate import Plan, generate
+from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch, Example, Prompts, Rollout

@@ -25,42 +25,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots, init_cache, repeat_rows
-from specrl_jax.models.logprobs import map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout import acceptance, drafting
-from specrl_jax.rollout.drafting import Corpus, TreeLaw
-from specrl_jax.rollout.rows import Rows, verifying
-from specrl_jax.rollout.sampling import SamplingLaw, draw, temper, truncate, uniforms
-from specrl_jax.sharding import reshard, spec
+from specrl_jax.rollout.decide import Found, decide
+from specrl_jax.rollout.drafting import Corpus
+from specrl_jax.rollout.plan import Setup
+from specrl_jax.rollout.rows import Rows, column_at, cut_columns, verifying, write_columns
+from specrl_jax.sharding import spec
 from specrl_jax.types import Source
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What a rollout's programs are compiled for; hashable.
-
-    group_size: responses per prompt. tree: None without tree drafts. stored: likeliest tokens
-    whose log-probs are kept of every law. margin: columns behind the response slots, at least the
-    widest step.
-    """
-
-    model: ModelConfig
-    law: SamplingLaw
-    accept: str
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    response_slots: int
-    logits_chunk: int
-    group_size: int = 1
-    tree: TreeLaw | None = None
-    stored: int = 0
-    margin: int = 1
-
-    @property
-    def columns(self) -> int:
-        return self.response_slots + self.margin
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +93,7 @@ def replay(
     size, prompt_slots = prompts_bP.shape
     start = jnp.zeros(size, jnp.int32, out_sharding=spec("batch"))
     packed = jnp.pad(prompts_bP, ((0, 0), (0, width)))
-    packed = _write(packed, rows.tokens[:, :width], rows.prompt_lens)
+    packed = write_columns(packed, rows.tokens[:, :width], rows.prompt_lens)
     cache = init_cache(setup.model, size, max(slots, prompt_slots + width))
     _, cache = Transformer(setup.model, weights)(packed, start, cache)
     return jax.tree.map(lambda x: x[:, :slots], cache)
@@ -171,13 +144,13 @@ def visit(
         if corpus is not None:  # near the window's end tokens are fed again, so that the step fits
             again = jnp.clip(start - most, 0, width - 1)
             fed = jnp.concatenate([_before(rows, width), fed], axis=1)
-            fed = _cut(fed, width - 1 - again, width)
+            fed = cut_columns(fed, width - 1 - again, width)
             offered = jnp.minimum(offered, width - again)
         # Rows that are done write somewhere inside; the others always have room.
         hidden, cache = model(fed, jnp.clip(start, 0, most), cache)
         if corpus is not None:
-            hidden = _cut(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
-        found = _decide(setup, model, hidden, rows, candidates, offered, judged, log_lenience, wide)
+            hidden = cut_columns(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
+        found = decide(setup, model, hidden, rows, candidates, offered, judged, log_lenience, wide)
         rows, corpus, counts = _append(
             setup, rows, corpus, found, active, offered, judged, limits.length
         )
@@ -232,142 +205,18 @@ def _candidates(setup: Setup, rows: Rows, corpus: Corpus | None, width: int):
         candidates = jnp.pad(drafted, ((0, 0), (0, 1)))
         offered = jnp.minimum(count, rows.caps - rows.lens)
     if rows.pending is not None:
-        kept = _cut(rows.pending.tokens, rows.lens, width)
+        kept = cut_columns(rows.pending.tokens, rows.lens, width)
         candidates = jnp.where(judged[:, None], kept, candidates)
         left = jnp.clip(rows.pending.lens - rows.lens, 0, width)
         offered = jnp.where(judged, left, offered)
     return candidates, offered, judged
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """Of a step: tokens [b, W] with their log-probs, of which the first `accepted` [b] are
-    candidates and the next, if any, is drawn."""
-
-    accepted: Array
-    tokens: Array
-    policy: Array
-    sampling: Array
-    top: tuple[Array, Array] | None
-
-
-def _decide(
-    setup, model, hidden, rows: Rows, candidates, offered, judged, log_lenience, wide: bool
-) -> _Found:
-    """Accept candidates from the left, and draw the token behind them."""
-    width = candidates.shape[1]
-    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
-    positions = reshard(rows.lens[:, None] + steps, "batch", None)
-    by_rule = rows.pending is not None and setup.accept != "match"
-    inputs = {"candidates": candidates, "positions": positions}
-    if by_rule and acceptance.RULES[setup.accept].needs_law:
-        inputs["top_ids"] = _cut(rows.pending.top_ids, rows.lens, width)
-    laws = functools.partial(_laws, setup, rows.seeds, draws=not wide, judges=by_rule)
-    at = map_tokens(laws, model, hidden, inputs, setup.logits_chunk)
-    accept = jnp.zeros(candidates.shape, bool, out_sharding=spec("batch", None))
-    if not wide:
-        accept = at["drawn"][0] == candidates
-    left = None
-    if by_rule:
-        accepted, left = _judge(setup, rows, at, inputs, offered, log_lenience)
-        accept = jnp.where(judged[:, None], accepted, accept)
-    count = acceptance.leading(accept, offered)
-    drawn = at.get("drawn")
-    if drawn is None or left is not None:
-        left = None if left is None else (judged, *left(count))
-        ended = _draw_at_end(setup, model, hidden, rows, count, left)
-        here = steps == count[:, None]
-        if drawn is None:
-            drawn = (candidates, *at["candidate"])
-        else:
-            here &= judged[:, None]
-        drawn = tuple(jnp.where(here, new[:, None], old) for old, new in zip(drawn, ended))
-    if "candidate" in at:  # else an accepted candidate is the token that was drawn
-        kept = steps < count[:, None]
-        drawn = tuple(
-            jnp.where(kept, old, new) for old, new in zip((candidates, *at["candidate"]), drawn)
-        )
-    return _Found(count, *drawn, at.get("top"))
-
-
-def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> dict:
-    """What a step needs of the laws at [b, t] positions: tokens drawn from them and candidates,
-    each with log-probs under the policy and under the sampling law."""
-    logits = temper(logits, setup.law)
-    cut = truncate(logits, setup.law)
-
-    def scored(tokens: Array) -> tuple[Array, Array]:
-        policy = token_logprobs(logits, tokens)
-        return policy, token_logprobs(cut, tokens) if setup.law.truncates else policy
-
-    found = {}
-    if draws:
-        tokens = draw(cut, seeds, inputs["positions"], setup.law)
-        found["drawn"] = (tokens, *scored(tokens))
-    if judges:
-        found["candidate"] = scored(inputs["candidates"])
-    if "top_ids" in inputs:
-        found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"])
-    if setup.stored:
-        found["top"] = acceptance.top_law(cut, setup.stored)
-    return found
-
-
-def _judge(setup: Setup, rows: Rows, at: dict, inputs: dict, offered: Array, log_lenience: Array):
-    """The configured rule's accepted candidates, bool [b, W], and for rules with a residual a
-    function of their number [b] that gives (tail, log_scale) [b] for the token behind them."""
-    pending, width = rows.pending, inputs["candidates"].shape[1]
-    noise = uniforms(rows.accept_seeds, inputs["positions"])
-    old = _cut(pending.logprobs, rows.lens, width)
-    if "now_top" not in at:
-        return acceptance.ratio(noise, at["candidate"][1], old, log_lenience), None
-    old_top = _cut(pending.top_logprobs, rows.lens, width)
-    inside = acceptance.in_top(inputs["candidates"], inputs["top_ids"])
-    laws = (noise, at["candidate"][1], old, at["now_top"], old_top, inside)
-    if setup.accept == "block":
-        block = acceptance.block(*laws, offered)
-        columns = jnp.arange(width, dtype=jnp.int32)[None, :]
-        return columns < block.kept[:, None], lambda count: (block.tail, block.log_scale)
-    accepted, tail = acceptance.ratio_residual(*laws)
-
-    def left(count: Array) -> tuple[Array, Array]:
-        rejected = count < offered
-        tail_here = _column(tail, jnp.minimum(count, width - 1)) & rejected
-        return tail_here, jnp.where(rejected, 0.0, jnp.inf)
-
-    return accepted, left
-
-
-def _draw_at_end(setup, model, hidden, rows: Rows, count: Array, left):
-    """Token [b] and its log-probs at the position behind the accepted candidates.
-
-    left: None, or (rows [b] whose token is drawn from what their rule leaves of the law, tail,
-    log_scale).
-    """
-    width = hidden.shape[1]
-    end = jnp.minimum(count, width - 1)
-    here = jnp.arange(width)[None, :, None] == end[:, None, None]
-    logits = model.logits(jnp.sum(jnp.where(here, hidden, 0), axis=1))
-    logits = temper(logits, setup.law)
-    cut = truncate(logits, setup.law)
-    law, positions = cut, rows.lens + end
-    if left is not None:
-        judged, tail, log_scale = left
-        top_ids = _column(rows.pending.top_ids, positions)
-        top_logprobs = _column(rows.pending.top_logprobs, positions)
-        rest = acceptance.residual_scores(cut, top_ids, top_logprobs, tail, log_scale)
-        law = jnp.where(judged[:, None], rest, cut)
-    token = draw(law, rows.seeds, positions, setup.law)
-    policy = token_logprobs(logits, token)
-    return token, policy, token_logprobs(cut, token) if setup.law.truncates else policy
-
-
 def _append(
     setup: Setup,
     rows: Rows,
     corpus: Corpus | None,
-    found: _Found,
+    found: Found,
     active: Array,
     offered: Array,
     judged: Array,
@@ -396,7 +245,9 @@ def _append(
     }
     if found.top is not None:
         changes |= {"top_ids": found.top[0], "top_logprobs": found.top[1]}
-    changes = {name: _write(getattr(rows, name), new, column) for name, new in changes.items()}
+    changes = {
+        name: write_columns(getattr(rows, name), new, column) for name, new in changes.items()
+    }
     reused = jnp.where(judged, jnp.minimum(accepted, count), 0)
     if rows.pending is not None:
         # Over once a token was drawn, unless it was cut off with what came before.
@@ -406,7 +257,7 @@ def _append(
     if corpus is not None:
         prompts, places = _places(setup, rows, corpus)
         corpus = drafting.record(corpus, prompts, places, rows.lens, found.tokens, count)
-    last = _column(found.tokens, jnp.maximum(count - 1, 0))
+    last = column_at(found.tokens, jnp.maximum(count - 1, 0))
     tally = Tally(
         steps=jnp.int32(1),
         accepted=jnp.sum(
@@ -434,31 +285,6 @@ def _places(setup: Setup, rows: Rows, corpus: Corpus) -> tuple[Array, Array]:
     prompts, sources = corpus.tokens.shape[:2]
     index = jnp.minimum(rows.index, prompts * setup.group_size - 1)
     return index // setup.group_size, sources - setup.group_size + index % setup.group_size
-
-
-def _cut(matrix: Array, start: Array, width: int) -> Array:
-    """[b, W, ...]: columns from each row's own start; starts need start + W <= C."""
-
-    def cut(row: Array, at: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, at, width, axis=0)
-
-    return jax.vmap(cut)(matrix, start)
-
-
-def _column(matrix: Array, at: Array) -> Array:
-    """[b, ...]: one column of each row."""
-
-    def cut(row: Array, at: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(row, at, axis=0, keepdims=False)
-
-    return jax.vmap(cut)(matrix, at)
-
-
-def _write(matrix: Array, values: Array, columns: Array) -> Array:
-    def write(row: Array, value: Array, column: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, value, column, axis=0)
-
-    return jax.vmap(write)(matrix, values, columns)
 
 
 def _is_eos(tokens: Array, setup: Setup) -> Array:

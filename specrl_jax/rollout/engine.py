@@ -22,9 +22,10 @@ from specrl_jax.models.kv_cache import KVCache, cache_bytes
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, drafting, rows
 from specrl_jax.rollout.cost import CostModel, Pass
-from specrl_jax.rollout.decode import Limits, Setup
+from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.ladder import Ladder, rows_within
+from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put
@@ -270,6 +271,7 @@ class Engine:
         cache = decode.spread(cache, slots=slots, group_size=group)
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.programs.add(("prefill", *prompt_rung))
         self._note_bytes(prompt_rung, (size, slots), *self._pool_shape())
         batch = _Pool(cache, picked, size, slots, len(places))
         batch.active = len(places)
@@ -307,6 +309,7 @@ class Engine:
         batch = _Pool(cache, picked, size, slots, len(places))
         batch.report(np.asarray(decode.progress(picked, self._limits(_FOREVER))))
         self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.programs.add(("replay", size, slots, width))
         self._note_bytes((size, slots), *self._pool_shape())
         if first:
             batch = self._verify(batch, left, first)
@@ -556,7 +559,7 @@ class Engine:
         done = (pool.rows.index, pool.rows.done) if told else None
         tally, numbers, done = jax.device_get((tally, numbers, done))
         judges = pool.rows.pending is not None
-        self.stats.programs.add((pool.size, pool.slots, width, tree, wide, judges))
+        self.stats.programs.add(("visit", pool.size, pool.slots, width, tree, wide, judges))
         seconds = time.perf_counter() - start
         pool.report(numbers)
         if done is not None:

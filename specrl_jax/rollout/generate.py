@@ -29,10 +29,9 @@ from specrl_jax.rollout.carry import (
     widen,
 )
 from specrl_jax.rollout.cost import CostModel
-from specrl_jax.rollout.decode import Setup
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.engine import Bounds, Engine
-from specrl_jax.rollout.plan import Plan
+from specrl_jax.rollout.plan import Plan, Setup
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
 from specrl_jax.rollout.stats import Stats

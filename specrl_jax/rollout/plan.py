@@ -4,11 +4,36 @@ import dataclasses
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import acceptance
-from specrl_jax.rollout.decode import Setup
 from specrl_jax.rollout.drafting import TreeLaw
 from specrl_jax.rollout.ladder import Ladder
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.sharding import shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a rollout's programs are compiled for; hashable.
+
+    group_size: responses per prompt. tree: None without tree drafts. stored: likeliest tokens
+    whose log-probs are kept of every law. margin: columns behind the response slots, at least the
+    widest step.
+    """
+
+    model: ModelConfig
+    law: SamplingLaw
+    accept: str
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    response_slots: int
+    logits_chunk: int
+    group_size: int = 1
+    tree: TreeLaw | None = None
+    stored: int = 0
+    margin: int = 1
+
+    @property
+    def columns(self) -> int:
+        return self.response_slots + self.margin
 
 
 @dataclasses.dataclass(frozen=True)

@@ -237,3 +237,33 @@ def _mark(rows: Rows, real: Array) -> Rows:
 
 def _take(rows: Rows, order: Array) -> Rows:
     return jax.tree.map(lambda x: take_rows(x, order, *(None,) * (x.ndim - 1)), rows)
+
+
+# Columns: each row at a place of its own
+
+
+def cut_columns(matrix: Array, start: Array, width: int) -> Array:
+    """[b, W, ...]: columns from each row's own start; starts need start + W <= C."""
+
+    def one(row: Array, at: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, at, width, axis=0)
+
+    return jax.vmap(one)(matrix, start)
+
+
+def column_at(matrix: Array, at: Array) -> Array:
+    """[b, ...]: one column of each row."""
+
+    def one(row: Array, at: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(row, at, axis=0, keepdims=False)
+
+    return jax.vmap(one)(matrix, at)
+
+
+def write_columns(matrix: Array, values: Array, columns: Array) -> Array:
+    """[b, C, ...]: the values [b, W, ...] written from each row's own column on."""
+
+    def one(row: Array, value: Array, column: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(row, value, column, axis=0)
+
+    return jax.vmap(one)(matrix, values, columns)

@@ -15,7 +15,7 @@ class Stats:
     what the cost model expected of `decode_seconds` and `verify_seconds`; 0 without one. evicted:
     rows that gave up their cache, to be replayed later unless they were run ahead. cache_bytes: the
     most that KV caches held at once over all devices, copies made on the move included. programs:
-    shapes of decode and verification programs.
+    shapes of the programs that run the policy: (name, ...).
     """
 
     prefill_seconds: float = 0.0
@@ -60,8 +60,11 @@ class Stats:
             "rollout/programs": len(self.programs),
         }
         if self.row_steps:
-            wide = sum(size * steps * width for size, _, width, steps in self.visits)
-            values["rollout/width_mean"] = wide / self.row_steps
+            fed = sum(size * steps * width for size, _, width, steps in self.visits)
+            wide = sum(size * steps for size, _, width, steps in self.visits if width > 1)
+            values["rollout/width_mean"] = fed / self.row_steps
+            values["rollout/width_max"] = max(w for _, _, w, steps in self.visits if steps)
+            values["rollout/wide_fraction"] = wide / self.row_steps
         if self.predicted_seconds:
             values["time/decode_predicted"] = self.predicted_seconds
         if self.predicted_verify_seconds:

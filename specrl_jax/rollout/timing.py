@@ -17,9 +17,10 @@ from specrl_jax.models.kv_cache import cache_bytes, init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, drafting, rows
 from specrl_jax.rollout.cost import CostTable, Point, load_or_measure
-from specrl_jax.rollout.decode import Limits, Setup
+from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.rollout.ladder import Ladder
+from specrl_jax.rollout.plan import Setup
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
