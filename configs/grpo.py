@@ -91,6 +91,7 @@ def base() -> ConfigDict:
     rollout.draft = "previous"  # none | previous (last response) | tree (SRT) | previous+tree
     rollout.draft_age = 1  # 1: last time's response, 2: the one before (paper's delayed reuse)
     rollout.accept = "ratio"  # rule for previous: ratio | random | ratio_residual | block | match
+    # (block sees whole drafts: all are verified, also where that does not pay)
     rollout.lenience = math.exp(0.5)  # ℓ in [0, inf] of ratio: 0 no reuse, inf full; paper e^0.5
     rollout.lenience_auto = False  # adapt log ℓ each step (from lenience) to hold a target
     rollout.lenience_measure = "share"  # share (tokens that only ℓ > 1 kept) | kl (π_old ‖ π, nats)
@@ -109,7 +110,7 @@ def base() -> ConfigDict:
     tree.min_prob = 0.1  # a draft ends where its share of the continuations falls below
     tree.decay = 0.7  # weight of a response against one a generation newer
     rollout.max_width = 8  # tokens a decode step may check: 1, 2, 4, ... (1 without tree drafts)
-    rollout.verify_chunk = 128  # draft tokens of a row verified in one pass
+    rollout.verify_chunk = 128  # draft tokens of a row verified in one pass; all of them by block
     rollout.adaptive = True  # by measured cost: widths, and whether to go on verifying
     rollout.row_rungs = 5  # batch sizes that finished rows are compacted into, each half the last
     rollout.windows = 1  # cache lengths, each half the next (2 or more pay for long responses)
@@ -118,9 +119,10 @@ def base() -> ConfigDict:
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
     rollout.store = "device"  # where drafts are kept: device | host (the next batch is prefetched)
     rollout.store_prompts = 0  # prompts with stored responses, the rest evicted by age; 0: all
-    rollout.store_age = 0  # steps after which a stored response is dropped; 0: never
+    rollout.store_age = 0  # steps after which a stored response is not offered; 0: never
     rollout.run_ahead = False  # idle rows begin the next step's responses, as drafts (match rule)
     rollout.partial = 0  # extra prompts in flight, finished a step later (off-policy); 0: off
+    # (which are complete first depends on widths, and so on measured costs where adaptive)
 
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
     environment.name = ""  # "" (one turn, see reward) | guess | calculator | module:Class

@@ -274,10 +274,17 @@ def _check_environment(config: ConfigDict) -> None:
     ):
         if value != wanted:
             raise ValueError(f"{field} must be {wanted} with an environment, got {value}")
-    if config.rollout.accept == "random" and "previous" in config.rollout.draft:
+    previous = "previous" in config.rollout.draft
+    if previous and config.rollout.accept == "random":
         raise ValueError(
             "rollout.accept must not be random with an environment (a random part of an episode is "
             "no turn), got 'random'"
+        )
+    if previous and config.rollout.accept == "block" and config.rollout.max_cache_gib:
+        raise ValueError(
+            "rollout.max_cache_gib must be 0 where rollout.accept is block with an environment (a "
+            "pass over what is left of a draft needs a window behind what rows hold), "
+            f"got {config.rollout.max_cache_gib}"
         )
 
 

@@ -71,7 +71,7 @@ class Run:
     def chooses(self) -> bool:
         """Whether rollouts choose by measured cost."""
         settings = self.config.rollout
-        return settings.adaptive and settings.draft != "none"
+        return settings.adaptive and (settings.draft != "none" or settings.run_ahead)
 
     @property
     def rows(self) -> int:
@@ -185,6 +185,7 @@ class State:
             "stream": self.stream.state(),
             "store": self.store.state(),
             "cost": self.cost.state() if self.cost else None,
+            "machine": timing.machine(),
             "ahead": self.ahead.prompt_ids if self.ahead else (),
             "carried": (self.carried.prompt_ids, self.carried.steps) if self.carried else ((), ()),
             "selection": (self.selection.step, self.selection.complete) if self.selection else (),
@@ -238,6 +239,9 @@ def build(config) -> tuple[Run, Params]:
         key=jax.random.key(config.seed),
     )
     check_cache_bound(model, plan.ladder(run.rows), plan.cache_bytes)
+    if run.held_out:
+        rows = config.evaluate.batch_size * config.evaluate.samples
+        check_cache_bound(model, run.eval_plan.ladder(rows), plan.cache_bytes)
     _describe(run, stream)
     return run, params
 
@@ -284,6 +288,9 @@ def resume(run: Run, params: Params, checkpoints: Checkpointer, step: int) -> St
     state.log_lenience = float(host["log_lenience"])
     if host["cost"]:
         state.cost = CostModel.from_state(host["cost"])
+        if host.get("machine") != timing.machine():
+            print(f"rollout: now on {timing.machine()}, was on {host.get('machine')}")
+            state.cost.table = _measure(run, state.train.params)
     if state.ahead is not None:
         state.ahead = Ahead(arrays["ahead"], tuple(host["ahead"]))
     if state.carried is not None:

@@ -169,6 +169,9 @@ IMPOSSIBLE = [
     ({"environment.name": "guess", "rollout.accept": "random"},
      "rollout.accept must not be random with an environment (a random part of an episode is no "
      "turn), got 'random'"),
+    ({"environment.name": "guess", "rollout.accept": "block", "rollout.max_cache_gib": 1.0},
+     "rollout.max_cache_gib must be 0 where rollout.accept is block with an environment (a pass "
+     "over what is left of a draft needs a window behind what rows hold), got 1.0"),
     ({"curriculum.name": "mopps", "rollout.partial": 4},
      "rollout.partial must be 0 where curriculum.name is mopps, got 4"),
     ({"curriculum.name": "speed", "updates.old_logprobs": "recompute"},

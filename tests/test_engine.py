@@ -201,6 +201,27 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes):
     assert stats.verified_tokens > 0
 
 
+@pytest.mark.parametrize("fits", [(16, 34), (4, 34)], ids=["all", "few"])
+def test_block_judges_whole_drafts_within_the_bound(mesh, held_bytes, fits):
+    """Short drafts, whose pass is wider than the window that they need; one of them longer."""
+    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
+    plan = long_plan(fits=fits, row_rungs=3, windows=4, accept="block", stored=3)
+    free = dataclasses.replace(plan, cache_bytes=0.0, windows=1)
+    old = ref.run(free, ref.policy(0.1, ref.ONE_LAYER)[1], prompts)[0]
+    lens = np.full(16, 5)
+    drafts = [as_drafts(old, np.where(np.arange(16) == 15, n, lens)) for n in (5, 20)]
+    expected = [ref.run(free, weights, prompts, 1, drafts=d)[0] for d in drafts]
+    held_bytes[0] = 0
+    found = [ref.run(plan, weights, prompts, 1, drafts=d) for d in drafts]
+    assert max(stats.cache_bytes for _, stats in found) == held_bytes[0] <= plan.cache_bytes
+    for (rollout, _), whole in zip(found, expected):
+        check_equal(rollout, whole)
+        kept = np.asarray(rollout.prefix_lens)
+        assert 0 < kept.sum() < 16 * 5  # some accepted, some not
+    one, two = (np.asarray(rollout.tokens)[:15] for rollout, _ in found)
+    np.testing.assert_array_equal(one, two)  # nothing of the row whose draft is longer
+
+
 @pytest.mark.parametrize("accept", ["ratio", "ratio_residual"])
 def test_eviction_in_the_midst_of_a_verification(mesh, base, accept):
     """Drafts that are left to decode steps wait on the board with their rows."""

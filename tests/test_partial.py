@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import KEY, check_equal, host, log_softmax, make_plan, select
+from rollout_reference import KEY, as_drafts, check_equal, host, log_softmax, make_plan, select
 from small_runs import interrupt, records, saved, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.data import concatenate
 from specrl_jax.metrics import MetricsLog
+from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout.carry import Carried
 from specrl_jax.rollout.generate import roll
 from specrl_jax.types import Source
@@ -25,6 +26,26 @@ PLANS = {
     "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
     "a bound of the cache": {"row_rungs": 3, "windows": 3, "cache_bytes": 2 * 12 * 10 * 128},
 }
+
+
+def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
+    """It was carried without having begun; the groups behind it have drafts of full length."""
+    plan = make_plan(slots=32, group=2, windows=4, row_rungs=4, accept="match", eos=(16,))
+    bound = 2.5 * 16 * 10 * cache_bytes(ref.MODEL, 1, 1)  # 16 rows at the first window
+    plan = dataclasses.replace(plan, cache_bytes=bound)
+    prompts, (_, weights) = ref.random_prompts(), ref.policy()
+    free = dataclasses.replace(plan, cache_bytes=0.0, windows=1, row_rungs=1)
+    plain = ref.run(free, weights, prompts, 1)[0]
+    lens = np.where(np.arange(16) < 2, 1, np.asarray(plain.lens))
+    first = dataclasses.replace(
+        Carried.empty(2, 32), prompt_ids=(prompts.examples[0].prompt_id,), steps=(1,)
+    )
+    found = roll(
+        plan, weights, prompts, key=jax.random.key(ref.KEY), step=1,
+        drafts=as_drafts(plain, lens), carried=first, wanted=7,
+    )  # fmt: skip
+    assert 0 < found.stats.cache_bytes <= plan.cache_bytes
+    check_equal(found.rollout, plain, found.rows, but=("prefix_lens", "sources"))
 
 
 @dataclasses.dataclass

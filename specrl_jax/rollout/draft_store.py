@@ -39,7 +39,7 @@ class DraftStore:
       samples: G, responses kept of each.
       response_slots: R.
       generations: A, responses of each sample that are kept whole, for `get` up to this age.
-      history: E where it is larger: responses that keep their tokens, for `sources`.
+      history: of each sample, for `sources`; what is kept of more than A is tokens. 0: A.
       k: likeliest tokens whose log-probs are kept; 0: none.
       max_age: steps after which a response is not offered any more; 0: never.
       kind: "device" or "host", the memory that the arrays live in. Results are the same.
@@ -71,6 +71,7 @@ class DraftStore:
             "k": k,
         }
         self._max_age, self._owner = max_age, dict(owner or {})
+        self._read = (history or generations) * samples
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._memory = KINDS[kind](abstract_stored(*self._shape.values()))
 
@@ -87,13 +88,15 @@ class DraftStore:
         return pick_drafts(*self._memory.rows(slots), oldest, group_size, age)
 
     def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
-        """All stored responses of the prompts: tokens [Q, E * G, R], lens [Q, E * G].
+        """The prompts' last `history` responses: tokens [Q, E * G, R], lens [Q, E * G].
 
         Newest generation first, within it by sample; zeros, length 0, where there is none. Both
         are whole on every device.
         """
         slots = self._find(prompts)
-        return pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
+        found = pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
+        tokens, lens = (x[:, : self._read] for x in found)
+        return tokens, lens
 
     def prefetch(self, prompts: Prompts) -> None:
         """Begin to move the rows of the next batch to the device; in device memory they are.

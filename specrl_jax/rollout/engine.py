@@ -197,9 +197,8 @@ class Engine:
         busy = self.pool.unfinished if self.pool else 0
         again = self.carried or ([] if self.fresh else self.back)
         held = max((n for n, _ in again), default=0)
-        if self.fresh and not again:  # a draft that is kept takes its window at once
-            group = self.setup.group_size
-            held = int(self.draft_lens[self.fresh[0] * group : (self.fresh[0] + 1) * group].max())
+        if self.fresh and not again:
+            held = self._window_needed()
         longest = max(held, self.pool.longest if self.pool else 0)
         # As where they join: rows that filled a window come back to the next one.
         capacity = self._capacity(self.ladder.response_for(longest + 1))
@@ -227,6 +226,13 @@ class Engine:
             batch = self._begin_again(chosen, size)
         self._join(batch)
         return True
+
+    def _window_needed(self) -> int:
+        """Tokens for which groups that have not begun need a window: a draft that is kept takes it
+        at once, and one that is verified whole or not at all takes the pass over it."""
+        longest = int(self.draft_lens.reshape(-1, self.setup.group_size)[list(self.fresh)].max())
+        whole = acceptance.RULES[self.setup.accept].whole_draft
+        return self.ladder.verify_width(longest) if longest and whole else longest
 
     def _admit_ahead(self) -> bool:
         """Let rows of the next step into places that would stand idle."""
@@ -334,8 +340,11 @@ class Engine:
 
     def _verifiable(self, longest: int) -> list[int]:
         """Widths of a pass over drafts of at most `longest` tokens, ascending: up to the widest
-        that is needed, whose caches stay within what `rows_within` reckons with."""
+        that is needed, whose caches stay within what `rows_within` reckons with. Of a rule that
+        needs the whole draft the widest alone: `_window_needed` has seen to its room."""
         widest = self.ladder.verify_width(longest)
+        if acceptance.RULES[self.setup.accept].whole_draft:
+            return [widest]
         room = self.ladder.slots(self.ladder.response_for(longest + 1)) * _VERIFIED
         return [
             width
@@ -395,8 +404,7 @@ class Engine:
                     break
                 if self.cost and not self.cost.worth_verifying(one):
                     break
-            once = dataclasses.replace(self._limits(0, steps=1), own=jnp.int32(_FOREVER))
-            tally = self._run(batch, once, one.chunk, wide=True)
+            tally = self._run(batch, self._limits(-1, steps=1), one.chunk, wide=True)
             kept, judged = int(tally.kept), int(tally.judged)
             self.stats.verified_tokens += batch.size * one.chunk
             self.stats.judged_tokens += judged
@@ -431,14 +439,12 @@ class Engine:
         cache, moved = rows.move(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
         self.aside = [(size, batch.slots)]
         self._note_bytes((batch.size, batch.slots), *self._pool_shape())
-        rest = dataclasses.replace(batch, verifying=0, active=batch.active - batch.verifying)
+        # Rows of the next step's prompts have no drafts: all that are here are the board's own.
+        rest = dataclasses.replace(batch, verifying=0)
+        rest.own = rest.active = batch.active - batch.verifying
         rest.rows = rows.without_pending(rows.drop(batch.rows, judged))
         kept = dataclasses.replace(batch, cache=cache, rows=moved, size=size)
-        kept.active = kept.real = batch.verifying
-        if batch.own == batch.active:
-            rest.own, kept.own = rest.active, kept.active
-        else:
-            rest.own = kept.own = 0
+        kept.own = kept.active = kept.real = batch.verifying
         if rest.active:
             self._join(rest)
         self.aside = []

@@ -36,12 +36,7 @@ def cost_table(
     """
     ladder = plan.ladder(total_rows)
     setup = plan.full_setup(ladder)
-    device = jax.devices()[0]
-    key = {
-        "device": f"{device.platform} {device.device_kind}",
-        "mesh": list(jax.sharding.get_mesh().shape.values()),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
-        "jax": jax.__version__,
+    key = machine() | {
         "setup": repr(setup),
         "ladder": repr(ladder),
         "sources": sources,
@@ -51,6 +46,17 @@ def cost_table(
     clock = _Clock(setup, ladder, weights, sources)
     found = points(setup, ladder, plan.cache_bytes)
     return load_or_measure(directory, key, found, clock)
+
+
+def machine() -> dict:
+    """What seconds depend on beside a rollout's programs, in values that JSON keeps."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{device.platform} {device.device_kind}",
+        "mesh": list(jax.sharding.get_mesh().shape.values()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "jax": jax.__version__,
+    }
 
 
 def points(setup: Setup, ladder: Ladder, bound: float = 0.0) -> list[Point]:
