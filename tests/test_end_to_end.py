@@ -17,8 +17,11 @@ from small_runs import files, records, saved, small_config
 
 from specrl_jax import run as runs
 from specrl_jax import train as loop
+from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.metrics import MetricsLog
 from specrl_jax.models.transformer import Transformer, place_params
+from specrl_jax.rollout import timing
+from specrl_jax.rollout.cost import CostTable, Point
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.sampling import Purpose, draw, row_seeds, temper
 from specrl_jax.sharding import put
@@ -39,8 +42,14 @@ LONG = {
 }  # fmt: skip
 
 
-# The same with both kinds of drafts, always used.
-TREES = LONG | {"rollout.draft": "previous+tree", "rollout.adaptive": False}
+# The same with both kinds of drafts.
+TREES = LONG | {"rollout.draft": "previous+tree"}
+
+
+def costs(run, params) -> CostTable:
+    """In the place of measured seconds: two tokens a step cost least, four are worth a trial."""
+    seconds = {(1, False): 1.0, (6, False): 1.0, (2, True): 0.88, (4, True): 1.0, (8, True): 1.3}
+    return CostTable({Point(32, 9, *program): s for program, s in seconds.items()})
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +92,10 @@ _IN_A_ROLLOUT = """
 import os, signal, sys
 from pathlib import Path
 import conftest, jax, small_runs, test_end_to_end
-from specrl_jax import sharding, train
+from specrl_jax import run as runs, sharding, train
 from specrl_jax.rollout.engine import Engine
+
+runs._measure = test_end_to_end.costs
 
 begin, visit, begun = Engine.run, Engine._visit, []
 
@@ -139,7 +150,9 @@ def test_killed_while_a_later_checkpoint_is_written(finished, tmp_path, mesh):
     _same_run(workdir, finished)
 
 
-def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh):
+def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh, monkeypatch):
+    """Widths are chosen by what drafts have brought so far, and so are those of the resumed run."""
+    monkeypatch.setattr(runs, "_measure", costs)
     loop.train(small_config(TREES), tmp_path / "finished")
     workdir = tmp_path / "run"
     _killed(workdir, process=_IN_A_ROLLOUT)
@@ -148,6 +161,30 @@ def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh):
     _same_run(workdir, tmp_path / "finished")
     assert sum(r.get("rollout/tokens_drafted", 0) for r in records(workdir)) > 0
     assert sum(r.get("rollout/tokens_reused", 0) for r in records(workdir)) > 0
+    widest = [r["rollout/width_max"] for r in records(workdir)[1:]]
+    assert widest == [4] + [2] * 7  # tried once: a model that had forgotten would try again
+    predicted = ("time/decode_predicted", "time/verify_predicted")
+    one, two = (records(w, times=True) for w in (workdir, tmp_path / "finished"))
+    for name in predicted:
+        assert [r.get(name) for r in one] == [r.get(name) for r in two]
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["same", "another"])
+def test_on_another_machine_costs_are_measured_again(finished, mesh, monkeypatch, capsys, moved):
+    """What drafts have brought stays."""
+    run, params = runs.build(small_config(LONG))
+    if moved:
+        monkeypatch.setattr(timing, "machine", lambda: {"device": "another"})
+    monkeypatch.setattr(runs, "_measure", costs)
+    with run.pool, Checkpointer(finished / "checkpoints") as checkpoints:
+        state = runs.resume(run, params, checkpoints, 8)
+        _, saved_state = checkpoints.restore(8, state.arrays(run) | {"store": state.store.like})
+    assert (state.cost.table.to_json() == costs(run, params).to_json()) == moved
+    assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
+    resumed, before = state.cost.state(), saved_state["cost"]
+    assert resumed["acceptance"] == before["acceptance"]
+    assert resumed["acceptance"]["verified"] > 0
+    assert (resumed["table"] == before["table"]) != moved
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
