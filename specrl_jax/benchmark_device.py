@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.benchmark import spread
+from specrl_jax.benchmark import Goal, spread
 from specrl_jax.benchmark_policies import Size, policy, random_prompts
 from specrl_jax.benchmark_steps import (
     STEPS,
@@ -118,6 +118,22 @@ def measure_peaks(
         "bytes_per_second": max(2 * copy_bytes / best["copy"], copy_bytes / best["sum"]),
         "flops_per_second": 2 * matmul**3 / best["matmul"],
     }
+
+
+def goals(record: dict[str, Any], backend: str) -> list[Goal]:
+    """What the scene's figures are held against, on an accelerator: decoding at every row count,
+    wide passes at the most rows."""
+    if backend == "cpu":
+        return []
+    rungs = sorted(record["rungs"], key=lambda rung: rung["rows"])
+    found = [
+        Goal(f"decode, share of bandwidth, {r['rows']} rows", r["shares"]["decode"], 0.6)
+        for r in rungs
+    ]
+    for name in ("prefill", "verify"):
+        of = f"{name}, share of matmul rate, {rungs[-1]['rows']} rows"
+        found.append(Goal(of, rungs[-1]["shares"][name], 0.4))
+    return found
 
 
 def table(record: dict[str, Any]) -> str:

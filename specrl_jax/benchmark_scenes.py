@@ -53,19 +53,21 @@ def rollout(
                 texts.append(benchmark_steps.verify_table(found[scene]))
             case "device":
                 found[scene] = benchmark_device.measure(name, size, repeats)
+                goals += benchmark_device.goals(found[scene], backend)
                 texts.append(benchmark_device.table(found[scene]))
     record = _record("rollout", load) | {"size": name, "scenes": found}
     record["goals"] = [goal.record() for goal in goals]
-    texts.append("\n".join(["goals", *(goal.line() for goal in goals)] if goals else []))
-    return record, _text(record, texts)
+    return record, _text(record, [*texts, _goals(goals)])
 
 
 def trained(config, **options) -> tuple[dict[str, Any], str]:
     """(record, text) of the scene `trained`; options as in `benchmark_trained.measure`."""
     load = os.getloadavg()[0]
     found = benchmark_trained.measure(config, **options)
+    goals = benchmark_trained.goals(found, jax.default_backend())
     record = _record("rollout", load) | {"scenes": {"trained": found}}
-    return record, _text(record, [benchmark_trained.table(found)])
+    record["goals"] = [goal.record() for goal in goals]
+    return record, _text(record, [benchmark_trained.table(found), _goals(goals)])
 
 
 def rules(config, **options) -> tuple[dict[str, Any], str]:
@@ -82,6 +84,10 @@ def sampling(**options) -> tuple[dict[str, Any], str]:
     found = benchmark_sampling.measure(**options)
     record = _record("sampling", load) | found
     return record, _text(record, [benchmark_sampling.table(found)])
+
+
+def _goals(goals: Sequence[Goal]) -> str:
+    return "\n".join(["goals", *(goal.line() for goal in goals)] if goals else [])
 
 
 def _record(kind: str, load: float) -> dict[str, Any]:

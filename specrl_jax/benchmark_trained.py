@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from specrl_jax import benchmark, train
-from specrl_jax.benchmark import Case, Inputs
+from specrl_jax.benchmark import Case, Goal, Inputs
 from specrl_jax.curriculum import PromptStream
 from specrl_jax.measure import rollout_metrics
 from specrl_jax.models.transformer import param_count, rollout_weights
@@ -158,6 +158,21 @@ def _best(plain: dict[str, Any], cell: dict[str, Any]) -> float:
     return plain["seconds"]["total"]["median"] / (
         sum(seconds.values()) + cell["decoded_tokens"] * token
     )
+
+
+def goals(record: dict[str, Any], backend: str) -> list[Goal]:
+    """What the scene's figures are held against: on a CPU, for a policy that was trained here."""
+    if backend != "cpu" or record["config"]["model"]["source"]:
+        return []
+    return [
+        Goal(
+            f"rollout over the ideal for its reuse, {cell['name']}",
+            cell["over_plain"]["median"] / cell["best_over_plain"],
+            0.9,
+        )
+        for cell in record["cells"]
+        if cell["reused_tokens"]
+    ]
 
 
 # Text ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 from small_runs import small_config
 
-from specrl_jax import benchmark, benchmark_floor, benchmark_scenes
+from specrl_jax import benchmark, benchmark_floor, benchmark_scenes, benchmark_trained
 from specrl_jax.benchmark import Goal
 from specrl_jax.rollout.cost import CostTable, Point
 from specrl_jax.rollout.ladder import Ladder
@@ -289,6 +289,11 @@ def test_trained_speedups_follow_from_their_parts(trained):
         parts = sum(cell["seconds"][phase]["median"] for phase in ("prefill", "verify"))
         best = cells[0]["seconds"]["total"]["median"] / (parts + cell["decoded_tokens"] * token)
         assert cell["best_over_plain"] == pytest.approx(best)
+    goals = benchmark_trained.goals(trained[0], "cpu")
+    shares = [c["over_plain"]["median"] / c["best_over_plain"] for c in cells[1:]]
+    assert [(goal.figure, goal.bound) for goal in goals] == [(share, 0.9) for share in shares]
+    assert "goals\n" in trained[1]
+    assert benchmark_trained.goals(trained[0], "gpu") == []
 
 
 def test_rules_keep_what_they_promise(make_mesh):

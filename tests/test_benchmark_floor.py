@@ -166,3 +166,9 @@ def test_the_device_scene_runs(mesh, monkeypatch):
     expected = rung["bytes"] / peaks["bytes_per_second"] / rung["seconds"]["decode"]["median"]
     assert rung["shares"]["decode"] == pytest.approx(expected)
     assert len(benchmark_device.table(record).splitlines()) == 3
+    assert benchmark_device.goals(record, "cpu") == []
+    goals = benchmark_device.goals(record, "gpu")
+    assert [(g.bound, g.figure) for g in goals] == [
+        (0.6, rung["shares"]["decode"]), (0.4, rung["shares"]["prefill"]),
+        (0.4, rung["shares"]["verify"]),
+    ]  # fmt: skip

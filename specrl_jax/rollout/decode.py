@@ -16,6 +16,7 @@ last tokens again; what it may still emit there is less than its width anyway.
 Verification of a draft is such a step of the draft's width, plain decoding one of width 1, tree
 drafts one in between. Whether a token is accepted depends on its row and position alone, never on
 the width: a draft that is judged in one pass, in chunks, or one token a step gives the same tokens.
+The block rule alone depends on where a draft ends, so its drafts are always judged in one pass.
 """
 
 import dataclasses

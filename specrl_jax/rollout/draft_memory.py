@@ -25,7 +25,7 @@ from jax import Array
 from specrl_jax.sharding import merge_rows, put, shards, spec
 from specrl_jax.types import Drafts
 
-# N is a multiple of this: the same shape, and so resumable, on meshes that cut it otherwise.
+# N is a multiple of this: the same shape, and so resumable, on all meshes whose pieces divide it.
 _SLOTS = 64
 
 

@@ -7,6 +7,7 @@ the same without either.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,30 +86,10 @@ def generate(
     plan: Plan,
     weights: Params,
     prompts: Prompts,
-    *,
-    key: Array,
-    step: int,
-    purpose: Purpose = Purpose.SAMPLE,
-    drafts: Drafts | None = None,
-    log_lenience: float = 0.0,
-    corpus: Corpus | None = None,
-    caps: np.ndarray | None = None,
-    cost: CostModel | None = None,
+    **options: Any,
 ) -> tuple[Rollout, Stats]:
-    """Responses [Q * G] to Q prompts, G in a row for each; arguments as in `roll`."""
-    outcome = roll(
-        plan,
-        weights,
-        prompts,
-        key=key,
-        step=step,
-        purpose=purpose,
-        drafts=drafts,
-        log_lenience=log_lenience,
-        corpus=corpus,
-        caps=caps,
-        cost=cost,
-    )
+    """Responses [Q * G] to Q prompts, G in a row for each; options as in `roll`."""
+    outcome = roll(plan, weights, prompts, **options)
     return outcome.rollout, outcome.stats
 
 
