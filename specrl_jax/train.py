@@ -110,8 +110,8 @@ def _compile_metrics(before: Compiled) -> dict[str, float]:
     new = Compiled(*(now - then for now, then in zip(compiled(), before)))
     return {
         "time/compile": new.seconds,
-        "time/programs_built": new.built,
-        "time/programs_read": new.read,
+        "compile/built": new.built,
+        "compile/read": new.read,
     }
 
 

@@ -90,11 +90,12 @@ class Sums:
 
 
 def records(workdir, times: bool = False) -> list[dict]:
-    """The run's metrics by step, without the wall-clock ones unless asked for."""
+    """The run's metrics by step, without those of the clock and the compiler unless asked for."""
     from specrl_jax.metrics import read_metrics
 
     found = read_metrics(workdir)
-    return [{k: v for k, v in r.items() if times or not k.startswith("time/")} for r in found]
+    left_out = () if times else ("time/", "compile/")
+    return [{k: v for k, v in r.items() if not k.startswith(left_out)} for r in found]
 
 
 def saved(workdir, step: int) -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ ALWAYS = {
     "rollout/tokens_generated", "rollout/tokens_reused", "rollout/reuse_fraction",
     "rollout/prefix_len_mean", "rollout/full_reuse_ratio", "rollout/response_len_mean",
     "policy/entropy", "policy/clip_fraction", "policy/rollout_train_logprob_gap",
+    "compile/built", "compile/read", "time/compile",
     "time/step", "time/rollout", "time/verify", "time/decode", "time/reward", "time/update",
 }  # fmt: skip
 WITH_DRAFTS = {"rollout/draft_accept_rate", "rollout/overlap_rouge1"}
@@ -58,7 +59,8 @@ def test_every_metric_of_every_step_once(run):
         parts = record["time/prefill"] + record["time/verify"] + record["time/decode"]
         assert parts <= record["time/rollout"] <= record["time/step"]
         assert record["policy/rollout_train_logprob_gap"] < 1e-5
-    assert set(found[0]) == {"step", "epoch", "reward/eval", "time/eval"}
+    compilation = {"compile/built", "compile/read", "time/compile"}
+    assert set(found[0]) == {"step", "epoch", "reward/eval", "time/eval"} | compilation
     assert [r["data/passes"] for r in found[1:]] == [0.5, 1.0, 1.5, 2.0]
 
 
