@@ -409,9 +409,8 @@ def _check_whole_run(workdir) -> None:
     assert found[1]["policy/rollout_train_logprob_gap"] < 1e-5
 
 
-@pytest.mark.parametrize(
-    "shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (1, 4, 2)], ids=str
-)
+@pytest.mark.slow  # the next test is one, on the third mesh
+@pytest.mark.parametrize("shape", MESHES[:2], ids=str)
 def test_a_whole_run_on_a_mesh(tmp_path, make_mesh, capsys, shape):
     config = small_config({"rollout.prompts_per_step": 8})
     with jax.set_mesh(make_mesh(*shape)):

@@ -135,7 +135,8 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
 @pytest.mark.parametrize(
     ("algorithm", "changes", "kept"),
     [
-        ("dapo", {}, "waiting"),
+        # Groups wait under speed too.
+        pytest.param("dapo", {}, "waiting", marks=pytest.mark.slow),
         ("ppo", {}, "train.critic"),
         ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "screened"),
         pytest.param(
