@@ -29,8 +29,8 @@ from specrl_jax.rollout import timing
 from specrl_jax.rollout.carry import Ahead, Carried, Waiting
 from specrl_jax.rollout.cost import CostModel, CostTable
 from specrl_jax.rollout.draft_store import DraftStore
-from specrl_jax.rollout.engine import check_cache_bound
 from specrl_jax.rollout.generate import Plan
+from specrl_jax.rollout.room import Room
 from specrl_jax.runtime import cache_folder
 from specrl_jax.selection import Sampled, Selection
 from specrl_jax.tokenizer import Tokenizer, load_tokenizer
@@ -238,10 +238,12 @@ def build(config) -> tuple[Run, Params]:
         total_steps=total_steps,
         key=jax.random.key(config.seed),
     )
-    check_cache_bound(model, plan.ladder(run.rows), plan.cache_bytes)
+    ladders = [plan.ladder(run.rows)]
     if run.held_out:
         rows = config.evaluate.batch_size * config.evaluate.samples
-        check_cache_bound(model, run.eval_plan.ladder(rows), plan.cache_bytes)
+        ladders.append(run.eval_plan.ladder(rows))
+    for ladder in ladders:
+        Room(model, ladder, cache_bytes=plan.cache_bytes).check()
     _describe(run, stream)
     return run, params
 

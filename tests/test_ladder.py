@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from specrl_jax.rollout.ladder import Ladder, rows_within
+from specrl_jax.rollout.ladder import Ladder
 
 SIZES = list(
     itertools.product((4, 12, 32, 64), (1, 5, 32), (1, 2, 4, 7), (1, 2, 3), (1, 2, 8), (1, 4))
@@ -97,13 +97,6 @@ def test_widths_of_a_decode_step(widest, widths):
     ladder = Ladder.build(8, 4, 16, 1, 1, max_width=widest)
     assert ladder.widths == widths
     assert ladder.slots(16) == 4 + 16
-
-
-def test_rows_within_a_bound():
-    # 10 bytes a slot, 14 slots: a row takes 140 bytes, and moving doubles it.
-    assert rows_within(2.5 * 140 * 4, 10, 14) == 4
-    assert rows_within(2.5 * 140 * 4 - 1, 10, 14) == 3
-    assert rows_within(349, 10, 14) == 0
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 8])

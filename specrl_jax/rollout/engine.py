@@ -17,15 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import KVCache, cache_bytes
+from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, drafting, rows
 from specrl_jax.rollout.cost import CostModel, Pass
 from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.drafting import Corpus
-from specrl_jax.rollout.ladder import Ladder, rows_within
 from specrl_jax.rollout.plan import Setup
+from specrl_jax.rollout.room import Room
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put
@@ -33,7 +32,6 @@ from specrl_jax.sharding import put
 _FOREVER = np.iinfo(np.int32).max
 LOOK_IN_AHEAD = 64  # steps after which idle places are looked for
 LOOK_IN_PARTIAL = 32  # most steps between two counts of complete groups
-_VERIFIED = 1.5  # a window in which drafts are verified over the one that rows then share, at most
 
 
 @dataclasses.dataclass
@@ -64,27 +62,6 @@ class _Pool:
             setattr(self, name, number)
 
 
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """rows: in flight at once, 0 for all. cache_bytes: of KV caches over all devices, 0 for any."""
-
-    rows: int = 0
-    cache_bytes: float = 0.0
-
-
-def check_cache_bound(model: ModelConfig, ladder: Ladder, bound: float) -> None:
-    """Raise ValueError in one line where the fewest rows would not fit in `bound` bytes, if any."""
-    per_slot = cache_bytes(model, 1, 1)
-    least, slots = ladder.admissions[-1], ladder.slots(ladder.responses[-1])
-    if bound and rows_within(bound, per_slot, slots) < least:
-        needed = 2.5 * least * slots * per_slot / 2**30
-        raise ValueError(
-            f"rollout.max_cache_gib must be 0 or >= {needed:.3g}, "
-            f"for {least} rows of {slots} slots while they are moved, got {bound / 2**30:.3g}; "
-            "raise it, or rollout.row_rungs for fewer rows"
-        )
-
-
 class Engine:
     """One rollout in progress; `run` brings every row of the board to its end.
 
@@ -100,8 +77,7 @@ class Engine:
     def __init__(
         self,
         setup: Setup,
-        ladder: Ladder,
-        bounds: Bounds,
+        room: Room,
         weights: Params,
         board: Rows,
         prompts: np.ndarray,
@@ -117,15 +93,15 @@ class Engine:
         wanted: int = 0,
         behind: int = 0,
     ):
-        self.setup, self.ladder, self.bounds = setup, ladder, bounds
+        self.setup, self.room, self.ladder = setup, room, room.ladder
         self.weights, self.board = weights, board
         # Whether rows hold tokens that the corpus does not know.
         self.corpus, self.unread = corpus, bool(held.any())
         self.prompts, self.own, self.draft_lens, self.held = prompts, own, draft_lens, held
         self.log_lenience = jnp.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
-        self.widths = ladder.widths
-        check_cache_bound(setup.model, ladder, bounds.cache_bytes)
+        self.widths = self.ladder.widths
+        room.check()
         group = setup.group_size
         self.wanted, self.behind, self.finished = wanted, behind, done.copy()
         begun = held.reshape(-1, group).any(axis=1)
@@ -167,27 +143,12 @@ class Engine:
 
     # Admission -------------------------------------------------------------------------------
 
-    def _capacity(self, response: int) -> int:
-        """Rows that may be in flight at a window."""
-        most = min(self.bounds.rows or _FOREVER, self.ladder.rows[0])
-        if self.bounds.cache_bytes:
-            per_slot = cache_bytes(self.setup.model, 1, 1)
-            slots = self.ladder.slots(response)
-            most = min(most, rows_within(self.bounds.cache_bytes, per_slot, slots))
-        least = self.ladder.admissions[-1]  # fewer could never begin
-        return max([n for n in self.ladder.rows if least <= n <= most], default=least)
-
-    def _refill(self, capacity: int) -> int:
-        """Rows that must be free before others are let in: a quarter, so that moves are few."""
-        fits = [n for n in self.ladder.admissions if n <= max(capacity // 4, 1)]
-        return max(fits, default=self.ladder.admissions[-1])
-
     def _admit(self) -> None:
         """Begin waiting rows while there is room for them."""
         if self.pool is not None and not self.pool.unfinished:
             self._collect(self.pool)
             self.pool = None
-        if self.pool is not None and self.bounds.cache_bytes and self._waits():
+        if self.pool is not None and self.room.cache_bytes and self._waits():
             size = self.ladder.rows_for(self.pool.unfinished)  # bytes for those that join
             self.pool = self._moved(self.pool, size, self.pool.slots)
         while self._admit_some():
@@ -201,16 +162,16 @@ class Engine:
             held = self._window_needed()
         longest = max(held, self.pool.longest if self.pool else 0)
         # As where they join: rows that filled a window come back to the next one.
-        capacity = self._capacity(self.ladder.response_for(longest + 1))
+        capacity = self.room.capacity(self.ladder.response_for(longest + 1))
         group = self.setup.group_size
         waiting = len(again) or len(self.fresh) * group
         room = capacity - busy
         if not waiting:
             return self._admit_ahead()
         # Fillers are gone once rows have joined the pool: only a bound on bytes counts them.
-        whole = waiting <= room and not self.bounds.cache_bytes
+        whole = waiting <= room and not self.room.cache_bytes
         size = self.ladder.admission(waiting, capacity if whole else room)
-        if not size or (busy and size < min(waiting, self._refill(capacity))):
+        if not size or (busy and size < min(waiting, self.room.refill(capacity))):
             return False
         if busy and self._exceeds(size, min(size, waiting), longest):
             return False
@@ -239,7 +200,7 @@ class Engine:
         if not self.ahead or self.pool is None:
             return False
         group, pool = self.setup.group_size, self.pool
-        capacity = self._capacity(self.ladder.response_for(pool.longest + 1))
+        capacity = self.room.capacity(self.ladder.response_for(pool.longest + 1))
         count = min((min(pool.size, capacity) - pool.unfinished) // group, len(self.ahead))
         count = min(count, self.ladder.admissions[0] // group)
         if count * group < max(pool.size // 4, 1):  # not worth a prefill and a move
@@ -254,13 +215,12 @@ class Engine:
     def _exceeds(self, size: int, real: int, longest: int) -> bool:
         """Whether it would take more than the bound on bytes to join `real` rows, begun on a rung
         of `size`, with the pool, up to `longest` tokens."""
-        slots = self.ladder.slots(self.ladder.response_for(longest + 1))
+        slots = self.ladder.slots_for(longest + 1)
         total = self.ladder.rows_for(self.pool.unfinished + real)
         longest_draft = int(self.draft_lens.max())
         widths = self._verifiable(longest_draft) if longest_draft else []
         begin = max([slots, *(self.ladder.verify_slots(w, longest_draft) for w in widths)])
-        needed = self._bytes((size, begin), *{(self.pool.size, self.pool.slots), (total, slots)})
-        return bool(self.bounds.cache_bytes) and needed > self.bounds.cache_bytes
+        return not self.room.holds((size, begin), *{*self._pool_shape(), (total, slots)})
 
     def _begin_groups(self, groups: list[int], size: int) -> _Pool:
         """Prefill prompts, verify their drafts."""
@@ -304,10 +264,10 @@ class Engine:
             first = self._first_pass(left, size, self.ladder.prompt_slots + width + widest)
         if first:
             needed = self.ladder.prompt_slots + width + first.chunk
-            if self.bounds.cache_bytes and needed > slots * _VERIFIED:
-                first = None
-            else:
+            if self.room.verifies(needed, slots):
                 slots = max(slots, needed)
+            else:
+                first = None
         prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
         cache = decode.replay(
             self.setup, self.weights, put(prompts, "batch", None), picked, slots=slots, width=width
@@ -334,24 +294,20 @@ class Engine:
     def _first_slots(self) -> int:
         """The window that new rows will share, so that they need not move when they join."""
         longest = self.pool.longest if self.pool else 0
-        return self.ladder.slots(self.ladder.response_for(longest + 1))
+        return self.ladder.slots_for(longest + 1)
 
     # Verification ----------------------------------------------------------------------------
 
     def _verifiable(self, longest: int) -> list[int]:
         """Widths of a pass over drafts of at most `longest` tokens, ascending: up to the widest
-        that is needed, whose caches stay within what `rows_within` reckons with. Of a rule that
+        that is needed, as far as there is room for their caches. Of a rule that
         needs the whole draft the widest alone: `_window_needed` has seen to its room."""
         widest = self.ladder.verify_width(longest)
         if acceptance.RULES[self.setup.accept].whole_draft:
             return [widest]
-        room = self.ladder.slots(self.ladder.response_for(longest + 1)) * _VERIFIED
-        return [
-            width
-            for width in self.ladder.verify
-            if width <= widest
-            and not (self.bounds.cache_bytes and self.ladder.verify_slots(width, longest) > room)
-        ]
+        shared, needed = self.ladder.slots_for(longest + 1), self.ladder.verify_slots
+        widths = [width for width in self.ladder.verify if width <= widest]
+        return [width for width in widths if self.room.verifies(needed(width, longest), shared)]
 
     def _pass(self, drafts: np.ndarray, size: int, slots: int = 0) -> Pass | None:
         """The verification of rows whose drafts have `drafts` [n] tokens left that is expected to
@@ -371,7 +327,7 @@ class Engine:
             widths=self.widths,
             beside=len(self.fresh) * self.setup.group_size
             + (self.pool.unfinished if self.pool else 0),
-            capacity=self._capacity(self.setup.response_slots),
+            capacity=self.room.capacity(self.setup.response_slots),
         )
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return one
@@ -422,14 +378,14 @@ class Engine:
         """Whether fewer rows are verifying than the rung holds, and there is room for both rungs
         and for those that the others join."""
         size, pool = self.ladder.rows_for(batch.verifying), self.pool
-        if size == batch.size or not self.bounds.cache_bytes:
-            return size < batch.size
+        if size == batch.size:
+            return False
         others = batch.active - batch.verifying + (pool.unfinished if pool else 0)
         longest = max(batch.longest, pool.longest if pool else 0)
-        joined = self.ladder.slots(self.ladder.response_for(longest + 1))
+        joined = self.ladder.slots_for(longest + 1)
         rungs = [(batch.size, batch.slots), (size, batch.slots), *self._pool_shape()]
         rungs.append((self.ladder.rows_for(max(others, 1)), joined))
-        return self._bytes(*rungs) <= self.bounds.cache_bytes
+        return self.room.holds(*rungs)
 
     def _split(self, batch: _Pool) -> _Pool:
         """Send rows that are not verifying into the pool; the others go on, on a smaller rung."""
@@ -462,7 +418,7 @@ class Engine:
         total = batch.unfinished + (pool.unfinished if pool else 0)
         longest = max(batch.longest, pool.longest if pool else 0)
         size = self.ladder.rows_for(total)
-        slots = self.ladder.slots(self.ladder.response_for(longest + 1))
+        slots = self.ladder.slots_for(longest + 1)
         if pool is None:
             self.pool = self._moved(batch, size, slots)
             return
@@ -508,7 +464,7 @@ class Engine:
         """Bring the pool onto the rung that fits, and decode there for a while."""
         pool, ladder = self.pool, self.ladder
         response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
-        capacity = self._capacity(response)
+        capacity = self.room.capacity(response)
         if self._must_evict(capacity):
             self._evict(capacity)
             pool = self.pool
@@ -521,7 +477,7 @@ class Engine:
         self.pool = pool
         if self._waits():
             # As many are free then as begin together; where even so nobody could, one more row.
-            stop = max(min(capacity - self._refill(capacity), pool.own - 1), 0)
+            stop = max(min(capacity - self.room.refill(capacity), pool.own - 1), 0)
         else:
             stop = max(ladder.rows_below(pool.size), self.behind)
         steps = _FOREVER
@@ -597,7 +553,7 @@ class Engine:
     # Eviction --------------------------------------------------------------------------------
 
     def _must_evict(self, capacity: int) -> bool:
-        if not self.bounds.cache_bytes:
+        if not self.room.cache_bytes:
             return False
         return self.pool.unfinished > capacity or self._makes_way()
 
@@ -632,8 +588,5 @@ class Engine:
         return [(self.pool.size, self.pool.slots)] if self.pool else []
 
     def _note_bytes(self, *rungs: tuple[int, int]) -> None:
-        held = self._bytes(*rungs, *self.aside)
+        held = self.room.bytes(*rungs, *self.aside)
         self.stats.cache_bytes = max(self.stats.cache_bytes, held)
-
-    def _bytes(self, *rungs: tuple[int, int]) -> int:
-        return sum(cache_bytes(self.setup.model, *rung) for rung in rungs)

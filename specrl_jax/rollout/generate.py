@@ -31,8 +31,9 @@ from specrl_jax.rollout.carry import (
 )
 from specrl_jax.rollout.cost import CostModel
 from specrl_jax.rollout.drafting import Corpus
-from specrl_jax.rollout.engine import Bounds, Engine
+from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.plan import Plan, Setup
+from specrl_jax.rollout.room import Room
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
 from specrl_jax.rollout.stats import Stats
@@ -151,8 +152,7 @@ def roll(
             board = board_rows.with_pending(board, drafts)
     engine = Engine(
         setup,
-        ladder,
-        Bounds(plan.max_rows, plan.cache_bytes),
+        Room(setup.model, ladder, plan.max_rows, plan.cache_bytes),
         weights,
         board,
         flight.prompts.tokens,

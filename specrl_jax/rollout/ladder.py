@@ -7,7 +7,6 @@ where they are 32 apart).
 """
 
 import dataclasses
-import math
 
 NARROW = 32  # tokens; verification widths further apart than that are worth a program
 
@@ -80,6 +79,10 @@ class Ladder:
         which plain steps would have to read too, but enough for the widest step's own tokens."""
         return self.prompt_slots + max(response, self.max_width)
 
+    def slots_for(self, length: int) -> int:
+        """Cache slots of the shallowest window that holds `length` tokens, or of the deepest."""
+        return self.slots(self.response_for(length))
+
     def admission(self, waiting: int, room: int) -> int:
         """How many rows begin together: as few as hold all that wait, as many as there is room.
 
@@ -99,13 +102,3 @@ class Ladder:
         if longest <= width:
             return self.prompt_slots + width
         return self.prompt_slots + self.response_for(longest) + width
-
-
-def rows_within(cache_bytes: float, bytes_per_slot: int, slots: int) -> int:
-    """Rows whose caches of `slots` slots stay within a bound while they are moved.
-
-    Where rows join others there are for a moment a rung, those that join, and the rung of both:
-    with C rows in the last, C + C / 2 + C or C / 2 + C + C at most, hence 2.5. Rows that verify
-    drafts may take half as many slots again, before any others are there: 1.5 C + C.
-    """
-    return math.floor(cache_bytes / 2.5 / (bytes_per_slot * slots))
