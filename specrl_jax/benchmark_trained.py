@@ -57,8 +57,9 @@ def measure(
         cell = benchmark.describe(case, runs, case.plan.ladder(rows))
         cell["over_plain"] = benchmark.ratios(times[0], runs)
         cell["metrics"] = _metrics(run, case, benchmark.median_run(runs), drafts)
-        cell["best_over_plain"] = _best(cells[0] if cells else cell, cell)
         cells.append(cell)
+    for cell in cells:
+        cell["best_over_plain"] = _best(cells, cell)
     return {
         "config": jax.tree.map(benchmark.jsonable, config.to_dict()),
         "setting": setting | {"repeats": repeats},
@@ -151,13 +152,20 @@ def _metrics(run: Run, case: Case, timed: benchmark.Run, drafts: Drafts) -> dict
     )
 
 
-def _best(plain: dict[str, Any], cell: dict[str, Any]) -> float:
-    """The speed-up if each decoded token cost what a token of the plain rollout costs."""
-    seconds = {p: cell["seconds"][p]["median"] for p in ("prefill", "verify")}
+def _best(cells: list[dict[str, Any]], cell: dict[str, Any]) -> float:
+    """The speed-up that is ideal for the cell's reuse: drafts verified in passes, and every token
+    that is not reused decoded at the price of a token of the plain rollout.
+
+    A cell that left its drafts to decode steps is held against the dearest passes of the others:
+    one of the drafts as a whole, where there is one.
+    """
+    plain, verify = cells[0], cell["seconds"]["verify"]["median"]
+    if cell["reused_tokens"] and not cell["verified_tokens"]:
+        verify = max(other["seconds"]["verify"]["median"] for other in cells)
     token = plain["seconds"]["decode"]["median"] / plain["tokens"]
-    return plain["seconds"]["total"]["median"] / (
-        sum(seconds.values()) + cell["decoded_tokens"] * token
-    )
+    rest = (cell["tokens"] - cell["reused_tokens"]) * token
+    best = cell["seconds"]["prefill"]["median"] + verify + rest
+    return plain["seconds"]["total"]["median"] / best
 
 
 def goals(record: dict[str, Any], backend: str) -> list[Goal]:
@@ -212,7 +220,7 @@ _ROWS = (
     ("response tokens a second", lambda c: f"{c['tokens_per_second']:.0f}"),
     ("speed-up, verification included", lambda c: f"{c['over_plain']['median']:.2f}x"),
     ("  bounds of its median", lambda c: "{low:.2f}-{high:.2f}".format(**c["over_plain"])),
-    ("  at the plain price of a token", lambda c: f"{c['best_over_plain']:.2f}x"),
+    ("  ideal for its reuse", lambda c: f"{c['best_over_plain']:.2f}x"),
     ("reused of all tokens", lambda c: f"{c['metrics']['rollout/reuse_fraction']:.1%}"),
     ("accepted of draft tokens", lambda c: f"{c['metrics']['rollout/draft_accept_rate']:.1%}"),
     ("kept prefix, tokens", lambda c: f"{c['metrics']['rollout/prefix_len_mean']:.1f}"),

@@ -300,8 +300,8 @@ class Engine:
 
     def _verifiable(self, longest: int) -> list[int]:
         """Widths of a pass over drafts of at most `longest` tokens, ascending: up to the widest
-        that is needed, as far as there is room for their caches. Of a rule that
-        needs the whole draft the widest alone: `_window_needed` has seen to its room."""
+        that is needed, as far as there is room for their caches. Of a rule that needs the whole
+        draft the widest alone: `_window_needed` has seen to its room."""
         widest = self.ladder.verify_width(longest)
         if acceptance.RULES[self.setup.accept].whole_draft:
             return [widest]
