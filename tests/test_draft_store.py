@@ -128,6 +128,20 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_trees_read_no_more_than_their_history(mesh, kind):
+    """Where more generations are kept, for drafts of an earlier age."""
+    rng, store = np.random.default_rng(5), DraftStore(4, 2, R, 3, history=1, kind=kind)
+    older, newest = Shelf(4, 2, 3), Shelf(4, 2)
+    for step in (1, 2, 3):
+        rollout = make_rollout(rng, 8)
+        store.put(make_prompts("abcd"), rollout, step=step)
+        for shelf in (older, newest):
+            shelf.put("abcd", rollout, step)
+    assert check(store, older, "abcd", 2, age=3, step=4) == 8
+    assert check_sources(store.sources(make_prompts("abcd"), step=4), newest, "abcd", 4) == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_store_offers_nothing(mesh, kind):
     store = DraftStore(4, 2, R, kind=kind)
     assert check(store, Shelf(4, 2), "abcd", 2) == 0

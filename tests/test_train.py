@@ -3,6 +3,7 @@
 import functools
 import math
 import pathlib
+import types
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from small_runs import records, saved, small_config
 
 from specrl_jax import episodes
 from specrl_jax import train as loop
+from specrl_jax.run import Run, build
 from specrl_jax.sharding import put
 
 # Issued at every step of every run.
@@ -278,6 +280,27 @@ def test_a_cache_bound_too_small_is_told_before_anything_is_done(mesh, tmp_path)
     with pytest.raises(ValueError, match=r"^rollout.max_cache_gib must be 0 or >= .*, got 1e-09"):
         loop.train(small_config({"rollout.max_cache_gib": 1e-9}), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_so_is_one_too_small_for_the_evaluation(mesh, tmp_path):
+    """16 rows of the rollout fit, 256 of the evaluation do not."""
+    changes = {"rollout.max_cache_gib": 1e-4, "evaluate.every": 1, "evaluate.samples": 64}
+    with pytest.raises(ValueError, match=r"^rollout.max_cache_gib must be .* for 256 rows .*, got"):
+        loop.train(small_config(changes), tmp_path / "run")
+    build(small_config(changes | {"evaluate.every": 0}))[0].pool.close()
+
+
+@pytest.mark.parametrize(
+    ("draft", "run_ahead", "chooses"),
+    [("none", False, False), ("none", True, True), ("previous", False, True)],
+)
+def test_costs_are_measured_where_there_is_a_choice(draft, run_ahead, chooses):
+    """What was begun ahead is verified or left to decode steps, too."""
+    changes = {"rollout.draft": draft, "rollout.run_ahead": run_ahead}
+    for adaptive in (True, False):
+        config = small_config(changes | {"rollout.adaptive": adaptive})
+        asked = Run.chooses.fget(types.SimpleNamespace(config=config))
+        assert asked == (chooses and adaptive)
 
 
 def test_update_lengths_are_quarters():
