@@ -1,6 +1,6 @@
 """A hand-written decode loop to hold the engine's against: what the arithmetic alone costs.
 
-Plain `jnp` over the same weights and the same cache [B, S, K, H], layers unrolled, one token a step
+Plain `jnp` over the same weights and the same cache, layers unrolled, one token a step
 for rows at positions of their own, in one `jax.lax.while_loop`. It keeps what a rollout must keep
 (tokens, their log-probs, lengths, which rows are done) and nothing else: no drafts, no rungs, no
 end-of-sequence beyond a row's last slot. Weights that multiply the same input are joined.
@@ -75,7 +75,7 @@ def decode(
     model: ModelConfig, sampler: str, weights: Params, cache: KVCache, state: State, steps: Array
 ) -> tuple[KVCache, State]:
     """`steps` steps, or fewer where all rows are full. weights: of `floor_weights`."""
-    slots, room = cache[0][0].shape[1], state.tokens.shape[1]
+    slots, room = cache[0][0].shape[3], state.tokens.shape[1]
 
     def go_on(carry) -> Array:
         step, _, state = carry
@@ -121,7 +121,7 @@ def _forward(model: ModelConfig, weights: Params, cache: KVCache, token: Array, 
     freqs = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = position[:, None, None].astype(jnp.float32) * freqs[None, None, :]
     turn = jnp.cos(angles), jnp.sin(angles)
-    seen = jnp.arange(cache[0][0].shape[1])[None, :] <= position[:, None]
+    seen = jnp.arange(cache[0][0].shape[3])[None, :] <= position[:, None]
     new_cache = []
     for w, layer in zip(weights["layers"], cache):
         attended, layer = _attention(model, w, _norm(model, x, w["attn_norm"]), turn, seen,
@@ -143,14 +143,14 @@ def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
         q, k = _norm(model, q, w["q_norm"]), _norm(model, k, w["k_norm"])
     q, k = _turn(q, turn), _turn(k, turn)
     keys, values = layer = (
-        _write(layer[0], k[:, None], position),
-        _write(layer[1], v[:, None], position),
+        _write(layer[0], k[:, :, :, None], position, axis=2),
+        _write(layer[1], v[:, :, None], position, axis=1),
     )
     q = q.reshape(rows, kv, heads // kv, model.head_dim)
-    scores = jnp.einsum("BKGH,BSKH->BKGS", q, keys, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("BKGH,BKHS->BKGS", q, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores * model.head_dim**-0.5, -1e30)
     share = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    out = jnp.einsum("BKGS,BSKH->BKGH", share, values)
+    out = jnp.einsum("BKGS,BKSH->BKGH", share, values)
     return out.reshape(rows, -1) @ w["o"], layer
 
 
@@ -166,8 +166,8 @@ def _norm(model: ModelConfig, x: Array, scale: Array) -> Array:
     return (x32 * scale[(None,) * (x.ndim - 1)].astype(jnp.float32)).astype(x.dtype)
 
 
-def _write(matrix: Array, new: Array, at: Array) -> Array:
-    """`new` [B, 1, ...] in slot `at` [B] of every row of [B, S, ...]."""
-    return jax.vmap(lambda row, x, i: jax.lax.dynamic_update_slice_in_dim(row, x, i, 0))(
+def _write(matrix: Array, new: Array, at: Array, axis: int = 0) -> Array:
+    """`new` in slot `at` [B] of every row; axis: of a row's slots."""
+    return jax.vmap(lambda row, x, i: jax.lax.dynamic_update_slice_in_dim(row, x, i, axis))(
         matrix, new, at
     )

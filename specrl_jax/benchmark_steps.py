@@ -59,11 +59,11 @@ class Rung:
         if drafts is not None:
             board = rows.with_pending(board, drafts)
         limits = (0, self.setup.response_slots, steps, self.rows)
-        limits = Limits(*(jnp.int32(x) for x in limits))
+        limits = Limits(*(np.int32(x) for x in limits))
         jax.block_until_ready((board, limits, self.cache))
         start = time.perf_counter()
         self.cache, *rest = decode.visit(
-            self.setup, self.weights, self.cache, board, None, limits, jnp.float32(0.0),
+            self.setup, self.weights, self.cache, board, None, limits, np.float32(0.0),
             width=width, wide=width > 1 and self.setup.accept != "match",
         )  # fmt: skip
         jax.block_until_ready((self.cache, rest))

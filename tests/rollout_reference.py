@@ -49,6 +49,12 @@ def host_params(model: ModelConfig, nudge: float):
     return jax.tree_util.tree_map_with_path(init, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def by_slot(cache) -> list[np.ndarray]:
+    """Keys and values of all layers on the host, [B, S, K, H] each."""
+    layers = [(np.moveaxis(keys, 3, 1), np.moveaxis(values, 2, 1)) for keys, values in host(cache)]
+    return [x for layer in layers for x in layer]
+
+
 def policy(nudge: float = 0.0, model: ModelConfig = MODEL):
     """(parameters, rollout weights) on the mesh in use."""
     params = transformer.place_params(model, host_params(model, nudge))

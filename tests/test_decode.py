@@ -123,8 +123,8 @@ def check_rows(board, other, rows_=slice(None)):
 def test_prefill_computes_a_prompt_once_for_its_group(start):
     _, weights, prompts = start
     tokens = put(prompts.tokens, "batch", None)
-    one, three = (ref.host(prefill(MATCH, weights, tokens, P + R, group_size=g)) for g in (1, 3))
-    for single, group in zip(jax.tree.leaves(one), jax.tree.leaves(three), strict=True):
+    one, three = (prefill(MATCH, weights, tokens, P + R, group_size=g) for g in (1, 3))
+    for single, group in zip(ref.by_slot(one), ref.by_slot(three), strict=True):
         assert single.shape == (B, P + R, 2, 4)
         np.testing.assert_array_equal(group, np.repeat(single, 3, axis=0))
         assert single[:, :P].any()
@@ -355,10 +355,9 @@ def test_replay_gives_the_cache_that_decoding_left(start):
     again = decode.replay(MATCH, weights, tokens, board, slots=P + 4, width=4)
     held = ref.host(board)
     written = np.arange(P + 4)[None, :] < (prompts.lens + held.lens - 1)[:, None]  # last: not yet
-    for mine, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
+    for mine, theirs in zip(ref.by_slot(again), ref.by_slot(cache), strict=True):
         assert mine.shape == theirs.shape
-        np.testing.assert_allclose(np.asarray(mine)[written], np.asarray(theirs)[written],
-                                   atol=1e-5)  # fmt: skip
+        np.testing.assert_allclose(mine[written], theirs[written], atol=1e-5)
     deep = decode.replay(MATCH, weights, tokens, board, slots=P + R + 3, width=4)
     rest = visit(MATCH, weights, deep, board, 1)[1]
     plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]

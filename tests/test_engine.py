@@ -133,8 +133,9 @@ def held_bytes(monkeypatch):
         return call
 
     def live() -> int:
-        caches = (x for x in jax.live_arrays() if x.ndim == 4 and x.shape[2:] == (2, 4))
-        return sum(x.nbytes for x in caches if x.shape[0] > 1)
+        caches = (x for x in jax.live_arrays() if x.ndim == 4 and x.shape[1] == 2)
+        # Keys [B, 2, 4, S], values [B, 2, S, 4]; [D, 2, 4, 4] are weights.
+        return sum(x.nbytes for x in caches if 4 in x.shape[2:] and x.shape[2:] != (4, 4))
 
     for module, names in (
         (decode, ("prefill", "spread", "replay", "visit")),

@@ -12,7 +12,7 @@ from specrl_jax.sharding import put
 MODEL = ModelConfig(
     vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
 )
-AXES = ("batch", None, "kv_heads", None)
+AXES = ("batch", "kv_heads", None, None)
 MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 
 
@@ -20,11 +20,25 @@ def _random(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+def _layer(keys_BSKH: np.ndarray, values_BSKH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As the cache holds them."""
+    return np.moveaxis(keys_BSKH, 1, 3), np.moveaxis(values_BSKH, 1, 2)
+
+
+def _put(keys_BSKH: np.ndarray, values_BSKH: np.ndarray) -> kv_cache.Layer:
+    return tuple(put(x, *AXES) for x in _layer(keys_BSKH, values_BSKH))
+
+
+def _check(got: kv_cache.Layer, keys_BSKH: np.ndarray, values_BSKH: np.ndarray) -> None:
+    for layer, want in zip(got, _layer(keys_BSKH, values_BSKH), strict=True):
+        np.testing.assert_array_equal(layer, want)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_empty_cache(mesh, dtype):
     model = MODEL.replace(dtype=dtype)
     cache = kv_cache.init_cache(model, rows=3, slots=5)
-    assert [x.shape for pair in cache for x in pair] == [(3, 5, 2, 4)] * 4
+    assert [x.shape for pair in cache for x in pair] == [(3, 2, 4, 5), (3, 2, 5, 4)] * 2
     assert all(x.dtype == dtype and not np.any(x) for pair in cache for x in pair)
     assert kv_cache.cache_slots(cache) == 5
     size = sum(x.nbytes for pair in cache for x in pair)
@@ -40,18 +54,18 @@ def test_every_row_is_written_from_its_own_start(make_mesh, shape, width):
     for row, start in enumerate(starts):
         want[row, start : start + width] = new[row]
     with jax.set_mesh(make_mesh(*shape)):
-        got = jax.jit(kv_cache.write_rows)(put(old, *AXES), put(new, *AXES), put(starts, "batch"))
-    np.testing.assert_array_equal(got, want)
+        fresh = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
+        layers = _put(old, -old), kv_cache.as_layer(*fresh)
+        got = jax.jit(kv_cache.write_rows)(*layers, put(starts, "batch"))
+    _check(got, want, -want)
 
 
 @MESHES
 def test_repeated_rows_stand_together(make_mesh, shape):
     keys, values = _random(4, 5, 2, 4), -_random(4, 5, 2, 4)
     with jax.set_mesh(make_mesh(*shape)):
-        cache = ((put(keys, *AXES), put(values, *AXES)),)
-        got = jax.jit(kv_cache.repeat_rows, static_argnums=1)(cache, 3)
-    np.testing.assert_array_equal(got[0][0], np.repeat(keys, 3, axis=0))
-    np.testing.assert_array_equal(got[0][1], np.repeat(values, 3, axis=0))
+        (got,) = jax.jit(kv_cache.repeat_rows, static_argnums=1)((_put(keys, values),), 3)
+    _check(got, np.repeat(keys, 3, axis=0), np.repeat(values, 3, axis=0))
 
 
 @MESHES
@@ -62,7 +76,6 @@ def test_regrid_picks_rows_and_cuts_or_pads_slots(make_mesh, shape, slots):
     want = np.zeros((4, slots, 2, 4), np.float32)
     want[:, : min(slots, 5)] = keys[rows, :slots]
     with jax.set_mesh(make_mesh(*shape)):
-        cache = ((put(keys, *AXES), put(keys, *AXES)),)
         regrid = jax.jit(kv_cache.regrid, static_argnums=2)
-        ((got, _),) = regrid(cache, jnp.asarray(rows), slots)
-    np.testing.assert_array_equal(got, want)
+        (got,) = regrid((_put(keys, -keys),), jnp.asarray(rows), slots)
+    _check(got, want, -want)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax.models.kv_cache import cache_bytes
+from specrl_jax.models.kv_cache import cache_bytes, cache_slots
 from specrl_jax.rollout import cost, timing
 from specrl_jax.rollout.cost import Point
 
@@ -64,7 +64,9 @@ class Clock:
     def visit(self, setup, weights, cache, board, corpus, limits, log_lenience, **kwargs):
         self.now += self.start + self.step * int(limits.steps)
         known = {"corpus": corpus is not None, **kwargs}
-        self.calls.append((cache[0][0].shape[:2], board.pending is not None, known))
+        self.calls.append(
+            ((cache[0][0].shape[0], cache_slots(cache)), board.pending is not None, known)
+        )
         return (cache, board, corpus, None, limits.steps)
 
 

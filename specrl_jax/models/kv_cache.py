@@ -4,6 +4,9 @@ Rows are left-aligned: slot s of a row holds the key and value of its token at p
 has no stored length here: the caller passes where to write (`start`), queries see the slots up to
 their own position, and rejecting tokens is writing over them. Slots past a row's last token may
 hold anything.
+
+Keys lie as [B, K, H, S] and values as [B, K, S, H], as the products of attention read them: of any
+other layout XLA's CPU programs copy the whole cache at every step.
 """
 
 import jax
@@ -13,23 +16,26 @@ from jax import Array
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.sharding import merge_rows, spec, take_rows
 
-KVCache = tuple[tuple[Array, Array], ...]  # per layer: keys, values [B, S, K, H]
+Layer = tuple[Array, Array]  # keys [B, K, H, S], values [B, K, S, H]
+KVCache = tuple[Layer, ...]
 
-_AXES = ("batch", None, "kv_heads", None)
+_AXES = ("batch", "kv_heads", None, None)
+_SLOTS = (3, 2)  # the axis of slots in keys and in values
 
 
 def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """An empty cache of `rows` x `slots`, in the compute type."""
-    shape = (rows, slots, config.num_kv_heads, config.head_dim)
 
-    def zeros() -> Array:
+    def zeros(*shape: int) -> Array:
+        shape = (rows, config.num_kv_heads, *shape)
         return jnp.zeros(shape, config.dtype, out_sharding=spec(*_AXES))
 
-    return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+    size = config.head_dim
+    return tuple((zeros(size, slots), zeros(slots, size)) for _ in range(config.num_layers))
 
 
 def cache_slots(cache: KVCache) -> int:
-    return cache[0][0].shape[1]
+    return cache[0][0].shape[_SLOTS[0]]
 
 
 def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
@@ -38,17 +44,37 @@ def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
     return config.num_layers * rows * slots * per_slot
 
 
-def write_rows(cache_BSKH: Array, new_BTKH: Array, start_B: Array) -> Array:
-    """Write T slots of every row from its own `start`; needs start + T <= S.
+def as_layer(k_BTKH: Array, v_BTKH: Array) -> Layer:
+    """Keys and values of T tokens as a cache of T slots."""
+    return k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
+
+
+def write_rows(layer: Layer, new: Layer, start_B: Array) -> Layer:
+    """Write the T slots of `new` in every row from its own `start`; needs start + T <= S.
 
     `dynamic_update_slice` clamps a start that is too large, which would overwrite earlier slots:
     the window always keeps room for the width that is written.
     """
 
-    def write(row: Array, new: Array, start: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0)
+    def write(old: Array, new: Array, axis: int) -> Array:
+        def one(row: Array, new: Array, start: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis - 1)
 
-    return jax.vmap(write)(cache_BSKH, new_BTKH, start_B)
+        return jax.vmap(one)(old, new, start_B)
+
+    return tuple(write(*pair, axis) for *pair, axis in zip(layer, new, _SLOTS, strict=True))
+
+
+def resize(cache: KVCache, slots: int) -> KVCache:
+    """The first `slots` slots, behind the last ones zeros."""
+
+    def fit(x: Array, axis: int) -> Array:
+        x = jax.lax.slice_in_dim(x, 0, min(slots, x.shape[axis]), axis=axis)
+        pads = [(0, 0)] * x.ndim
+        pads[axis] = (0, slots - x.shape[axis])
+        return jnp.pad(x, pads)
+
+    return tuple(tuple(map(fit, layer, _SLOTS)) for layer in cache)
 
 
 def repeat_rows(cache: KVCache, times: int) -> KVCache:
@@ -57,9 +83,7 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
     def repeat(x: Array) -> Array:
         rows, *rest = x.shape
         shape = (rows, times, *rest)
-        wide = jnp.broadcast_to(
-            x[:, None], shape, out_sharding=spec("batch", None, None, "kv_heads", None)
-        )
+        wide = jnp.broadcast_to(x[:, None], shape, out_sharding=spec("batch", None, *_AXES[1:]))
         return merge_rows(wide, *_AXES[1:])
 
     return jax.tree.map(repeat, cache)
@@ -67,9 +91,6 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
 
 def regrid(cache: KVCache, rows: Array, slots: int) -> KVCache:
     """Rows picked by index, in a window of `slots` (cut or padded with zeros)."""
-
-    def move(x: Array) -> Array:
-        x = take_rows(x[:, :slots], rows, None, "kv_heads", None)
-        return jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0)))
-
-    return jax.tree.map(move, cache)
+    cut = resize(cache, min(slots, cache_slots(cache)))
+    picked = jax.tree.map(lambda x: take_rows(x, rows, *_AXES[1:]), cut)
+    return resize(picked, slots)

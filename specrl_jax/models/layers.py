@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig, RopeScaling
-from specrl_jax.models.kv_cache import write_rows
+from specrl_jax.models.kv_cache import as_layer, write_rows
 from specrl_jax.sharding import reshard, spec
 
 # Logical axes of one layer's parameters, without the leading layer axis. Joined ones are made by
@@ -116,54 +116,41 @@ def apply_rope(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
 QUERIES_AT_ONCE = 512  # bounds the scores in memory to [B, N, 512, S]
 
 
-def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
+def attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
     """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot.
 
     Many queries go in pieces, whose scores the backward pass computes again instead of keeping.
     """
     queries, step = q_BTNH.shape[1], QUERIES_AT_ONCE
     if queries <= step:
-        return _attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+        return _attend(q_BTNH, k_BKHS, v_BKSH, mask_BTS)
     pieces = [
-        jax.checkpoint(_attend)(q_BTNH[:, i : i + step], k_BSKH, v_BSKH, mask_BTS[:, i : i + step])
+        jax.checkpoint(_attend)(q_BTNH[:, i : i + step], k_BKHS, v_BKSH, mask_BTS[:, i : i + step])
         for i in range(0, queries, step)
     ]
     return jnp.concatenate(pieces, axis=1)
 
 
-def _attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
+def _attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
+    """As two plain products a row and key/value head, for the queries of all its heads at once
+    (Q = T·G): keys and values stay as they lie, and only what is as small as queries is turned."""
     batch, queries, heads, head_dim = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
-    if queries == 1:
-        return _attend_one(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
-    # Named, because with one key/value head JAX would hand the split over to the group axis.
-    q_BTKGH = jnp.reshape(
-        q_BTNH,
-        (batch, queries, kv_heads, heads // kv_heads, head_dim),
-        out_sharding=spec("batch", None, "kv_heads", None, None),
-    )
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    weights = _softmax(scores * head_dim**-0.5, mask_BTS[:, None, None, :, :], v_BSKH.dtype)
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
-    shape = (batch, queries, heads, head_dim)
-    return jnp.reshape(out_BTKGH, shape, out_sharding=spec("batch", None, "heads", None))
+    kv_heads, groups = k_BKHS.shape[1], heads // k_BKHS.shape[1]
 
+    # Splits are named: with one key/value head JAX would hand them over to another axis.
+    def reshape(x: Array, sizes: tuple[int, ...], *axes: str | None) -> Array:
+        return jnp.reshape(x, (batch, *sizes, head_dim), out_sharding=spec("batch", *axes, None))
 
-def _attend_one(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array) -> Array:
-    """`_attend` of one query a row. Without the query axis XLA's CPU products are faster."""
-    batch, _, heads, head_dim = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
-    shape = (batch, kv_heads, heads // kv_heads, head_dim)
-    q_BKGH = jnp.reshape(q_BTNH, shape, out_sharding=spec("batch", "kv_heads", None, None))
-    scores = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH, preferred_element_type=jnp.float32)
-    weights = _softmax(scores * head_dim**-0.5, mask_BTS[:, :, None, :], v_BSKH.dtype)
-    out_BKGH = jnp.einsum("BKGS,BSKH->BKGH", weights, v_BSKH)
-    return jnp.reshape(out_BKGH, q_BTNH.shape, out_sharding=spec("batch", None, "heads", None))
-
-
-def _softmax(scores: Array, mask: Array, dtype) -> Array:
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    return jax.nn.softmax(scores, axis=-1).astype(dtype)
+    q_BTKGH = reshape(q_BTNH, (queries, kv_heads, groups), None, "kv_heads", None)
+    q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
+    q_BKQH = reshape(q_BKTGH, (kv_heads, queries * groups), "kv_heads", None)
+    scores = jnp.einsum("BKQH,BKHS->BKQS", q_BKQH, k_BKHS, preferred_element_type=jnp.float32)
+    mask_BQS = jnp.repeat(mask_BTS, groups, axis=1)
+    scores = jnp.where(mask_BQS[:, None], scores * head_dim**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
+    out_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights, v_BKSH)
+    out_BKTGH = reshape(out_BKQH, (kv_heads, queries, groups), "kv_heads", None, None)
+    return reshape(out_BKTGH.transpose(0, 2, 1, 3, 4), (queries, heads), None, "heads")
 
 
 class LayerModule(nnx.Module):
@@ -204,10 +191,21 @@ class Attention(LayerModule):
             q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
             k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
+        layer = as_layer(k, v)
         if cache is not None:
-            k, v = cache = write_rows(cache[0], k, start_B), write_rows(cache[1], v, start_B)
-        out = attend(q, k, v, mask_BTS)
-        return self.project("BTNH,NHD->BTD", out, "o", "batch", None, None), cache
+            layer = cache = write_rows(cache, layer, start_B)
+        out = attend(q, *layer, mask_BTS)
+        return self._output(out), cache
+
+    def _output(self, out_BTNH: Array) -> Array:
+        """[B, T, D]. As one plain product: of one over two axes XLA's CPU programs copy the weight
+        at every step."""
+        flat = (*out_BTNH.shape[:2], -1)
+        out = jnp.reshape(out_BTNH, flat, out_sharding=spec("batch", None, "heads"))
+        weight = self.weight("o_proj")
+        weight = jnp.reshape(weight, (-1, weight.shape[-1]), out_sharding=spec("heads", None))
+        out = jnp.einsum("BTA,AD->BTD", out, weight, out_sharding=spec("batch", None, None))
+        return out if self.o_bias is None else out + self.weight("o_bias")[None, None]
 
     def _heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
         """Queries [B, T, N, H], keys and values [B, T, K, H]."""

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.kv_cache import KVCache, cache_slots, init_cache, repeat_rows
+from specrl_jax.models.kv_cache import KVCache, cache_slots, init_cache, repeat_rows, resize
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout import acceptance, drafting
 from specrl_jax.rollout.decide import Found, decide
@@ -80,10 +80,7 @@ def spread(cache: KVCache, *, slots: int, group_size: int) -> KVCache:
 
     A program of its own: for every further window only this copy is compiled, not the policy.
     """
-    return jax.tree.map(
-        lambda x: jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0))),
-        repeat_rows(cache, group_size),
-    )
+    return resize(repeat_rows(cache, group_size), slots)
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots", "width"))
@@ -97,7 +94,7 @@ def replay(
     packed = write_columns(packed, rows.tokens[:, :width], rows.prompt_lens)
     cache = init_cache(setup.model, size, max(slots, prompt_slots + width))
     _, cache = Transformer(setup.model, weights)(packed, start, cache)
-    return jax.tree.map(lambda x: x[:, :slots], cache)
+    return resize(cache, slots)
 
 
 @functools.partial(

@@ -14,7 +14,6 @@ import dataclasses
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.models.kv_cache import KVCache
@@ -98,7 +97,7 @@ class Engine:
         # Whether rows hold tokens that the corpus does not know.
         self.corpus, self.unread = corpus, bool(held.any())
         self.prompts, self.own, self.draft_lens, self.held = prompts, own, draft_lens, held
-        self.log_lenience = jnp.float32(log_lenience)
+        self.log_lenience = np.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
         self.widths = self.ladder.widths
         room.check()
@@ -548,7 +547,7 @@ class Engine:
 
     def _limits(self, stop: int, length: int | None = None, steps: int = _FOREVER) -> Limits:
         length = self.setup.response_slots if length is None else length
-        return Limits(*(jnp.int32(x) for x in (min(stop, _FOREVER), length, steps, self.own)))
+        return Limits(*(np.int32(x) for x in (min(stop, _FOREVER), length, steps, self.own)))
 
     # Eviction --------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import os
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.models.kv_cache import cache_bytes, init_cache
@@ -109,7 +108,7 @@ class _Clock:
             board = rows.with_pending(board, self._drafts(size))
         corpus = self._corpus(size) if matching else None
         # Rows that come to their end go on as rows that are done, at the same cost.
-        limits = Limits(*(jnp.int32(x) for x in (-1, setup.response_slots, steps, size)))
+        limits = Limits(*(np.int32(x) for x in (-1, setup.response_slots, steps, size)))
         cache = init_cache(setup.model, size, slots)
         jax.block_until_ready((board, corpus, cache))
         start = time.perf_counter()
@@ -121,7 +120,7 @@ class _Clock:
                 board,
                 corpus,
                 limits,
-                jnp.float32(0.0),
+                np.float32(0.0),
                 width=width,
                 wide=wide and setup.accept != "match",
             )[-1]
