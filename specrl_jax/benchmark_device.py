@@ -25,7 +25,7 @@ from specrl_jax.benchmark_steps import (
     row_counts,
 )
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import cache_bytes
+from specrl_jax.models.kv_cache import cache_bytes, cache_slots
 from specrl_jax.models.transformer import param_shapes
 from specrl_jax.rollout import decode
 from specrl_jax.sharding import put
@@ -70,8 +70,8 @@ def measure(name: str, size: Size, repeats: int) -> dict[str, Any]:
         times = in_turn(calls, repeats)
         times["decode"] = [s / steps for s in times["decode"]]
         seconds = {of: spread(values) for of, values in times.items()}
-        slots, prompt = plain.cache[0][0].shape[1], size.prompt_len
-        moved = decode_bytes(model, count, slots)
+        prompt = size.prompt_len
+        moved = decode_bytes(model, count, cache_slots(plain.cache))
         flops = {
             "prefill": forward_flops(model, count, prompt, prompt, head=False),
             "verify": forward_flops(model, count, WIDTH, prompt + WIDTH, head=True),

@@ -1,8 +1,8 @@
 """A hand-written decode loop to hold the engine's against: what the arithmetic alone costs.
 
-Plain `jnp` over the same weights and the same cache, layers unrolled, one token a step
-for rows at positions of their own, in one `jax.lax.while_loop`. It keeps what a rollout must keep
-(tokens, their log-probs, lengths, which rows are done) and nothing else: no drafts, no rungs, no
+Plain `jnp` over the same weights and the same cache, layers unrolled, one token a step for rows at
+positions of their own, in one `jax.lax.while_loop`. It keeps what a rollout must keep (tokens,
+their log-probs, lengths, which rows are done) and nothing else: no drafts, no rungs, no
 end-of-sequence beyond a row's last slot. Weights that multiply the same input are joined.
 """
 
@@ -16,7 +16,7 @@ from jax import Array
 
 from specrl_jax.benchmark_sampling import gumbel, inverse_cdf, race
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import KVCache
+from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import spec
 
@@ -75,7 +75,7 @@ def decode(
     model: ModelConfig, sampler: str, weights: Params, cache: KVCache, state: State, steps: Array
 ) -> tuple[KVCache, State]:
     """`steps` steps, or fewer where all rows are full. weights: of `floor_weights`."""
-    slots, room = cache[0][0].shape[3], state.tokens.shape[1]
+    slots, room = cache_slots(cache), state.tokens.shape[1]
 
     def go_on(carry) -> Array:
         step, _, state = carry
@@ -121,7 +121,7 @@ def _forward(model: ModelConfig, weights: Params, cache: KVCache, token: Array, 
     freqs = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = position[:, None, None].astype(jnp.float32) * freqs[None, None, :]
     turn = jnp.cos(angles), jnp.sin(angles)
-    seen = jnp.arange(cache[0][0].shape[3])[None, :] <= position[:, None]
+    seen = jnp.arange(cache_slots(cache))[None, :] <= position[:, None]
     new_cache = []
     for w, layer in zip(weights["layers"], cache):
         attended, layer = _attention(model, w, _norm(model, x, w["attn_norm"]), turn, seen,

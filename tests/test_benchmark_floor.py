@@ -163,6 +163,8 @@ def test_the_device_scene_runs(mesh, monkeypatch):
     monkeypatch.setitem(SIZES, "small", SMALL)
     record = benchmark_device.measure("small", SMALL, 1)
     (rung,) = record["rungs"]
+    slots = SMALL.prompt_len + SMALL.response_len
+    assert rung["bytes"] == benchmark_device.decode_bytes(SMALL.model, SMALL.rows, slots)
     expected = rung["bytes"] / peaks["bytes_per_second"] / rung["seconds"]["decode"]["median"]
     assert rung["shares"]["decode"] == pytest.approx(expected)
     assert len(benchmark_device.table(record).splitlines()) == 3

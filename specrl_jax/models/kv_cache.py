@@ -5,8 +5,8 @@ has no stored length here: the caller passes where to write (`start`), queries s
 their own position, and rejecting tokens is writing over them. Slots past a row's last token may
 hold anything.
 
-Keys lie as [B, K, H, S] and values as [B, K, S, H], as the products of attention read them: of any
-other layout XLA's CPU programs copy the whole cache at every step.
+Keys lie as [B, K, H, S] and values as [B, K, S, H], as the products of attention read them: XLA's
+CPU programs turn keys, or keys and values, that lie otherwise at every step.
 """
 
 import jax
@@ -26,8 +26,8 @@ _SLOTS = (3, 2)  # the axis of slots in keys and in values
 def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """An empty cache of `rows` x `slots`, in the compute type."""
 
-    def zeros(*shape: int) -> Array:
-        shape = (rows, config.num_kv_heads, *shape)
+    def zeros(*sizes: int) -> Array:
+        shape = (rows, config.num_kv_heads, *sizes)
         return jnp.zeros(shape, config.dtype, out_sharding=spec(*_AXES))
 
     size = config.head_dim
@@ -56,13 +56,14 @@ def write_rows(layer: Layer, new: Layer, start_B: Array) -> Layer:
     the window always keeps room for the width that is written.
     """
 
-    def write(old: Array, new: Array, axis: int) -> Array:
-        def one(row: Array, new: Array, start: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis - 1)
+    def write(old: Array, slots: Array, axis: int) -> Array:
+        def one(row: Array, part: Array, start: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(row, part, start, axis - 1)
 
-        return jax.vmap(one)(old, new, start_B)
+        return jax.vmap(one)(old, slots, start_B)
 
-    return tuple(write(*pair, axis) for *pair, axis in zip(layer, new, _SLOTS, strict=True))
+    keys, values = layer
+    return write(keys, new[0], _SLOTS[0]), write(values, new[1], _SLOTS[1])
 
 
 def resize(cache: KVCache, slots: int) -> KVCache:
@@ -91,6 +92,6 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
 
 def regrid(cache: KVCache, rows: Array, slots: int) -> KVCache:
     """Rows picked by index, in a window of `slots` (cut or padded with zeros)."""
-    cut = resize(cache, min(slots, cache_slots(cache)))
+    cut = resize(cache, min(slots, cache_slots(cache)))  # before picking: fewer bytes to move
     picked = jax.tree.map(lambda x: take_rows(x, rows, *_AXES[1:]), cut)
     return resize(picked, slots)

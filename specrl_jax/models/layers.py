@@ -5,7 +5,8 @@ mutates nothing; building one inside a traced function costs nothing at run time
 stay an ordinary pytree: optax, Orbax and `jax.lax.scan` see dicts of arrays.
 
 Suffixes name axes: B rows, T tokens of this call, S cache slots, D embed, F mlp, N query heads,
-K key/value heads, G query heads per key/value head, H head dim.
+K key/value heads, G query heads per key/value head, H head dim, Q queries per key/value head (T·G),
+A width of all heads (N·H).
 """
 
 import jax
@@ -132,8 +133,8 @@ def attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Arra
 
 
 def _attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
-    """As two plain products a row and key/value head, for the queries of all its heads at once
-    (Q = T·G): keys and values stay as they lie, and only what is as small as queries is turned."""
+    """As two plain products a row and key/value head, for the queries of all its heads at once:
+    keys and values stay as they lie, and only what is as small as queries is turned."""
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads, groups = k_BKHS.shape[1], heads // k_BKHS.shape[1]
 
@@ -201,10 +202,10 @@ class Attention(LayerModule):
         """[B, T, D]. As one plain product: of one over two axes XLA's CPU programs copy the weight
         at every step."""
         flat = (*out_BTNH.shape[:2], -1)
-        out = jnp.reshape(out_BTNH, flat, out_sharding=spec("batch", None, "heads"))
+        out_BTA = jnp.reshape(out_BTNH, flat, out_sharding=spec("batch", None, "heads"))
         weight = self.weight("o_proj")
-        weight = jnp.reshape(weight, (-1, weight.shape[-1]), out_sharding=spec("heads", None))
-        out = jnp.einsum("BTA,AD->BTD", out, weight, out_sharding=spec("batch", None, None))
+        w_AD = jnp.reshape(weight, (-1, weight.shape[-1]), out_sharding=spec("heads", None))
+        out = jnp.einsum("BTA,AD->BTD", out_BTA, w_AD, out_sharding=spec("batch", None, None))
         return out if self.o_bias is None else out + self.weight("o_bias")[None, None]
 
     def _heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:

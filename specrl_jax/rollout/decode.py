@@ -40,7 +40,7 @@ from specrl_jax.types import Source
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When a visit of a rung ends (int32 scalars).
+    """When a visit of a rung ends (int32 scalars, on the host or on the device).
 
     At most `rows` of the first `own` rows of the board are active, or after `steps` steps. A row
     that holds `length` tokens is parked: it waits for a deeper window.

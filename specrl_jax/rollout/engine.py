@@ -241,8 +241,8 @@ class Engine:
         batch = _Pool(cache, picked, size, slots, len(places))
         batch.active = len(places)
         batch.own = int(np.sum(places < self.own))
-        if longest:
-            batch.report(np.asarray(decode.progress(picked, self._limits(_FOREVER))))
+        # Rows that hold nothing verify exactly where they have a draft.
+        batch.verifying, batch.longest_draft = int(np.count_nonzero(drafts)), longest
         if first:
             batch = self._verify(batch, drafts, first)
         return self._settle(batch)
@@ -547,6 +547,7 @@ class Engine:
 
     def _limits(self, stop: int, length: int | None = None, steps: int = _FOREVER) -> Limits:
         length = self.setup.response_slots if length is None else length
+        # NumPy's scalars: a device array for each would cost the host half a millisecond a visit.
         return Limits(*(np.int32(x) for x in (min(stop, _FOREVER), length, steps, self.own)))
 
     # Eviction --------------------------------------------------------------------------------
