@@ -15,11 +15,11 @@ from specrl_jax.rollout.cost import Acceptance, CostModel, CostTable, Pass, Poin
 
 
 def make_verifier(pass_seconds, rate, decode_seconds=8.0, **more):
-    """A pass that has to save `pass_seconds` to be worth it: MARGIN of what it takes. A step of 16
-    rows takes `decode_seconds`, of 64 four times so."""
+    """A pass that has to save `pass_seconds` to be worth it: VERIFY_MARGIN of what it takes. A step
+    of 16 rows takes `decode_seconds`, of 64 four times so."""
     widths = {1: 1, 4: 1.5}
     table = CostTable(
-        {Point(64, 99, 4, False): pass_seconds / cost.MARGIN, Point(64, 99, 4, True): 1e9}
+        {Point(64, 99, 4, False): pass_seconds / cost.VERIFY_MARGIN, Point(64, 99, 4, True): 1e9}
         | {Point(16, 50, w, w > 1): decode_seconds * c for w, c in widths.items()}
         | {Point(64, 50, w, w > 1): 4 * decode_seconds * c for w, c in widths.items()}
     )

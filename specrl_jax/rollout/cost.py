@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 # Expected gains below are not taken: steps are known to a tenth or so, and what is gained by being
 # right about them is less than what is lost by being wrong.
 MARGIN = 1.1
+# Of a verification less: decoding also compacts rows and begins visits, which no table tells.
+VERIFY_MARGIN = 1.05
 BUDGET = 0.005  # share of the time that may be lost to probing with drafts that never pay
 HALF_LIFE = 1_024  # row steps after which what tree drafts brought counts half
 KNOWN_ROW_STEPS = 64  # a width whose last token was checked less often is unknown: tried briefly
@@ -410,8 +412,8 @@ class CostModel:
         return saved / self._pass_seconds(candidate)
 
     def worth_verifying(self, candidate: Pass) -> bool:
-        """Whether a chunk is expected to save more decoding than it costs, by MARGIN."""
-        return self.worth(candidate) > MARGIN
+        """Whether a chunk is expected to save more decoding than it costs, by VERIFY_MARGIN."""
+        return self.worth(candidate) > VERIFY_MARGIN
 
     def record_pass(self, done: Pass, kept: int = 0, judged: int = 0) -> float:
         """A chunk was verified; returns its predicted seconds."""
