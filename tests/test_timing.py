@@ -128,6 +128,10 @@ def test_programs_are_measured_once_and_kept(make_mesh, tmp_path, monkeypatch, s
         for changes in others:
             with pytest.raises(AssertionError, match="measured again"):
                 table(**changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(timing, "code", lambda: "another version")
+            with pytest.raises(AssertionError, match="measured again"):
+                table()
     with jax.set_mesh(make_mesh(1, 2, 1)), pytest.raises(AssertionError, match="measured again"):
         table()  # another mesh
     assert len(list(tmp_path.iterdir())) == 1

@@ -6,7 +6,9 @@ that a step's cost depends on.
 """
 
 import dataclasses
+import hashlib
 import os
+import pathlib
 import time
 
 import jax
@@ -40,11 +42,20 @@ def cost_table(
         "ladder": repr(ladder),
         "sources": sources,
         "statistic": "median",
+        "code": code(),
         "cache_bytes": plan.cache_bytes,
     }
     clock = _Clock(setup, ladder, weights, sources)
     found = points(setup, ladder, plan.cache_bytes)
     return load_or_measure(directory, key, found, clock)
+
+
+def code() -> str:
+    """A digest of the sources that a rollout's programs are made of: another version of them may
+    take other seconds for the same shapes."""
+    package = pathlib.Path(__file__).parents[1]
+    sources = sorted([*package.glob("models/*.py"), *package.glob("rollout/*.py")])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def machine() -> dict:
