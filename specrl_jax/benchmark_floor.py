@@ -119,9 +119,10 @@ def _forward(model: ModelConfig, weights: Params, cache: KVCache, token: Array, 
     x = weights["embed"][token]
     half = model.head_dim // 2
     freqs = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = position[:, None, None].astype(jnp.float32) * freqs[None, None, :]
-    turn = jnp.cos(angles), jnp.sin(angles)
-    seen = jnp.arange(cache_slots(cache))[None, :] <= position[:, None]
+    places = jnp.arange(cache_slots(cache))
+    angles = places[:, None, None].astype(jnp.float32) * freqs[None, None, :]
+    turn = jnp.cos(angles)[position], jnp.sin(angles)[position]  # looked up: see Transformer._rope
+    seen = places[None, :] <= position[:, None]
     new_cache = []
     for w, layer in zip(weights["layers"], cache):
         attended, layer = _attention(model, w, _norm(model, x, w["attn_norm"]), turn, seen,

@@ -43,21 +43,37 @@ class Transformer(nnx.Module):
     ) -> tuple[Array, KVCache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
-        tokens_BT: int32 [B, T], left-aligned. start_B: int32 [B], the position of each row's first
-        token (0 where None). cache: keys and values of all earlier positions; without one, the T
-        tokens see only each other.
+        tokens_BT: int32 [B, T], left-aligned. cache: keys and values of all earlier positions;
+        without one, the T tokens see only each other. start_B: int32 [B], the position of each
+        row's first token (0 where None), for which there has to be a cache.
         """
         rows, width = tokens_BT.shape
         if start_B is None:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
+        elif cache is None:
+            raise ValueError("tokens that begin behind others need a KV cache of these, got none")
         positions_BT = start_B[:, None] + jnp.arange(width)[None, :]
         slots = width if cache is None else cache_slots(cache)
-        seen_from = positions_BT if cache is not None else positions_BT - start_B[:, None]
-        mask_BTS = jnp.arange(slots)[None, None, :] <= seen_from[:, :, None]
-        rope = rope_tables(positions_BT, self.config)
+        mask_BTS = jnp.arange(slots)[None, None, :] <= positions_BT[:, :, None]
+        rope = self._rope(positions_BT, slots)
         x_BTD = self._lookup(tokens_BT)
         x_BTD, cache = self._run_layers(x_BTD, rope, mask_BTS, start_B, cache)
         return rms_norm(x_BTD, self.final_norm[...], self.config.norm_eps), cache
+
+    def _rope(self, positions_BT: Array, slots: int) -> tuple[Array, Array]:
+        """cos and sin [B, T, 1, H/2] of rotary positions, all below `slots`.
+
+        Looked up where that is less work: XLA's CPU programs would reckon them again for every head
+        of every layer.
+        """
+        uses = positions_BT.size * self.config.num_heads * self.config.num_layers
+        if uses < slots:
+            return rope_tables(positions_BT, self.config)
+        every = rope_tables(jnp.arange(slots)[None], self.config)
+        out = spec("batch", None, None, None)
+        return tuple(
+            x[0].at[positions_BT].get(out_sharding=out, mode="promise_in_bounds") for x in every
+        )
 
     def logits(self, hidden: Array) -> Array:
         """float32 [..., V] (split over "tensor") for hidden [..., D]."""
