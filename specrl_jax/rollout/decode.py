@@ -33,7 +33,7 @@ from specrl_jax.rollout.decide import Found, decide
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.rows import Rows, column_at, cut_columns, verifying, write_columns
-from specrl_jax.sharding import spec
+from specrl_jax.sharding import reshard, spec
 from specrl_jax.types import Source
 
 
@@ -68,7 +68,8 @@ class Tally:
 
 @functools.partial(jax.jit, static_argnames="setup")
 def prefill(setup: Setup, weights: Params, prompts_QP: Array) -> KVCache:
-    """KV cache [Q, P] of the prompts; `spread` gives it to their groups."""
+    """KV cache [Q, P] of the prompts, on host or device; `spread` gives it to their groups."""
+    prompts_QP = reshard(prompts_QP, "batch", None)
     start = jnp.zeros(prompts_QP.shape[0], jnp.int32, out_sharding=spec("batch"))
     cache = init_cache(setup.model, *prompts_QP.shape)
     return Transformer(setup.model, weights)(prompts_QP, start, cache)[1]
@@ -89,6 +90,7 @@ def replay(
 ) -> KVCache:
     """KV cache [b, slots] of rows that hold up to `width` tokens already, in one pass."""
     size, prompt_slots = prompts_bP.shape
+    prompts_bP = reshard(prompts_bP, "batch", None)
     start = jnp.zeros(size, jnp.int32, out_sharding=spec("batch"))
     packed = jnp.pad(prompts_bP, ((0, 0), (0, width)))
     packed = write_columns(packed, rows.tokens[:, :width], rows.prompt_lens)

@@ -36,7 +36,7 @@ LOOK_IN_PARTIAL = 32  # most steps between two counts of complete groups
 @dataclasses.dataclass
 class _Pool:
     """Rows on a rung. own, active, parked, verifying, longest, longest_draft: as `decode.visit`
-    reports them. real: rows that are not fillers."""
+    reports them. real: rows that are not fillers, but for those whose end is on the board."""
 
     cache: KVCache
     rows: Rows
@@ -231,7 +231,7 @@ class Engine:
         start = time.perf_counter()
         prompts = self.prompts[np.resize(groups, size // group)]
         slots = first.slots if first else self._first_slots()
-        cache = decode.prefill(self.setup, self.weights, put(prompts, "batch", None))
+        cache = decode.prefill(self.setup, self.weights, prompts)
         prompt_rung = (size // group, self.ladder.prompt_slots)
         cache = decode.spread(cache, slots=slots, group_size=group)
         jax.block_until_ready(cache)
@@ -268,9 +268,7 @@ class Engine:
             else:
                 first = None
         prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
-        cache = decode.replay(
-            self.setup, self.weights, put(prompts, "batch", None), picked, slots=slots, width=width
-        )
+        cache = decode.replay(self.setup, self.weights, prompts, picked, slots=slots, width=width)
         batch = _Pool(cache, picked, size, slots, len(places))
         batch.report(np.asarray(decode.progress(picked, self._limits(_FOREVER))))
         self.stats.prefill_seconds += time.perf_counter() - start
@@ -285,10 +283,10 @@ class Engine:
             batch.rows = rows.without_pending(batch.rows)
         return batch
 
-    def _padded(self, places: np.ndarray, size: int) -> jax.Array:
+    def _padded(self, places: np.ndarray, size: int) -> np.ndarray:
         padded = np.full(size, -1, np.int32)
         padded[: len(places)] = places
-        return put(padded, None)
+        return padded
 
     def _first_slots(self) -> int:
         """The window that new rows will share, so that they need not move when they join."""
@@ -390,13 +388,13 @@ class Engine:
         """Send rows that are not verifying into the pool; the others go on, on a smaller rung."""
         judged = rows.verifying(batch.rows)
         size = self.ladder.rows_for(batch.verifying)
-        self._collect(batch)
+        self._write_back(batch)
         cache, moved = rows.move(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
         self.aside = [(size, batch.slots)]
         self._note_bytes((batch.size, batch.slots), *self._pool_shape())
         # Rows of the next step's prompts have no drafts: all that are here are the board's own.
         rest = dataclasses.replace(batch, verifying=0)
-        rest.own = rest.active = batch.active - batch.verifying
+        rest.own = rest.active = rest.real = batch.active - batch.verifying
         rest.rows = rows.without_pending(rows.drop(batch.rows, judged))
         kept = dataclasses.replace(batch, cache=cache, rows=moved, size=size)
         kept.own = kept.active = kept.real = batch.verifying
@@ -409,9 +407,8 @@ class Engine:
 
     def _join(self, batch: _Pool) -> None:
         """Put a batch's unfinished rows into the pool."""
-        if batch.unfinished < batch.real:
-            self._collect(batch)
         if not batch.unfinished:
+            self._write_back(batch)
             return
         pool = self.pool
         total = batch.unfinished + (pool.unfinished if pool else 0)
@@ -422,7 +419,8 @@ class Engine:
             self.pool = self._moved(batch, size, slots)
             return
         self._note_bytes((batch.size, batch.slots), *{(pool.size, pool.slots), (size, slots)})
-        self._collect(pool)
+        self._write_back(batch)
+        self._write_back(pool)
         self.pool = pool = self._moved(pool, size, slots)
         pool, batch = self._same_form(pool, batch)
         cache, joined = rows.add(pool.cache, pool.rows, batch.cache, batch.rows, ~batch.rows.done)
@@ -448,13 +446,16 @@ class Engine:
     def _moved(self, pool: _Pool, size: int, slots: int) -> _Pool:
         if (size, slots) == (pool.size, pool.slots):
             return pool
-        if pool.unfinished < pool.real:
-            self._collect(pool)
+        self._write_back(pool)
         cache, moved = rows.move(pool.cache, pool.rows, ~pool.rows.done, size=size, slots=slots)
         self._note_bytes((pool.size, pool.slots), (size, slots))
-        return dataclasses.replace(
-            pool, cache=cache, rows=moved, size=size, slots=slots, real=pool.unfinished
-        )
+        return dataclasses.replace(pool, cache=cache, rows=moved, size=size, slots=slots)
+
+    def _write_back(self, pool: _Pool) -> None:
+        """Let the board know of rows that are done, before they leave the rung."""
+        if pool.unfinished < pool.real:
+            self._collect(pool)
+            pool.real = pool.unfinished
 
     def _collect(self, pool: _Pool) -> None:
         self.board = rows.collect(pool.rows, self.board)

@@ -37,7 +37,7 @@ from specrl_jax.rollout.room import Room
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
 from specrl_jax.rollout.stats import Stats
-from specrl_jax.sharding import put
+from specrl_jax.sharding import put, reshard
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 __all__ = ["Outcome", "Plan", "Stats", "generate", "roll"]
@@ -287,20 +287,21 @@ def _board(setup: Setup, prompts: Prompts, key, purpose: int, steps: np.ndarray,
     given, caps = caps, np.full(len(samples), setup.response_slots)
     if given is not None:
         caps[: len(given)] = given  # those ahead have none
-    ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
-    steps = put(np.repeat(steps, group).astype(np.uint32), "batch")
-    seeds = (_seeds(key, p, steps, ids, put(samples, "batch"))
-             for p in (purpose, int(Purpose.ACCEPT)))  # fmt: skip
+    ids, steps = np.repeat(prompts.ids, group, axis=0), np.repeat(steps, group).astype(np.uint32)
+    numbers = (np.asarray(x, np.int32) for x in (prompt_lens, caps, last))
+    return _start(setup, purpose, key, steps, ids, samples, *numbers)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _start(setup: Setup, purpose: int, key, steps, ids, samples, *numbers) -> Rows:
+    """`start_rows` of host arrays [B], which are handed over with the call: to place each by itself
+    takes longer."""
+    steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
+    ids = reshard(ids, "batch", None)
+    seeds = (row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT)))
     return board_rows.start_rows(
-        *seeds,
-        *(put(np.asarray(x, np.int32), "batch") for x in (prompt_lens, caps, last)),
-        columns=setup.columns,
-        pad_id=setup.pad_id,
-        stored=setup.stored,
+        *seeds, *numbers, columns=setup.columns, pad_id=setup.pad_id, stored=setup.stored
     )
-
-
-_seeds = jax.jit(row_seeds)
 
 
 def _judged(setup: Setup, board: Rows, drafts: Drafts, log_lenience: float):
