@@ -112,7 +112,7 @@ def base() -> ConfigDict:
     rollout.max_width = 8  # tokens a decode step may check: 1, 2, 4, ... (1 without tree drafts)
     rollout.verify_chunk = 128  # draft tokens of a row verified in one pass; all of them by block
     rollout.adaptive = True  # by measured cost: widths, and whether to go on verifying
-    rollout.row_rungs = 5  # batch sizes that finished rows are compacted into, each half the last
+    rollout.row_rungs = 6  # batch sizes that finished rows are compacted into, each half the last
     rollout.windows = 1  # cache lengths, each half the next (2 or more pay for long responses)
     rollout.max_rows = 0  # rows in flight at once; 0: all
     rollout.max_cache_gib = 0.0  # bound of the KV cache over all devices, the rest waits; 0: none
@@ -251,6 +251,7 @@ def smollm2(config: ConfigDict) -> None:
     config.reward.name, config.reward.extract = "exact", r"(-?\d+)"
     config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
     config.rollout.response_len, config.rollout.max_rows = 32, 0
+    config.rollout.row_rungs = 5
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 32, 8
     config.updates.learning_rate, config.updates.schedule_warmup = 5e-6, 4
