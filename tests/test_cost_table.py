@@ -165,14 +165,22 @@ class Clock:
 
 def test_measure_goes_round_and_takes_medians():
     clock = Clock()
-    table = measure(POINTS, clock, repeats=5)
+    table = measure(POINTS, clock, repeats=(5, 5))
     assert clock.calls == sorted(POINTS) * 6
     assert {p: table.seconds(*p) for p in POINTS} == {p: p.rows * p.width for p in POINTS}
     # The first round does not count, whatever it says.
-    assert measure(POINTS, Clock(), repeats=1).seconds(8, 64, 1, False) == 8 * 4.0
+    assert measure(POINTS, Clock(), repeats=(1, 1)).seconds(8, 64, 1, False) == 8 * 4.0
     rising = itertools.count(1)
     found = measure(POINTS[:1], lambda *p: [(1, float(next(rising)))])
     assert found.seconds(*POINTS[0]) == 3.0  # of 2, 3, 4
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.1, 9), (0.9, 5), (2.0, 3)])
+def test_cheap_programs_are_measured_more_often(seconds, rounds):
+    """Until 4 seconds are spent, but 3 to 9 times beside the round that compiles."""
+    calls = []
+    measure(POINTS[:1], lambda *p: calls.append(p) or [(1, seconds)])
+    assert len(calls) == 1 + rounds
 
 
 def test_a_step_is_what_the_longer_call_takes_more():

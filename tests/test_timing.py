@@ -77,7 +77,7 @@ def timed(monkeypatch, plan, start, step):
     monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
     setup = plan.full_setup(ladder)
     found = timing.points(setup, ladder)
-    table = cost.measure(found, timing._Clock(setup, ladder, None, sources=2), repeats=1)
+    table = cost.measure(found, timing._Clock(setup, ladder, None, sources=2), repeats=(1, 1))
     clock.calls = clock.calls[len(clock.calls) // 2 :]
     return clock, {point: table.seconds(*point) for point in found}
 

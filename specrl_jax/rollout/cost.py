@@ -45,6 +45,10 @@ REVIEW_STEPS = 64  # longest speculative visit, so that bad drafts cost little; 
 PRIOR, PRIOR_ROW_STEPS = 0.7, 8  # chance that a tree draft goes on being right, and its weight
 VERIFIED_HALF_LIFE = 4_096  # judged tokens after which a verification counts half
 VERIFIED_PRIOR, VERIFIED_PRIOR_TOKENS = 0.99, 32  # chance to keep a token of a previous response
+ROUNDS, ROUNDS_SECONDS = (
+    (3, 9),
+    4.0,
+)  # fewest and most measurements of a step, and what they may take
 
 TimeCalls = Callable[[int, int, int, bool], Sequence[tuple[int, float]]]
 
@@ -125,9 +129,12 @@ def _line(knots: Sequence[tuple[int, float]], x: int) -> float:
     return y1 + max(slope, 0.0) * (x - x1) if x > x1 else y0 + slope * (x - x0)
 
 
-def measure(points: Iterable[Point], time_calls: TimeCalls, repeats: int = 3) -> CostTable:
+def measure(
+    points: Iterable[Point], time_calls: TimeCalls, repeats: tuple[int, int] = ROUNDS
+) -> CostTable:
     """Seconds a step of every point: one round that is not counted (it compiles), then `repeats`.
 
+    repeats: fewest and most rounds; more than the fewest while they took less than ROUNDS_SECONDS.
     A round goes over all points, so that a slow spell of the machine spoils few of any one's calls.
     time_calls(rows, slots, width, matching) runs the real program and returns (steps, seconds) of a
     call, or of two of which the second takes more steps. Medians are taken of the calls, not of
@@ -135,7 +142,11 @@ def measure(points: Iterable[Point], time_calls: TimeCalls, repeats: int = 3) ->
     call and a fast second, far below what a step ever takes.
     """
     points = sorted({Point(*p) for p in points})
-    rounds = [[time_calls(*point) for point in points] for _ in range(1 + repeats)]
+    least, most = repeats
+    rounds, spent = [[time_calls(*point) for point in points]], 0.0
+    while len(rounds) <= least or (len(rounds) <= most and spent < ROUNDS_SECONDS):
+        rounds.append([time_calls(*point) for point in points])
+        spent += sum(seconds for calls in rounds[-1] for _, seconds in calls)
     return CostTable({point: _a_step(calls) for point, calls in zip(points, zip(*rounds[1:]))})
 
 
