@@ -251,7 +251,6 @@ def smollm2(config: ConfigDict) -> None:
     config.reward.name, config.reward.extract = "exact", r"(-?\d+)"
     config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
     config.rollout.response_len, config.rollout.max_rows = 32, 0
-    config.rollout.row_rungs = 5
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 32, 8
     config.updates.learning_rate, config.updates.schedule_warmup = 5e-6, 4
@@ -316,6 +315,7 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.model.source = source
     config.tokenizer.source, config.tokenizer.chat = "", True
     config.data.render, config.data.options = "", ConfigDict()
+    config.rollout.row_rungs = 5  # a program of so many layers takes long to compile
     config.warmup.steps = 0
 
 

@@ -253,14 +253,8 @@ def _price(ladder: Ladder, table: CostTable, slots: int, width: int, active: int
 
 
 def ratios(slow: Sequence[Run], fast: Sequence[Run]) -> dict[str, float]:
-    """Spread over the passes of total seconds of `slow` over those of `fast`.
-
-    low, high: where the median would lie after many passes of this process, 95 % sure (see
-    `median_interval`).
-    """
-    found = [a.seconds["total"] / b.seconds["total"] for a, b in zip(slow, fast)]
-    low, high = median_interval(found)
-    return spread(found) | {"low": low, "high": high}
+    """`bounded` total seconds of `slow` over those of `fast`, pass by pass."""
+    return bounded([a.seconds["total"] / b.seconds["total"] for a, b in zip(slow, fast)])
 
 
 # Goals ---------------------------------------------------------------------------------------
@@ -299,6 +293,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "min": float(np.min(values)),
         "max": float(np.max(values)),
     }
+
+
+def bounded(values: Sequence[float]) -> dict[str, float]:
+    """`spread` of values of passes; low, high: where their median would lie after many passes of
+    this process, 95 % sure (see `median_interval`)."""
+    low, high = median_interval(values)
+    return spread(values) | {"low": low, "high": high}
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:

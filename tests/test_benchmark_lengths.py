@@ -78,8 +78,9 @@ def test_drafts_and_tree_read_copies_of_their_own(mesh):
 
 def lengths_record(rows: int = 32, worst: float = 0.9):
     ratio = lambda x: {"median": x, "low": x - 0.01, "high": x + 0.02}  # noqa: E731
-    cell = lambda name, lost, over: {  # noqa: E731
+    cell = lambda name, lost, over, same=False: {  # noqa: E731
         "name": name, "lost": lost, "over_ladder": ratio(over), "over_naive": ratio(2 * over),
+        "as_ladder": same,
     }  # fmt: skip
     ladder = {"name": "ladder", "lost": None, "over_naive": ratio(2.5), "ideal_share": 0.85}
     cells = [
@@ -90,18 +91,41 @@ def lengths_record(rows: int = 32, worst: float = 0.9):
     ]
     return {
         "setting": {"rollout": {"rows": rows, "repeats": 6}},
-        "cells": [*cells, cell("previous", 0.5, 0.97)],
+        "cells": [*cells, cell("previous", 0.5, 0.97), cell("tree", 0.95, 0.8, same=True)],
+        "as_ladder": {"cells": 1, "over_ladder": ratio(0.99)},
     }
 
 
 def test_goals_of_lengths():
     found = benchmark_lengths.goals("27m", lengths_record(), "cpu")
-    assert [(g.figure, g.met) for g in found] == [(0.85, True), (2.5, True), (0.9, False)]
-    assert found[-1].note == "tree, 50% lost, 95 % sure of 0.89-0.92; 2 of 3 below"
+    figures = [(0.85, True), (2.5, True), (0.99, True), (0.9, False)]
+    assert [(g.figure, g.met) for g in found] == figures
+    assert found[2].note == "1 of 4 together, 95 % sure of 0.98-1.01"
+    assert found[3].note == "tree, 50% lost, 95 % sure of 0.89-0.92"
     # The comparison with the naive loop is promised for one size, that with trees for a GPU.
-    found = benchmark_lengths.goals("27m", lengths_record(rows=8, worst=1.1), "gpu")
+    record = lengths_record(rows=8, worst=1.1) | {"as_ladder": None}
+    found = benchmark_lengths.goals("27m", record, "gpu")
     assert [(g.figure, g.met) for g in found] == [(0.85, True), (0.97, False), (2.6, True)]
     assert found[-1].note == "0% lost"
+
+
+def test_cells_of_the_ladders_steps_tell_together():
+    run = lambda total: types.SimpleNamespace(seconds={"total": total})  # noqa: E731
+    runs = lambda *totals: [run(total) for total in totals]  # noqa: E731
+    cells = [{"name": "naive"}, {"name": "ladder"}]
+    cells += [{"as_ladder": same} for same in (True, False, True, False, False, False)]
+    times = [
+        [runs(9.0, 9.0)],
+        [runs(1.0, 2.0), runs(1.0, 3.0), runs(0.1, 0.1), runs(3.0, 5.0)],
+        [runs(1.0, 2.0), runs(7.0, 7.0), runs(7.0, 7.0), runs(7.0, 7.0)],
+    ]
+    blocks = [(None, [None])] + [(rate, [None] * 4) for rate in (0.0, 0.5)]
+    found = benchmark_lengths._as_ladder(cells, blocks, times)
+    # The ladder's 1 and 2 s over means of 2 and 4 s; the second block has no such cell.
+    ratio = {"median": 0.5, "min": 0.5, "max": 0.5, "low": 0.5, "high": 0.5}
+    assert found == {"cells": 2, "over_ladder": ratio}
+    none = [cell | {"as_ladder": False} for cell in cells]
+    assert benchmark_lengths._as_ladder(none, blocks, times) is None
 
 
 def test_goals_of_single_programs():

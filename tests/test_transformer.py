@@ -166,6 +166,12 @@ def test_stacked_layers_refuse_a_cache(mesh):
         Transformer(BASE, _params(BASE))(jnp.asarray(_tokens(2, 3)), zeros, init_cache(BASE, 2, 4))
 
 
+def test_a_start_needs_a_cache(mesh):
+    start = put(np.ones(2, np.int32), "batch")
+    with pytest.raises(ValueError, match="need a KV cache"):
+        Transformer(BASE, _params(BASE))(put(_tokens(2, 3), "batch", None), start)
+
+
 def test_rematerialisation_gives_the_same_gradients(mesh):
     params, tokens = _params(BASE), put(_tokens(2, 5), "batch", None)
 

@@ -4,7 +4,8 @@ A module is built from a plain dict of arrays (`params`), holds them as `nnx.Par
 mutates nothing; building one inside a traced function costs nothing at run time. So the weights
 stay an ordinary pytree: optax, Orbax and `jax.lax.scan` see dicts of arrays.
 
-Suffixes name axes: B rows, T tokens of this call, S cache slots, D embed, F mlp, N query heads,
+Suffixes name axes: B rows, T tokens of this call, M both as one, S cache slots, D embed, F mlp, N
+query heads,
 K key/value heads, G query heads per key/value head, H head dim, Q queries per key/value head (T·G),
 A width of all heads (N·H).
 """

@@ -44,8 +44,8 @@ class Transformer(nnx.Module):
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
         tokens_BT: int32 [B, T], left-aligned. cache: keys and values of all earlier positions;
-        without one, the T tokens see only each other. start_B: int32 [B], the position of each
-        row's first token (0 where None), for which there has to be a cache.
+        without one, the T tokens see only each other. start_B: int32 [B], with a cache the position
+        of each row's first token (None: 0). Raises ValueError for a start without a cache.
         """
         rows, width = tokens_BT.shape
         if start_B is None:

@@ -45,10 +45,8 @@ REVIEW_STEPS = 64  # longest speculative visit, so that bad drafts cost little; 
 PRIOR, PRIOR_ROW_STEPS = 0.7, 8  # chance that a tree draft goes on being right, and its weight
 VERIFIED_HALF_LIFE = 4_096  # judged tokens after which a verification counts half
 VERIFIED_PRIOR, VERIFIED_PRIOR_TOKENS = 0.99, 32  # chance to keep a token of a previous response
-ROUNDS, ROUNDS_SECONDS = (
-    (3, 9),
-    4.0,
-)  # fewest and most measurements of a step, and what they may take
+ROUNDS = (3, 9)  # fewest and most measurements of a step
+ROUNDS_SECONDS = 4.0  # of all steps together, after which there are no more than the fewest
 
 TimeCalls = Callable[[int, int, int, bool], Sequence[tuple[int, float]]]
 
@@ -134,7 +132,8 @@ def measure(
 ) -> CostTable:
     """Seconds a step of every point: one round that is not counted (it compiles), then `repeats`.
 
-    repeats: fewest and most rounds; more than the fewest while they took less than ROUNDS_SECONDS.
+    repeats: fewest and most rounds; more than the fewest while the calls that count have taken less
+    than ROUNDS_SECONDS.
     A round goes over all points, so that a slow spell of the machine spoils few of any one's calls.
     time_calls(rows, slots, width, matching) runs the real program and returns (steps, seconds) of a
     call, or of two of which the second takes more steps. Medians are taken of the calls, not of

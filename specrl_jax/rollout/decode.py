@@ -88,7 +88,8 @@ def spread(cache: KVCache, *, slots: int, group_size: int) -> KVCache:
 def replay(
     setup: Setup, weights: Params, prompts_bP: Array, rows: Rows, *, slots: int, width: int
 ) -> KVCache:
-    """KV cache [b, slots] of rows that hold up to `width` tokens already, in one pass."""
+    """KV cache [b, slots] of rows that hold up to `width` tokens already, in one pass. prompts: on
+    host or device."""
     size, prompt_slots = prompts_bP.shape
     prompts_bP = reshard(prompts_bP, "batch", None)
     start = jnp.zeros(size, jnp.int32, out_sharding=spec("batch"))

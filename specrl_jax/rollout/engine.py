@@ -455,10 +455,10 @@ class Engine:
         """Let the board know of rows that are done, before they leave the rung."""
         if pool.unfinished < pool.real:
             self._collect(pool)
-            pool.real = pool.unfinished
 
     def _collect(self, pool: _Pool) -> None:
         self.board = rows.collect(pool.rows, self.board)
+        pool.real = pool.unfinished
 
     def _visit(self) -> None:
         """Bring the pool onto the rung that fits, and decode there for a while."""

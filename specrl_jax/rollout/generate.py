@@ -294,8 +294,8 @@ def _board(setup: Setup, prompts: Prompts, key, purpose: int, steps: np.ndarray,
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(setup: Setup, purpose: int, key, steps, ids, samples, *numbers) -> Rows:
-    """`start_rows` of host arrays [B], which are handed over with the call: to place each by itself
-    takes longer."""
+    """`start_rows` of host arrays [B], ids [B, 2]: handed over with the call, as to place each by
+    itself takes longer."""
     steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
     ids = reshard(ids, "batch", None)
     seeds = (row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT)))
