@@ -120,7 +120,7 @@ def measure(
         },
         "group": GROUP,
     }
-    return {"setting": setting, "cells": cells, "as_ladder": _as_ladder(cells, blocks, times)}
+    return {"setting": setting, "cells": cells, "as_ladder": _as_ladder(cells[2:], times[1:])}
 
 
 def _blocks(
@@ -205,17 +205,20 @@ def _cells(blocks, times: list[list[list[Run]]], rows: int) -> list[dict[str, An
     return cells
 
 
-def _as_ladder(cells, blocks, times: list[list[list[Run]]]) -> dict[str, Any] | None:
-    """Total seconds of the ladder over those of all cells that took its steps, so that many cells
-    tell together what host and drafts cost there: each says little for itself, since the noise of
-    a pass is larger. A block's pass counts once, with the mean of its cells. None for no cells."""
-    drafted, found = iter(cells[2:]), []
+def _as_ladder(drafted, times: list[list[list[Run]]]) -> dict[str, Any] | None:
+    """Total seconds of the ladder over those of all cells that took its steps, together: they are
+    one case but for the host's work and the drafts, and each alone is lost in the noise of passes.
+
+    drafted: the cells with drafts, in order. times: by block, the ladder's runs first. A block's
+    pass counts once, with the mean of its cells. None where there are no such cells.
+    """
+    same, found = iter([cell["as_ladder"] for cell in drafted]), []
     total = lambda runs: np.asarray([run.seconds["total"] for run in runs])  # noqa: E731
-    for (_, block), runs in zip(blocks[1:], times[1:]):
-        like = [of_case for _, of_case in zip(block[1:], runs[1:]) if next(drafted)["as_ladder"]]
-        if like:
-            found.extend((total(runs[0]) / np.mean([total(x) for x in like], axis=0)).tolist())
-    count = sum(cell["as_ladder"] for cell in cells[2:])
+    for ladder, *others in times:
+        alike = [total(runs) for runs in others if next(same)]
+        if alike:
+            found += (total(ladder) / np.mean(alike, axis=0)).tolist()
+    count = sum(cell["as_ladder"] for cell in drafted)
     return {"cells": count, "over_ladder": benchmark.bounded(found)} if found else None
 
 

@@ -112,20 +112,16 @@ def test_goals_of_lengths():
 def test_cells_of_the_ladders_steps_tell_together():
     run = lambda total: types.SimpleNamespace(seconds={"total": total})  # noqa: E731
     runs = lambda *totals: [run(total) for total in totals]  # noqa: E731
-    cells = [{"name": "naive"}, {"name": "ladder"}]
-    cells += [{"as_ladder": same} for same in (True, False, True, False, False, False)]
+    cells = [{"as_ladder": same} for same in (True, False, True, False, False, False)]
     times = [
-        [runs(9.0, 9.0)],
         [runs(1.0, 2.0), runs(1.0, 3.0), runs(0.1, 0.1), runs(3.0, 5.0)],
         [runs(1.0, 2.0), runs(7.0, 7.0), runs(7.0, 7.0), runs(7.0, 7.0)],
     ]
-    blocks = [(None, [None])] + [(rate, [None] * 4) for rate in (0.0, 0.5)]
-    found = benchmark_lengths._as_ladder(cells, blocks, times)
+    found = benchmark_lengths._as_ladder(cells, times)
     # The ladder's 1 and 2 s over means of 2 and 4 s; the second block has no such cell.
     ratio = {"median": 0.5, "min": 0.5, "max": 0.5, "low": 0.5, "high": 0.5}
     assert found == {"cells": 2, "over_ladder": ratio}
-    none = [cell | {"as_ladder": False} for cell in cells]
-    assert benchmark_lengths._as_ladder(none, blocks, times) is None
+    assert benchmark_lengths._as_ladder([{"as_ladder": False}] * 6, times) is None
 
 
 def test_goals_of_single_programs():

@@ -4,10 +4,9 @@ A module is built from a plain dict of arrays (`params`), holds them as `nnx.Par
 mutates nothing; building one inside a traced function costs nothing at run time. So the weights
 stay an ordinary pytree: optax, Orbax and `jax.lax.scan` see dicts of arrays.
 
-Suffixes name axes: B rows, T tokens of this call, M both as one, S cache slots, D embed, F mlp, N
-query heads,
-K key/value heads, G query heads per key/value head, H head dim, Q queries per key/value head (T·G),
-A width of all heads (N·H).
+Suffixes name axes: B rows, T tokens of this call, M both as one (B·T), S cache slots, D embed, F
+mlp, N query heads, K key/value heads, G query heads per key/value head, H head dim, Q queries per
+key/value head (T·G), A width of all heads (N·H).
 """
 
 import jax
@@ -233,8 +232,8 @@ class MLP(LayerModule):
     )
 
     def __call__(self, x_BTD: Array) -> Array:
-        # Rows and tokens as one axis, M: over two, XLA's CPU programs turn what the gradient of a
-        # weight multiplies, and reckon SiLU and its derivative again as they do.
+        # Rows and tokens as one axis: over two, XLA's CPU programs transpose what the gradient of a
+        # weight multiplies, and compute SiLU and its derivative once more as they do.
         flat = spec("batch", None)
         x_MD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]), out_sharding=flat)
         if self.gate_up_proj is None:

@@ -63,8 +63,8 @@ class Transformer(nnx.Module):
     def _rope(self, positions_BT: Array, slots: int) -> tuple[Array, Array]:
         """cos and sin [B, T, 1, H/2] of rotary positions, all below `slots`.
 
-        Looked up where that is less work: XLA's CPU programs would reckon them again for every head
-        of every layer.
+        Looked up where that is less work: XLA's CPU programs would compute them once more for every
+        head of every layer.
         """
         uses = positions_BT.size * self.config.num_heads * self.config.num_layers
         if uses < slots:
