@@ -232,17 +232,18 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
     drafted = [cell for cell in record["cells"] if cell["lost"] is not None]
     repeats = record["setting"]["rollout"]["repeats"]
 
-    def speculation(which: str, ratio: dict[str, float], note: str) -> Goal:
-        note = f"{note}, {'95 % sure of' if repeats > 5 else 'of'} {_sure(ratio)}"
+    def speculation(which: str, ratio: dict[str, float], *notes: str) -> Goal:
+        sure = f"{'95 % sure of' if repeats > 5 else 'of'} {_sure(ratio)}"
+        note = "; ".join([f"{notes[0]}, {sure}", *notes[1:]])
         return Goal(f"speculation over ladder, {which}", ratio["median"], 0.98, note=note)
 
-    if same := record["as_ladder"]:
-        note = f"{same['cells']} of {len(drafted)} together"
-        found.append(speculation("cells of its steps", same["over_ladder"], note))
-    if others := [cell for cell in drafted if not cell["as_ladder"]]:
-        worst = min(others, key=lambda cell: cell["over_ladder"]["median"])
-        note = f"{worst['name']}, {worst['lost']:.0%} lost"
-        found.append(speculation("worst of the others", worst["over_ladder"], note))
+    worst = min(drafted, key=lambda cell: cell["over_ladder"]["median"])
+    below = sum(cell["over_ladder"]["median"] < 0.98 for cell in drafted)
+    notes = f"{worst['name']}, {worst['lost']:.0%} lost", f"{below} of {len(drafted)} below"
+    found.append(speculation("worst", worst["over_ladder"], *notes))
+    if same := record["as_ladder"]:  # beside it: what those that differ by noise alone say together
+        note = f"{same['cells']} of {len(drafted)}"
+        found.append(speculation("cells of its steps together", same["over_ladder"], note))
     if backend != "cpu":
         trees = [cell for cell in drafted if cell["name"] == "tree"]
         best = min(trees, key=lambda cell: cell["lost"])
