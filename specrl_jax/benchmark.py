@@ -23,7 +23,8 @@ import jax
 import numpy as np
 
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.cost import CostModel, CostTable
+from specrl_jax.rollout.cost import CostModel
+from specrl_jax.rollout.cost_table import CostTable
 from specrl_jax.rollout.generate import Plan, generate, make_corpus
 from specrl_jax.rollout.ladder import Ladder
 from specrl_jax.rollout.stats import Stats

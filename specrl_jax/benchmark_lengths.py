@@ -21,7 +21,8 @@ from specrl_jax.benchmark import Case, Goal, Inputs, Run
 from specrl_jax.benchmark_policies import GROUP, Size, policy
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout import timing
-from specrl_jax.rollout.cost import CostModel, CostTable
+from specrl_jax.rollout.cost import CostModel
+from specrl_jax.rollout.cost_table import CostTable
 from specrl_jax.rollout.drafting import TreeLaw
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.rollout.plan import Setup

@@ -27,7 +27,8 @@ from specrl_jax.policy import load_policy
 from specrl_jax.reward_pool import RewardPool
 from specrl_jax.rollout import timing
 from specrl_jax.rollout.carry import Ahead, Carried, Waiting
-from specrl_jax.rollout.cost import CostModel, CostTable
+from specrl_jax.rollout.cost import CostModel
+from specrl_jax.rollout.cost_table import CostTable
 from specrl_jax.rollout.draft_store import DraftStore
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.rollout.room import Room

@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 
-from specrl_jax.rollout.cost import Acceptance, CostTable, Pass, Point
+from specrl_jax.rollout.cost import Acceptance, Pass
+from specrl_jax.rollout.cost_table import CostTable, Point
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
 CPU = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.3, 16: 3.6, 32: 6.5, 64: 12.9, 128: 23.7}

@@ -13,7 +13,8 @@ from cost_reference import (
 )
 
 from specrl_jax.rollout import cost
-from specrl_jax.rollout.cost import Acceptance, CostModel, CostTable, Point, Visit
+from specrl_jax.rollout.cost import Acceptance, CostModel, Visit
+from specrl_jax.rollout.cost_table import CostTable, Point
 
 # Acceptance -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from specrl_jax.rollout.cost import CostTable, Point, load_or_measure, measure
+from specrl_jax.rollout.cost_table import CostTable, Point, load_or_measure, measure
 
 # The table ------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import pytest
 from cost_reference import draw, make_pass, make_table
 
 from specrl_jax.rollout import cost
-from specrl_jax.rollout.cost import Acceptance, CostModel, CostTable, Pass, Point
+from specrl_jax.rollout.cost import Acceptance, CostModel, Pass
+from specrl_jax.rollout.cost_table import CostTable, Point
 
 # Verification ---------------------------------------------------------------------------------
 

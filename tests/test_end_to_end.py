@@ -22,7 +22,7 @@ from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.metrics import MetricsLog
 from specrl_jax.models.transformer import Transformer, place_params
 from specrl_jax.rollout import timing
-from specrl_jax.rollout.cost import CostTable, Point
+from specrl_jax.rollout.cost_table import CostTable, Point
 from specrl_jax.rollout.generate import generate
 from specrl_jax.rollout.sampling import Purpose, draw, row_seeds, temper
 from specrl_jax.sharding import put

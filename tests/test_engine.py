@@ -12,7 +12,8 @@ from rollout_reference import as_drafts, check_equal, corpus_of, host, make_plan
 
 from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout import decode, ladder, rows
-from specrl_jax.rollout.cost import CostModel, CostTable, Point, Visit
+from specrl_jax.rollout.cost import CostModel, Visit
+from specrl_jax.rollout.cost_table import CostTable, Point
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.sharding import put
 from specrl_jax.types import Source

@@ -8,8 +8,8 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import cache_bytes, cache_slots
-from specrl_jax.rollout import cost, timing
-from specrl_jax.rollout.cost import Point
+from specrl_jax.rollout import cost_table, timing
+from specrl_jax.rollout.cost_table import Point
 
 ROWS, P, R = 8, 3, 4
 
@@ -77,7 +77,7 @@ def timed(monkeypatch, plan, start, step):
     monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
     setup = plan.full_setup(ladder)
     found = timing.points(setup, ladder)
-    table = cost.measure(found, timing._Clock(setup, ladder, None, sources=2), repeats=(1, 1))
+    table = cost_table.measure(found, timing._Clock(setup, ladder, None, sources=2), repeats=(1, 1))
     clock.calls = clock.calls[len(clock.calls) // 2 :]
     return clock, {point: table.seconds(*point) for point in found}
 

@@ -17,7 +17,7 @@ import numpy as np
 from specrl_jax.models.kv_cache import cache_bytes, init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, drafting, rows
-from specrl_jax.rollout.cost import CostTable, Point, load_or_measure
+from specrl_jax.rollout.cost_table import CostTable, Point, load_or_measure
 from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.rollout.ladder import Ladder
@@ -98,7 +98,7 @@ def points(setup: Setup, ladder: Ladder, bound: float = 0.0) -> list[Point]:
 
 @dataclasses.dataclass
 class _Clock:
-    """time_calls of `cost.measure`."""
+    """time_calls of `cost_table.measure`."""
 
     setup: Setup
     ladder: Ladder
