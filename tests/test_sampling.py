@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from scipy import stats
 
 from specrl_jax.rollout import sampling
@@ -18,9 +19,16 @@ PROBS = np.array([0.5, 0.2, 0.15, 0.1, 0.05])
 
 seeds_of = jax.jit(sampling.row_seeds)
 uniforms = jax.jit(sampling.uniforms)
-exponentials = jax.jit(sampling.exponentials, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def exponentials(seeds, positions, vocab_size):
+    return sampling.exponentials(seeds, positions, jnp.arange(vocab_size)[(None,) * positions.ndim])
+
+
 truncate = jax.jit(sampling.truncate, static_argnums=1)
 draw = jax.jit(sampling.draw, static_argnums=3)
+draw_scored = jax.jit(sampling.draw_scored, static_argnums=3)
 
 
 def make_seeds(rows, *, purpose=Purpose.SAMPLE, step=0, ids=None, samples=None, key=5):
@@ -74,8 +82,10 @@ def test_draws_over_the_positions_of_one_row_follow_the_law(mesh):
     assert goodness(draw_same(PROBS, seeds, np.arange(50_000)), PROBS) > P_VALUE
 
 
-def test_draws_from_a_thousand_tokens_follow_the_law(mesh):
-    probs = 1 / np.arange(1, 1001)
+# One race; two, over columns of 128, 2 and 1 tokens.
+@pytest.mark.parametrize("size", [1_000, 1_536, 1_026, 1_025])
+def test_draws_from_a_thousand_tokens_follow_the_law(mesh, size):
+    probs = 1 / np.arange(1, size + 1)
     probs = np.random.default_rng(0).permutation(probs / probs.sum())
     seeds = make_seeds(20_000, samples=np.arange(20_000) % 8)
     tokens = np.concatenate([draw_same(probs, seeds, position) for position in range(5)])
@@ -290,10 +300,12 @@ def test_temperature_divides_the_logits():
     np.testing.assert_allclose(tempered, logits * 2)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 4, 2), (2, 2, 2)])
-def test_the_mesh_changes_no_draw(make_mesh, shape):
+# On three devices the 128 rows of 1,536 tokens do not divide.
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 4, 2), (2, 2, 2), (1, 1, 8), (2, 1, 3)])
+@pytest.mark.parametrize("size", [48, 1_536])
+def test_the_mesh_changes_no_draw(make_mesh, shape, size):
     rng = np.random.default_rng(5)
-    logits = rng.normal(size=(64, 16)).astype(np.float32) * 2
+    logits = rng.normal(size=(64, size)).astype(np.float32) * 2
     law, results = SamplingLaw(0.8, top_k=9, top_p=0.9), []
     for sizes in ((1, 1, 1), shape):
         with jax.set_mesh(make_mesh(*sizes)):
@@ -305,3 +317,30 @@ def test_the_mesh_changes_no_draw(make_mesh, shape):
             results.append([np.asarray(x) for x in (cut, tokens, many)])
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("size", [50, 1_536, 1_025])
+def test_log_probs_of_what_is_drawn(mesh, size):
+    """Against float64, [B, T] positions, of a truncated law too and of the greedy one."""
+    rng = np.random.default_rng(7)
+    logits = rng.normal(size=(6, 5, size)).astype(np.float32) * 2
+    positions = np.arange(30, dtype=np.int32).reshape(6, 5)
+    for law in (SamplingLaw(), SamplingLaw(top_k=7), SamplingLaw(temperature=0.0)):
+        cut = np.asarray(truncate(logits, law))
+        tokens, scores = draw_scored(cut, make_seeds(6), positions, law)
+        np.testing.assert_array_equal(tokens, draw(cut, make_seeds(6), positions, law))
+        expected = scipy.special.log_softmax(cut.astype(np.float64), axis=-1)
+        expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_columns_and_their_tokens_race_alone(mesh):
+    """Of equal tokens the column that won tells nothing of the row in it, nor of its neighbours."""
+    seeds, positions = make_seeds(20_000), jnp.zeros(20_000, jnp.int32)
+    rows, columns = np.divmod(draw_same(np.full(1_536, 1 / 1_536), seeds, positions), 12)
+    joint = np.bincount(rows * 12 + columns, minlength=1_536)
+    assert stats.chisquare(joint).pvalue > P_VALUE
+    other = draw_same(np.full(1_536, 1 / 1_536), seeds, positions + 1)
+    for first, second in ((columns, other % 12), (rows % 12, other % 12), (columns, other // 128)):
+        joint = np.bincount(first * 12 + second, minlength=144)
+        assert stats.chisquare(joint).pvalue > P_VALUE

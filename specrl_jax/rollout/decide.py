@@ -15,7 +15,7 @@ from specrl_jax.models.logprobs import map_tokens, token_logprobs
 from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.rows import Rows, column_at, cut_columns
-from specrl_jax.rollout.sampling import draw, temper, truncate, uniforms
+from specrl_jax.rollout.sampling import draw, draw_scored, temper, truncate, uniforms
 from specrl_jax.sharding import reshard, spec
 
 
@@ -88,8 +88,9 @@ def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> 
 
     found = {}
     if draws:
-        tokens = draw(cut, seeds, inputs["positions"], setup.law)
-        found["drawn"] = (tokens, *scored(tokens))
+        tokens, sampling = draw_scored(cut, seeds, inputs["positions"], setup.law)
+        policy = token_logprobs(logits, tokens) if setup.law.truncates else sampling
+        found["drawn"] = (tokens, policy, sampling)
     if judges:
         found["candidate"] = scored(inputs["candidates"])
     if "top_ids" in inputs:
@@ -136,13 +137,15 @@ def _draw_at_end(setup, model, hidden, rows: Rows, count: Array, left):
     logits = model.logits(jnp.sum(jnp.where(here, hidden, 0), axis=1))
     logits = temper(logits, setup.law)
     cut = truncate(logits, setup.law)
-    law, positions = cut, rows.lens + end
-    if left is not None:
+    positions = rows.lens + end
+    if left is None:
+        token, sampling = draw_scored(cut, rows.seeds, positions, setup.law)
+    else:
         judged, tail, log_scale = left
         top_ids = column_at(rows.pending.top_ids, positions)
         top_logprobs = column_at(rows.pending.top_logprobs, positions)
         rest = acceptance.residual_scores(cut, top_ids, top_logprobs, tail, log_scale)
         law = jnp.where(judged[:, None], rest, cut)
-    token = draw(law, rows.seeds, positions, setup.law)
-    policy = token_logprobs(logits, token)
-    return token, policy, token_logprobs(cut, token) if setup.law.truncates else policy
+        token = draw(law, rows.seeds, positions, setup.law)
+        sampling = token_logprobs(cut, token)
+    return token, token_logprobs(logits, token) if setup.law.truncates else sampling, sampling
