@@ -10,15 +10,16 @@ import logging
 import math
 import os
 import pathlib
-import statistics
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 _log = logging.getLogger(__name__)
 
-ROUNDS = (3, 9)  # fewest and most measurements of a step
-ROUNDS_SECONDS = 4.0  # of all steps together, after which there are no more than the fewest
+ROUNDS = (3, 15)  # fewest and most measurements of a step
+ROUNDS_SECONDS = 8.0  # of all steps together, after which there are no more than the fewest
 
 TimeCalls = Callable[[int, int, int, bool], Sequence[tuple[int, float]]]
 
@@ -108,9 +109,9 @@ def measure(
     than ROUNDS_SECONDS.
     A round goes over all points, so that a slow spell of the machine spoils few of any one's calls.
     time_calls(rows, slots, width, matching) runs the real program and returns (steps, seconds) of a
-    call, or of two of which the second takes more steps. Medians are taken of the calls, not of
-    their differences, and not the fastest: the least of several differences is one of a slow first
-    call and a fast second, far below what a step ever takes.
+    call, or of two of which the second takes more steps. Lower quartiles are taken, since a machine
+    is now and then slower than itself but never faster, and of the calls, not of their differences:
+    the lowest of these are of a slow first call and a fast second.
     """
     points = sorted({Point(*p) for p in points})
     least, most = repeats
@@ -123,7 +124,7 @@ def measure(
 
 def _a_step(rounds: Sequence[Sequence[tuple[int, float]]]) -> float:
     """Seconds a step, from (steps, seconds) of one or two calls a round."""
-    calls = [(one[0][0], statistics.median(s for _, s in one)) for one in zip(*rounds)]
+    calls = [(one[0][0], float(np.quantile([s for _, s in one], 0.25))) for one in zip(*rounds)]
     (few, short), (steps, seconds) = calls[0], calls[-1]
     # On a noisy machine the longer call may come out shorter: then its mean is the estimate.
     return (seconds - short) / (steps - few) if seconds > short else seconds / steps

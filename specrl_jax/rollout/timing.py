@@ -41,7 +41,7 @@ def cost_table(
         "setup": repr(setup),
         "ladder": repr(ladder),
         "sources": sources,
-        "statistic": "median",
+        "statistic": "lower quartile",
         "code": code(),
         "cache_bytes": plan.cache_bytes,
     }
