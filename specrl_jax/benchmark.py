@@ -77,7 +77,7 @@ class Run:
 
 
 def run_case(inputs: Inputs, case: Case) -> Run:
-    """Wall-clock seconds from the host's prompts to finished responses, tree built anew."""
+    """Wall-clock seconds from the host's prompts to finished responses, trees built anew."""
     start = time.perf_counter()
     rollout, stats = generate(
         case.plan,
@@ -87,7 +87,7 @@ def run_case(inputs: Inputs, case: Case) -> Run:
         step=inputs.step,
         drafts=case.drafts,
         log_lenience=case.log_lenience,
-        corpus=None if case.stored is None else make_corpus(case.plan, *case.stored),
+        corpus=case.stored and functools.partial(make_corpus, case.plan, *case.stored),
         caps=inputs.caps,
         cost=case.cost,
     )

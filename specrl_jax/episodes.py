@@ -23,7 +23,6 @@ from specrl_jax.data import select
 from specrl_jax.models.transformer import Params
 from specrl_jax.reward_pool import RewardPool, Scores
 from specrl_jax.rollout.carry import Held, append_forced, turn_drafts
-from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.generate import Outcome, Plan, roll
 from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put
@@ -51,24 +50,23 @@ def respond(
     max_turns: int = 0,
     behind: float = 0.0,
     drafts: Drafts | None = None,
-    corpus: Callable[[], Corpus | None] = lambda: None,
     clocks: tuple = (contextlib.nullcontext(), contextlib.nullcontext()),
     **options,
 ) -> Responses:
     """Responses to `prompts` and what they earned.
 
     max_turns: of an episode with the pool's environment; 0: there is none. behind: share of the
-    episodes in progress that may still generate as the others are answered, in [0, 1). corpus:
-    makes what tree drafts read. clocks: entered around rollouts, and around rewards. options: as of
-    `roll`.
+    episodes in progress that may still generate as the others are answered, in [0, 1). clocks:
+    entered around rollouts, and around rewards. options: as of `roll`; a corpus as what makes it,
+    since every rollout of an episode needs its own.
     """
     inputs = (plan, weights, prompts)
     if max_turns:
         return _Episodes(plan, prompts, pool, tokenizer, max_turns, behind, clocks).play(
-            lambda **turn: roll(*inputs, corpus=corpus(), **turn, **options), drafts
+            lambda **turn: roll(*inputs, **turn, **options), drafts
         )
     with clocks[0]:
-        outcome = roll(*inputs, drafts=drafts, corpus=corpus(), **options)
+        outcome = roll(*inputs, drafts=drafts, **options)
         tokens, lens = jax.device_get((outcome.rollout.tokens, outcome.rollout.lens))
     with clocks[1]:
         scores = score(pool, tokenizer, select(prompts, outcome.groups), tokens, lens)

@@ -17,6 +17,8 @@ as it is: with groups of equal rewards, or without responses, in the empty place
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +65,7 @@ def play_round(run: Run, state: State, prompts: Prompts, ahead: Prompts | None, 
         previous = state.store.get(prompts, group, step=state.step)
         weights = policy_copy(run.model, state.train.params)
         drafts = _drafts(run, state, prompts)
+        corpus = _corpus(run, state, prompts, ahead)
     found = respond(
         run.plan,
         weights,
@@ -75,7 +78,7 @@ def play_round(run: Run, state: State, prompts: Prompts, ahead: Prompts | None, 
         key=run.key,
         step=state.step,
         drafts=drafts,
-        corpus=lambda: _corpus(run, state, prompts, ahead),
+        corpus=corpus,
         log_lenience=state.log_lenience,
         cost=state.cost,
         ahead=ahead,
@@ -288,8 +291,11 @@ def _drafts(run: Run, state: State, prompts: Prompts) -> Drafts | None:
     return drafts if state.ahead is None else state.ahead.over(drafts, prompts)
 
 
-def _corpus(run: Run, state: State, prompts: Prompts, ahead: Prompts | None) -> Corpus | None:
-    """What tree drafts read; also begins to fetch what the next step will need of the store."""
+def _corpus(
+    run: Run, state: State, prompts: Prompts, ahead: Prompts | None
+) -> Callable[[], Corpus] | None:
+    """What makes the corpus of tree drafts, None where there are none; also begins to fetch what
+    the next step will need of the store."""
     batches = [prompts] if ahead is None else [prompts, ahead]
     found = []
     if "tree" in run.config.rollout.draft:
@@ -305,7 +311,8 @@ def _corpus(run: Run, state: State, prompts: Prompts, ahead: Prompts | None) -> 
         return None
     tokens, lens = (jnp.concatenate(x) for x in zip(*found))
     settings = run.config.rollout
-    return make_corpus(run.plan, tokens, lens, settings.tree.decay, settings.group_size)
+    form = settings.tree.decay, settings.group_size
+    return functools.partial(make_corpus, run.plan, tokens, lens, *form)
 
 
 def _sources(run: Run, state: State, prompts: Prompts) -> tuple[jax.Array, jax.Array]:

@@ -203,7 +203,9 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes):
     assert stats.verified_tokens > 0
 
 
-@pytest.mark.parametrize("fits", [(16, 34), (4, 34)], ids=["all", "few"])
+@pytest.mark.parametrize(
+    "fits", [pytest.param((16, 34), marks=pytest.mark.slow), (4, 34)], ids=["all", "few"]
+)
 def test_block_judges_whole_drafts_within_the_bound(mesh, held_bytes, fits):
     """Short drafts, whose pass is wider than the window that they need; one of them longer."""
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
@@ -289,6 +291,23 @@ def test_widths_that_never_pay_are_left_alone(mesh, base):
     assert stats.drafted_tokens == 0
     assert stats.predicted_seconds == stats.decode_steps
     assert stats.metrics()["time/decode_predicted"] == stats.decode_steps
+
+
+def test_a_corpus_is_made_for_the_first_step_that_reads_it(mesh, base):
+    _, endless, _ = base
+    plan, made = plan_of(4, **ONE_RUNG), []
+
+    def make():
+        made.append(corpus_of(plan, endless.tokens, endless.lens))
+        return made[-1]
+
+    rollout, _ = go(plan, corpus=make, cost=CostModel(table()))
+    check_equal(rollout, base[0])
+    assert not made
+    rollout, stats = go(plan, corpus=make, cost=CostModel(table(wide=(1.01, 1.02))))
+    check_equal(rollout, base[0], but=("sources",))
+    assert len(made) == 1
+    assert stats.drafted_tokens > 0
 
 
 def test_cheap_wide_steps_are_taken(mesh, base):

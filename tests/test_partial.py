@@ -26,6 +26,11 @@ PLANS = {
     "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
     "a bound of the cache": {"row_rungs": 3, "windows": 3, "cache_bytes": 2 * 12 * 10 * 128},
 }
+# What the first two ask is in the others.
+MARKED = [
+    pytest.param(changes, marks=pytest.mark.slow if number < 2 else (), id=name)
+    for number, (name, changes) in enumerate(PLANS.items())
+]
 
 
 def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
@@ -93,7 +98,7 @@ def moving(make_mesh):
     return found, [params for params, _ in policies]
 
 
-@pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("changes", MARKED)
 def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
     """As long as the policy stays: whatever was carried, replayed, evicted, or drafted."""
     plan, (_, weights) = make_plan(accept="match", **changes), ref.policy()

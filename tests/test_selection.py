@@ -49,7 +49,11 @@ def test_a_policy_that_stays_owes_nothing(mesh, tmp_path, rate):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rollout.draft": "tree"}, {"evaluate.temperature": 0.5}, {"rollout.top_k": 3}],
+    [
+        {"rollout.draft": "tree", "rollout.max_width": 2, "rollout.adaptive": False},
+        {"evaluate.temperature": 0.5},
+        {"rollout.top_k": 3},
+    ],
     ids=str,
 )
 def test_what_cannot_be_compared_is_absent(mesh, tmp_path, changes):

@@ -12,6 +12,7 @@ numbers and a tally; no token visits it.
 import collections
 import dataclasses
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -70,7 +71,8 @@ class Engine:
     groups that begin before all others. wanted: groups after which `run` ends, 0 for all; the
     others then hold what they have. behind: rows of its own that `run` leaves unfinished, holding
     what they have; fewer than are unfinished as it begins. finished: bool [B], rows that are done
-    by now, kept up to date where `wanted` or `behind` is given.
+    by now, kept up to date where `wanted` or `behind` is given. corpus: or what makes it, before
+    the first step that reads it.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Engine:
         draft_lens: np.ndarray,
         held: np.ndarray,
         done: np.ndarray,
-        corpus: Corpus | None = None,
+        corpus: Corpus | Callable[[], Corpus],
         log_lenience: float = 0.0,
         cost: CostModel | None = None,
         first: int = 0,
@@ -539,7 +541,9 @@ class Engine:
 
     def _read_rows(self) -> Corpus:
         """The corpus with all that rows hold. Steps that take no drafts from it do not write to it
-        either, so that they cost what they cost where there is none."""
+        either, nor is it made for them, so that they cost what they cost where there is none."""
+        if callable(self.corpus):
+            self.corpus = self.corpus()
         if self.unread:
             self._collect(self.pool)
             self.corpus = drafting.read(self.corpus, self.board.tokens, self.board.lens)

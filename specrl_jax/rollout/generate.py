@@ -7,6 +7,7 @@ the same without either.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -104,7 +105,7 @@ def roll(
     purpose: Purpose = Purpose.SAMPLE,
     drafts: Drafts | None = None,
     log_lenience: float = 0.0,
-    corpus: Corpus | None = None,
+    corpus: Corpus | Callable[[], Corpus] | None = None,
     caps: np.ndarray | None = None,
     cost: CostModel | None = None,
     ahead: Prompts | None = None,
@@ -118,8 +119,9 @@ def roll(
     key: the run's key. step: which rollout this is; with the prompt's id, the sample and the
     position it keys all noise. drafts: [Q * G] or None, judged by the acceptance rule.
     log_lenience: nats, in [-inf, inf]. corpus: stored responses of the prompts, and of those ahead
-    behind them, for tree drafts; None for none yet. caps: int32 [Q * G], lengths at which responses
-    end, at most R. cost: the model that chooses widths; without one the widest are used.
+    behind them, for tree drafts, or what makes them if a wide step is ever taken; None for none
+    yet. caps: int32 [Q * G], lengths at which responses end, at most R. cost: the model that
+    chooses widths; without one the widest are used.
 
     ahead: prompts of step + 1, rolled out where places are idle. carried: for a partial rollout,
     what is in flight; its prompts come first in `prompts`, and the rollout ends as soon as `wanted`
@@ -160,7 +162,7 @@ def roll(
         draft_lens=draft_lens,
         held=flight.lens,
         done=flight.done,
-        corpus=corpus or _no_corpus(plan, len(flight.begun)) if setup.tree else None,
+        corpus=corpus or functools.partial(_no_corpus, plan, len(flight.begun)),
         log_lenience=log_lenience,
         cost=cost,
         first=len(carried.steps) if carried else 0,
