@@ -198,6 +198,8 @@ class CostModel:
         """The width that is expected to emit most tokens a second; ties: smallest. 1 unless that is
         MARGIN times as many as plain decoding emits."""
         widths = sorted({1, *widths})
+        if widths == [1]:  # asked for every rung of every pass that is thought of
+            return 1
         shares = self.acceptance.survival(widths[-1] - 1)
         speeds = {w: (1.0 + sum(shares[: w - 1])) / self.predicted(rows, slots, w) for w in widths}
         best = max(widths, key=speeds.__getitem__)
