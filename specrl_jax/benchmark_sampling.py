@@ -24,7 +24,8 @@ PERPLEXITY = 28.0
 
 
 def race(logits: Array, seeds: Array, positions: Array) -> Array:
-    """Ours: an exponential race, its noise a counter hash of (row seed, position, token)."""
+    """Ours: exponential races, of columns and of the tokens of one; their noise is a counter hash
+    of (row seed, position, candidate)."""
     return draw(logits, seeds, positions, SamplingLaw())
 
 
@@ -46,7 +47,7 @@ def inverse_cdf(logits: Array, seeds: Array, positions: Array) -> Array:
 
 
 CONSTRUCTIONS: dict[str, Callable[[Array, Array, Array], Array]] = {
-    "exponential race, counter hash": race,
+    "exponential races, counter hash": race,
     "Gumbel, threefry": gumbel,
     "inverse CDF, one uniform": inverse_cdf,
 }

@@ -295,7 +295,8 @@ def _corpus(
     run: Run, state: State, prompts: Prompts, ahead: Prompts | None
 ) -> Callable[[], Corpus] | None:
     """What makes the corpus of tree drafts, None where there are none; also begins to fetch what
-    the next step will need of the store."""
+    the next step will need of the store. The responses that it is made of are read at once and kept
+    until the rollout is over."""
     batches = [prompts] if ahead is None else [prompts, ahead]
     found = []
     if "tree" in run.config.rollout.draft:

@@ -71,8 +71,8 @@ class Engine:
     groups that begin before all others. wanted: groups after which `run` ends, 0 for all; the
     others then hold what they have. behind: rows of its own that `run` leaves unfinished, holding
     what they have; fewer than are unfinished as it begins. finished: bool [B], rows that are done
-    by now, kept up to date where `wanted` or `behind` is given. corpus: or what makes it, before
-    the first step that reads it.
+    by now, kept up to date where `wanted` or `behind` is given. corpus: what tree drafts read, or a
+    function that makes it before the first step that does.
     """
 
     def __init__(
@@ -503,13 +503,14 @@ class Engine:
         """A visit, recorded."""
         tree = self.setup.tree is not None and width > 1 and not wide
         draws = self.setup.accept == "match"
+        corpus = self._read_rows() if tree else None
         start = time.perf_counter()
         pool.cache, pool.rows, corpus, tally, numbers = decode.visit(
             self.setup,
             self.weights,
             pool.cache,
             pool.rows,
-            self._read_rows() if tree else None,
+            corpus,
             limits,
             self.log_lenience,
             width=width,

@@ -1,27 +1,31 @@
 """Keyed noise, truncated laws, and drawing a token.
 
-Noise is a pure function of (run key, purpose, step, prompt id, sample, position[, token]): a
+Noise is a pure function of (run key, purpose, step, prompt id, sample, position[, candidate]): a
 token does not depend on batch composition, row order, program shape or restart. Row seeds come
-from JAX's own threefry; the noise of a token is a counter hash of the row seed, far cheaper than
-threefry.
+from JAX's own threefry; the noise of a candidate is a counter hash of the row seed, far cheaper
+than threefry.
 
 A token is drawn as the winner of an exponential race, argmax p(x) / E(x) with E(x) ~ Exp(1):
 the same law as Gumbel-max, one logarithm less, and as robust to rounding (a draw flips only where
 two candidates tie within the rounding error, unlike the inverse CDF). Long vocabularies race twice:
-the N columns of the folded vocabulary by their mass, then the C tokens of the column that won. It
-is the same law, with noise for N + C candidates instead of V and hardly more flips.
+seen as [C, N], token c·N + n at (c, n), first their N columns by mass, then the C tokens of the
+column that won. It is the same law, with noise for N + C candidates instead of V.
 """
 
 import dataclasses
 import enum
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.logprobs import column, fold, row_ids, token_logprobs
-from specrl_jax.sharding import reshard
+from specrl_jax.models.logprobs import token_logprobs
+from specrl_jax.sharding import reshard, shards, spec
+
+SHORT = 1_024  # vocabularies below it race once
+MOST_ROWS = 384  # C, at most: 3 · 2^7, so that meshes that cut 3, 4, 8 ... heads cut it too
 
 
 class Purpose(enum.IntEnum):
@@ -151,7 +155,7 @@ def draw_scored(
         return tokens, token_logprobs(logits, tokens)
     # Apart from what else is computed of them: XLA's CPU backend would share the exponentials with
     # a log-sum-exp at the price of a slow fusion; whole steps of 27M parameters were 14 % longer.
-    folded = fold(jax.lax.optimization_barrier(logits))
+    folded = _fold(jax.lax.optimization_barrier(logits))
     rows, length = folded.shape[-2:]
     top = jnp.max(folded, axis=(-2, -1), keepdims=True)
     # Nor into the race that follows, which would compute the exponentials one by one.
@@ -160,12 +164,41 @@ def draw_scored(
     one = (None,) * positions.ndim
     columns = rows * length + jnp.arange(length)  # ids that no token has
     won = jnp.argmax(masses / noise(columns[one]), axis=-1)
-    inside = column(folded, won) - top[..., 0]
-    ids = row_ids(rows)[one] * length + won[..., None]
+    inside = _column(folded, won) - top[..., 0]
+    row_ids = _row_ids(rows)[one]
+    ids = row_ids * length + won[..., None]
     row = jnp.argmax(jnp.exp(inside) / noise(ids), axis=-1)
-    ahead = jnp.sum(jnp.where(row_ids(rows)[one] == row[..., None], inside, 0.0), axis=-1)
+    ahead = jnp.sum(jnp.where(row_ids == row[..., None], inside, 0.0), axis=-1)
     tokens = (row * length + won).astype(jnp.int32)
     return tokens, ahead - jnp.log(jnp.sum(masses, axis=-1))
+
+
+def _fold(scores: Array) -> Array:
+    """[..., V] → [..., C, N], the same on every mesh. C is split like the vocabulary, so that what
+    goes on along N stays on a device; where it does not divide, the scores are gathered first."""
+    vocab = scores.shape[-1]
+    rows = vocab if vocab < SHORT else math.gcd(vocab, MOST_ROWS)
+    axes = jax.typeof(scores).sharding.spec[:-1]
+    split = spec("vocab")[0] if rows > 1 and rows % shards("vocab") == 0 else None
+    if split is None:
+        scores = jax.sharding.reshard(scores, jax.P(*axes, None))
+    shape = (*scores.shape[:-1], rows, vocab // rows)
+    return jnp.reshape(scores, shape, out_sharding=jax.P(*axes, split, None))
+
+
+def _row_ids(rows: int) -> Array:
+    """int32 [C], laid out like a folded vocabulary's rows."""
+    ids = jnp.arange(rows, dtype=jnp.int32)
+    return ids if rows % shards("vocab") else reshard(ids, "vocab")
+
+
+def _column(folded: Array, index: Array) -> Array:
+    """[..., C]: of [..., C, N] the column `index` int32 [...]."""
+    if folded.shape[-1] == 1:
+        return folded[..., 0]
+    index = jnp.broadcast_to(index[..., None, None], (*folded.shape[:-1], 1))
+    index = jax.sharding.reshard(index, jax.typeof(folded).sharding.spec)
+    return jnp.take_along_axis(folded, index, axis=-1)[..., 0]
 
 
 def temper(logits: Array, law: SamplingLaw) -> Array:
