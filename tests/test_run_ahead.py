@@ -36,7 +36,13 @@ def plan_for(changes) -> dict:
     return make_plan(accept="match", **changes)
 
 
-@pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=pytest.mark.slow if name == "two rungs" else ())
+        for name, changes in PLANS.items()
+    ],
+)
 def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes):
     """Against rollouts of either step alone; what is begun ahead is a beginning, never more."""
     plan, (_, weights) = plan_for(changes), ref.policy()
