@@ -129,9 +129,9 @@ def check_stats(plan, rollout, cost, drafts=None):
 # (row rungs, windows, rows in flight, tokens verified at once)
 LADDERS = [
     (1, 1, 0, 0),
-    pytest.param((2, 2, 0, 0), marks=pytest.mark.slow),  # less than the next
+    pytest.param((2, 2, 0, 0), marks=pytest.mark.slow),  # its parts are in the others
     (3, 3, 0, 3),
-    pytest.param((2, 1, 16, 0), marks=pytest.mark.slow),  # less than the next
+    pytest.param((2, 1, 16, 0), marks=pytest.mark.slow),  # its parts are in the others
     (2, 2, 8, 2),
 ]
 

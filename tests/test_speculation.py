@@ -155,7 +155,7 @@ def test_siblings_in_flight_alone(mesh, base):
 LADDERS = [
     (1, 1, 0, 0),
     (3, 2, 0, 3),
-    pytest.param((2, 1, 16, 0), marks=pytest.mark.slow),  # less than the next
+    pytest.param((2, 1, 16, 0), marks=pytest.mark.slow),  # its parts are in the others
     (2, 2, 8, 2),
 ]
 

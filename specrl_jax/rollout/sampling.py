@@ -158,14 +158,14 @@ def draw_scored(
     folded = _fold(jax.lax.optimization_barrier(logits))
     rows, length = folded.shape[-2:]
     top = jnp.max(folded, axis=(-2, -1), keepdims=True)
-    # Nor into the race that follows, which would compute the exponentials one by one.
+    # Apart from the race too: fused with it the exponentials would be computed one by one.
     masses = jax.lax.optimization_barrier(jnp.sum(jnp.exp(folded - top), axis=-2))
     noise = functools.partial(exponentials, seeds_B2, positions)
-    one = (None,) * positions.ndim
+    leading = (None,) * positions.ndim
     columns = rows * length + jnp.arange(length)  # ids that no token has
-    won = jnp.argmax(masses / noise(columns[one]), axis=-1)
+    won = jnp.argmax(masses / noise(columns[leading]), axis=-1)
     inside = _column(folded, won) - top[..., 0]
-    row_ids = _row_ids(rows)[one]
+    row_ids = _row_ids(rows)[leading]
     ids = row_ids * length + won[..., None]
     row = jnp.argmax(jnp.exp(inside) / noise(ids), axis=-1)
     ahead = jnp.sum(jnp.where(row_ids == row[..., None], inside, 0.0), axis=-1)
