@@ -373,9 +373,8 @@ def test_a_decoded_token_is_priced_on_the_rungs_that_it_would_take(mesh, base, m
     seen = []
 
     class Spy(Whims):
-        def worth_verifying(self, candidate):
-            seen.append(candidate)
-            return False
+        def choose_pass(self, passes):
+            seen.extend(passes)
 
     plan = plan_of(row_rungs=3 if not max_rows else 1, windows=1, max_rows=max_rows)
     go(plan, drafts=as_drafts(base[1], lens), cost=Spy(0))
@@ -403,13 +402,10 @@ class Whims:
     def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
         return 0.0
 
-    def worth(self, candidate):
-        return self.rng.random()
-
-    def worth_verifying(self, candidate):
+    def choose_pass(self, passes):
         verdict = bool(self.rng.random() < 0.6)
         self.verdicts.add(verdict)
-        return verdict
+        return passes[self.rng.integers(len(passes))] if verdict else None
 
     def record_pass(self, done, kept=0, judged=0):
         return 0.0

@@ -155,7 +155,9 @@ def test_collect(make_mesh, shape):
         return old
 
     expected = jax.tree.map(write, board, rung)
-    check(got, dataclasses.replace(expected, index=board.index))
+    # Of drafts only their ends change, so nothing else of them is written.
+    pending = dataclasses.replace(board.pending, lens=expected.pending.lens)
+    check(got, dataclasses.replace(expected, index=board.index, pending=pending))
 
 
 @SHAPES

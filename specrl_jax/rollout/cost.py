@@ -260,15 +260,19 @@ class CostModel:
         self.credit -= max(seconds - gain * base_seconds, 0.0)
         return seconds
 
-    def worth(self, candidate: Pass) -> float:
-        """Seconds of decoding that a chunk is expected to save, over what it costs."""
-        rate = self.acceptance.rate()
-        saved = self._decode_seconds(candidate) - self._decode_seconds(candidate, rate)
-        return saved / self._pass_seconds(candidate)
-
-    def worth_verifying(self, candidate: Pass) -> bool:
-        """Whether a chunk is expected to save more decoding than it costs, by VERIFY_MARGIN."""
-        return self.worth(candidate) > VERIFY_MARGIN
+    def choose_pass(self, passes: Sequence[Pass]) -> Pass | None:
+        """The verification that is expected to save most decoding for its seconds; they differ in
+        `chunk` and `slots` alone. None where none saves VERIFY_MARGIN times what it costs."""
+        rate, best, most = self.acceptance.rate(), None, VERIFY_MARGIN
+        without = saved = self._decode_seconds(passes[0])
+        for one in sorted(passes, key=lambda one: one.chunk, reverse=True):
+            seconds = self._pass_seconds(one)
+            # A narrower pass saves no more than a wider one: mostly nothing needs to be worked out.
+            if saved > most * seconds:
+                saved = without - self._decode_seconds(one, rate)
+                if saved > most * seconds:
+                    best, most = one, saved / seconds
+        return best
 
     def record_pass(self, done: Pass, kept: int = 0, judged: int = 0) -> float:
         """A chunk was verified; returns its predicted seconds."""

@@ -228,7 +228,7 @@ class Engine:
         group = self.setup.group_size
         places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.draft_lens[places]
-        longest, first = int(drafts.max()), self._first_pass(drafts, size)
+        longest, first = int(drafts.max()), self._pass(drafts, size)
         picked = rows.pick(self.board, self._padded(places, size))
         start = time.perf_counter()
         prompts = self.prompts[np.resize(groups, size // group)]
@@ -262,7 +262,7 @@ class Engine:
         if drafted:
             left = np.maximum(self.draft_lens[places] - self.held[places], 0)
             widest = self.ladder.verify_width(int(left.max()))
-            first = self._first_pass(left, size, self.ladder.prompt_slots + width + widest)
+            first = self._pass(left, size, self.ladder.prompt_slots + width + widest)
         if first:
             needed = self.ladder.prompt_slots + width + first.chunk
             if self.room.verifies(needed, slots):
@@ -309,9 +309,12 @@ class Engine:
         return [width for width in widths if self.room.verifies(needed(width, longest), shared)]
 
     def _pass(self, drafts: np.ndarray, size: int, slots: int = 0) -> Pass | None:
-        """The verification of rows whose drafts have `drafts` [n] tokens left that is expected to
-        save most for its seconds; without a cost model the widest that is needed. None where the
-        bound on bytes has no room for one. slots: of their caches, where they have any."""
+        """The verification of rows whose drafts have `drafts` [n] tokens left that the cost model
+        chooses; without one the widest that is needed. None where there are no drafts, where they
+        are better left to decoding, or where the bound on bytes has no room. slots: of the rows'
+        caches, where they have any."""
+        if not drafts.any():
+            return None
         longest = int(drafts.max())
         widths = self._verifiable(longest)
         if not widths:
@@ -330,20 +333,14 @@ class Engine:
         )
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return one
-        passes = [
-            dataclasses.replace(one, chunk=w, slots=slots or self.ladder.verify_slots(w, longest))
-            for w in widths
-        ]
-        return max(passes, key=self.cost.worth)
-
-    def _first_pass(self, drafts: np.ndarray, size: int, slots: int = 0) -> Pass | None:
-        """The verification of a new batch's drafts; None where they are better left to decoding."""
-        if not drafts.any():
-            return None
-        one = self._pass(drafts, size, slots)
-        if one is None or self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
-            return one
-        return one if self.cost.worth_verifying(one) else None
+        return self.cost.choose_pass(
+            [
+                dataclasses.replace(
+                    one, chunk=w, slots=slots or self.ladder.verify_slots(w, longest)
+                )
+                for w in widths
+            ]
+        )
 
     def _verify(self, batch: _Pool, drafts: np.ndarray, first: Pass) -> _Pool:
         """Judge pending drafts in wide passes, as long as that pays."""
@@ -356,8 +353,6 @@ class Engine:
                 left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
                 one = self._pass(np.maximum(left, 1), batch.size, batch.slots)
                 if one is None or batch.slots < self._room_needed(batch, one.chunk):
-                    break
-                if self.cost and not self.cost.worth_verifying(one):
                     break
             tally = self._run(batch, self._limits(-1, steps=1), one.chunk, wide=True)
             kept, judged = int(tally.kept), int(tally.judged)

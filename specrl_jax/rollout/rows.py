@@ -101,24 +101,26 @@ def start_rows(
     )
 
 
-@jax.jit
 def with_pending(board: Rows, drafts: Drafts) -> Rows:
     """The board with `drafts` [B] to be judged."""
-    margin = board.tokens.shape[1] - drafts.tokens.shape[1]
+    return dataclasses.replace(board, pending=_pending(drafts, board.tokens.shape[1]))
 
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pending(drafts: Drafts, columns: int) -> Pending:
     def widen(x: Array | None) -> Array | None:
         if x is None:
             return None
+        margin = columns - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, margin), *((0, 0),) * (x.ndim - 2)))
 
-    pending = Pending(
+    return Pending(
         tokens=widen(drafts.tokens),
         logprobs=widen(drafts.sampling_logprobs),
         lens=drafts.lens,
         top_ids=widen(drafts.top_ids),
         top_logprobs=widen(drafts.top_logprobs),
     )
-    return dataclasses.replace(board, pending=pending)
 
 
 @jax.jit
@@ -150,15 +152,12 @@ def collect(rows: Rows, board: Rows) -> Rows:
         return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
     pending = board.pending
-    if pending is not None and rows.pending is None:
-        # Nothing is left to judge on this rung: nor may it be when a row comes back.
-        lens = jnp.where(here, 0, pending.lens)
-        pending = dataclasses.replace(pending, lens=lens)
-        board = dataclasses.replace(board, pending=None)
-    written = jax.tree.map(write, board, rows)
-    if pending is not None and rows.pending is None:
-        written = dataclasses.replace(written, pending=pending)
-    return dataclasses.replace(written, index=board.index)
+    if pending is not None:
+        # Where nothing is left to judge on the rung, nor may it be when a row comes back.
+        lens = jnp.zeros_like(rows.lens) if rows.pending is None else rows.pending.lens
+        pending = dataclasses.replace(pending, lens=write(pending.lens, lens))
+    written = jax.tree.map(write, without_pending(board), without_pending(rows))
+    return dataclasses.replace(written, index=board.index, pending=pending)
 
 
 def without_pending(rows: Rows) -> Rows:
