@@ -109,9 +109,17 @@ CHOICES = {
     "few rows": {"max_rows": 8, "row_rungs": 3},
     "a bound of the cache": {"row_rungs": 3, "windows": 3, "cache_bytes": 2 * 12 * 22 * 128},
 }
+CHOICES["trees within a bound"] = CHOICES["tree"] | CHOICES["a bound of the cache"]
+CONTAINED = ("tree", "a bound of the cache")  # in the last
 
 
-@pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, marks=pytest.mark.slow if name in CONTAINED else (), id=name)
+        for name, changes in CHOICES.items()
+    ],
+)
 @pytest.mark.parametrize("lost", [False, True], ids=["right drafts", "drafts of another step"])
 def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
     """Right ones are kept to the end of every turn, over what the environment said in between."""
@@ -156,13 +164,25 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("changes", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("drafted", [False, True])
+# Without drafts no rule has a say, and few rows at a time contain many.
+CASES = [
+    pytest.param(
+        name,
+        drafted,
+        marks=pytest.mark.slow if name == "ratio" or not (drafted or "," in name) else (),
+        id=f"{name}{', drafts' if drafted else ''}",
+    )
+    for name in RULES
+    for drafted in (False, True)
+]
+
+
+@pytest.mark.parametrize(("rule", "drafted"), CASES)
 def test_rows_in_different_turns_are_the_same_rows(
-    mesh, pool, plain, changes, drafted, monkeypatch
+    mesh, pool, plain, rule, drafted, monkeypatch
 ):
     """Nobody waits for the slowest half: the same episodes, in more rollouts, for every rule."""
-    weights, plan, options = plain[2], plan_of(**changes), {}
+    weights, plan, options = plain[2], plan_of(**RULES[rule]), {}
     if drafted:
         older = run(pool, plan, ref.policy(0.15)[1], prompts_of())
         options = {"drafts": ref.as_drafts(older.outcome.rollout), "log_lenience": 0.3}
