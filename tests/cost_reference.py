@@ -49,5 +49,7 @@ def true_survival(chances, tokens):
     return list(itertools.accumulate(padded[:tokens], lambda a, b: a * b))
 
 
-def make_pass(left=(100,) * 64, rung_rows=64, chunk=4, rungs=(16, 64), **more):
-    return Pass(tuple(left), rung_rows, 99, chunk, rungs, 50, **more)
+def make_pass(
+    left=(100,) * 64, rung_rows=64, chunk=4, rungs=(16, 64), windows=((50, 100),), **more
+):
+    return Pass(tuple(left), rung_rows, 99, chunk, rungs, windows, **more)

@@ -52,10 +52,45 @@ def test_rows_that_decode_agree_with_drawn_drafts(rate, chunk):
 
 def test_steps_are_shared_with_the_rows_beside():
     active = np.array([64.0, 20.0, 3.0, 0.5])
-    assert make_pass().shares(active) == {16: 1.5, 64: 2.0}
+    assert make_pass().shares(active) == {(16, 50): 1.5, (64, 50): 2.0}
     # 30 others wait, and 64 rows in all have room: 0, 30 and 30, 30 are in flight beside.
     found = make_pass(beside=30, capacity=64).shares(active)
-    assert found == pytest.approx({16: 0.0, 64: 1 + 20 / 50 + 3 / 33 + 0.5 / 31})
+    assert found == pytest.approx({(16, 50): 0.0, (64, 50): 1 + 20 / 50 + 3 / 33 + 0.5 / 31})
+
+
+def test_steps_are_priced_in_the_window_that_the_longest_row_needs():
+    """Windows of 3 and 8 tokens. Rows that hold nothing take 3 steps in the first; where one holds
+    a token, or has kept one of its draft, 2, and beyond the last window they stay in it."""
+    windows, active = ((20, 3), (25, 8)), np.array([64.0] * 5)
+    assert make_pass(windows=windows).shares(active)[64, 20] == 3
+    for begun, ahead in ((1, 0), (0, 1)):
+        found = make_pass(windows=windows, begun=begun).shares(active, ahead)
+        assert found == {(16, 20): 0, (16, 25): 0, (64, 20): 2, (64, 25): 3}
+    assert make_pass(windows=windows, begun=7).shares(active)[64, 25] == 5
+
+
+def test_a_pass_that_saves_steps_of_a_shallow_window_is_worth_less():
+    # Everything is kept: 4 steps of 64 rows, of 8 s at 20 slots and 32 s at 25.
+    steps = {Point(64, 20, 1, False): 8.0, Point(64, 25, 1, False): 32.0}
+    table = CostTable(steps | {Point(64, 99, 4, False): 60.0})
+    model = CostModel(table, Acceptance(verified=1e12, kept=1e12))
+    one = {"left": (4,) * 64, "rungs": (64,)}
+    assert model.choose_pass([make_pass(windows=((25, 8),), **one)])  # saves 128 s
+    assert model.choose_pass([make_pass(windows=((20, 1), (25, 8)), **one)])  # 104 s
+    assert not model.choose_pass([make_pass(windows=((20, 3), (25, 8)), **one)])  # 56 s
+    assert not model.choose_pass([make_pass(windows=((20, 8), (25, 9)), **one)])  # 32 s
+
+
+@pytest.mark.parametrize("rows", [1, 8, 128])
+def test_the_row_that_keeps_most(rows):
+    """Against drawn drafts: no less than their mean, and 6 tokens more at most."""
+    drawn = np.random.default_rng(5).geometric(1 - 0.9, (4_000, rows)).max(axis=1) - 1
+    found = make_pass((999,) * rows, chunk=999).ahead(0.9)
+    assert drawn.mean() <= found <= drawn.mean() + 6
+    assert make_pass((999,) * rows, chunk=5).ahead(0.9) == 5
+    # Of two rows that outgrow the first window, behind a token, and two that do not.
+    assert make_pass((100, 99, 98, 101), chunk=999, begun=1).ahead(0.9) == 17
+    assert make_pass((100, 99), chunk=999).ahead(0.9) == 0
 
 
 def test_one_more_chunk_by_hand():
@@ -98,7 +133,7 @@ def test_of_several_passes_the_one_that_saves_most_for_its_seconds(narrow, chose
     assert model.choose_pass(passes[::-1]).chunk == chosen
 
 
-CHUNK = Pass((24,) * 128, 128, 99, chunk=16, rungs=(16, 64, 128), decode_slots=99)  # 3.6 steps
+CHUNK = Pass((24,) * 128, 128, 99, chunk=16, rungs=(16, 64, 128), windows=((99, 75),))  # 3.6 steps
 
 
 def rollouts(model, chance, number, rng):

@@ -379,7 +379,7 @@ def test_a_decoded_token_is_priced_on_the_rungs_that_it_would_take(mesh, base, m
     plan = plan_of(row_rungs=3 if not max_rows else 1, windows=1, max_rows=max_rows)
     go(plan, drafts=as_drafts(base[1], lens), cost=Spy(0))
     found = seen[0].shares(seen[0].active())
-    assert {rows: share for rows, share in found.items() if share} == pytest.approx(shares)
+    assert {rows: share for (rows, _), share in found.items() if share} == pytest.approx(shares)
 
 
 def test_block_verification_is_never_skipped(mesh, base):

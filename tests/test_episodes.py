@@ -178,9 +178,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "drafted"), CASES)
-def test_rows_in_different_turns_are_the_same_rows(
-    mesh, pool, plain, rule, drafted, monkeypatch
-):
+def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, drafted, monkeypatch):
     """Nobody waits for the slowest half: the same episodes, in more rollouts, for every rule."""
     weights, plan, options = plain[2], plan_of(**RULES[rule]), {}
     if drafted:

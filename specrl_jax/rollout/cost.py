@@ -117,9 +117,10 @@ class Pass:
     """One verification of up to `chunk` more draft tokens, as it could be run.
 
     left: draft tokens left of every row that would verify, in a rung of rung_rows and slots.
-    rungs: rows of the rungs in which they would be decoded instead, ascending; decode_slots and
-    widths are of these. beside: other rows that want to decode, as far as `capacity` rows in
-    flight allow.
+    rungs: rows of the rungs in which they would be decoded instead, ascending, of steps of these
+    widths. windows: of the rungs, ascending, slots and the tokens of a response that these hold.
+    begun: tokens of the longest response so far. beside: other rows that want to decode, as far as
+    `capacity` rows in flight allow.
     """
 
     left: tuple[int, ...]
@@ -127,7 +128,8 @@ class Pass:
     slots: int
     chunk: int
     rungs: tuple[int, ...]
-    decode_slots: int
+    windows: tuple[tuple[int, int], ...]
+    begun: int = 0
     widths: tuple[int, ...] = (1,)
     beside: int = 0
     capacity: int = 0
@@ -146,15 +148,31 @@ class Pass:
         powers = rate ** np.arange(1, min(self.chunk, len(active)) + 1)
         return active - np.convolve(count[:0:-1], powers)[: len(active)][::-1]
 
-    def shares(self, active: np.ndarray) -> dict[int, float]:
-        """Steps of each rung that these rows have to pay for, by its rows: they share them with the
-        rows beside; where less than one row is expected, so is less than one step."""
+    def ahead(self, rate: float) -> int:
+        """Tokens that the row which keeps most is expected to keep, of those that need more than
+        the first window.
+
+        The longest of n runs of chance a has (1 + 1/2 + ... + 1/n) / -ln a tokens in the mean, and
+        that is at most (1 + ln n) / -ln a.
+        """
+        rows = sum(n > self.windows[0][1] - self.begun for n in self.left)
+        run = (1 + math.log(max(rows, 1))) / max(-math.log(rate), 1e-9)
+        return math.ceil(min(run, self.chunk)) if rows else 0
+
+    def shares(self, active: np.ndarray, ahead: int = 0) -> dict[tuple[int, int], float]:
+        """Steps that these rows have to pay for, by rows and slots of the rung: they share them
+        with the rows beside; where less than one row is expected, so is less than one step. ahead:
+        tokens of the longest response beyond `begun`, before the first of these steps."""
         others = np.clip(self.capacity - np.ceil(active), 0, self.beside)
         share = active / (np.maximum(active, 1.0) + others)
         places = np.searchsorted(self.rungs, np.ceil(active) + others)
         places = np.minimum(places, len(self.rungs) - 1)
-        found = np.bincount(places, share, minlength=len(self.rungs))
-        return dict(zip(self.rungs, found.tolist()))
+        slots, lengths = zip(*self.windows)
+        longest = self.begun + ahead + np.arange(1, len(active) + 1)
+        depths = np.minimum(np.searchsorted(lengths, longest), len(slots) - 1)
+        kinds = list(itertools.product(self.rungs, slots))
+        found = np.bincount(places * len(slots) + depths, share, minlength=len(kinds))
+        return dict(zip(kinds, found.tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,12 +282,15 @@ class CostModel:
         """The verification that is expected to save most decoding for its seconds; they differ in
         `chunk` and `slots` alone. None where none saves VERIFY_MARGIN times what it costs."""
         rate, best, most = self.acceptance.rate(), None, VERIFY_MARGIN
-        without = saved = self._decode_seconds(passes[0])
-        for one in sorted(passes, key=lambda one: one.chunk, reverse=True):
+        without = self._decode_seconds(passes[0])
+        # None saves more than the widest would if no row got ahead into another window: mostly that
+        # is little, and nothing else needs to be worked out.
+        widest = max(passes, key=lambda one: one.chunk)
+        bound = without - self._decode_seconds(widest, rate)
+        for one in passes:
             seconds = self._pass_seconds(one)
-            # A narrower pass saves no more than a wider one: mostly nothing needs to be worked out.
-            if saved > most * seconds:
-                saved = without - self._decode_seconds(one, rate)
+            if bound > most * seconds:
+                saved = without - self._decode_seconds(one, rate, one.ahead(rate))
                 if saved > most * seconds:
                     best, most = one, saved / seconds
         return best
@@ -282,14 +303,14 @@ class CostModel:
     def _pass_seconds(self, one: Pass) -> float:
         return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
 
-    def _decode_seconds(self, one: Pass, rate: float | None = None) -> float:
+    def _decode_seconds(self, one: Pass, rate: float | None = None, ahead: int = 0) -> float:
         """To decode what is left of the drafts, every rung at the best width that is known: rows
         that are not verified try no tree drafts either, so hope for these must not decide it."""
         known, total = list(filter(self.acceptance.knows, one.widths)), 0.0
-        for rows, steps in one.shares(one.active(rate)).items():
+        for (rows, slots), steps in one.shares(one.active(rate), ahead).items():
             if steps:
-                width = self.choose_width(rows, one.decode_slots, known)
-                seconds = self.predicted(rows, one.decode_slots, width)
+                width = self.choose_width(rows, slots, known)
+                seconds = self.predicted(rows, slots, width)
                 total += steps * seconds / self.acceptance.expected_tokens(width)
         return total
 

@@ -262,7 +262,8 @@ class Engine:
         if drafted:
             left = np.maximum(self.draft_lens[places] - self.held[places], 0)
             widest = self.ladder.verify_width(int(left.max()))
-            first = self._pass(left, size, self.ladder.prompt_slots + width + widest)
+            needed = self.ladder.prompt_slots + width + widest
+            first = self._pass(left, size, needed, max(n for n, _ in chosen))
         if first:
             needed = self.ladder.prompt_slots + width + first.chunk
             if self.room.verifies(needed, slots):
@@ -308,11 +309,11 @@ class Engine:
         widths = [width for width in self.ladder.verify if width <= widest]
         return [width for width in widths if self.room.verifies(needed(width, longest), shared)]
 
-    def _pass(self, drafts: np.ndarray, size: int, slots: int = 0) -> Pass | None:
+    def _pass(self, drafts: np.ndarray, size: int, slots: int = 0, begun: int = 0) -> Pass | None:
         """The verification of rows whose drafts have `drafts` [n] tokens left that the cost model
         chooses; without one the widest that is needed. None where there are no drafts, where they
         are better left to decoding, or where the bound on bytes has no room. slots: of the rows'
-        caches, where they have any."""
+        caches, where they have any. begun: tokens that the longest of them has."""
         if not drafts.any():
             return None
         longest = int(drafts.max())
@@ -325,7 +326,9 @@ class Engine:
             slots=slots or self.ladder.verify_slots(widths[-1], longest),
             chunk=widths[-1],
             rungs=tuple(sorted(self.ladder.rows)),
-            decode_slots=self.ladder.slots(self.ladder.responses[-1]),
+            # One of those with the same slots, the longest: a wide step needs that many at least.
+            windows=tuple({self.ladder.slots(n): n for n in self.ladder.responses}.items()),
+            begun=max(begun, self.pool.longest if self.pool else 0),
             widths=self.widths,
             beside=len(self.fresh) * self.setup.group_size
             + (self.pool.unfinished if self.pool else 0),
@@ -351,7 +354,7 @@ class Engine:
             if one is None:
                 # Rows that verified all passes so far have as many tokens less to verify.
                 left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
-                one = self._pass(np.maximum(left, 1), batch.size, batch.slots)
+                one = self._pass(np.maximum(left, 1), batch.size, batch.slots, batch.longest)
                 if one is None or batch.slots < self._room_needed(batch, one.chunk):
                     break
             tally = self._run(batch, self._limits(-1, steps=1), one.chunk, wide=True)
