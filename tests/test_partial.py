@@ -104,7 +104,7 @@ def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh,
     """As long as the policy stays: whatever was carried, replayed, evicted, or drafted."""
     plan, (_, weights) = make_plan(accept="match", **changes), ref.policy()
     carried, more = 0, ("sources",) if plan.setup.tree else ()
-    for step in steps(plan, [weights] * 4):
+    for step in steps(plan, [weights] * 5):
         outcome = step.outcome
         assert len(outcome.groups) == Q
         assert len(outcome.carried.steps) == X
