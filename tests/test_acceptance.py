@@ -190,7 +190,7 @@ def generations(accept, law=SamplingLaw(), steps=4, chunk=0):  # noqa: B008
     return counts, last
 
 
-# Every rule and every law once; the others by hand.
+# Every rule and every law once; the others with `-m slow`.
 @pytest.mark.parametrize(
     ("accept", "law"),
     [

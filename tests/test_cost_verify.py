@@ -63,9 +63,11 @@ def test_steps_are_priced_in_the_window_that_the_longest_row_needs():
     a token, or has kept one of its draft, 2, and beyond the last window they stay in it."""
     windows, active = ((20, 3), (25, 8)), np.array([64.0] * 5)
     assert make_pass(windows=windows).shares(active)[64, 20] == 3
-    for begun, ahead in ((1, 0), (0, 1)):
-        found = make_pass(windows=windows, begun=begun).shares(active, ahead)
-        assert found == {(16, 20): 0, (16, 25): 0, (64, 20): 2, (64, 25): 3}
+    # A row beside that holds 2 tokens takes up one more; it stands still while others get ahead.
+    for begun, ahead, others, shallow in ((1, 0, 0, 2), (0, 1, 0, 2), (0, 1, 2, 1), (1, 1, 2, 1)):
+        one = make_pass(windows=windows, begun=begun, others=others)
+        found = one.shares(active, ahead)
+        assert found == {(16, 20): 0, (16, 25): 0, (64, 20): shallow, (64, 25): 5 - shallow}
     assert make_pass(windows=windows, begun=7).shares(active)[64, 25] == 5
 
 
@@ -91,6 +93,39 @@ def test_the_row_that_keeps_most(rows):
     # Of two rows that outgrow the first window, behind a token, and two that do not.
     assert make_pass((100, 99, 98, 101), chunk=999, begun=1).ahead(0.9) == 17
     assert make_pass((100, 99), chunk=999).ahead(0.9) == 0
+    assert make_pass((101, 102), chunk=999).ahead(1 - 1e-12) == 102
+
+
+def test_rows_that_get_ahead_make_a_pass_worth_less():
+    """Of 64 rows with 100 tokens left nearly all keep 50, and so are in the second window."""
+    steps = {Point(64, 20, 1, False): 1.0, Point(64, 25, 1, False): 3.0}
+    windows, one = ((20, 60), (25, 100)), {"left": (100,) * 64, "chunk": 50, "rungs": (64,)}
+
+    def seconds(price):
+        table = CostTable(steps | {Point(64, 99, 50, False): price})
+        model = CostModel(table, Acceptance(verified=1e12, kept=1e12))
+        return model.choose_pass([make_pass(windows=windows, **one)])
+
+    # Without it 60 steps of 1 s and 40 of 3 s, with it 10 of 1 s and 40 of 3 s: 50 s are saved.
+    assert seconds(50 / cost.VERIFY_MARGIN * 0.99)
+    assert not seconds(50 / cost.VERIFY_MARGIN * 1.01)
+
+
+def test_no_pass_that_is_passed_over_would_save_more():
+    """Against all of them, each asked for alone."""
+    rng, model = np.random.default_rng(14), CostModel(make_table())
+    chosen = set()
+    for _ in range(300):
+        model.acceptance.kept, model.acceptance.verified = rng.random() ** 0.1 * 1e4, 1e4
+        rows, begun = int(rng.choice([1, 16, 64, 100])), int(rng.integers(0, 40))
+        more = {"windows": ((40, 30), (99, 90)), "begun": begun, "others": int(rng.integers(0, 60))}
+        left = rng.integers(1, 90 - begun, rows)
+        passes = [make_pass(left, rows, chunk, (1, 16, 100), **more) for chunk in (4, 8, 16)]
+        best = model.choose_pass(passes)
+        alone = [model.choose_pass([one]) for one in passes]
+        assert (best is None) == (not any(alone))
+        chosen.add(best and best.chunk)
+    assert chosen >= {None, 4, 16}
 
 
 def test_one_more_chunk_by_hand():

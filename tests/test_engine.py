@@ -382,6 +382,26 @@ def test_a_decoded_token_is_priced_on_the_rungs_that_it_would_take(mesh, base, m
     assert {rows: share for (rows, _), share in found.items() if share} == pytest.approx(shares)
 
 
+def test_what_a_pass_is_asked_for(mesh, base):
+    """Drafts of 8 tokens, all of them right, in windows of 4 and 8, 2 tokens a pass: each begins
+    behind what was kept. Rows without a draft come last, beside nobody who verifies."""
+    seen = []
+
+    class Spy(Whims):
+        def choose_pass(self, passes):
+            seen.extend(passes)
+            return passes[-1]
+
+    plan = plan_of(row_rungs=1, windows=2, verify_chunk=2, max_rows=8)
+    drafts = as_drafts(base[1], np.where(np.arange(B) < 8, 0, R))
+    rollout, _ = go(plan, caps=None, drafts=drafts, cost=Spy(0))
+    check_equal(rollout, base[1], but=FOUND)
+    assert {one.windows for one in seen} == {((P + 4, 4), (P + 8, 8))}
+    assert [one.begun for one in seen] == [0, 2, 4, 6] * 3
+    assert [one.left for one in seen] == [(R - one.begun,) * 8 for one in seen]
+    assert {one.others for one in seen} == {0}
+
+
 def test_block_verification_is_never_skipped(mesh, base):
     at_once, _, _ = choosing(base, None, "block", width=1)
     paid, stats, _ = choosing(base, table(verify=1e6), "block", width=1)

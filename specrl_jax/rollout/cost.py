@@ -1,7 +1,7 @@
 """What a step costs and what drafts bring: how wide to decode, and whether to verify on.
 
 Takes in measured seconds of a width-W step at a few (rows, slots) and counts of accepted draft
-tokens; gives out a width for the next visit to a rung, and yes or no to the next verification.
+tokens; gives out a width for the next visit to a rung, and which verification to run next, if any.
 By measured cost, as ReSpec (arXiv 2510.26475) and NeMo-RL (2604.26779) find necessary; the long
 tail gets the widest drafts (DAS, 2511.13841), since in its small rungs wide steps are cheap.
 
@@ -116,11 +116,11 @@ class Acceptance:
 class Pass:
     """One verification of up to `chunk` more draft tokens, as it could be run.
 
-    left: draft tokens left of every row that would verify, in a rung of rung_rows and slots.
-    rungs: rows of the rungs in which they would be decoded instead, ascending, of steps of these
-    widths. windows: of the rungs, ascending, slots and the tokens of a response that these hold.
-    begun: tokens of the longest response so far. beside: other rows that want to decode, as far as
-    `capacity` rows in flight allow.
+    left: draft tokens left of every row that would verify, in a rung of rung_rows and slots. begun:
+    tokens that the longest of these rows holds. Where they would be decoded instead: `rungs`, rows,
+    ascending; `windows`, (slots, response tokens that they hold), ascending; `widths` of a step.
+    beside: other rows that want to decode, as far as `capacity` rows in flight allow; the longest
+    of those in flight holds `others` tokens.
     """
 
     left: tuple[int, ...]
@@ -132,6 +132,7 @@ class Pass:
     begun: int = 0
     widths: tuple[int, ...] = (1,)
     beside: int = 0
+    others: int = 0
     capacity: int = 0
 
     def active(self, rate: float | None = None) -> np.ndarray:
@@ -152,23 +153,25 @@ class Pass:
         """Tokens that the row which keeps most is expected to keep, of those that need more than
         the first window.
 
-        The longest of n runs of chance a has (1 + 1/2 + ... + 1/n) / -ln a tokens in the mean, and
-        that is at most (1 + ln n) / -ln a.
+        The longest of n runs of chance a has at most (1 + 1/2 + ... + 1/n) / -ln a tokens in the
+        mean, and that is at most (1 + ln n) / -ln a.
         """
-        rows = sum(n > self.windows[0][1] - self.begun for n in self.left)
-        run = (1 + math.log(max(rows, 1))) / max(-math.log(rate), 1e-9)
-        return math.ceil(min(run, self.chunk)) if rows else 0
+        long = [n for n in self.left if n > self.windows[0][1] - self.begun]
+        if not long:
+            return 0
+        run = (1 + math.log(len(long))) / max(-math.log(rate), 1e-9)
+        return math.ceil(min(run, self.chunk, max(long)))
 
     def shares(self, active: np.ndarray, ahead: int = 0) -> dict[tuple[int, int], float]:
         """Steps that these rows have to pay for, by rows and slots of the rung: they share them
         with the rows beside; where less than one row is expected, so is less than one step. ahead:
-        tokens of the longest response beyond `begun`, before the first of these steps."""
+        tokens that the longest row has got beyond `begun` before the first of these steps."""
         others = np.clip(self.capacity - np.ceil(active), 0, self.beside)
         share = active / (np.maximum(active, 1.0) + others)
         places = np.searchsorted(self.rungs, np.ceil(active) + others)
         places = np.minimum(places, len(self.rungs) - 1)
         slots, lengths = zip(*self.windows)
-        longest = self.begun + ahead + np.arange(1, len(active) + 1)
+        longest = max(self.begun + ahead, self.others) + np.arange(1, len(active) + 1)
         depths = np.minimum(np.searchsorted(lengths, longest), len(slots) - 1)
         kinds = list(itertools.product(self.rungs, slots))
         found = np.bincount(places * len(slots) + depths, share, minlength=len(kinds))
@@ -283,8 +286,8 @@ class CostModel:
         `chunk` and `slots` alone. None where none saves VERIFY_MARGIN times what it costs."""
         rate, best, most = self.acceptance.rate(), None, VERIFY_MARGIN
         without = self._decode_seconds(passes[0])
-        # None saves more than the widest would if no row got ahead into another window: mostly that
-        # is little, and nothing else needs to be worked out.
+        # Where more rows and slots cost more, none saves more than the widest would if no row got
+        # ahead into another window: mostly that is little, and no other needs to be worked out.
         widest = max(passes, key=lambda one: one.chunk)
         bound = without - self._decode_seconds(widest, rate)
         for one in passes:

@@ -11,6 +11,7 @@ numbers and a tally; no token visits it.
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 
@@ -312,38 +313,35 @@ class Engine:
     def _pass(self, drafts: np.ndarray, size: int, slots: int = 0, begun: int = 0) -> Pass | None:
         """The verification of rows whose drafts have `drafts` [n] tokens left that the cost model
         chooses; without one the widest that is needed. None where there are no drafts, where they
-        are better left to decoding, or where the bound on bytes has no room. slots: of the rows'
-        caches, where they have any. begun: tokens that the longest of them has."""
+        are better left to decoding, or where there is no room. slots: of the rows' caches, where
+        they have any. begun: tokens that the longest of them holds."""
         if not drafts.any():
             return None
         longest = int(drafts.max())
-        widths = self._verifiable(longest)
+        needed = self.ladder.prompt_slots + begun  # a pass begins behind the longest response
+        widths = [w for w in self._verifiable(longest) if not slots or needed + w <= slots]
         if not widths:
             return None
-        one = Pass(
+        make = functools.partial(
+            Pass,
             left=tuple(drafts[drafts > 0].tolist()),
+            begun=begun,
             rung_rows=size,
-            slots=slots or self.ladder.verify_slots(widths[-1], longest),
-            chunk=widths[-1],
             rungs=tuple(sorted(self.ladder.rows)),
-            # One of those with the same slots, the longest: a wide step needs that many at least.
+            # Windows of the same slots, as the widest step needs so many, count as the longest.
             windows=tuple({self.ladder.slots(n): n for n in self.ladder.responses}.items()),
-            begun=max(begun, self.pool.longest if self.pool else 0),
+            others=self.pool.longest if self.pool else 0,
             widths=self.widths,
             beside=len(self.fresh) * self.setup.group_size
             + (self.pool.unfinished if self.pool else 0),
             capacity=self.room.capacity(self.setup.response_slots),
         )
+        passes = [
+            make(chunk=w, slots=slots or self.ladder.verify_slots(w, longest)) for w in widths
+        ]
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
-            return one
-        return self.cost.choose_pass(
-            [
-                dataclasses.replace(
-                    one, chunk=w, slots=slots or self.ladder.verify_slots(w, longest)
-                )
-                for w in widths
-            ]
-        )
+            return passes[-1]
+        return self.cost.choose_pass(passes)
 
     def _verify(self, batch: _Pool, drafts: np.ndarray, first: Pass) -> _Pool:
         """Judge pending drafts in wide passes, as long as that pays."""
@@ -355,7 +353,7 @@ class Engine:
                 # Rows that verified all passes so far have as many tokens less to verify.
                 left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
                 one = self._pass(np.maximum(left, 1), batch.size, batch.slots, batch.longest)
-                if one is None or batch.slots < self._room_needed(batch, one.chunk):
+                if one is None:
                     break
             tally = self._run(batch, self._limits(-1, steps=1), one.chunk, wide=True)
             kept, judged = int(tally.kept), int(tally.judged)
@@ -366,10 +364,6 @@ class Engine:
                 self.stats.predicted_verify_seconds += predicted
             one = None
         return batch
-
-    def _room_needed(self, batch: _Pool, width: int) -> int:
-        """Slots of a further pass, which begins behind the longest response."""
-        return self.ladder.prompt_slots + batch.longest + width
 
     def _may_split(self, batch: _Pool) -> bool:
         """Whether fewer rows are verifying than the rung holds, and there is room for both rungs

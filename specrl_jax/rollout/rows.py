@@ -24,7 +24,7 @@ class Pending:
 
     tokens: int32 [b, C]. logprobs: float32 [b, C], under the law that they were sampled from.
     lens: int32 [b]; a row is *verifying* while it holds fewer tokens than that, 0 once a token was
-    rejected. top_ids, top_logprobs: [b, C, k] or None.
+    rejected, and all that ever changes. top_ids, top_logprobs: [b, C, k] or None.
     """
 
     tokens: Array
@@ -103,11 +103,11 @@ def start_rows(
 
 def with_pending(board: Rows, drafts: Drafts) -> Rows:
     """The board with `drafts` [B] to be judged."""
-    return dataclasses.replace(board, pending=_pending(drafts, board.tokens.shape[1]))
+    return dataclasses.replace(board, pending=_pending(drafts, columns=board.tokens.shape[1]))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _pending(drafts: Drafts, columns: int) -> Pending:
+@functools.partial(jax.jit, static_argnames="columns")
+def _pending(drafts: Drafts, *, columns: int) -> Pending:
     def widen(x: Array | None) -> Array | None:
         if x is None:
             return None
