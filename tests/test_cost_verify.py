@@ -107,8 +107,24 @@ def test_rows_that_get_ahead_make_a_pass_worth_less():
         return model.choose_pass([make_pass(windows=windows, **one)])
 
     # Without it 60 steps of 1 s and 40 of 3 s, with it 10 of 1 s and 40 of 3 s: 50 s are saved.
-    assert seconds(50 / cost.VERIFY_MARGIN * 0.99)
-    assert not seconds(50 / cost.VERIFY_MARGIN * 1.01)
+    # With two of them 180 s are, 90 s each; if windows were those of short rows, by one alone 130.
+    assert seconds(90 / cost.VERIFY_MARGIN * 0.99)
+    assert not seconds(90 / cost.VERIFY_MARGIN * 1.01)
+
+
+def test_a_pass_is_worth_what_it_lets_others_save():
+    """Of 16 rows 15 have 4 draft tokens left and one has 12: alone a pass of 4 saves 4 steps of 16
+    rows, 4 s for 5. Two more on a rung of one row take 1 s each and save 8 steps of 1 s."""
+    steps = {Point(16, 50, 1, False): 1.0, Point(1, 50, 1, False): 1.0}
+    table = CostTable(steps | {Point(16, 99, 4, False): 5.0, Point(1, 99, 4, False): 1.0})
+    model = CostModel(table, Acceptance(verified=1e12, kept=1e12))
+    more = {"rung_rows": 16, "rungs": (1, 16)}
+    assert not model.choose_pass([make_pass((4,) * 15 + (4,), **more)])
+    assert model.choose_pass([make_pass((4,) * 15 + (12,), **more)])
+    one = make_pass((4,) * 15 + (12,), **more)
+    assert [one.rung_at(kept, 1.0) for kept in (0, 4, 8)] == [16, 1, 1]
+    many = make_pass((50,) * 100, rung_rows=128, rungs=(16, 64, 128))
+    assert [many.rung_at(kept, 0.9) for kept in (0, 4, 8, 40)] == [128, 128, 64, 16]
 
 
 def test_no_pass_that_is_passed_over_would_save_more():

@@ -149,6 +149,13 @@ class Pass:
         powers = rate ** np.arange(1, min(self.chunk, len(active)) + 1)
         return active - np.convolve(count[:0:-1], powers)[: len(active)][::-1]
 
+    def rung_at(self, kept: int, rate: float) -> int:
+        """Rows of the rung for those that are expected to keep the next `kept` tokens and have more
+        to verify; before the first, the pass's own."""
+        rows = sum(n > kept for n in self.left) * rate**kept
+        fits = [n for n in self.rungs if n >= math.floor(rows)]
+        return min(min(fits, default=self.rung_rows), self.rung_rows) if kept else self.rung_rows
+
     def ahead(self, rate: float) -> int:
         """Tokens that the row which keeps most is expected to keep, of those that need more than
         the first window.
@@ -282,18 +289,24 @@ class CostModel:
         return seconds
 
     def choose_pass(self, passes: Sequence[Pass]) -> Pass | None:
-        """The verification that is expected to save most decoding for its seconds; they differ in
-        `chunk` and `slots` alone. None where none saves VERIFY_MARGIN times what it costs."""
+        """The verification to run next: the first of those, alone or in a row of its kind, that are
+        expected to save most decoding for their seconds. None where none saves VERIFY_MARGIN times
+        these. They differ in `chunk` and `slots` alone."""
         rate, best, most = self.acceptance.rate(), None, VERIFY_MARGIN
+        longest = max(passes[0].left, default=0)
         without = self._decode_seconds(passes[0])
-        # Where more rows and slots cost more, none saves more than the widest would if no row got
+        # Where more rows and slots cost more, none saves more than all in one would if no row got
         # ahead into another window: mostly that is little, and no other needs to be worked out.
-        widest = max(passes, key=lambda one: one.chunk)
-        bound = without - self._decode_seconds(widest, rate)
+        bound = without - self._decode_seconds(dataclasses.replace(passes[0], chunk=longest), rate)
         for one in passes:
-            seconds = self._pass_seconds(one)
-            if bound > most * seconds:
-                saved = without - self._decode_seconds(one, rate, one.ahead(rate))
+            seconds = 0.0
+            for begun in range(0, longest, one.chunk):
+                rows = one.rung_at(begun, rate)
+                seconds += self.table.seconds(rows, one.slots, one.chunk, False)
+                if bound <= most * seconds:
+                    break
+                row = dataclasses.replace(one, chunk=begun + one.chunk)
+                saved = without - self._decode_seconds(row, rate, row.ahead(rate))
                 if saved > most * seconds:
                     best, most = one, saved / seconds
         return best
