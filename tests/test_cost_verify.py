@@ -184,6 +184,64 @@ def test_of_several_passes_the_one_that_saves_most_for_its_seconds(narrow, chose
     assert model.choose_pass(passes[::-1]).chunk == chosen
 
 
+# Milliseconds of 0.3M parameters on two cores: (rows, slots) of a step, and of a pass of 32 or 128.
+STEPS = {
+    (16, 152): 0.62, (16, 280): 0.82, (32, 152): 1.11, (32, 280): 2.0,
+    (64, 152): 2.53, (64, 280): 4.0, (128, 152): 5.0, (128, 280): 7.58,
+}  # fmt: skip
+PASSES = {
+    (16, 56, 32): 11.3, (16, 152, 128): 28.8, (16, 312, 32): 12.2, (16, 408, 128): 46.4,
+    (128, 56, 32): 44.2, (128, 152, 128): 284, (128, 312, 32): 89, (128, 408, 128): 507,
+}  # fmt: skip
+RUNGS, WINDOWS, PROMPT = (16, 32, 64, 128), ((152, 128), (280, 256)), 24
+
+
+def rollout_seconds(model, lens, right):
+    """Of a batch whose drafts have as many tokens right: passes as the model chooses, then
+    steps, each on the smallest rung and window that hold what is active."""
+    rung = lambda rows: min(n for n in RUNGS if n >= rows)  # noqa: E731
+    held, begun, slots, seconds = np.zeros_like(lens), 0, 0, 0.0
+    verifying, price = np.full(len(lens), True), model.table.seconds
+    while verifying.any():
+        size, left = rung(verifying.sum()), lens[verifying] - begun
+        passes = [
+            Pass(tuple(left), size, slots or PROMPT + 256 + w, w, RUNGS, WINDOWS, begun)
+            for w in (32, 64, 96, 128)
+            if not slots or PROMPT + begun + w <= slots
+        ]
+        if not passes or (one := model.choose_pass(passes)) is None:
+            break
+        slots, end = one.slots, begun + one.chunk
+        seconds += price(size, slots, one.chunk, False)
+        # The first that is wrong is drawn anew by the pass itself.
+        held = np.where(verifying, np.minimum(np.minimum(right, end) + (right < end), lens), held)
+        begun, verifying = end, verifying & (right >= end) & (lens > end)
+    while (active := held < lens).any():
+        slots = WINDOWS[0][0] if held[active].max() < WINDOWS[0][1] else WINDOWS[1][0]
+        seconds += price(rung(active.sum()), slots, 1, False)
+        held = held + active
+    return seconds
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999])
+def test_the_choice_is_as_good_as_never_and_as_always(chance):
+    """Drawn drafts of 128 rows of long-tailed lengths, where table and chance are right; always
+    means to the end of the drafts, in the narrowest passes."""
+    steps = {Point(rows, slots, 1, False): ms for (rows, slots), ms in STEPS.items()}
+    table = CostTable(steps | {Point(*shape, False): ms for shape, ms in PASSES.items()})
+    rng = np.random.default_rng(15)
+    lens = np.exp(rng.normal(3.5, 0.8, 128)).astype(int).clip(1, 256)
+    drafts = [rng.geometric(1 - chance, 128) - 1 for _ in range(20)]
+
+    def mean(choose):
+        model = CostModel(table, Acceptance(verified=1e6, kept=chance * 1e6))
+        model.choose_pass = choose or model.choose_pass
+        return np.mean([rollout_seconds(model, lens, right) for right in drafts])
+
+    never, always = mean(lambda passes: None), mean(lambda passes: passes[0])
+    assert mean(None) <= 1.01 * min(never, always)
+
+
 CHUNK = Pass((24,) * 128, 128, 99, chunk=16, rungs=(16, 64, 128), windows=((99, 75),))  # 3.6 steps
 
 
