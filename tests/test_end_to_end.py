@@ -188,7 +188,9 @@ def test_on_another_machine_costs_are_measured_again(finished, mesh, monkeypatch
     assert (resumed["table"] == before["table"]) != moved
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     finished, tmp_path, mesh, capsys, monkeypatch, number
 ):
