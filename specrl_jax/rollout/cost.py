@@ -152,9 +152,10 @@ class Pass:
     def rung_at(self, kept: int, rate: float) -> int:
         """Rows of the rung for those that are expected to keep the next `kept` tokens and have more
         to verify; before the first, the pass's own."""
-        rows = sum(n > kept for n in self.left) * rate**kept
-        fits = [n for n in self.rungs if n >= math.floor(rows)]
-        return min(min(fits, default=self.rung_rows), self.rung_rows) if kept else self.rung_rows
+        if not kept:
+            return self.rung_rows
+        rows = math.floor(sum(n > kept for n in self.left) * rate**kept)
+        return min((n for n in self.rungs if rows <= n <= self.rung_rows), default=self.rung_rows)
 
     def ahead(self, rate: float) -> int:
         """Tokens that the row which keeps most is expected to keep, of those that need more than

@@ -263,8 +263,8 @@ class Engine:
         if drafted:
             left = np.maximum(self.draft_lens[places] - self.held[places], 0)
             widest = self.ladder.verify_width(int(left.max()))
-            needed = self.ladder.prompt_slots + width + widest
-            first = self._pass(left, size, needed, max(n for n, _ in chosen))
+            most = self.ladder.prompt_slots + width + widest
+            first = self._pass(left, size, most, max(n for n, _ in chosen))
         if first:
             needed = self.ladder.prompt_slots + width + first.chunk
             if self.room.verifies(needed, slots):
