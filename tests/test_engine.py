@@ -430,6 +430,9 @@ class Whims:
     def record_pass(self, done, kept=0, judged=0):
         return 0.0
 
+    def record_drafts(self, kept, judged):
+        pass
+
 
 def every_program(ladder, group) -> set[tuple]:
     """Of the policy: all that there can be, whatever lengths, drafts and costs come."""

@@ -77,8 +77,9 @@ def random_cut(uniforms_B: Array, lens_B: Array) -> Array:
 
 def leading(accept_BW: Array, lens_B: Array) -> Array:
     """Number of leading True within each row's first `lens` entries, int32 [B]."""
-    inside = jnp.arange(accept_BW.shape[1])[None, :] < lens_B[:, None]
-    return jnp.sum(jnp.cumprod((accept_BW & inside).astype(jnp.int32), axis=1), axis=1)
+    width = accept_BW.shape[1]
+    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    return jnp.min(jnp.where(accept_BW & (steps < lens_B[:, None]), width, steps), axis=1)
 
 
 def in_top(tokens: Array, top_ids: Array) -> Array:

@@ -317,6 +317,12 @@ class CostModel:
         self.acceptance.observe_verified(kept, judged)
         return self._pass_seconds(done)
 
+    def record_drafts(self, kept: int, judged: int) -> None:
+        """A rollout is over, with tokens of previous responses that no pass and no step judged,
+        compared with what was drawn."""
+        if judged > 0:
+            self.acceptance.observe_verified(kept, max(judged, kept))
+
     def _pass_seconds(self, one: Pass) -> float:
         return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
 

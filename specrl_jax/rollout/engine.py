@@ -29,6 +29,7 @@ from specrl_jax.rollout.room import Room
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put
+from specrl_jax.types import Drafts
 
 _FOREVER = np.iinfo(np.int32).max
 LOOK_IN_AHEAD = 64  # steps after which idle places are looked for
@@ -67,13 +68,13 @@ class Engine:
     """One rollout in progress; `run` brings every row of the board to its end.
 
     board: all rows, the first `own` of which the rollout is for; those behind them only use idle
-    places (run-ahead). prompts: int32 [Q, P] on the host. draft_lens: int32 [B] on the host, 0
-    where nothing is pending. held: int32 [B], tokens that rows hold already; done: bool [B]. first:
-    groups that begin before all others. wanted: groups after which `run` ends, 0 for all; the
-    others then hold what they have. behind: rows of its own that `run` leaves unfinished, holding
-    what they have; fewer than are unfinished as it begins. finished: bool [B], rows that are done
-    by now, kept up to date where `wanted` or `behind` is given. corpus: what tree drafts read, or a
-    function that makes it before the first step that does.
+    places (run-ahead). prompts: int32 [Q, P] on the host. drafts: those of all rows, or None;
+    draft_lens: int32 [B] on the host, 0 where there is none. held: int32 [B], tokens that rows hold
+    already; done: bool [B]. first: groups that begin before all others. wanted: groups after which
+    `run` ends, 0 for all; the others then hold what they have. behind: rows of its own that `run`
+    leaves unfinished, holding what they have; fewer than are unfinished as it begins. finished:
+    bool [B], rows that are done by now, kept up to date where `wanted` or `behind` is given.
+    corpus: what tree drafts read, or a function that makes it before the first step that does.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Engine:
         prompts: np.ndarray,
         *,
         own: int,
+        drafts: Drafts | None,
         draft_lens: np.ndarray,
         held: np.ndarray,
         done: np.ndarray,
@@ -99,7 +101,10 @@ class Engine:
         self.weights, self.board = weights, board
         # Whether rows hold tokens that the corpus does not know.
         self.corpus, self.unread = corpus, bool(held.any())
-        self.prompts, self.own, self.draft_lens, self.held = prompts, own, draft_lens, held
+        self.prompts, self.own, self.held = prompts, own, held
+        self.drafts, self.draft_lens = drafts, draft_lens
+        # Under match a draft changes no token: what no pass verifies need not be judged at all.
+        self.steps_judge = setup.accept != "match"
         self.log_lenience = np.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
         self.widths = self.ladder.widths
@@ -230,7 +235,7 @@ class Engine:
         places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.draft_lens[places]
         longest, first = int(drafts.max()), self._pass(drafts, size)
-        picked = rows.pick(self.board, self._padded(places, size))
+        picked = self._picked(places, size, first)
         start = time.perf_counter()
         prompts = self.prompts[np.resize(groups, size // group)]
         slots = first.slots if first else self._first_slots()
@@ -244,8 +249,9 @@ class Engine:
         batch = _Pool(cache, picked, size, slots, len(places))
         batch.active = len(places)
         batch.own = int(np.sum(places < self.own))
-        # Rows that hold nothing verify exactly where they have a draft.
-        batch.verifying, batch.longest_draft = int(np.count_nonzero(drafts)), longest
+        if picked.pending is not None:
+            # Rows that hold nothing verify exactly where they have a draft.
+            batch.verifying, batch.longest_draft = int(np.count_nonzero(drafts)), longest
         if first:
             batch = self._verify(batch, drafts, first)
         return self._settle(batch)
@@ -256,8 +262,6 @@ class Engine:
         """Rows that hold tokens but have no cache: one pass over prompt and tokens. drafted: what
         is left of their drafts has not been judged yet."""
         places = np.asarray([i for _, i in chosen])
-        picked = rows.pick(self.board, self._padded(places, size))
-        start = time.perf_counter()
         width = self.ladder.response_for(max(n for n, _ in chosen))
         slots, first, left = self.ladder.slots(width), None, np.zeros(len(places), np.int32)
         if drafted:
@@ -271,6 +275,8 @@ class Engine:
                 slots = max(slots, needed)
             else:
                 first = None
+        picked = self._picked(places, size, first)
+        start = time.perf_counter()
         prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
         cache = decode.replay(self.setup, self.weights, prompts, picked, slots=slots, width=width)
         batch = _Pool(cache, picked, size, slots, len(places))
@@ -283,14 +289,21 @@ class Engine:
         return self._settle(batch)
 
     def _settle(self, batch: _Pool) -> _Pool:
-        if not batch.verifying and batch.rows.pending is not None:
+        if not self.steps_judge:
+            batch.verifying = batch.longest_draft = 0
+        if not batch.verifying:
             batch.rows = rows.without_pending(batch.rows)
         return batch
 
-    def _padded(self, places: np.ndarray, size: int) -> np.ndarray:
+    def _picked(self, places: np.ndarray, size: int, first: Pass | None) -> Rows:
+        """Rows of the board on a rung of `size`, with their drafts where something will judge
+        them."""
+        judged = self.drafts is not None and (first is not None or self.steps_judge)
+        if judged and self.board.pending is None:
+            self.board = rows.with_pending(self.board, self.drafts)
         padded = np.full(size, -1, np.int32)
         padded[: len(places)] = places
-        return padded
+        return rows.pick(self.board if judged else rows.without_pending(self.board), padded)
 
     def _first_slots(self) -> int:
         """The window that new rows will share, so that they need not move when they join."""
@@ -359,6 +372,7 @@ class Engine:
             kept, judged = int(tally.kept), int(tally.judged)
             self.stats.verified_tokens += batch.size * one.chunk
             self.stats.judged_tokens += judged
+            self.stats.kept_tokens += kept
             if self.cost:
                 predicted = self.cost.record_pass(one, kept, judged)
                 self.stats.predicted_verify_seconds += predicted

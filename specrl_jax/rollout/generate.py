@@ -150,8 +150,7 @@ def roll(
         offered = np.maximum(jax.device_get(drafts.lens) - flight.lens, 0)
         drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
-        if draft_lens.any():
-            board = board_rows.with_pending(board, drafts)
+        drafts = drafts if draft_lens.any() else None
     engine = Engine(
         setup,
         Room(setup.model, ladder, plan.max_rows, plan.cache_bytes),
@@ -159,6 +158,7 @@ def roll(
         board,
         flight.prompts.tokens,
         own=own,
+        drafts=drafts,
         draft_lens=draft_lens,
         held=flight.lens,
         done=flight.done,
@@ -169,7 +169,11 @@ def roll(
         wanted=wanted,
         behind=behind,
     )
-    rollout = _read(setup, engine.run(), drafts, flight.held, jnp.int32(step))
+    rollout, found_kept = _read(setup, engine.run(), drafts, flight.held, jnp.int32(step))
+    if found_kept is not None and cost is not None:
+        kept, judged = jax.device_get(found_kept).tolist()
+        stats = engine.stats
+        cost.record_drafts(kept - stats.kept_tokens, judged - stats.judged_tokens)
     found = Outcome(
         rollout,
         engine.stats,
@@ -353,14 +357,22 @@ def _no_corpus(plan: Plan, prompts: int) -> Corpus:
 @functools.partial(jax.jit, static_argnums=0)
 def _read(
     setup: Setup, board: Rows, drafts: Drafts | None, held: Held | None, step: Array
-) -> Rollout:
-    """The board as a rollout."""
+) -> tuple[Rollout, Array | None]:
+    """The board as a rollout, and under match, whose drafts steps do not judge, what `_matched`
+    says of these."""
     slots = setup.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < board.lens[:, None]
     sources = jnp.where(inside, board.sources[:, :slots], jnp.int8(Source.SAMPLED))
+    tokens, prefix_lens, kept_judged = board.tokens[:, :slots], board.prefix_lens, None
+    if drafts is not None and setup.accept == "match":
+        begun = jnp.zeros_like(board.lens) if held is None else held.rollout.lens
+        kept, kept_judged = _matched(drafts, tokens, board.lens, begun)
+        first = 0 if held is None else jnp.where(begun > 0, held.rollout.prefix_lens, 0)
+        reused = (positions >= begun[:, None]) & (positions < (begun + kept)[:, None])
+        prefix_lens, sources = first + kept, jnp.where(reused, jnp.int8(Source.REUSED), sources)
     policy = jnp.where(inside, board.policy_logprobs[:, :slots], 0.0)
-    now = jnp.full_like(board.tokens[:, :slots], 0) + step
+    now = jnp.full_like(tokens, 0) + step
     sampling = jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0)
     origin_logprobs, origin_steps, draft_logprobs = policy, now, sampling
     if drafts is not None and setup.accept != "match":  # a match is drawn now
@@ -377,10 +389,10 @@ def _read(
     def top(matrix: Array | None) -> Array | None:
         return None if matrix is None else matrix[:, :slots]
 
-    return Rollout(
-        tokens=jnp.where(inside, board.tokens[:, :slots], setup.pad_id),
+    rollout = Rollout(
+        tokens=jnp.where(inside, tokens, setup.pad_id),
         lens=board.lens,
-        prefix_lens=board.prefix_lens,
+        prefix_lens=prefix_lens,
         policy_logprobs=policy,
         sampling_logprobs=sampling,
         origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
@@ -390,3 +402,16 @@ def _read(
         top_ids=top(board.top_ids),
         top_logprobs=top(board.top_logprobs),
     )
+    return rollout, kept_judged
+
+
+def _matched(
+    drafts: Drafts, tokens_BR: Array, lens_B: Array, begun_B: Array
+) -> tuple[Array, Array]:
+    """Leading tokens of responses that are their drafts', behind the `begun` that they held: int32
+    [B]; and int32 [2], their sum, and that with the first token of each row that is not."""
+    before = jnp.arange(tokens_BR.shape[1])[None, :] < begun_B[:, None]
+    ends = jnp.minimum(drafts.lens, lens_B)
+    run = acceptance.leading(before | (tokens_BR == drafts.tokens), ends)
+    kept, judged = (jnp.maximum(jnp.minimum(n, ends) - begun_B, 0) for n in (run, run + 1))
+    return kept, jnp.stack([jnp.sum(kept), jnp.sum(judged)])

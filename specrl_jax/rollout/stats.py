@@ -10,12 +10,13 @@ class Stats:
 
     row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
     verified_tokens: rows x width of the verification passes; judged_tokens: those that belonged to
-    a draft not rejected before. drafted_tokens: tree draft tokens that were emitted. visits: (rows,
-    slots, width, steps) of the decode loops, in order. predicted_seconds, predicted_verify_seconds:
-    what the cost model expected of `decode_seconds` and `verify_seconds`; 0 without one. evicted:
-    rows that gave up their cache, to be replayed later unless they were run ahead. cache_bytes: the
-    most that KV caches held at once over all devices, copies made on the move included. programs:
-    shapes of the programs that run the policy: (name, ...).
+    a draft not rejected before, kept_tokens: those that were kept. drafted_tokens: tree draft
+    tokens that were emitted. visits: (rows, slots, width, steps) of the decode loops, in order.
+    predicted_seconds, predicted_verify_seconds: what the cost model expected of `decode_seconds`
+    and `verify_seconds`; 0 without one. evicted: rows that gave up their cache, to be replayed
+    later unless they were run ahead. cache_bytes: the most that KV caches held at once over all
+    devices, copies made on the move included. programs: shapes of the programs that run the policy:
+    (name, ...).
     """
 
     prefill_seconds: float = 0.0
@@ -27,6 +28,7 @@ class Stats:
     row_steps: int = 0
     verified_tokens: int = 0
     judged_tokens: int = 0
+    kept_tokens: int = 0
     drafted_tokens: int = 0
     evicted: int = 0
     cache_bytes: int = 0
