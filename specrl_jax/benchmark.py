@@ -255,7 +255,12 @@ def _price(ladder: Ladder, table: CostTable, slots: int, width: int, active: int
 
 def ratios(slow: Sequence[Run], fast: Sequence[Run]) -> dict[str, float]:
     """`bounded` total seconds of `slow` over those of `fast`, pass by pass."""
-    return bounded([a.seconds["total"] / b.seconds["total"] for a, b in zip(slow, fast)])
+    return bounded((total_seconds(slow) / total_seconds(fast)).tolist())
+
+
+def total_seconds(runs: Sequence[Run]) -> np.ndarray:
+    """float [runs]."""
+    return np.asarray([run.seconds["total"] for run in runs])
 
 
 # Goals ---------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ Lengths are lognormal, the longest eight times the median, and forced: a respons
 there, so that every case decodes the same. Drafts are the plain rollout's own tokens under the same
 keys; a share of them is replaced by other tokens at random. A previous response is one such copy of
 the row's own; the tree reads G copies of each prompt's responses, made apart.
+
+Among the cases with drafts of each rate the ladder runs twice: they are held against the mean of
+the two, and how far these are apart says what noise alone makes of such a ratio.
 """
 
 import dataclasses
@@ -34,6 +37,7 @@ LONGEST = 8  # times the median
 TREE = TreeLaw(depth=16, factor=8.0, offset=0.0, min_prob=0.1)  # as configs/grpo.py
 VERIFY_CHUNK = 128
 LENGTHS_SEED, CORRUPTION_SEED = 1, 2
+LADDER, AGAIN = 0, 3  # places of the ladder's two runs among the cases of a rate
 
 
 def long_tailed(rows: int, longest: int, median: float, seed: int = LENGTHS_SEED) -> np.ndarray:
@@ -106,7 +110,7 @@ def measure(
     if profile:
         with jax.profiler.trace(profile):
             benchmark.run_case(inputs, blocks[1][1][-1])
-    cells = _cells(blocks, times, size.rows)
+    cells, drafted = _cells(blocks, times, size.rows), [_drafted(of) for of in times[1:]]
     setting = {
         "weights": kind,
         "policy": f"{param_count(model) / 1e6:.2f}M parameters, {model.dtype}",
@@ -121,7 +125,12 @@ def measure(
         },
         "group": GROUP,
     }
-    return {"setting": setting, "cells": cells, "as_ladder": _as_ladder(cells[2:], times[1:])}
+    return {
+        "setting": setting,
+        "cells": cells,
+        "as_ladder": _as_ladder(cells[2:], [_ladder_seconds(of) for of in times[1:]], drafted),
+        "over_itself": [benchmark.ratios(of[LADDER], of[AGAIN]) for of in times[1:]],
+    }
 
 
 def _blocks(
@@ -146,6 +155,7 @@ def _blocks(
             ladder,
             case("previous, match", "match", drafts=drafts),
             case("previous, ratio", "ratio", drafts=drafts),
+            ladder,
             case("tree", "tree", stored=stored),
             case("previous+tree", "tree", drafts=drafts, stored=stored),
         ]
@@ -185,41 +195,55 @@ def _cells(blocks, times: list[list[list[Run]]], rows: int) -> list[dict[str, An
     """A record of every case; the ladder's figures come from all blocks together. as_ladder:
     whether a case with drafts took the ladder's own steps and no other pass."""
     naive = times[0][0]
-    ladder = [runs[0] for runs in times[1:]]
-    every = [run for of_block in ladder for run in of_block]
+    ladder = [of_block[place] for of_block in times[1:] for place in (LADDER, AGAIN)]
+    every = [run for runs in ladder for run in runs]
     per_pass = [benchmark.median_run(runs) for runs in zip(*ladder)]
-    first, second = blocks[0][1][0], blocks[1][1][0]
+    first, second = blocks[0][1][0], blocks[1][1][LADDER]
     cells = [
         benchmark.describe(first, naive, first.plan.ladder(rows)) | {"lost": None},
         benchmark.describe(second, every, second.plan.ladder(rows)) | {"lost": None},
     ]
     cells[1]["over_naive"] = benchmark.ratios(naive, per_pass)
-    for (rate, block), runs in zip(blocks[1:], times[1:]):
-        for case, of_case in zip(block[1:], runs[1:]):
+    for (rate, block), of_block in zip(blocks[1:], times[1:]):
+        ladder_seconds = _ladder_seconds(of_block)
+        for case, of_case in zip(_drafted(block), _drafted(of_block)):
             cell = benchmark.describe(case, of_case, case.plan.ladder(rows))
             cell["lost"] = rate
             cell["over_naive"] = benchmark.ratios(naive, of_case)
-            cell["over_ladder"] = benchmark.ratios(runs[0], of_case)
+            over = ladder_seconds / benchmark.total_seconds(of_case)
+            cell["over_ladder"] = benchmark.bounded(over.tolist())
             kinds = ("steps_by_width", "steps_by_rows", "verified_tokens")
             cell["as_ladder"] = all(cell[kind] == cells[1][kind] for kind in kinds)
             cells.append(cell)
     return cells
 
 
-def _as_ladder(drafted, times: list[list[list[Run]]]) -> dict[str, Any] | None:
+def _drafted(block: list) -> list:
+    """What of a block has to do with drafts."""
+    return [of_case for place, of_case in enumerate(block) if place not in (LADDER, AGAIN)]
+
+
+def _ladder_seconds(of_block: list[list[Run]]) -> np.ndarray:
+    """float [passes], the mean of the ladder's two runs."""
+    return np.mean([benchmark.total_seconds(of_block[p]) for p in (LADDER, AGAIN)], axis=0)
+
+
+def _as_ladder(
+    cells: list[dict], ladders: list[np.ndarray], drafted: list[list[list[Run]]]
+) -> dict[str, Any] | None:
     """Total seconds of the ladder over those of all cells that took its steps, together: they are
     one case but for the host's work and the drafts, and each alone is lost in the noise of passes.
 
-    drafted: the cells with drafts, in order. times: by block, the ladder's runs first. A block's
-    pass counts once, with the mean of its cells. None where there are no such cells.
+    cells: those with drafts, in order. ladders: by block, seconds [passes]. drafted: by block and
+    case, the runs. A block's pass counts once, with the mean of its cells. None where there are no
+    such cells.
     """
-    same, found = iter([cell["as_ladder"] for cell in drafted]), []
-    total = lambda runs: np.asarray([run.seconds["total"] for run in runs])  # noqa: E731
-    for ladder, *others in times:
-        alike = [total(runs) for runs in others if next(same)]
+    same, found = iter([cell["as_ladder"] for cell in cells]), []
+    for ladder, of_block in zip(ladders, drafted):
+        alike = [benchmark.total_seconds(runs) for runs in of_block if next(same)]
         if alike:
-            found += (total(ladder) / np.mean(alike, axis=0)).tolist()
-    count = sum(cell["as_ladder"] for cell in drafted)
+            found += (ladder / np.mean(alike, axis=0)).tolist()
+    count = sum(cell["as_ladder"] for cell in cells)
     return {"cells": count, "over_ladder": benchmark.bounded(found)} if found else None
 
 
@@ -240,7 +264,12 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
 
     worst = min(drafted, key=lambda cell: cell["over_ladder"]["median"])
     below = sum(cell["over_ladder"]["median"] < 0.98 for cell in drafted)
-    notes = f"{worst['name']}, {worst['lost']:.0%} lost", f"{below} of {len(drafted)} below"
+    itself = [ratio["median"] for ratio in record["over_itself"]]
+    notes = (
+        f"{worst['name']}, {worst['lost']:.0%} lost",
+        f"{below} of {len(drafted)} below",
+        f"the ladder over itself {min(itself):.3f} to {max(itself):.3f}",
+    )
     found.append(speculation("worst", worst["over_ladder"], *notes))
     if same := record["as_ladder"]:  # beside it: what those that differ by noise alone say together
         note = f"{same['cells']} of {len(drafted)}"

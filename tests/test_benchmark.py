@@ -200,6 +200,7 @@ def test_the_command_measures_every_case(command):
     expected = [("naive", None), ("ladder", None)]
     expected += [(kind, lost) for lost in (0.0, 1.0) for kind in kinds]
     assert [(cell["name"], cell["lost"]) for cell in cells] == expected
+    assert len(record["scenes"]["lengths"]["over_itself"]) == 2  # the ladder's, once a rate
     lens = record["scenes"]["lengths"]["setting"]["lens"]
     assert lens["max"] == 12
     for cell in cells:

@@ -93,6 +93,7 @@ def lengths_record(rows: int = 32, worst: float = 0.9):
         "setting": {"rollout": {"rows": rows, "repeats": 6}},
         "cells": [*cells, cell("previous", 0.5, 0.97), cell("tree", 0.95, 0.8, same=True)],
         "as_ladder": {"cells": 1, "over_ladder": ratio(0.99)},
+        "over_itself": [ratio(x) for x in (1.01, 0.975, 1.0)],
     }
 
 
@@ -101,7 +102,8 @@ def test_goals_of_lengths():
     # The worst of all cells counts, whatever those of the ladder's steps say together.
     figures = [(0.85, True), (2.5, True), (0.8, False), (0.99, True)]
     assert [(g.figure, g.met) for g in found] == figures
-    assert found[2].note == "tree, 95% lost, 95 % sure of 0.79-0.82; 3 of 4 below"
+    worst = "tree, 95% lost, 95 % sure of 0.79-0.82; 3 of 4 below"
+    assert found[2].note == f"{worst}; the ladder over itself 0.975 to 1.010"
     assert found[3].note == "1 of 4, 95 % sure of 0.98-1.01"
     # The comparison with the naive loop is promised for one size, that with trees for a GPU.
     record = lengths_record(rows=8, worst=1.1) | {"as_ladder": None}
@@ -114,15 +116,18 @@ def test_cells_of_the_ladders_steps_tell_together():
     run = lambda total: types.SimpleNamespace(seconds={"total": total})  # noqa: E731
     runs = lambda *totals: [run(total) for total in totals]  # noqa: E731
     cells = [{"as_ladder": same} for same in (True, False, True, False, False, False)]
-    times = [
-        [runs(1.0, 2.0), runs(1.0, 3.0), runs(0.1, 0.1), runs(3.0, 5.0)],
-        [runs(1.0, 2.0), runs(7.0, 7.0), runs(7.0, 7.0), runs(7.0, 7.0)],
+    blocks = [
+        [runs(0.5, 3.0), runs(1.0, 3.0), runs(0.1, 0.1), runs(1.5, 1.0), runs(3.0, 5.0)],
+        [runs(1.0, 2.0), runs(7.0, 7.0), runs(7.0, 7.0), runs(1.0, 2.0), runs(7.0, 7.0)],
     ]
-    found = benchmark_lengths._as_ladder(cells, times)
+    ladders = [benchmark_lengths._ladder_seconds(of) for of in blocks]
+    np.testing.assert_array_equal(ladders, [[1.0, 2.0], [1.0, 2.0]])
+    drafted = [benchmark_lengths._drafted(of) for of in blocks]
+    found = benchmark_lengths._as_ladder(cells, ladders, drafted)
     # The ladder's 1 and 2 s over means of 2 and 4 s; the second block has no such cell.
     ratio = {"median": 0.5, "min": 0.5, "max": 0.5, "low": 0.5, "high": 0.5}
     assert found == {"cells": 2, "over_ladder": ratio}
-    assert benchmark_lengths._as_ladder([{"as_ladder": False}] * 6, times) is None
+    assert benchmark_lengths._as_ladder([{"as_ladder": False}] * 6, ladders, drafted) is None
 
 
 def test_goals_of_single_programs():
