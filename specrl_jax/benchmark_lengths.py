@@ -5,8 +5,8 @@ there, so that every case decodes the same. Drafts are the plain rollout's own t
 keys; a share of them is replaced by other tokens at random. A previous response is one such copy of
 the row's own; the tree reads G copies of each prompt's responses, made apart.
 
-Among the cases with drafts of each rate the ladder runs twice: they are held against the mean of
-the two, and how far these are apart says what noise alone makes of such a ratio.
+Among the cases with drafts of each rate the ladder runs twice: they are held against the geometric
+mean of the two, and how far these are apart says what noise alone makes of a ratio of two runs.
 """
 
 import dataclasses
@@ -37,7 +37,6 @@ LONGEST = 8  # times the median
 TREE = TreeLaw(depth=16, factor=8.0, offset=0.0, min_prob=0.1)  # as configs/grpo.py
 VERIFY_CHUNK = 128
 LENGTHS_SEED, CORRUPTION_SEED = 1, 2
-LADDER, AGAIN = 0, 3  # places of the ladder's two runs among the cases of a rate
 
 
 def long_tailed(rows: int, longest: int, median: float, seed: int = LENGTHS_SEED) -> np.ndarray:
@@ -110,7 +109,8 @@ def measure(
     if profile:
         with jax.profiler.trace(profile):
             benchmark.run_case(inputs, blocks[1][1][-1])
-    cells, drafted = _cells(blocks, times, size.rows), [_drafted(of) for of in times[1:]]
+    by_rate = [_Timed.of(*block, runs) for block, runs in zip(blocks[1:], times[1:])]
+    cells = _cells(blocks[0][1][0], times[0][0], by_rate, size.rows)
     setting = {
         "weights": kind,
         "policy": f"{param_count(model) / 1e6:.2f}M parameters, {model.dtype}",
@@ -128,8 +128,8 @@ def measure(
     return {
         "setting": setting,
         "cells": cells,
-        "as_ladder": _as_ladder(cells[2:], [_ladder_seconds(of) for of in times[1:]], drafted),
-        "over_itself": [benchmark.ratios(of[LADDER], of[AGAIN]) for of in times[1:]],
+        "as_ladder": _as_ladder(cells[2:], by_rate),
+        "over_itself": [benchmark.ratios(*timed.ladder) for timed in by_rate],
     }
 
 
@@ -191,26 +191,47 @@ def make_drafts(
 # Figures -------------------------------------------------------------------------------------
 
 
-def _cells(blocks, times: list[list[list[Run]]], rows: int) -> list[dict[str, Any]]:
-    """A record of every case; the ladder's figures come from all blocks together. as_ladder:
+@dataclasses.dataclass(frozen=True)
+class _Timed:
+    """The runs of one rate, pass by pass: the ladder's two, and those of every case with drafts."""
+
+    lost: float
+    case: Case
+    ladder: list[list[Run]]
+    drafted: list[tuple[Case, list[Run]]]
+
+    @classmethod
+    def of(cls, lost: float, block: list[Case], runs: list[list[Run]]) -> "_Timed":
+        both = list(zip(block, runs))
+        plain = [of_case for case, of_case in both if case is block[0]]
+        return cls(lost, block[0], plain, [pair for pair in both if pair[0] is not block[0]])
+
+    @property
+    def ladder_seconds(self) -> np.ndarray:
+        """float [passes], the geometric mean of its two runs: of equals, none is faster."""
+        return np.sqrt(np.prod([benchmark.total_seconds(runs) for runs in self.ladder], axis=0))
+
+
+def _cells(
+    naive: Case, naive_runs: list[Run], by_rate: list[_Timed], rows: int
+) -> list[dict[str, Any]]:
+    """A record of every case; the ladder's figures come from all rates together. as_ladder:
     whether a case with drafts took the ladder's own steps and no other pass."""
-    naive = times[0][0]
-    ladder = [of_block[place] for of_block in times[1:] for place in (LADDER, AGAIN)]
+    plain, ladder = by_rate[0].case, [runs for timed in by_rate for runs in timed.ladder]
     every = [run for runs in ladder for run in runs]
-    per_pass = [benchmark.median_run(runs) for runs in zip(*ladder)]
-    first, second = blocks[0][1][0], blocks[1][1][LADDER]
     cells = [
-        benchmark.describe(first, naive, first.plan.ladder(rows)) | {"lost": None},
-        benchmark.describe(second, every, second.plan.ladder(rows)) | {"lost": None},
+        benchmark.describe(naive, naive_runs, naive.plan.ladder(rows)) | {"lost": None},
+        benchmark.describe(plain, every, plain.plan.ladder(rows)) | {"lost": None},
     ]
-    cells[1]["over_naive"] = benchmark.ratios(naive, per_pass)
-    for (rate, block), of_block in zip(blocks[1:], times[1:]):
-        ladder_seconds = _ladder_seconds(of_block)
-        for case, of_case in zip(_drafted(block), _drafted(of_block)):
-            cell = benchmark.describe(case, of_case, case.plan.ladder(rows))
-            cell["lost"] = rate
-            cell["over_naive"] = benchmark.ratios(naive, of_case)
-            over = ladder_seconds / benchmark.total_seconds(of_case)
+    per_pass = np.median([benchmark.total_seconds(runs) for runs in ladder], axis=0)
+    over = benchmark.total_seconds(naive_runs) / per_pass
+    cells[1]["over_naive"] = benchmark.bounded(over.tolist())
+    for timed in by_rate:
+        for case, runs in timed.drafted:
+            cell = benchmark.describe(case, runs, case.plan.ladder(rows))
+            cell["lost"] = timed.lost
+            cell["over_naive"] = benchmark.ratios(naive_runs, runs)
+            over = timed.ladder_seconds / benchmark.total_seconds(runs)
             cell["over_ladder"] = benchmark.bounded(over.tolist())
             kinds = ("steps_by_width", "steps_by_rows", "verified_tokens")
             cell["as_ladder"] = all(cell[kind] == cells[1][kind] for kind in kinds)
@@ -218,31 +239,18 @@ def _cells(blocks, times: list[list[list[Run]]], rows: int) -> list[dict[str, An
     return cells
 
 
-def _drafted(block: list) -> list:
-    """What of a block has to do with drafts."""
-    return [of_case for place, of_case in enumerate(block) if place not in (LADDER, AGAIN)]
-
-
-def _ladder_seconds(of_block: list[list[Run]]) -> np.ndarray:
-    """float [passes], the mean of the ladder's two runs."""
-    return np.mean([benchmark.total_seconds(of_block[p]) for p in (LADDER, AGAIN)], axis=0)
-
-
-def _as_ladder(
-    cells: list[dict], ladders: list[np.ndarray], drafted: list[list[list[Run]]]
-) -> dict[str, Any] | None:
+def _as_ladder(cells: list[dict], by_rate: list[_Timed]) -> dict[str, Any] | None:
     """Total seconds of the ladder over those of all cells that took its steps, together: they are
     one case but for the host's work and the drafts, and each alone is lost in the noise of passes.
 
-    cells: those with drafts, in order. ladders: by block, seconds [passes]. drafted: by block and
-    case, the runs. A block's pass counts once, with the mean of its cells. None where there are no
-    such cells.
+    cells: those with drafts, in order. A pass over a rate's cases counts once, with the mean of its
+    cells. None where there are no such cells.
     """
     same, found = iter([cell["as_ladder"] for cell in cells]), []
-    for ladder, of_block in zip(ladders, drafted):
-        alike = [benchmark.total_seconds(runs) for runs in of_block if next(same)]
+    for timed in by_rate:
+        alike = [benchmark.total_seconds(runs) for _, runs in timed.drafted if next(same)]
         if alike:
-            found += (ladder / np.mean(alike, axis=0)).tolist()
+            found += (timed.ladder_seconds / np.mean(alike, axis=0)).tolist()
     count = sum(cell["as_ladder"] for cell in cells)
     return {"cells": count, "over_ladder": benchmark.bounded(found)} if found else None
 

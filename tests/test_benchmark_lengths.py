@@ -116,18 +116,22 @@ def test_cells_of_the_ladders_steps_tell_together():
     run = lambda total: types.SimpleNamespace(seconds={"total": total})  # noqa: E731
     runs = lambda *totals: [run(total) for total in totals]  # noqa: E731
     cells = [{"as_ladder": same} for same in (True, False, True, False, False, False)]
-    blocks = [
-        [runs(0.5, 3.0), runs(1.0, 3.0), runs(0.1, 0.1), runs(1.5, 1.0), runs(3.0, 5.0)],
+    ladder, *others = (types.SimpleNamespace() for _ in range(4))
+    block = [ladder, *others[:2], ladder, others[2]]
+    times = [
+        [runs(0.5, 4.0), runs(1.0, 3.0), runs(0.1, 0.1), runs(2.0, 1.0), runs(3.0, 5.0)],
         [runs(1.0, 2.0), runs(7.0, 7.0), runs(7.0, 7.0), runs(1.0, 2.0), runs(7.0, 7.0)],
     ]
-    ladders = [benchmark_lengths._ladder_seconds(of) for of in blocks]
-    np.testing.assert_array_equal(ladders, [[1.0, 2.0], [1.0, 2.0]])
-    drafted = [benchmark_lengths._drafted(of) for of in blocks]
-    found = benchmark_lengths._as_ladder(cells, ladders, drafted)
+    by_rate = [benchmark_lengths._Timed.of(0.5, block, of_block) for of_block in times]
+    assert by_rate[0].case is ladder
+    assert by_rate[0].ladder == [times[0][0], times[0][3]]
+    assert by_rate[0].drafted == list(zip(others, [times[0][1], times[0][2], times[0][4]]))
+    np.testing.assert_allclose([timed.ladder_seconds for timed in by_rate], [[1.0, 2.0]] * 2)
+    found = benchmark_lengths._as_ladder(cells, by_rate)
     # The ladder's 1 and 2 s over means of 2 and 4 s; the second block has no such cell.
     ratio = {"median": 0.5, "min": 0.5, "max": 0.5, "low": 0.5, "high": 0.5}
-    assert found == {"cells": 2, "over_ladder": ratio}
-    assert benchmark_lengths._as_ladder([{"as_ladder": False}] * 6, ladders, drafted) is None
+    assert found == {"cells": 2, "over_ladder": pytest.approx(ratio)}
+    assert benchmark_lengths._as_ladder([{"as_ladder": False}] * 6, by_rate) is None
 
 
 def test_goals_of_single_programs():

@@ -341,6 +341,31 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
     assert stats.verified_tokens > 0
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_drafts_without_a_pass_cost_no_step_under_match(mesh, base, right):
+    """The programs and visits are a plain rollout's, whatever the drafts hold; the prefixes are
+    told by comparing."""
+    plain, endless, old = base
+    drafts = endless if right else old
+    steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
+    cost = CostModel(CostTable(steps | {Point(B, P + R, 8, False): 1e6}))
+    plan = plan_of(row_rungs=3, windows=1)
+    _, expected = go(plan, cost=CostModel(cost.table))
+    got, stats = go(plan, cost=cost, drafts=as_drafts(drafts))
+    check_equal(got, plain, but=FOUND)
+    assert (stats.visits, stats.programs) == (expected.visits, expected.programs)
+    same = (plain.tokens == drafts.tokens) & (
+        np.arange(R) < np.minimum(plain.lens, drafts.lens)[:, None]
+    )
+    run = np.cumprod(same, axis=1, dtype=bool)
+    np.testing.assert_array_equal(got.prefix_lens, run.sum(axis=1))
+    inside = np.arange(R) < plain.lens[:, None]
+    np.testing.assert_array_equal((np.asarray(got.sources) == Source.REUSED)[inside], run[inside])
+    judged = run.sum() + np.sum(run.sum(axis=1) < np.minimum(plain.lens, drafts.lens))
+    assert (cost.acceptance.kept, cost.acceptance.verified) == (run.sum(), judged)
+    assert right == (run.sum() == plain.lens.sum())
+
+
 @pytest.mark.parametrize("accept", ["match", "ratio"])
 def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, accept):
     """No pass is run to learn it, and what is learned turns the choice when it should."""
@@ -414,12 +439,22 @@ class Whims:
 
     def __init__(self, seed):
         self.rng, self.verdicts = np.random.default_rng(seed), set()
+        self.kept = self.judged = 0  # all that it was told
+        self.wide = bool(seed % 2)
+
+    def widens(self, rungs, widths):
+        return self.wide
+
+    def record_drafts(self, kept, judged):
+        assert 0 <= kept <= judged
+        self.kept, self.judged = self.kept + kept, self.judged + judged
 
     def plan_visit(self, size, slots, widths):
         width = int(self.rng.choice(widths))
         return Visit(size, slots, width, width, int(self.rng.integers(0, 4)))
 
     def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
+        self.record_drafts(kept, judged)
         return 0.0
 
     def choose_pass(self, passes):
@@ -428,10 +463,8 @@ class Whims:
         return passes[self.rng.integers(len(passes))] if verdict else None
 
     def record_pass(self, done, kept=0, judged=0):
+        self.record_drafts(kept, judged)
         return 0.0
-
-    def record_drafts(self, kept, judged):
-        pass
 
 
 def every_program(ladder, group) -> set[tuple]:
@@ -472,6 +505,10 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
         reused = np.arange(R)[None, :] < np.asarray(rollout.prefix_lens)[:, None]
         np.testing.assert_array_equal(sources == Source.REUSED, reused)
         assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED)
+        prefixes, ends = np.asarray(rollout.prefix_lens), np.minimum(old.lens, rollout.lens)
+        assert whims.kept == prefixes.sum()
+        if accept == "match" and not whims.wide:  # wide steps may cut a draft at a window's end
+            assert whims.judged == np.minimum(prefixes + 1, ends).sum()
         widths |= {width for *_, width, _ in stats.visits}
         verdicts |= whims.verdicts
         evicted += stats.evicted

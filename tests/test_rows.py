@@ -12,7 +12,7 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.rollout import rows as travel
 from specrl_jax.rollout.rows import Pending, Rows
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts
+from specrl_jax.types import Drafts, Rollout, Source
 
 B, C, K = 8, 5, 2
 FILLER = np.iinfo(np.int32).max
@@ -124,6 +124,37 @@ def test_drafts_wait_on_the_board(mesh):
                                   [0, 1, 0, 0, 1, 1, 0, 0])  # fmt: skip
     nothing = travel.without_pending(placed)
     assert not np.asarray(travel.verifying(nothing)).any()
+
+
+@SHAPES
+@pytest.mark.parametrize("begun", [False, True])
+def test_compare_worked_rows(make_mesh, shape, begun):
+    """A mismatch, a draft longer than its response and one shorter, none; behind one held token."""
+    tokens = np.array([[5, 6, 7, 8], [5, 6, 0, 0], [5, 6, 7, 8], [5, 6, 7, 8]], np.int32)
+    drafts = np.array([[5, 6, 9, 8], [5, 6, 7, 8], [5, 6, 7, 0], [5, 6, 7, 8]], np.int32)
+    lens, draft_lens = np.array([4, 2, 4, 4], np.int32), np.array([4, 4, 3, 0], np.int32)
+    sources = np.array([[0, 1, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0]], np.int8)
+    many = lambda x: np.concatenate([x] * (B // 4))  # noqa: E731
+    wide = lambda x: np.pad(many(x), ((0, 0), (0, C - 4)))  # noqa: E731
+    board = dataclasses.replace(
+        board_of(pending=False), tokens=wide(tokens), lens=many(lens), sources=wide(sources)
+    )
+    zeros = np.zeros((B, 4), np.float32)
+    offered = Drafts(many(drafts), many(draft_lens), zeros, zeros, zeros.astype(np.int32))
+    held = None
+    if begun:  # one token, which the first row had from a draft
+        ones, prefixes = np.ones(B, np.int32), many(np.array([1, 0, 0, 0], np.int32))
+        held = Rollout(*(many(tokens), ones, prefixes), *(zeros,) * 4, many(sources))
+    with jax.set_mesh(make_mesh(*shape)):
+        prefix_lens, found, counts = ref.host(travel.compare(*ref.put_rows((board, offered, held))))
+    kept = np.array([2, 2, 3, 0]) - begun * np.array([1, 1, 1, 0])
+    np.testing.assert_array_equal(prefix_lens, many(kept + begun * np.array([1, 0, 0, 0])))
+    expected = sources.copy()
+    for row, n in enumerate(kept):
+        expected[row, begun : begun + n] = Source.REUSED
+    np.testing.assert_array_equal(found, wide(expected))
+    judged = [3 - begun, 2 - begun, 3 - begun, 0]
+    assert counts.tolist() == [kept.sum() * B // 4, sum(judged) * B // 4, B // 4]
 
 
 @SHAPES

@@ -212,7 +212,8 @@ class CostModel:
     not all that it took longer, unless it paid by MARGIN: rows that get ahead of others save their
     rung less than that. So together they lose BUDGET of the time and one probe at most, as far as
     the table knows: what a first wide step reads of rows is not in it.
-    Verification needs no probes: drafts that are left to decoding are judged there.
+    Verification needs no probes: drafts that are left to decoding are judged there, or compared
+    with what was drawn when the rollout is over.
     """
 
     table: CostTable
@@ -233,6 +234,11 @@ class CostModel:
         speeds = {w: (1.0 + sum(shares[: w - 1])) / self.predicted(rows, slots, w) for w in widths}
         best = max(widths, key=speeds.__getitem__)
         return best if speeds[best] >= MARGIN * speeds[1] else 1
+
+    def widens(self, rungs: Iterable[tuple[int, int]], widths: Iterable[int]) -> bool:
+        """Whether in any of these (rows, slots) a width that is known beats 1."""
+        known = list(filter(self.acceptance.knows, widths))
+        return any(self.choose_width(rows, slots, known) > 1 for rows, slots in rungs)
 
     def plan_visit(self, rows: int, slots: int, widths: Iterable[int]) -> Visit:
         """The next visit to this rung, to be recorded once it is over.
@@ -266,8 +272,8 @@ class CostModel:
     ) -> float:
         """A visit is over, with the histogram for `Acceptance`; returns its predicted seconds.
 
-        kept, judged: tokens of previous responses. Drafts that were left to decoding are judged a
-        few tokens a step, which costs nothing and tells whether to verify the next.
+        kept, judged: tokens of previous responses that were left to these steps: they tell whether
+        to verify the next.
         """
         if judged:
             self.acceptance.observe_verified(kept, judged)
@@ -320,15 +326,14 @@ class CostModel:
     def record_drafts(self, kept: int, judged: int) -> None:
         """A rollout is over, with tokens of previous responses that no pass and no step judged,
         compared with what was drawn."""
-        if judged > 0:
-            self.acceptance.observe_verified(kept, max(judged, kept))
+        self.acceptance.observe_verified(kept, judged)
 
     def _pass_seconds(self, one: Pass) -> float:
         return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
 
     def _decode_seconds(self, one: Pass, rate: float | None = None, ahead: int = 0) -> float:
-        """To decode what is left of the drafts, every rung at the best width that is known: rows
-        that are not verified try no tree drafts either, so hope for these must not decide it."""
+        """To decode what is left of the drafts, every rung at the best width that is known: hope
+        for tree drafts must not decide it."""
         known, total = list(filter(self.acceptance.knows, one.widths)), 0.0
         for (rows, slots), steps in one.shares(one.active(rate), ahead).items():
             if steps:

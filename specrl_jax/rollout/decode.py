@@ -265,16 +265,14 @@ def _append(
             (accepted[:, None] == steps) & (active & ~judged)[:, None], axis=0, dtype=jnp.int32
         ),
         drafted=jnp.sum(jnp.where(judged, 0, jnp.minimum(accepted, count)), dtype=jnp.int32),
-        judged=jnp.sum(
-            jnp.where(judged & active, jnp.minimum(accepted + 1, offered), 0), dtype=jnp.int32
-        ),
-        kept=jnp.sum(jnp.where(active, reused, 0), dtype=jnp.int32),
+        judged=jnp.sum(jnp.where(judged, jnp.minimum(count, offered), 0), dtype=jnp.int32),
+        kept=jnp.sum(reused, dtype=jnp.int32),
     )
     rows = dataclasses.replace(
         rows,
         lens=lens,
         last=jnp.where(count > 0, last, rows.last),
-        prefix_lens=rows.prefix_lens + jnp.where(active, reused, 0),
+        prefix_lens=rows.prefix_lens + reused,
         done=rows.done | (active & ended),
         **changes,
     )

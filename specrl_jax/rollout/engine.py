@@ -12,6 +12,7 @@ numbers and a tally; no token visits it.
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 
@@ -103,11 +104,11 @@ class Engine:
         self.corpus, self.unread = corpus, bool(held.any())
         self.prompts, self.own, self.held = prompts, own, held
         self.drafts, self.draft_lens = drafts, draft_lens
-        # Under match a draft changes no token: what no pass verifies need not be judged at all.
-        self.steps_judge = setup.accept != "match"
         self.log_lenience = np.float32(log_lenience)
         self.cost, self.stats, self.pool = cost, Stats(), None
         self.widths = self.ladder.widths
+        # Under match a draft changes no token: there only wide steps have a use for what is left.
+        self.steps_judge = drafts is not None and (setup.accept != "match" or self._may_widen())
         room.check()
         group = setup.group_size
         self.wanted, self.behind, self.finished = wanted, behind, done.copy()
@@ -134,6 +135,13 @@ class Engine:
         if self.pool is not None:
             self._collect(self.pool)
         return self.board
+
+    def _may_widen(self) -> bool:
+        """Whether steps wider than 1 are to be expected."""
+        if self.setup.tree is None or self.cost is None:
+            return self.setup.tree is not None
+        slots = sorted({self.ladder.slots(n) for n in self.ladder.responses})
+        return self.cost.widens(itertools.product(self.ladder.rows, slots), self.widths)
 
     def _enough(self) -> bool:
         """Whether so much is complete that the others may wait for the next rollout."""

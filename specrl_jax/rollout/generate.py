@@ -169,14 +169,20 @@ def roll(
         wanted=wanted,
         behind=behind,
     )
-    rollout, found_kept = _read(setup, engine.run(), drafts, flight.held, jnp.int32(step))
-    if found_kept is not None and cost is not None:
-        kept, judged = jax.device_get(found_kept).tolist()
-        stats = engine.stats
-        cost.record_drafts(kept - stats.kept_tokens, judged - stats.judged_tokens)
+    board, stats, compared = engine.run(), engine.stats, None
+    if drafts is not None and not engine.steps_judge:
+        before = None if flight.held is None else flight.held.rollout
+        prefix_lens, sources, compared = board_rows.compare(board, drafts, before)
+        board = dataclasses.replace(board, prefix_lens=prefix_lens, sources=sources)
+    rollout = _read(setup, board, drafts, flight.held, jnp.int32(step))
+    if compared is not None:
+        kept, judged, twice = jax.device_get(compared).tolist()
+        stats.drafted_tokens -= twice
+        if cost is not None:
+            cost.record_drafts(kept - stats.kept_tokens, judged - stats.judged_tokens)
     found = Outcome(
         rollout,
-        engine.stats,
+        stats,
         groups=np.arange(len(prompts.lens)),
         begun=flight.begun[: len(prompts.lens)],
         offered=(offered + flight.offered)[:own],
@@ -357,22 +363,14 @@ def _no_corpus(plan: Plan, prompts: int) -> Corpus:
 @functools.partial(jax.jit, static_argnums=0)
 def _read(
     setup: Setup, board: Rows, drafts: Drafts | None, held: Held | None, step: Array
-) -> tuple[Rollout, Array | None]:
-    """The board as a rollout, and under match, whose drafts steps do not judge, what `_matched`
-    says of these."""
+) -> Rollout:
+    """The board as a rollout."""
     slots = setup.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < board.lens[:, None]
     sources = jnp.where(inside, board.sources[:, :slots], jnp.int8(Source.SAMPLED))
-    tokens, prefix_lens, kept_judged = board.tokens[:, :slots], board.prefix_lens, None
-    if drafts is not None and setup.accept == "match":
-        begun = jnp.zeros_like(board.lens) if held is None else held.rollout.lens
-        kept, kept_judged = _matched(drafts, tokens, board.lens, begun)
-        first = 0 if held is None else jnp.where(begun > 0, held.rollout.prefix_lens, 0)
-        reused = (positions >= begun[:, None]) & (positions < (begun + kept)[:, None])
-        prefix_lens, sources = first + kept, jnp.where(reused, jnp.int8(Source.REUSED), sources)
     policy = jnp.where(inside, board.policy_logprobs[:, :slots], 0.0)
-    now = jnp.full_like(tokens, 0) + step
+    now = jnp.full_like(board.tokens[:, :slots], 0) + step
     sampling = jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0)
     origin_logprobs, origin_steps, draft_logprobs = policy, now, sampling
     if drafts is not None and setup.accept != "match":  # a match is drawn now
@@ -389,10 +387,10 @@ def _read(
     def top(matrix: Array | None) -> Array | None:
         return None if matrix is None else matrix[:, :slots]
 
-    rollout = Rollout(
-        tokens=jnp.where(inside, tokens, setup.pad_id),
+    return Rollout(
+        tokens=jnp.where(inside, board.tokens[:, :slots], setup.pad_id),
         lens=board.lens,
-        prefix_lens=prefix_lens,
+        prefix_lens=board.prefix_lens,
         policy_logprobs=policy,
         sampling_logprobs=sampling,
         origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
@@ -402,16 +400,3 @@ def _read(
         top_ids=top(board.top_ids),
         top_logprobs=top(board.top_logprobs),
     )
-    return rollout, kept_judged
-
-
-def _matched(
-    drafts: Drafts, tokens_BR: Array, lens_B: Array, begun_B: Array
-) -> tuple[Array, Array]:
-    """Leading tokens of responses that are their drafts', behind the `begun` that they held: int32
-    [B]; and int32 [2], their sum, and that with the first token of each row that is not."""
-    before = jnp.arange(tokens_BR.shape[1])[None, :] < begun_B[:, None]
-    ends = jnp.minimum(drafts.lens, lens_B)
-    run = acceptance.leading(before | (tokens_BR == drafts.tokens), ends)
-    kept, judged = (jnp.maximum(jnp.minimum(n, ends) - begun_B, 0) for n in (run, run + 1))
-    return kept, jnp.stack([jnp.sum(kept), jnp.sum(judged)])

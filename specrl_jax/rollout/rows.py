@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, cache_slots, regrid
+from specrl_jax.rollout.acceptance import leading
 from specrl_jax.sharding import reshard, spec, take_rows
-from specrl_jax.types import Drafts
+from specrl_jax.types import Drafts, Rollout, Source
 
 
 @jax.tree_util.register_dataclass
@@ -41,10 +42,10 @@ class Rows:
 
     index: int32 [b], each row's place on the board; a place outside it marks a filler. seeds,
     accept_seeds: uint32 [b, 2]. prompt_lens, lens: int32 [b]. caps: int32 [b], the length at which
-    a response ends, at most R. last: int32 [b], the token that is
-    not in the cache yet. prefix_lens: int32 [b], tokens kept from the pending draft. done: bool
-    [b]. tokens, policy_logprobs, sampling_logprobs, sources: [b, C]. top_ids, top_logprobs:
-    [b, C, k] or None. pending: None once no row has any.
+    a response ends, at most R. last: int32 [b], the token that is not in the cache yet.
+    prefix_lens: int32 [b], tokens kept from pending drafts so far. done: bool [b]. tokens,
+    policy_logprobs, sampling_logprobs, sources: [b, C]. top_ids, top_logprobs: [b, C, k] or None.
+    pending: None once no row has any.
     """
 
     index: Array
@@ -158,6 +159,28 @@ def collect(rows: Rows, board: Rows) -> Rows:
         pending = dataclasses.replace(pending, lens=write(pending.lens, lens))
     written = jax.tree.map(write, without_pending(board), without_pending(rows))
     return dataclasses.replace(written, index=board.index, pending=pending)
+
+
+@jax.jit
+def compare(board: Rows, drafts: Drafts, held: Rollout | None) -> tuple[Array, Array, Array]:
+    """The board's prefix_lens and sources, from what it has of drafts that steps did not judge: the
+    leading tokens that are the draft's, behind those that rows held. And int32 [3]: the number of
+    these; that with the first token of each row that is not; and how many a tree drafted as well.
+
+    Worked row: of `5 6 7` the draft `5 6 9 1` has 2 tokens, 3 are judged.
+    """
+    slots = drafts.tokens.shape[1]
+    positions = jnp.arange(slots)[None, :]
+    begun = jnp.zeros_like(board.lens) if held is None else held.lens
+    before, ends = positions < begun[:, None], jnp.minimum(drafts.lens, board.lens)
+    run = leading(before | (board.tokens[:, :slots] == drafts.tokens), ends)
+    kept, judged = (jnp.maximum(jnp.minimum(n, ends) - begun, 0) for n in (run, run + 1))
+    reused = ~before & (positions < (begun + kept)[:, None])
+    reused = jnp.pad(reused, ((0, 0), (0, board.tokens.shape[1] - slots)))
+    sources = jnp.where(reused, jnp.int8(Source.REUSED), board.sources)
+    counted = (kept, judged, reused & (board.sources == Source.DRAFTED))
+    counts = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in counted])
+    return kept if held is None else held.prefix_lens + kept, sources, counts
 
 
 def without_pending(rows: Rows) -> Rows:

@@ -10,7 +10,7 @@ class Stats:
 
     row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
     verified_tokens: rows x width of the verification passes; judged_tokens: those that belonged to
-    a draft not rejected before, kept_tokens: those that were kept. drafted_tokens: tree draft
+    a draft not rejected before, kept_tokens: those that passes kept. drafted_tokens: tree draft
     tokens that were emitted. visits: (rows, slots, width, steps) of the decode loops, in order.
     predicted_seconds, predicted_verify_seconds: what the cost model expected of `decode_seconds`
     and `verify_seconds`; 0 without one. evicted: rows that gave up their cache, to be replayed
