@@ -29,7 +29,7 @@ one item for each of the response's L tokens, its end-of-sequence token included
     reward          rounded to 6 decimals; null where it is not finite
     failed          true where scoring hit a limit or raised; the reward is 0 then
     origin_steps    per token: the step at which it was first sampled (`step` itself if it is new)
-    prefix_len      tokens kept from the earlier response before decoding began
+    prefix_len      tokens from the first on that the earlier response gave
     ended           true if the last token ends the sequence; false: cut at the longest length
 
 So in a response of three tokens, "4 5" and the end ■, of which the first two were kept:
