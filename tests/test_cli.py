@@ -81,3 +81,31 @@ def test_a_user_error_can_be_traced(capsys, monkeypatch, kind):
     monkeypatch.setenv("SPECRL_TRACEBACK", "1")
     with pytest.raises(kind), cli.user_errors():
         raise kind("rollout.lenience must be >= 0, got -1")
+
+
+@pytest.mark.parametrize(
+    ("installed", "variables", "expected"),
+    [
+        ((), {}, "glibc.malloc.hugetlb=1:"),
+        ((), {"GLIBC_TUNABLES": "glibc.malloc.check=0"}, "glibc.malloc.check=0"),
+        (("libtpu",), {}, "unset"),
+        (("jax_plugins",), {}, "unset"),
+        (("jax_plugins",), {"JAX_PLATFORMS": "cpu"}, "glibc.malloc.hugetlb=1:"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is Linux's")
+def test_a_launch_on_a_cpu_starts_anew_with_huge_pages(tmp_path, installed, variables, expected):
+    for name in installed:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom specrl_jax import cli\ncli.use_huge_pages()\n"
+        "print(os.environ.get('GLIBC_TUNABLES', 'unset'), *sys.argv[1:])\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "JAX_PLATFORMS")}
+    command = [sys.executable, program, "--flag=a b"]
+    env |= {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(expected), done
+    assert done.stdout.endswith(" --flag=a b\n"), done

@@ -134,7 +134,9 @@ def attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Arra
 
 def _attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
     """As two plain products a row and key/value head, for the queries of all its heads at once:
-    keys and values stay as they lie, and only what is as small as queries is turned."""
+    keys and values stay as they lie, and only what is as small as queries is turned. Masked by a
+    sum, which XLA's CPU programs fuse with the softmax and the second product; a selection, or a
+    scale on the scores, would be one more pass over them."""
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads, groups = k_BKHS.shape[1], heads // k_BKHS.shape[1]
 
@@ -142,13 +144,13 @@ def _attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Arr
     def reshape(x: Array, sizes: tuple[int, ...], *axes: str | None) -> Array:
         return jnp.reshape(x, (batch, *sizes, head_dim), out_sharding=spec("batch", *axes, None))
 
-    q_BTKGH = reshape(q_BTNH, (queries, kv_heads, groups), None, "kv_heads", None)
+    q_BTKGH = reshape(q_BTNH * head_dim**-0.5, (queries, kv_heads, groups), None, "kv_heads", None)
     q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
     q_BKQH = reshape(q_BKTGH, (kv_heads, queries * groups), "kv_heads", None)
     scores = jnp.einsum("BKQH,BKHS->BKQS", q_BKQH, k_BKHS, preferred_element_type=jnp.float32)
-    mask_BQS = jnp.repeat(mask_BTS, groups, axis=1)
-    scores = jnp.where(mask_BQS[:, None], scores * head_dim**-0.5, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BKSH.dtype)
+    bias_BTS = jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min)
+    bias_BQS = jnp.repeat(bias_BTS, groups, axis=1)
+    weights = jax.nn.softmax(scores + bias_BQS[:, None], axis=-1).astype(v_BKSH.dtype)
     out_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights, v_BKSH)
     out_BKTGH = reshape(out_BKQH, (kv_heads, queries, groups), "kv_heads", None, None)
     return reshape(out_BKTGH.transpose(0, 2, 1, 3, 4), (queries, heads), None, "heads")
@@ -169,11 +171,16 @@ class LayerModule(nnx.Module):
         value = getattr(self, name)[...].astype(self.config.dtype)
         return reshard(value, *LAYER_AXES[name])
 
-    def project(self, equation: str, x: Array, name: str, *axes: str | None) -> Array:
-        """einsum with the weight `{name}_proj`, plus `{name}_bias` where the model has one."""
-        out = jnp.einsum(equation, x, self.weight(f"{name}_proj"), out_sharding=spec(*axes))
+    def project(self, equation: str, x: Array, name: str, *axes: str | None, part=None) -> Array:
+        """einsum with the weight `{name}_proj`, plus `{name}_bias` where the model has one.
+
+        part: with that index of both alone, on the axis before the last.
+        """
+        cut = (lambda w: w) if part is None else (lambda w: w[..., part, :])
+        weight = cut(self.weight(f"{name}_proj"))
+        out = jnp.einsum(equation, x, weight, out_sharding=spec(*axes))
         if getattr(self, f"{name}_bias", None) is not None:
-            bias = self.weight(f"{name}_bias")
+            bias = cut(self.weight(f"{name}_bias"))
             out = out + bias[(None,) * (out.ndim - bias.ndim)]
         return out
 
@@ -216,11 +223,20 @@ class Attention(LayerModule):
             v = self.project("BTD,DKH->BTKH", x_BTD, "v", "batch", None, "kv_heads", None)
             return q, k, v
         axes = ("batch", None, "kv_heads", None, None)
-        all_BTKXH = self.project("BTD,DKXH->BTKXH", x_BTD, "qkv", *axes)
-        shape = (*x_BTD.shape[:2], self.config.num_heads, self.config.head_dim)
-        out = spec("batch", None, "heads", None)
-        q_BTNH = jnp.reshape(all_BTKXH[:, :, :, :-2], shape, out_sharding=out)
-        return q_BTNH, all_BTKXH[:, :, :, -2], all_BTKXH[:, :, :, -1]
+        queries, key, value = slice(None, -2), -2, -1
+        rows, width, embed = x_BTD.shape
+        # In wide steps what is smaller is cut, the weight or what it gives.
+        if width > 1 and rows * width > embed:
+            q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *axes, part=queries)
+            k, v = (
+                self.project("BTD,DKH->BTKH", x_BTD, "qkv", *axes[:-1], part=part)
+                for part in (key, value)
+            )
+        else:
+            all_BTKXH = self.project("BTD,DKXH->BTKXH", x_BTD, "qkv", *axes)
+            q, k, v = (all_BTKXH[..., part, :] for part in (queries, key, value))
+        shape = (rows, width, self.config.num_heads, self.config.head_dim)
+        return jnp.reshape(q, shape, out_sharding=spec("batch", None, "heads", None)), k, v
 
 
 class MLP(LayerModule):

@@ -83,8 +83,11 @@ def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> 
     cut = truncate(logits, setup.law)
 
     def scored(tokens: Array) -> tuple[Array, Array]:
-        policy = token_logprobs(logits, tokens)
-        return policy, token_logprobs(cut, tokens) if setup.law.truncates else policy
+        # Looked up: on a CPU a mask over the vocabulary would cost as much as its exponentials.
+        ids = tokens[..., None]
+        policy = acceptance.logprobs_at(logits, ids)[..., 0]
+        truncates = setup.law.truncates
+        return policy, acceptance.logprobs_at(cut, ids)[..., 0] if truncates else policy
 
     found = {}
     if draws:
