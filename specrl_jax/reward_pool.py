@@ -269,9 +269,11 @@ class _Worker:
         # One thread each, no accelerator should a user's module import JAX, and the same order of
         # sets in every run, as sympy's results can depend on it.
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        variables = os.environ | one_thread | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
+        variables.pop("GLIBC_TUNABLES", None)  # a limit of memory counts on freed memory leaving
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-u", "-c", code],
-            env={**os.environ, **one_thread, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"},
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a scorer prints joins the log
             pass_fds=fds,

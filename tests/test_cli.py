@@ -1,6 +1,7 @@
 """What a user sees who types something wrong: one line, exit code 2, no traceback."""
 
 import concurrent.futures
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -83,29 +84,46 @@ def test_a_user_error_can_be_traced(capsys, monkeypatch, kind):
         raise kind("rollout.lenience must be >= 0, got -1")
 
 
+PLUGIN = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
+HUGE, OWN = "glibc.malloc.hugetlb=1:", "glibc.malloc.check=0"
+PROGRAM = ("program.py",)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is Linux's")
 @pytest.mark.parametrize(
-    ("installed", "variables", "expected"),
+    ("installed", "variables", "command", "expected"),
     [
-        ((), {}, "glibc.malloc.hugetlb=1:"),
-        ((), {"GLIBC_TUNABLES": "glibc.malloc.check=0"}, "glibc.malloc.check=0"),
-        (("libtpu",), {}, "unset"),
-        (("jax_plugins",), {}, "unset"),
-        (("jax_plugins",), {"JAX_PLATFORMS": "cpu"}, "glibc.malloc.hugetlb=1:"),
+        pytest.param(
+            (), {}, PROGRAM, HUGE, marks=pytest.mark.skipif(PLUGIN, reason="has a plugin")
+        ),
+        (("libtpu",), {}, PROGRAM, "unset"),
+        (("jax_plugins",), {}, PROGRAM, "unset"),
+        (("jax_plugins",), {"JAX_PLATFORMS": "cpu"}, PROGRAM, HUGE),
+        ((), {"JAX_PLATFORMS": "cpu"}, ("-X", "utf8", *PROGRAM), HUGE),
+        ((), {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": OWN}, PROGRAM, OWN),
+        ((), {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": ""}, PROGRAM, " "),
+        ((), {"JAX_PLATFORMS": "cpu"}, ("host.py",), "unset"),
     ],
 )
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is Linux's")
-def test_a_launch_on_a_cpu_starts_anew_with_huge_pages(tmp_path, installed, variables, expected):
+def test_a_launch_on_a_cpu_starts_anew_with_huge_pages(
+    tmp_path, installed, variables, command, expected
+):
     for name in installed:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
-    program = tmp_path / "program.py"
-    program.write_text(
+    (tmp_path / "program.py").write_text(
         "import os, sys\nfrom specrl_jax import cli\ncli.use_huge_pages()\n"
         "print(os.environ.get('GLIBC_TUNABLES', 'unset'), *sys.argv[1:])\n"
     )
+    # Somebody's process that runs the program, as a notebook does.
+    (tmp_path / "host.py").write_text(
+        "import runpy\nrunpy.run_path('program.py', run_name='__main__')\n"
+    )
     env = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "JAX_PLATFORMS")}
-    command = [sys.executable, program, "--flag=a b"]
-    env |= {"PYTHONPATH": str(ROOT)} | variables
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, *command, "--flag=a b"], cwd=tmp_path,
+        env=env | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
     assert done.stdout.startswith(expected), done
     assert done.stdout.endswith(" --flag=a b\n"), done

@@ -238,6 +238,19 @@ def test_memory_that_stays_allocated_does_not_starve_later_answers(tmp_path, mon
     np.testing.assert_array_equal([s.rewards[0] for s in scores], [1, 2, 1, 2, 1])
 
 
+def test_workers_give_freed_memory_back(tmp_path, monkeypatch):
+    """Whatever malloc the process that trains has."""
+    (tmp_path / "looking.py").write_text(
+        "import os\n"
+        "def look(response, answer, task, metadata):\n"
+        "    return float('GLIBC_TUNABLES' not in os.environ)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
+    with RewardPool("looking:look", timeout=10, workers=1) as pool:
+        np.testing.assert_array_equal(score(pool, ["a"]).rewards, [1])
+
+
 def test_exact_and_extract():
     with RewardPool("exact", **LIMITS) as pool:
         got = score(pool, ["7", " 7 ", "8"], ["7"] * 3)

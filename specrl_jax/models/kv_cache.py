@@ -3,7 +3,7 @@
 Rows are left-aligned: slot s of a row holds the key and value of its token at position s. A row
 has no stored length here: the caller passes where to write (`start`), queries see the slots up to
 their own position, and rejecting tokens is writing over them. Slots past a row's last token may
-hold anything.
+hold anything finite.
 
 Keys lie as [B, K, H, S] and values as [B, K, S, H], as the products of attention read them: XLA's
 CPU programs turn keys, or keys and values, that lie otherwise at every step.

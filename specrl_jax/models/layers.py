@@ -16,7 +16,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import as_layer, write_rows
-from specrl_jax.sharding import reshard, spec
+from specrl_jax.sharding import reshard, shards, spec
 
 # Logical axes of one layer's parameters, without the leading layer axis. Joined ones are made by
 # `joined` for the rollout alone.
@@ -106,19 +106,21 @@ def rope_tables(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(x_BTNH: Array, rope: tuple[Array, Array]) -> Array:
-    """Rotate the two halves of every head (the half-split convention of Hugging Face)."""
+def apply_rope(x_BTNH: Array, rope: tuple[Array, Array], scale: float = 1.0) -> Array:
+    """Rotate the two halves of every head (the half-split convention of Hugging Face), times a
+    scale."""
     cos, sin = rope
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    return (rotated * scale).astype(x_BTNH.dtype)
 
 
 QUERIES_AT_ONCE = 512  # bounds the scores in memory to [B, N, 512, S]
 
 
 def attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
-    """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot.
+    """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot. Queries come
+    scaled by H^-1/2.
 
     Many queries go in pieces, whose scores the backward pass computes again instead of keeping.
     """
@@ -135,8 +137,8 @@ def attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Arra
 def _attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
     """As two plain products a row and key/value head, for the queries of all its heads at once:
     keys and values stay as they lie, and only what is as small as queries is turned. Masked by a
-    sum, which XLA's CPU programs fuse with the softmax and the second product; a selection, or a
-    scale on the scores, would be one more pass over them."""
+    sum, which XLA's CPU programs fuse with the softmax and both products; a selection would be one
+    more pass over the scores."""
     batch, queries, heads, head_dim = q_BTNH.shape
     kv_heads, groups = k_BKHS.shape[1], heads // k_BKHS.shape[1]
 
@@ -144,7 +146,7 @@ def _attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Arr
     def reshape(x: Array, sizes: tuple[int, ...], *axes: str | None) -> Array:
         return jnp.reshape(x, (batch, *sizes, head_dim), out_sharding=spec("batch", *axes, None))
 
-    q_BTKGH = reshape(q_BTNH * head_dim**-0.5, (queries, kv_heads, groups), None, "kv_heads", None)
+    q_BTKGH = reshape(q_BTNH, (queries, kv_heads, groups), None, "kv_heads", None)
     q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
     q_BKQH = reshape(q_BKTGH, (kv_heads, queries * groups), "kv_heads", None)
     scores = jnp.einsum("BKQH,BKHS->BKQS", q_BKQH, k_BKHS, preferred_element_type=jnp.float32)
@@ -198,7 +200,8 @@ class Attention(LayerModule):
         if self.q_norm is not None:
             q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
             k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q = apply_rope(q, rope, self.config.head_dim**-0.5)  # while it is float32
+        k = apply_rope(k, rope)
         layer = as_layer(k, v)
         if cache is not None:
             layer = cache = write_rows(cache, layer, start_B)
@@ -225,8 +228,8 @@ class Attention(LayerModule):
         axes = ("batch", None, "kv_heads", None, None)
         queries, key, value = slice(None, -2), -2, -1
         rows, width, embed = x_BTD.shape
-        # In wide steps what is smaller is cut, the weight or what it gives.
-        if width > 1 and rows * width > embed:
+        # In wide steps the smaller is cut, the weight or a device's product.
+        if width > 1 and rows // shards("batch") * width > embed:
             q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *axes, part=queries)
             k, v = (
                 self.project("BTD,DKH->BTKH", x_BTD, "qkv", *axes[:-1], part=part)

@@ -1,6 +1,7 @@
 """Log-probabilities over a vocabulary that may be split over "tensor".
 
-A token's score is picked by mask-and-sum, never by a gather, and long responses go through the
+A token's score is picked by mask-and-sum, whose gradient needs no scatter (what is not
+differentiated can look it up: `rollout.acceptance.logprobs_at`), and long responses go through the
 head in chunks, so that [B, T, V] is never whole on one device or in memory at once.
 """
 

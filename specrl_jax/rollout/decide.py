@@ -82,20 +82,19 @@ def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> 
     logits = temper(logits, setup.law)
     cut = truncate(logits, setup.law)
 
-    def scored(tokens: Array) -> tuple[Array, Array]:
-        # Looked up: on a CPU a mask over the vocabulary would cost as much as its exponentials.
-        ids = tokens[..., None]
-        policy = acceptance.logprobs_at(logits, ids)[..., 0]
-        truncates = setup.law.truncates
-        return policy, acceptance.logprobs_at(cut, ids)[..., 0] if truncates else policy
+    def scored(scores: Array, tokens: Array) -> Array:
+        # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
+        return acceptance.logprobs_at(scores, tokens[..., None])[..., 0]
 
     found = {}
     if draws:
         tokens, sampling = draw_scored(cut, seeds, inputs["positions"], setup.law)
-        policy = token_logprobs(logits, tokens) if setup.law.truncates else sampling
+        policy = scored(logits, tokens) if setup.law.truncates else sampling
         found["drawn"] = (tokens, policy, sampling)
     if judges:
-        found["candidate"] = scored(inputs["candidates"])
+        policy = scored(logits, inputs["candidates"])
+        sampling = scored(cut, inputs["candidates"]) if setup.law.truncates else policy
+        found["candidate"] = (policy, sampling)
     if "top_ids" in inputs:
         found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"])
     if setup.stored:

@@ -66,6 +66,7 @@ def machine() -> dict:
         "mesh": list(jax.sharding.get_mesh().shape.values()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "jax": jax.__version__,
+        "malloc": os.environ.get("GLIBC_TUNABLES", ""),
     }
 
 
