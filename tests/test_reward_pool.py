@@ -247,7 +247,7 @@ def test_workers_give_freed_memory_back(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
-    with RewardPool("looking:look", timeout=10, workers=1) as pool:
+    with RewardPool("looking:look", **LIMITS) as pool:
         np.testing.assert_array_equal(score(pool, ["a"]).rewards, [1])
 
 
