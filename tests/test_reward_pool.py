@@ -238,7 +238,7 @@ def test_memory_that_stays_allocated_does_not_starve_later_answers(tmp_path, mon
     np.testing.assert_array_equal([s.rewards[0] for s in scores], [1, 2, 1, 2, 1])
 
 
-def test_workers_give_freed_memory_back(tmp_path, monkeypatch):
+def test_workers_keep_glibcs_own_malloc(tmp_path, monkeypatch):
     """Whatever malloc the process that trains has."""
     (tmp_path / "looking.py").write_text(
         "import os\n"
