@@ -154,7 +154,8 @@ def _metrics(run: Run, case: Case, timed: benchmark.Run, drafts: Drafts) -> dict
 
 def _best(cells: list[dict[str, Any]], cell: dict[str, Any]) -> float:
     """The speed-up that is ideal for the cell's reuse: drafts verified in passes, and every token
-    that is not reused decoded at the price of a token of the plain rollout.
+    that is not reused decoded at the price of a token of the plain rollout. At least 1, as drafts
+    may be left alone.
 
     A cell that left its drafts to decode steps is held against the dearest passes of the others:
     one of the drafts as a whole, where there is one.
@@ -165,7 +166,7 @@ def _best(cells: list[dict[str, Any]], cell: dict[str, Any]) -> float:
     token = plain["seconds"]["decode"]["median"] / plain["tokens"]
     rest = (cell["tokens"] - cell["reused_tokens"]) * token
     best = cell["seconds"]["prefill"]["median"] + verify + rest
-    return plain["seconds"]["total"]["median"] / best
+    return max(plain["seconds"]["total"]["median"] / best, 1.0)
 
 
 def goals(record: dict[str, Any], backend: str) -> list[Goal]:

@@ -296,7 +296,8 @@ def test_trained_speedups_follow_from_their_parts(trained):
         parts = cell["seconds"]["prefill"]["median"] + verify
         decoded = cell["tokens"] - cell["reused_tokens"]
         best = cells[0]["seconds"]["total"]["median"] / (parts + decoded * token)
-        assert cell["best_over_plain"] == pytest.approx(best)
+        # At least 1: whoever has drafts may leave them alone.
+        assert cell["best_over_plain"] == pytest.approx(max(best, 1.0))
     goals = benchmark_trained.goals(trained[0], "cpu")
     shares = [c["over_plain"]["median"] / c["best_over_plain"] for c in cells[1:]]
     assert [(goal.figure, goal.bound) for goal in goals] == [(share, 0.9) for share in shares]
