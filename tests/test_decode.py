@@ -295,7 +295,11 @@ def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
     drafts = np.where(right, ref.host(plain).tokens[:, :R], garbage())
     for width in (1, 2, 4):
         cache, board = begin(MATCH, weights, prompts, (drafts, np.full(B, R)))
-        board, tally = visit(MATCH, weights, cache, board, width)[1:3]
+        cache, board, tally, numbers = visit(MATCH, weights, cache, board, width)
+        assert not np.asarray(rows.verifying(board)).any()  # the visit's end
+        assert numbers[1] > numbers[3] == 0
+        assert tally.steps < R
+        board = visit(MATCH, weights, cache, rows.without_pending(board), width)[1]
         check_rows(board, plain)
         prefix = ref.common_prefix(drafts, np.full(B, R), ref.host(plain).tokens, lens)
         np.testing.assert_array_equal(ref.host(board).prefix_lens, prefix)

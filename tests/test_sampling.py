@@ -332,11 +332,13 @@ def test_log_probs_of_what_is_drawn(mesh, size):
     positions = np.arange(30, dtype=np.int32).reshape(6, 5)
     for law in (SamplingLaw(), SamplingLaw(top_k=7), SamplingLaw(temperature=0.0)):
         cut = np.asarray(truncate(logits, law))
-        tokens, scores = draw_scored(cut, make_seeds(6), positions, law)
+        tokens, scores, log_z = draw_scored(cut, make_seeds(6), positions, law)
         np.testing.assert_array_equal(tokens, draw(cut, make_seeds(6), positions, law))
         expected = scipy.special.log_softmax(cut.astype(np.float64), axis=-1)
         expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], axis=-1)[..., 0]
         np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+        expected = scipy.special.logsumexp(cut.astype(np.float64), axis=-1)
+        np.testing.assert_allclose(log_z, expected, rtol=1e-6)
 
 
 def test_columns_and_their_tokens_race_alone(mesh):

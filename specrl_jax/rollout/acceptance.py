@@ -188,18 +188,24 @@ def residual_scores(
     return jnp.where(empty, scores, weights)
 
 
-def logprobs_at(scores: Array, ids: Array) -> Array:
-    """log softmax(scores [..., V]) at ids [..., k], float32 nats; -inf where an id is -1."""
+def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
+    """log softmax(scores [..., V]) at ids [..., k], float32 nats; -inf where an id is -1.
+
+    log_z: [..., 1], log Σ exp(scores), where it is known.
+    """
     inner = (None,) * (scores.ndim - 2)
 
-    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, None))
+    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab", None))
     def pick(scores: Array, ids: Array) -> Array:
         local, here = _local(scores, ids)
         values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
-        return jax.lax.psum(jnp.where(here, values, 0.0), COMPUTE["vocab"])
+        return jnp.where(here, values, 0.0)[..., None, :]
 
-    values = pick(reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None))
-    log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    pieces = pick(reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None))
+    # Not `psum`, which would stay in the program of one piece, as a collective operation.
+    values = jnp.sum(pieces, axis=-2)
+    if log_z is None:
+        log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     return jnp.where(ids >= 0, values - log_z, -jnp.inf)
 
 

@@ -82,18 +82,19 @@ def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> 
     logits = temper(logits, setup.law)
     cut = truncate(logits, setup.law)
 
-    def scored(scores: Array, tokens: Array) -> Array:
+    def scored(scores: Array, tokens: Array, log_z: Array | None = None) -> Array:
         # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
-        return acceptance.logprobs_at(scores, tokens[..., None])[..., 0]
+        log_z = None if log_z is None else log_z[..., None]
+        return acceptance.logprobs_at(scores, tokens[..., None], log_z)[..., 0]
 
-    found = {}
+    found, log_z = {}, None
     if draws:
-        tokens, sampling = draw_scored(cut, seeds, inputs["positions"], setup.law)
+        tokens, sampling, log_z = draw_scored(cut, seeds, inputs["positions"], setup.law)
         policy = scored(logits, tokens) if setup.law.truncates else sampling
         found["drawn"] = (tokens, policy, sampling)
     if judges:
-        policy = scored(logits, inputs["candidates"])
-        sampling = scored(cut, inputs["candidates"]) if setup.law.truncates else policy
+        sampling = scored(cut, inputs["candidates"], log_z)
+        policy = scored(logits, inputs["candidates"]) if setup.law.truncates else sampling
         found["candidate"] = (policy, sampling)
     if "top_ids" in inputs:
         found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"])
@@ -141,7 +142,7 @@ def _draw_at_end(setup, model, hidden, rows: Rows, count: Array, left):
     cut = truncate(logits, setup.law)
     positions = rows.lens + end
     if left is None:
-        token, sampling = draw_scored(cut, rows.seeds, positions, setup.law)
+        token, sampling, _ = draw_scored(cut, rows.seeds, positions, setup.law)
     else:
         judged, tail, log_scale = left
         top_ids = column_at(rows.pending.top_ids, positions)

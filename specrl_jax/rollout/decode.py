@@ -42,8 +42,9 @@ from specrl_jax.types import Source
 class Limits:
     """When a visit of a rung ends (int32 scalars, on the host or on the device).
 
-    At most `rows` of the first `own` rows of the board are active, or after `steps` steps. A row
-    that holds `length` tokens is parked: it waits for a deeper window.
+    At most `rows` of the first `own` rows of the board are active, or after `steps` steps, or where
+    drafts are pending once none is left to judge. A row that holds `length` tokens is parked: it
+    waits for a deeper window.
     """
 
     rows: Array
@@ -134,7 +135,10 @@ def visit(
     def go_on(state) -> Array:
         _, rows, _, tally = state
         own = _active(rows, limits) & (rows.index < limits.own)
-        return (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (tally.steps < limits.steps)
+        more = (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (tally.steps < limits.steps)
+        if rows.pending is None:
+            return more
+        return more & jnp.any(verifying(rows))  # without drafts a step has less to do
 
     def step(state):
         cache, rows, corpus, tally = state

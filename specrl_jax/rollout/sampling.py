@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.logprobs import token_logprobs
+from specrl_jax.models.logprobs import pick
 from specrl_jax.sharding import reshard, shards, spec
 
 SHORT = 1_024  # vocabularies below it race once
@@ -148,11 +148,12 @@ def draw(logits: Array, seeds_B2: Array, positions: Array, law: SamplingLaw) -> 
 
 def draw_scored(
     logits: Array, seeds_B2: Array, positions: Array, law: SamplingLaw
-) -> tuple[Array, Array]:
-    """`draw`, and the drawn tokens' log-probs [B, ...] under softmax(logits)."""
+) -> tuple[Array, Array, Array]:
+    """`draw`, the drawn tokens' log-probs [B, ...] under softmax(logits), and log Σ exp(logits)."""
     if law.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return tokens, token_logprobs(logits, tokens)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        return tokens, pick(logits, tokens) - log_z, log_z
     noise = functools.partial(exponentials, seeds_B2, positions)
     leading = (None,) * positions.ndim
     # Apart from what else is computed of them: XLA's CPU backend would share the exponentials with
@@ -162,21 +163,22 @@ def draw_scored(
     row_ids = _row_ids(rows)[leading]
     if length == 1:
         # The only column wins. Its axis goes first: sums beside it take twenty times as long.
-        won, inside = jnp.zeros_like(positions), folded[..., 0]
-        inside = inside - jnp.max(inside, axis=-1, keepdims=True)
-        mass = jnp.sum(jnp.exp(inside), axis=-1)
+        won, top = jnp.zeros_like(positions), jnp.max(folded[..., 0], axis=-1, keepdims=True)
+        inside = folded[..., 0] - top
+        log_mass = jnp.log(jnp.sum(jnp.exp(inside), axis=-1))
     else:
         top = jnp.max(folded, axis=(-2, -1), keepdims=True)
         # Apart from the race: fused with it the exponentials would be computed one by one.
         masses = jax.lax.optimization_barrier(jnp.sum(jnp.exp(folded - top), axis=-2))
         columns = rows * length + jnp.arange(length)  # ids that no token has
         won = jnp.argmax(masses / noise(columns[leading]), axis=-1)
-        inside = _column(folded, won) - top[..., 0]
-        mass = jnp.sum(masses, axis=-1)
+        top = top[..., 0]
+        inside = _column(folded, won) - top
+        log_mass = jnp.log(jnp.sum(masses, axis=-1))
     ids = row_ids * length + won[..., None]
     row = jnp.argmax(jnp.exp(inside) / noise(ids), axis=-1)
     ahead = jnp.sum(jnp.where(row_ids == row[..., None], inside, 0.0), axis=-1)
-    return (row * length + won).astype(jnp.int32), ahead - jnp.log(mass)
+    return (row * length + won).astype(jnp.int32), ahead - log_mass, top[..., 0] + log_mass
 
 
 def _fold(scores: Array) -> Array:
