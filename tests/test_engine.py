@@ -237,6 +237,7 @@ def test_eviction_in_the_midst_of_a_verification(mesh, base, accept):
     assert np.asarray(whole.prefix_lens).max() > 4  # the first window
     assert stats.evicted > 0
     assert stats.verified_tokens == 0
+    assert all(steps for *_, steps in stats.visits)
 
 
 def test_no_bound_is_no_eviction(mesh, base, held_bytes):

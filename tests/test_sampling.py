@@ -318,10 +318,12 @@ def test_the_mesh_changes_no_draw(make_mesh, size, shape):
             tokens = draw(cut, make_seeds(64), put(np.arange(64, dtype=np.int32), "batch"), law)
             wide = put(np.stack([logits, logits[::-1], -logits], axis=1), "batch", None, "vocab")
             positions = put(np.arange(192, dtype=np.int32).reshape(64, 3), "batch", None)
-            many = draw(wide, make_seeds(64), positions, law)
-            results.append([np.asarray(x) for x in (cut, tokens, many)])
-    for one, other in zip(*results, strict=True):
+            many, *scores = draw_scored(wide, make_seeds(64), positions, law)
+            results.append([np.asarray(x) for x in (cut, tokens, many, *scores)])
+    for one, other in zip(*(exact for *exact, _, _ in results), strict=True):
         np.testing.assert_array_equal(one, other)
+    for one, other in zip(*(scores[3:] for scores in results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [50, 1_536, 1_025])

@@ -202,18 +202,19 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
         return jnp.where(here, values, 0.0)[..., None, :]
 
     pieces = pick(reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None))
-    # Not `psum`, which would stay in the program of one piece, as a collective operation.
+    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
     values = jnp.sum(pieces, axis=-2)
     if log_z is None:
         log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     return jnp.where(ids >= 0, values - log_z, -jnp.inf)
 
 
-def top_law(scores: Array, k: int) -> tuple[Array, Array]:
+def top_law(scores: Array, k: int, log_z: Array | None = None) -> tuple[Array, Array]:
     """The k likeliest tokens of softmax(scores [..., V]), likeliest first.
 
     Returns ids int32 and log-probs float32 nats, [..., k]; -1 and -inf where V < k. On a split
-    vocabulary every piece finds its own k first, so that scores are never gathered.
+    vocabulary every piece finds its own k first, so that scores are never gathered. log_z: as in
+    `logprobs_at`.
     """
     inner = (None,) * (scores.ndim - 2)
 
@@ -227,7 +228,9 @@ def top_law(scores: Array, k: int) -> tuple[Array, Array]:
     values, ids = (reshard(x, "batch", *inner, None) for x in found)
     values, order = jax.lax.top_k(values, min(k, values.shape[-1]))
     ids = jnp.take_along_axis(ids, order, axis=-1)
-    logprobs = values - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    if log_z is None:
+        log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    logprobs = values - log_z
     pad = ((0, 0),) * (scores.ndim - 1) + ((0, k - ids.shape[-1]),)
     return jnp.pad(ids, pad, constant_values=-1), jnp.pad(logprobs, pad, constant_values=-jnp.inf)
 

@@ -84,12 +84,12 @@ def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> 
 
     def scored(scores: Array, tokens: Array, log_z: Array | None = None) -> Array:
         # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
-        log_z = None if log_z is None else log_z[..., None]
         return acceptance.logprobs_at(scores, tokens[..., None], log_z)[..., 0]
 
     found, log_z = {}, None
     if draws:
         tokens, sampling, log_z = draw_scored(cut, seeds, inputs["positions"], setup.law)
+        log_z = log_z[..., None]
         policy = scored(logits, tokens) if setup.law.truncates else sampling
         found["drawn"] = (tokens, policy, sampling)
     if judges:
@@ -97,9 +97,9 @@ def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> 
         policy = scored(logits, inputs["candidates"]) if setup.law.truncates else sampling
         found["candidate"] = (policy, sampling)
     if "top_ids" in inputs:
-        found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"])
+        found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"], log_z)
     if setup.stored:
-        found["top"] = acceptance.top_law(cut, setup.stored)
+        found["top"] = acceptance.top_law(cut, setup.stored, log_z)
     return found
 
 

@@ -42,9 +42,9 @@ from specrl_jax.types import Source
 class Limits:
     """When a visit of a rung ends (int32 scalars, on the host or on the device).
 
-    At most `rows` of the first `own` rows of the board are active, or after `steps` steps, or where
-    drafts are pending once none is left to judge. A row that holds `length` tokens is parked: it
-    waits for a deeper window.
+    At most `rows` of the first `own` rows of the board are active, or after `steps` steps, or, if
+    all rows are to end (`rows` <= 0), once no pending draft is left to judge. A row that holds
+    `length` tokens is parked: it waits for a deeper window.
     """
 
     rows: Array
@@ -138,7 +138,8 @@ def visit(
         more = (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (tally.steps < limits.steps)
         if rows.pending is None:
             return more
-        return more & jnp.any(verifying(rows))  # without drafts a step has less to do
+        # Steps that judge cost more. Parked rows count: the engine drops pending drafts at 0 only.
+        return more & ((limits.rows > 0) | jnp.any(verifying(rows)))
 
     def step(state):
         cache, rows, corpus, tally = state

@@ -242,12 +242,13 @@ class Engine:
         group = self.setup.group_size
         places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.draft_lens[places]
-        longest, first = int(drafts.max()), self._pass(drafts, size)
-        picked = self._picked(places, size, first)
         start = time.perf_counter()
         prompts = self.prompts[np.resize(groups, size // group)]
-        slots = first.slots if first else self._first_slots()
         cache = decode.prefill(self.setup, self.weights, prompts)
+        # While the device is at it:
+        longest, first = int(drafts.max()), self._pass(drafts, size)
+        picked = self._picked(places, size, first)
+        slots = first.slots if first else self._first_slots()
         prompt_rung = (size // group, self.ladder.prompt_slots)
         cache = decode.spread(cache, slots=slots, group_size=group)
         jax.block_until_ready(cache)
@@ -597,11 +598,8 @@ class Engine:
         self.back += [(int(n), int(i)) for n, i in zip(lens[out], index[out]) if i < self.own]
         self.stats.evicted += int(out.sum())
         self._collect(pool)
-        stay = ~done & ~out
         pool.rows = rows.drop(pool.rows, put(out, "batch"))
-        pool.own = int(np.sum(stay & (index < self.own)))
-        pool.active, pool.parked = int(stay.sum()), 0
-        pool.longest = int(lens[stay].max(initial=0))
+        pool.report(np.asarray(decode.progress(pool.rows, self._limits(_FOREVER))))
         pool.real = pool.active
 
     def _pool_shape(self) -> list[tuple[int, int]]:

@@ -162,7 +162,7 @@ def draw_scored(
     rows, length = folded.shape[-2:]
     row_ids = _row_ids(rows)[leading]
     if length == 1:
-        # The only column wins. Its axis goes first: sums beside it take twenty times as long.
+        # The only column wins. Dropped first: sums beside an axis of one take ten times as long.
         won, top = jnp.zeros_like(positions), jnp.max(folded[..., 0], axis=-1, keepdims=True)
         inside = folded[..., 0] - top
         log_mass = jnp.log(jnp.sum(jnp.exp(inside), axis=-1))
