@@ -342,6 +342,20 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
     assert stats.verified_tokens > 0
 
 
+def test_steps_judge_alike_on_a_mesh(make_mesh, base):
+    """A split batch and vocabulary; behind the last draft the same rung goes on without drafts."""
+    plan, found = plan_of(accept="ratio", **ONE_RUNG), []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        with jax.set_mesh(make_mesh(*shape)):
+            drafts, cost = ref.put_rows(base[2]), CostModel(table(verify=1e6))
+            rollout, stats = go(plan, drafts=drafts, cost=cost, log_lenience=-1.5)
+            found.append(host(rollout))
+        assert stats.verified_tokens == 0
+        assert {key[-1] for key in stats.programs if key[0] == "visit"} == {True, False}
+    check_equal(*found)
+    assert found[0].prefix_lens.max() > 1
+
+
 @pytest.mark.parametrize("right", [False, True])
 def test_drafts_without_a_pass_cost_no_step_under_match(mesh, base, right):
     """The programs and visits are a plain rollout's, whatever the drafts hold; the prefixes are
