@@ -19,6 +19,7 @@ from specrl_jax.benchmark_steps import (
     STEPS,
     WIDTH,
     Rung,
+    forward_flops,
     in_turn,
     made_up_drafts,
     make_rung,
@@ -41,15 +42,6 @@ def decode_bytes(model: ModelConfig, count: int, slots: int) -> int:
         shapes = {key: shape for key, shape in shapes.items() if key != "embed"}
     weights = sum(np.prod(s) for s in jax.tree.leaves(shapes, is_leaf=lambda x: type(x) is tuple))
     return int(weights) * jnp.dtype(model.dtype).itemsize + cache_bytes(model, count, slots)
-
-
-def forward_flops(model: ModelConfig, count: int, width: int, slots: int, *, head: bool) -> int:
-    """Operations on `width` tokens a row: weights, and attention to all slots; two a product."""
-    layer = param_shapes(model)["layers"]
-    weights = sum(int(np.prod(shape)) for name, shape in layer.items() if name.endswith("_proj"))
-    weights += model.vocab_size * model.embed_dim * head
-    attention = 2 * model.num_layers * model.num_heads * model.head_dim * slots
-    return 2 * count * width * (weights + attention)
 
 
 def measure(name: str, size: Size, repeats: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from specrl_jax.benchmark_lengths import make_plan
 from specrl_jax.benchmark_policies import GROUP, Size, policy
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.models.transformer import Params
+from specrl_jax.models.transformer import Params, param_shapes
 from specrl_jax.rollout import decode, rows
 from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.plan import Setup
@@ -165,15 +165,21 @@ def floor_table(record: dict[str, Any]) -> str:
 
 
 def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
-    """Seconds of one pass of WIDTH tokens a row and of a decode step, same rows and slots."""
+    """Seconds of one pass of WIDTH tokens a row and of a decode step, same rows and slots; and what
+    the pass's products alone would take at the rate of one of them."""
     _, model, weights, _ = policy(name, size)
-    found = []
+    rng, found, columns = np.random.default_rng(0), [], 2 * model.mlp_dim
+    matrix = rng.normal(size=(model.embed_dim, columns)).astype(model.dtype)
+    matrix = put(matrix, None, None)
     for count in row_counts(size):
         rungs = {a: make_rung(size, model, weights, count, a, WIDTH) for a in ("match", "ratio")}
         drafts = made_up_drafts(count, WIDTH, model.vocab_size)
         calls = {"decode": functools.partial(rungs["match"].seconds, STEPS)}
         for accept, rung in rungs.items():
             calls[accept] = functools.partial(rung.seconds, 1, width=WIDTH, drafts=drafts)
+        tokens = count * WIDTH
+        states = put(rng.normal(size=(tokens, model.embed_dim)).astype(model.dtype), "batch", None)
+        calls["product"] = functools.partial(product_seconds, states, matrix)
         seconds = in_turn(calls, repeats)
         seconds["decode"] = [s / STEPS for s in seconds["decode"]]
         found.append({
@@ -184,8 +190,34 @@ def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
                 accept: spread(np.divide(seconds[accept], seconds["decode"]) / WIDTH)
                 for accept in rungs
             },
+            "products_over_decoded": spread(
+                np.divide(seconds["product"], seconds["decode"]) / WIDTH
+                * forward_flops(model, count, WIDTH, size.prompt_len + WIDTH, head=True)
+                / (2 * tokens * model.embed_dim * columns)
+            ),
         })  # fmt: skip
     return {"width": WIDTH, "repeats": repeats, "rungs": found}
+
+
+def product_seconds(rows: jax.Array, matrix: jax.Array) -> float:
+    """Of one product, as large as a pass has them."""
+    start = time.perf_counter()
+    jax.block_until_ready(_multiply(rows, matrix))
+    return time.perf_counter() - start
+
+
+@jax.jit
+def _multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a @ b
+
+
+def forward_flops(model: ModelConfig, count: int, width: int, slots: int, *, head: bool) -> int:
+    """Operations on `width` tokens a row: weights, and attention to all slots; two a product."""
+    layer = param_shapes(model)["layers"]
+    weights = sum(int(np.prod(shape)) for name, shape in layer.items() if name.endswith("_proj"))
+    weights += model.vocab_size * model.embed_dim * head
+    attention = 2 * model.num_layers * model.num_heads * model.head_dim * slots
+    return 2 * count * width * (weights + attention)
 
 
 def made_up_drafts(count: int, width: int, vocab: int) -> Drafts:
@@ -208,7 +240,11 @@ def verify_goals(record: dict[str, Any], name: str, backend: str) -> list[Goal]:
         return []
     return [
         Goal(
-            f"verified / decoded token, {accept}, {r['rows']} rows", cost["median"], 0.3, most=True
+            f"verified / decoded token, {accept}, {r['rows']} rows",
+            cost["median"],
+            0.3,
+            most=True,
+            note=f"products alone: {r['products_over_decoded']['median']:.3f}",
         )
         for r in record["rungs"]
         for accept, cost in r["verified_over_decoded"].items()
@@ -219,12 +255,16 @@ def verify_table(record: dict[str, Any]) -> str:
     """The scene as text, a line a row count and rule."""
     lines = [
         f"verify: one pass of {record['width']} tokens a row against a decode step; median of "
-        f"{record['repeats']}",
-        f"{'rows':>6}{'rule':>8}{'pass, ms':>11}{'step, ms':>11}   verified / decoded token",
+        f"{record['repeats']}; products alone: the pass's operations at the rate of one product",
+        f"{'rows':>6}{'rule':>8}{'pass, ms':>11}{'step, ms':>11}   verified / decoded token   "
+        "products alone",
     ]
     for rung in record["rungs"]:
         for accept, cost in rung["verified_over_decoded"].items():
             ms = [1e3 * s["median"] for s in (rung["pass_seconds"][accept], rung["step_seconds"])]
             share = "{median:.3f} ({min:.3f}-{max:.3f})".format(**cost)
-            lines.append(f"{rung['rows']:6}{accept:>8}{ms[0]:11.2f}{ms[1]:11.3f}   {share}")
+            least = f"{rung['products_over_decoded']['median']:.3f}"
+            lines.append(
+                f"{rung['rows']:6}{accept:>8}{ms[0]:11.2f}{ms[1]:11.3f}   {share:24}   {least}"
+            )
     return "\n".join(lines)

@@ -256,6 +256,8 @@ def test_single_programs_add_up(command):
         passes, steps = rung["pass_seconds"][rule], rung["step_seconds"]
         assert cost["min"] >= passes["min"] / steps["max"] / 128
         assert cost["max"] <= passes["max"] / steps["min"] / 128
+        # The products are most of what a pass does, but never all of it.
+        assert 0 < rung["products_over_decoded"]["min"] < cost["max"]
 
 
 @pytest.fixture(scope="module")

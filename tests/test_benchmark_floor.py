@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax import benchmark_device, benchmark_floor, benchmark_sampling, benchmark_scenes
+from specrl_jax import (
+    benchmark_device,
+    benchmark_floor,
+    benchmark_sampling,
+    benchmark_scenes,
+    benchmark_steps,
+)
 from specrl_jax.benchmark_policies import SIZES, Size, random_weights
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache
@@ -149,9 +155,9 @@ def test_bytes_and_operations_worked_rows():
     # 2 operations a weight and token; attention: scores and sums of 5 slots by 4 heads of 2.
     attention = 2 * 2 * 5 * 4 * 2
     tokens = 3 * 7
-    flops = benchmark_device.forward_flops(model, 3, 7, 5, head=False)
+    flops = benchmark_steps.forward_flops(model, 3, 7, 5, head=False)
     assert flops == tokens * (2 * 2 * 168 + 2 * attention)
-    with_head = benchmark_device.forward_flops(model, 3, 7, 5, head=True)
+    with_head = benchmark_steps.forward_flops(model, 3, 7, 5, head=True)
     assert with_head == flops + tokens * 2 * 40
 
 
