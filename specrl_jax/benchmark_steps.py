@@ -190,6 +190,7 @@ def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
                 accept: spread(np.divide(seconds[accept], seconds["decode"]) / WIDTH)
                 for accept in rungs
             },
+            "product_seconds": spread(seconds["product"]),
             "products_over_decoded": spread(
                 np.divide(seconds["product"], seconds["decode"]) / WIDTH
                 * forward_flops(model, count, WIDTH, size.prompt_len + WIDTH, head=True)

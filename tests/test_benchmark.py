@@ -15,6 +15,8 @@ from small_runs import small_config
 
 from specrl_jax import benchmark, benchmark_floor, benchmark_scenes, benchmark_trained
 from specrl_jax.benchmark import Goal
+from specrl_jax.benchmark_policies import SIZES
+from specrl_jax.benchmark_steps import forward_flops
 from specrl_jax.rollout.cost_table import CostTable, Point
 from specrl_jax.rollout.ladder import Ladder
 from specrl_jax.rollout.stats import Stats
@@ -256,8 +258,14 @@ def test_single_programs_add_up(command):
         passes, steps = rung["pass_seconds"][rule], rung["step_seconds"]
         assert cost["min"] >= passes["min"] / steps["max"] / 128
         assert cost["max"] <= passes["max"] / steps["min"] / 128
-        # The products are most of what a pass does, but never all of it.
-        assert 0 < rung["products_over_decoded"]["min"] < cost["max"]
+    # A pass of the same 8 x 128 tokens in products of 128 x 2 x 256 weights, each 2 operations.
+    ours, model = scenes["verify"]["rungs"][0], SIZES["tiny"].model
+    share = forward_flops(model, 1, 1, 3 + 128, head=True) / (2 * 128 * 2 * 256) / 128
+    product, steps, alone = (
+        ours[name] for name in ("product_seconds", "step_seconds", "products_over_decoded")
+    )
+    assert alone["min"] >= share * product["min"] / steps["max"] * (1 - 1e-9)
+    assert alone["max"] <= share * product["max"] / steps["min"] * (1 + 1e-9)
 
 
 @pytest.fixture(scope="module")
