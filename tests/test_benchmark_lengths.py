@@ -136,11 +136,15 @@ def test_cells_of_the_ladders_steps_tell_together():
 
 def test_goals_of_single_programs():
     ratio = lambda x: {"median": x, "min": x, "max": x}  # noqa: E731
-    record = {
-        "rungs": [{"rows": 8, "verified_over_decoded": {"match": ratio(0.3), "ratio": ratio(0.4)}}]
+    rung = {
+        "rows": 8,
+        "verified_over_decoded": {"match": ratio(0.3), "ratio": ratio(0.4)},
+        "products_over_decoded": ratio(0.25),
     }
+    record = {"rungs": [rung]}
     found = benchmark_steps.verify_goals(record, "27m", "cpu")
     assert [goal.met for goal in found] == [True, False]
+    assert [goal.note for goal in found] == ["products alone: 0.250"] * 2
     assert benchmark_steps.verify_goals(record, "tiny", "cpu") == []
     record = {"rungs": [{"rows": 8, "over_floor": ratio(0.951)}]}
     assert [goal.met for goal in benchmark_steps.floor_goals(record)] == [True]
