@@ -62,7 +62,7 @@ SIZES = {
     ),
     "27m": Size(
         ModelConfig(16_384, 512, 1_024, 8, 8, 4, 64, family="qwen3", qk_norm=True),
-        rows=32, prompt_len=32, response_len=80, row_rungs=6, windows=1, logits_chunk=16,
+        rows=32, prompt_len=64, response_len=256, row_rungs=6, logits_chunk=16,
     ),
     "smollm2": Size(
         ModelConfig(49_152, 576, 1_536, 30, 9, 3, 64, rope_theta=100_000.0, norm_eps=1e-5),

@@ -165,14 +165,16 @@ def floor_table(record: dict[str, Any]) -> str:
 
 
 def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
-    """Seconds of one pass of WIDTH tokens a row and of a decode step, same rows and slots; and what
-    the pass's products alone would take at the rate of one of them."""
+    """Seconds of one pass of WIDTH tokens a row and of a decode step, same rows and slots: the
+    size's, or the least that a pass fits in; and what the pass's products alone would take at the
+    rate of one of them."""
     _, model, weights, _ = policy(name, size)
     rng, found, columns = np.random.default_rng(0), [], 2 * model.mlp_dim
+    response = max(WIDTH, size.response_len)
     matrix = rng.normal(size=(model.embed_dim, columns)).astype(model.dtype)
     matrix = put(matrix, None, None)
     for count in row_counts(size):
-        rungs = {a: make_rung(size, model, weights, count, a, WIDTH) for a in ("match", "ratio")}
+        rungs = {a: make_rung(size, model, weights, count, a, response) for a in ("match", "ratio")}
         drafts = made_up_drafts(count, WIDTH, model.vocab_size)
         calls = {"decode": functools.partial(rungs["match"].seconds, STEPS)}
         for accept, rung in rungs.items():
@@ -184,6 +186,7 @@ def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
         seconds["decode"] = [s / STEPS for s in seconds["decode"]]
         found.append({
             "rows": count,
+            "slots": size.prompt_len + response,
             "step_seconds": spread(seconds["decode"]),
             "pass_seconds": {accept: spread(seconds[accept]) for accept in rungs},
             "verified_over_decoded": {
@@ -193,7 +196,7 @@ def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
             "product_seconds": spread(seconds["product"]),
             "products_over_decoded": spread(
                 np.divide(seconds["product"], seconds["decode"]) / WIDTH
-                * forward_flops(model, count, WIDTH, size.prompt_len + WIDTH, head=True)
+                * forward_flops(model, count, WIDTH, size.prompt_len + response, head=True)
                 / (2 * tokens * model.embed_dim * columns)
             ),
         })  # fmt: skip
@@ -257,8 +260,8 @@ def verify_table(record: dict[str, Any]) -> str:
     lines = [
         f"verify: one pass of {record['width']} tokens a row against a decode step; median of "
         f"{record['repeats']}; products alone: the pass's operations at the rate of one product",
-        f"{'rows':>6}{'rule':>8}{'pass, ms':>11}{'step, ms':>11}   verified / decoded token   "
-        "products alone",
+        f"{'rows':>6}{'slots':>7}{'rule':>8}{'pass, ms':>11}{'step, ms':>11}   "
+        "verified / decoded token   products alone",
     ]
     for rung in record["rungs"]:
         for accept, cost in rung["verified_over_decoded"].items():
@@ -266,6 +269,7 @@ def verify_table(record: dict[str, Any]) -> str:
             share = "{median:.3f} ({min:.3f}-{max:.3f})".format(**cost)
             least = f"{rung['products_over_decoded']['median']:.3f}"
             lines.append(
-                f"{rung['rows']:6}{accept:>8}{ms[0]:11.2f}{ms[1]:11.3f}   {share:24}   {least}"
+                f"{rung['rows']:6}{rung['slots']:7}{accept:>8}{ms[0]:11.2f}{ms[1]:11.3f}   "
+                f"{share:24}   {least}"
             )
     return "\n".join(lines)

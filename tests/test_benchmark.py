@@ -253,6 +253,7 @@ def test_single_programs_add_up(command):
     assert (rung["rows"], rung["slots"]) == (8, 15)
     assert set(rung["step_seconds"]) == {"engine", *benchmark_floor.SAMPLERS}
     (rung,) = scenes["verify"]["rungs"]
+    assert (rung["rows"], rung["slots"]) == (8, 3 + 128)  # no fewer than the pass takes
     # Ratios are those of single passes, so that medians need not divide; extremes bound them.
     for rule, cost in rung["verified_over_decoded"].items():
         passes, steps = rung["pass_seconds"][rule], rung["step_seconds"]
