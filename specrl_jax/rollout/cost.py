@@ -23,7 +23,7 @@ import numpy as np
 from specrl_jax.rollout.cost_table import CostTable
 
 # Expected gains below are not taken: steps are known to a tenth or so, and what is gained by being
-# right about them is less than what is lost by being wrong.
+# right about them is less than what is lost by being wrong. So a probe is never taken to be free.
 MARGIN = 1.1
 # Of a verification less: decoding also compacts rows and begins visits, which no table tells.
 VERIFY_MARGIN = 1.05
@@ -209,9 +209,10 @@ class CostModel:
 
     credit: predicted seconds that probes may lose: BUDGET of the time, never more than the next one
     needs. A width that seems best is charged what its base would have done better, one that does
-    not all that it took longer, unless it paid by MARGIN: rows that get ahead of others save their
-    rung less than that. So together they lose BUDGET of the time and one probe at most, as far as
-    the table knows: what a first wide step reads of rows is not in it.
+    not all that it took longer, and no less than the table may be wrong by, unless it paid by
+    MARGIN: rows that get ahead of others save their rung less than that. So together they lose
+    BUDGET of the time and one probe at most, as far as the table knows: what a first wide step
+    reads of rows is not in it.
     Verification needs no probes: drafts that are left to decoding are judged there, or compared
     with what was drawn when the rollout is over.
     """
@@ -256,7 +257,7 @@ class CostModel:
         if base > 1 or widths == [1]:
             return Visit(rows, slots, base, base, REVIEW_STEPS if base > 1 else 0)
         plain = self.predicted(rows, slots, 1)
-        cost = max(self.predicted(rows, slots, widths[1], steps) - steps * plain, 0.0)
+        cost = self._probe_loss(rows, slots, widths[1], base, steps)
         if best == base and self.credit >= cost:
             return Visit(rows, slots, widths[1], base, steps, cost)
         due = math.ceil(((cost if best == base else 0.0) - self.credit) / (BUDGET * plain))
@@ -291,9 +292,18 @@ class CostModel:
         gain = emitted / instead if instead else 1.0
         base_seconds = self.predicted(visit.rows, visit.slots, visit.base, steps)
         if visit.price and gain * base_seconds < MARGIN * seconds:
-            gain = 1.0
-        self.credit -= max(seconds - gain * base_seconds, 0.0)
+            rung = (visit.rows, visit.slots)
+            self.credit -= self._probe_loss(*rung, visit.width, visit.base, steps)
+        else:
+            self.credit -= max(seconds - gain * base_seconds, 0.0)
         return seconds
+
+    def _probe_loss(self, rows: int, slots: int, width: int, base: int, steps: int) -> float:
+        """Seconds that steps of a width which brings nothing lose: by the table, but no less than
+        it may be wrong by."""
+        instead = self.predicted(rows, slots, base, steps)
+        loss = self.predicted(rows, slots, width, steps) - instead
+        return max(loss, (MARGIN - 1.0) * instead)
 
     def choose_pass(self, passes: Sequence[Pass]) -> Pass | None:
         """The verification to run next: the first of those, alone or in a row of its kind, that are
