@@ -165,16 +165,14 @@ def floor_table(record: dict[str, Any]) -> str:
 
 
 def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
-    """Seconds of one pass of WIDTH tokens a row and of a decode step, same rows and slots: the
-    size's, or the least that a pass fits in; and what the pass's products alone would take at the
-    rate of one of them."""
+    """Seconds of one pass of WIDTH tokens a row and of a decode step, same rows and slots; and what
+    the pass's products alone would take at the rate of one of them."""
     _, model, weights, _ = policy(name, size)
     rng, found, columns = np.random.default_rng(0), [], 2 * model.mlp_dim
-    response = max(WIDTH, size.response_len)
     matrix = rng.normal(size=(model.embed_dim, columns)).astype(model.dtype)
     matrix = put(matrix, None, None)
     for count in row_counts(size):
-        rungs = {a: make_rung(size, model, weights, count, a, response) for a in ("match", "ratio")}
+        rungs = {a: make_rung(size, model, weights, count, a, WIDTH) for a in ("match", "ratio")}
         drafts = made_up_drafts(count, WIDTH, model.vocab_size)
         calls = {"decode": functools.partial(rungs["match"].seconds, STEPS)}
         for accept, rung in rungs.items():
@@ -186,7 +184,7 @@ def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
         seconds["decode"] = [s / STEPS for s in seconds["decode"]]
         found.append({
             "rows": count,
-            "slots": size.prompt_len + response,
+            "slots": size.prompt_len + WIDTH,
             "step_seconds": spread(seconds["decode"]),
             "pass_seconds": {accept: spread(seconds[accept]) for accept in rungs},
             "verified_over_decoded": {
@@ -196,7 +194,7 @@ def verify(name: str, size: Size, repeats: int) -> dict[str, Any]:
             "product_seconds": spread(seconds["product"]),
             "products_over_decoded": spread(
                 np.divide(seconds["product"], seconds["decode"]) / WIDTH
-                * forward_flops(model, count, WIDTH, size.prompt_len + response, head=True)
+                * forward_flops(model, count, WIDTH, size.prompt_len + WIDTH, head=True)
                 / (2 * tokens * model.embed_dim * columns)
             ),
         })  # fmt: skip

@@ -170,7 +170,8 @@ def test_sizes_that_cannot_be(name, changes, message):
 
 def test_sizes_take_what_flags_give():
     size = choose("27m", rows=8, prompt_len=None)
-    assert (size.rows, size.prompt_len, size.model.dtype) == (8, 64, "float32")
+    assert (size.rows, size.prompt_len, size.response_len) == (8, 64, 256)
+    assert size.model.dtype == "float32"
     shape = dataclasses.astuple(size.model)[:7]
     assert shape == (16_384, 512, 1_024, 8, 8, 4, 64)
     assert choose("qwen3_1p7b", force=True).model.num_layers == 28

@@ -23,7 +23,7 @@ import numpy as np
 from specrl_jax.rollout.cost_table import CostTable
 
 # Expected gains below are not taken: steps are known to a tenth or so, and what is gained by being
-# right about them is less than what is lost by being wrong. So a probe is never taken to be free.
+# right about them is less than what is lost by being wrong. So a probe is charged a tenth at least.
 MARGIN = 1.1
 # Of a verification less: decoding also compacts rows and begins visits, which no table tells.
 VERIFY_MARGIN = 1.05
@@ -257,7 +257,8 @@ class CostModel:
         if base > 1 or widths == [1]:
             return Visit(rows, slots, base, base, REVIEW_STEPS if base > 1 else 0)
         plain = self.predicted(rows, slots, 1)
-        cost = self._probe_loss(rows, slots, widths[1], base, steps)
+        longer = self.predicted(rows, slots, widths[1], steps) - steps * plain
+        cost = max(longer, (MARGIN - 1.0) * steps * plain)
         if best == base and self.credit >= cost:
             return Visit(rows, slots, widths[1], base, steps, cost)
         due = math.ceil(((cost if best == base else 0.0) - self.credit) / (BUDGET * plain))
@@ -292,18 +293,10 @@ class CostModel:
         gain = emitted / instead if instead else 1.0
         base_seconds = self.predicted(visit.rows, visit.slots, visit.base, steps)
         if visit.price and gain * base_seconds < MARGIN * seconds:
-            rung = (visit.rows, visit.slots)
-            self.credit -= self._probe_loss(*rung, visit.width, visit.base, steps)
+            self.credit -= visit.price * (steps / visit.max_steps)
         else:
             self.credit -= max(seconds - gain * base_seconds, 0.0)
         return seconds
-
-    def _probe_loss(self, rows: int, slots: int, width: int, base: int, steps: int) -> float:
-        """Seconds that steps of a width which brings nothing lose: by the table, but no less than
-        it may be wrong by."""
-        instead = self.predicted(rows, slots, base, steps)
-        loss = self.predicted(rows, slots, width, steps) - instead
-        return max(loss, (MARGIN - 1.0) * instead)
 
     def choose_pass(self, passes: Sequence[Pass]) -> Pass | None:
         """The verification to run next: the first of those, alone or in a row of its kind, that are
