@@ -83,7 +83,7 @@ class Checkpointer:
         if step in self._manager.all_steps():
             return False
         known = metric is not None and not math.isnan(metric)
-        with _one_line_errors(OSError, f"checkpoint could not be saved in {self.directory}"):
+        with _one_line_errors(OSError, _unsaved(self.directory)):
             return self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -144,7 +144,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk; raises OSError if it failed."""
-        with _one_line_errors(OSError, f"checkpoint could not be saved in {self.directory}"):
+        with _one_line_errors(OSError, _unsaved(self.directory)):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -233,6 +233,13 @@ def _check_metrics(directory: epath.Path) -> None:
         if step.name.isdigit() and path.exists():
             with _one_line_errors(ValueError, _damaged(step)):
                 json.loads(path.read_text())
+
+
+def _unsaved(directory: epath.Path) -> str:
+    return (
+        f"checkpoint could not be saved in {directory}, make room there and run the same command "
+        "again: it goes on from the last that is complete"
+    )
 
 
 def _damaged(step: epath.Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -254,6 +255,32 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OSError, match="cannot be opened") as error:
         Checkpointer(tmp_path / "file" / "checkpoints", keep_last=1)
     assert str(tmp_path) in _one_line(error)
+
+
+# Orbax's writing thread also lets the error through, which is raised again where it is waited for.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_finds_no_room_says_so_and_loses_no_earlier_step(tmp_path):
+    """A limit on the size of files stands for a full disk."""
+    noise = np.random.default_rng(0).standard_normal(300_000)  # is not made smaller by compression
+    arrays = {"x": jnp.asarray(noise, jnp.float32)}
+    with Checkpointer(tmp_path, keep_last=3) as checkpointer:
+        checkpointer.save(1, arrays, {"position": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with (
+            pytest.raises(OSError, match="make room there and run the same command") as error,
+            Checkpointer(tmp_path, keep_last=3) as checkpointer,
+        ):
+            checkpointer.save(2, arrays, {"position": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in _one_line(error)
+    with Checkpointer(tmp_path, keep_last=3) as checkpointer:
+        assert checkpointer.latest_step() == 1
+        restored, host = checkpointer.restore(1, arrays)
+    np.testing.assert_array_equal(restored["x"], arrays["x"])
+    assert host == {"position": 1}
 
 
 @pytest.mark.parametrize(("keep", "field"), [((0, 1), "keep_last"), ((1, -1), "keep_best")])
