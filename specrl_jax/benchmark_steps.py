@@ -57,13 +57,13 @@ class Rung:
             columns=self.setup.columns, pad_id=self.setup.pad_id,
         )  # fmt: skip
         if drafts is not None:
-            board = rows.with_pending(board, drafts)
+            board = rows.with_pending(board, drafts, self.setup.accept)
         limits = (0, self.setup.response_slots, steps, self.rows)
         limits = Limits(*(np.int32(x) for x in limits))
         jax.block_until_ready((board, limits, self.cache))
         start = time.perf_counter()
         self.cache, *rest = decode.visit(
-            self.setup, self.weights, self.cache, board, None, limits, np.float32(0.0),
+            self.setup, self.weights, self.cache, board, None, limits,
             width=width, wide=width > 1 and self.setup.accept != "match",
         )  # fmt: skip
         jax.block_until_ready((self.cache, rest))

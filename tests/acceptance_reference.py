@@ -6,7 +6,7 @@ import numpy as np
 from specrl_jax.rollout import acceptance
 from specrl_jax.sharding import put
 
-ratio = jax.jit(acceptance.ratio)
+least_logprobs = jax.jit(acceptance.least_logprobs)
 random_cut = jax.jit(acceptance.random_cut)
 leading = jax.jit(acceptance.leading)
 in_top = jax.jit(acceptance.in_top)
@@ -15,6 +15,13 @@ block = jax.jit(acceptance.block)
 residual_scores = jax.jit(acceptance.residual_scores)
 logprobs_at = jax.jit(acceptance.logprobs_at)
 top_law = jax.jit(acceptance.top_law, static_argnums=1)
+
+
+def ratio(uniforms, logprobs, draft_logprobs, log_lenience) -> np.ndarray:
+    """Whether the ratio rule keeps a token, bool."""
+    return np.asarray(logprobs) >= np.asarray(
+        least_logprobs(uniforms, draft_logprobs, log_lenience)
+    )
 
 
 def log(x) -> np.ndarray:

@@ -11,6 +11,7 @@ import rollout_reference as ref
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.rollout import rows as travel
 from specrl_jax.rollout.rows import Pending, Rows
+from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Rollout, Source
 
@@ -30,7 +31,7 @@ def board_of(size=B, pending=True, stored=K, seed=3) -> Rows:
         return rng.normal(size=shape).astype(np.float32)
 
     top = (numbers(size, C, K), reals(size, C, K)) if stored else (None, None)
-    waits = Pending(numbers(size, C), reals(size, C), numbers(size), *top)
+    waits = Pending(numbers(size, C), numbers(size), reals(size, C), None, *top)
     return Rows(
         index=np.arange(size, dtype=np.int32),
         seeds=numbers(size, 2).astype(np.uint32),
@@ -108,7 +109,7 @@ def test_drafts_wait_on_the_board(mesh):
     )
     placed = ref.put_rows(dataclasses.replace(board, lens=np.array([0, 0, 2, 1, 0, 0, 1, 1])))
     offered = ref.put_rows(drafts)
-    got = ref.host(travel.with_pending(placed, offered))
+    got = ref.host(travel.with_pending(placed, offered, "block"))
     np.testing.assert_array_equal(got.pending.tokens[:, :3], drafts.tokens)
     np.testing.assert_array_equal(got.pending.logprobs[:, :3], drafts.sampling_logprobs)
     np.testing.assert_array_equal(got.pending.top_ids[:, :3], drafts.top_ids)
@@ -124,6 +125,31 @@ def test_drafts_wait_on_the_board(mesh):
                                   [0, 1, 0, 0, 1, 1, 0, 0])  # fmt: skip
     nothing = travel.without_pending(placed)
     assert not np.asarray(travel.verifying(nothing)).any()
+
+
+@SHAPES
+def test_what_a_rule_compares_with_waits_with_the_drafts(make_mesh, shape):
+    """Under ratio what is known of its bound before the policy runs; under match nothing."""
+    board = board_of(pending=False)
+    logprobs = np.random.default_rng(1).normal(-2, 1, (B, 3)).astype(np.float32)
+    zeros, lens = np.zeros((B, 3), np.float32), np.full(B, 3, np.int32)
+    drafts = Drafts(zeros.astype(np.int32), lens, logprobs, zeros, zeros.astype(np.int32))
+    positions = np.broadcast_to(np.arange(3), (B, 3))
+    with jax.set_mesh(make_mesh(*shape)):
+        placed, offered = ref.put_rows((board, drafts))
+        noise = np.asarray(jax.jit(uniforms)(placed.accept_seeds, ref.put_rows(positions)))
+        pending = {
+            accept: ref.host(travel.with_pending(placed, offered, accept, 0.5).pending)
+            for accept in ("ratio", "match")
+        }
+        full = ref.host(travel.with_pending(placed, offered, "random", np.inf).pending)
+    assert pending["match"].least is pending["match"].logprobs is None
+    assert pending["ratio"].logprobs is None
+    least = pending["ratio"].least
+    np.testing.assert_allclose(least[:, :3], np.log(noise) + logprobs - 0.5, rtol=1e-6, atol=1e-6)
+    assert least.shape == (B, C)
+    assert not least[:, 3:].any()
+    np.testing.assert_array_equal(full.least[:, :3], -np.inf)
 
 
 @SHAPES

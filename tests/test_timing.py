@@ -61,7 +61,7 @@ class Clock:
     def perf_counter(self):
         return self.now
 
-    def visit(self, setup, weights, cache, board, corpus, limits, log_lenience, **kwargs):
+    def visit(self, setup, weights, cache, board, corpus, limits, **kwargs):
         self.now += self.start + self.step * int(limits.steps)
         known = {"corpus": corpus is not None, **kwargs}
         self.calls.append(

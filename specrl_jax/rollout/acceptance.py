@@ -30,6 +30,8 @@ from jax import Array
 
 from specrl_jax.sharding import COMPUTE, reshard, spec
 
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -54,19 +56,18 @@ RULES = {
 }
 
 
-def ratio(
-    uniforms_BW: Array, logprobs_BW: Array, draft_logprobs_BW: Array, log_lenience: Array
-) -> Array:
-    """Accept a token if u <= min(1, ℓ π(y) / π_old(y)) (arXiv 2509.23232, eq. 5), bool [B, W].
+def least_logprobs(uniforms_BW: Array, draft_logprobs_BW: Array, log_lenience: Array) -> Array:
+    """Log π(y) from which on `ratio` keeps a token, float32 [B, W] nats: all of
 
-    logprobs: float32 [B, W] nats of the draft tokens under the current (truncated) law;
-    draft_logprobs: under the law they were sampled or last kept by. log_lenience: scalar; inf
-    accepts everything, -inf nothing.
+        u <= min(1, ℓ π(y) / π_old(y))    (arXiv 2509.23232, eq. 5)
+
+    that is known before the policy runs. draft_logprobs: of the draft tokens under the law they
+    were sampled or last kept by. log_lenience: scalar; inf keeps everything, -inf nothing.
     """
-    accept = jnp.log(uniforms_BW) <= log_lenience + logprobs_BW - draft_logprobs_BW
-    # -inf + inf is nan: full reuse does not ask the policy, no reuse does not ask the draft.
-    accept = jnp.where(jnp.isposinf(log_lenience), True, accept)
-    return jnp.where(jnp.isneginf(log_lenience), False, accept)
+    least = jnp.log(uniforms_BW) + draft_logprobs_BW - log_lenience
+    # What the policy never draws is kept by full reuse alone.
+    least = jnp.maximum(least, jnp.where(jnp.isposinf(log_lenience), -jnp.inf, _LOWEST))
+    return jnp.where(jnp.isneginf(log_lenience), jnp.inf, least)
 
 
 def random_cut(uniforms_B: Array, lens_B: Array) -> Array:

@@ -32,9 +32,7 @@ class Found:
     top: tuple[Array, Array] | None
 
 
-def decide(
-    setup, model, hidden, rows: Rows, candidates, offered, judged, log_lenience, wide: bool
-) -> Found:
+def decide(setup, model, hidden, rows: Rows, candidates, offered, judged, wide: bool) -> Found:
     """Accept candidates from the left, and draw the token behind them.
 
     hidden: [b, W, D], W states from a row's last token on. candidates: int32 [b, W], of which the
@@ -55,7 +53,7 @@ def decide(
         accept = at["drawn"][0] == candidates
     left = None
     if by_rule:
-        accepted, left = _judge(setup, rows, at, inputs, offered, log_lenience)
+        accepted, left = _judge(setup, rows, at, inputs, offered)
         accept = jnp.where(judged[:, None], accepted, accept)
     count = acceptance.leading(accept, offered)
     drawn = at.get("drawn")
@@ -103,14 +101,14 @@ def _laws(setup: Setup, seeds, logits, inputs, *, draws: bool, judges: bool) -> 
     return found
 
 
-def _judge(setup: Setup, rows: Rows, at: dict, inputs: dict, offered: Array, log_lenience: Array):
+def _judge(setup: Setup, rows: Rows, at: dict, inputs: dict, offered: Array):
     """The configured rule's accepted candidates, bool [b, W], and for rules with a residual a
     function of their number [b] that gives (tail, log_scale) [b] for the token behind them."""
     pending, width = rows.pending, inputs["candidates"].shape[1]
+    if "now_top" not in at:
+        return at["candidate"][1] >= cut_columns(pending.least, rows.lens, width), None
     noise = uniforms(rows.accept_seeds, inputs["positions"])
     old = cut_columns(pending.logprobs, rows.lens, width)
-    if "now_top" not in at:
-        return acceptance.ratio(noise, at["candidate"][1], old, log_lenience), None
     old_top = cut_columns(pending.top_logprobs, rows.lens, width)
     inside = acceptance.in_top(inputs["candidates"], inputs["top_ids"])
     laws = (noise, at["candidate"][1], old, at["now_top"], old_top, inside)

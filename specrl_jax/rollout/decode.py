@@ -57,8 +57,9 @@ class Limits:
 @dataclasses.dataclass(frozen=True)
 class Tally:
     """What a visit did (int32). steps: a scalar. accepted: [W], row steps of rows that are not
-    verifying, by the number of tree draft tokens that were right: 0, 1, ... W - 1. drafted: of
-    those, tokens that were emitted. judged, kept: scalars, pending draft tokens."""
+    verifying, by the number of tree draft tokens that were right: 0, 1, ... W - 1, all 0 without a
+    corpus. drafted: of those, tokens that were emitted. judged, kept: scalars, pending draft
+    tokens."""
 
     steps: Array
     accepted: Array
@@ -113,7 +114,6 @@ def visit(
     rows: Rows,
     corpus: Corpus | None,
     limits: Limits,
-    log_lenience: Array,
     *,
     width: int,
     wide: bool = False,
@@ -133,16 +133,16 @@ def visit(
     model = Transformer(setup.model, weights)
 
     def go_on(state) -> Array:
-        _, rows, _, tally = state
+        _, rows, _, steps, _ = state
         own = _active(rows, limits) & (rows.index < limits.own)
-        more = (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (tally.steps < limits.steps)
+        more = (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (steps < limits.steps)
         if rows.pending is None:
             return more
         # Steps that judge cost more. Parked rows count: the engine drops pending drafts at 0 only.
         return more & ((limits.rows > 0) | jnp.any(verifying(rows)))
 
     def step(state):
-        cache, rows, corpus, tally = state
+        cache, rows, corpus, steps, counts = state
         active = _active(rows, limits)
         candidates, offered, judged = _candidates(setup, rows, corpus, width)
         fed = jnp.concatenate([rows.last[:, None], candidates[:, : width - 1]], axis=1)
@@ -156,17 +156,16 @@ def visit(
         hidden, cache = model(fed, jnp.clip(start, 0, most), cache)
         if corpus is not None:
             hidden = cut_columns(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
-        found = decide(setup, model, hidden, rows, candidates, offered, judged, log_lenience, wide)
-        rows, corpus, counts = _append(
-            setup, rows, corpus, found, active, offered, judged, limits.length
-        )
-        tally = jax.tree.map(jnp.add, tally, counts)
-        return cache, rows, corpus, tally
+        found = decide(setup, model, hidden, rows, candidates, offered, judged, wide)
+        rows, corpus, more = _append(setup, rows, corpus, found, active, judged, limits.length)
+        return cache, rows, corpus, steps + 1, counts + more
 
-    zero = jnp.int32(0)
-    tally = Tally(zero, jnp.zeros(width, jnp.int32), zero, zero, zero)
-    state = jax.lax.while_loop(go_on, step, (cache, rows, corpus, tally))
-    return *state, _progress(state[1], limits)
+    counts = jnp.zeros(width + 1, jnp.int32)
+    begun, state = rows, (cache, rows, corpus, jnp.int32(0), counts)
+    cache, rows, corpus, steps, counts = jax.lax.while_loop(go_on, step, state)
+    rows, judged, kept = _credit(begun, rows)
+    tally = Tally(steps, counts[:width], counts[width], judged, kept)
+    return cache, rows, corpus, tally, _progress(rows, limits)
 
 
 @jax.jit
@@ -212,7 +211,8 @@ def _candidates(setup: Setup, rows: Rows, corpus: Corpus | None, width: int):
         offered = jnp.minimum(count, rows.caps - rows.lens)
     if rows.pending is not None:
         kept = cut_columns(rows.pending.tokens, rows.lens, width)
-        candidates = jnp.where(judged[:, None], kept, candidates)
+        # Where nothing is offered, it does not matter what is meant by none of it.
+        candidates = kept if corpus is None else jnp.where(judged[:, None], kept, candidates)
         left = jnp.clip(rows.pending.lens - rows.lens, 0, width)
         offered = jnp.where(judged, left, offered)
     return candidates, offered, judged
@@ -224,11 +224,11 @@ def _append(
     corpus: Corpus | None,
     found: Found,
     active: Array,
-    offered: Array,
     judged: Array,
     stop_len: Array,
-) -> tuple[Rows, Corpus | None, Tally]:
-    """Write a step's tokens behind the responses of active rows."""
+) -> tuple[Rows, Corpus | None, Array | int]:
+    """Write a step's tokens behind the responses of active rows, but for what `_credit` says of
+    them; and int32 [W + 1]: `accepted` and `drafted` of a tally."""
     width = found.tokens.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     accepted = found.accepted
@@ -241,47 +241,65 @@ def _append(
     lens = rows.lens + count
     ended = jnp.any(ends, axis=1) | (lens == rows.caps)
     column = jnp.where(active, rows.lens, setup.response_slots)
-    kept = jnp.where(judged, Source.REUSED, Source.DRAFTED).astype(jnp.int8)
-    sources = jnp.where(steps < accepted[:, None], kept[:, None], jnp.int8(Source.SAMPLED))
     changes = {
         "tokens": found.tokens,
         "policy_logprobs": found.policy,
         "sampling_logprobs": found.sampling,
-        "sources": sources,
     }
+    # Without a corpus nothing needs to be said of them: SAMPLED is what is there.
+    drafted = jnp.minimum(accepted, count)
+    if corpus is not None:
+        kinds = jnp.where(steps < drafted[:, None], Source.DRAFTED, Source.SAMPLED)
+        changes["sources"] = kinds.astype(jnp.int8)
     if found.top is not None:
         changes |= {"top_ids": found.top[0], "top_logprobs": found.top[1]}
     changes = {
         name: write_columns(getattr(rows, name), new, column) for name, new in changes.items()
     }
-    reused = jnp.where(judged, jnp.minimum(accepted, count), 0)
     if rows.pending is not None:
         # Over once a token was drawn, unless it was cut off with what came before.
         over = judged & (count > accepted)
-        left = jnp.where(over, 0, rows.pending.lens)
+        left = jnp.where(over, rows.lens + accepted, rows.pending.lens)
         changes["pending"] = dataclasses.replace(rows.pending, lens=left)
+    counts = 0
     if corpus is not None:
         prompts, places = _places(setup, rows, corpus)
         corpus = drafting.record(corpus, prompts, places, rows.lens, found.tokens, count)
+        told = (active & ~judged)[:, None]
+        each = jnp.concatenate([accepted[:, None] == steps, drafted[:, None]], axis=1)
+        counts = jnp.sum(jnp.where(told, each, 0), axis=0, dtype=jnp.int32)
     last = column_at(found.tokens, jnp.maximum(count - 1, 0))
-    tally = Tally(
-        steps=jnp.int32(1),
-        accepted=jnp.sum(
-            (accepted[:, None] == steps) & (active & ~judged)[:, None], axis=0, dtype=jnp.int32
-        ),
-        drafted=jnp.sum(jnp.where(judged, 0, jnp.minimum(accepted, count)), dtype=jnp.int32),
-        judged=jnp.sum(jnp.where(judged, jnp.minimum(count, offered), 0), dtype=jnp.int32),
-        kept=jnp.sum(reused, dtype=jnp.int32),
-    )
     rows = dataclasses.replace(
         rows,
         lens=lens,
         last=jnp.where(count > 0, last, rows.last),
-        prefix_lens=rows.prefix_lens + reused,
         done=rows.done | (active & ended),
         **changes,
     )
-    return rows, corpus, tally
+    return rows, corpus, counts
+
+
+def _credit(begun: Rows, rows: Rows) -> tuple[Rows, Array, Array]:
+    """Rows after a visit, with the tokens that they kept of pending drafts marked and counted, and
+    how many draft tokens were judged and kept, int32 scalars. begun: before it.
+
+    Worked row: it held 2 tokens of a draft of 9, and now holds 7 with a draft that ends at 4. So it
+    kept 2, was judged on 3, and drew 3.
+    """
+    if rows.pending is None:
+        return rows, jnp.int32(0), jnp.int32(0)
+    ends = jnp.minimum(rows.pending.lens, rows.lens)
+    kept = jnp.where(verifying(begun), ends - begun.lens, 0)
+    rejected = rows.pending.lens < begun.pending.lens
+    columns = jnp.arange(rows.sources.shape[1])[None, :]
+    inside = (columns >= begun.lens[:, None]) & (columns < (begun.lens + kept)[:, None])
+    rows = dataclasses.replace(
+        rows,
+        prefix_lens=rows.prefix_lens + kept,
+        sources=jnp.where(inside, jnp.int8(Source.REUSED), rows.sources),
+    )
+    counts = jnp.sum(jnp.stack([kept + rejected, kept]), axis=1, dtype=jnp.int32)
+    return rows, counts[0], counts[1]
 
 
 def _places(setup: Setup, rows: Rows, corpus: Corpus) -> tuple[Array, Array]:

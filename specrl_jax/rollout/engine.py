@@ -309,7 +309,8 @@ class Engine:
         them."""
         judged = self.drafts is not None and (first is not None or self.steps_judge)
         if judged and self.board.pending is None:
-            self.board = rows.with_pending(self.board, self.drafts)
+            accept, lenience = self.setup.accept, self.log_lenience
+            self.board = rows.with_pending(self.board, self.drafts, accept, lenience)
         padded = np.full(size, -1, np.int32)
         padded[: len(places)] = places
         return rows.pick(self.board if judged else rows.without_pending(self.board), padded)
@@ -527,7 +528,6 @@ class Engine:
             pool.rows,
             corpus,
             limits,
-            self.log_lenience,
             width=width,
             wide=wide and not draws,
         )

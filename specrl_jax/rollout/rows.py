@@ -10,10 +10,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, cache_slots, regrid
-from specrl_jax.rollout.acceptance import leading
+from specrl_jax.rollout.acceptance import RULES, leading, least_logprobs
+from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import reshard, spec, take_rows
 from specrl_jax.types import Drafts, Rollout, Source
 
@@ -23,14 +25,17 @@ from specrl_jax.types import Drafts, Rollout, Source
 class Pending:
     """The part of a row's draft that an acceptance rule has yet to judge.
 
-    tokens: int32 [b, C]. logprobs: float32 [b, C], under the law that they were sampled from.
-    lens: int32 [b]; a row is *verifying* while it holds fewer tokens than that, 0 once a token was
-    rejected, and all that ever changes. top_ids, top_logprobs: [b, C, k] or None.
+    tokens: int32 [b, C]. lens: int32 [b]; a row is *verifying* while it holds fewer tokens than
+    that. All that ever changes: once a token was drawn, the place of that token. What the rule
+    compares a token's log-prob with, None under match: logprobs: float32 [b, C], under the law that
+    it was sampled from, of rules that need the law, with top_ids, top_logprobs [b, C, k]; least:
+    float32 [b, C], from which on it is kept, of the others.
     """
 
     tokens: Array
-    logprobs: Array
     lens: Array
+    logprobs: Array | None = None
+    least: Array | None = None
     top_ids: Array | None = None
     top_logprobs: Array | None = None
 
@@ -44,8 +49,8 @@ class Rows:
     accept_seeds: uint32 [b, 2]. prompt_lens, lens: int32 [b]. caps: int32 [b], the length at which
     a response ends, at most R. last: int32 [b], the token that is not in the cache yet.
     prefix_lens: int32 [b], tokens kept from pending drafts so far. done: bool [b]. tokens,
-    policy_logprobs, sampling_logprobs, sources: [b, C]. top_ids, top_logprobs: [b, C, k] or None.
-    pending: None once no row has any.
+    policy_logprobs, sampling_logprobs, sources: [b, C]; sources are SAMPLED from lens on. top_ids,
+    top_logprobs: [b, C, k] or None. pending: None once no row has any.
     """
 
     index: Array
@@ -102,26 +107,39 @@ def start_rows(
     )
 
 
-def with_pending(board: Rows, drafts: Drafts) -> Rows:
-    """The board with `drafts` [B] to be judged."""
-    return dataclasses.replace(board, pending=_pending(drafts, columns=board.tokens.shape[1]))
+def with_pending(
+    board: Rows, drafts: Drafts, accept: str, log_lenience: float | np.floating = 0.0
+) -> Rows:
+    """The board with `drafts` [B] to be judged by the rule `accept`."""
+    lenience = np.float32(log_lenience)
+    pending = _pending(
+        drafts, board.accept_seeds, lenience, accept=accept, columns=board.tokens.shape[1]
+    )
+    return dataclasses.replace(board, pending=pending)
 
 
-@functools.partial(jax.jit, static_argnames="columns")
-def _pending(drafts: Drafts, *, columns: int) -> Pending:
+@functools.partial(jax.jit, static_argnames=("accept", "columns"))
+def _pending(
+    drafts: Drafts, seeds: Array, log_lenience: Array, *, accept: str, columns: int
+) -> Pending:
     def widen(x: Array | None) -> Array | None:
         if x is None:
             return None
         margin = columns - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, margin), *((0, 0),) * (x.ndim - 2)))
 
-    return Pending(
-        tokens=widen(drafts.tokens),
-        logprobs=widen(drafts.sampling_logprobs),
-        lens=drafts.lens,
-        top_ids=widen(drafts.top_ids),
-        top_logprobs=widen(drafts.top_logprobs),
-    )
+    pending = Pending(tokens=widen(drafts.tokens), lens=drafts.lens)
+    if accept == "match":
+        return pending
+    logprobs = drafts.sampling_logprobs
+    if RULES[accept].needs_law:
+        law = {name: widen(getattr(drafts, name)) for name in ("top_ids", "top_logprobs")}
+        return dataclasses.replace(pending, logprobs=widen(logprobs), **law)
+    # Once for all steps: each would take longer by what it computes for a token or two.
+    positions = jnp.broadcast_to(jnp.arange(logprobs.shape[1]), logprobs.shape)
+    noise = uniforms(seeds, reshard(positions, "batch", None))
+    least = least_logprobs(noise, logprobs, log_lenience)
+    return dataclasses.replace(pending, least=widen(least))
 
 
 @jax.jit

@@ -117,7 +117,7 @@ class _Clock:
         setup, wide = self.setup, width > 1 and not matching
         board = self._rows(size)
         if wide:
-            board = rows.with_pending(board, self._drafts(size))
+            board = rows.with_pending(board, self._drafts(size), setup.accept)
         corpus = self._corpus(size) if matching else None
         # Rows that come to their end go on as rows that are done, at the same cost.
         limits = Limits(*(np.int32(x) for x in (-1, setup.response_slots, steps, size)))
@@ -132,7 +132,6 @@ class _Clock:
                 board,
                 corpus,
                 limits,
-                np.float32(0.0),
                 width=width,
                 wide=wide and setup.accept != "match",
             )[-1]
