@@ -99,12 +99,17 @@ def run_case(inputs: Inputs, case: Case) -> Run:
 
 
 def time_blocks(
-    inputs: Inputs, blocks: Sequence[Sequence[Case]], repeats: int, log: Callable[[str], None]
+    inputs: Inputs,
+    blocks: Sequence[Sequence[Case]],
+    repeats: int,
+    log: Callable[[str], None],
+    beside: Callable[[], None] = lambda: None,
 ) -> list[list[list[Run]]]:
     """`repeats` runs of every case of every block, [block][case][repeat], cases in turn.
 
     A case may stand in several blocks, so that each block has a neighbour to compare with. Each
     pass begins every block one case later than the last did, so that no case always comes first.
+    beside: called once a pass.
     """
     cases = {id(case): case for block in blocks for case in block}
     start = time.perf_counter()
@@ -114,6 +119,7 @@ def time_blocks(
     found: list[list[list[Run]]] = [[[] for _ in block] for block in blocks]
     for repeat in range(repeats):
         start = time.perf_counter()
+        beside()
         for block, runs in zip(blocks, found):
             for turn in range(len(block)):
                 i = (repeat + turn) % len(block)

@@ -144,9 +144,10 @@ def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch):
         benchmark, "run_case", lambda inputs, case: ran.append(case.name) or case.name
     )
     a, b, c = (benchmark.Case(name, None, TABLE) for name in "abc")
-    found = benchmark.time_blocks(None, [[a], [b, c], [b]], 2, log=lambda line: None)
+    beside = lambda: ran.append("|")  # noqa: E731
+    found = benchmark.time_blocks(None, [[a], [b, c], [b]], 2, lambda line: None, beside)
     # Once each; then a without compiling, b again because it compiled, and so on; c before b next.
-    assert ran == [*"abc", *"abbcb", *"acbb"]
+    assert ran == [*"abc", *"|abbcb", *"|acbb"]
     assert found == [[["a", "a"]], [["b", "b"], ["c", "c"]], [["b", "b"]]]
 
 

@@ -96,6 +96,21 @@ def test_a_step_s_seconds_leave_the_call_s_own_out(mesh, monkeypatch):
         assert kwargs["corpus"] == (kwargs["width"] == 2)
 
 
+def test_plain_steps_are_timed_between_other_work(mesh, monkeypatch):
+    """Every rung and window at width 1; medians of what was asked for, the first round apart."""
+    plan = plan_of(row_rungs=2, windows=2)
+    clock = Clock(100.0, 9.0)
+    monkeypatch.setattr(timing.decode, "visit", clock.visit)
+    monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
+    steps = timing.PlainSteps(plan, None, ROWS)
+    for clock.step in (0.5, 4.0, 0.75):
+        steps.time()
+    found = [row[:4] for row in steps.table().to_json()]
+    assert found == [[rows, slots, 1, False] for rows in (4, 8) for slots in (P + 2, P + 4)]
+    assert {row[4] for row in steps.table().to_json()} == {0.75}
+    assert not any(pending or known["corpus"] for _, pending, known in clock.calls)
+
+
 def test_noise_that_turns_a_longer_call_shorter(mesh, monkeypatch):
     _, found = timed(monkeypatch, plan_of(tree=None, max_width=1, verify_chunk=1), 9.0, -0.5)
     # 1 + 8 steps took 4.5 seconds, one took 8.5.

@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 ROUNDS = (3, 15)  # fewest and most measurements of a step
 ROUNDS_SECONDS = 8.0  # of all steps together, after which there are no more than the fewest
 
-TimeCalls = Callable[[int, int, int, bool], Sequence[tuple[int, float]]]
+Calls = Sequence[tuple[int, float]]  # (steps, seconds) of one call or two
+TimeCalls = Callable[[int, int, int, bool], Calls]
 
 
 class Point(NamedTuple):
@@ -110,8 +111,7 @@ def measure(
     A round goes over all points, so that a slow spell of the machine spoils few of any one's calls.
     time_calls(rows, slots, width, matching) runs the real program and returns (steps, seconds) of a
     call, or of two of which the second takes more steps. Lower quartiles are taken, since a machine
-    is now and then slower than itself but never faster, and of the calls, not of their differences:
-    the lowest of these are of a slow first call and a fast second.
+    is now and then slower than itself but never faster.
     """
     points = sorted({Point(*p) for p in points})
     least, most = repeats
@@ -119,12 +119,22 @@ def measure(
     while len(rounds) <= least or (len(rounds) <= most and spent < ROUNDS_SECONDS):
         rounds.append([time_calls(*point) for point in points])
         spent += sum(seconds for calls in rounds[-1] for _, seconds in calls)
-    return CostTable({point: _a_step(calls) for point, calls in zip(points, zip(*rounds[1:]))})
+    return tabulate(points, rounds[1:], quantile=0.25)
 
 
-def _a_step(rounds: Sequence[Sequence[tuple[int, float]]]) -> float:
-    """Seconds a step, from (steps, seconds) of one or two calls a round."""
-    calls = [(one[0][0], float(np.quantile([s for _, s in one], 0.25))) for one in zip(*rounds)]
+def tabulate(
+    points: Sequence[Point], rounds: Sequence[Sequence[Calls]], *, quantile: float
+) -> CostTable:
+    """The table of rounds over all points. Quantiles are taken of the calls, not of differences:
+    the lowest of these are of a slow first call and a fast second."""
+    by_point = zip(points, zip(*rounds))
+    return CostTable({point: _a_step(calls, quantile) for point, calls in by_point})
+
+
+def _a_step(rounds: Sequence[Calls], quantile: float) -> float:
+    """Seconds a step, from one or two calls a round."""
+    times = [(one[0][0], [seconds for _, seconds in one]) for one in zip(*rounds)]
+    calls = [(steps, float(np.quantile(seconds, quantile))) for steps, seconds in times]
     (few, short), (steps, seconds) = calls[0], calls[-1]
     # On a noisy machine the longer call may come out shorter: then its mean is the estimate.
     return (seconds - short) / (steps - few) if seconds > short else seconds / steps

@@ -17,7 +17,7 @@ import numpy as np
 from specrl_jax.models.kv_cache import cache_bytes, init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout import acceptance, decode, drafting, rows
-from specrl_jax.rollout.cost_table import CostTable, Point, load_or_measure
+from specrl_jax.rollout.cost_table import Calls, CostTable, Point, load_or_measure, tabulate
 from specrl_jax.rollout.decode import Limits
 from specrl_jax.rollout.generate import Plan
 from specrl_jax.rollout.ladder import Ladder
@@ -97,6 +97,33 @@ def points(setup: Setup, ladder: Ladder, bound: float = 0.0) -> list[Point]:
     return sorted(filter(fits, found))
 
 
+class PlainSteps:
+    """Seconds of the plain steps of a rollout of `total_rows` rows, a round at a time between other
+    work: a table of the same spells of the machine as that work."""
+
+    def __init__(self, plan: Plan, weights: Params, total_rows: int):
+        ladder = plan.ladder(total_rows)
+        self._clock = _Clock(plan.full_setup(ladder), ladder, weights, sources=0)
+        self._points = [
+            Point(rows, slots, 1, False)
+            for rows in ladder.rows
+            for slots in sorted({ladder.slots(n) for n in ladder.responses})
+        ]
+        self._rounds: list[list[Calls]] = []
+        self._round()  # compiles
+
+    def _round(self) -> list[Calls]:
+        return [self._clock(*point) for point in self._points]
+
+    def time(self) -> None:
+        """One more round."""
+        self._rounds.append(self._round())
+
+    def table(self) -> CostTable:
+        """Medians of the rounds."""
+        return tabulate(self._points, self._rounds, quantile=0.5)
+
+
 @dataclasses.dataclass
 class _Clock:
     """time_calls of `cost_table.measure`."""
@@ -106,9 +133,7 @@ class _Clock:
     weights: Params
     sources: int
 
-    def __call__(
-        self, size: int, slots: int, width: int, matching: bool
-    ) -> list[tuple[int, float]]:
+    def __call__(self, size: int, slots: int, width: int, matching: bool) -> Calls:
         counts = (1,) if not matching and width > 1 else (1, 1 + STEPS)
         return [(n, self._seconds(size, slots, width, n, matching)) for n in counts]
 
