@@ -199,6 +199,7 @@ def test_a_step_of_tree_drafts_by_hand(mesh):
     np.testing.assert_array_equal(got.prefix_lens, [0, 0, 0, 3])
     np.testing.assert_array_equal(got.pending.lens, [0, 0, 0, 3])
     assert numbers == [4, 4, 0, 0, 4, 0]
+    assert [got.sources[row, n:].any() for row, n in enumerate(got.lens)] == [False] * 4
 
 
 def test_a_step_ends_at_an_end_of_sequence_and_at_the_cap(mesh):
@@ -326,8 +327,12 @@ def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
         board = visit(MATCH, weights, cache, rows.without_pending(board), width)[1]
         check_rows(board, plain)
         prefix = ref.common_prefix(drafts, np.full(B, R), ref.host(plain).tokens, lens)
-        np.testing.assert_array_equal(ref.host(board).prefix_lens, prefix)
+        got, columns = ref.host(board), np.arange(R)[None, :]
+        np.testing.assert_array_equal(got.prefix_lens, prefix)
         assert tally.kept == prefix.sum() > B / 2
+        assert tally.judged == np.minimum(prefix + 1, lens).sum()
+        expected = np.where(columns < prefix[:, None], U, S)  # SAMPLED behind the end as well
+        np.testing.assert_array_equal(got.sources[:, :R], expected)
     # Judged by the ratio rule in one wide pass with no reuse, and decoded from there.
     drafts = (garbage(), np.full(B, R))
     cache, board = begin(RATIO, weights, prompts, drafts, log_lenience=-math.inf)

@@ -522,8 +522,7 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
         assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED)
         prefixes, ends = np.asarray(rollout.prefix_lens), np.minimum(old.lens, rollout.lens)
         assert whims.kept == prefixes.sum()
-        if accept == "match" and not whims.wide:  # wide steps may cut a draft at a window's end
-            assert whims.judged == np.minimum(prefixes + 1, ends).sum()
+        assert whims.judged == np.minimum(prefixes + 1, ends).sum()
         widths |= {width for *_, width, _ in stats.visits}
         verdicts |= whims.verdicts
         evicted += stats.evicted

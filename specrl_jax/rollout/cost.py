@@ -22,9 +22,10 @@ import numpy as np
 
 from specrl_jax.rollout.cost_table import CostTable
 
-# Expected gains below are not taken: steps are known to a tenth or so, and what is gained by being
-# right about them is less than what is lost by being wrong. So a probe is charged a tenth at least.
-MARGIN = 1.1
+# Expected gains below are not taken: steps are known to a tenth or so, and a rung saves less than
+# its rows do in the mean, as they end in the midst of wide steps and wait for those that got least.
+MARGIN = 1.15
+TABLE_ERROR = 0.1  # share of plain steps that a probe is charged at least
 # Of a verification less: decoding also compacts rows and begins visits, which no table tells.
 VERIFY_MARGIN = 1.05
 BUDGET = 0.005  # share of the time that may be lost to probing with drafts that never pay
@@ -258,7 +259,7 @@ class CostModel:
             return Visit(rows, slots, base, base, REVIEW_STEPS if base > 1 else 0)
         plain = self.predicted(rows, slots, 1)
         longer = self.predicted(rows, slots, widths[1], steps) - steps * plain
-        cost = max(longer, (MARGIN - 1.0) * steps * plain)
+        cost = max(longer, TABLE_ERROR * steps * plain)
         if best == base and self.credit >= cost:
             return Visit(rows, slots, widths[1], base, steps, cost)
         due = math.ceil(((cost if best == base else 0.0) - self.credit) / (BUDGET * plain))

@@ -138,7 +138,8 @@ def visit(
         more = (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (steps < limits.steps)
         if rows.pending is None:
             return more
-        # Steps that judge cost more. Parked rows count: the engine drops pending drafts at 0 only.
+        # Steps that judge cost a little more, with residuals or a tree more than that. Parked rows
+        # count: the engine drops pending drafts at 0 only.
         return more & ((limits.rows > 0) | jnp.any(verifying(rows)))
 
     def step(state):
@@ -157,8 +158,8 @@ def visit(
         if corpus is not None:
             hidden = cut_columns(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
         found = decide(setup, model, hidden, rows, candidates, offered, judged, wide)
-        rows, corpus, more = _append(setup, rows, corpus, found, active, judged, limits.length)
-        return cache, rows, corpus, steps + 1, counts + more
+        rows, corpus, new = _append(setup, rows, corpus, found, active, judged, limits.length)
+        return cache, rows, corpus, steps + 1, counts + new
 
     counts = jnp.zeros(width + 1, jnp.int32)
     begun, state = rows, (cache, rows, corpus, jnp.int32(0), counts)
@@ -211,7 +212,7 @@ def _candidates(setup: Setup, rows: Rows, corpus: Corpus | None, width: int):
         offered = jnp.minimum(count, rows.caps - rows.lens)
     if rows.pending is not None:
         kept = cut_columns(rows.pending.tokens, rows.lens, width)
-        # Where nothing is offered, it does not matter what is meant by none of it.
+        # Rows that are offered nothing may have any candidates.
         candidates = kept if corpus is None else jnp.where(judged[:, None], kept, candidates)
         left = jnp.clip(rows.pending.lens - rows.lens, 0, width)
         offered = jnp.where(judged, left, offered)
@@ -226,9 +227,9 @@ def _append(
     active: Array,
     judged: Array,
     stop_len: Array,
-) -> tuple[Rows, Corpus | None, Array | int]:
-    """Write a step's tokens behind the responses of active rows, but for what `_credit` says of
-    them; and int32 [W + 1]: `accepted` and `drafted` of a tally."""
+) -> tuple[Rows, Corpus | None, Array]:
+    """Write a step's tokens behind the responses of active rows; what was kept of pending drafts
+    `_credit` says. And int32 [W + 1]: `accepted` and `drafted` of a tally."""
     width = found.tokens.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     accepted = found.accepted
@@ -246,11 +247,16 @@ def _append(
         "policy_logprobs": found.policy,
         "sampling_logprobs": found.sampling,
     }
-    # Without a corpus nothing needs to be said of them: SAMPLED is what is there.
-    drafted = jnp.minimum(accepted, count)
-    if corpus is not None:
+    counts = jnp.zeros(width + 1, jnp.int32)
+    if corpus is not None:  # else sources stay SAMPLED
+        drafted = jnp.minimum(accepted, count)
         kinds = jnp.where(steps < drafted[:, None], Source.DRAFTED, Source.SAMPLED)
         changes["sources"] = kinds.astype(jnp.int8)
+        told = (active & ~judged)[:, None]
+        each = jnp.concatenate([accepted[:, None] == steps, drafted[:, None]], axis=1)
+        counts = jnp.sum(jnp.where(told, each, 0), axis=0, dtype=jnp.int32)
+        prompts, places = _places(setup, rows, corpus)
+        corpus = drafting.record(corpus, prompts, places, rows.lens, found.tokens, count)
     if found.top is not None:
         changes |= {"top_ids": found.top[0], "top_logprobs": found.top[1]}
     changes = {
@@ -261,13 +267,6 @@ def _append(
         over = judged & (count > accepted)
         left = jnp.where(over, rows.lens + accepted, rows.pending.lens)
         changes["pending"] = dataclasses.replace(rows.pending, lens=left)
-    counts = 0
-    if corpus is not None:
-        prompts, places = _places(setup, rows, corpus)
-        corpus = drafting.record(corpus, prompts, places, rows.lens, found.tokens, count)
-        told = (active & ~judged)[:, None]
-        each = jnp.concatenate([accepted[:, None] == steps, drafted[:, None]], axis=1)
-        counts = jnp.sum(jnp.where(told, each, 0), axis=0, dtype=jnp.int32)
     last = column_at(found.tokens, jnp.maximum(count - 1, 0))
     rows = dataclasses.replace(
         rows,

@@ -104,7 +104,7 @@ class Engine:
         self.corpus, self.unread = corpus, bool(held.any())
         self.prompts, self.own, self.held = prompts, own, held
         self.drafts, self.draft_lens = drafts, draft_lens
-        self.log_lenience = np.float32(log_lenience)
+        self.log_lenience = log_lenience
         self.cost, self.stats, self.pool = cost, Stats(), None
         self.widths = self.ladder.widths
         # Under match a draft changes no token: there only wide steps have a use for what is left.

@@ -26,10 +26,11 @@ class Pending:
     """The part of a row's draft that an acceptance rule has yet to judge.
 
     tokens: int32 [b, C]. lens: int32 [b]; a row is *verifying* while it holds fewer tokens than
-    that. All that ever changes: once a token was drawn, the place of that token. What the rule
-    compares a token's log-prob with, None under match: logprobs: float32 [b, C], under the law that
-    it was sampled from, of rules that need the law, with top_ids, top_logprobs [b, C, k]; least:
-    float32 [b, C], from which on it is kept, of the others.
+    that. Only they change: to the place of the first token that was drawn, or on the board to 0
+    where a rung has dropped its drafts. What the rule compares a token's log-prob with is None
+    under match. Rules that need the law have logprobs: float32 [b, C], under the law that the token
+    was sampled from, and top_ids, top_logprobs: [b, C, k]; the others least: float32 [b, C], from
+    which on it is kept.
     """
 
     tokens: Array
@@ -50,7 +51,8 @@ class Rows:
     a response ends, at most R. last: int32 [b], the token that is not in the cache yet.
     prefix_lens: int32 [b], tokens kept from pending drafts so far. done: bool [b]. tokens,
     policy_logprobs, sampling_logprobs, sources: [b, C]; sources are SAMPLED from lens on. top_ids,
-    top_logprobs: [b, C, k] or None. pending: None once no row has any.
+    top_logprobs: [b, C, k] or None. pending: None once no row has any. prefix_lens and REUSED
+    sources are those of the last visit's end.
     """
 
     index: Array
@@ -107,9 +109,7 @@ def start_rows(
     )
 
 
-def with_pending(
-    board: Rows, drafts: Drafts, accept: str, log_lenience: float | np.floating = 0.0
-) -> Rows:
+def with_pending(board: Rows, drafts: Drafts, accept: str, log_lenience: float = 0.0) -> Rows:
     """The board with `drafts` [B] to be judged by the rule `accept`."""
     lenience = np.float32(log_lenience)
     pending = _pending(

@@ -99,7 +99,7 @@ def points(setup: Setup, ladder: Ladder, bound: float = 0.0) -> list[Point]:
 
 class PlainSteps:
     """Seconds of the plain steps of a rollout of `total_rows` rows, a round at a time between other
-    work: a table of the same spells of the machine as that work."""
+    work, so that the machine is as fast in the mean for both."""
 
     def __init__(self, plan: Plan, weights: Params, total_rows: int):
         ladder = plan.ladder(total_rows)
