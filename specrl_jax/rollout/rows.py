@@ -110,7 +110,7 @@ def start_rows(
 
 
 def with_pending(board: Rows, drafts: Drafts, accept: str, log_lenience: float = 0.0) -> Rows:
-    """The board with `drafts` [B] to be judged by the rule `accept`."""
+    """The board with `drafts` [B] to be judged by the rule `accept`; log_lenience: nats."""
     lenience = np.float32(log_lenience)
     pending = _pending(
         drafts, board.accept_seeds, lenience, accept=accept, columns=board.tokens.shape[1]
