@@ -1,6 +1,7 @@
 """Measure what rollouts cost, and what speculation saves.
 
     python launch/benchmark.py rollout [--size=tiny] [--scene=lengths] [--json=FILE]
+    python launch/benchmark.py rollout --repeats=200 --until-sure
     python launch/benchmark.py rollout --scene=trained [--preset=tiny] [--config.FIELD=VALUE]
     python launch/benchmark.py sampling [--rows=32] [--vocab=49152] [--json=FILE]
 
@@ -40,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     rollout.add_argument("--size", help="tiny | 27m | smollm2 | qwen3_1p7b (default: tiny)")
     rollout.add_argument("--force", action="store_true", help="run a large size on a CPU")
     rollout.add_argument("--rates", help="lengths: shares of draft tokens replaced, as 0,0.25")
+    told = "lengths: at most --repeats passes, for each case until it is told from the goal"
+    rollout.add_argument("--until-sure", action="store_true", help=told)
     rollout.add_argument("--profile", default="", help="lengths: folder for a trace of a rollout")
     for name in _SIZE_FLAGS:
         rollout.add_argument(_flag(name), type=int, help="instead of the size's own")
@@ -126,7 +129,7 @@ def on_one_device(args: argparse.Namespace) -> None:
     name = args.size or "tiny"
     size = choose(name, force=args.force, **changes)
     options = {"tables": runtime.cache_folder() / "step_costs", "log": _log}
-    options["profile"] = args.profile
+    options |= {"profile": args.profile, "until_sure": args.until_sure}
     _report(args, *benchmark_scenes.rollout(name, size, _possible(args), **options))
 
 

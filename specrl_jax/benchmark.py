@@ -104,12 +104,15 @@ def time_blocks(
     repeats: int,
     log: Callable[[str], None],
     beside: Callable[[], None] = lambda: None,
+    leave: Callable[[int, list[list[Run]]], Sequence[int]] = lambda block, runs: (),
 ) -> list[list[list[Run]]]:
     """`repeats` runs of every case of every block, [block][case][repeat], cases in turn.
 
     A case may stand in several blocks, so that each block has a neighbour to compare with. Each
     pass begins every block one case later than the last did, so that no case always comes first.
-    beside: called once a pass.
+    beside: called once a pass. leave: the cases of a block that have had runs enough, by its number
+    and its runs so far; asked once a pass. Without any cases left there are no more passes. An
+    interrupt (Ctrl-C) leaves the passes that are over; during the first it is raised.
     """
     cases = {id(case): case for block in blocks for case in block}
     start = time.perf_counter()
@@ -117,14 +120,28 @@ def time_blocks(
         run_case(inputs, case)
     log(f"{len(cases)} cases compiled and warmed up in {time.perf_counter() - start:.0f} s")
     found: list[list[list[Run]]] = [[[] for _ in block] for block in blocks]
+    stay = [list(range(len(block))) for block in blocks]
     for repeat in range(repeats):
         start = time.perf_counter()
-        beside()
-        for block, runs in zip(blocks, found):
-            for turn in range(len(block)):
-                i = (repeat + turn) % len(block)
-                runs[i].append(_timed_run(inputs, block[i]))
-        log(f"pass {repeat + 1} of {repeats}: {time.perf_counter() - start:.0f} s")
+        try:
+            beside()
+            for block, runs, here in zip(blocks, found, stay):
+                first = repeat % max(len(here), 1)
+                for i in here[first:] + here[:first]:
+                    runs[i].append(_timed_run(inputs, block[i]))
+        except KeyboardInterrupt:
+            if not repeat:
+                raise
+            log(f"interrupted in pass {repeat + 1}: figures are of the passes before it")
+            return [[of_case[:repeat] for of_case in runs] for runs in found]
+        for number, runs in enumerate(found):
+            gone = set(leave(number, runs))
+            stay[number] = [i for i in stay[number] if i not in gone]
+        left = sum(map(len, stay))
+        seconds = time.perf_counter() - start
+        log(f"pass {repeat + 1} of {repeats}: {seconds:.0f} s, {left} runs in the next")
+        if not left:
+            break
     return found
 
 
@@ -156,6 +173,7 @@ def describe(case: Case, runs: Sequence[Run], ladder: Ladder) -> dict[str, Any]:
     decoded = int(np.maximum(run.lens - first, 0).sum())
     return {
         "name": case.name,
+        "runs": len(runs),
         "seconds": {p: spread([r.seconds[p] for r in runs]) for p in PHASES},
         "tokens": int(run.lens.sum()),
         "tokens_per_second": float(run.lens.sum() / run.seconds["total"]),
@@ -314,15 +332,15 @@ def bounded(values: Sequence[float]) -> dict[str, float]:
     return spread(values) | {"low": low, "high": high}
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Two of n values with the median of their law between them, with probability 0.95 or more.
+def median_interval(values: Sequence[float], sure: float = 0.95) -> tuple[float, float]:
+    """Two of n values with the median of their law between them, with probability `sure` or more.
 
     They are the k-th from either end, k the largest such that at most k - 1 of n values lie on one
-    side with probability <= 0.025, whatever the law: of 21 values the 6th and the 16th. Fewer than
-    6 values cannot be that sure; theirs are the least and the most.
+    side with probability <= (1 - sure) / 2, whatever the law: of 21 values the 6th and the 16th,
+    95 % sure. Fewer than 6 values cannot be that sure; theirs are the least and the most.
     """
     ordered, rank, ways = sorted(values), 0, 1
-    while ways <= 0.025 * 2 ** len(ordered):
+    while ways <= (1 - sure) / 2 * 2 ** len(ordered):
         rank += 1
         ways += math.comb(len(ordered), rank)
     return ordered[max(rank - 1, 0)], ordered[-max(rank, 1)]

@@ -7,9 +7,14 @@ the row's own; the tree reads G copies of each prompt's responses, made apart.
 
 Among the cases with drafts of each rate the ladder runs twice: they are held against the geometric
 mean of the two, and how far these are apart says what noise alone makes of a ratio of two runs.
+
+Until sure, a case leaves when it is told from the goal, so that passes go to those that are close
+to it: 99.9 % sure, as this is asked after every pass.
 """
 
 import dataclasses
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -37,6 +42,9 @@ LONGEST = 8  # times the median
 TREE = TreeLaw(depth=16, factor=8.0, offset=0.0, min_prob=0.1)  # as configs/grpo.py
 VERIFY_CHUNK = 128
 LENGTHS_SEED, CORRUPTION_SEED = 1, 2
+LEAST_RATIO = 0.98  # of the ladder's seconds over those with drafts: the goal
+TOLD = 0.999  # sure
+FEWEST = math.ceil(math.log2(2 / (1 - TOLD)))  # passes: all on one side
 
 
 def long_tailed(rows: int, longest: int, median: float, seed: int = LENGTHS_SEED) -> np.ndarray:
@@ -85,9 +93,18 @@ def make_plan(model, size: Size, *, accept: str = "match", tree: bool = False) -
 
 
 def measure(
-    name: str, size: Size, *, tables: Path, log: Callable[[str], None], profile: str = ""
+    name: str,
+    size: Size,
+    *,
+    tables: Path,
+    log: Callable[[str], None],
+    profile: str = "",
+    until_sure: bool = False,
 ) -> dict[str, Any]:
     """The scene's record. tables: folder of measured step costs. profile: folder for a trace."""
+    if until_sure and size.repeats < FEWEST:
+        rule = f"--until-sure needs --repeats >= {FEWEST}: fewer passes tell nothing"
+        raise ValueError(f"{rule}; got {size.repeats}")
     kind, model, weights, prompts = policy(name, size)
     caps = long_tailed(size.rows, size.response_len, size.response_len / LONGEST)
     inputs = Inputs(weights, prompts, jax.random.key(0), 1, caps)
@@ -108,7 +125,8 @@ def measure(
     # The ideal of the ladder is one of the moment, as the machine is not always equally fast.
     steps = timing.PlainSteps(plans["match"], weights, size.rows)
     every = [block for _, block in blocks]
-    times = benchmark.time_blocks(inputs, every, size.repeats, log, steps.time)
+    leave = functools.partial(_told, blocks) if until_sure else lambda block, runs: ()
+    times = benchmark.time_blocks(inputs, every, size.repeats, log, steps.time, leave)
     if profile:
         with jax.profiler.trace(profile):
             benchmark.run_case(inputs, blocks[1][1][-1])
@@ -127,6 +145,7 @@ def measure(
             "max": int(caps.max()),
         },
         "group": GROUP,
+        "until_sure": until_sure,
     }
     return {
         "setting": setting,
@@ -214,6 +233,30 @@ class _Timed:
         """float [passes], the geometric mean of its two runs: of equals, none is faster."""
         return np.sqrt(np.prod([benchmark.total_seconds(runs) for runs in self.ladder], axis=0))
 
+    def over(self, runs: list[Run]) -> list[float]:
+        """The ladder's seconds over those of `runs`, pass by pass, as far as these go."""
+        return (self.ladder_seconds[: len(runs)] / benchmark.total_seconds(runs)).tolist()
+
+
+def _told(
+    blocks: list[tuple[float | None, list[Case]]], number: int, runs: list[list[Run]]
+) -> list[int]:
+    """The cases of a block that are told from the goal by these runs; the ladder when all with
+    drafts are; the naive loop, which has no goal of this kind, as soon as any could be."""
+    lost, block = blocks[number]
+    if min(map(len, runs)) < FEWEST:
+        return []
+    if lost is None:
+        return list(range(len(block)))
+    timed, plain, told = _Timed.of(lost, block, runs), [], []
+    for i, case in enumerate(block):
+        low, high = benchmark.median_interval(timed.over(runs[i]), TOLD)
+        if case is block[0]:
+            plain.append(i)
+        elif not low <= LEAST_RATIO <= high:
+            told.append(i)
+    return told + plain if len(told) + len(plain) == len(block) else told
+
 
 def _cells(
     naive: Case, naive_runs: list[Run], by_rate: list[_Timed], rows: int, steps: CostTable
@@ -228,16 +271,16 @@ def _cells(
         benchmark.describe(naive, naive_runs, naive.plan.ladder(rows)) | {"lost": None},
         benchmark.describe(plain, every, plain.plan.ladder(rows)) | {"lost": None},
     ]
-    per_pass = np.median([benchmark.total_seconds(runs) for runs in ladder], axis=0)
+    first = len(naive_runs)  # other cases may have gone on
+    per_pass = np.median([benchmark.total_seconds(runs[:first]) for runs in ladder], axis=0)
     over = benchmark.total_seconds(naive_runs) / per_pass
     cells[1]["over_naive"] = benchmark.bounded(over.tolist())
     for timed in by_rate:
         for case, runs in timed.drafted:
             cell = benchmark.describe(case, runs, case.plan.ladder(rows))
             cell["lost"] = timed.lost
-            cell["over_naive"] = benchmark.ratios(naive_runs, runs)
-            over = timed.ladder_seconds / benchmark.total_seconds(runs)
-            cell["over_ladder"] = benchmark.bounded(over.tolist())
+            cell["over_naive"] = benchmark.ratios(naive_runs, runs[:first])
+            cell["over_ladder"] = benchmark.bounded(timed.over(runs))
             kinds = ("steps_by_width", "steps_by_rows", "verified_tokens")
             cell["as_ladder"] = all(cell[kind] == cells[1][kind] for kind in kinds)
             cells.append(cell)
@@ -249,13 +292,15 @@ def _as_ladder(cells: list[dict], by_rate: list[_Timed]) -> dict[str, Any] | Non
     one case but for the host's work and the drafts, and each alone is lost in the noise of passes.
 
     cells: those with drafts, in order. A pass over a rate's cases counts once, with the mean of its
-    cells. None where there are no such cells.
+    cells that ran in it. None where there are no such cells.
     """
     same, found = iter([cell["as_ladder"] for cell in cells]), []
     for timed in by_rate:
         alike = [benchmark.total_seconds(runs) for _, runs in timed.drafted if next(same)]
         if alike:
-            found += (timed.ladder_seconds / np.mean(alike, axis=0)).tolist()
+            for number, plain in zip(range(max(map(len, alike))), timed.ladder_seconds):
+                ran = [seconds[number] for seconds in alike if number < len(seconds)]
+                found.append(plain / statistics.mean(ran))
     count = sum(cell["as_ladder"] for cell in cells)
     return {"cells": count, "over_ladder": benchmark.bounded(found)} if found else None
 
@@ -273,10 +318,10 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
     def speculation(which: str, ratio: dict[str, float], *notes: str) -> Goal:
         sure = f"{'95 % sure of' if repeats > 5 else 'of'} {_sure(ratio)}"
         note = "; ".join([f"{notes[0]}, {sure}", *notes[1:]])
-        return Goal(f"speculation over ladder, {which}", ratio["median"], 0.98, note=note)
+        return Goal(f"speculation over ladder, {which}", ratio["median"], LEAST_RATIO, note=note)
 
     worst = min(drafted, key=lambda cell: cell["over_ladder"]["median"])
-    below = sum(cell["over_ladder"]["median"] < 0.98 for cell in drafted)
+    below = sum(cell["over_ladder"]["median"] < LEAST_RATIO for cell in drafted)
     itself = [ratio["median"] for ratio in record["over_itself"]]
     notes = (
         f"{worst['name']}, {worst['lost']:.0%} lost",
@@ -300,6 +345,7 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
 _COLUMNS = (
     ("", 16, lambda c: c["name"]),
     ("lost", 6, lambda c: f"{c['lost']:.0%}"),
+    ("runs", 6, lambda c: f"{c['runs']}"),
     ("seconds", 9, lambda c: f"{c['seconds']['total']['median']:.3f}"),
     ("tokens/s", 10, lambda c: f"{c['tokens_per_second']:.0f}"),
     ("naive", 7, lambda c: f"{c['over_naive']['median']:.2f}x"),
@@ -331,7 +377,7 @@ def table(record: dict[str, Any]) -> str:
     lines = [
         f"lengths: {setting['policy']}, {setting['weights']} weights; {rollout['rows']} rows, "
         f"lengths {lens['median']:.0f} in the median, {lens['mean']:.0f} in the mean, "
-        f"{lens['max']} at most; median of {rollout['repeats']}",
+        f"{lens['max']} at most; medians of the runs",
         "naive, ladder: median speed-up over them; 95 % sure: bounds of the latter's median (of",
         "fewer than 6 passes: least and most); tok/rs: decoded tokens per row step computed;",
         "predicted, ideal: by measured step costs (of the ladder's, measured in every pass), over",

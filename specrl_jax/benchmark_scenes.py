@@ -23,11 +23,11 @@ Log = Callable[[str], None]
 
 
 def rollout(
-    name: str, size: Size, scenes: Sequence[str], *, tables: Path, log: Log, profile: str = ""
+    name: str, size: Size, scenes: Sequence[str], *, tables: Path, log: Log, **lengths
 ) -> tuple[dict[str, Any], str]:
     """(record, text) of scenes on a policy of a size.
 
-    tables: folder of measured step costs. profile: folder for a trace of one rollout.
+    tables: folder of measured step costs. lengths: further options of `benchmark_lengths.measure`.
     """
     backend, load = jax.default_backend(), os.getloadavg()[0]
     found: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def rollout(
         match scene:
             case "lengths":
                 found[scene] = benchmark_lengths.measure(
-                    name, size, tables=tables, log=log, profile=profile
+                    name, size, tables=tables, log=log, **lengths
                 )
                 goals += benchmark_lengths.goals(name, found[scene], backend)
                 texts.append(benchmark_lengths.table(found[scene]))

@@ -135,6 +135,8 @@ def test_the_interval_of_a_median_is_as_sure_as_it_says_and_no_wider(count):
     assert low == max(scipy.stats.binom.ppf(0.025, count, 0.5) - 1, 0)
     if count > 5:
         assert 2 * scipy.stats.binom.cdf(low, count, 0.5) <= 0.05
+    surer, _ = benchmark.median_interval(values, 0.999)
+    assert surer == max(scipy.stats.binom.ppf(0.0005, count, 0.5) - 1, 0)
 
 
 def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch):
@@ -149,6 +151,42 @@ def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch):
     # Once each; then a without compiling, b again because it compiled, and so on; c before b next.
     assert ran == [*"abc", *"|abbcb", *"|acbb"]
     assert found == [[["a", "a"]], [["b", "b"], ["c", "c"]], [["b", "b"]]]
+
+
+def test_cases_that_have_had_runs_enough_leave(monkeypatch):
+    monkeypatch.setattr(benchmark, "compiled", lambda: 0)
+    monkeypatch.setattr(benchmark, "run_case", lambda inputs, case: case.name)
+    a, b, c = (benchmark.Case(name, None, TABLE) for name in "abc")
+    enough, lines = [[1], [2, 3]], []
+
+    def leave(block: int, runs: list) -> list[int]:
+        return [i for i, of_case in enumerate(runs) if len(of_case) == enough[block][i]]
+
+    blocks = [[a], [b, c]]
+    found = benchmark.time_blocks(None, blocks, 9, lines.append, leave=leave)
+    assert found == [[["a"]], [["b"] * 2, ["c"] * 3]]
+    assert [line.split(", ")[-1] for line in lines[1:]] == [
+        f"{n} runs in the next" for n in (2, 1, 0)
+    ]
+
+
+def test_an_interrupt_leaves_the_passes_that_are_over(monkeypatch):
+    ran: list[str] = []
+
+    def run_case(inputs, case):
+        if len(ran) == stop:
+            raise KeyboardInterrupt
+        ran.append(case.name)
+        return case.name
+
+    monkeypatch.setattr(benchmark, "compiled", lambda: 0)
+    monkeypatch.setattr(benchmark, "run_case", run_case)
+    a, b = (benchmark.Case(name, None, TABLE) for name in "ab")
+    stop = 7  # after two runs to compile, two passes, and one run of the third
+    assert benchmark.time_blocks(None, [[a, b]], 9, lambda line: None) == [[["a"] * 2, ["b"] * 2]]
+    ran, stop = [], 3
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.time_blocks(None, [[a, b]], 9, lambda line: None)
 
 
 # Goals ---------------------------------------------------------------------------------------

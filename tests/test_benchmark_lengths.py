@@ -1,6 +1,7 @@
 """What the benchmarks run (lengths, drafts, policies), and what its figures are held against."""
 
 import dataclasses
+import functools
 import math
 import types
 
@@ -132,6 +133,34 @@ def test_cells_of_the_ladders_steps_tell_together():
     ratio = {"median": 0.5, "min": 0.5, "max": 0.5, "low": 0.5, "high": 0.5}
     assert found == {"cells": 2, "over_ladder": pytest.approx(ratio)}
     assert benchmark_lengths._as_ladder([{"as_ladder": False}] * 6, by_rate) is None
+    # A case that left after the first pass counts there alone: 1 s over a mean of 2 s, 2 s over 5.
+    del times[0][1][1:]
+    found = benchmark_lengths._as_ladder(cells, by_rate)["over_ladder"]
+    assert (found["min"], found["max"]) == pytest.approx((0.4, 0.5))
+
+
+def test_cases_leave_once_they_are_told_from_the_goal():
+    """Of 11 values all on one side of 0.98 tell; of 20 values one may lie on the other."""
+
+    def runs(*seconds: float) -> list:
+        return [types.SimpleNamespace(seconds={"total": total}) for total in seconds]
+
+    naive, ladder, better, worse, near = (types.SimpleNamespace() for _ in range(5))
+    blocks = [(None, [naive]), (0.5, [ladder, better, worse, ladder, near])]
+    told = functools.partial(benchmark_lengths._told, blocks)
+
+    def block(passes: int, seconds: list[float]) -> list[list]:
+        alike = [runs(*[s] * passes) for s in (1.0, 0.5, 1.1, 1.0)]
+        return [*alike, runs(*seconds)]
+
+    near_goal = [0.9] + [1.05] * 5 + [0.9] * 5
+    assert told(0, [runs(*[3.0] * 10)]) == []
+    assert told(0, [runs(*[3.0] * 11)]) == [0]
+    assert told(1, block(10, near_goal[:10])) == []
+    assert told(1, block(11, near_goal)) == [1, 2]
+    assert told(1, block(11, [0.9] * 11)) == [1, 2, 4, 0, 3]
+    assert told(1, block(20, [1.05] + [0.9] * 19)) == [1, 2, 4, 0, 3]
+    assert told(1, block(20, [1.05] * 4 + [0.9] * 16)) == [1, 2]
 
 
 def test_goals_of_single_programs():
