@@ -340,7 +340,7 @@ def median_interval(values: Sequence[float], sure: float = 0.95) -> tuple[float,
     95 % sure. Fewer than 6 values cannot be that sure; theirs are the least and the most.
     """
     ordered, rank, ways = sorted(values), 0, 1
-    while ways <= (1 - sure) / 2 * 2 ** len(ordered):
+    while ways / 2 ** len(ordered) <= (1 - sure) / 2:  # integers: floats end at 2 ** 1024
         rank += 1
         ways += math.comb(len(ordered), rank)
     return ordered[max(rank - 1, 0)], ordered[-max(rank, 1)]

@@ -126,7 +126,7 @@ def test_ratios_are_taken_within_a_pass():
     assert benchmark.ratios(slow, fast) == expected
 
 
-@pytest.mark.parametrize("count", [5, 6, 9, 21, 100])
+@pytest.mark.parametrize("count", [5, 6, 9, 21, 100, 3000])
 def test_the_interval_of_a_median_is_as_sure_as_it_says_and_no_wider(count):
     """By scipy's binomial law: k - 1 or fewer of n values on one side, twice."""
     values = np.random.default_rng(0).permutation(count)

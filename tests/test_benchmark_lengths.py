@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax import benchmark_lengths, benchmark_steps
+from specrl_jax import benchmark, benchmark_lengths, benchmark_steps
 from specrl_jax.benchmark_policies import choose
 
 # Lengths and drafts --------------------------------------------------------------------------
@@ -137,6 +137,26 @@ def test_cells_of_the_ladders_steps_tell_together():
     del times[0][1][1:]
     found = benchmark_lengths._as_ladder(cells, by_rate)["over_ladder"]
     assert (found["min"], found["max"]) == pytest.approx((0.4, 0.5))
+
+
+def test_the_ladder_alone_is_held_against_steps_of_the_passes(monkeypatch):
+    """Its figures are of all runs; those over the naive loop of the passes that this was in."""
+
+    def runs(*seconds: float) -> list:
+        return [types.SimpleNamespace(seconds={"total": total}) for total in seconds]
+
+    kinds = dict.fromkeys(("steps_by_width", "steps_by_rows", "verified_tokens"), 0)
+    describe = lambda case, runs, ladder: {"table": case.table, "runs": len(runs)} | kinds  # noqa: E731
+    monkeypatch.setattr(benchmark, "describe", describe)
+    plan = types.SimpleNamespace(ladder=lambda rows: None)
+    naive, ladder, tree = (benchmark.Case(name, plan, f"{name}'s") for name in ("n", "l", "t"))
+    block = [ladder, tree, ladder]
+    by_rate = [benchmark_lengths._Timed.of(0.5, block, [runs(1, 4), runs(2, 2), runs(1, 4)])]
+    cells = benchmark_lengths._cells(naive, runs(4), by_rate, 8, "the passes'")
+    assert [cell["table"] for cell in cells] == ["n's", "the passes'", "t's"]
+    assert [cell["runs"] for cell in cells] == [1, 4, 2]
+    assert [cell["over_naive"]["median"] for cell in cells[1:]] == [4, 2]
+    assert (cells[2]["over_ladder"]["min"], cells[2]["over_ladder"]["max"]) == (0.5, 2)
 
 
 def test_cases_leave_once_they_are_told_from_the_goal():

@@ -202,6 +202,35 @@ def test_a_step_of_tree_drafts_by_hand(mesh):
     assert [got.sources[row, n:].any() for row, n in enumerate(got.lens)] == [False] * 4
 
 
+def test_a_visit_in_which_rejected_drafts_are_followed_by_trees(mesh):
+    """Two steps of width 3: the tree goes on behind the first token that was drawn."""
+    setup, weights = counting()
+    setup = dataclasses.replace(setup, tree=ref.TREE)
+    prompts = ref.make_prompts([[1]] * 4, P)
+    drafts = np.zeros((4, R), np.int32)
+    drafts[:, :6] = [[2, 3, 9, 9, 0, 0], [2, 3, 4, 5, 6, 7], [0] * 6, [9, 0, 0, 0, 0, 0]]
+    cache, board = begin(setup, weights, prompts, (drafts, [4, 6, 0, 1]))
+    stored = np.zeros((4, 1, R), np.int32)
+    stored[:, 0] = [[2, 3, 4, 5, 6, 7, 8, 9]] * 3 + [[9] * R]
+    corpus = drafting.build(
+        put(stored, None, None, None), put(np.full((4, 1), R, np.int32), None, None),
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+    )  # fmt: skip
+    _, board, tally, numbers = visit(setup, weights, cache, board, 3, stop=1, steps=2,
+                                     corpus=corpus)  # fmt: skip
+    got = ref.host(board)
+    assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3]]  # fmt: skip
+    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [U, U, S, D, D, S], [U] * 6, [D, D, S] * 2, [S, S]]  # fmt: skip
+    assert (tally.steps, tally.judged, tally.kept) == (2, 3 + 6 + 1, 2 + 6)
+    np.testing.assert_array_equal(tally.accepted, [1, 0, 3])  # row steps that did not judge
+    assert tally.drafted == 6
+    np.testing.assert_array_equal(got.prefix_lens, [2, 6, 0, 0])
+    np.testing.assert_array_equal(got.pending.lens, [2, 6, 0, 0])
+    assert numbers == [4, 4, 0, 0, 6, 0]
+
+
 def test_a_step_ends_at_an_end_of_sequence_and_at_the_cap(mesh):
     """Candidates behind either are not taken, right or wrong."""
     setup, weights = counting(eos=(5, 9))
