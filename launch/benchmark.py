@@ -115,7 +115,7 @@ def on_one_device(args: argparse.Namespace) -> None:
     """All others, on the first device."""
     import jax
 
-    from specrl_jax import benchmark_scenes, runtime
+    from specrl_jax import benchmark_lengths, benchmark_scenes, runtime
     from specrl_jax.benchmark_policies import choose
     from specrl_jax.sharding import make_mesh
 
@@ -128,6 +128,8 @@ def on_one_device(args: argparse.Namespace) -> None:
     changes = {name: getattr(args, name) for name in _SIZE_FLAGS} | {"rates": _rates(args.rates)}
     name = args.size or "tiny"
     size = choose(name, force=args.force, **changes)
+    if args.until_sure:
+        benchmark_lengths.check_until_sure(size)
     options = {"tables": runtime.cache_folder() / "step_costs", "log": _log}
     options |= {"profile": args.profile, "until_sure": args.until_sure}
     _report(args, *benchmark_scenes.rollout(name, size, _possible(args), **options))

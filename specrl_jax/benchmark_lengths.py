@@ -92,6 +92,13 @@ def make_plan(model, size: Size, *, accept: str = "match", tree: bool = False) -
     )
 
 
+def check_until_sure(size: Size) -> None:
+    """Raises ValueError in one line."""
+    if size.repeats < FEWEST:
+        rule = f"--until-sure needs --repeats >= {FEWEST}: fewer passes tell nothing"
+        raise ValueError(f"{rule}; got {size.repeats}")
+
+
 def measure(
     name: str,
     size: Size,
@@ -102,9 +109,6 @@ def measure(
     until_sure: bool = False,
 ) -> dict[str, Any]:
     """The scene's record. tables: folder of measured step costs. profile: folder for a trace."""
-    if until_sure and size.repeats < FEWEST:
-        rule = f"--until-sure needs --repeats >= {FEWEST}: fewer passes tell nothing"
-        raise ValueError(f"{rule}; got {size.repeats}")
     kind, model, weights, prompts = policy(name, size)
     caps = long_tailed(size.rows, size.response_len, size.response_len / LONGEST)
     inputs = Inputs(weights, prompts, jax.random.key(0), 1, caps)
@@ -313,10 +317,10 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
     if (name, rows, backend) == ("27m", 32, "cpu"):
         found.append(Goal("ladder over naive", ladder["over_naive"]["median"], 2.2))
     drafted = [cell for cell in record["cells"] if cell["lost"] is not None]
-    repeats = record["setting"]["rollout"]["repeats"]
+    runs = min(cell["runs"] for cell in drafted)  # an interrupt leaves fewer than were asked for
 
     def speculation(which: str, ratio: dict[str, float], *notes: str) -> Goal:
-        sure = f"{'95 % sure of' if repeats > 5 else 'of'} {_sure(ratio)}"
+        sure = f"{'95 % sure of' if runs > 5 else 'of'} {_sure(ratio)}"
         note = "; ".join([f"{notes[0]}, {sure}", *notes[1:]])
         return Goal(f"speculation over ladder, {which}", ratio["median"], LEAST_RATIO, note=note)
 
