@@ -128,7 +128,7 @@ def time_blocks(
             for block, runs, here in zip(blocks, found, stay):
                 first = repeat % max(len(here), 1)
                 for i in here[first:] + here[:first]:
-                    runs[i].append(_timed_run(inputs, block[i]))
+                    runs[i].append(_sharing(_timed_run(inputs, block[i]), runs[i][-1:]))
         except KeyboardInterrupt:
             if not repeat:
                 raise
@@ -152,6 +152,14 @@ def _timed_run(inputs: Inputs, case: Case) -> Run:
         if compiled() == before:
             break
     return run
+
+
+def _sharing(run: Run, last: Sequence[Run]) -> Run:
+    """The run with the last one's arrays where they are equal: kept by the thousand, they would
+    cut up the heap that rollouts live on, so that those with large buffers page memory in anew."""
+    names = [field.name for field in dataclasses.fields(Run)[2:]]
+    pairs = [(name, getattr(run, name), getattr(one, name)) for one in last for name in names]
+    return dataclasses.replace(run, **{name: b for name, a, b in pairs if np.array_equal(a, b)})
 
 
 # Figures of a case ---------------------------------------------------------------------------

@@ -139,7 +139,15 @@ def test_the_interval_of_a_median_is_as_sure_as_it_says_and_no_wider(count):
     assert surer == max(scipy.stats.binom.ppf(0.0005, count, 0.5) - 1, 0)
 
 
-def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch):
+@pytest.fixture
+def named_runs(monkeypatch):
+    """Cases whose runs are their names, which have no arrays to share."""
+    monkeypatch.setattr(benchmark, "compiled", lambda: 0)
+    monkeypatch.setattr(benchmark, "run_case", lambda inputs, case: case.name)
+    monkeypatch.setattr(benchmark, "_sharing", lambda run, last: run)
+
+
+def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch, named_runs):
     ran, programs = [], iter([0, 0, 0, 1, 1, 1, *[1] * 100])
     monkeypatch.setattr(benchmark, "compiled", lambda: next(programs))
     monkeypatch.setattr(
@@ -153,9 +161,21 @@ def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch):
     assert found == [[["a", "a"]], [["b", "b"], ["c", "c"]], [["b", "b"]]]
 
 
-def test_cases_that_have_had_runs_enough_leave(monkeypatch):
+def test_runs_share_arrays_that_are_equal(monkeypatch):
+    """Of three runs the second has the first's arrays; the third drafted, and shares the rest."""
+    drafted = np.full((2, 4), DRAFTED, np.int8)
+    runs = iter([make_run(9), make_run(3), make_run(2), make_run(1, sources=drafted)])
     monkeypatch.setattr(benchmark, "compiled", lambda: 0)
-    monkeypatch.setattr(benchmark, "run_case", lambda inputs, case: case.name)
+    monkeypatch.setattr(benchmark, "run_case", lambda inputs, case: next(runs))
+    case = benchmark.Case("a", None, TABLE)
+    (((first, second, third),),) = benchmark.time_blocks(None, [[case]], 3, lambda line: None)
+    assert [run.seconds["total"] for run in (first, second, third)] == [3, 2, 1]
+    assert second.sources is first.sources
+    assert third.tokens is first.tokens
+    assert third.sources is drafted
+
+
+def test_cases_that_have_had_runs_enough_leave(named_runs):
     a, b, c = (benchmark.Case(name, None, TABLE) for name in "abc")
     enough, lines = [[1], [2, 3]], []
 
@@ -170,7 +190,7 @@ def test_cases_that_have_had_runs_enough_leave(monkeypatch):
     ]
 
 
-def test_an_interrupt_leaves_the_passes_that_are_over(monkeypatch):
+def test_an_interrupt_leaves_the_passes_that_are_over(monkeypatch, named_runs):
     ran: list[str] = []
 
     def run_case(inputs, case):
@@ -179,7 +199,6 @@ def test_an_interrupt_leaves_the_passes_that_are_over(monkeypatch):
         ran.append(case.name)
         return case.name
 
-    monkeypatch.setattr(benchmark, "compiled", lambda: 0)
     monkeypatch.setattr(benchmark, "run_case", run_case)
     a, b = (benchmark.Case(name, None, TABLE) for name in "ab")
     stop = 7  # after two runs to compile, two passes, and one run of the third

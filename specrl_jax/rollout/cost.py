@@ -251,8 +251,10 @@ class CostModel:
         widths = sorted({1, *widths})
         least, most = PROBE_STEPS
         steps = min(max(math.ceil(PROBE_ROW_STEPS / rows), least), most)
-        best = self.choose_width(rows, slots, widths)
-        base = self.choose_width(rows, slots, filter(self.acceptance.knows, widths))
+        best = base = self.choose_width(rows, slots, widths)
+        known = list(filter(self.acceptance.knows, widths))
+        if known != widths:  # device and host wait for each other here
+            base = self.choose_width(rows, slots, known)
         if best != base and self.credit >= 0:
             return Visit(rows, slots, best, base, steps)
         if base > 1 or widths == [1]:

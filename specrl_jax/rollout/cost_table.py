@@ -49,7 +49,8 @@ class CostTable:
         if not measured:
             raise ValueError("a cost table needs at least one measurement, got none")
         self._measured = {Point(*p): float(seconds) for p, seconds in sorted(measured.items())}
-        self._known = dict(self._measured)  # and what was asked for since
+        # And what was asked for since, by what is equal to a Point.
+        self._known: dict[tuple[int, int, int, bool], float] = dict(self._measured)
         self._lines: dict[tuple[int, bool], dict[int, list[tuple[int, float]]]] = {}
         for point, seconds in self._measured.items():
             if min(point[:3]) < 1 or not 0 < seconds < math.inf:
@@ -59,10 +60,11 @@ class CostTable:
 
     def seconds(self, rows: int, slots: int, width: int, matching: bool) -> float:
         """Seconds of one step; `matching`: with suffix matching, as a speculative step has it."""
-        point = Point(rows, slots, width, matching)
-        if point not in self._known:
-            self._known[point] = self._interpolate(*point)
-        return self._known[point]
+        point = (rows, slots, width, matching)  # asked so often that a Point would cost
+        found = self._known.get(point)
+        if found is None:
+            found = self._known[point] = self._interpolate(*point)
+        return found
 
     def _interpolate(self, rows: int, slots: int, width: int, matching: bool) -> float:
         every = {r: self._widths(r, matching) for r, _ in sorted(self._lines)}
