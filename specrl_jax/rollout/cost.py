@@ -253,7 +253,7 @@ class CostModel:
         steps = min(max(math.ceil(PROBE_ROW_STEPS / rows), least), most)
         best = base = self.choose_width(rows, slots, widths)
         known = list(filter(self.acceptance.knows, widths))
-        if known != widths:  # device and host wait for each other here
+        if known != widths:  # else the same, and the device waits for it
             base = self.choose_width(rows, slots, known)
         if best != base and self.credit >= 0:
             return Visit(rows, slots, best, base, steps)
