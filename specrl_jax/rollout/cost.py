@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -204,6 +205,16 @@ class Visit:
     price: float = 0.0
 
 
+class _Choice(NamedTuple):
+    """Of the widths of a step in a rung: all, ascending, 1 among them; the one that seems best; the
+    best of those that are known, and the tokens that a row is expected to emit at it."""
+
+    widths: tuple[int, ...]
+    best: int
+    base: int
+    emitted: float
+
+
 @dataclasses.dataclass
 class CostModel:
     """Table, acceptance, and what probes may cost. Only `record_*` change anything.
@@ -222,6 +233,12 @@ class CostModel:
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     credit: float = 0.0
 
+    def __post_init__(self):
+        # Choices by rung and widths, for as long as tree drafts have brought nothing new: the
+        # device waits for most of them. No field: they follow from the state.
+        self._choices: dict[tuple, _Choice] = {}
+        self._seen: tuple[float, ...] = ()
+
     def predicted(self, rows: int, slots: int, width: int, steps: int = 1) -> float:
         """Seconds of `steps` decode steps; at width 1 there is no draft, hence no matching."""
         return steps * self.table.seconds(rows, slots, width, width > 1)
@@ -239,8 +256,23 @@ class CostModel:
 
     def widens(self, rungs: Iterable[tuple[int, int]], widths: Iterable[int]) -> bool:
         """Whether in any of these (rows, slots) a width that is known beats 1."""
-        known = list(filter(self.acceptance.knows, widths))
-        return any(self.choose_width(rows, slots, known) > 1 for rows, slots in rungs)
+        widths = tuple(widths)
+        return any(self._choice(rows, slots, widths).base > 1 for rows, slots in rungs)
+
+    def _choice(self, rows: int, slots: int, widths: tuple[int, ...]) -> _Choice:
+        seen = self.acceptance
+        seen = (*seen.offered, *seen.at_risk, *seen.accepted)
+        if seen != self._seen:
+            self._seen, self._choices = seen, {}
+        key = (rows, slots, widths)
+        if key not in self._choices:
+            known = tuple(filter(self.acceptance.knows, widths))
+            base = self.choose_width(rows, slots, known)
+            best = base if known == widths else self.choose_width(rows, slots, widths)
+            emitted = self.acceptance.expected_tokens(base)
+            every = tuple(sorted({1, *widths}))
+            self._choices[key] = _Choice(every, best, base, emitted)
+        return self._choices[key]
 
     def plan_visit(self, rows: int, slots: int, widths: Iterable[int]) -> Visit:
         """The next visit to this rung, to be recorded once it is over.
@@ -248,16 +280,12 @@ class CostModel:
         A width that seems best but is not known is tried briefly, unless trials are still to be
         paid for. Where nothing beats 1, the next width is probed once its loss has been earned.
         """
-        widths = sorted({1, *widths})
+        widths, best, base, _ = self._choice(rows, slots, tuple(widths))
         least, most = PROBE_STEPS
         steps = min(max(math.ceil(PROBE_ROW_STEPS / rows), least), most)
-        best = base = self.choose_width(rows, slots, widths)
-        known = list(filter(self.acceptance.knows, widths))
-        if known != widths:  # else the same, and the device waits for it
-            base = self.choose_width(rows, slots, known)
         if best != base and self.credit >= 0:
             return Visit(rows, slots, best, base, steps)
-        if base > 1 or widths == [1]:
+        if base > 1 or widths == (1,):
             return Visit(rows, slots, base, base, REVIEW_STEPS if base > 1 else 0)
         plain = self.predicted(rows, slots, 1)
         longer = self.predicted(rows, slots, widths[1], steps) - steps * plain
@@ -282,8 +310,8 @@ class CostModel:
         """
         if judged:
             self.acceptance.observe_verified(kept, judged)
-        histogram = [float(n) for n in histogram]
-        self.acceptance.observe(histogram, visit.width)
+        if visit.width > 1:
+            self.acceptance.observe(histogram, visit.width)
         seconds = self.predicted(visit.rows, visit.slots, visit.width, steps)
         if visit.width == visit.base:
             self.credit = min(self.credit + BUDGET * seconds, visit.price)
@@ -340,12 +368,11 @@ class CostModel:
     def _decode_seconds(self, one: Pass, rate: float | None = None, ahead: int = 0) -> float:
         """To decode what is left of the drafts, every rung at the best width that is known: hope
         for tree drafts must not decide it."""
-        known, total = list(filter(self.acceptance.knows, one.widths)), 0.0
+        total = 0.0
         for (rows, slots), steps in one.shares(one.active(rate), ahead).items():
             if steps:
-                width = self.choose_width(rows, slots, known)
-                seconds = self.predicted(rows, slots, width)
-                total += steps * seconds / self.acceptance.expected_tokens(width)
+                _, _, width, emitted = self._choice(rows, slots, one.widths)
+                total += steps * self.predicted(rows, slots, width) / emitted
         return total
 
     def state(self) -> dict:

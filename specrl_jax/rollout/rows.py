@@ -179,7 +179,6 @@ def collect(rows: Rows, board: Rows) -> Rows:
     return dataclasses.replace(written, index=board.index, pending=pending)
 
 
-@jax.jit
 def compare(board: Rows, drafts: Drafts, held: Rollout | None) -> tuple[Array, Array, Array]:
     """The board's prefix_lens and sources, from what it has of drafts that steps did not judge: the
     leading tokens that are the draft's, behind those that rows held. And int32 [3]: the number of
