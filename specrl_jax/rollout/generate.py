@@ -146,7 +146,7 @@ def roll(
         if held is None:
             drafts = _for_fresh(drafts, flight, setup.group_size)
         if (plan.refresh or plan.token_age) and setup.accept != "match":
-            drafts = _explored(plan, board.accept_seeds, drafts, jnp.int32(step))
+            drafts = _explored(plan, board.accept_seeds, drafts, np.int32(step))
         offered = np.maximum(jax.device_get(drafts.lens) - flight.lens, 0)
         drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
@@ -169,13 +169,10 @@ def roll(
         wanted=wanted,
         behind=behind,
     )
-    board, stats, compared = engine.run(), engine.stats, None
-    if drafts is not None and not engine.steps_judge:
-        before = None if flight.held is None else flight.held.rollout
-        prefix_lens, sources, compared = board_rows.compare(board, drafts, before)
-        board = dataclasses.replace(board, prefix_lens=prefix_lens, sources=sources)
-    rollout = _read(setup, board, drafts, flight.held, jnp.int32(step))
-    if compared is not None:
+    board, stats = engine.run(), engine.flight.stats
+    compares = drafts is not None and not engine.steps_judge
+    rollout, compared = _read(setup, compares, board, drafts, flight.held, np.int32(step))
+    if compares:
         kept, judged, twice = jax.device_get(compared).tolist()
         stats.drafted_tokens -= twice
         if cost is not None:
@@ -188,12 +185,12 @@ def roll(
         offered=(offered + flight.offered)[:own],
         held=flight.lens[:own],
         carried_tokens=int(flight.lens.sum()),
-        finished=engine.finished[:own] if behind else None,
+        finished=engine.flight.finished[:own] if behind else None,
     )
     if ahead is not None:
         return _without_ahead(found, ahead)
     if carried is not None:
-        return _completed(found, prompts, carried, engine.finished, wanted)
+        return _completed(found, prompts, carried, engine.flight.finished, wanted)
     return found
 
 
@@ -360,11 +357,22 @@ def _no_corpus(plan: Plan, prompts: int) -> Corpus:
     return make_corpus(plan, put(tokens, None, None, None), put(tokens[:, :, 0], None, None))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _read(
-    setup: Setup, board: Rows, drafts: Drafts | None, held: Held | None, step: Array
-) -> Rollout:
-    """The board as a rollout."""
+    setup: Setup,
+    compares: bool,
+    board: Rows,
+    drafts: Drafts | None,
+    held: Held | None,
+    step: Array,
+) -> tuple[Rollout, Array | None]:
+    """The board as a rollout. compares: with what steps did not judge of the drafts, and the counts
+    of `rows.compare`."""
+    counts = None
+    if compares:
+        before = None if held is None else held.rollout
+        prefix_lens, sources, counts = board_rows.compare(board, drafts, before)
+        board = dataclasses.replace(board, prefix_lens=prefix_lens, sources=sources)
     slots = setup.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < board.lens[:, None]
@@ -387,7 +395,7 @@ def _read(
     def top(matrix: Array | None) -> Array | None:
         return None if matrix is None else matrix[:, :slots]
 
-    return Rollout(
+    rollout = Rollout(
         tokens=jnp.where(inside, board.tokens[:, :slots], setup.pad_id),
         lens=board.lens,
         prefix_lens=board.prefix_lens,
@@ -400,3 +408,4 @@ def _read(
         top_ids=top(board.top_ids),
         top_logprobs=top(board.top_logprobs),
     )
+    return rollout, counts
