@@ -195,6 +195,20 @@ def test_a_width_of_which_nothing_is_known_is_not_tried_on_credit():
     assert model.plan_visit(64, 99, (2, 4)) == Visit(64, 99, 1, 1, max_steps=400, price=8.0)
 
 
+def test_choices_follow_what_is_new():
+    """Of a rung that was asked for before: what drafts brought since, and another table."""
+    table = CostTable({Point(64, 99, w, w > 1): c for w, c in {1: 10.0, 4: 15.0}.items()})
+    model = CostModel(table, make_acceptance([0.8, 0.64, 0.51]))
+    visit = model.plan_visit(64, 99, (1, 4))
+    assert visit.width == 4
+    model.record_visit(visit, 640, [64 * 640, 0, 0, 0])  # none was right
+    assert model.plan_visit(64, 99, (1, 4)).width == 1
+    assert not model.widens([(64, 99)], (1, 4))
+    model.table = CostTable({Point(64, 99, w, w > 1): c for w, c in {1: 10.0, 4: 5.0}.items()})
+    assert model.plan_visit(64, 99, (1, 4)).width == 4
+    assert model.widens([(64, 99)], (1, 4))
+
+
 def test_a_width_that_seems_best_is_charged_what_its_base_would_have_done_better():
     table = CostTable({Point(64, 99, w, w > 1): c for w, c in {1: 1.0, 2: 1.2, 8: 2.4}.items()})
     model = CostModel(table)

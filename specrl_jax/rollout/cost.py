@@ -64,11 +64,13 @@ class Acceptance:
         a = 0 ... width - 1, zeros included, so that it sums to the row steps; rows that are done
         do not count. Width 1 tells nothing.
         """
+        if width == 1:
+            return
         counts = [float(n) for n in histogram] + [0.0] * (width - len(histogram))
         if len(counts) > width or min(counts) < 0:
             raise ValueError(f"expected <= {width} counts >= 0, got {counts}")
         at_least = list(itertools.accumulate(reversed(counts)))[::-1]
-        if width == 1 or not (total := at_least[0]):
+        if not (total := at_least[0]):
             return
         keep = 0.5 ** (total / HALF_LIFE)
         for name in ("offered", "at_risk", "accepted"):
@@ -234,10 +236,10 @@ class CostModel:
     credit: float = 0.0
 
     def __post_init__(self):
-        # Choices by rung and widths, for as long as tree drafts have brought nothing new: the
-        # device waits for most of them. No field: they follow from the state.
+        # Choices by rung and widths, as long as the table is the same and tree drafts have brought
+        # nothing new: the device waits for most of them. No field: they follow from the state.
         self._choices: dict[tuple, _Choice] = {}
-        self._seen: tuple[float, ...] = ()
+        self._chosen_from: tuple = ()
 
     def predicted(self, rows: int, slots: int, width: int, steps: int = 1) -> float:
         """Seconds of `steps` decode steps; at width 1 there is no draft, hence no matching."""
@@ -247,7 +249,7 @@ class CostModel:
         """The width that is expected to emit most tokens a second; ties: smallest. 1 unless that is
         MARGIN times as many as plain decoding emits."""
         widths = sorted({1, *widths})
-        if widths == [1]:  # asked for every rung of every pass that is thought of
+        if widths == [1]:
             return 1
         shares = self.acceptance.survival(widths[-1] - 1)
         speeds = {w: (1.0 + sum(shares[: w - 1])) / self.predicted(rows, slots, w) for w in widths}
@@ -260,10 +262,10 @@ class CostModel:
         return any(self._choice(rows, slots, widths).base > 1 for rows, slots in rungs)
 
     def _choice(self, rows: int, slots: int, widths: tuple[int, ...]) -> _Choice:
-        seen = self.acceptance
-        seen = (*seen.offered, *seen.at_risk, *seen.accepted)
-        if seen != self._seen:
-            self._seen, self._choices = seen, {}
+        counts = self.acceptance
+        state = (self.table, (*counts.offered, *counts.at_risk, *counts.accepted))
+        if state != self._chosen_from:
+            self._chosen_from, self._choices = state, {}
         key = (rows, slots, widths)
         if key not in self._choices:
             known = tuple(filter(self.acceptance.knows, widths))
@@ -310,8 +312,7 @@ class CostModel:
         """
         if judged:
             self.acceptance.observe_verified(kept, judged)
-        if visit.width > 1:
-            self.acceptance.observe(histogram, visit.width)
+        self.acceptance.observe(histogram, visit.width)
         seconds = self.predicted(visit.rows, visit.slots, visit.width, steps)
         if visit.width == visit.base:
             self.credit = min(self.credit + BUDGET * seconds, visit.price)

@@ -11,21 +11,20 @@ width, how soon, or whether it was evicted and replayed. `flight.py` carries the
 import collections
 import functools
 import itertools
-import time
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout import acceptance, decode, rows
+from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.cost import CostModel, Pass
 from specrl_jax.rollout.drafting import Corpus
 from specrl_jax.rollout.flight import FOREVER, Flight, Rung
 from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.room import Room
 from specrl_jax.rollout.rows import Rows
-from specrl_jax.sharding import put
+from specrl_jax.rollout.stats import Stats
 from specrl_jax.types import Drafts
 
 LOOK_IN_AHEAD = 64  # steps after which idle places are looked for
@@ -41,9 +40,7 @@ class Engine:
     already; done: bool [B]. first: groups that begin before all others. wanted: groups after which
     `run` ends, 0 for all; the others then hold what they have. behind: rows of its own that `run`
     leaves unfinished, holding what they have; fewer than are unfinished as it begins. corpus: what
-    tree drafts read, or a function that makes it before the first step that does. What the rollout
-    has come to is in `flight`: its stats, and which rows are done where `wanted` or `behind` is
-    given.
+    tree drafts read, or a function that makes it before the first step that does.
     """
 
     def __init__(
@@ -68,12 +65,11 @@ class Engine:
     ):
         self.setup, self.room, self.ladder = setup, room, room.ladder
         self.flight = Flight(
-            setup, room, weights, board, own, corpus,
+            setup, room, weights, board, own, drafts, log_lenience, corpus,
             unread=bool(held.any()), finished=done.copy(), told=bool(wanted or behind),
         )  # fmt: skip
         self.prompts, self.own, self.held = prompts, own, held
-        self.drafts, self.draft_lens = drafts, draft_lens
-        self.log_lenience, self.cost = log_lenience, cost
+        self.draft_lens, self.cost = draft_lens, cost
         self.widths = self.ladder.widths
         # Under match a draft changes no token: there only wide steps have a use for what is left.
         self.steps_judge = drafts is not None and (setup.accept != "match" or self._may_widen())
@@ -93,6 +89,15 @@ class Engine:
     @property
     def pool(self) -> Rung | None:
         return self.flight.pool
+
+    @property
+    def stats(self) -> Stats:
+        return self.flight.stats
+
+    @property
+    def finished(self) -> np.ndarray:
+        """bool [B], rows that are done by now; kept where `wanted` or `behind` is given."""
+        return self.flight.finished
 
     def run(self) -> Rows:
         """The board with every row of its own done."""
@@ -120,7 +125,7 @@ class Engine:
             return self.pool.own <= self.behind
         if not self.wanted:
             return False
-        groups = self.flight.finished.reshape(-1, self.setup.group_size).all(axis=1)
+        groups = self.finished.reshape(-1, self.setup.group_size).all(axis=1)
         return int(groups.sum()) >= self.wanted
 
     def _waits(self) -> bool:
@@ -136,7 +141,7 @@ class Engine:
             self.flight.pool = None
         if self.pool is not None and self.room.cache_bytes and self._waits():
             size = self.ladder.rows_for(self.pool.unfinished)  # bytes for those that join
-            self.flight.pool = self.flight.moved(self.pool, size, self.pool.slots)
+            self.flight.move_pool(size, self.pool.slots)
         while self._admit_some():
             pass
 
@@ -201,40 +206,23 @@ class Engine:
     def _exceeds(self, size: int, real: int, longest: int) -> bool:
         """Whether it would take more than the bound on bytes to join `real` rows, begun on a rung
         of `size`, with the pool, up to `longest` tokens."""
-        slots = self.ladder.slots_for(longest + 1)
-        total = self.ladder.rows_for(self.pool.unfinished + real)
+        joined = self.flight.joined_shape(real, longest)
         longest_draft = int(self.draft_lens.max())
         widths = self._verifiable(longest_draft) if longest_draft else []
-        begin = max([slots, *(self.ladder.verify_slots(w, longest_draft) for w in widths)])
-        return not self.room.holds((size, begin), *{*self.flight.pool_shape(), (total, slots)})
+        begin = max([joined[1], *(self.ladder.verify_slots(w, longest_draft) for w in widths)])
+        return not self.room.holds((size, begin), *{*self.flight.pool_shape(), joined})
 
     def _begin_groups(self, groups: list[int], size: int) -> Rung:
         """Prefill prompts, verify their drafts."""
         group = self.setup.group_size
         places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.draft_lens[places]
-        start = time.perf_counter()
-        prompts = self.prompts[np.resize(groups, size // group)]
-        cache = decode.prefill(self.setup, self.flight.weights, prompts)
-        # While the device is at it:
-        longest, first = int(drafts.max()), self._pass(drafts, size)
-        picked = self._picked(places, size, first)
-        slots = first.slots if first else self._first_slots()
-        prompt_rung = (size // group, self.ladder.prompt_slots)
-        cache = decode.spread(cache, slots=slots, group_size=group)
-        jax.block_until_ready(cache)
-        self.flight.stats.prefill_seconds += time.perf_counter() - start
-        self.flight.stats.programs.add(("prefill", *prompt_rung))
-        self.flight.note_bytes(prompt_rung, (size, slots), *self.flight.pool_shape())
-        batch = Rung(cache, picked, size, slots, len(places))
-        batch.active = len(places)
-        batch.own = int(np.sum(places < self.own))
-        if picked.pending is not None:
-            # Rows that hold nothing verify exactly where they have a draft.
-            batch.verifying, batch.longest_draft = int(np.count_nonzero(drafts)), longest
-        if first:
-            batch = self._verify(batch, drafts, first)
-        return self._settle(batch)
+        cache = self.flight.prefill(self.prompts[np.resize(groups, size // group)])
+        first = self._pass(drafts, size)  # while the device is at it
+        # Without a pass, the window that rows will share, so that they need not move to join.
+        slots = first.slots if first else self.flight.joined_shape(0, 0)[1]
+        judged = drafts if first or self.steps_judge else np.zeros_like(drafts)
+        return self._verified(self.flight.begin(cache, places, size, slots, judged), drafts, first)
 
     def _begin_again(self, chosen: list[tuple[int, int]], size: int, drafted: bool = False) -> Rung:
         """Rows that hold tokens but have no cache: one pass over prompt and tokens. drafted: what
@@ -253,40 +241,10 @@ class Engine:
                 slots = max(slots, needed)
             else:
                 first = None
-        picked = self._picked(places, size, first)
-        start = time.perf_counter()
         prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
-        cache = decode.replay(
-            self.setup, self.flight.weights, prompts, picked, slots=slots, width=width
-        )
-        batch = Rung(cache, picked, size, slots, len(places))
-        batch.report(np.asarray(decode.progress(picked, self.flight.limits(FOREVER))))
-        self.flight.stats.prefill_seconds += time.perf_counter() - start
-        self.flight.stats.programs.add(("replay", size, slots, width))
-        self.flight.note_bytes((size, slots), *self.flight.pool_shape())
-        if first:
-            batch = self._verify(batch, left, first)
-        return self._settle(batch)
-
-    def _settle(self, batch: Rung) -> Rung:
-        if not self.steps_judge:
-            batch.verifying = batch.longest_draft = 0
-        if not batch.verifying:
-            batch.rows = rows.without_pending(batch.rows)
-        return batch
-
-    def _picked(self, places: np.ndarray, size: int, first: Pass | None) -> Rows:
-        """Rows of the board on a rung of `size`, with their drafts where something will judge
-        them."""
-        judged = self.drafts is not None and (first is not None or self.steps_judge)
-        if judged:
-            self.flight.lay(self.drafts, self.log_lenience)
-        return self.flight.pick(places, size, judged=judged)
-
-    def _first_slots(self) -> int:
-        """The window that new rows will share, so that they need not move when they join."""
-        longest = self.pool.longest if self.pool else 0
-        return self.ladder.slots_for(longest + 1)
+        judged = first is not None or self.steps_judge
+        batch = self.flight.begin_again(prompts, places, size, slots, width, judged=judged)
+        return self._verified(batch, left, first)
 
     # Verification ----------------------------------------------------------------------------
 
@@ -334,12 +292,21 @@ class Engine:
             return passes[-1]
         return self.cost.choose_pass(passes)
 
+    def _verified(self, batch: Rung, drafts: np.ndarray, first: Pass | None) -> Rung:
+        """A batch with its drafts judged in wide passes, as long as that pays, and left to steps
+        where these judge."""
+        if first:
+            batch = self._verify(batch, drafts, first)
+        if not (self.steps_judge and batch.verifying):
+            batch.leave_drafts()
+        return batch
+
     def _verify(self, batch: Rung, drafts: np.ndarray, first: Pass) -> Rung:
-        """Judge pending drafts in wide passes, as long as that pays."""
         one: Pass | None = first
         while batch.verifying:
-            if self._may_split(batch):
-                batch = self.flight.split(batch)
+            size = self.ladder.rows_for(batch.verifying)
+            if self._may_split(batch, size):
+                batch = self.flight.split(batch, size)
             if one is None:
                 # Rows that verified all passes so far have as many tokens less to verify.
                 left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
@@ -349,21 +316,17 @@ class Engine:
             tally = self.flight.run(batch, self.flight.limits(-1, steps=1), one.chunk, wide=True)
             if self.cost:
                 predicted = self.cost.record_pass(one, int(tally.kept), int(tally.judged))
-                self.flight.stats.predicted_verify_seconds += predicted
+                self.stats.predicted_verify_seconds += predicted
             one = None
         return batch
 
-    def _may_split(self, batch: Rung) -> bool:
-        """Whether fewer rows are verifying than the rung holds, and there is room for both rungs
-        and for those that the others join."""
-        size, pool = self.ladder.rows_for(batch.verifying), self.pool
-        if size == batch.size:
+    def _may_split(self, batch: Rung, size: int) -> bool:
+        """Whether those that are verifying fit on a smaller rung, and there is room for both and
+        for the one that the others join."""
+        if size >= batch.size:
             return False
-        others = batch.active - batch.verifying + (pool.unfinished if pool else 0)
-        longest = max(batch.longest, pool.longest if pool else 0)
-        joined = self.ladder.slots_for(longest + 1)
-        rungs = [batch.shape, (size, batch.slots), *self.flight.pool_shape()]
-        rungs.append((self.ladder.rows_for(max(others, 1)), joined))
+        joined = self.flight.joined_shape(batch.active - batch.verifying, batch.longest)
+        rungs = (batch.shape, (size, batch.slots), *self.flight.pool_shape(), joined)
         return self.room.holds(*rungs)
 
     # Decoding --------------------------------------------------------------------------------
@@ -380,9 +343,8 @@ class Engine:
                 return
             response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
         if pool.rows.pending is not None and not pool.verifying:
-            pool.rows = rows.without_pending(pool.rows)
-        pool = self.flight.moved(pool, ladder.rows_for(pool.unfinished), ladder.slots(response))
-        self.flight.pool = pool
+            pool.leave_drafts()
+        pool = self.flight.move_pool(ladder.rows_for(pool.unfinished), ladder.slots(response))
         stop, steps = self._until(pool, capacity)
         if self.cost is None:
             self.flight.run(pool, self.flight.limits(stop, response, steps), self.widths[-1])
@@ -392,7 +354,7 @@ class Engine:
         tally = self.flight.run(pool, limits, visit.width)
         steps, judged = int(tally.steps), (int(tally.kept), int(tally.judged))
         seconds = self.cost.record_visit(visit, steps, tally.accepted.tolist(), *judged)
-        self.flight.stats.predicted_seconds += seconds
+        self.stats.predicted_seconds += seconds
 
     def _until(self, pool: Rung, capacity: int) -> tuple[int, int]:
         """Own rows left active, and steps, at which a visit of the pool ends."""
@@ -432,8 +394,4 @@ class Engine:
             out = np.zeros(len(done), bool)
             out[order[: pool.unfinished - capacity]] = True
         self.back += [(int(n), int(i)) for n, i in zip(lens[out], index[out]) if i < self.own]
-        self.flight.stats.evicted += int(out.sum())
-        self.flight.collect(pool)
-        pool.rows = rows.drop(pool.rows, put(out, "batch"))
-        pool.report(np.asarray(decode.progress(pool.rows, self.flight.limits(FOREVER))))
-        pool.real = pool.active
+        self.flight.evict(out)

@@ -21,6 +21,7 @@ from specrl_jax.rollout.plan import Setup
 from specrl_jax.rollout.room import Room
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.stats import Stats
+from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
 FOREVER = np.iinfo(np.int32).max
@@ -57,15 +58,20 @@ class Rung:
         for name, number in zip(names, numbers.tolist(), strict=True):
             setattr(self, name, number)
 
+    def leave_drafts(self) -> None:
+        """Nothing is left to judge."""
+        self.rows, self.verifying, self.longest_draft = rows.without_pending(self.rows), 0, 0
+
 
 @dataclasses.dataclass
 class Flight:
     """The board, the pool and the corpus of one rollout, and what they cost so far.
 
-    board: all rows, the first `own` of which the rollout is for. corpus: what tree drafts read, or
-    a function that makes it before the first step that does. unread: whether rows hold tokens that
-    it does not know. finished: bool [B], rows that are done by now, kept up to date where it is
-    `told`. aside: shape of a rung held beside batch and pool for a moment.
+    board: all rows, the first `own` of which the rollout is for. drafts: of all rows, or None.
+    corpus: what tree drafts read, or a function that makes it before the first step that does.
+    unread: whether rows hold tokens that it does not know. finished: bool [B], rows that are done;
+    told: whether every visit keeps it up to date. aside: shape of a rung held beside batch and pool
+    for a moment.
     """
 
     setup: Setup
@@ -73,6 +79,8 @@ class Flight:
     weights: Params
     board: Rows
     own: int
+    drafts: Drafts | None
+    log_lenience: float
     corpus: Corpus | Callable[[], Corpus]
     unread: bool
     finished: np.ndarray
@@ -83,16 +91,70 @@ class Flight:
 
     # Onto a rung and back --------------------------------------------------------------------
 
-    def lay(self, drafts: Drafts, log_lenience: float) -> None:
-        """Put drafts of all rows on the board, if they are not there yet."""
-        if self.board.pending is None:
-            self.board = rows.with_pending(self.board, drafts, self.setup.accept, log_lenience)
+    def prefill(self, prompts: np.ndarray) -> KVCache:
+        """The cache of prompts int32 [Q', P], for `begin`; the device is still at it."""
+        start = time.perf_counter()
+        cache = decode.prefill(self.setup, self.weights, prompts)
+        self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.programs.add(("prefill", *prompts.shape))
+        return cache
 
-    def pick(self, places: np.ndarray, size: int, *, judged: bool) -> Rows:
+    def begin(
+        self, cache: KVCache, places: np.ndarray, size: int, slots: int, draft_lens: np.ndarray
+    ) -> Rung:
+        """Rows at `places` int [n] of the board, which hold nothing yet, on a rung of this shape.
+        draft_lens: int [n], tokens of their drafts that are to be judged, 0 for all if none are."""
+        start = time.perf_counter()
+        picked = self._pick(places, size, judged=draft_lens.any())
+        cache = decode.spread(cache, slots=slots, group_size=self.setup.group_size)
+        jax.block_until_ready(cache)
+        self.stats.prefill_seconds += time.perf_counter() - start
+        prompts = (size // self.setup.group_size, self.room.ladder.prompt_slots)
+        self.note_bytes(prompts, (size, slots), *self.pool_shape())
+        return Rung(
+            cache, picked, size, slots, len(places), active=len(places),
+            own=int(np.count_nonzero(places < self.own)),
+            # Rows that hold nothing verify exactly where they have a draft.
+            verifying=int(np.count_nonzero(draft_lens)), longest_draft=int(draft_lens.max()),
+        )  # fmt: skip
+
+    def begin_again(
+        self, prompts: np.ndarray, places: np.ndarray, size: int, slots: int, width: int,
+        *, judged: bool,
+    ) -> Rung:  # fmt: skip
+        """Rows of the board that hold up to `width` tokens but have no cache: one pass over these
+        and prompts int32 [size, P]. judged: with what is left of their drafts."""
+        start = time.perf_counter()
+        picked = self._pick(places, size, judged=judged)
+        cache = decode.replay(self.setup, self.weights, prompts, picked, slots=slots, width=width)
+        rung = Rung(cache, picked, size, slots, len(places))
+        self._look(rung)
+        self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.programs.add(("replay", *rung.shape, width))
+        self.note_bytes(rung.shape, *self.pool_shape())
+        return rung
+
+    def _pick(self, places: np.ndarray, size: int, *, judged: bool) -> Rows:
         """Rows of the board on a rung of `size`; judged: with their drafts."""
+        if judged and self.board.pending is None:
+            accept, lenience = self.setup.accept, self.log_lenience
+            self.board = rows.with_pending(self.board, self.drafts, accept, lenience)
         padded = np.full(size, -1, np.int32)
         padded[: len(places)] = places
         return rows.pick(self.board if judged else rows.without_pending(self.board), padded)
+
+    def _look(self, rung: Rung) -> None:
+        """Let a rung know what its rows are like."""
+        rung.report(np.asarray(decode.progress(rung.rows, self.limits(FOREVER))))
+
+    def evict(self, out: np.ndarray) -> None:
+        """The pool's rows marked in `out` bool [b] give up their cache."""
+        pool = self.pool
+        self.stats.evicted += int(out.sum())
+        self.collect(pool)
+        pool.rows = rows.drop(pool.rows, put(out, "batch"))
+        self._look(pool)
+        pool.real = pool.active
 
     def collect(self, rung: Rung) -> None:
         """Write what the rung's rows hold to the board."""
@@ -106,7 +168,7 @@ class Flight:
 
     # From rung to rung -----------------------------------------------------------------------
 
-    def moved(self, rung: Rung, size: int, slots: int) -> Rung:
+    def _moved(self, rung: Rung, size: int, slots: int) -> Rung:
         """Its unfinished rows on a rung of another shape."""
         if (size, slots) == rung.shape:
             return rung
@@ -115,35 +177,43 @@ class Flight:
         self.note_bytes(rung.shape, (size, slots))
         return dataclasses.replace(rung, cache=cache, rows=moved, size=size, slots=slots)
 
+    def move_pool(self, size: int, slots: int) -> Rung:
+        """The pool, brought to another shape."""
+        self.pool = self._moved(self.pool, size, slots)
+        return self.pool
+
     def join(self, batch: Rung) -> None:
         """Put a batch's unfinished rows into the pool."""
         if not batch.unfinished:
             self._write_back(batch)
             return
-        pool, ladder = self.pool, self.room.ladder
-        total = batch.unfinished + (pool.unfinished if pool else 0)
-        longest = max(batch.longest, pool.longest if pool else 0)
-        size, slots = ladder.rows_for(total), ladder.slots_for(longest + 1)
+        pool, (size, slots) = self.pool, self.joined_shape(batch.unfinished, batch.longest)
         if pool is None:
-            self.pool = self.moved(batch, size, slots)
+            self.pool = self._moved(batch, size, slots)
             return
         self.note_bytes(batch.shape, *{pool.shape, (size, slots)})
         self._write_back(batch)
         self._write_back(pool)
-        self.pool = pool = self.moved(pool, size, slots)
+        pool = self.move_pool(size, slots)
         pool, batch = _same_form(pool, batch)
         cache, joined = rows.add(pool.cache, pool.rows, batch.cache, batch.rows, ~batch.rows.done)
-        names = ("own", "active", "parked", "verifying")
-        sums = {name: getattr(pool, name) + getattr(batch, name) for name in names}
-        self.pool = Rung(
-            cache, joined, size, slots, total, **sums, longest=longest,
-            longest_draft=max(pool.longest_draft, batch.longest_draft),
-        )  # fmt: skip
+        counts = ("own", "active", "parked", "verifying")
+        sums = {n: getattr(pool, n) + getattr(batch, n) for n in counts}
+        most = {n: max(getattr(pool, n), getattr(batch, n)) for n in ("longest", "longest_draft")}
+        total = pool.unfinished + batch.unfinished
+        self.pool = Rung(cache, joined, size, slots, total, **sums, **most)
 
-    def split(self, batch: Rung) -> Rung:
-        """Send rows that are not verifying into the pool; the others, on a smaller rung."""
+    def joined_shape(self, unfinished: int, longest: int) -> tuple[int, int]:
+        """Of the rung for the pool and so many rows more, the longest of which holds so much."""
+        if self.pool is not None:
+            unfinished += self.pool.unfinished
+            longest = max(longest, self.pool.longest)
+        return self.room.ladder.rows_for(unfinished), self.room.ladder.slots_for(longest + 1)
+
+    def split(self, batch: Rung, size: int) -> Rung:
+        """Send rows that are not verifying into the pool, and return the others, on a rung of
+        `size`."""
         judged = rows.verifying(batch.rows)
-        size = self.room.ladder.rows_for(batch.verifying)
         self._write_back(batch)
         cache, moved = rows.move(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
         self.aside = (size, batch.slots)
@@ -171,8 +241,8 @@ class Flight:
     # On a rung -------------------------------------------------------------------------------
 
     def limits(self, stop: int, length: int | None = None, steps: int = FOREVER) -> Limits:
-        """For `run`: until at most `stop` own rows are active, up to `length` tokens a row (all),
-        `steps` steps at most."""
+        """Until at most `stop` own rows are active, up to `length` tokens a row (all), `steps`
+        steps at most."""
         length = self.setup.response_slots if length is None else length
         # NumPy's scalars: a device array for each would cost the host half a millisecond a visit.
         return Limits(*(np.int32(x) for x in (min(stop, FOREVER), length, steps, self.own)))
@@ -180,7 +250,7 @@ class Flight:
     def run(self, rung: Rung, limits: Limits, width: int, *, wide: bool = False) -> Tally:
         """A visit (`decode.visit`), recorded. wide: a verification pass."""
         tree = self.setup.tree is not None and width > 1 and not wide
-        corpus = self._read_rows() if tree else None
+        corpus = self._read_rows(rung) if tree else None
         start = time.perf_counter()
         rung.cache, rung.rows, corpus, tally, numbers = decode.visit(
             self.setup,
@@ -218,13 +288,14 @@ class Flight:
         stats.visits.append((*rung.shape, width, steps))
         return tally
 
-    def _read_rows(self) -> Corpus:
-        """The corpus with all that rows hold. Steps that take no drafts from it do not write to it
-        either, nor is it made for them, so that they cost what they cost where there is none."""
+    def _read_rows(self, rung: Rung) -> Corpus:
+        """The corpus with all that rows hold, those on the rung too. Steps that take no drafts from
+        it do not write to it either, nor is it made for them, so that they cost what they cost
+        where there is none."""
         if callable(self.corpus):
             self.corpus = self.corpus()
         if self.unread:
-            self.collect(self.pool)
+            self.collect(rung)
             self.corpus = drafting.read(self.corpus, self.board.tokens, self.board.lens)
             self.unread = False
         return self.corpus

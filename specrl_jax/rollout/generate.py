@@ -169,7 +169,7 @@ def roll(
         wanted=wanted,
         behind=behind,
     )
-    board, stats = engine.run(), engine.flight.stats
+    board, stats = engine.run(), engine.stats
     compares = drafts is not None and not engine.steps_judge
     rollout, compared = _read(setup, compares, board, drafts, flight.held, np.int32(step))
     if compares:
@@ -185,12 +185,12 @@ def roll(
         offered=(offered + flight.offered)[:own],
         held=flight.lens[:own],
         carried_tokens=int(flight.lens.sum()),
-        finished=engine.flight.finished[:own] if behind else None,
+        finished=engine.finished[:own] if behind else None,
     )
     if ahead is not None:
         return _without_ahead(found, ahead)
     if carried is not None:
-        return _completed(found, prompts, carried, engine.flight.finished, wanted)
+        return _completed(found, prompts, carried, engine.finished, wanted)
     return found
 
 
@@ -370,8 +370,8 @@ def _read(
     of `rows.compare`."""
     counts = None
     if compares:
-        before = None if held is None else held.rollout
-        prefix_lens, sources, counts = board_rows.compare(board, drafts, before)
+        old = None if held is None else held.rollout
+        prefix_lens, sources, counts = board_rows.compare(board, drafts, old)
         board = dataclasses.replace(board, prefix_lens=prefix_lens, sources=sources)
     slots = setup.response_slots
     positions = jnp.arange(slots)[None, :]
