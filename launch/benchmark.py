@@ -78,8 +78,8 @@ def scenes_of(args: argparse.Namespace) -> list[str]:
 
 def check(args: argparse.Namespace, rest: list[str]) -> None:
     """Raises ValueError in one line."""
-    if rest and not is_trained(args):
-        raise ValueError(f"unknown arguments: {' '.join(rest)}")
+    if not is_trained(args):
+        cli.refuse(rest, args)
     least = {"repeats": 1, "lenience": 0, "drift": 0, "rows": 1, "vocab": 2, "draws": 1}
     for name, bound in least.items():
         value = getattr(args, name, None)

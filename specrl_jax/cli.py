@@ -5,6 +5,8 @@ Imports nothing heavy, so that --help and a misspelt flag answer at once.
 
 import argparse
 import contextlib
+import difflib
+import functools
 import importlib.util
 import os
 import re
@@ -44,6 +46,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help")
+
+
+def refuse(unknown: Sequence[str], known: argparse.Namespace) -> None:
+    """Raise ValueError in one line where anything is unknown, with flags of `known` that are
+    spelt almost so."""
+    if not unknown:
+        return
+    flags_known = [f"--{name.replace('_', '-')}" for name in vars(known)]
+    close = functools.partial(difflib.get_close_matches, possibilities=flags_known, n=1, cutoff=0.8)
+    meant = [match for argument in unknown for match in close(argument.partition("=")[0])]
+    hint = f", did you mean {' '.join(meant)}?" if meant else ""
+    raise ValueError(f"unknown arguments: {' '.join(unknown)}{hint}")
 
 
 def define_config(default: str | None = None) -> None:

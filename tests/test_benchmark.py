@@ -411,7 +411,11 @@ def test_rules_keep_what_they_promise(make_mesh):
         (["rollout", "--rates=few"], "--rates must be shares as in 0,0.25, got 'few'"),
         (["rollout", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
         (["rollout", "--until-sure"], "--until-sure needs --repeats >= 11: fewer passes tell"),
-        (["rollout", "--wide=4"], "unknown arguments: --wide=4"),
+        (["rollout", "--wide=4"], "unknown arguments: --wide=4\n"),
+        (
+            ["rollout", "--until-shure"],
+            "unknown arguments: --until-shure, did you mean --until-sure?",
+        ),
         (["speed"], "invalid choice: 'speed'"),
     ],
 )
