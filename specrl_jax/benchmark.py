@@ -189,8 +189,6 @@ def describe(case: Case, runs: Sequence[Run], ladder: Ladder) -> dict[str, Any]:
         "drafted_tokens": stats.drafted_tokens,
         "decoded_tokens": decoded,
         "verified_tokens": stats.verified_tokens,
-        "verified_token_seconds": _ratio(run.seconds["verify"], stats.verified_tokens),
-        "decoded_token_seconds": _ratio(decode, decoded),
         "judged_tokens": stats.judged_tokens,
         "decode_steps": stats.decode_steps,
         "row_steps": stats.row_steps,

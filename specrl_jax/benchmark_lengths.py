@@ -314,10 +314,9 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
     ladder = record["cells"][1]
     found = [Goal("ladder, share of its ideal", ladder["ideal_share"], 0.8)]
     rows = record["setting"]["rollout"]["rows"]
-    drafted = [cell for cell in record["cells"] if cell["lost"] is not None]
     if (name, rows, backend) == ("27m", 32, "cpu"):
         found.append(Goal("ladder over naive", ladder["over_naive"]["median"], 2.2))
-        found += _verified_over_decoded(drafted, ladder)
+    drafted = [cell for cell in record["cells"] if cell["lost"] is not None]
     runs = min(cell["runs"] for cell in drafted)  # an interrupt leaves fewer than were asked for
 
     def speculation(which: str, ratio: dict[str, float], *notes: str) -> Goal:
@@ -343,18 +342,6 @@ def goals(name: str, record: dict[str, Any], backend: str) -> list[Goal]:
         note = f"{best['lost']:.0%} lost"
         found.append(Goal("tree over ladder", best["over_ladder"]["median"], 2.5, note=note))
     return found
-
-
-def _verified_over_decoded(drafted: list[dict[str, Any]], ladder: dict[str, Any]) -> list[Goal]:
-    """What the passes of these rollouts took per token, beside a token that the ladder decodes,
-    with its few long rows at the end as they are; the scene `verify` has a full rung instead."""
-    passed = [cell for cell in drafted if cell["verified_tokens"]]
-    if not passed:
-        return []
-    worst = max(passed, key=lambda cell: cell["verified_token_seconds"])
-    share = worst["verified_token_seconds"] / ladder["decoded_token_seconds"]
-    note = f"{worst['name']}, {worst['lost']:.0%} lost; {len(passed)} of {len(drafted)} with passes"
-    return [Goal("verified / decoded token, worst", share, 0.3, most=True, note=note)]
 
 
 # Text ----------------------------------------------------------------------------------------

@@ -267,8 +267,6 @@ def test_the_command_measures_every_case(command):
         assert cell["tokens"] == round(8 * lens["mean"])
         assert cell["row_steps"] >= cell["needed_row_steps"]
         assert sum(cell["steps_by_width"].values()) == cell["decode_steps"]
-        assert (cell["verified_token_seconds"] is None) == (not cell["verified_tokens"])
-        assert (cell["decoded_token_seconds"] is None) == (not cell["decoded_tokens"])
         in_passes = cell["reused_tokens"] if cell["verified_tokens"] else 0
         assert cell["decoded_tokens"] + in_passes <= cell["tokens"]
 
