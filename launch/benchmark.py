@@ -79,7 +79,7 @@ def scenes_of(args: argparse.Namespace) -> list[str]:
 def check(args: argparse.Namespace, rest: list[str]) -> None:
     """Raises ValueError in one line."""
     if not is_trained(args):
-        cli.refuse(rest, args)
+        cli.refuse(rest, vars(args).keys() - {"benchmark"})
     least = {"repeats": 1, "lenience": 0, "drift": 0, "rows": 1, "vocab": 2, "draws": 1}
     for name, bound in least.items():
         value = getattr(args, name, None)

@@ -57,7 +57,7 @@ def _differ(name: str, several: list) -> None:
 
 def main() -> None:
     args, rest = parser().parse_known_args()
-    cli.refuse([flag for flag in rest if not flag.startswith("--config.")], args)
+    cli.refuse([flag for flag in rest if not flag.startswith("--config.")], vars(args))
     if any(flag.startswith("--config.seed=") for flag in rest):
         raise ValueError("--config.seed must not be given; give --seeds instead")
     if bool(args.vary) == bool(args.case):

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,15 +48,15 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see --help")
 
 
-def refuse(unknown: Sequence[str], known: argparse.Namespace) -> None:
-    """Raise ValueError in one line where anything is unknown, with flags of `known` that are
-    spelt almost so."""
+def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
+    """Raise ValueError in one line where anything is unknown, with those of the known arguments
+    that are spelt almost so."""
     if not unknown:
         return
-    flags_known = [f"--{name.replace('_', '-')}" for name in vars(known)]
+    flags_known = [f"--{name.replace('_', '-')}" for name in known]
     close = functools.partial(difflib.get_close_matches, possibilities=flags_known, n=1, cutoff=0.8)
     meant = [match for argument in unknown for match in close(argument.partition("=")[0])]
-    hint = f", did you mean {' '.join(meant)}?" if meant else ""
+    hint = f", did you mean {' '.join(dict.fromkeys(meant))}?" if meant else ""
     raise ValueError(f"unknown arguments: {' '.join(unknown)}{hint}")
 
 

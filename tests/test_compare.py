@@ -142,7 +142,7 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
         (["--vary=rollout.draft"], "--vary must be FIELD=VALUE,VALUE,..., got 'rollout.draft'"),
         (["--vary=a.b=1,1"], "--vary must not name anything twice, got ['1', '1']"),
         (["--vary=a.b=1", "--seeds=x"], "--seeds must be whole numbers as in 0,1, got 'x'"),
-        (["--vary=a.b=1", "--speed=3"], "unknown arguments: --speed=3, did you mean --seeds?"),
+        (["--vary=a.b=1", "--seed=3"], "unknown arguments: --seed=3, did you mean --seeds?"),
         (["--vary=seed=1,2"], "--vary must not be seed; give --seeds instead"),
         (
             ["--vary=a.b=1", "--config.seed=3"],

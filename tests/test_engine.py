@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import types
 from itertools import product
 
 import jax
@@ -14,6 +15,7 @@ from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout import decode, ladder, rows
 from specrl_jax.rollout.cost import CostModel, Visit
 from specrl_jax.rollout.cost_table import CostTable, Point
+from specrl_jax.rollout.engine import Engine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.sharding import put
 from specrl_jax.types import Source
@@ -115,6 +117,15 @@ def test_a_queue_refills_before_its_last_row_is_done(mesh, base):
     assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same rungs, without refilling
 
 
+def test_a_verification_never_splits_to_a_larger_rung():
+    """A group that begins alone may have fewer rows than the smallest rung of the pool."""
+    flight = types.SimpleNamespace(joined_shape=lambda *_: (2, 9), pool_shape=list)
+    room = types.SimpleNamespace(holds=lambda *rungs: True)
+    engine = types.SimpleNamespace(flight=flight, room=room)
+    batch = types.SimpleNamespace(size=4, slots=9, shape=(4, 9), active=4, verifying=3, longest=0)
+    assert [Engine._may_split(engine, batch, size) for size in (2, 4, 6)] == [True, False, False]
+
+
 # A bound of the caches' bytes
 
 
@@ -187,20 +198,26 @@ def test_rows_come_back_to_the_window_behind_the_one_they_filled(mesh, held_byte
     assert stats.evicted == 12  # 8 of the first window, and 4 more that fill it
 
 
-def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes):
-    """Drafts of two passes, right in 3 of 8 rows: these go on alone only if there is room."""
-    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
-    plan = long_plan(fits=(8, 34), row_rungs=4, windows=1, max_rows=8, verify_chunk=16)
+@pytest.mark.parametrize("slots", [2, 48])
+def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slots):
+    """Drafts of two passes, right in 3 of 8 rows: these go on alone only if there is room. Without
+    a bound they do, and the cache of their prompts must be gone by then."""
+    prompts, (_, weights) = ref.random_prompts(8, slots), ref.policy(model=ref.ONE_LAYER)
+    options = {"row_rungs": 4, "windows": 1, "max_rows": 8, "verify_chunk": 16}
+    plan = long_plan(fits=(8, slots + 32), prompt_slots=slots, **options)
     free = dataclasses.replace(plan, cache_bytes=0.0)
     right = ref.run(free, weights, prompts)[0]
     tokens = np.asarray(right.tokens).copy()
     tokens[np.arange(16) % 8 >= 3, 4] ^= 1
     drafts = as_drafts(dataclasses.replace(right, tokens=put(tokens, "batch", None)))
-    held_bytes[0] = 0
-    rollout, stats = ref.run(plan, weights, prompts, drafts=drafts)
-    check_equal(rollout, right, but=FOUND)
-    assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
-    assert stats.verified_tokens > 0
+    for one in (plan, free):
+        held_bytes[0] = 0
+        rollout, stats = ref.run(one, weights, prompts, drafts=drafts)
+        check_equal(rollout, right, but=FOUND)
+        assert 0 < stats.cache_bytes == held_bytes[0] <= (one.cache_bytes or np.inf)
+        assert stats.verified_tokens > 0
+    visits = [program for program in stats.programs if program[0] == "visit"]
+    assert len({size for _, size, *_, wide, _ in visits if wide}) > 1  # parted
 
 
 @pytest.mark.parametrize(

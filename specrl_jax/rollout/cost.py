@@ -262,6 +262,7 @@ class CostModel:
         return any(self._choice(rows, slots, widths).base > 1 for rows, slots in rungs)
 
     def _choice(self, rows: int, slots: int, widths: tuple[int, ...]) -> _Choice:
+        """Remembered until the table, or what tree drafts have brought, is another."""
         counts = self.acceptance
         state = (self.table, (*counts.offered, *counts.at_risk, *counts.accepted))
         if state != self._chosen_from:

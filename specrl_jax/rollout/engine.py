@@ -109,7 +109,7 @@ class Engine:
                 break
             self._admit()
         if self.pool is not None:
-            self.flight.collect(self.pool)
+            self.flight.land()
         return self.flight.board
 
     def _may_widen(self) -> bool:
@@ -137,8 +137,7 @@ class Engine:
     def _admit(self) -> None:
         """Begin waiting rows while there is room for them."""
         if self.pool is not None and not self.pool.unfinished:
-            self.flight.collect(self.pool)
-            self.flight.pool = None
+            self.flight.land()
         if self.pool is not None and self.room.cache_bytes and self._waits():
             size = self.ladder.rows_for(self.pool.unfinished)  # bytes for those that join
             self.flight.move_pool(size, self.pool.slots)
@@ -217,12 +216,12 @@ class Engine:
         group = self.setup.group_size
         places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.draft_lens[places]
-        cache = self.flight.prefill(self.prompts[np.resize(groups, size // group)])
+        self.flight.prefill(self.prompts[np.resize(groups, size // group)])
         first = self._pass(drafts, size)  # while the device is at it
         # Without a pass, the window that rows will share, so that they need not move to join.
         slots = first.slots if first else self.flight.joined_shape(0, 0)[1]
         judged = drafts if first or self.steps_judge else np.zeros_like(drafts)
-        return self._verified(self.flight.begin(cache, places, size, slots, judged), drafts, first)
+        return self._verified(self.flight.begin(places, size, slots, judged), drafts, first)
 
     def _begin_again(self, chosen: list[tuple[int, int]], size: int, drafted: bool = False) -> Rung:
         """Rows that hold tokens but have no cache: one pass over prompt and tokens. drafted: what
@@ -345,7 +344,7 @@ class Engine:
         if pool.rows.pending is not None and not pool.verifying:
             pool.leave_drafts()
         pool = self.flight.move_pool(ladder.rows_for(pool.unfinished), ladder.slots(response))
-        stop, steps = self._until(pool, capacity)
+        stop, steps = self._until(capacity)
         if self.cost is None:
             self.flight.run(pool, self.flight.limits(stop, response, steps), self.widths[-1])
             return
@@ -356,8 +355,9 @@ class Engine:
         seconds = self.cost.record_visit(visit, steps, tally.accepted.tolist(), *judged)
         self.stats.predicted_seconds += seconds
 
-    def _until(self, pool: Rung, capacity: int) -> tuple[int, int]:
+    def _until(self, capacity: int) -> tuple[int, int]:
         """Own rows left active, and steps, at which a visit of the pool ends."""
+        pool = self.pool
         if self._waits():
             # As many are free then as begin together; where even so nobody could, one more row.
             stop = max(min(capacity - self.room.refill(capacity), pool.own - 1), 0)

@@ -70,8 +70,8 @@ class Flight:
     board: all rows, the first `own` of which the rollout is for. drafts: of all rows, or None.
     corpus: what tree drafts read, or a function that makes it before the first step that does.
     unread: whether rows hold tokens that it does not know. finished: bool [B], rows that are done;
-    told: whether every visit keeps it up to date. aside: shape of a rung held beside batch and pool
-    for a moment.
+    told: whether every visit keeps it up to date. prefilled: since when, and the cache, of prompts
+    whose rows begin next. aside: shape of a rung held beside batch and pool for a moment.
     """
 
     setup: Setup
@@ -86,26 +86,24 @@ class Flight:
     finished: np.ndarray
     told: bool
     pool: Rung | None = None
+    prefilled: tuple[float, KVCache] | None = None
     aside: tuple[int, int] | None = None
     stats: Stats = dataclasses.field(default_factory=Stats)
 
     # Onto a rung and back --------------------------------------------------------------------
 
-    def prefill(self, prompts: np.ndarray) -> KVCache:
-        """The cache of prompts int32 [Q', P], for `begin`; the device is still at it."""
+    def prefill(self, prompts: np.ndarray) -> None:
+        """Let the device compute prompts int32 [Q', P]; `begin` waits for it."""
         start = time.perf_counter()
-        cache = decode.prefill(self.setup, self.weights, prompts)
-        self.stats.prefill_seconds += time.perf_counter() - start
+        self.prefilled = start, decode.prefill(self.setup, self.weights, prompts)
         self.stats.programs.add(("prefill", *prompts.shape))
-        return cache
 
-    def begin(
-        self, cache: KVCache, places: np.ndarray, size: int, slots: int, draft_lens: np.ndarray
-    ) -> Rung:
-        """Rows at `places` int [n] of the board, which hold nothing yet, on a rung of this shape.
-        draft_lens: int [n], tokens of their drafts that are to be judged, 0 for all if none are."""
-        start = time.perf_counter()
+    def begin(self, places: np.ndarray, size: int, slots: int, draft_lens: np.ndarray) -> Rung:
+        """Rows at `places` int [n] of the board, which hold nothing yet and whose prompts were
+        prefilled, on a rung of this shape. draft_lens: int [n], tokens of their drafts that are to
+        be judged, 0 for all if none are."""
         picked = self._pick(places, size, judged=draft_lens.any())
+        (start, cache), self.prefilled = self.prefilled, None  # not kept beside its copies
         cache = decode.spread(cache, slots=slots, group_size=self.setup.group_size)
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
@@ -124,8 +122,8 @@ class Flight:
     ) -> Rung:  # fmt: skip
         """Rows of the board that hold up to `width` tokens but have no cache: one pass over these
         and prompts int32 [size, P]. judged: with what is left of their drafts."""
-        start = time.perf_counter()
         picked = self._pick(places, size, judged=judged)
+        start = time.perf_counter()
         cache = decode.replay(self.setup, self.weights, prompts, picked, slots=slots, width=width)
         rung = Rung(cache, picked, size, slots, len(places))
         self._look(rung)
@@ -155,6 +153,11 @@ class Flight:
         pool.rows = rows.drop(pool.rows, put(out, "batch"))
         self._look(pool)
         pool.real = pool.active
+
+    def land(self) -> None:
+        """The pool's rows, back on the board with what they hold; there is no pool then."""
+        self.collect(self.pool)
+        self.pool = None
 
     def collect(self, rung: Rung) -> None:
         """Write what the rung's rows hold to the board."""
@@ -204,7 +207,8 @@ class Flight:
         self.pool = Rung(cache, joined, size, slots, total, **sums, **most)
 
     def joined_shape(self, unfinished: int, longest: int) -> tuple[int, int]:
-        """Of the rung for the pool and so many rows more, the longest of which holds so much."""
+        """(rows, slots) of the rung for the pool and `unfinished` rows more, the longest of which
+        holds `longest` tokens."""
         if self.pool is not None:
             unfinished += self.pool.unfinished
             longest = max(longest, self.pool.longest)

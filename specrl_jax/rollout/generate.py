@@ -51,7 +51,7 @@ class Outcome:
     groups: int [Q], the places of the rollout's groups among the prompts that it was given. begun:
     int [Q], the step whose noise each of them uses. offered: int32 [B], draft tokens that rows
     were offered when they began. held: int32 [B], tokens that they held when this step began;
-    carried_tokens: the same, of all rows in flight. ahead: for the next step, None if there were
+    carried_tokens: the same, of all rows in everyone. ahead: for the next step, None if there were
     no prompts for it. carried: groups in flight, None unless the rollout is partial. finished: bool
     [B], rows that are done, None for all.
     """
@@ -131,23 +131,23 @@ def roll(
     begin with what is held. behind: rows that may be left unfinished, to be held by the next
     rollout; fewer than are not done.
     """
-    flight = _in_flight(prompts, plan.group_size, step, ahead, carried, held)
+    everyone = _everyone(prompts, plan.group_size, step, ahead, carried, held)
     own = len(prompts.lens) * plan.group_size
     # The same shapes at every step of a run, also where fewer groups are left to begin.
     ladder = plan.ladder(
         own if carried is None else wanted * plan.group_size + len(carried.held.done)
     )
     setup = plan.full_setup(ladder)
-    board = _board(setup, flight.prompts, key, int(purpose), flight.begun, caps)
-    if flight.held is not None:
-        board = place(board, flight.held)
-    offered = draft_lens = np.zeros_like(flight.lens)
+    board = _board(setup, everyone.prompts, key, int(purpose), everyone.begun, caps)
+    if everyone.held is not None:
+        board = place(board, everyone.held)
+    offered = draft_lens = np.zeros_like(everyone.lens)
     if drafts is not None:
         if held is None:
-            drafts = _for_fresh(drafts, flight, setup.group_size)
+            drafts = _for_fresh(drafts, everyone, setup.group_size)
         if (plan.refresh or plan.token_age) and setup.accept != "match":
             drafts = _explored(plan, board.accept_seeds, drafts, np.int32(step))
-        offered = np.maximum(jax.device_get(drafts.lens) - flight.lens, 0)
+        offered = np.maximum(jax.device_get(drafts.lens) - everyone.lens, 0)
         drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
         drafts = drafts if draft_lens.any() else None
@@ -156,13 +156,13 @@ def roll(
         Room(setup.model, ladder, plan.max_rows, plan.cache_bytes),
         weights,
         board,
-        flight.prompts.tokens,
+        everyone.prompts.tokens,
         own=own,
         drafts=drafts,
         draft_lens=draft_lens,
-        held=flight.lens,
-        done=flight.done,
-        corpus=corpus or functools.partial(_no_corpus, plan, len(flight.begun)),
+        held=everyone.lens,
+        done=everyone.done,
+        corpus=corpus or functools.partial(_no_corpus, plan, len(everyone.begun)),
         log_lenience=log_lenience,
         cost=cost,
         first=len(carried.steps) if carried else 0,
@@ -171,7 +171,7 @@ def roll(
     )
     board, stats = engine.run(), engine.stats
     compares = drafts is not None and not engine.steps_judge
-    rollout, compared = _read(setup, compares, board, drafts, flight.held, np.int32(step))
+    rollout, compared = _read(setup, compares, board, drafts, everyone.held, np.int32(step))
     if compares:
         kept, judged, twice = jax.device_get(compared).tolist()
         stats.drafted_tokens -= twice
@@ -181,10 +181,10 @@ def roll(
         rollout,
         stats,
         groups=np.arange(len(prompts.lens)),
-        begun=flight.begun[: len(prompts.lens)],
-        offered=(offered + flight.offered)[:own],
-        held=flight.lens[:own],
-        carried_tokens=int(flight.lens.sum()),
+        begun=everyone.begun[: len(prompts.lens)],
+        offered=(offered + everyone.offered)[:own],
+        held=everyone.lens[:own],
+        carried_tokens=int(everyone.lens.sum()),
         finished=engine.finished[:own] if behind else None,
     )
     if ahead is not None:
@@ -195,7 +195,7 @@ def roll(
 
 
 @dataclasses.dataclass(frozen=True)
-class _InFlight:
+class _Everyone:
     """Who is rolled out: groups of the step itself, then those ahead.
 
     begun: int [groups], the steps whose noise they use. held: what own rows have, None for
@@ -210,14 +210,14 @@ class _InFlight:
     offered: np.ndarray
 
 
-def _in_flight(
+def _everyone(
     prompts: Prompts,
     group: int,
     step: int,
     ahead: Prompts | None,
     carried: Carried | None,
     held: Held | None,
-) -> _InFlight:
+) -> _Everyone:
     begun = np.full(len(prompts.lens), step)
     if ahead is not None:
         prompts = concatenate(prompts, ahead)
@@ -227,18 +227,18 @@ def _in_flight(
         begun[: len(carried.steps)] = carried.steps
         held = in_front(carried.held, jnp.int32(len(carried.steps) * group), rows=rows)
     if held is None:
-        return _InFlight(prompts, begun, None, nothing, nothing > 0, nothing)
+        return _Everyone(prompts, begun, None, nothing, nothing > 0, nothing)
     known = jax.device_get((held.rollout.lens, held.done, held.offered))
-    return _InFlight(prompts, begun, held, *known)
+    return _Everyone(prompts, begun, held, *known)
 
 
-def _for_fresh(drafts: Drafts, flight: _InFlight, group: int) -> Drafts:
+def _for_fresh(drafts: Drafts, everyone: _Everyone, group: int) -> Drafts:
     """Drafts for all rows, of length 0 where a row's group holds tokens or is run ahead."""
-    if len(flight.lens) > drafts.lens.shape[0]:
-        drafts = widen(drafts, rows=len(flight.lens))
-    if not flight.lens.any():
+    if len(everyone.lens) > drafts.lens.shape[0]:
+        drafts = widen(drafts, rows=len(everyone.lens))
+    if not everyone.lens.any():
         return drafts
-    begun = flight.lens.reshape(-1, group).any(axis=1)
+    begun = everyone.lens.reshape(-1, group).any(axis=1)
     begun = put(np.repeat(begun, group), "batch")
     return dataclasses.replace(drafts, lens=jnp.where(begun, 0, drafts.lens))
 
