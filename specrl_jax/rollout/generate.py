@@ -51,7 +51,7 @@ class Outcome:
     groups: int [Q], the places of the rollout's groups among the prompts that it was given. begun:
     int [Q], the step whose noise each of them uses. offered: int32 [B], draft tokens that rows
     were offered when they began. held: int32 [B], tokens that they held when this step began;
-    carried_tokens: the same, of all rows in everyone. ahead: for the next step, None if there were
+    carried_tokens: the same, of all rows in flight. ahead: for the next step, None if there were
     no prompts for it. carried: groups in flight, None unless the rollout is partial. finished: bool
     [B], rows that are done, None for all.
     """
