@@ -105,7 +105,10 @@ def _split_rows(data: Any) -> tuple[list[dict], list[dict]]:
             raise ValueError(f"data.eval_path must hold at least one row, got {data.eval_path!r}")
         return rows, held_out
     if data.eval_split and not is_one_split(Path(data.path or data.name).expanduser()):
-        return rows, read(data, data.eval_split)
+        held_out = read(data, data.eval_split)
+        if not held_out:
+            raise ValueError(f"data.eval_split must hold at least one row, got {data.eval_split!r}")
+        return rows, held_out
     if data.eval_prompts >= len(rows):
         raise ValueError(
             f"data.eval_prompts must be < the {len(rows)} rows it is taken from, "

@@ -119,8 +119,11 @@ def _read_tfds(data: Any, split: str) -> list[dict]:
     elif any((root / name).rglob("dataset_info.json")):
         full_name, data_dir = data.name, str(root)
     else:
+        rows = _read_jsonl(_files(data.path, split, ".jsonl"))
+        if not rows:  # TFDS builds no split of nothing
+            return []
         full_name = name
-        data_dir, split = _build_tfds(name, _files(data.path, split, ".jsonl"), split)
+        data_dir, split = _build_tfds(name, rows, split)
     try:
         rows = tfds.data_source(full_name, split=split, data_dir=data_dir, download=False)
     except (tfds.core.DatasetNotFoundError, AssertionError, KeyError, NotImplementedError):
@@ -133,11 +136,10 @@ def _read_tfds(data: Any, split: str) -> list[dict]:
     return [{key: _text(value) for key, value in row.items()} for row in rows]
 
 
-def _build_tfds(name: str, files: list[Path], split: str) -> tuple[str, str]:
-    """Writes JSONL as a TFDS dataset in the cache, if it is not there; its data_dir and split."""
+def _build_tfds(name: str, rows: list[dict], split: str) -> tuple[str, str]:
+    """Writes rows as a TFDS dataset in the cache, if it is not there; its data_dir and split."""
     import tensorflow_datasets as tfds
 
-    rows = _read_jsonl(files)
     split = split or "train"
     digest = hashlib.blake2b(json.dumps([split, rows]).encode(), digest_size=8).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -68,6 +68,17 @@ def test_formats_agree(tmp_path, make):
         assert data.duplicates == 0
 
 
+@pytest.mark.parametrize("make", [as_jsonl, as_tfds])
+def test_a_split_without_rows_is_one_line(tmp_path, make):
+    settings = make(tmp_path)
+    (tmp_path / "test.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"^data\.eval_split must hold at least one .*'test'$"):
+        load_examples(config(**settings, eval_split="test"))
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"^data\.path must hold at least one row, got '/"):
+        load_examples(config(**settings))
+
+
 def test_tfds_reads_a_prepared_directory(tmp_path):
     pytest.importorskip("tensorflow_datasets")
     load_examples(config(**as_tfds(tmp_path)))
