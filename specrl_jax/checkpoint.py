@@ -9,6 +9,7 @@ folder, which `latest_step` does not see and the next `Checkpointer` removes.
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging as absl_logging
 from etils import epath
 
 _METRIC = "metric"
@@ -45,6 +47,7 @@ class Checkpointer:
             raise ValueError(f"checkpoint.keep_best must be >= 0, got {keep_best}")
         self.directory = epath.Path(directory).resolve()
         _check_metrics(self.directory)
+        absl_logging.get_absl_handler().addFilter(_is_told)  # once, however often it is called
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_LastAndBest(keep_last, keep_best),
             best_fn=_metric,  # has Orbax record the metric; the policy above decides what stays
@@ -244,6 +247,13 @@ def _unsaved(directory: epath.Path) -> str:
 
 def _damaged(step: epath.Path) -> str:
     return f"{step} is damaged, delete this folder to go back to the step before"
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    """Whether a log record is to be shown: not the tracebacks that Orbax's threads log, one each,
+    of an error that reaches us as an exception too."""
+    of_orbax = "orbax" in record.pathname or record.name == "asyncio"
+    return not (of_orbax and record.exc_info) or bool(os.environ.get("SPECRL_TRACEBACK"))
 
 
 @contextlib.contextmanager

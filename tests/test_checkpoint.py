@@ -1,6 +1,7 @@
 """Checkpoints: exact, safe against kills and donation, kept as asked, on any mesh."""
 
 import json
+import logging
 import os
 import pathlib
 import resource
@@ -18,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from specrl_jax import checkpoint
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 
 
@@ -334,3 +336,18 @@ def test_a_damaged_run_config_is_named(tmp_path):
     pathlib.Path(tmp_path, "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
         check_run_config(tmp_path, _config())
+
+
+def test_tracebacks_of_orbaxs_threads_are_not_told(monkeypatch):
+    """Only they: the error that they are of is raised as well."""
+
+    def told(name: str, path: str, error: bool) -> bool:
+        raised = (ValueError, ValueError("no room"), None) if error else None
+        return checkpoint._is_told(logging.LogRecord(name, 40, path, 1, "failed", (), raised))
+
+    future = "/lib/orbax/checkpoint/_src/futures/future.py"
+    cases = [("absl", future, True), ("asyncio", "/lib/asyncio/base_events.py", True)]
+    others = [("absl", future, False), ("absl", "/lib/jax/api.py", True)]
+    assert [told(*case) for case in cases + others] == [False, False, True, True]
+    monkeypatch.setenv("SPECRL_TRACEBACK", "1")
+    assert all(told(*case) for case in cases)
