@@ -59,7 +59,9 @@ def base() -> ConfigDict:
     options.max_numbers = 12  # longest list to sort
     options.min_decimals = options.max_decimals = 0  # whole numbers
     options.min_value, options.max_value = 0, 9  # of one digit
-    data.render = "specrl_jax.data:render_number_sorting"  # "" | module:function, item → texts
+    data.render = (
+        "specrl_jax.data.prompts:render_number_sorting"  # "" | module:function, item → texts
+    )
     data.prompt_field = "question"  # column of the prompt
     data.answer_field = "answer"  # column of the answer
     data.answer_pattern = ""  # regex, group 1 is the answer; "": the whole column

@@ -100,7 +100,7 @@ def trained(args: argparse.Namespace) -> None:
     from specrl_jax import runtime  # imports JAX: seconds that --help need not wait for
 
     runtime.start(flags.FLAGS.config)
-    from specrl_jax import benchmark_scenes
+    from specrl_jax.benchmarks import scenes as benchmark_scenes
 
     if scenes_of(args) == ["rules"]:
         options = {"repeats": args.repeats or 5, "drift": args.drift, "log": _log}
@@ -115,8 +115,10 @@ def on_one_device(args: argparse.Namespace) -> None:
     """All others, on the first device."""
     import jax
 
-    from specrl_jax import benchmark_lengths, benchmark_scenes, runtime
-    from specrl_jax.benchmark_policies import choose
+    from specrl_jax import runtime
+    from specrl_jax.benchmarks import lengths as benchmark_lengths
+    from specrl_jax.benchmarks import scenes as benchmark_scenes
+    from specrl_jax.benchmarks.policies import choose
     from specrl_jax.sharding import make_mesh
 
     runtime.use_compilation_cache()

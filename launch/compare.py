@@ -62,7 +62,7 @@ def main() -> None:
         raise ValueError("--config.seed must not be given; give --seeds instead")
     if bool(args.vary) == bool(args.case):
         raise ValueError("give either --vary or --case")
-    from specrl_jax import compare
+    from specrl_jax.telemetry import compare
 
     if args.vary:
         if not args.config:

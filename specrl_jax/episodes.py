@@ -19,21 +19,21 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax.data import select
+from specrl_jax.data.prompts import select
+from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
-from specrl_jax.reward_pool import RewardPool, Scores
-from specrl_jax.rollout.carry import Held, append_forced, turn_drafts
-from specrl_jax.rollout.generate import Outcome, Plan, roll
-from specrl_jax.rollout.stats import Stats
+from specrl_jax.rewards.workers import RewardPool, Scores
+from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
+from specrl_jax.rollout.engine.stats import Stats
+from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
-from specrl_jax.tokenizer import Tokenizer
 from specrl_jax.types import Drafts, Prompts
 
 
 class Responses(NamedTuple):
     """B finished responses with tokens [B, R] and lens [B] on the host too; turns: int [B]."""
 
-    outcome: Outcome
+    outcome: RolloutResult
     tokens: np.ndarray
     lens: np.ndarray
     scores: Scores
@@ -41,15 +41,16 @@ class Responses(NamedTuple):
 
 
 def respond(
-    plan: Plan,
+    plan: RolloutSpec,
     weights: Params,
     prompts: Prompts,
+    noise: Noise,
     *,
     pool: RewardPool,
     tokenizer: Tokenizer,
     max_turns: int = 0,
     behind: float = 0.0,
-    drafts: Drafts | None = None,
+    drafts: DraftInputs = DraftInputs(),
     clocks: tuple = (contextlib.nullcontext(), contextlib.nullcontext()),
     **options,
 ) -> Responses:
@@ -57,16 +58,24 @@ def respond(
 
     max_turns: of an episode with the pool's environment; 0: there is none. behind: share of the
     episodes in progress that may still generate as the others are answered, in [0, 1). clocks:
-    entered around rollouts, and around rewards. options: as of `roll`; a corpus as what makes it,
+    entered around rollouts, and around rewards. options: as of `generate`; a corpus as what makes it,
     since every rollout of an episode needs its own.
     """
-    inputs = (plan, weights, prompts)
     if max_turns:
         return _Episodes(plan, prompts, pool, tokenizer, max_turns, behind, clocks).play(
-            lambda **turn: roll(*inputs, **turn, **options), drafts
+            lambda turn, carry_over: generate(
+                plan,
+                weights,
+                prompts,
+                noise,
+                drafts=dataclasses.replace(drafts, previous=turn),
+                carry_over=carry_over,
+                **options,
+            ),
+            drafts.previous,
         )
     with clocks[0]:
-        outcome = roll(*inputs, drafts=drafts, **options)
+        outcome = generate(plan, weights, prompts, noise, drafts=drafts, **options)
         tokens, lens = jax.device_get((outcome.rollout.tokens, outcome.rollout.lens))
     with clocks[1]:
         scores = score(pool, tokenizer, select(prompts, outcome.groups), tokens, lens)
@@ -97,7 +106,7 @@ class _Episodes:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RolloutSpec,
         prompts: Prompts,
         pool: RewardPool,
         tokenizer: Tokenizer,
@@ -113,15 +122,15 @@ class _Episodes:
         self.over = np.zeros(rows, bool)
         self.begins = np.zeros(rows, np.int32)  # where the turn's tokens begin
 
-    def play(self, roll_on: Callable[..., Outcome], drafts: Drafts | None) -> Responses:
-        """roll_on(drafts=, held=, behind=): one rollout of all rows."""
+    def play(self, roll_on: Callable[..., RolloutResult], drafts: Drafts | None) -> Responses:
+        """roll_on(drafts, carry_over): one rollout of all rows."""
         held, parts, ends = None, [], self.plan.setup.eos_ids
         turn = None if drafts is None else turn_drafts(drafts, None, ends)
         offered = np.zeros_like(self.begins)
         while True:
             with self.clocks[0]:
                 behind = int(self.behind * np.sum(~self.over))
-                outcome = roll_on(drafts=turn, held=held, behind=behind)
+                outcome = roll_on(turn, CarryOver(partial_rows=held, allow_unfinished=behind))
                 parts.append(outcome.stats)
                 rollout = outcome.rollout
                 tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
@@ -130,7 +139,7 @@ class _Episodes:
                 answers = self._step(tokens, lens, ended)
             if self.over.all():
                 break
-            held = Held(rollout, put(self.over, "batch"), put(outcome.offered, "batch"))
+            held = PartialRows(rollout, put(self.over, "batch"), put(outcome.offered, "batch"))
             forced, counts = self._padded(answers)
             held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
             self.begins = np.where(ended, lens + counts, self.begins)

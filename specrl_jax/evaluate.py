@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 from jax import Array
 
+from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.episodes import Responses, respond
 from specrl_jax.models.transformer import Params
-from specrl_jax.reward_pool import RewardPool
-from specrl_jax.rollout.generate import Plan
+from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rollout.generate import Noise, RolloutSpec
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.tokenizer import Tokenizer
 from specrl_jax.types import Prompts
 
 
 def evaluate(
-    plan: Plan,
+    plan: RolloutSpec,
     weights: Params,
     batches: Sequence[tuple[Prompts, int]],
     tokenizer: Tokenizer,
@@ -33,9 +33,7 @@ def evaluate(
     rewards, options = [], {"pool": pool, "tokenizer": tokenizer, "max_turns": max_turns}
     first = None
     for prompts, real in batches:
-        found = respond(
-            plan, weights, prompts, key=key, step=step, purpose=Purpose.EVALUATE, **options
-        )
+        found = respond(plan, weights, prompts, Noise(key, step, Purpose.EVALUATE), **options)
         rewards.append(found.scores.rewards[: real * plan.group_size])
         first = first or found
     return float(np.mean(np.concatenate(rewards))), first

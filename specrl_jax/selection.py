@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.masked import masked_mean
+from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.algorithms.update import Learner, logprobs, micro_batches
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, spec
 from specrl_jax.types import Batch
-from specrl_jax.update import Learner, logprobs, micro_batches
 
 METRICS = ("selection/trained", "selection/held_out", "selection/gap")
 

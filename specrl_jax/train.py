@@ -11,21 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax import report
-from specrl_jax.advantages import gae, group_relative, overlong_penalty, whiten
-from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.evaluate import evaluate
-from specrl_jax.gather import Clock, Gathered, gather
-from specrl_jax.losses import policy_metrics
-from specrl_jax.masked import masked_mean
-from specrl_jax.metrics import MetricsLog, read_metrics
-from specrl_jax.records import RolloutRecords
-from specrl_jax.run import Run, State, begin, build, policy_copy, resume
-from specrl_jax.runtime import Compiled, StopRequest, compiled, only_process
-from specrl_jax.selection import Sampled
-from specrl_jax.sharding import put, reshard
-from specrl_jax.types import Batch
-from specrl_jax.update import (
+from specrl_jax.algorithms.advantages import gae, group_relative, overlong_penalty, whiten
+from specrl_jax.algorithms.losses import policy_metrics
+from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.algorithms.update import (
     critic_values,
     logprob_gap,
     logprobs,
@@ -33,6 +22,17 @@ from specrl_jax.update import (
     micro_batches,
     update,
 )
+from specrl_jax.build import Trainer, TrainerState, begin, build, policy_copy, resume
+from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
+from specrl_jax.collect import Clock, TrainBatch, gather
+from specrl_jax.evaluate import evaluate
+from specrl_jax.runtime import Compiled, StopRequest, compiled, only_process
+from specrl_jax.selection import Sampled
+from specrl_jax.sharding import put, reshard
+from specrl_jax.telemetry import report
+from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
+from specrl_jax.telemetry.records import RolloutRecords
+from specrl_jax.types import Batch
 
 # What a resumed run may change: where it runs and how it is recorded, not what it computes.
 MAY_CHANGE = ("log", "checkpoint", "mesh")
@@ -72,8 +72,8 @@ def train(config, workdir: Path) -> None:
 
 
 def loop(
-    run: Run,
-    state: State,
+    run: Trainer,
+    state: TrainerState,
     checkpoints: Checkpointer,
     log: MetricsLog,
     records: RolloutRecords,
@@ -115,7 +115,9 @@ def _compile_metrics(before: Compiled) -> dict[str, float]:
     }
 
 
-def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[str, float]:
+def step(
+    run: Trainer, state: TrainerState, records: RolloutRecords | None = None
+) -> dict[str, float]:
     """One batch of rollouts and its updates; changes `state`, returns the step's metrics."""
     epoch = state.epoch
     state.step += 1
@@ -143,7 +145,7 @@ def step(run: Run, state: State, records: RolloutRecords | None = None) -> dict[
     return values | found.metrics | clock.lap
 
 
-def _shaped(run: Run, found: Gathered) -> tuple[np.ndarray, dict[str, float]]:
+def _shaped(run: Trainer, found: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
     """The rewards trained on: those of the task, less what a response's length costs."""
     settings = run.config.reward
     if not settings.overlong_tokens:
@@ -155,7 +157,7 @@ def _shaped(run: Run, found: Gathered) -> tuple[np.ndarray, dict[str, float]]:
     return rewards.astype(np.float32), {"reward/overlong": float(np.mean(penalty))}
 
 
-def _among_group(run: Run, rewards: np.ndarray) -> Array:
+def _among_group(run: Trainer, rewards: np.ndarray) -> Array:
     """Advantages [B] over the other responses to a prompt."""
     settings = run.config.algorithm
     advantages = group_relative(
@@ -168,7 +170,7 @@ def _among_group(run: Run, rewards: np.ndarray) -> Array:
 
 
 def _by_critic(
-    run: Run, state: State, batch: Batch, rewards: np.ndarray
+    run: Trainer, state: TrainerState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with the critic's values, and the advantages and returns that follow from them."""
     settings, learner = run.config.critic, run.learner
@@ -202,7 +204,7 @@ def _critique(rewards: Array, old: Array, mask: Array, gamma: float, gae_lambda:
     )
 
 
-def learn(run: Run, state: State, batch: Batch) -> dict[str, float]:
+def learn(run: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:
     """The optimizer updates of a step; changes `state.train`, returns their metrics."""
     settings, learner = run.config.updates, run.learner
     rows, size = batch.response_lens.shape[0], settings.mini_batch_size
@@ -257,7 +259,7 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
     }
 
 
-def held_out_metrics(run: Run, state: State) -> dict[str, float]:
+def held_out_metrics(run: Trainer, state: TrainerState) -> dict[str, float]:
     """Mean reward on held-out prompts; nothing where the run has none."""
     if not run.held_out:
         return {}
@@ -281,7 +283,7 @@ def held_out_metrics(run: Run, state: State) -> dict[str, float]:
     return values
 
 
-def _note_trained(run: Run, state: State, found: Gathered) -> None:
+def _note_trained(run: Trainer, state: TrainerState, found: TrainBatch) -> None:
     """Keeps the first batch behind an evaluation, whose policy sampled both."""
     selection = state.selection
     if selection is None or selection.step != state.step - 1:
@@ -291,7 +293,7 @@ def _note_trained(run: Run, state: State, found: Gathered) -> None:
     state.selection = dataclasses.replace(selection, trained=trained, complete=True)
 
 
-def _finish(run: Run, state: State, workdir: Path, stopped_by: str) -> None:
+def _finish(run: Trainer, state: TrainerState, workdir: Path, stopped_by: str) -> None:
     records = read_metrics(workdir)
     if stopped_by:
         where = f"step {state.step} of {run.total_steps}"
@@ -316,7 +318,7 @@ def _lengths(response_len: int) -> tuple[int, ...]:
     return tuple(sorted({-(-response_len * quarter // 4) for quarter in (1, 2, 3, 4)}))
 
 
-def _open_log(run: Run, workdir: Path) -> MetricsLog:
+def _open_log(run: Trainer, workdir: Path) -> MetricsLog:
     return MetricsLog(
         workdir,
         total_steps=run.total_steps,
@@ -326,7 +328,7 @@ def _open_log(run: Run, workdir: Path) -> MetricsLog:
     )
 
 
-def _open_records(run: Run, workdir: Path) -> RolloutRecords:
+def _open_records(run: Trainer, workdir: Path) -> RolloutRecords:
     return RolloutRecords(
         workdir,
         run.config.log.rollouts,

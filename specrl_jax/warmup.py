@@ -12,12 +12,12 @@ import numpy as np
 import optax
 from jax import Array
 
-from specrl_jax.data import Dataset, demonstrations, load_warmup_examples
-from specrl_jax.masked import masked_mean
+from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.algorithms.update import Learner, TrainState, init_state, pack, response_logprobs
+from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples
+from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, take_rows
-from specrl_jax.tokenizer import Tokenizer
-from specrl_jax.update import Learner, TrainState, init_state, pack, response_logprobs
 
 _CHUNK = 50  # steps per compiled call
 

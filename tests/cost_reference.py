@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
-from specrl_jax.rollout.cost import Acceptance, Pass
-from specrl_jax.rollout.cost_table import CostTable, Point
+from specrl_jax.rollout.adaptive.speculation import Acceptance, VerifyPlan
+from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
 CPU = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.3, 16: 3.6, 32: 6.5, 64: 12.9, 128: 23.7}
@@ -15,7 +15,7 @@ ROWS, SLOTS = (1, 16, 64, 128), (64, 128)
 
 def make_table(relative=CPU):
     """A grid; plain steps of every width (verification), matching ones of the widths above 1."""
-    return CostTable(
+    return StepCosts(
         {
             Point(rows, slots, width, matching): 1e-3 * (2 + 0.3 * rows) * (1 + slots / 200) * c
             for rows, slots, (width, c) in itertools.product(ROWS, SLOTS, relative.items())
@@ -52,4 +52,4 @@ def true_survival(chances, tokens):
 def make_pass(
     left=(100,) * 64, rung_rows=64, chunk=4, rungs=(16, 64), windows=((50, 100),), **more
 ):
-    return Pass(tuple(left), rung_rows, 99, chunk, rungs, windows, **more)
+    return VerifyPlan(tuple(left), rung_rows, 99, chunk, rungs, windows, **more)

@@ -17,10 +17,11 @@ import numpy as np
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
-from specrl_jax.rollout.drafting import TreeLaw
-from specrl_jax.rollout.generate import Plan, generate, make_corpus
-from specrl_jax.rollout.plan import Setup
-from specrl_jax.rollout.sampling import Purpose, SamplingLaw
+from specrl_jax.rollout.carry_over import CarryOver
+from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
+from specrl_jax.rollout.engine.spec import ProgramSpec
+from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate, make_corpus
+from specrl_jax.rollout.sampling import Purpose, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source
 
@@ -30,7 +31,7 @@ MODEL = ModelConfig(
     qk_norm=True,
 )  # fmt: skip
 ONE_LAYER = MODEL.replace(num_layers=1)
-TREE = TreeLaw(depth=16, factor=1.0, offset=1.0, min_prob=0.1)
+TREE = SuffixDraftConfig(depth=16, factor=1.0, offset=1.0, min_prob=0.1)
 to_weights = jax.jit(transformer.rollout_weights, static_argnums=0)
 
 
@@ -110,19 +111,33 @@ def select(prompts: Prompts, order) -> Prompts:
     return Prompts(prompts.tokens[order], prompts.lens[order], prompts.ids[order], examples)
 
 
-_PLAIN = SamplingLaw()
+_PLAIN = SamplingConfig()
 
 
 def make_plan(model=MODEL, *, law=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
               eos=(1, 2, 3, 4), row_rungs=2, windows=2, max_rows=0, tree=None, stored=0,
-              **kwargs) -> Plan:  # fmt: skip
-    setup = Setup(model, law, accept, eos, 0, slots, 5, tree=tree, stored=stored)
-    return Plan(setup, prompt_slots, group, row_rungs, windows, max_rows, **kwargs)
+              **kwargs) -> RolloutSpec:  # fmt: skip
+    setup = ProgramSpec(model, law, accept, eos, 0, slots, 5, tree=tree, stored=stored)
+    return RolloutSpec(setup, prompt_slots, group, row_rungs, windows, max_rows, **kwargs)
 
 
-def run(plan, weights, prompts, step=0, **kwargs):
+def rollout(
+    spec, weights, prompts, *, key=None, step=0, purpose=Purpose.SAMPLE, drafts=None,
+    log_lenience=0.0, suffixes=None, max_lens=None, speculation=None, **carry_over,
+):  # fmt: skip
+    """`generate` with all of its inputs by name."""
+    key = jax.random.key(KEY) if key is None else key
+    return generate(
+        spec, weights, prompts, Noise(key, step, purpose),
+        drafts=DraftInputs(drafts, log_lenience, suffixes), max_lens=max_lens,
+        speculation=speculation, carry_over=CarryOver(**carry_over),
+    )  # fmt: skip
+
+
+def run(spec, weights, prompts, step=0, **options):
     """(rollout, stats) under the tests' key."""
-    return generate(plan, weights, prompts, key=jax.random.key(KEY), step=step, **kwargs)
+    result = rollout(spec, weights, prompts, step=step, **options)
+    return result.rollout, result.stats
 
 
 def corpus_of(plan, tokens_BR, lens_B):

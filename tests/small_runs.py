@@ -91,7 +91,7 @@ class Sums:
 
 def records(workdir, times: bool = False) -> list[dict]:
     """The run's metrics by step, without those of the clock and the compiler unless asked for."""
-    from specrl_jax.metrics import read_metrics
+    from specrl_jax.telemetry.metrics import read_metrics
 
     found = read_metrics(workdir)
     left_out = () if times else ("time/", "compile/")

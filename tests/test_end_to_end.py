@@ -15,18 +15,10 @@ import pytest
 import small_runs
 from small_runs import files, records, saved, small_config
 
-from specrl_jax import run as runs
+from specrl_jax import build as runs
 from specrl_jax import runtime
 from specrl_jax import train as loop
-from specrl_jax.checkpoint import Checkpointer
-from specrl_jax.metrics import MetricsLog
-from specrl_jax.models.transformer import Transformer, place_params
-from specrl_jax.rollout import timing
-from specrl_jax.rollout.cost_table import CostTable, Point
-from specrl_jax.rollout.generate import generate
-from specrl_jax.rollout.sampling import Purpose, draw, row_seeds, temper
-from specrl_jax.sharding import put
-from specrl_jax.update import (
+from specrl_jax.algorithms.update import (
     init_state,
     logprobs,
     make_batch,
@@ -34,6 +26,14 @@ from specrl_jax.update import (
     micro_batches,
     update,
 )
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.models.transformer import Transformer, place_params
+from specrl_jax.rollout.adaptive import measure_steps as timing
+from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
+from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.rollout.sampling import Purpose, draw, row_seeds, temper
+from specrl_jax.sharding import put
+from specrl_jax.telemetry.metrics import MetricsLog
 
 MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]
 # Warmed up, evaluated, with a reference that only the checkpoint holds; a checkpoint every 3 steps.
@@ -47,10 +47,10 @@ LONG = {
 TREES = LONG | {"rollout.draft": "previous+tree"}
 
 
-def costs(run, params) -> CostTable:
+def costs(run, params) -> StepCosts:
     """In the place of measured seconds: two tokens a step cost least, four are worth a trial."""
     seconds = {(1, False): 1.0, (6, False): 1.0, (2, True): 0.88, (4, True): 1.0, (8, True): 1.3}
-    return CostTable({Point(32, 9, *program): s for program, s in seconds.items()})
+    return StepCosts({Point(32, 9, *program): s for program, s in seconds.items()})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ from pathlib import Path
 import conftest, jax, small_runs, test_end_to_end
 from specrl_jax import sharding, train
 from specrl_jax.checkpoint import Checkpointer
-from specrl_jax.metrics import MetricsLog
+from specrl_jax.telemetry.metrics import MetricsLog
 
 workdir, owner, method, step = sys.argv[1:]
 small_runs.interrupt({"log": MetricsLog, "checkpoint": Checkpointer}[owner], method, int(step))
@@ -93,8 +93,9 @@ _IN_A_ROLLOUT = """
 import os, signal, sys
 from pathlib import Path
 import conftest, jax, small_runs, test_end_to_end
-from specrl_jax import run as runs, sharding, train
-from specrl_jax.rollout.engine import Engine
+from specrl_jax import sharding, train
+from specrl_jax import build as runs
+from specrl_jax.rollout.engine.scheduler import Engine
 
 runs._measure = test_end_to_end.costs
 
@@ -302,7 +303,7 @@ def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
     rows, slots = settings.prompts_per_step * settings.group_size, settings.response_len
     prompts = runs.PromptStream(run.prompts, settings.prompts_per_step, 0).next()
     weights = runs.policy_copy(run.model, params)
-    rollout, _ = generate(run.plan, weights, prompts, key=run.key, step=1)
+    rollout = generate(run.plan, weights, prompts, Noise(run.key, 1)).rollout
     # Advantages need not be real ones here, only the same on every mesh.
     advantages = put(np.linspace(-1, 1, rows, dtype=np.float32), "batch")
     batch = make_batch(prompts, rollout, advantages, lengths=(slots,))

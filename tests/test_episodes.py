@@ -11,12 +11,12 @@ from small_runs import Sums, records, saved, small_config
 
 from specrl_jax import episodes
 from specrl_jax import train as loop
-from specrl_jax.environments import play
+from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.episodes import respond
-from specrl_jax.reward_pool import RewardPool
-from specrl_jax.rollout.carry import Held, Waiting, turn_drafts
+from specrl_jax.rewards.environments import play
+from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rollout.carry_over import PartialRows, Waiting, turn_drafts
 from specrl_jax.rollout.generate import make_corpus
-from specrl_jax.tokenizer import CharacterTokenizer
 from specrl_jax.types import Drafts, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
@@ -192,7 +192,7 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
         return step(self, tokens, lens, ended)
 
     monkeypatch.setattr(episodes._Episodes, "_step", spy)
-    found = run(pool, plan, weights, prompts_of(), behind=0.5, **options)
+    found = run(pool, plan, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(set(x.tolist())) > 1 for x in turns)
     new, old = (_without_laws_of_forced(host(x.outcome.rollout)) for x in (found, expected))
     check_equal(new, old, but=("sources",) if plan.setup.tree else ())
@@ -243,7 +243,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
             tokens=ref.put(tokens, "batch", None),
             lens=ref.put(np.array(lens, np.int32), "batch"),
         )
-        return Held(rollout, rollout.lens > 6, rollout.lens)
+        return PartialRows(rollout, rollout.lens > 6, rollout.lens)
 
     held = np.where(np.arange(6) < 3, tokens, 0)
     held[2, 2] = 4

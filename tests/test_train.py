@@ -12,7 +12,7 @@ from small_runs import records, saved, small_config
 
 from specrl_jax import episodes
 from specrl_jax import train as loop
-from specrl_jax.run import Run, build
+from specrl_jax.build import Trainer, build
 from specrl_jax.sharding import put
 
 # Issued at every step of every run.
@@ -240,12 +240,13 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
 
 def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
     """What the second epoch is offered is what the first one returned for the same prompts."""
-    returned, real = {}, episodes.roll
+    returned, real = {}, episodes.generate
 
-    def roll(plan, weights, prompts, *, drafts, **options):
-        outcome = real(plan, weights, prompts, drafts=drafts, **options)
+    def generate(spec, weights, prompts, noise, *, drafts, **options):
+        outcome = real(spec, weights, prompts, noise, drafts=drafts, **options)
         rollout = outcome.rollout
-        assert options["log_lenience"] == math.log(2.0)
+        assert drafts.log_lenience == math.log(2.0)
+        drafts = drafts.previous
         for q, example in enumerate(prompts.examples):
             rows = slice(8 * q, 8 * q + 8)
             offered = np.asarray(drafts.lens)[rows]
@@ -262,7 +263,7 @@ def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
             )
         return outcome
 
-    monkeypatch.setattr(episodes, "roll", roll)
+    monkeypatch.setattr(episodes, "generate", generate)
     loop.train(small_config({"rollout.lenience": 2.0}), tmp_path / "run")
     assert len(returned) == 8
 
@@ -299,7 +300,7 @@ def test_costs_are_measured_where_there_is_a_choice(draft, run_ahead, chooses):
     changes = {"rollout.draft": draft, "rollout.run_ahead": run_ahead}
     for adaptive in (True, False):
         config = small_config(changes | {"rollout.adaptive": adaptive})
-        asked = Run.chooses.fget(types.SimpleNamespace(config=config))
+        asked = Trainer.chooses.fget(types.SimpleNamespace(config=config))
         assert asked == (chooses and adaptive)
 
 

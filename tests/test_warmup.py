@@ -9,12 +9,13 @@ import optax
 import pytest
 import small_runs
 
-from specrl_jax import data, warmup
+from specrl_jax import warmup
+from specrl_jax.algorithms.update import make_learner
+from specrl_jax.data import prompts as data
+from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer
-from specrl_jax.tokenizer import CharacterTokenizer
-from specrl_jax.update import make_learner
 
 MODEL = ModelConfig(
     vocab_size=16, embed_dim=16, mlp_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8

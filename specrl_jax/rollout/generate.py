@@ -8,21 +8,21 @@ the same without either.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.data import concatenate
+from specrl_jax.data.prompts import concatenate
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout import acceptance, drafting
-from specrl_jax.rollout import rows as board_rows
-from specrl_jax.rollout.carry import (
-    Ahead,
-    Carried,
-    Held,
+from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.adaptive.speculation import Speculation
+from specrl_jax.rollout.carry_over import (
+    CarryOver,
+    PartialRows,
+    Resumed,
+    RunAhead,
     as_drafts,
     in_front,
     kept,
@@ -30,22 +30,45 @@ from specrl_jax.rollout.carry import (
     take,
     widen,
 )
-from specrl_jax.rollout.cost import CostModel
-from specrl_jax.rollout.drafting import Corpus
-from specrl_jax.rollout.engine import Engine
-from specrl_jax.rollout.plan import Plan, Setup
-from specrl_jax.rollout.room import Room
-from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.drafts import suffix_match as drafting
+from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
+from specrl_jax.rollout.engine import decode_state as board_rows
+from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.rollout.engine.kv_budget import KVBudget
+from specrl_jax.rollout.engine.scheduler import Scheduler
+from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
-from specrl_jax.rollout.stats import Stats
 from specrl_jax.sharding import put, reshard
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
-__all__ = ["Outcome", "Plan", "Stats", "generate", "roll"]
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """What keys a rollout's noise, beside prompt, sample and position: the run's key, the step,
+    and what the rollout is for."""
+
+    key: Array
+    step: int
+    purpose: Purpose = Purpose.SAMPLE
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class DraftInputs:
+    """What a rollout may draft from.
+
+    previous: earlier responses [B] that the acceptance rule verifies, or None. log_lenience: nats,
+    in [-inf, inf]. suffixes: stored responses of the prompts, and of the next step's behind them,
+    for tree drafts; or a function that makes them before the first step that drafts. None for none.
+    """
+
+    previous: Drafts | None = None
+    log_lenience: float = 0.0
+    suffixes: SuffixIndex | Callable[[], SuffixIndex] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutResult:
     """A rollout, and what it leaves to the next one.
 
     groups: int [Q], the places of the rollout's groups among the prompts that it was given. begun:
@@ -63,8 +86,8 @@ class Outcome:
     offered: np.ndarray
     held: np.ndarray
     carried_tokens: int = 0
-    ahead: Ahead | None = None
-    carried: Carried | None = None
+    ahead: RunAhead | None = None
+    carried: Resumed | None = None
     finished: np.ndarray | None = None
 
     @property
@@ -85,52 +108,26 @@ class Outcome:
 
 
 def generate(
-    plan: Plan,
+    spec: RolloutSpec,
     weights: Params,
     prompts: Prompts,
-    **options: Any,
-) -> tuple[Rollout, Stats]:
-    """Responses [Q * G] to Q prompts, G in a row for each; options as in `roll`."""
-    outcome = roll(plan, weights, prompts, **options)
-    return outcome.rollout, outcome.stats
-
-
-def roll(
-    plan: Plan,
-    weights: Params,
-    prompts: Prompts,
+    noise: Noise,
     *,
-    key: Array,
-    step: int,
-    purpose: Purpose = Purpose.SAMPLE,
-    drafts: Drafts | None = None,
-    log_lenience: float = 0.0,
-    corpus: Corpus | Callable[[], Corpus] | None = None,
-    caps: np.ndarray | None = None,
-    cost: CostModel | None = None,
-    ahead: Prompts | None = None,
-    carried: Carried | None = None,
-    wanted: int = 0,
-    held: Held | None = None,
-    behind: int = 0,
-) -> Outcome:
-    """One rollout of Q prompts, G rows for each, side by side.
+    drafts: DraftInputs = DraftInputs(),
+    max_lens: np.ndarray | None = None,
+    speculation: Speculation | None = None,
+    carry_over: CarryOver = CarryOver(),
+) -> RolloutResult:
+    """Responses to Q prompts, G rows for each, side by side.
 
-    key: the run's key. step: which rollout this is; with the prompt's id, the sample and the
-    position it keys all noise. drafts: [Q * G] or None, judged by the acceptance rule.
-    log_lenience: nats, in [-inf, inf]. corpus: stored responses of the prompts, and of those ahead
-    behind them, for tree drafts, or what makes them if a wide step is ever taken; None for none
-    yet. caps: int32 [Q * G], lengths at which responses end, at most R. cost: the model that
-    chooses widths; without one the widest are used.
-
-    ahead: prompts of step + 1, rolled out where places are idle. carried: for a partial rollout,
-    what is in flight; its prompts come first in `prompts`, and the rollout ends as soon as `wanted`
-    groups are complete. Of more than that it returns the first ones.
-
-    held: what the rows hold already, [Q * G]; those that are done stay as they are. Drafts then
-    begin with what is held. behind: rows that may be left unfinished, to be held by the next
-    rollout; fewer than are not done.
+    max_lens: int32 [Q * G], lengths at which responses end, at most R. speculation: chooses widths;
+    without it the widest are used.
     """
+    plan, key, step, purpose = spec, noise.key, noise.step, noise.purpose
+    caps, cost, corpus, log_lenience = max_lens, speculation, drafts.suffixes, drafts.log_lenience
+    drafts, ahead, carried = drafts.previous, carry_over.next_prompts, carry_over.resumed
+    wanted, held = carry_over.stop_after_groups, carry_over.partial_rows
+    behind = carry_over.allow_unfinished
     everyone = _everyone(prompts, plan.group_size, step, ahead, carried, held)
     own = len(prompts.lens) * plan.group_size
     # The same shapes at every step of a run, also where fewer groups are left to begin.
@@ -151,9 +148,9 @@ def roll(
         drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
         drafts = drafts if draft_lens.any() else None
-    engine = Engine(
+    engine = Scheduler(
         setup,
-        Room(setup.model, ladder, plan.max_rows, plan.cache_bytes),
+        KVBudget(setup.model, ladder, plan.max_rows, plan.cache_bytes),
         weights,
         board,
         everyone.prompts.tokens,
@@ -177,7 +174,7 @@ def roll(
         stats.drafted_tokens -= twice
         if cost is not None:
             cost.record_drafts(kept - stats.kept_tokens, judged - stats.judged_tokens)
-    found = Outcome(
+    found = RolloutResult(
         rollout,
         stats,
         groups=np.arange(len(prompts.lens)),
@@ -204,7 +201,7 @@ class _Everyone:
 
     prompts: Prompts
     begun: np.ndarray
-    held: Held | None
+    held: PartialRows | None
     lens: np.ndarray
     done: np.ndarray
     offered: np.ndarray
@@ -215,8 +212,8 @@ def _everyone(
     group: int,
     step: int,
     ahead: Prompts | None,
-    carried: Carried | None,
-    held: Held | None,
+    carried: Resumed | None,
+    held: PartialRows | None,
 ) -> _Everyone:
     begun = np.full(len(prompts.lens), step)
     if ahead is not None:
@@ -243,19 +240,19 @@ def _for_fresh(drafts: Drafts, everyone: _Everyone, group: int) -> Drafts:
     return dataclasses.replace(drafts, lens=jnp.where(begun, 0, drafts.lens))
 
 
-def _without_ahead(found: Outcome, ahead: Prompts) -> Outcome:
+def _without_ahead(found: RolloutResult, ahead: Prompts) -> RolloutResult:
     """The rollout's own rows, and those of the next step's prompts as drafts."""
     rows = np.arange(len(found.rollout.lens), dtype=np.int32)
     mine, theirs = np.split(rows, [len(found.held)])
     names = tuple(example.prompt_id for example in ahead.examples)
     drafts = as_drafts(take(found.rollout, put(theirs, None)))
     rollout = take(found.rollout, put(mine, None))
-    return dataclasses.replace(found, rollout=rollout, ahead=Ahead(drafts, names))
+    return dataclasses.replace(found, rollout=rollout, ahead=RunAhead(drafts, names))
 
 
 def _completed(
-    found: Outcome, prompts: Prompts, carried: Carried, done: np.ndarray, wanted: int
-) -> Outcome:
+    found: RolloutResult, prompts: Prompts, carried: Resumed, done: np.ndarray, wanted: int
+) -> RolloutResult:
     """The first `wanted` groups that are complete; all others are carried on."""
     group = len(done) // len(prompts.lens)
     # What is left of the drafts of rows that rejected nothing so far is lost, not rejected; rows
@@ -265,7 +262,7 @@ def _completed(
     complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[:wanted]
     others = np.setdiff1d(np.arange(len(prompts.lens)), complete)
     mine, theirs = (_rows_of(groups, group) for groups in (complete, others))
-    held = Held(found.rollout, put(done, "batch"), put(judged, "batch"))
+    held = PartialRows(found.rollout, put(done, "batch"), put(judged, "batch"))
     rows = len(carried.held.done)
     return dataclasses.replace(
         found,
@@ -274,7 +271,7 @@ def _completed(
         begun=found.begun[complete],
         offered=found.offered[mine],
         held=found.held[mine],
-        carried=Carried(
+        carried=Resumed(
             kept(held, put(theirs, None), jnp.int32(len(theirs)), rows=rows),
             tuple(prompts.examples[g].prompt_id for g in others),
             tuple(found.begun[others].tolist()),
@@ -287,7 +284,9 @@ def _rows_of(groups: np.ndarray, group: int) -> np.ndarray:
     return (groups[:, None] * group + np.arange(group)).reshape(-1).astype(np.int32)
 
 
-def _board(setup: Setup, prompts: Prompts, key, purpose: int, steps: np.ndarray, caps) -> Rows:
+def _board(
+    setup: ProgramSpec, prompts: Prompts, key, purpose: int, steps: np.ndarray, caps
+) -> DecodeState:
     """Rows with only their prompts; steps: int [Q], whose noise they use."""
     group = setup.group_size
     last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
@@ -302,7 +301,7 @@ def _board(setup: Setup, prompts: Prompts, key, purpose: int, steps: np.ndarray,
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(setup: Setup, purpose: int, key, steps, ids, samples, *numbers) -> Rows:
+def _start(setup: ProgramSpec, purpose: int, key, steps, ids, samples, *numbers) -> DecodeState:
     """`start_rows` of host arrays [B], ids [B, 2]: handed over with the call, as to place each by
     itself takes longer."""
     steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
@@ -313,7 +312,7 @@ def _start(setup: Setup, purpose: int, key, steps, ids, samples, *numbers) -> Ro
     )
 
 
-def _judged(setup: Setup, board: Rows, drafts: Drafts, log_lenience: float):
+def _judged(setup: ProgramSpec, board: DecodeState, drafts: Drafts, log_lenience: float):
     """Drafts and lenience as the engine takes them: random reuse is full reuse of a cut draft."""
     if setup.accept != "random":
         return drafts, log_lenience if acceptance.RULES[setup.accept].lenience else 0.0
@@ -321,7 +320,7 @@ def _judged(setup: Setup, board: Rows, drafts: Drafts, log_lenience: float):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _explored(plan: Plan, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
+def _explored(plan: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
     """Drafts without those left out at random, cut at their first token that is too old."""
     lens = drafts.lens
     if plan.token_age:
@@ -339,8 +338,8 @@ def _random_cut(seeds: Array, lens: Array) -> Array:
 
 
 def make_corpus(
-    plan: Plan, tokens: Array, lens: Array, decay: float = 1.0, generation: int = 0
-) -> Corpus:
+    plan: RolloutSpec, tokens: Array, lens: Array, decay: float = 1.0, generation: int = 0
+) -> SuffixIndex:
     """What tree drafts read, from a store's `sources`: tokens [Q, E * G, R], lens [Q, E * G].
 
     decay: weight of a response in the votes against one a generation newer. generation: G, where
@@ -351,7 +350,7 @@ def make_corpus(
     return drafting.build(tokens, lens, weights, live=plan.group_size, depth=plan.setup.tree.depth)
 
 
-def _no_corpus(plan: Plan, prompts: int) -> Corpus:
+def _no_corpus(plan: RolloutSpec, prompts: int) -> SuffixIndex:
     """Of responses in flight alone."""
     tokens = np.zeros((prompts, 0, plan.setup.response_slots), np.int32)
     return make_corpus(plan, put(tokens, None, None, None), put(tokens[:, :, 0], None, None))
@@ -359,11 +358,11 @@ def _no_corpus(plan: Plan, prompts: int) -> Corpus:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _read(
-    setup: Setup,
+    setup: ProgramSpec,
     compares: bool,
-    board: Rows,
+    board: DecodeState,
     drafts: Drafts | None,
-    held: Held | None,
+    held: PartialRows | None,
     step: Array,
 ) -> tuple[Rollout, Array | None]:
     """The board as a rollout. compares: with what steps did not judge of the drafts, and the counts

@@ -37,7 +37,7 @@ class Purpose(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingLaw:
+class SamplingConfig:
     """Temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
 
     temperature: float = 1.0
@@ -103,7 +103,7 @@ def _to_unit(bits: Array) -> Array:
     return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
 
 
-def truncate(logits: Array, law: SamplingLaw) -> Array:
+def truncate(logits: Array, law: SamplingConfig) -> Array:
     """Logits [..., V] with the tokens outside top-k and top-p at -inf.
 
     Thresholds are found by bisection over the ordered bit patterns of float32: exact, no sort, and
@@ -138,7 +138,7 @@ def _keep_above(logits: Array, ranks: Array, measure, target: float) -> Array:
     return jnp.where(ranks >= threshold[..., None], logits, -jnp.inf)
 
 
-def draw(logits: Array, seeds_B2: Array, positions: Array, law: SamplingLaw) -> Array:
+def draw(logits: Array, seeds_B2: Array, positions: Array, law: SamplingConfig) -> Array:
     """Token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at T = 0.
 
     positions: int32 [B, ...], of the drawn tokens in their responses.
@@ -147,7 +147,7 @@ def draw(logits: Array, seeds_B2: Array, positions: Array, law: SamplingLaw) -> 
 
 
 def draw_scored(
-    logits: Array, seeds_B2: Array, positions: Array, law: SamplingLaw
+    logits: Array, seeds_B2: Array, positions: Array, law: SamplingConfig
 ) -> tuple[Array, Array, Array]:
     """`draw`, the drawn tokens' log-probs [B, ...] under softmax(logits), and log Σ exp(logits)."""
     if law.temperature == 0:
@@ -207,6 +207,6 @@ def _column(folded: Array, index: Array) -> Array:
     return jnp.take_along_axis(folded, index, axis=-1)[..., 0]
 
 
-def temper(logits: Array, law: SamplingLaw) -> Array:
+def temper(logits: Array, law: SamplingConfig) -> Array:
     """Logits divided by the temperature (unchanged for greedy decoding)."""
     return logits / law.temperature if law.temperature > 0 else logits

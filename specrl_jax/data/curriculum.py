@@ -1,0 +1,342 @@
+"""Which prompts next: in order, by their pass rate, or from easy to hard.
+
+Takes encoded prompts and what came of them (`observe`); gives batches of `Prompts`. All of it is a
+pure function of the seed and of what was observed, and `state` holds its place.
+
+    uniform        every prompt once an epoch, shuffled
+    mopps          those whose pass rate is likely near a target (MoPPS, arXiv 2507.04632)
+    easy_to_hard   by a difficulty that is known beforehand (E2H, arXiv 2506.06632)
+    speed          uniform, screened with a few responses (SPEED, arXiv 2506.09016): see rounds.py
+
+With a curriculum there are no epochs: a draft is the response of the last time that a prompt was
+seen, however long ago.
+"""
+
+import copy
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.data.prompts import EncodedDataset, batch_of, words
+from specrl_jax.types import Example, Prompts
+
+
+def make_stream(config, encoded: EncodedDataset, total_steps: int = 0) -> "PromptStream":
+    """The stream that `config.curriculum` asks for; total_steps: of the run, where it matters."""
+    settings = config.curriculum
+    inputs = (encoded, config.rollout.prompts_per_step, config.seed)
+    if settings.name == "mopps":
+        return ByPassRate(*inputs, settings.candidates, settings.target, settings.decay)
+    if settings.name == "easy_to_hard":
+        return EasyToHard(*inputs, settings.difficulty, settings.width, total_steps)
+    return PromptStream(*inputs)
+
+
+class PromptStream:
+    """Endless batches of Q distinct prompts; its place is two numbers and the prompts that wait.
+
+    The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
+    the `leftover` prompts after them are not visited in that epoch, and each epoch leaves out
+    others. `epoch` and `step` (within it) are those of the next batch.
+
+    `next` gives whole batches, `take` prompts one by one, in the same order; a run uses one of
+    them. Prompts that `take` has drawn and not given out yet are part of the place.
+    """
+
+    foresees = True  # `peek` knows the next batch
+    _moving = ("epoch", "step", "waiting")  # of the state; the rest must stay
+
+    def __init__(self, encoded: EncodedDataset, prompts_per_step: int, seed: int):
+        total = len(encoded.examples)
+        if not 1 <= prompts_per_step <= total:
+            raise ValueError(
+                f"rollout.prompts_per_step must be in [1, {total}], the number of training "
+                f"prompts, got {prompts_per_step}"
+            )
+        self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
+        self.epoch, self.step = 0, 0
+        self._encoded, self._size, self._seed = encoded, prompts_per_step, seed
+        self._digest = hashlib.blake2b(encoded.ids.tobytes(), digest_size=8).hexdigest()
+        self._order = self._shuffle()
+        self._waiting: list[int] = []  # drawn by `take`, not given out yet
+
+    def _shuffle(self) -> np.ndarray:
+        rng = np.random.default_rng([self._seed, self.epoch])
+        return rng.permutation(len(self._encoded.examples))
+
+    def begin(self, step: int) -> None:
+        """Step `step` of the run begins (from 1). Nothing to learn from here."""
+
+    def next(self) -> Prompts:
+        """The next batch, [Q, P]."""
+        return batch_of(self._encoded, self._draw())
+
+    def _draw(self) -> list[int]:
+        start = self.step * self._size
+        rows = self._order[start : start + self._size].tolist()
+        self.step += 1
+        if self.step == self.steps_per_epoch:
+            self.epoch, self.step = self.epoch + 1, 0
+            self._order = self._shuffle()
+        return rows
+
+    def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
+        """The next `count` prompts, none of them twice and none whose prompt_id is in `busy`.
+
+        A prompt that is passed over for that is the first to be taken later: each is given out as
+        often as it is drawn. Raises ValueError where the data has too few prompts.
+        """
+        taken, out = [], set(busy)
+        self._check_count(count + len(out))
+        drawn, self._waiting = self._waiting, []
+        while True:
+            for row in drawn:
+                name = self._encoded.examples[row].prompt_id
+                if len(taken) == count or name in out:
+                    self._waiting.append(row)
+                else:
+                    taken.append(row)
+                    out.add(name)
+            if len(taken) == count:
+                return batch_of(self._encoded, taken)
+            drawn = self._draw()
+
+    def _check_count(self, count: int) -> None:
+        total = len(self._encoded.examples)
+        if count > total:
+            raise ValueError(
+                f"rollout.prompts_per_step + rollout.partial must be <= {total}, the number of "
+                f"training prompts, got {count}"
+            )
+
+    def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
+        """What came of Q prompts: rewards float [Q, G]. Nothing to learn from here."""
+
+    def find(self, prompt_ids: Sequence[str]) -> Prompts:
+        """The prompts of these ids, in this order."""
+        return batch_of(self._encoded, [self._rows[name] for name in prompt_ids])
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, int]:
+        return {example.prompt_id: row for row, example in enumerate(self._encoded.examples)}
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        return self.steps_per_epoch * self._size
+
+    @property
+    def given(self) -> int:
+        """Prompts given out since the run began, with repeats."""
+        batches = self.epoch * self.steps_per_epoch + self.step
+        return batches * self._size - len(self._waiting)
+
+    def peek(self) -> Prompts:
+        """What `next` will give, without going on."""
+        ahead = copy.copy(self)
+        return ahead.next()
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, for JSON."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "waiting": [self._encoded.examples[row].prompt_id for row in self._waiting],
+            "seed": self._seed,
+            "prompts_per_step": self._size,
+            "prompts": self._digest,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken. Raises ValueError if the order is another by now."""
+        self._check_same(state)
+        self.epoch, self.step = int(state["epoch"]), int(state["step"])
+        self._order = self._shuffle()
+        self._waiting = [self._rows[name] for name in state["waiting"]]
+
+    def _check_same(self, state: Mapping[str, Any]) -> None:
+        for name, now in self.state().items():
+            if name not in self._moving and state.get(name) != now:
+                raise ValueError(
+                    f"data must be as in the checkpoint: {name} was {state.get(name)!r}, is {now!r}"
+                )
+
+
+class _Chooser(PromptStream):
+    """Prompts chosen anew each time, from all that are not busy, with noise of its own."""
+
+    foresees = False
+    _moving = ("draws", "taken")
+
+    def __init__(self, encoded: EncodedDataset, prompts_per_step: int, seed: int):
+        super().__init__(encoded, prompts_per_step, seed)
+        self._draws = self._taken = 0
+
+    def next(self) -> Prompts:
+        return self.take(self._size)
+
+    def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
+        """`count` prompts, none of them twice and none whose prompt_id is in `busy`."""
+        out = {self._rows[name] for name in busy}
+        self._check_count(count + len(out))
+        free = np.array([row for row in range(len(self._encoded.examples)) if row not in out])
+        rng = np.random.default_rng([self._seed, 1, self._draws])
+        chosen = free[self._choose(rng, free, count)]
+        self._draws, self._taken = self._draws + 1, self._taken + count
+        return batch_of(self._encoded, chosen)
+
+    def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
+        """`count` distinct places in `free`."""
+        raise TypeError(f"{type(self).__name__} must say how it chooses")
+
+    @property
+    def given(self) -> int:
+        return self._taken
+
+    def state(self) -> dict[str, Any]:
+        kept = {k: v for k, v in super().state().items() if k not in PromptStream._moving}
+        return kept | {"draws": self._draws, "taken": self._taken}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._check_same(state)
+        self._draws, self._taken = int(state["draws"]), int(state["taken"])
+
+
+class ByPassRate(_Chooser):
+    """MoPPS (arXiv 2507.04632): the prompts whose pass rate is likely nearest to a target.
+
+    Each prompt has a Beta posterior of its pass rate, Beta(1, 1) before it was seen. Of
+    `candidates` times as many prompts as are wanted, drawn at random, a rate is drawn for each
+    (Thompson sampling); those nearest to the target are taken. After G rewards r, held within
+    [0, 1],
+
+        α ← λα + (1 − λ) + Σr        β ← λβ + (1 − λ) + Σ(1 − r)
+
+    so that the evidence of a policy long gone fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1
+    give α = 4, β = 2.
+    """
+
+    _moving = (*_Chooser._moving, "posterior")
+
+    def __init__(
+        self,
+        encoded: EncodedDataset,
+        prompts_per_step: int,
+        seed: int,
+        candidates: float,
+        target: float,
+        decay: float,
+    ):
+        super().__init__(encoded, prompts_per_step, seed)
+        self._candidates, self._target, self._decay = candidates, target, decay
+        self._posterior = np.ones((len(encoded.examples), 2))
+
+    def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
+        size = min(max(round(self._candidates * count), count), len(free))
+        places = rng.choice(len(free), size, replace=False)
+        rates = rng.beta(*self._posterior[free[places]].T)
+        return places[np.argsort(np.abs(rates - self._target), kind="stable")[:count]]
+
+    def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
+        rewards = np.clip(rewards, 0, 1).astype(np.float64)
+        for example, found in zip(prompts.examples, rewards, strict=True):
+            row = self._rows[base_id(example.prompt_id)]
+            evidence = np.array([found.sum(), (1 - found).sum()])
+            faded = self._decay * self._posterior[row] + (1 - self._decay)
+            self._posterior[row] = faded + evidence
+
+    def state(self) -> dict[str, Any]:
+        seen = np.flatnonzero((self._posterior != 1).any(axis=1)).tolist()
+        names = [self._encoded.examples[row].prompt_id for row in seen]
+        posterior = dict(zip(names, self._posterior[seen].tolist()))
+        return super().state() | {"posterior": posterior}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._posterior[:] = 1
+        for name, numbers in state["posterior"].items():
+            self._posterior[self._rows[name]] = numbers
+
+
+class EasyToHard(_Chooser):
+    """From easy to hard (E2H-G, arXiv 2506.06632): a Gaussian window that moves over the ranks.
+
+    A prompt's rank q in [0, 1] is by its difficulty, ties by prompt_id. At progress p of the run
+    prompts are drawn without replacement with weights exp(−(q − p)² / 2σ²): the easy ones first,
+    the hard ones at the end, some of all others in between. Progress is in steps, of which some
+    take more prompts than others.
+
+    Args:
+      difficulty: "prompt_len" (tokens), "answer_len" (characters), or the path of a number in the
+        problem's metadata, as "difficulty.numbers".
+      width: σ, in ranks.
+      total_steps: of the run.
+    """
+
+    def __init__(
+        self,
+        encoded: EncodedDataset,
+        prompts_per_step: int,
+        seed: int,
+        difficulty: str,
+        width: float,
+        total_steps: int,
+    ):
+        super().__init__(encoded, prompts_per_step, seed)
+        keys = [
+            (_difficulty(example, int(length), difficulty), example.prompt_id)
+            for example, length in zip(encoded.examples, encoded.lens, strict=True)
+        ]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        self._ranks = np.empty(len(keys))
+        self._ranks[order] = np.linspace(0, 1, len(keys))
+        self._width, self._total, self._progress = width, total_steps, 0.0
+
+    def begin(self, step: int) -> None:
+        self._progress = min((step - 1) / max(self._total, 1), 1.0)
+
+    def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
+        scores = -np.square(self._ranks[free] - self._progress) / (2 * self._width**2)
+        # The highest scores with Gumbel noise are a draw without replacement.
+        return np.argsort(-(scores + rng.gumbel(size=len(free))), kind="stable")[:count]
+
+
+def _difficulty(example: Example, prompt_len: int, field: str) -> float:
+    if field == "prompt_len":
+        return prompt_len
+    if field == "answer_len":
+        return len(example.answer)
+    value: Any = example.metadata
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(
+            "curriculum.difficulty must be prompt_len, answer_len or the path of a number in the "
+            f"metadata of every problem, got {field!r}, which in {example.prompt_id} is {value!r}"
+        )
+    return value
+
+
+# --- parts of a group -----------------------------------------------------------------------------
+
+# The responses first, first + 1, ... to a prompt are those of a prompt "ID+first": a group can then
+# be rolled out and stored in parts, each with noise of its own. The first part has the plain name.
+
+
+def part_of(prompts: Prompts, first: int) -> Prompts:
+    """The same prompts, for their responses from `first` on."""
+    if first == 0:
+        return prompts
+    examples = tuple(
+        dataclasses.replace(e, prompt_id=f"{e.prompt_id}+{first}") for e in prompts.examples
+    )
+    digests = [hashlib.blake2b(e.prompt_id.encode(), digest_size=8).hexdigest() for e in examples]
+    return dataclasses.replace(prompts, ids=words(digests), examples=examples)
+
+
+def base_id(name: str) -> str:
+    """ "ID+4" → "ID"."""
+    return name.partition("+")[0]

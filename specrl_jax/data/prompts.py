@@ -1,0 +1,362 @@
+"""Datasets to encoded prompts.
+
+Takes in `config.data` and a tokenizer; gives out `Prompts`. A prompt is known by the hash of its
+content, so stored drafts and noise find it again after a restart, a reshuffle or a change of
+format. Parts: examples (rows of `sources` → `Example`, duplicates removed), encoding, evaluation
+batches, and the tiny sorting task.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.data.readers import READERS, is_one_split, read_any, read_reasoning_gym
+from specrl_jax.data.tokenizer import Tokenizer
+from specrl_jax.types import Example, Prompts
+
+_NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Training and held-out problems: no prompt_id twice, none in both.
+
+    duplicates: how many rows were left out for that. A training problem that is also held out is
+    removed from training, so that the held-out set does not depend on the training set.
+    """
+
+    train: list[Example]
+    eval: list[Example]
+    duplicates: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedDataset:
+    """N encoded problems (NumPy, on the host).
+
+    tokens: int32 [N, P], right-padded. lens: int32 [N]. ids: uint32 [N, 2], high word first.
+    dropped: how many problems were longer than P tokens and left out.
+    """
+
+    tokens: np.ndarray
+    lens: np.ndarray
+    ids: np.ndarray
+    examples: tuple[Example, ...]
+    dropped: int
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
+def load_examples(config: Any) -> Dataset:
+    """Training and held-out problems of `config.data`.
+
+    Held out are: the rows of data.eval_path; or else of data.eval_split, where the source has
+    splits; or else the last data.eval_prompts rows of the source. data.prompts and
+    data.eval_prompts bound the two (0: all, and for the last rows none). reasoning_gym: training
+    takes the indices below data.prompts, held-out problems follow.
+
+    Raises ValueError, in one line, where data, a field or an answer is missing.
+    """
+    data = config.data
+    if data.source == "reasoning_gym":
+        if data.prompts <= 0:
+            raise ValueError(f"data.prompts must be > 0 for reasoning_gym, got {data.prompts}")
+        rows = read_reasoning_gym(data, 0, data.prompts + data.eval_prompts, config.seed)
+        train, held_out = rows[: data.prompts], rows[data.prompts :]
+    else:
+        train, held_out = _split_rows(data)
+    to_example = _row_reader(data)
+    held_out, repeated = _unique([to_example(row) for row in held_out], set())
+    if data.eval_prompts and data.source != "reasoning_gym":
+        held_out = held_out[: data.eval_prompts]
+    seen = {example.prompt_id for example in held_out}
+    train, repeated_in_train = _unique([to_example(row) for row in train], seen)
+    return Dataset(train[: data.prompts or None], held_out, repeated + repeated_in_train)
+
+
+def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Example]:
+    """Up to `count` problems for the warm-up, none held out, from reasoning_gym's next indices."""
+    data = config.data
+    start = data.prompts + data.eval_prompts
+    rows = read_reasoning_gym(data, start, start + count, config.seed)
+    held_out = {example.prompt_id for example in dataset.eval}
+    return _unique(list(map(_row_reader(data), rows)), held_out)[0]
+
+
+def _split_rows(data: Any) -> tuple[list[dict], list[dict]]:
+    if data.source not in READERS:
+        known = ", ".join(["reasoning_gym", *READERS])
+        raise ValueError(f"data.source must be one of {known}, got {data.source!r}")
+    read = READERS[data.source]
+    rows = read(data, data.split)
+    if not rows:
+        raise ValueError(f"data.path must hold at least one row, got {data.path or data.name!r}")
+    if data.eval_path:
+        held_out = read_any(data.eval_path, data.eval_split, "data.eval_path")
+        if not held_out:
+            raise ValueError(f"data.eval_path must hold at least one row, got {data.eval_path!r}")
+        return rows, held_out
+    if data.eval_split and not is_one_split(Path(data.path or data.name).expanduser()):
+        held_out = read(data, data.eval_split)
+        if not held_out:
+            raise ValueError(f"data.eval_split must hold at least one row, got {data.eval_split!r}")
+        return rows, held_out
+    if data.eval_prompts >= len(rows):
+        raise ValueError(
+            f"data.eval_prompts must be < the {len(rows)} rows it is taken from, "
+            f"got {data.eval_prompts}; lower it or set data.eval_path"
+        )
+    cut = len(rows) - data.eval_prompts
+    return rows[:cut], rows[cut:]
+
+
+def _row_reader(data: Any) -> Callable[[dict], Example]:
+    """The function from a row to its `Example`."""
+    # Only the last part of a path: an id must not depend on where the data lies.
+    task = Path(data.name or data.path).name.split(":")[0]
+    task = task.removesuffix(".jsonl").removesuffix(".parquet")
+    is_gym = data.source == "reasoning_gym"
+    render = _load_function(data.render) if data.render else None
+
+    def read(row: dict) -> Example:
+        if render is not None:
+            prompt, answer = _rendered(render, row, data.render)
+        elif is_gym:
+            prompt, answer = row["question"], row["answer"]
+        else:
+            prompt, answer = _field(row, data.prompt_field, "data.prompt_field"), _answer(row, data)
+        prompt = _with_instruction(_prompt(prompt), data.instruction)
+        return make_example(prompt, str(answer), task, _jsonable(row))
+
+    return read
+
+
+def _load_function(name: str) -> Callable:
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"data.render must be 'module:function', got {name!r}: {error}") from error
+
+
+def _rendered(render: Callable, row: dict, name: str) -> tuple[Any, Any]:
+    try:
+        prompt, answer = render(row)
+        return prompt, answer
+    except (LookupError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"data.render must fit the data, {name!r} fails: {reason}") from error
+
+
+def _field(row: dict, path: str, field: str) -> Any:
+    """The value under a name, or under names joined by dots ("reward_model.ground_truth")."""
+    value: Any = row
+    for part in [path] if path in row else path.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise ValueError(f"{field} must be one of {', '.join(row)}, got {path!r}")
+        value = value[part]
+    return value
+
+
+def _answer(row: dict, data: Any) -> str:
+    value = _field(row, data.answer_field, "data.answer_field")
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not data.answer_pattern:
+        return text
+    found = list(re.finditer(data.answer_pattern, text))
+    if not found:
+        raise ValueError(
+            f"data.answer_pattern must match every answer, {data.answer_pattern!r} "
+            f"is not in {text[-60:]!r}"
+        )
+    answer = found[-1].group(1).strip()
+    return answer.replace(",", "") if _NUMBER_WITH_COMMAS.fullmatch(answer) else answer
+
+
+def _prompt(value: Any) -> str | tuple[dict, ...]:
+    if isinstance(value, str):
+        return value
+    messages = tuple(value) if isinstance(value, list | tuple) else ()
+    if not messages or not all(
+        isinstance(m, dict) and "role" in m and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise ValueError(
+            "data.prompt_field must hold text or a list of messages with role and content, "
+            f"got {str(value)[:60]!r}"
+        )
+    return messages
+
+
+def _with_instruction(prompt: str | tuple[dict, ...], text: str) -> str | tuple[dict, ...]:
+    """Adds `text` to the prompt, or puts the prompt at "{prompt}" in it; last message of a chat."""
+    if not text:
+        return prompt
+    if not isinstance(prompt, str):
+        last = {**prompt[-1], "content": _with_instruction(prompt[-1]["content"], text)}
+        return (*prompt[:-1], last)
+    return text.replace("{prompt}", prompt) if "{prompt}" in text else prompt + text
+
+
+def make_example(
+    prompt: str | tuple[dict, ...], answer: str, task: str, metadata: dict[str, Any]
+) -> Example:
+    """An `Example` under the id of its content: blake2b-64 of (prompt, answer, task) as JSON."""
+    content = [prompt, answer, task]
+    text = json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    # Broken surrogates, which JSON allows, have no UTF-8; they still get an id.
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
+    return Example(digest.hexdigest(), prompt, answer, task, metadata)
+
+
+def _jsonable(row: dict) -> dict:
+    """The row itself if it can be written as JSON, else a copy that can."""
+    try:
+        json.dumps(row)
+        return row
+    except TypeError:
+        return json.loads(json.dumps(row, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _unique(examples: Sequence[Example], seen: set[str]) -> tuple[list[Example], int]:
+    """Those with an id not seen before, in order; and how many were left out."""
+    seen, kept = set(seen), []
+    for example in examples:
+        if example.prompt_id not in seen:
+            seen.add(example.prompt_id)
+            kept.append(example)
+    return kept, len(examples) - len(kept)
+
+
+# --- encoding, batches ----------------------------------------------------------------------------
+
+
+def encode_prompts(
+    examples: Sequence[Example], tokenizer: Tokenizer, prompt_len: int
+) -> EncodedDataset:
+    """Encodes problems into [N, prompt_len]; longer prompts are left out, never cut.
+
+    Raises ValueError if none is left.
+    """
+    if not examples:
+        raise ValueError("data must hold at least one prompt, got none")
+    encoded = [tokenizer.encode_prompt(example.prompt) for example in examples]
+    kept = [i for i, tokens in enumerate(encoded) if 0 < len(tokens) <= prompt_len]
+    if not kept:
+        shortest = min(map(len, encoded))
+        raise ValueError(
+            f"data.prompt_len must let a prompt through, got {prompt_len} with {len(encoded)} "
+            f"prompts, the shortest of {shortest} tokens"
+        )
+    tokens = np.full((len(kept), prompt_len), tokenizer.pad_id, np.int32)
+    for row, i in enumerate(kept):
+        tokens[row, : len(encoded[i])] = encoded[i]
+    lens = np.array([len(encoded[i]) for i in kept], np.int32)
+    chosen = tuple(examples[i] for i in kept)
+    return EncodedDataset(
+        tokens, lens, words([e.prompt_id for e in chosen]), chosen, len(encoded) - len(kept)
+    )
+
+
+def words(ids: Sequence[str]) -> np.ndarray:
+    """uint32 [N, 2]: "0000000100000002" → [1, 2]."""
+    pairs = [(int(x[:8], 16), int(x[8:], 16)) for x in ids]
+    return np.array(pairs, np.uint32).reshape(len(pairs), 2)
+
+
+def batch_of(encoded: EncodedDataset, rows: Sequence[int] | np.ndarray) -> Prompts:
+    """The problems at these row indices, in this order."""
+    return select(Prompts(encoded.tokens, encoded.lens, encoded.ids, encoded.examples), rows)
+
+
+def concatenate(first: Prompts, second: Prompts) -> Prompts:
+    """The prompts of both, [Q1 + Q2]."""
+    arrays = (
+        np.concatenate([getattr(x, name) for x in (first, second)])
+        for name in ("tokens", "lens", "ids")
+    )
+    return Prompts(*arrays, (*first.examples, *second.examples))
+
+
+def select(prompts: Prompts, rows: Sequence[int] | np.ndarray) -> Prompts:
+    """The prompts at these places of a batch, in this order."""
+    rows = np.asarray(rows, np.int64)
+    examples = tuple(prompts.examples[i] for i in rows)
+    return Prompts(prompts.tokens[rows], prompts.lens[rows], prompts.ids[rows], examples)
+
+
+def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]]:
+    """All problems in order, in batches of exactly `size`, each with its number of real rows.
+
+    The last batch is filled with prompts of one token under ids of their own: a repeated prompt
+    would share its noise with the first one. They come last; drop them by the count.
+    """
+    total = len(encoded.examples)
+    missing = -total % size
+    filler = [make_example("", str(i), "padding", {}) for i in range(missing)]
+    tokens = np.full((missing, encoded.tokens.shape[1]), encoded.tokens[0, 0], np.int32)
+    padded = EncodedDataset(
+        tokens=np.concatenate([encoded.tokens, tokens]),
+        lens=np.concatenate([encoded.lens, np.ones(missing, np.int32)]),
+        ids=np.concatenate([encoded.ids, words([e.prompt_id for e in filler])]),
+        examples=(*encoded.examples, *filler),
+        dropped=0,
+    )
+    starts = range(0, total, size)
+    return [(batch_of(padded, range(s, s + size)), min(size, total - s)) for s in starts]
+
+
+# --- the tiny sorting task ------------------------------------------------------------------------
+
+
+def render_number_sorting(item: dict) -> tuple[str, str]:
+    """A `number_sorting` item of reasoning_gym in the alphabet "0123456789 <>".
+
+    "3 8 1 9>" asks for "1 3 8 9", "3 8 1 9<" for "9 8 3 1". Raises ValueError on numbers that are
+    negative or not whole.
+    """
+    task = item["metadata"]
+    sign = {"ascending": ">", "descending": "<"}[task["direction"]]
+    return _digits(task["original_numbers"]) + sign, _digits(task["sorted_numbers"])
+
+
+def _digits(numbers: Sequence[str]) -> str:
+    for number in numbers:
+        if float(number) < 0 or float(number) % 1:
+            raise ValueError(
+                f"data.options must give whole numbers >= 0 to render, got {number}; "
+                "set min_value 0 and max_decimals 0"
+            )
+    return " ".join(str(int(float(number))) for number in numbers)
+
+
+def demonstrations(
+    examples: Sequence[Example], mistake_rate: float, seed: int
+) -> list[tuple[str, str]]:
+    """(prompt, answer) pairs in which each digit of the answer is wrong at `mistake_rate`.
+
+    Mistakes keep a policy warmed up on them from being certain, so that there is something left
+    to learn from rewards. They depend on seed and prompt_id alone, not on order.
+    """
+    pairs = []
+    for example in examples:
+        rng = np.random.default_rng([seed, int(example.prompt_id, 16)])
+        wrong = rng.random(len(example.answer)) < mistake_rate
+        shift = rng.integers(1, 10, len(example.answer))
+        answer = "".join(
+            str((int(c) + s) % 10) if w and c in "0123456789" else c
+            for c, w, s in zip(example.answer, wrong, shift.tolist())
+        )
+        pairs.append((example.prompt, answer))
+    return pairs

@@ -1,0 +1,315 @@
+"""What a rollout leaves to the next: responses begun ahead, not finished, or not yet learnt from.
+
+*Run-ahead* (SRT, arXiv 2601.09083): places that a step's early finishers leave idle roll out the
+prompts of the next step, with that step's noise. What they have when the step ends are drafts: the
+match rule keeps of them what the next step's policy draws itself, so they change nothing.
+
+*Partial rollouts* (CoPRIS, arXiv 2511.05589; APRIL, 2509.18521): Q + X groups are in flight, and
+the step ends as soon as Q of them are complete. The others keep tokens and log-probs and are
+finished in the next step, together with fresh ones. This is off-policy on purpose: a response's
+tokens are by the policies of all steps that it was in flight. Each keeps the log-prob of its own
+policy, so the update's ratio is its importance weight. No response is dropped; but within a step
+short responses finish first, and long ones are trained later than their batch.
+
+*Waiting groups* (DAPO's dynamic sampling, arXiv 2503.14476): complete, but more than the step's
+batch holds. They are trained on later as they are, which is off-policy in the same way.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.sharding import put, reshard, spec, take_rows
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
+
+# --- run-ahead ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunAhead:
+    """Responses begun for the next step.
+
+    drafts: [Q * G], length 0 where nothing was begun. prompt_ids: of the Q prompts, () before the
+    first.
+    """
+
+    drafts: Drafts
+    prompt_ids: tuple[str, ...] = ()
+
+    @classmethod
+    def empty(cls, rows: int, slots: int) -> "Ahead":
+        return cls(as_drafts(_empty_rollout(rows, slots, 0)))
+
+    def over(self, previous: Drafts | None, prompts: Prompts) -> Drafts | None:
+        """Drafts for `prompts`: these where they are of them, else `previous`."""
+        if self.prompt_ids != tuple(e.prompt_id for e in prompts.examples):
+            return previous
+        return self.drafts if previous is None else _over(self.drafts, previous)
+
+    def sources(self, prompts: Prompts) -> tuple[Array, Array]:
+        """What was begun for `prompts`, for tree drafts: tokens [Q, G, R], lens [Q, G], whole on
+        every device; lengths 0 where it was begun for others."""
+        own = self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
+        return _as_sources(self.drafts, own, prompts=len(prompts.examples))
+
+
+@functools.partial(jax.jit, static_argnames="prompts")
+def _as_sources(drafts: Drafts, own: Array, *, prompts: int) -> tuple[Array, Array]:
+    tokens, lens = reshard(drafts.tokens, None, None), reshard(drafts.lens, None)
+    lens = jnp.where(own, lens, 0)
+    return tokens.reshape(prompts, -1, tokens.shape[1]), lens.reshape(prompts, -1)
+
+
+def as_drafts(rollout: Rollout) -> Drafts:
+    """Responses as drafts for the match rule, which reads tokens and lengths alone."""
+    names = ("tokens", "lens", "sampling_logprobs", "origin_logprobs", "origin_steps")
+    return Drafts(**{name: getattr(rollout, name) for name in names})
+
+
+@jax.jit
+def _over(drafts: Drafts, previous: Drafts) -> Drafts:
+    begun = drafts.lens > 0
+    return jax.tree.map(lambda new, old: _where(begun, new, old), drafts, previous)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def widen(drafts: Drafts, *, rows: int) -> Drafts:
+    """Drafts [B] in front of rows that have none, [rows]."""
+    used = _first(drafts.lens.shape[0], rows)
+    wide = take(drafts, jnp.minimum(jnp.arange(rows), drafts.lens.shape[0] - 1))
+    return dataclasses.replace(wide, lens=jnp.where(used, wide.lens, 0))
+
+
+# --- partial rollouts -----------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PartialRows:
+    """What B rows have from earlier steps.
+
+    rollout: their responses so far, length 0 where there is none. done: bool [B], complete.
+    offered: int32 [B], draft tokens that they were offered when they began; of rows that have
+    rejected none and are not done, those that they kept.
+    """
+
+    rollout: Rollout
+    done: Array
+    offered: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """Groups in flight between two steps.
+
+    held: X * G rows, of which the first len(steps) groups are in use. prompt_ids, steps: theirs;
+    the step in which a group began, whose noise it uses to its end.
+    """
+
+    held: PartialRows
+    prompt_ids: tuple[str, ...] = ()
+    steps: tuple[int, ...] = ()
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, k: int = 0) -> "Carried":
+        """For X * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
+        rollout = _empty_rollout(rows, slots, k)
+        return cls(PartialRows(rollout, rollout.lens > 0, rollout.lens))
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def in_front(held: PartialRows, count: Array, *, rows: int) -> PartialRows:
+    """The first `count` rows, in front of rows that hold nothing, [rows]."""
+    wide = take(held, jnp.minimum(jnp.arange(rows), held.done.shape[0] - 1))
+    return _emptied(wide, _first(count, rows))
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def kept(held: PartialRows, places: Array, count: Array, *, rows: int) -> PartialRows:
+    """The rows at the first `count` of `places` (int32, replicated), as [rows]."""
+    places = jnp.pad(places, (0, max(rows - places.shape[0], 0)))[:rows]
+    return _emptied(take(held, places), _first(count, rows))
+
+
+@jax.jit
+def place(board: DecodeState, held: PartialRows) -> DecodeState:
+    """The board with what its rows hold already."""
+    have = held.rollout.lens > 0
+    margin = board.tokens.shape[1] - held.rollout.tokens.shape[1]
+
+    def write(old: Array, new: Array) -> Array:
+        if new.ndim > 1:
+            new = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
+        return _where(have, new, old)
+
+    names = ["tokens", "policy_logprobs", "sampling_logprobs", "sources", "lens", "prefix_lens"]
+    if board.top_ids is not None:
+        names += ["top_ids", "top_logprobs"]
+    changes = {name: write(getattr(board, name), getattr(held.rollout, name)) for name in names}
+    is_last = jnp.arange(board.tokens.shape[1])[None, :] == changes["lens"][:, None] - 1
+    last = jnp.sum(jnp.where(is_last, changes["tokens"], 0), axis=1)
+    return dataclasses.replace(
+        board, **changes, last=jnp.where(have, last, board.last), done=held.done
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CarryOver:
+    """What a rollout takes up from earlier ones, and what it may leave to the next.
+
+    next_prompts: of step + 1, rolled out where places are idle (run-ahead). resumed: groups in
+    flight; their prompts come first among the rollout's, which ends once `stop_after_groups` groups
+    are complete. partial_rows: what the rows hold already, [Q * G]; those that are done stay as they
+    are, and drafts begin with what is held. allow_unfinished: rows that may be left unfinished, for
+    the next rollout's partial_rows; fewer than are not done.
+    """
+
+    next_prompts: Prompts | None = None
+    resumed: Resumed | None = None
+    stop_after_groups: int = 0
+    partial_rows: PartialRows | None = None
+    allow_unfinished: int = 0
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def append_forced(held: PartialRows, tokens: Array, lens: Array) -> PartialRows:
+    """What rows hold, with `lens` [B] tokens of `tokens` [B, O] behind it that no policy drew."""
+    rollout, width = held.rollout, tokens.shape[1]
+    positions = jnp.arange(rollout.tokens.shape[1])[None, :]
+    new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])
+
+    def write(row: Array, values: Array, start: Array) -> Array:
+        wide = jnp.pad(row, (0, width))
+        return jax.lax.dynamic_update_slice_in_dim(wide, values, start, axis=0)[: row.shape[0]]
+
+    moved = jax.vmap(write)(rollout.tokens, tokens, rollout.lens)
+    rollout = dataclasses.replace(
+        rollout,
+        tokens=jnp.where(new, moved, rollout.tokens),
+        sources=jnp.where(new, jnp.int8(Source.FORCED), rollout.sources),
+        lens=rollout.lens + lens,
+    )
+    return dataclasses.replace(held, rollout=rollout)
+
+
+@functools.partial(jax.jit, static_argnames="eos_ids")
+def turn_drafts(
+    drafts: Drafts, held: PartialRows | None, eos_ids: tuple[int, ...], begins: Array | None = None
+) -> Drafts:
+    """Drafts [B] up to the end of the turn; none where what a row holds is not theirs.
+
+    Like the rows they begin with what is held: a draft of n tokens for a row that holds m < n is
+    one for n - m tokens. begins: int32 [B], where the rows' turns began, if not behind what they
+    hold. A row that has rejected a token since has no draft until its turn ends, also where what it
+    drew instead is what the draft said.
+    """
+    positions = jnp.arange(drafts.tokens.shape[1])[None, :]
+    begin = jnp.zeros_like(drafts.lens) if held is None else held.rollout.lens
+    same = drafts.lens > begin
+    if held is not None:
+        differ = (drafts.tokens != held.rollout.tokens) & (positions < begin[:, None])
+        same &= ~jnp.any(differ, axis=1)
+    if begins is not None:
+        drawn = (held.rollout.sources != Source.REUSED) & (positions >= begins[:, None])
+        same &= ~jnp.any(drawn & (positions < begin[:, None]), axis=1)
+    ends = functools.reduce(jnp.logical_or, [drafts.tokens == eos for eos in eos_ids])
+    ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])
+    first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
+    lens = jnp.where(jnp.any(ends, axis=1), first, drafts.lens)
+    return dataclasses.replace(drafts, lens=jnp.where(same, lens, 0))
+
+
+# --- waiting groups -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Groups that no update has learnt from yet, the oldest first: complete, or screened.
+
+    rollout: C * G rows, of which the first len(prompt_ids) groups are in use. rewards: of each
+    group's responses.
+    """
+
+    rollout: Rollout
+    prompt_ids: tuple[str, ...] = ()
+    rewards: tuple[tuple[float, ...], ...] = ()
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, k: int = 0) -> "Waiting":
+        """For C * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
+        return cls(_empty_rollout(rows, slots, k))
+
+
+def assemble(parts: Sequence[Rollout], places: np.ndarray) -> Rollout:
+    """Rows from several rollouts, [rows].
+
+    places: int32 [rows, 2], (which part, which of its rows) for each row of the result; part -1 for
+    a response of no tokens.
+    """
+    first = parts[0]
+    k = 0 if first.top_ids is None else first.top_ids.shape[-1]
+    found = _empty_rollout(len(places), first.tokens.shape[1], k)
+    for number, part in enumerate(parts):
+        here = places[:, 0] == number
+        if here.any():
+            index = np.where(here, places[:, 1], 0).astype(np.int32)
+            found = _fill(found, part, put(index, None), put(here, "batch"))
+    return found
+
+
+@jax.jit
+def _fill(found: Rollout, part: Rollout, index: Array, here: Array) -> Rollout:
+    return jax.tree.map(lambda new, old: _where(here, new, old), take(part, index), found)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def take(tree, places: Array):
+    """Rows of a pytree of [B, ...] at `places`, int32 and replicated."""
+    return jax.tree.map(lambda x: take_rows(x, places, *(None,) * (x.ndim - 1)), tree)
+
+
+def _first(count: int | Array, rows: int) -> Array:
+    return reshard(jnp.arange(rows) < count, "batch")
+
+
+def _emptied(held: PartialRows, used: Array) -> PartialRows:
+    """Nothing in rows that are not used."""
+    return jax.tree.map(lambda x: _where(used, x, jnp.zeros_like(x)), held)
+
+
+def _where(rows: Array, one: Array, other: Array) -> Array:
+    return jnp.where(rows.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+
+
+def _empty_rollout(rows: int, slots: int, k: int) -> Rollout:
+    """Responses of no tokens."""
+
+    def zeros(dtype, *rest: int) -> Array:
+        axes = spec("batch", *(None,) * len(rest))
+        return jnp.zeros((rows, *rest), dtype, out_sharding=axes)
+
+    return Rollout(
+        tokens=zeros(jnp.int32, slots),
+        lens=zeros(jnp.int32),
+        prefix_lens=zeros(jnp.int32),
+        policy_logprobs=zeros(jnp.float32, slots),
+        sampling_logprobs=zeros(jnp.float32, slots),
+        origin_logprobs=zeros(jnp.float32, slots),
+        origin_steps=zeros(jnp.int32, slots),
+        sources=zeros(jnp.int8, slots),
+        draft_logprobs=zeros(jnp.float32, slots),
+        top_ids=zeros(jnp.int32, slots, k) if k else None,
+        top_logprobs=zeros(jnp.float32, slots, k) if k else None,
+    )

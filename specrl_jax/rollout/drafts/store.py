@@ -1,0 +1,207 @@
+"""Earlier responses, kept as drafts, keyed by (prompt_id, sample).
+
+In: a batch's `Rollout` and the step it is from. Out: `Drafts` (SPEC-RL, arXiv 2509.23232) or all
+that is stored of a batch's prompts, as sources of tree drafts (SRT, arXiv 2601.09083).
+
+Which prompt has which slot of the arrays, and in which order they were stored, only the host
+knows. When all slots are taken, the prompt that was stored longest ago gives its slot up.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from specrl_jax.rollout.drafts.store_memory import (
+    DeviceMemory,
+    HostMemory,
+    Stored,
+    abstract_stored,
+    pick_drafts,
+    pick_sources,
+)
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts, Prompts, Rollout
+
+KINDS = {"device": DeviceMemory, "host": HostMemory}
+_NEVER = np.iinfo(np.int32).max
+
+
+class DraftStore:
+    """The last responses of every prompt and sample.
+
+    Batches of Q prompts are split over the batch axes, which must divide Q. `step` is always the
+    step whose rollout is drafted or stored.
+
+    Args:
+      prompts: how many prompts are kept; no less than a batch has.
+      samples: G, responses kept of each.
+      response_slots: R.
+      generations: A, responses of each sample that are kept whole, for `get` up to this age.
+      history: of each sample, for `sources`; what is kept of more than A is tokens. 0: A.
+      k: likeliest tokens whose log-probs are kept; 0: none.
+      max_age: steps after which a response is not offered any more; 0: never.
+      kind: "device" or "host", the memory that the arrays live in. Results are the same.
+      owner: what the tokens and log-probs are of, e.g. {"tokenizer": ..., "model": ...}
+        fingerprints; a saved store of another owner is refused.
+    """
+
+    def __init__(
+        self,
+        prompts: int,
+        samples: int,
+        response_slots: int,
+        generations: int = 1,
+        *,
+        history: int = 0,
+        k: int = 0,
+        max_age: int = 0,
+        kind: str = "device",
+        owner: Mapping[str, str] | None = None,
+    ):
+        if kind not in KINDS:
+            raise ValueError(f"rollout.store must be one of {', '.join(KINDS)}, got {kind}")
+        self._shape = {
+            "generations": max(history, generations),
+            "generations with log-probs": generations,
+            "prompts": prompts,
+            "samples": samples,
+            "slots": response_slots,
+            "k": k,
+        }
+        self._max_age, self._owner = max_age, dict(owner or {})
+        self._read = (history or generations) * samples
+        self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
+        self._memory = KINDS[kind](abstract_stored(*self._shape.values()))
+
+    def get(self, prompts: Prompts, group_size: int, age: int = 1, *, step: int) -> Drafts:
+        """Drafts [Q * group_size] for the prompts' groups; zeros, length 0, where there is none.
+
+        `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations).
+        """
+        whole = self._shape["generations with log-probs"]
+        if not 1 <= age <= whole:
+            raise ValueError(f"the draft store keeps drafts up to age {whole}, asked for {age}")
+        slots = self._find(prompts)
+        oldest = self._oldest(slots, step)
+        return pick_drafts(*self._memory.rows(slots), oldest, group_size, age)
+
+    def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
+        """The prompts' last `history` responses: tokens [Q, E * G, R], lens [Q, E * G].
+
+        Newest generation first, within it by sample; zeros, length 0, where there is none. Both
+        are whole on every device.
+        """
+        slots = self._find(prompts)
+        found = pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
+        tokens, lens = (x[:, : self._read] for x in found)
+        return tokens, lens
+
+    def prefetch(self, prompts: Prompts) -> None:
+        """Begin to move the rows of the next batch to the device; in device memory they are.
+
+        `get` and `sources` of the same prompts in the same order use them. Where one of the
+        prompts is stored in between they are fetched again.
+        """
+        self._memory.prefetch(self._find(prompts))
+
+    def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
+        """Store the groups' responses; older generations move back by one.
+
+        Samples beyond the store's are not kept; a smaller group leaves the other samples as they
+        were. Raises ValueError where a prompt comes twice, the batch has more prompts than the
+        store, or the rollout does not have the k likeliest tokens that the store keeps.
+        """
+        k = self._shape["k"]
+        given = 0 if rollout.top_ids is None else rollout.top_ids.shape[-1]
+        if k and given != k:
+            raise ValueError(f"the draft store keeps the {k} likeliest tokens, got {given}")
+        slots, fresh = self._take([e.prompt_id for e in prompts.examples])
+        newest = Stored(
+            tokens=rollout.tokens,
+            lens=rollout.lens,
+            steps=np.full(rollout.lens.shape, step, np.int32),
+            sampling_logprobs=rollout.sampling_logprobs,
+            origin_logprobs=rollout.origin_logprobs,
+            origin_steps=rollout.origin_steps,
+            top_ids=rollout.top_ids if k else None,
+            top_logprobs=rollout.top_logprobs if k else None,
+        )
+        self._memory.write(slots, fresh, newest)
+
+    @property
+    def arrays(self) -> Stored:
+        """What a checkpoint saves, jax or NumPy. The next `put` changes or frees them."""
+        return self._memory.arrays
+
+    @property
+    def like(self) -> Stored:
+        """Shapes, dtypes and layouts that a checkpoint of either kind is read back with."""
+        return self._memory.like
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use, over all devices, as {"device": ..., "host": ...}; rows held count."""
+        return self._memory.nbytes()
+
+    def state(self) -> dict[str, Any]:
+        """The host's part of a checkpoint, JSON-able; `arrays` is the other."""
+        slots = list(self._slots.items())
+        return {"slots": slots, "shape": self._shape, "owner": self._owner}
+
+    def restore(self, state: Mapping[str, Any], arrays: Stored) -> None:
+        """Take over a saved store of either kind; `arrays` are the store's own from then on.
+
+        Raises ValueError where it is of another tokenizer, model or shape.
+        """
+        for field, own in self._owner.items():
+            saved = state.get("owner", {}).get(field)
+            if saved != own:
+                raise ValueError(
+                    f"{field}.source must be the {field} whose drafts the checkpoint holds, "
+                    f"{saved}, got {own}; set it back, or give another --workdir"
+                )
+        saved = state.get("shape", {})
+        if changed := [name for name, own in self._shape.items() if saved.get(name) != own]:
+            was = ", ".join(f"{name} = {saved.get(name)}" for name in changed)
+            now = ", ".join(f"{name} = {self._shape[name]}" for name in changed)
+            raise ValueError(
+                f"draft store: saved with {was}; this run has {now}; "
+                "resume with the same data and rollout settings"
+            )
+        self._slots = dict(state["slots"])
+        self._memory.load(arrays)
+
+    def _find(self, prompts: Prompts) -> np.ndarray:
+        """The prompts' slots, int32 [Q]; -1 for those that are not stored."""
+        return np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
+
+    def _oldest(self, slots: np.ndarray, step: int) -> Array:
+        """The earliest step, int32 [Q], whose responses are offered; none of unknown prompts."""
+        oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
+        return put(np.where(slots >= 0, oldest, _NEVER).astype(np.int32), "batch")
+
+    def _take(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Slots int32 [Q] to store the prompts in, and which of them, bool [Q], were not theirs."""
+        capacity = self._shape["prompts"]
+        if len(set(names)) < len(names):
+            raise ValueError("the draft store cannot store a prompt twice in one batch")
+        if len(names) > capacity:
+            raise ValueError(
+                "rollout.store_prompts must be 0 or >= rollout.prompts_per_step, "
+                f"got {capacity} for a batch of {len(names)}"
+            )
+        # The batch's own prompts are out of the queue before anyone has to give way.
+        known = {name: self._slots.pop(name) for name in names if name in self._slots}
+        used = len(self._slots) + len(known)
+        slots = dict(known)
+        for name in names:
+            if name in known:
+                continue
+            if used < capacity:
+                slots[name], used = used, used + 1
+            else:
+                slots[name] = self._slots.pop(next(iter(self._slots)))
+        self._slots |= {name: slots[name] for name in names}
+        fresh = np.asarray([name not in known for name in names])
+        return np.asarray([slots[name] for name in names], np.int32), fresh

@@ -1,0 +1,303 @@
+"""Drafts from all that is known of a prompt: SRT (arXiv 2601.09083, section 3) without a tree.
+
+The tree holds every substring of a prompt's responses with its count, so what it answers is: where
+did the row's last tokens occur before, and what followed? Here both are read from the responses
+themselves, afresh at every decode step: nothing has to be kept up to date but the tokens.
+
+    source n   a b c d e …      own   … x b c        matched tokens by end   a b c d
+    source p   b c f …                               of source n             0 1 2 0
+
+1. `_match`: for every position of every source, how many tokens up to it equal the row's last ones.
+2. `_places`: the best positions of each source; `_continuations`: what follows them.
+3. `_vote`: the continuation of which most tokens are expected to be accepted.
+
+Differs from the paper, each time for as many or more accepted tokens in tests/test_drafting.py:
+a source votes with its two best positions, not with all, and among equals with those that lie as
+far into the response as the row is; a vote counts more the more of the last tokens agree beyond the
+first mismatch, for a response that was changed in one place goes on as before, which a tree
+cannot see; the row's own text is continued by the draft itself.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.sharding import reshard, spec
+
+BEGIN = -1  # before a response: the prompt, where every source of it matches in full
+EMPTY = -2  # not written yet
+# Chosen on recorded responses of `tiny` and SmolLM2 and on corrupted Markov chains.
+ALIGNED = 1.3  # factor of a vote for each aligned token; 1.0 is SRT
+POSITIONS = 2  # of each source, that are looked at
+LENGTHS = (1, 2, 3, 6, 16, 32)  # matched lengths that are tried, and the depth; more gain nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixDraftConfig:
+    """How long a draft may be; hashable. Names and defaults: `config.rollout.tree`.
+
+    depth: last tokens of a row that are looked up. factor, offset: after m matched tokens at most
+    ⌊factor · m + offset⌋ are drafted. min_prob: a draft ends where its path probability (its share
+    of the votes) falls below.
+    """
+
+    depth: int
+    factor: float
+    offset: float
+    min_prob: float
+
+    def budget(self, matched: Array, width: int) -> Array:
+        """Most tokens drafted after `matched` equal ones, within [0, width]; 0 after none."""
+        tokens = jnp.floor(self.factor * matched + self.offset + 1e-6).astype(jnp.int32)
+        return jnp.where(matched > 0, jnp.clip(tokens, 0, width), 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SuffixIndex:
+    """What is known of the responses to Q prompts: N sources each; replicated on every device.
+
+    tokens: int32 [Q, N, depth + R + 1]; column depth + j is response token j, the columns before it
+    hold BEGIN, what is not written EMPTY. The last column takes what is written by rows without a
+    place, and is never read. weights: float32 [N] or [Q, N], of a source's votes.
+    """
+
+    tokens: Array
+    weights: Array
+    depth: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def slots(self) -> int:
+        """R, the response slots of a source."""
+        return self.tokens.shape[2] - self.depth - 1
+
+
+@functools.partial(jax.jit, static_argnames=("live", "depth"))
+def build(
+    stored_QMR: Array, lens_QM: Array, weights: Array, *, live: int, depth: int
+) -> SuffixIndex:
+    """A corpus of M stored responses a prompt and, behind them, `live` empty sources of weight 1.
+
+    stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: [M] or [Q, M].
+    """
+    stored_QMR, lens_QM = reshard(stored_QMR, None, None, None), reshard(lens_QM, None, None)
+    weights = reshard(weights, *(None,) * weights.ndim)
+    slots = stored_QMR.shape[2]
+    inside = jnp.arange(slots)[None, None, :] < lens_QM[:, :, None]
+    tokens = jnp.where(inside, stored_QMR, EMPTY).astype(jnp.int32)
+    tokens = jnp.pad(tokens, ((0, 0), (0, live), (0, 1)), constant_values=EMPTY)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (depth, 0)), constant_values=BEGIN)
+    weights = jnp.pad(
+        weights.astype(jnp.float32),
+        [(0, 0)] * (weights.ndim - 1) + [(0, live)],
+        constant_values=1.0,
+    )
+    return SuffixIndex(tokens, weights, depth)
+
+
+@functools.partial(jax.jit, donate_argnames="corpus")
+def read(corpus: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
+    """The corpus with what all rows hold in its live sources; row i is sample i % G of prompt
+    i // G, for B = Q * G. Columns behind the response slots are left out."""
+    prompts = corpus.tokens.shape[0]
+    inside = jnp.arange(corpus.slots)[None, :] < lens_B[:, None]
+    held = jnp.where(inside, tokens_BC[:, : corpus.slots], EMPTY)
+    held = reshard(held, None, None).reshape(prompts, -1, corpus.slots)
+    first = corpus.tokens.shape[1] - held.shape[1]
+    tokens = corpus.tokens.at[:, first:, corpus.depth : corpus.depth + corpus.slots].set(held)
+    return dataclasses.replace(corpus, tokens=tokens)
+
+
+def record(
+    corpus: SuffixIndex,
+    prompts_b: Array,
+    sources_b: Array,
+    starts_b: Array,
+    tokens_bW: Array,
+    counts_b: Array,
+) -> SuffixIndex:
+    """Write the first `counts` tokens of each row at response position `starts` of its source.
+
+    All int32 and split over the batch. Rows of count 0 write nothing; what would lie beyond the
+    response slots is left out.
+    """
+    prompts, sources, starts, counts = (
+        reshard(x, None) for x in (prompts_b, sources_b, starts_b, counts_b)
+    )
+    tokens = reshard(tokens_bW, None, None)
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    dump = corpus.depth + corpus.slots
+    columns = jnp.minimum(corpus.depth + starts[:, None] + steps, dump)
+    columns = jnp.where(steps < counts[:, None], columns, dump)
+    written = corpus.tokens.at[prompts[:, None], sources[:, None], columns].set(
+        tokens, mode="promise_in_bounds"
+    )
+    return dataclasses.replace(corpus, tokens=written)
+
+
+def propose(
+    corpus: SuffixIndex,
+    prompts_b: Array,
+    sources_b: Array,
+    lens_b: Array,
+    width: int,
+    law: SuffixDraftConfig,
+) -> tuple[Array, Array]:
+    """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
+
+    prompts, sources, lens: int32 [b], split over the batch, in any order. Returns drafts int32
+    [b, width] (0 behind their ends) and their lengths int32 [b]. Raises ValueError where the law
+    looks deeper than the corpus.
+    """
+    if law.depth > corpus.depth:
+        raise ValueError(f"TreeLaw.depth must be <= the corpus' {corpus.depth}, got {law.depth}")
+    # Every row is on its own and the corpus is everywhere: no device needs another.
+    row = spec("batch")
+    whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), corpus)
+    return jax.shard_map(
+        functools.partial(_propose, width=width, law=law),
+        in_specs=(whole, row, row, row),
+        out_specs=(spec("batch", None), row),
+    )(corpus, prompts_b, sources_b, lens_b)
+
+
+def _propose(corpus: SuffixIndex, prompts, sources, lens, *, width: int, law: SuffixDraftConfig):
+    steps = jnp.arange(law.depth, dtype=jnp.int32)[None, :]
+    columns = corpus.depth - 1 + lens[:, None] - steps
+    own_bD = corpus.tokens.at[prompts[:, None], sources[:, None], columns].get(
+        mode="promise_in_bounds"
+    )
+    keys = _match(corpus.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, lens, corpus)
+    places, matched, aligned = _places(keys, lens, corpus.slots, law.depth)
+    tokens = _continuations(corpus, prompts, sources, lens, places, width)
+    weights = corpus.weights
+    weights = weights[None] if weights.ndim == 1 else weights.at[prompts].get()
+    weights = jnp.tile(weights, (1, POSITIONS)) * ALIGNED ** aligned.astype(jnp.float32)
+    return _vote(tokens, matched, weights, corpus.tokens.shape[1], law)
+
+
+def _match(text_bNC: Array, own_bD: Array, lens_b: Array, corpus: SuffixIndex) -> Array:
+    """One number for each position: the larger, the better it matches; int32 [b, N, R], or -1.
+
+    Column i is the place behind response token i - 1, which must be written: never the row's own
+    newest. own: the row's last tokens, newest first. The number holds three: tokens matched without
+    a gap, tokens matched at all, and the column, so that one maximum finds all of them.
+    """
+    depth, slots = own_bD.shape[1], corpus.slots
+    run = jnp.ones((*text_bNC.shape[:2], slots), bool)
+    matched = aligned = jnp.zeros(run.shape, jnp.int32)
+    # Shifted comparisons in one fused loop; nothing of size [b, N, R, D] is ever in memory.
+    for t in range(depth):
+        start = corpus.depth - 1 - t
+        equal = text_bNC[:, :, start : start + slots] == own_bD[:, t][:, None, None]
+        run &= equal
+        matched += run
+        aligned += equal
+    written = text_bNC[:, :, corpus.depth : corpus.depth + slots] >= 0
+    away = jnp.arange(slots, dtype=jnp.int32)[None, :] - lens_b[:, None]
+    rank = 2 * slots - 2 * jnp.abs(away) + (away > 0)
+    keys = (matched * (depth + 1) + aligned) * (2 * slots + 1) + rank[:, None, :]
+    return jnp.where(written & (matched > 0), keys, -1)
+
+
+def _places(keys_bNR: Array, lens_b: Array, slots: int, depth: int) -> tuple[Array, Array, Array]:
+    """Column, matched and aligned tokens of the best positions [b, POSITIONS * N], best ones first.
+
+    Matched is 0 where a source has no such position.
+    """
+    folded = _fold(keys_bNR)
+    found = [jnp.max(folded, axis=2)]
+    for _ in range(POSITIONS - 1):
+        rest = jnp.where(folded < found[-1][:, :, None], folded, -1)
+        found.append(jnp.max(rest, axis=2))
+    keys = jnp.concatenate(found, axis=1)
+    rank, both = jnp.maximum(keys, 0) % (2 * slots + 1), jnp.maximum(keys, 0) // (2 * slots + 1)
+    back = 2 * slots - rank
+    away = jnp.where(back % 2 == 1, (back + 1) // 2, -(back // 2))
+    place = jnp.clip(lens_b[:, None] + away, 0, slots - 1)
+    return place, both // (depth + 1), both % (depth + 1)
+
+
+def _fold(keys_bNR: Array) -> Array:
+    """Maxima over up to 8 positions that lie far apart: one vectorised pass for the reductions."""
+    slots = keys_bNR.shape[2]
+    folds = min(8, max(1, slots // 16))
+    part = -(-slots // folds)
+    padding = ((0, 0), (0, 0), (0, part * folds - slots))
+    keys = jnp.pad(keys_bNR, padding, constant_values=-1)
+    parts = [keys[:, :, i * part : (i + 1) * part] for i in range(folds)]
+    return functools.reduce(jnp.maximum, parts)
+
+
+def _continuations(
+    corpus: SuffixIndex, prompts, sources, lens, places_bP: Array, width: int
+) -> Array:
+    """The `width` tokens behind each place, int32 [b, P, W], EMPTY behind their ends.
+
+    The row's own text does not end: what it would hold next is the draft itself, so that a row that
+    goes round in a circle is followed round and round (`a b c a b c` and a match of `c` continue
+    `a b c a b c …`).
+    """
+    places = jnp.arange(places_bP.shape[1], dtype=jnp.int32) % corpus.tokens.shape[1]
+    own = places[None, :] == sources[:, None]
+    period = jnp.where(own & (lens[:, None] > places_bP), lens[:, None] - places_bP, width)
+    steps = jnp.arange(width, dtype=jnp.int32)[None, None] % period[:, :, None]
+    columns = places_bP[:, :, None] + corpus.depth + steps
+    dump = corpus.depth + corpus.slots
+    tokens = corpus.tokens.at[
+        prompts[:, None, None], places[None, :, None], jnp.minimum(columns, dump)
+    ].get(mode="promise_in_bounds")
+    return jnp.where(columns < dump, tokens, EMPTY)
+
+
+def _vote(
+    tokens_bPW: Array, matched_bP: Array, weights_bP: Array, candidates: int, law: SuffixDraftConfig
+) -> tuple[Array, Array]:
+    """The draft of which most tokens are expected to be accepted: tokens [b, W], lengths [b].
+
+    The first `candidates` of the P continuations may become the draft, all P vote. Of those that
+    match at least m tokens, the share that begins with a candidate's first k tokens is its path
+    probability (the product of count(child) / count(node) along the path of a tree is just that).
+    The sum over k within the candidate's budget is its score: what the voters agree with on
+    average. The best over m and the candidates; at equal scores the longest m, then the first.
+    """
+    rows, _, width = tokens_bPW.shape
+    lengths = {m for m in LENGTHS if m < law.depth} | {law.depth}
+    lengths = jnp.asarray(sorted(lengths, reverse=True))
+    may_vote = matched_bP[:, None, :] >= lengths[None, :, None]
+    votes = jnp.where(may_vote, weights_bP[:, None, :], 0.0)
+    votes /= jnp.maximum(jnp.sum(votes, axis=2, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    agreed = _agreed(tokens_bPW, candidates)
+    budget = law.budget(matched_bP[:, :candidates], width)
+    within = jnp.minimum(agreed, budget[:, None, :]).astype(jnp.float32)
+    score = jnp.einsum("bmp,bpa->bma", votes, within, precision="highest")
+    score = jnp.where(may_vote[:, :, :candidates], score, 0.0).reshape(rows, -1)
+    best = jnp.argmax(score, axis=1)
+
+    def pick(array: Array, index: Array) -> Array:
+        return jnp.take_along_axis(array, index[:, None, None], axis=1)[:, 0]
+
+    best_m, best_a = best // candidates, best % candidates
+    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    agreed = pick(jnp.swapaxes(agreed, 1, 2), best_a)
+    share = jnp.sum(
+        jnp.where(agreed[:, :, None] > steps[:, None, :], pick(votes, best_m)[:, :, None], 0.0),
+        axis=1,
+    )
+    budget = jnp.take_along_axis(budget, best_a[:, None], axis=1)
+    kept = (share > 0) & (share >= law.min_prob) & (steps < budget)
+    return jnp.where(kept, pick(tokens_bPW, best_a), 0), jnp.sum(kept, axis=1, dtype=jnp.int32)
+
+
+def _agreed(tokens_bPW: Array, candidates: int) -> Array:
+    """How many first tokens of voter p are those of candidate a: int32 [b, P, A]."""
+    tokens = jnp.swapaxes(tokens_bPW, 1, 2)
+    run, agreed = True, 0
+    for k in range(tokens.shape[1]):
+        voter, candidate = tokens[:, k, :, None], tokens[:, k, None, :candidates]
+        run &= (voter == candidate) & (candidate >= 0)
+        agreed += run.astype(jnp.int32)
+    return agreed

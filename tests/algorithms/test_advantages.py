@@ -1,0 +1,137 @@
+import statistics
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax.algorithms.advantages import gae, group_relative, overlong_penalty, whiten
+
+
+def test_by_hand():
+    rewards = np.array([1, 0, 0, 1, 0, 0, 0, 1], np.float32)
+    plain = group_relative(rewards, 4, normalize_std=False)
+    np.testing.assert_array_equal(plain, [0.5, -0.5, -0.5, 0.5, -0.25, -0.25, -0.25, 0.75])
+    scaled = group_relative(rewards, 4, normalize_std=True)
+    # Sample standard deviations: √(1/3) and 1/2.
+    expected = [0.866025, -0.866025, -0.866025, 0.866025, -0.5, -0.5, -0.5, 1.5]
+    np.testing.assert_allclose(scaled, expected, rtol=1e-5)
+
+
+def test_against_the_standard_library():
+    rewards = np.random.default_rng(1).normal(size=(6, 5))
+    got = jax.jit(group_relative, static_argnums=1, static_argnames="normalize_std")(
+        rewards.astype(np.float32).ravel(), 5, normalize_std=True
+    )
+    expected = [
+        (reward - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
+        for group in rewards.tolist()
+        for reward in group
+    ]
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 0.3, 1e4 / 3])
+def test_equal_rewards_give_exactly_zero(reward, normalize_std):
+    rewards = np.full(24, reward, np.float32)
+    np.testing.assert_array_equal(group_relative(rewards, 8, normalize_std=normalize_std), 0.0)
+
+
+def test_epsilon_is_added_to_the_standard_deviation():
+    rewards = np.array([0.0, 1.0], np.float32)
+    got = group_relative(rewards, 2, normalize_std=True, epsilon=0.5)
+    expected = 0.5 / (np.sqrt(0.5) + 0.5)
+    np.testing.assert_allclose(got, [-expected, expected], rtol=1e-6)
+
+
+def test_groups_do_not_touch_each_other():
+    rewards = np.array([0, 1, 5, 7], np.float32)
+    changed = np.array([0, 1, -3, 100], np.float32)
+    first = group_relative(rewards, 2, normalize_std=True)
+    second = group_relative(changed, 2, normalize_std=True)
+    np.testing.assert_array_equal(first[:2], second[:2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "group_size", "message"),
+    [
+        (4, 1, "group_size must be >= 2 .* got 1"),
+        (7, 2, "whole groups of group_size 2, got 7 rows"),
+    ],
+)
+def test_impossible_groups_are_refused(rows, group_size, message):
+    with pytest.raises(ValueError, match=message):
+        group_relative(np.zeros(rows, np.float32), group_size, normalize_std=True)
+
+
+def test_leave_one_out_by_hand():
+    """RLOO: each against the mean of the other three."""
+    got = group_relative(
+        np.float32([1, 0, 0, 1, 3, 1, 1, 1]), 4, normalize_std=False, leave_one_out=True
+    )
+    expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2, -2 / 3, -2 / 3, -2 / 3]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_gae_by_hand():
+    """The docstring's row, and a response of one token beside it; what is behind them is noise."""
+    values = np.array([[0.2, 0.4, 0.6, 9.0], [0.3, np.nan, np.inf, 1.0]], np.float32)
+    mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
+    rewards = np.array([1.0, -1.0], np.float32)
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, gae_lambda=0.5)
+    np.testing.assert_allclose(advantages, [[0.4, 0.4, 0.4, 0], [-1.3, 0, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(returns, [[0.6, 0.8, 1.0, 0], [-1.0, 0, 0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.5, 1.0)])
+def test_gae_against_its_definition(gamma, gae_lambda):
+    """arXiv 1506.02438, eq. 11 to 16: the weighted sum of k-step advantages, term by term."""
+    rng = np.random.default_rng(3)
+    lens, slots = [5, 1, 3, 7], 7
+    rewards, values = rng.normal(size=4), rng.normal(size=(4, slots))
+    mask = np.arange(slots) < np.array(lens)[:, None]
+    got, returns = gae(
+        *(x.astype(np.float32) for x in (rewards, values)), mask,
+        gamma=gamma, gae_lambda=gae_lambda,
+    )  # fmt: skip
+    for row, n in enumerate(lens):
+        v = [*values[row, :n], 0.0]
+        for t in range(n):
+            # Âₜ⁽ᵏ⁾ = Σ γˡ r + γᵏ V(sₜ₊ₖ) − V(sₜ), weights (1 − λ) λᵏ⁻¹, the rest on the last.
+            left = n - t
+            steps = [
+                (gamma ** (left - 1) * rewards[row] if k == left else gamma**k * v[t + k]) - v[t]
+                for k in range(1, left + 1)
+            ]
+            weights = [(1 - gae_lambda) * gae_lambda ** (k - 1) for k in range(1, left)]
+            expected = np.dot([*weights, gae_lambda ** (left - 1)], steps)
+            np.testing.assert_allclose(got[row, t], expected, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(returns[row, t], expected + v[t], rtol=2e-5, atol=2e-6)
+    assert not np.any(np.asarray(got)[~mask])
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1():
+    rng = np.random.default_rng(4)
+    mask = rng.random((5, 6)) < 0.6
+    advantages = np.where(mask, rng.normal(2, 3, (5, 6)), np.nan).astype(np.float32)
+    found = np.asarray(whiten(advantages, mask), np.float64)
+    np.testing.assert_allclose([found[mask].mean(), found[mask].var()], [0, 1], atol=1e-6)
+    assert not found[~mask].any()
+    order = np.argsort(advantages[mask])
+    assert np.all(np.diff(found[mask][order]) >= 0)
+
+
+def test_length_costs_as_in_dapo():
+    """arXiv 2503.14476, eq. 13, by its three cases."""
+
+    def paper(length, longest, buffer):
+        if length <= longest - buffer:
+            return 0.0
+        return ((longest - buffer) - length) / buffer if length <= longest else -1.0
+
+    lens = np.arange(1, 21)
+    expected = [-paper(n, 20, 6) for n in lens]
+    np.testing.assert_allclose(overlong_penalty(lens, 20, 6), expected, rtol=1e-6)
+    np.testing.assert_array_equal(
+        overlong_penalty(np.array([6, 7, 8, 10]), 10, 4), [0, 0.25, 0.5, 1]
+    )

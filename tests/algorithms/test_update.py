@@ -1,0 +1,431 @@
+"""One optimizer step against a loss written down row by row, without padding, masks or batches."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_runs
+
+from specrl_jax.algorithms.update import (
+    Critic,
+    Learner,
+    Loss,
+    begin_state,
+    critic_values,
+    init_state,
+    logprob_gap,
+    logprobs,
+    make_batch,
+    make_learner,
+    make_optimizer,
+    make_schedule,
+    micro_batches,
+    pack,
+    update,
+)
+from specrl_jax.models import transformer
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import Transformer
+from specrl_jax.rollout.engine.spec import ProgramSpec
+from specrl_jax.rollout.generate import Noise, RolloutSpec, generate
+from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.sharding import put
+from specrl_jax.types import Batch, Example, Prompts, Rollout
+
+MODEL = ModelConfig(
+    vocab_size=12, embed_dim=8, mlp_dim=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
+)
+LOSS = Loss(
+    aggregation="token", clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.0,
+    kl_estimator="k3", entropy_coef=0.0,
+)  # fmt: skip
+# Hands the gradient out as its state and leaves the parameters alone.
+GRADIENT = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+)
+LEARNER = Learner(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=0)
+ROWS, PROMPT, RESPONSE = 4, 4, 5
+
+
+@functools.cache
+def _host_params():
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda shape: rng.normal(0, 0.4, shape).astype(np.float32),
+        transformer.param_shapes(MODEL),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def _params():
+    return transformer.place_params(MODEL, _host_params())
+
+
+def _host_batch(reference: bool = False) -> Batch:
+    """Ragged rows; old log-probs some way off the policy's, so that every clip binds somewhere."""
+    rng = np.random.default_rng(1)
+    prompt_lens = rng.integers(1, PROMPT + 1, ROWS).astype(np.int32)
+    response_lens = np.array([5, 1, 4, 2], np.int32)
+    tokens = np.zeros((ROWS, PROMPT + RESPONSE), np.int32)
+    for row, count in enumerate(prompt_lens + response_lens):
+        tokens[row, :count] = rng.integers(0, 12, count)
+    shape = (ROWS, RESPONSE)
+    return Batch(
+        tokens=tokens,
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        old_logprobs=rng.normal(-2.5, 1.0, shape).astype(np.float32),
+        advantages=np.tile(rng.normal(size=(ROWS, 1)), (1, RESPONSE)).astype(np.float32),
+        ref_logprobs=rng.normal(-2.5, 0.7, shape).astype(np.float32) if reference else None,
+    )
+
+
+def _placed(batch: Batch) -> Batch:
+    return jax.tree.map(lambda x: put(x, "batch", *(None,) * (x.ndim - 1)), batch)
+
+
+def _row_scores(params, tokens, first: int, temperature: float):
+    """Log-probs [n] and entropies [n] of tokens[first:], from a pass over this row alone."""
+    model = Transformer(MODEL, params)
+    logits = model.logits(model(jnp.asarray(tokens)[None])[0])
+    logits = jax.sharding.reshard(logits, jax.P(None, None, None))
+    log_p = jax.nn.log_softmax(logits[0, first - 1 : -1] / temperature)
+    taken = jnp.sum(log_p * np.eye(MODEL.vocab_size)[tokens[first:]], axis=-1)
+    return taken, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def _plain_loss(params, batch: Batch, settings: Loss, rows) -> jax.Array:
+    """arXiv 2402.03300, eq. 3 with DAPO's two clips and the dual clip, token by token."""
+    row_sums, counts = [], []
+    for b in rows:
+        first, count = batch.prompt_lens[b], batch.response_lens[b]
+        scores, spread = _row_scores(params, batch.tokens[b, : first + count], first, 0.8)
+        terms = []
+        for j in range(count):
+            advantage = batch.advantages[b, j]
+            ratio = jnp.exp(scores[j] - batch.old_logprobs[b, j])
+            clipped = jnp.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+            term = -jnp.minimum(ratio * advantage, clipped * advantage)
+            if settings.dual_clip and advantage < 0:
+                term = jnp.minimum(term, -settings.dual_clip * advantage)
+            if settings.kl_coef:
+                d = batch.ref_logprobs[b, j] - scores[j]
+                kl = {"k1": -d, "k2": d**2 / 2, "k3": jnp.exp(d) - d - 1}[settings.kl_estimator]
+                term += settings.kl_coef * kl
+            terms.append(term - settings.entropy_coef * spread[j])
+        row_sums.append(sum(terms))
+        counts.append(int(count))
+    if settings.aggregation == "token":
+        return sum(row_sums) / sum(counts)
+    return sum(s / n for s, n in zip(row_sums, counts)) / len(counts)
+
+
+def _distance(one, two) -> float:
+    """‖one − two‖ / ‖two‖ over all leaves."""
+    gap = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64), one, two)
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))  # noqa: E731
+    return norm(gap) / norm(jax.tree.map(np.asarray, two))
+
+
+def _gradient(learner: Learner, batch: Batch, index):
+    state = init_state(learner.optimizer, _params())
+    state, metrics = update(learner, state, _placed(batch), index)
+    return state.opt_state, metrics
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"aggregation": "sequence", "dual_clip": 0.0, "kl_coef": 0.5, "kl_estimator": "k2"},
+        {"kl_coef": 0.5, "kl_estimator": "k3", "entropy_coef": 0.1},
+    ],
+    ids=str,
+)
+def test_the_gradient_is_that_of_the_formula(mesh, changes):
+    settings = dataclasses.replace(LOSS, **changes)
+    batch = _host_batch(reference=bool(settings.kl_coef))
+    learner = dataclasses.replace(LEARNER, loss=settings)
+    got, metrics = _gradient(learner, batch, micro_batches(ROWS, 2))
+    value, want = jax.jit(
+        jax.value_and_grad(lambda p: _plain_loss(p, batch, settings, range(ROWS)))
+    )(_params())
+    assert _distance(got, want) <= 2e-6
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=1e-5)
+    assert metrics["tokens"] == batch.response_lens.sum()
+    assert ("kl" in metrics) == bool(settings.kl_coef)
+    assert 0 < metrics["clip_fraction"] < metrics["tokens"]
+
+
+def test_micro_batches_of_any_size_add_up_to_the_same_gradient(mesh):
+    batch = _host_batch()
+    whole, metrics = _gradient(LEARNER, batch, micro_batches(ROWS, 0))
+    for size in (1, 2):
+        parts, sums = _gradient(LEARNER, batch, micro_batches(ROWS, size))
+        assert _distance(parts, whole) <= 1e-6
+        for name in metrics:
+            np.testing.assert_allclose(sums[name], metrics[name], rtol=1e-5)
+
+
+def test_only_the_rows_of_the_mini_batch_count(mesh):
+    """Its normalizer too is its own; what lies behind a row's end reaches nothing."""
+    batch, rows = _host_batch(), np.array([[3], [2]], np.int32)
+    got, metrics = _gradient(LEARNER, batch, rows)
+    want = jax.jit(jax.grad(lambda p: _plain_loss(p, batch, LOSS, rows.ravel())))(_params())
+    assert _distance(got, want) <= 2e-6
+    assert metrics["tokens"] == batch.response_lens[rows.ravel()].sum()
+
+    outside = np.arange(RESPONSE) >= batch.response_lens[:, None]
+    outside[[0, 1]] = True
+    end = batch.prompt_lens + batch.response_lens
+    spoiled = dataclasses.replace(
+        batch,
+        tokens=np.where(np.arange(PROMPT + RESPONSE) >= end[:, None], 7, batch.tokens),
+        old_logprobs=np.where(outside, -np.inf, batch.old_logprobs).astype(np.float32),
+        advantages=np.where(outside, np.nan, batch.advantages).astype(np.float32),
+    )
+    again, _ = _gradient(LEARNER, spoiled, rows)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+
+
+def _plain_values(trunk, head, batch: Batch, row: int):
+    """V of the states before each token of a response, from a pass over this row alone."""
+    first, count = batch.prompt_lens[row], batch.response_lens[row]
+    hidden, _ = Transformer(MODEL, trunk)(jnp.asarray(batch.tokens[row, : first + count])[None])
+    hidden = jax.sharding.reshard(hidden, jax.P(None, None, None))
+    return hidden[0, first - 1 : -1] @ head
+
+
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_a_critic_learns_beside_the_policy(mesh, kind):
+    """Both gradients are those of policy loss + coef x value loss, written row by row."""
+    rng = np.random.default_rng(8)
+    critic = Critic(kind, coef=0.7, clip=0.3, optimizer=GRADIENT)
+    learner = dataclasses.replace(LEARNER, critic=critic)
+    values, returns = rng.normal(0, 0.5, (2, ROWS, RESPONSE)).astype(np.float32)
+    batch = dataclasses.replace(_host_batch(), values=values, returns=returns)
+    state = begin_state(learner, _params())
+    assert not np.any(state.critic["head"])
+    start = state.critic | {"head": put(rng.normal(size=8).astype(np.float32), None)}
+    if kind == "network":  # it begins as the policy; here it has moved on
+        start["decoder"] = jax.tree.map(lambda x: x + 0.1, start["decoder"])
+    state = dataclasses.replace(state, critic=start)
+
+    def loss(params, critic):
+        trunk, errors = critic.get("decoder", params), []
+        for row in range(ROWS):
+            found = _plain_values(trunk, critic["head"], batch, row)
+            old, target = (x[row, : len(found)] for x in (values, returns))
+            held = jnp.clip(found, old - 0.3, old + 0.3)
+            errors.append(jnp.maximum((found - target) ** 2, (held - target) ** 2) / 2)
+        error = jnp.mean(jnp.concatenate(errors))
+        return _plain_loss(params, batch, LOSS, range(ROWS)) + 0.7 * error, error
+
+    found = critic_values(learner, state, _placed(batch), micro_batches(ROWS, 2))
+    for row, n in enumerate(batch.response_lens):
+        expected = _plain_values(start.get("decoder", _params()), start["head"], batch, row)
+        np.testing.assert_allclose(found[row, :n], expected, rtol=1e-4, atol=1e-5)
+    (_, error), want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        _params(), start
+    )
+    state, metrics = update(learner, state, _placed(batch), micro_batches(ROWS, 2))
+    assert _distance(state.opt_state, want[0]) <= 2e-6
+    assert _distance(state.critic_opt_state, want[1]) <= 2e-6
+    np.testing.assert_allclose(metrics["critic_loss"], error, rtol=1e-5)
+    np.testing.assert_allclose(metrics["critic_grad_norm"], optax.tree.norm(want[1]), rtol=1e-5)
+    plain = _gradient(LEARNER, _host_batch(), micro_batches(ROWS, 2))[1]
+    np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-5)
+
+
+def test_adamw_and_clipping_against_the_formulas(mesh):
+    """Two steps of clip → AdamW (arXiv 1711.05101) in float64 NumPy."""
+    settings = small_runs.small_config(
+        {
+            "updates.learning_rate": 0.1,
+            "updates.schedule": "linear",
+            "updates.weight_decay": 0.05,
+            "updates.beta1": 0.8,
+            "updates.beta2": 0.95,
+            "updates.epsilon": 1e-4,
+            "updates.clip_norm": 0.5,
+        }
+    ).updates
+    optimizer = make_optimizer(settings, make_schedule(settings, 4))
+    rng = np.random.default_rng(0)
+    p = rng.normal(size=5)
+    m = v = np.zeros(5)
+    params = jnp.asarray(p, jnp.float32)
+    state = optimizer.init(params)
+    for step in (1, 2):
+        g = rng.normal(size=5)
+        updates, state = optimizer.update(jnp.asarray(g, jnp.float32), state, params)
+        params = optax.apply_updates(params, updates)
+        g = g * min(1, 0.5 / np.linalg.norm(g))
+        m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g**2
+        adam = m / (1 - 0.8**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-4)
+        p = p - 0.1 * (1 - (step - 1) / 4) * (adam + 0.05 * p)
+        np.testing.assert_allclose(params, p, rtol=1e-5)
+
+
+def test_no_clipping_where_the_norm_is_0():
+    settings = small_runs.small_config({"updates.clip_norm": 0.0}).updates
+    optimizer = make_optimizer(settings, optax.constant_schedule(1.0))
+    grads, params = jnp.asarray([3e4, 4e4]), jnp.zeros(2)
+    _, (_, adam) = optimizer.update(grads, optimizer.init(params), params)
+    np.testing.assert_allclose(adam[0].mu, (1 - settings.beta1) * grads, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ramp", "want"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1]),
+        ("linear", 0, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("cosine", 0, [0.5 * (1 + np.cos(np.pi * n / 6)) for n in range(6)]),
+        ("constant", 2, [0.5, 1, 1, 1, 1, 1]),
+        ("constant", 1, [1, 1, 1, 1, 1, 1]),
+        ("linear", 2, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", 2, [0.5, 1, *(0.5 * (1 + np.cos(np.pi * n / 4)) for n in range(4))]),
+        ("constant", 8, [n / 8 for n in range(1, 7)]),
+    ],
+)
+def test_the_learning_rate_by_step(schedule, ramp, want):
+    settings = small_runs.small_config(
+        {"updates.schedule": schedule, "updates.schedule_warmup": ramp}
+    ).updates
+    rate = make_schedule(settings, 6)
+    got = [float(rate(step)) for step in range(6)]
+    np.testing.assert_allclose(got, settings.learning_rate * np.asarray(want), rtol=1e-5, atol=1e-9)
+
+
+def test_the_learner_takes_its_fields_from_the_config():
+    config = small_runs.small_config(
+        {"algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25, "rollout.temperature": 0.7}
+    )
+    learner = make_learner(config, MODEL, optax.constant_schedule(1.0))
+    want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(Loss)}
+    assert dataclasses.asdict(learner.loss) == want | {"length": config.rollout.response_len}
+    assert (learner.loss.aggregation, learner.loss.kl_coef) == ("sequence", 0.25)
+    assert (learner.temperature, learner.logits_chunk) == (0.7, config.rollout.logits_chunk)
+    assert learner.micro_batch_size == config.updates.micro_batch_size
+
+
+def test_micro_batches():
+    np.testing.assert_array_equal(micro_batches(6, 2), [[0, 1], [2, 3], [4, 5]])
+    np.testing.assert_array_equal(micro_batches(3, 0), [[0, 1, 2]])
+    assert micro_batches(4, 2).dtype == np.int32
+
+
+def test_responses_stand_right_behind_their_prompts(mesh):
+    """Worked rows: prompts "7", "7 8" and "7 8 9", responses cut to two slots."""
+    prompts = np.array([[7, 0, 0], [7, 8, 0], [7, 8, 9]], np.int32)
+    responses = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 0]], np.int32)
+    lens = put(np.array([1, 2, 3], np.int32), "batch")
+    got = pack(put(prompts, "batch", None), lens, put(responses, "batch", None), response_slots=2)
+    np.testing.assert_array_equal(got, [[7, 1, 2, 0, 0], [7, 8, 3, 0, 0], [7, 8, 9, 4, 5]])
+
+
+@pytest.mark.parametrize(("longest", "slots"), [(1, 2), (2, 2), (3, 4), (4, 4)])
+def test_a_batch_of_a_rollout(mesh, longest, slots):
+    """Two prompts, two responses each; cut to the shortest length that holds them all."""
+    prompts = Prompts(
+        tokens=np.array([[7, 8, 0], [9, 0, 0]], np.int32),
+        lens=np.array([2, 1], np.int32),
+        ids=np.zeros((2, 2), np.uint32),
+        examples=(Example("0" * 16, "", "", "", {}),) * 2,
+    )
+    lens = np.array([1, longest, 1, 1], np.int32)
+    tokens = np.where(np.arange(4) < lens[:, None], np.arange(1, 5) + 4 * np.arange(4)[:, None], 0)
+    tokens = tokens.astype(np.int32)
+    scores = np.where(tokens > 0, -0.5 * tokens, 0).astype(np.float32)
+    values = {f.name: scores for f in dataclasses.fields(Rollout)} | {
+        "tokens": tokens,
+        "lens": lens,
+        "prefix_lens": lens * 0,
+        "sampling_logprobs": scores * 0 - 9,  # never the old log-probs
+    }
+    rollout = _placed(Rollout(**values))
+    advantages = put(np.array([1, -1, 2, -2], np.float32), "batch")
+    batch = make_batch(prompts, rollout, advantages, lengths=(2, 4))
+    np.testing.assert_array_equal(batch.prompt_lens, [2, 2, 1, 1])
+    np.testing.assert_array_equal(batch.response_lens, lens)
+    np.testing.assert_array_equal(batch.old_logprobs, scores[:, :slots])
+    np.testing.assert_array_equal(batch.advantages, [[a] * slots for a in (1, -1, 2, -2)])
+    assert batch.ref_logprobs is None
+    want = np.zeros((4, 3 + slots), np.int32)
+    for row, prompt in enumerate(([7, 8], [7, 8], [9], [9])):
+        joined = [*prompt, *tokens[row, :slots]]
+        want[row, : len(joined)] = joined
+    np.testing.assert_array_equal(batch.tokens, want)
+
+
+def test_logprobs_are_those_of_each_row_alone(mesh):
+    batch, params = _host_batch(), _params()
+    got = np.asarray(logprobs(LEARNER, params, _placed(batch), micro_batches(ROWS, 2)))
+    ends = batch.prompt_lens + batch.response_lens
+    rows = [batch.tokens[b, : ends[b]] for b in range(ROWS)]
+    starts = batch.prompt_lens
+    every = jax.jit(lambda p: [_row_scores(p, r, s, 0.8)[0] for r, s in zip(rows, starts)])
+    for b, want in enumerate(every(params)):
+        np.testing.assert_allclose(got[b, : len(want)], want, rtol=1e-5, atol=1e-5)
+    whole = logprobs(LEARNER, params, _placed(batch), micro_batches(ROWS, 0))
+    np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gap_is_a_mean_over_response_tokens(mesh):
+    batch = _host_batch()
+    other = batch.old_logprobs + np.float32(0.25)
+    other[np.arange(RESPONSE) >= batch.response_lens[:, None]] = np.nan
+    gap = logprob_gap(_placed(batch), put(other, "batch", None))
+    np.testing.assert_allclose(gap, 0.25, rtol=1e-5)
+
+
+@pytest.fixture
+def fresh(mesh):
+    """(learner, parameters, batch) of a rollout that the parameters have just made."""
+    params, law = _params(), SamplingConfig(0.8, top_k=6)
+    setup = ProgramSpec(MODEL, law, "ratio", (1,), 0, RESPONSE, 3)
+    plan = RolloutSpec(setup, PROMPT, group_size=2, row_rungs=2, windows=1)
+    host = _host_batch()
+    inside = np.arange(PROMPT) < host.prompt_lens[:, None]
+    prompts = Prompts(
+        tokens=np.where(inside, host.tokens[:, :PROMPT], 0),
+        lens=host.prompt_lens,
+        ids=np.arange(2 * ROWS, dtype=np.uint32).reshape(ROWS, 2),
+        examples=(Example("0" * 16, "", "", "", {}),) * ROWS,
+    )
+    weights = jax.jit(transformer.rollout_weights, static_argnums=0)(MODEL, params)
+    rollout = generate(plan, weights, prompts, Noise(jax.random.key(0), 1)).rollout
+    advantages = put(np.linspace(-1, 1, 2 * ROWS).astype(np.float32), "batch")
+    return LEARNER, params, make_batch(prompts, rollout, advantages, lengths=(RESPONSE,))
+
+
+def test_the_rollouts_logprobs_are_the_updates(fresh):
+    learner, params, batch = fresh
+    got = logprobs(learner, params, batch, micro_batches(2 * ROWS, 0))
+    mask = np.arange(RESPONSE) < np.asarray(batch.response_lens)[:, None]
+    one, two = (np.where(mask, x, 0) for x in (got, batch.old_logprobs))
+    np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+    assert np.any(one)
+    assert logprob_gap(batch, got) < 1e-6
+
+
+def test_before_the_first_update_nothing_is_clipped_and_the_kl_is_0(fresh):
+    learner, params, batch = fresh
+    reference = logprobs(learner, params, batch, micro_batches(2 * ROWS, 0))
+    batch = dataclasses.replace(batch, ref_logprobs=reference)
+    learner = dataclasses.replace(learner, loss=dataclasses.replace(LOSS, kl_coef=0.1))
+    state = init_state(learner.optimizer, params)
+    _, sums = update(learner, state, batch, micro_batches(2 * ROWS, 0))
+    tokens = float(sums["tokens"])
+    assert abs(float(sums["kl"])) / tokens < 1e-7
+    assert float(sums["clip_fraction"]) == 0
+    np.testing.assert_allclose(sums["ratio_mean"] / tokens, 1, rtol=1e-6)
+    lens = np.asarray(batch.response_lens)
+    per_row = np.asarray(batch.advantages)[:, 0]
+    np.testing.assert_allclose(sums["loss"], -np.sum(per_row * lens) / lens.sum(), atol=1e-6)

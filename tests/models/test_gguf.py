@@ -1,0 +1,147 @@
+"""GGUF files, written as llama.cpp's converter does, against the same model's own directory.
+
+The real file, with quantised weights, is in test_hf.py.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from references.make_references import TINY
+from safetensors.numpy import load_file
+
+from specrl_jax.models import gguf, hf
+from specrl_jax.models.config import RopeScaling
+
+TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
+GGUF_NAMES = {new: old for old, new in {**gguf._TOP, **gguf._LAYER}.items()}
+
+
+def llama_cpp_rows(rows: np.ndarray, heads: int) -> np.ndarray:
+    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    shape = rows.shape
+    return rows.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def llama_cpp_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray:
+    """`LlamaModel.generate_extra_tensors` of the same file, with Llama 3.1's numbers."""
+    low, high, length = 1.0, 4.0, 8192
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / head_dim)
+        if wavelength < length / high:
+            divisors.append(1.0)
+        elif wavelength > length / low:
+            divisors.append(factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+def gguf_name(key: str) -> str:
+    stem, kind = key.rsplit(".", 1)
+    if stem in GGUF_NAMES:
+        return f"{GGUF_NAMES[stem]}.{kind}"
+    layer, stem = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{GGUF_NAMES[stem]}.{kind}"
+
+
+def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=None) -> Path:
+    """A tiny reference as llama.cpp's converter writes it: weights float16, norms float32."""
+    from gguf import GGUFWriter
+
+    config = hf.load(str(TINY_FILES / name))[0]
+    family, path = architecture or config.family, folder / f"{name}.gguf"
+    writer = GGUFWriter(path, family)
+    metadata = {
+        "block_count": config.num_layers,
+        "context_length": config.max_positions,
+        "embedding_length": config.embed_dim,
+        "feed_forward_length": config.mlp_dim,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": config.rope_theta,
+    }
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in (metadata | (fields or {})).items():
+        add[type(value)](f"{family}.{key}", value)
+    writer.add_eos_token_id(7)
+    for key, array in load_file(TINY_FILES / name / "model.safetensors").items():
+        values = array.astype(np.float32)
+        if config.family == "llama" and (".q_proj" in key or ".k_proj" in key):
+            values = llama_cpp_rows(values, 4 if ".q_proj" in key else 2)
+        stored = values if values.ndim == 1 else values.astype(np.float16)
+        writer.add_tensor(gguf_name(key), np.ascontiguousarray(stored))
+    for key, array in (tensors or {}).items():
+        writer.add_tensor(key, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_gguf_of_each_family(name, tmp_path):
+    config, params = hf.load(str(write_gguf(name, tmp_path)))
+    expected_config, expected = hf.load(str(TINY_FILES / name))
+    # without a tensor of divisors the file knows nothing of stretched frequencies
+    assert config == replace(expected_config, rope_scaling=None)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_gguf_with_llama3_frequencies(tmp_path):
+    divisors = llama_cpp_divisors(500_000.0, head_dim=8, factor=32.0)
+    assert len(set(divisors.tolist())) == 3  # kept, mixed, divided
+    fields, tensors = {"rope.freq_base": 500_000.0}, {"rope_freqs.weight": divisors}
+    config, _ = hf.load(str(write_gguf("llama_biases", tmp_path, fields, tensors)))
+    assert (config.rope_theta, config.rope_scaling) == (
+        500_000.0,
+        RopeScaling(32.0, 1.0, 4.0, 8192),
+    )
+    fields["rope.freq_base"] = 10_000.0
+    file = write_gguf("llama_biases", tmp_path, fields, tensors)
+    with pytest.raises(ValueError, match=r"rope_freqs.weight must hold Llama 3's frequencies"):
+        hf.load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architecture": "gemma3"}, "general.architecture must be one of .*, got 'gemma3'"),
+        (
+            {"fields": {"rope.scaling.type": "yarn"}},
+            "qwen3.rope.scaling.type must be 'none' or absent, got 'yarn'",
+        ),
+        (
+            {"fields": {"attention.sliding_window": 128}},
+            "qwen3.attention.sliding_window must be 0 or absent, got 128",
+        ),
+        ({"fields": {"block_count": "2"}}, "qwen3.block_count must be an integer, got '2'"),
+        (
+            {"fields": {"rope.dimension_count": 4}},
+            "qwen3.rope.dimension_count must be the head dim 8, got 4",
+        ),
+        (
+            {"tensors": {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}},
+            "unknown tensor blk.0.attn_sinks.weight",
+        ),
+    ],
+)
+def test_refused_gguf(change, message, tmp_path):
+    file = write_gguf("qwen3_tied", tmp_path, **change)
+    with pytest.raises(ValueError, match=rf"^{file}: {message}$"):
+        hf.load(str(file))
+
+
+def test_save_takes_token_ids_from_gguf(tmp_path):
+    file = write_gguf("qwen2", tmp_path)
+    hf.save(tmp_path / "out", *hf.load(str(file)), tokenizer_source=str(file))
+    stored = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert stored == {"eos_token_id": 7}

@@ -1,0 +1,135 @@
+"""config.json against the fields of real files, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from references.make_references import TINY
+
+from specrl_jax.models.config import ModelConfig, RopeScaling
+from specrl_jax.models.hf_config import config_from_json, config_to_json
+
+TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
+
+
+def test_config_of_each_family():
+    files = {name: json.loads((TINY_FILES / name / "config.json").read_text()) for name in TINY}
+    configs = {name: config_from_json(values) for name, values in files.items()}
+    assert {name: config_from_json(config_to_json(c)) for name, c in configs.items()} == configs
+    common = {"vocab_size": 48, "embed_dim": 16, "mlp_dim": 24, "num_layers": 2}
+    common |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_positions": 64}
+    bias = {"attention_bias": True, "output_bias": True}
+    scaling = RopeScaling(8.0, 1.0, 4.0, 32)
+    assert configs == {
+        "llama3_rope": ModelConfig(
+            **common, rope_theta=100.0, rope_scaling=scaling, tie_embeddings=False
+        ),
+        "llama_biases": ModelConfig(**common, **bias, mlp_bias=True, tie_embeddings=True),
+        "qwen2": ModelConfig(**common, family="qwen2", attention_bias=True, tie_embeddings=False),
+        "qwen3_tied": ModelConfig(**common, family="qwen3", qk_norm=True, tie_embeddings=True),
+        "qwen3_untied": ModelConfig(
+            **common, **bias, family="qwen3", qk_norm=True, tie_embeddings=False
+        ),
+    }
+
+
+def test_config_of_hub_models_in_the_older_spelling():
+    # Fields as Llama-3.2-1B's and Qwen2.5-0.5B's own config.json have them.
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    rope = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+    rope |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+    llama = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": rope}
+    llama |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "hidden_act": "silu"}
+    config = config_from_json(sizes | llama | {"head_dim": None, "tie_word_embeddings": True})
+    assert (config.head_dim, config.rope_theta, config.norm_eps) == (64, 500000.0, 1e-5)
+    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert config_from_json(config_to_json(config)) == config
+
+    qwen = {"model_type": "qwen2", "rope_theta": 1000000.0, "sliding_window": 32768}
+    qwen |= {"use_sliding_window": False, "max_window_layers": 21, "num_key_value_heads": None}
+    config = config_from_json(sizes | qwen)
+    assert (config.num_kv_heads, config.attention_bias, config.output_bias) == (32, True, False)
+    assert config.tie_embeddings is False
+    # A window that begins behind the last layer is not in use.
+    config_from_json(sizes | qwen | {"use_sliding_window": True, "max_window_layers": 16})
+    # Qwen3's head dim is its own, not D / N.
+    assert config_from_json(sizes | {"model_type": "qwen3"}).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen2", {"model_type": "gemma3"}, "model_type must be one of .*, got 'gemma3'"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ("qwen2", {"vocab_size": None}, "vocab_size must be a positive integer, got None"),
+        ("qwen2", {"num_hidden_layers": 2.5}, "num_hidden_layers must be .*, got 2.5"),
+        ("qwen2", {"num_key_value_heads": 3}, "num_key_value_heads must divide .* 4, got 3"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "use_sliding_window must be false .* sliding_window 64 from layer 1",
+        ),
+        (
+            "qwen3_tied",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types must be 'full_attention', got 'sliding_attention'",
+        ),
+        (
+            "llama3_rope",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.rope_type must be 'default' or 'llama3', got 'yarn'",
+        ),
+        (
+            "llama3_rope",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            "rope_scaling.rope_type must be 'default' or 'llama3', got 'linear'",
+        ),
+        (
+            "llama3_rope",
+            {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0}},
+            "rope_parameters.factor must be a number, got None",
+        ),
+        (
+            "llama3_rope",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1, got 0.5",
+        ),
+        (
+            "qwen2",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config must be absent, got quant_method 'gptq'",
+        ),
+    ],
+)
+def test_refused_configs(name, changes, message):
+    values = json.loads((TINY_FILES / name / "config.json").read_text())
+    with pytest.raises(ValueError, match=rf"^some/file: {message}$"):
+        config_from_json(values | changes, "some/file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "gemma"}, "model.family must be one of llama, qwen2, qwen3, got 'gemma'"),
+        (
+            {"attention_bias": False},
+            "model.attention_bias must be True to save family qwen2, got False",
+        ),
+        ({"qk_norm": True}, "model.qk_norm must be False to save family qwen2, got True"),
+        ({"mlp_bias": True}, "model.mlp_bias must be False to save family qwen2, got True"),
+        (
+            {"family": "llama"},
+            "model.output_bias must be True to save family llama, got False",
+        ),
+        (
+            {"family": "llama", "attention_bias": False, "embed_dim": 18},
+            "model.embed_dim must be a multiple of model.num_heads 4 to save family llama, got 18",
+        ),
+    ],
+)
+def test_configs_that_no_family_expresses(changes, message):
+    config = config_from_json(json.loads((TINY_FILES / "qwen2" / "config.json").read_text()))
+    with pytest.raises(ValueError, match=rf"^{message}$"):
+        config_to_json(replace(config, **changes))

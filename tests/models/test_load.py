@@ -1,0 +1,106 @@
+"""The policy that a configuration names."""
+
+import jax
+import numpy as np
+import pytest
+import small_runs
+
+from specrl_jax.data.tokenizer import CharacterTokenizer
+from specrl_jax.models import hf, transformer
+from specrl_jax.models.load import load_policy
+
+TOKENIZER = CharacterTokenizer("0123456789 <>;")
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("llama", set()), ("qwen2", {"q_bias", "k_bias", "v_bias"}), ("qwen3", {"q_norm", "k_norm"})],
+)
+def test_from_nothing(mesh, monkeypatch, family, extra):
+    monkeypatch.setattr(
+        "specrl_jax.models.load.init_params", lambda shape, key: transformer.param_shapes(shape)
+    )
+    config = small_runs.small_config(
+        {"model.family": family, "model.tie_embeddings": False, "model.remat": True}
+    )
+    shape, params = load_policy(config, TOKENIZER)
+    sizes = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    assert {s: getattr(shape, s) for s in sizes} == {s: config.model[s] for s in sizes}
+    assert (shape.family, shape.vocab_size, shape.remat) == (family, 16, True)
+    assert shape.max_positions == config.data.prompt_len + config.rollout.response_len
+    assert shape.dtype == "float32"  # auto, on a CPU
+    assert params["lm_head"] == (16, 16)
+    plain = {"attn_norm", "mlp_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
+    assert set(params["layers"]) - plain - {"gate_proj", "up_proj", "down_proj"} == extra
+
+
+def test_weights_from_nothing_are_keyed_by_the_seed(mesh, monkeypatch):
+    def embedding(shape, key):
+        return {"embed": jax.random.normal(key, (shape.vocab_size, shape.embed_dim))}
+
+    monkeypatch.setattr("specrl_jax.models.load.init_params", embedding)
+    embeds = [
+        load_policy(small_runs.small_config({"seed": seed}), TOKENIZER)[1]["embed"]
+        for seed in (0, 0, 1)
+    ]
+    np.testing.assert_array_equal(embeds[0], embeds[1])
+    assert not np.any(np.asarray(embeds[0]) == np.asarray(embeds[2]))
+
+
+@pytest.fixture
+def directory(mesh, tmp_path):
+    """A saved policy of 24 tokens and 9 positions."""
+    shape = transformer.ModelConfig(
+        vocab_size=24, embed_dim=16, mlp_dim=16, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=4, max_positions=9,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda size: rng.normal(size=size).astype(np.float32),
+        transformer.param_shapes(shape),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    hf.save(tmp_path, shape, params)
+    return tmp_path, shape, params
+
+
+def _config(path, **changes):
+    return small_runs.small_config({"model.source": str(path), "tokenizer.source": ""}, **changes)
+
+
+def test_from_a_directory_in_the_runs_type_and_layout(directory, make_mesh):
+    path, shape, params = directory
+    with jax.set_mesh(make_mesh(1, 4, 2)):
+        config = _config(path, **{"model.dtype": "bfloat16", "model.remat": True})
+        config.model.embed_dim = 999  # only from nothing
+        got_shape, got = load_policy(config, TOKENIZER)
+        specs = transformer.param_specs(shape)
+    assert got_shape == shape.replace(dtype="bfloat16", remat=True, norm_eps=got_shape.norm_eps)
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding.spec, got)) == jax.tree.leaves(specs)
+
+
+def test_what_does_not_fit_is_one_line(directory, make_mesh):
+    path, _, _ = directory
+    with pytest.raises(ValueError, match=r"^tokenizer.source must fit the model's 24 tokens, got "):
+        load_policy(_config(path), CharacterTokenizer("".join(map(chr, range(65, 90)))))
+    message = (
+        r"^data.prompt_len \+ rollout.response_len must be <= 9, the model's positions, got 10$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_policy(_config(path, **{"data.prompt_len": 4}), TOKENIZER)
+    with (
+        jax.set_mesh(make_mesh(1, 1, 8)),
+        pytest.raises(ValueError, match=r"^model.num_heads=4 is split over mesh.tensor=8 and must"),
+    ):
+        load_policy(_config(path), TOKENIZER)
+    with pytest.raises(ValueError, match=r"^model.source must be a directory, [^\n]*nowhere'$"):
+        load_policy(_config("./nowhere"), TOKENIZER)
+
+
+def test_a_mesh_that_cannot_cut_a_policy_from_nothing(make_mesh):
+    with (
+        jax.set_mesh(make_mesh(1, 8, 1)),
+        pytest.raises(ValueError, match=r"^model.embed_dim=20 is split over mesh.fsdp=8 [^\n]*$"),
+    ):
+        load_policy(small_runs.small_config({"model.embed_dim": 20}), TOKENIZER)

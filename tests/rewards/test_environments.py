@@ -1,0 +1,90 @@
+"""Environments by hand, and in the workers: what one costs it costs its own row."""
+
+import pytest
+
+from specrl_jax.rewards.environments import (
+    MAX_OBSERVATION,
+    Calculator,
+    Guess,
+    Step,
+    calculate,
+    load_environment,
+    play,
+)
+from specrl_jax.rewards.workers import RewardPool
+
+
+@pytest.mark.parametrize(
+    ("responses", "step"),
+    [
+        (["3"], Step(">")),
+        (["9"], Step("<")),
+        (["3", "9", "x"], Step("?")),
+        (["3", " 5 "], Step(reward=1.0, done=True)),
+        (["-5"], Step("?")),
+    ],
+)
+def test_guessing(responses, step):
+    assert play(Guess, responses, "5", "guess", {}) == step
+
+
+@pytest.mark.parametrize(
+    ("responses", "step"),
+    [
+        (["so [12*(3+4)]"], Step("84")),
+        (["[1/0] "], Step("?")),
+        (["[2+2]", "4"], Step(reward=1.0, done=True)),
+        (["[2+2]", " 5"], Step(reward=0.0, done=True)),
+        (["[2+2] is 4"], Step(reward=0.0, done=True)),  # no call: it does not end in one
+    ],
+)
+def test_the_calculator(responses, step):
+    assert play(Calculator, responses, "4", "sums", {}) == step
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"), ("-(2 ** 3) // 3", "-3"), ("7 / 2", "3.5"), ("1 / 3", "0.3333333333"),
+        ("10 % 4", "2"), ("(-8) ** 0.5", "?"), ("", "?"), ("a", "?"), ("1 if 2 else 3", "?"),
+        ("__import__('os')", "?"), ("True + 1", "?"), ("'a' * 3", "?"), ("1e999 - 1e999", "nan"),
+        ("(" * 500 + "1" + ")" * 500, "?"),
+    ],
+)  # fmt: skip
+def test_arithmetic_and_nothing_else(expression, value):
+    assert calculate(expression) == value
+
+
+class Talker:
+    def reset(self, answer, task, metadata):
+        pass
+
+    def step(self, response):
+        return Step("a" * (MAX_OBSERVATION + 5))
+
+
+def test_a_users_own_class():
+    make = load_environment("test_environments:Talker")
+    assert len(play(make, ["x"], "", "", {}).observation) == MAX_OBSERVATION
+    for name in ("nothing", "no.module:It", "test_environments:MAX_OBSERVATION", "__main__:It"):
+        with pytest.raises(
+            ValueError, match=r"^environment\.name must be one of guess, calculator "
+        ):
+            load_environment(name)
+
+
+def test_a_slow_or_broken_step_costs_its_own_row():
+    """Sums: "8" takes for ever, "9" raises; the others are answered, in their order."""
+    episodes = [("1",), ("8",), ("2", "3"), ("9",), ("4", "5"), ("7",)]
+    answers = ["0", "0", "5", "0", "2", "7"]
+    limits = {"timeout": 1.0, "memory_mib": 512, "workers": 2}
+    with RewardPool("exact", environment="small_runs:Sums", **limits) as pool:
+        found = pool.score(episodes, answers, ["sums"] * 6, [{}] * 6)
+        again = pool.score(episodes[:1], answers[:1], ["sums"], [{}])
+    assert found.observations == ("1", "", "5", "", "1", "7")
+    assert found.failed.tolist() == [False, True, False, True, False, False]
+    assert found.rewards.tolist() == [0, 0, 1, 0, 0, 1]
+    assert found.done.tolist() == [False, True, True, True, False, True]
+    assert "no result within 1 s" in found.reasons[1]
+    assert found.reasons[3] == "RuntimeError: nine"
+    assert again.observations == ("1",)

@@ -1,0 +1,89 @@
+"""Scorers: what counts as right."""
+
+import time
+
+import pytest
+from ml_collections import ConfigDict
+
+from specrl_jax.data.prompts import load_examples
+from specrl_jax.rewards.scorers import load_scorer, score_exact, score_math, score_reasoning_gym
+
+MATH = [
+    # response, reference, right?
+    (r"The answer is \boxed{\frac{1}{2}}.", "0.5", True),
+    (r"\boxed{0.5}", r"\frac{1}{2}", True),
+    (r"\boxed{\frac{2}{4}}", "1/2", True),
+    ("so it is 1/2", r"\frac{1}{2}", True),
+    (r"first \boxed{3}, then \boxed{4}", "4", True),
+    (r"first \boxed{3}, then \boxed{4}", "3", False),
+    ("<answer>10</answer>", "10", True),
+    ("<answer>10</answer> or 11", "10", True),
+    ("<answer>the total is 10 apples</answer>", "10", True),
+    (r"<answer> \frac{3}{4} </answer>", "3/4", True),
+    ("<answer>9</answer> I mean <answer>10</answer>", "9", False),
+    ("He has 3 boxes of 360, so he gets 1,080 dollars", "1080", True),
+    ("5 + 5 = 10", "10", True),
+    ("-3", "-3", True),
+    ("3", "-3", False),
+    ("71", "72", False),
+    (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
+    (r"\boxed{x^2 + 2x + 2}", "(x+1)^2", False),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", True),
+    (r"\boxed{2^{10}}", "1024", True),
+    (r"$\frac{7}{3}$", r"\frac{7}{3}", True),
+    # A part of the answer is not the answer.
+    (r"\boxed{2}", "(1, 2)", False),
+    ("2", r"\{1, 2\}", False),
+    ("3", "2x + 3", False),
+    ("<answer>(1, 2)</answer>", "2", False),
+    (r"<answer>2x + 3</answer>", "3", False),
+    (r"\boxed{(1,2)}", "(1, 2)", True),
+    ("<answer>2x + 3</answer>", "3 + 2x", True),
+    ("<answer>10 apples</answer>", "10", True),
+    (r"<answer>\boxed{10}</answer>", "10", True),
+    ("<answer>$10</answer>", "10", True),
+    ("12 cm", r"12 \text{ cm}", True),
+    ("no number here", "72", False),
+    ("", "72", False),
+    ("9**9**9", "72", False),
+    (r"\boxed{9^{9^{9}}}", "72", False),
+    ("9^9^9 is big; the result: 42", "42", True),
+]
+
+
+@pytest.mark.parametrize(("response", "reference", "right"), MATH)
+def test_math(response, reference, right):
+    assert score_math(response, reference, "", {}) == right
+
+
+@pytest.mark.parametrize(
+    "piece", ["1 ", "$1 and ", r"\frac{", r"\boxed{", "answer:", "[ ", "1-", "(", "$", "9", "9^"]
+)
+def test_math_on_a_long_response_is_fast(piece):
+    score_math("1", "2", "", {})
+    start = time.perf_counter()
+    score_math(piece * (200_000 // len(piece)), "7", "", {})
+    assert time.perf_counter() - start < 1.0
+
+
+def test_exact():
+    assert score_exact(" 12\n", "12", "", {}) == 1.0
+    assert score_exact("12.", "12", "", {}) == 0.0
+
+
+def test_every_built_in_scorer_loads():
+    for name in ("exact", "math", "reasoning_gym"):
+        assert callable(load_scorer(name))
+
+
+@pytest.mark.parametrize("task", ["number_sorting", "countdown", "chain_sum"])
+def test_reasoning_gym_scores_what_the_data_room_loads(task):
+    """Examples as `load_examples` makes them, whose metadata is the whole entry."""
+    data = {"source": "reasoning_gym", "name": task, "options": {}, "render": "", "prompts": 3}
+    data |= {"prompt_field": "question", "answer_field": "answer", "answer_pattern": ""}
+    data |= {"instruction": "", "eval_prompts": 0}
+    for example in load_examples(ConfigDict({"seed": 0, "data": data})).train:
+        right = score_reasoning_gym(example.answer, example.answer, task, example.metadata)
+        wrong = score_reasoning_gym("no idea", example.answer, task, example.metadata)
+        assert right == 1
+        assert wrong < 0.5

@@ -1,0 +1,317 @@
+"""The draft store, in both memories, against a plain dictionary of lists."""
+
+import copy
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.rollout.drafts.store import KINDS, DraftStore
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts, Example, Prompts, Rollout
+
+R = 5
+MESHES = [(1, 1, 1), (8, 1, 1), (2, 2, 2)]
+FIELDS = [f.name for f in dataclasses.fields(Drafts)]
+
+
+def make_prompts(names) -> Prompts:
+    examples = tuple(Example(name, "", "", "", {}) for name in names)
+    count = len(examples)
+    ids = np.arange(2 * count, dtype=np.uint32).reshape(count, 2)
+    return Prompts(np.zeros((count, 3), np.int32), np.ones(count, np.int32), ids, examples)
+
+
+def make_rollout(rng, rows: int, k: int = 0, slots: int = R) -> Rollout:
+    """Responses of lengths 1..slots whose every field is different, zeros of both signs too."""
+    floats = rng.normal(size=(4, rows, slots)).astype(np.float32)
+    floats[:, :, 0] = rng.choice([-0.0, 0.0, -np.inf], size=(4, rows))
+    top_ids = rng.integers(0, 99, (rows, slots, k), dtype=np.int32)
+    top_logprobs = rng.normal(size=(rows, slots, k)).astype(np.float32)
+    ints = rng.integers(0, 99, (2, rows, slots), dtype=np.int32)
+    return Rollout(
+        tokens=put(ints[0], "batch", None),
+        lens=put(rng.integers(1, slots + 1, rows, dtype=np.int32), "batch"),
+        prefix_lens=put(np.zeros(rows, np.int32), "batch"),
+        policy_logprobs=put(floats[0], "batch", None),
+        sampling_logprobs=put(floats[1], "batch", None),
+        origin_logprobs=put(floats[2], "batch", None),
+        origin_steps=put(ints[1], "batch", None),
+        sources=put(np.zeros((rows, slots), np.int8), "batch", None),
+        top_ids=put(top_ids, "batch", None, None) if k else None,
+        top_logprobs=put(top_logprobs, "batch", None, None) if k else None,
+    )
+
+
+class Shelf:
+    """The same store as a dictionary: prompt → sample → (step, response), newest first."""
+
+    def __init__(self, prompts, samples, generations=1, history=1, max_age=0):
+        self.capacity, self.samples, self.max_age = prompts, samples, max_age
+        self.history = max(history, generations)
+        self.rows = {}  # in the order in which they were stored
+
+    def put(self, names, rollout, step):
+        before = {name: self.rows.pop(name, {}) for name in names}
+        while len(self.rows) + len(names) > self.capacity:
+            del self.rows[next(iter(self.rows))]
+        group = len(rollout.lens) // len(names)
+        host = {f: np.asarray(x) for f in FIELDS if (x := getattr(rollout, f)) is not None}
+        for i, name in enumerate(names):
+            for g in range(min(group, self.samples)):
+                response = {f: x[i * group + g] for f, x in host.items()}
+                before[name].setdefault(g, []).insert(0, (step, response))
+            self.rows[name] = before[name]
+
+    def get(self, name, sample, age, step):
+        """The response, or None."""
+        rows = self.rows.get(name, {}).get(sample, [])
+        if age > min(len(rows), self.history):
+            return None
+        stored, response = rows[age - 1]
+        return None if self.max_age and step - stored > self.max_age else response
+
+
+def check_drafts(drafts, shelf, names, group, age, step) -> int:
+    """Compare every field of every row; returns the number of rows that have a draft."""
+    drafts = {f: np.asarray(x) for f in FIELDS if (x := getattr(drafts, f)) is not None}
+    assert drafts["lens"].shape == (len(names) * group,)
+    found = 0
+    for row, (name, g) in enumerate(itertools.product(names, range(group))):
+        expected = shelf.get(name, g, age, step)
+        found += expected is not None
+        for field, array in drafts.items():
+            wanted = 0 if expected is None else expected[field]
+            np.testing.assert_array_equal(array[row], wanted, field)
+    return found
+
+
+def check_sources(sources, shelf, names, step) -> int:
+    """Compare all responses of the prompts; returns how many there are."""
+    tokens, lens = sources
+    for array in sources:
+        assert array.sharding.is_fully_replicated
+    count = shelf.history * shelf.samples
+    assert tokens.shape == (len(names), count, R)
+    assert lens.shape == (len(names), count)
+    tokens, lens = np.asarray(tokens), np.asarray(lens)
+    ages = range(1, shelf.history + 1)
+    for row, name in enumerate(names):
+        for n, (age, g) in enumerate(itertools.product(ages, range(shelf.samples))):
+            expected = shelf.get(name, g, age, step) or {"tokens": 0, "lens": 0}
+            np.testing.assert_array_equal(tokens[row, n], expected["tokens"])
+            assert lens[row, n] == expected["lens"]
+    return np.count_nonzero(lens)
+
+
+def check(store, shelf, names, group, age=1, step=1) -> int:
+    drafts = store.get(make_prompts(names), group, age, step=step)
+    return check_drafts(drafts, shelf, names, group, age, step)
+
+
+def store_both(store, shelf, names, rng, group, step=1):
+    rollout = make_rollout(rng, len(names) * group)
+    store.put(make_prompts(names), rollout, step=step)
+    shelf.put(names, rollout, step)
+
+
+def assert_same_bits(a, b):
+    """Same bytes, and the same layout on the devices."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_read_no_more_than_their_history(mesh, kind):
+    """Where more generations are kept, for drafts of an earlier age."""
+    rng, store = np.random.default_rng(5), DraftStore(4, 2, R, 3, history=1, kind=kind)
+    older, newest = Shelf(4, 2, 3), Shelf(4, 2)
+    for step in (1, 2, 3):
+        rollout = make_rollout(rng, 8)
+        store.put(make_prompts("abcd"), rollout, step=step)
+        for shelf in (older, newest):
+            shelf.put("abcd", rollout, step)
+    assert check(store, older, "abcd", 2, age=3, step=4) == 8
+    assert check_sources(store.sources(make_prompts("abcd"), step=4), newest, "abcd", 4) == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_store_offers_nothing(mesh, kind):
+    store = DraftStore(4, 2, R, kind=kind)
+    assert check(store, Shelf(4, 2), "abcd", 2) == 0
+    assert check_sources(store.sources(make_prompts("ab"), step=1), Shelf(4, 2), "ab", 1) == 0
+
+
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(("generations", "history", "k", "max_age"), [(2, 2, 0, 0), (1, 3, 2, 5)])
+def test_random_operations_like_a_dictionary_in_both_memories(
+    make_mesh, shape, generations, history, k, max_age
+):
+    """Twelve prompts, ten kept, batches of eight: prompts come back, give way and grow old."""
+    settings = {"generations": generations, "history": history, "max_age": max_age}
+    with jax.set_mesh(make_mesh(*shape)):
+        rng, shelf = np.random.default_rng(k), Shelf(10, 2, **settings)
+        stores = [DraftStore(10, 2, R, k=k, kind=kind, **settings) for kind in KINDS]
+        step = found = read = 0
+        batch = rng.permutation(list("abcdefghijkl"))[:8]
+        for _ in range(16):
+            step += int(rng.integers(1, 4))
+            prompts, group = make_prompts(batch), int(rng.choice([1, 3]))
+            age = int(rng.integers(1, generations + 1))
+            drafts = [s.get(prompts, group, age, step=step) for s in stores]
+            found += check_drafts(drafts[0], shelf, batch, group, age, step)
+            assert_same_bits(*drafts)
+            sources = [s.sources(prompts, step=step) for s in stores]
+            read += check_sources(sources[0], shelf, batch, step)
+            assert_same_bits(*sources)
+            following = rng.permutation(list("abcdefghijkl"))[:8]
+            if rng.integers(2):
+                [s.prefetch(make_prompts(following)) for s in stores]
+            if rng.integers(4):
+                rollout = make_rollout(rng, 8 * int(rng.choice([1, 3])), k)
+                [s.put(prompts, rollout, step=step) for s in stores]
+                shelf.put(batch, rollout, step)
+            batch = following
+        assert found > 60
+        assert read > 60
+        assert stores[0].state() == stores[1].state()
+        # float32 and int32 beside each other: tokens are there once for both depths.
+        row = 4 * (history * (R + 2) + generations * R * (3 + 2 * k))
+        assert stores[0].nbytes() == {"device": 64 * 2 * row, "host": 0}
+        assert stores[1].nbytes()["host"] == 64 * 2 * row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_group_size(mesh, kind):
+    rng, shelf = np.random.default_rng(1), Shelf(4, 3, 2)
+    store = DraftStore(4, 3, R, 2, kind=kind)
+    store_both(store, shelf, "ab", rng, 3)
+    assert check(store, shelf, "ab", 5) == 6  # samples 3 and 4 have no draft
+    assert check(store, shelf, "ba", 2) == 4
+    store_both(store, shelf, "bc", rng, 2)  # a smaller group leaves sample 2 of b as it was
+    assert check(store, shelf, "abc", 3) == 8
+    assert check(store, shelf, "abc", 3, age=2) == 2
+    store_both(store, shelf, "ca", rng, 5)  # samples beyond the store's are not kept
+    assert check(store, shelf, "abc", 5) == 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_prompt_stored_longest_ago_gives_way(mesh, kind):
+    rng, shelf = np.random.default_rng(2), Shelf(3, 2, 2)
+    store = DraftStore(3, 2, R, 2, kind=kind)
+    for names in ("ab", "c", "a"):
+        store_both(store, shelf, names, rng, 2)
+    assert check(store, shelf, "abc", 2) == 6
+    store.get(make_prompts("b"), 2, step=1)  # reading does not keep a prompt
+    # A smaller group than b's: what is left of b must not come back under d's name.
+    store_both(store, shelf, "d", rng, 1)
+    assert list(shelf.rows) == ["c", "a", "d"]
+    assert check(store, shelf, "abcd", 2) == 5
+    assert check(store, shelf, "abcd", 2, age=2) == 2  # a's first
+    # c is the oldest, but in the batch: a gives way, and c keeps what it had.
+    store_both(store, shelf, "ec", rng, 2)
+    assert list(shelf.rows) == ["d", "e", "c"]
+    assert check(store, shelf, "abcde", 2) == 5
+    assert check(store, shelf, "abcde", 2, age=2) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_grows_too_old(mesh, kind):
+    rng, shelf = np.random.default_rng(3), Shelf(4, 2, 2, max_age=3)
+    store = DraftStore(4, 2, R, 2, max_age=3, kind=kind)
+    store_both(store, shelf, "ab", rng, 2, step=1)
+    store_both(store, shelf, "bc", rng, 1, step=3)  # of b's samples only the first
+    for step, newest, before in ((4, 5, 1), (5, 2, 0), (6, 2, 0), (7, 0, 0)):
+        assert check(store, shelf, "abc", 2, 1, step) == newest
+        assert check(store, shelf, "abc", 2, 2, step) == before
+        sources = store.sources(make_prompts("abc"), step=step)
+        assert check_sources(sources, shelf, "abc", step) == newest + before
+
+
+def test_batches_that_cannot_be_stored(mesh):
+    store, rng = DraftStore(2, 2, R, k=3), np.random.default_rng(4)
+    for names, k, message in (
+        ("aba", 3, "twice"),
+        ("abc", 3, r"rollout\.store_prompts must be .*got 2 for a batch of 3"),
+        ("ab", 0, "3 likeliest tokens, got 0"),
+        ("ab", 2, "3 likeliest tokens, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store.put(make_prompts(names), make_rollout(rng, len(names), k), step=1)
+    assert store.state()["slots"] == []
+    with pytest.raises(ValueError, match="up to age 1, asked for 2"):
+        store.get(make_prompts("a"), 2, age=2, step=1)
+    with pytest.raises(ValueError, match=r"rollout\.store must be one of device, host, got disk"):
+        DraftStore(2, 2, R, kind="disk")
+
+
+@pytest.mark.parametrize(("saved_as", "restored_as"), list(itertools.product(KINDS, KINDS)))
+def test_checkpoints_of_either_memory_go_into_either(tmp_path, make_mesh, saved_as, restored_as):
+    settings = {"generations": 1, "history": 2, "max_age": 9}
+    rng, shelf = np.random.default_rng(5), Shelf(10, 2, **settings)
+    owner = {"tokenizer": "t", "model": "m"}
+
+    def new(kind):
+        return DraftStore(10, 2, R, kind=kind, owner=owner, **settings)
+
+    with Checkpointer(tmp_path) as checkpoints:
+        with jax.set_mesh(make_mesh(2, 2, 2)):
+            store = new(saved_as)
+            store_both(store, shelf, "abcdefgh", rng, 2, step=1)
+            store_both(store, shelf, "ghabijcd", rng, 1, step=2)
+            checkpoints.save(2, {"store": store.arrays}, {"store": store.state()})
+            saved = copy.deepcopy(shelf)
+            store_both(store, shelf, "abcdefgh", rng, 2, step=3)  # the save is still under way
+        with jax.set_mesh(make_mesh(8, 1, 1)):
+            other = new(restored_as)
+            arrays, host = checkpoints.restore(2, {"store": other.like})
+            other.restore(json.loads(json.dumps(host["store"])), arrays["store"])
+            assert check(other, saved, "efghijab", 2, step=10) == 14
+            sources = other.sources(make_prompts("abcdefgh"), step=10)
+            assert check_sources(sources, saved, "abcdefgh", 10) == 22
+            for step, names in enumerate(("klabcdef", "abcdefgh"), start=3):
+                store_both(other, saved, names, rng, 2, step)
+            assert list(dict(other.state()["slots"])) == list(saved.rows)
+            assert check(other, saved, "efghijkl", 2, step=5) == 12
+
+
+def test_a_host_store_may_change_while_it_is_being_saved(tmp_path, mesh):
+    """32 MiB of tokens and log-probs: writing them takes longer than the next `put`."""
+    slots, names = 2**14, [f"{i}" for i in range(64)]
+    rng, store = np.random.default_rng(6), DraftStore(64, 2, slots, kind="host")
+    first = make_rollout(rng, 128, slots=slots)
+    store.put(make_prompts(names), first, step=1)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, store.arrays, {})
+        store.put(make_prompts(names), make_rollout(rng, 128, slots=slots), step=2)
+        arrays, _ = checkpoints.restore(1, store.like)
+    for name in ("tokens", "sampling_logprobs", "origin_steps"):
+        saved = np.asarray(getattr(arrays, name)).reshape(128, slots)
+        np.testing.assert_array_equal(saved, getattr(first, name), name)
+
+
+def test_a_store_of_another_owner_or_shape_is_refused(mesh):
+    def new(prompts=3, k=0, generations=1, tokenizer="t1", model="m1"):
+        owner = {"tokenizer": tokenizer, "model": model}
+        return DraftStore(prompts, 2, R, generations, k=k, owner=owner)
+
+    saved = new()
+    state = json.loads(json.dumps(saved.state()))
+    for other, message in (
+        (new(tokenizer="t2"), r"tokenizer\.source must be .*t1, got t2; set it back"),
+        (new(model="m2"), r"model\.source must be .*m1, got m2; set it back"),
+        (new(prompts=4), r"saved with prompts = 3; this run has prompts = 4; resume with"),
+        (new(k=2, generations=2), r"with generations = 1, .*k = 0; .* generations = 2, .*k = 2;"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            other.restore(state, saved.arrays)
+        assert "\n" not in str(error.value)
+        assert other.state()["slots"] == []
+    with pytest.raises(ValueError, match="holds, None, got t1"):
+        new().restore({"slots": []}, saved.arrays)  # before there was an owner

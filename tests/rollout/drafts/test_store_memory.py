@@ -1,0 +1,146 @@
+"""The store's arrays on the host: what is fetched ahead, and what may not be shared with jax."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax.rollout.drafts import store_memory as draft_memory
+from specrl_jax.rollout.drafts.store_memory import DeviceMemory, HostMemory, Stored, abstract_stored
+
+N, G, R = 64, 2, 3
+
+
+def newest(value: int, rows: int) -> Stored:
+    """Responses of one prompt each, every number `value`."""
+    tokens = np.full((rows * G, R), value, np.int32)
+    logprobs = tokens.astype(np.float32)
+    return Stored(tokens, tokens[:, 0], tokens[:, 0], logprobs, logprobs, tokens)
+
+
+def write(memory, slots: list[int], value: int) -> None:
+    index = np.asarray(slots, np.int32)
+    memory.write(index, np.ones(len(slots), bool), newest(value, len(slots)))
+
+
+def read(memory, slots: list[int]) -> list[int]:
+    """The first token of every prompt's first sample."""
+    stored, index = memory.rows(np.asarray(slots, np.int32))
+    tokens = np.asarray(stored.tokens)[0]
+    return (tokens if index is None else tokens[np.asarray(index)])[:, 0, 0].tolist()
+
+
+def prefetch(memory, slots: list[int]) -> None:
+    memory.prefetch(np.asarray(slots, np.int32))
+
+
+@pytest.fixture
+def memory(mesh):
+    return HostMemory(abstract_stored(1, 1, N, G, R, 0))
+
+
+@pytest.fixture
+def fetches(monkeypatch):
+    """The slots of every fetch, in order."""
+    done, fetch = [], draft_memory._to_device
+
+    def counted(stored, index, layouts):
+        done.append(index.tolist())
+        return fetch(stored, index, layouts)
+
+    monkeypatch.setattr(draft_memory, "_to_device", counted)
+    return done
+
+
+def test_rows_are_fetched_once(memory, fetches):
+    write(memory, [0, 1, 2, 3], 5)
+    prefetch(memory, [0, 1])
+    prefetch(memory, [0, 1])
+    assert read(memory, [0, 1]) == read(memory, [0, 1]) == [5, 5]
+    assert fetches == [[0, 1]]
+    prefetch(memory, [2, 3])  # this batch's rows and the next one's are held beside each other
+    assert read(memory, [0, 1]) == read(memory, [2, 3]) == [5, 5]
+    assert fetches == [[0, 1], [2, 3]]
+    assert read(memory, [1, 0]) == [5, 5]  # another order is another batch; [0, 1] is let go
+    assert read(memory, [2, 3]) == read(memory, [0, 1]) == [5, 5]
+    assert fetches == [[0, 1], [2, 3], [1, 0], [0, 1]]
+
+
+def test_what_was_written_is_fetched_again(memory, fetches):
+    write(memory, [0, 1, 2, 3], 5)
+    prefetch(memory, [0, 1])
+    prefetch(memory, [2, 3])
+    write(memory, [1, 7], 6)
+    assert read(memory, [2, 3]) == [5, 5]
+    assert read(memory, [0, 1]) == [5, 6]
+    assert fetches == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_a_prefetch_does_not_wait(memory, monkeypatch):
+    """It returns while its rows are not picked yet, and a write meanwhile is seen."""
+    fetch, go = draft_memory._to_device, threading.Event()
+
+    def slow(stored, index, layouts):
+        assert go.wait(60)
+        return fetch(stored, index, layouts)
+
+    monkeypatch.setattr(draft_memory, "_to_device", slow)
+    prefetch(memory, [0, 1])
+    prefetch(memory, [2, 3])
+    write(memory, [1], 6)
+    go.set()
+    assert read(memory, [2, 3]) == [0, 0]
+    assert read(memory, [0, 1]) == [0, 6]
+
+
+def test_rows_on_the_device_stay_what_they_were(mesh):
+    memory = HostMemory(abstract_stored(1, 1, N, G, 2**14, 0))
+    for array in jax.tree.leaves(memory.arrays):
+        array[:] = 5
+    slots = np.arange(N, dtype=np.int32)
+    rows, _ = memory.rows(slots)  # all of them in order: the arrays' own bytes would do
+    # jax keeps NumPy's memory where it is aligned, as that of large arrays mostly is.
+    for array in jax.tree.leaves(memory.arrays):
+        array[:] = 6
+    for array in jax.tree.leaves(rows):
+        assert (np.asarray(array) == 5).all()
+
+
+def test_loaded_arrays_are_copies(memory):
+    own = DeviceMemory(abstract_stored(1, 1, N, G, R, 0))
+    prefetch(memory, [0, 1])
+    write(own, [0, 1], 5)
+    memory.load(own.arrays)
+    assert read(memory, [0, 1]) == [5, 5]
+    write(memory, [0], 6)
+    assert read(own, [0, 1]) == [5, 5]
+    assert read(memory, [0, 1]) == [6, 5]
+
+
+def test_where_the_arrays_are(make_mesh):
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        abstract = abstract_stored(2, 1, 65, G, R, 4)  # on every mesh a multiple of 64 prompts
+        device, host = DeviceMemory(abstract), HostMemory(abstract)
+        total = sum(x.size * 4 for x in jax.tree.leaves(abstract))
+        assert abstract.tokens.shape == (2, 128, G, R)
+        assert abstract.top_ids.shape == (1, 128, G, R, 4)
+        assert device.nbytes() == {"device": total, "host": 0}
+        assert host.nbytes() == {"device": 0, "host": total}
+        prefetch(host, list(range(64)))
+        assert host.nbytes() == {"device": total // 2, "host": total}
+        rows, _ = host.rows(np.arange(64, dtype=np.int32))
+        assert sum(x.nbytes for x in jax.tree.leaves(rows)) == total // 2
+        for array, like, row in zip(*map(jax.tree.leaves, (device.arrays, device.like, rows))):
+            split = jax.P(None, ("data", "fsdp"), *(None,) * (array.ndim - 2))
+            assert array.sharding.spec == row.sharding.spec == split
+            assert array.sharding == like.sharding
+            assert (array.shape, array.dtype) == (like.shape, like.dtype)
+        for like in jax.tree.leaves(host.like):
+            assert like.sharding.memory_kind == "pinned_host"
+
+
+def test_several_processes_keep_their_drafts_on_devices(mesh, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"rollout\.store must be device with 2 processes"):
+        HostMemory(abstract_stored(1, 1, N, G, R, 0))

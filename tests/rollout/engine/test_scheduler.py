@@ -1,0 +1,553 @@
+"""The scheduler: queue, bounds, eviction and choices by cost. None of them changes a token."""
+
+import dataclasses
+import gc
+import types
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import as_drafts, check_equal, corpus_of, host, make_plan, run
+
+from specrl_jax.models.kv_cache import cache_bytes
+from specrl_jax.rollout.adaptive.speculation import Speculation, StepPlan
+from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
+from specrl_jax.rollout.engine import buckets as ladder
+from specrl_jax.rollout.engine import decode
+from specrl_jax.rollout.engine import decode_state as rows
+from specrl_jax.rollout.engine.scheduler import Scheduler
+from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.sharding import put
+from specrl_jax.types import Source
+
+B, P, R = 32, 6, 8
+NEVER = (99,)  # an end of sequence outside the vocabulary: only caps end a response
+LAW = SamplingConfig(0.7, top_k=5, top_p=0.9)
+ONE_RUNG = {"row_rungs": 1, "windows": 1}
+PROMPTS = ref.random_prompts()
+CAPS = np.random.default_rng(1).integers(1, R + 1, B).astype(np.int32)
+FOUND = ("prefix_lens", "sources")  # what drafts change under the match rule
+
+
+def plan_of(width=1, **kwargs):
+    """The match rule unless said; tree drafts where steps may be wider than 1."""
+    tree = ref.TREE if width > 1 else None
+    kwargs = {"law": LAW, "accept": "match", "max_width": width, "tree": tree} | kwargs
+    return make_plan(ref.ONE_LAYER, eos=NEVER, stored=3, **kwargs)
+
+
+def go(plan, caps=CAPS, prompts=PROMPTS, **kwargs):
+    weights = ref.policy(0.0, ref.ONE_LAYER)[1]
+    return run(plan, weights, prompts, 1, max_lens=caps, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def base(make_mesh):
+    """The plain rollout up to its caps and beyond, and a whole one of an earlier policy."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        plan = plan_of(**ONE_RUNG)
+        plain, _ = go(plan)
+        endless, _ = go(plan, caps=None)
+        old, _ = run(plan, ref.policy(0.1, ref.ONE_LAYER)[1], PROMPTS)
+        yield host(plain), host(endless), host(as_drafts(old))
+
+
+# The queue
+
+
+BYTES = cache_bytes(ref.ONE_LAYER, 1, 1)
+
+
+def bytes_for(count, width=1) -> float:
+    """A bound that holds so many rows at the deepest window, while they are moved."""
+    return 2.5 * count * (P + R + width - 1) * BYTES
+
+
+FEW_BYTES = {"windows": 2, "row_rungs": 3, "cache_bytes": bytes_for(13)}  # 16 rows, 8 at the end
+QUEUES = {
+    "all at once": ONE_RUNG,
+    "a queue": {"max_rows": 8, "windows": 2},
+    "a group at a time": {"max_rows": 4, **ONE_RUNG},
+    "few bytes": FEW_BYTES,
+    "tree drafts": {"width": 4, **ONE_RUNG},
+}
+
+
+@pytest.mark.parametrize("changes", QUEUES.values(), ids=QUEUES)
+@pytest.mark.parametrize("offered", [False, True], ids=["plain", "drafts"])
+def test_every_response_ends_at_its_cap(mesh, base, changes, offered):
+    """With drafts that are right and longer than the caps, too."""
+    _, endless, _ = base
+    assert set(endless.lens) == {R}
+    rollout, _ = go(plan_of(**changes), drafts=as_drafts(endless) if offered else None)
+    np.testing.assert_array_equal(np.asarray(rollout.lens), CAPS)
+    inside = np.arange(R)[None, :] < CAPS[:, None]
+    for name in ("tokens", "policy_logprobs", "sampling_logprobs", "origin_logprobs"):
+        values = np.where(inside, getattr(endless, name), 0)
+        np.testing.assert_allclose(np.asarray(getattr(rollout, name)), values, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(rollout.prefix_lens), CAPS if offered else 0 * CAPS)
+    reused = np.asarray(rollout.sources) == Source.REUSED
+    np.testing.assert_array_equal(reused, inside & offered)
+
+
+def test_a_queue_and_the_order_of_its_prompts(mesh, base):
+    order = np.random.default_rng(2).permutation(8)
+    places = (order[:, None] * 4 + np.arange(4)[None, :]).ravel()
+    plan, moved = plan_of(max_rows=8, windows=2), ref.select(PROMPTS, order)
+    rollout, stats = go(plan, caps=CAPS[places], prompts=moved)
+    check_equal(rollout, base[0], places)
+    assert {size for size, *_ in stats.visits} == {8, 4}
+
+
+def test_a_batch_that_fills_no_rung(mesh, base):
+    """Five groups of four rows on a rung of 32, at once and in parts: fillers are not seen."""
+    five = ref.select(PROMPTS, range(5))
+    for changes in (ONE_RUNG, {"max_rows": 8, "windows": 2}):
+        rollout, _ = go(plan_of(**changes), caps=CAPS[:20], prompts=five)
+        check_equal(rollout, base[0], slice(0, 20))
+
+
+def test_a_queue_refills_before_its_last_row_is_done(mesh, base):
+    """One long row in every group: parts would take four times eight steps of eight rows."""
+    _, endless, _ = base
+    caps = np.tile([R, 1, 1, 1], 8).astype(np.int32)
+    rollout, stats = go(plan_of(max_rows=8, windows=1), caps=caps)
+    np.testing.assert_array_equal(np.asarray(rollout.lens), caps)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
+    assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same rungs, without refilling
+
+
+def test_a_verification_never_splits_to_a_larger_rung():
+    """A group that begins alone may have fewer rows than the smallest rung of the pool."""
+    flight = types.SimpleNamespace(joined_shape=lambda *_: (2, 9), pool_shape=list)
+    room = types.SimpleNamespace(holds=lambda *rungs: True)
+    engine = types.SimpleNamespace(flight=flight, room=room)
+    batch = types.SimpleNamespace(size=4, slots=9, shape=(4, 9), active=4, verifying=3, longest=0)
+    assert [Scheduler._may_split(engine, batch, size) for size in (2, 4, 6)] == [True, False, False]
+
+
+# A bound of the caches' bytes
+
+
+@pytest.fixture
+def held_bytes(monkeypatch):
+    """The most bytes that caches really held at once, as [n]: read off the live arrays."""
+    most = [0]
+
+    def watched(function):
+        def call(*args, **kwargs):
+            out = function(*args, **kwargs)
+            if live() > most[0]:
+                gc.collect()  # a program's compilation leaves cycles that hold its arguments
+                most[0] = max(most[0], live())
+            return out
+
+        return call
+
+    def live() -> int:
+        caches = (x for x in jax.live_arrays() if x.ndim == 4 and x.shape[1] == 2)
+        # Keys [B, 2, 4, S], values [B, 2, S, 4]; [D, 2, 4, 4] are weights.
+        return sum(x.nbytes for x in caches if 4 in x.shape[2:] and x.shape[2:] != (4, 4))
+
+    for module, names in (
+        (decode, ("prefill", "spread", "replay", "visit")),
+        (rows, ("move", "add")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    return most
+
+
+# (rows at the deepest window, tokens a step may check, longest draft)
+BOUNDS = [(13, 1, 0), (13, 1, 3), (13, 1, R), (8, 1, 0), (13, 4, 3)]
+
+
+@pytest.mark.parametrize("bound", BOUNDS, ids=str)
+def test_rows_give_up_their_cache_and_come_back(mesh, base, held_bytes, bound):
+    """At the first window more rows fit than at the second: some must go, and none is lost."""
+    count, width, longest = bound
+    plain, _, old = base
+    drafts = as_drafts(old, np.minimum(old.lens, longest)) if longest else None
+    plan = plan_of(width, **{**FEW_BYTES, "cache_bytes": bytes_for(count, width)})
+    rollout, stats = go(plan, drafts=drafts)
+    check_equal(rollout, plain, but=FOUND)
+    assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
+    if longest < R:  # long drafts need the deepest window at once
+        assert stats.evicted > 0
+    assert stats.metrics()["rollout/evicted"] == stats.evicted
+    assert stats.metrics()["rollout/cache_gib"] == stats.cache_bytes / 2**30
+
+
+def long_plan(**changes):
+    """16 rows of 32 tokens without an end, prompts of 2."""
+    per_slot = cache_bytes(ref.ONE_LAYER, 1, 1)
+    rows_, slots = changes.pop("fits")
+    options = {"slots": 32, "prompt_slots": 2, "group": 2, "accept": "match", "eos": (16,)}
+    bound = 2.5 * rows_ * slots * per_slot
+    return ref.make_plan(ref.ONE_LAYER, cache_bytes=bound, **options | changes)
+
+
+def test_rows_come_back_to_the_window_behind_the_one_they_filled(mesh, held_bytes):
+    """At 18 slots 8 rows fit, at 34 four: those that come back must not be begun as eight."""
+    plan = long_plan(fits=(8, 18), row_rungs=4, windows=2)
+    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
+    rollout, stats = ref.run(plan, weights, prompts)
+    assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
+    free = dataclasses.replace(plan, cache_bytes=0.0)
+    check_equal(rollout, ref.run(free, weights, prompts)[0])
+    assert stats.evicted == 12  # 8 of the first window, and 4 more that fill it
+
+
+@pytest.mark.parametrize("slots", [2, 48])
+def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slots):
+    """Drafts of two passes, right in 3 of 8 rows: these go on alone only if there is room. Without
+    a bound they do, and the cache of their prompts must be gone by then."""
+    prompts, (_, weights) = ref.random_prompts(8, slots), ref.policy(model=ref.ONE_LAYER)
+    options = {"row_rungs": 4, "windows": 1, "max_rows": 8, "verify_chunk": 16}
+    plan = long_plan(fits=(8, slots + 32), prompt_slots=slots, **options)
+    free = dataclasses.replace(plan, cache_bytes=0.0)
+    right = ref.run(free, weights, prompts)[0]
+    tokens = np.asarray(right.tokens).copy()
+    tokens[np.arange(16) % 8 >= 3, 4] ^= 1
+    drafts = as_drafts(dataclasses.replace(right, tokens=put(tokens, "batch", None)))
+    for one in (plan, free):
+        held_bytes[0] = 0
+        rollout, stats = ref.run(one, weights, prompts, drafts=drafts)
+        check_equal(rollout, right, but=FOUND)
+        assert 0 < stats.cache_bytes == held_bytes[0] <= (one.cache_bytes or np.inf)
+        assert stats.verified_tokens > 0
+    visits = [program for program in stats.programs if program[0] == "visit"]
+    assert len({size for _, size, *_, wide, _ in visits if wide}) > 1  # parted
+
+
+@pytest.mark.parametrize(
+    "fits", [pytest.param((16, 34), marks=pytest.mark.slow), (4, 34)], ids=["all", "few"]
+)
+def test_block_judges_whole_drafts_within_the_bound(mesh, held_bytes, fits):
+    """Short drafts, whose pass is wider than the window that they need; one of them longer."""
+    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
+    plan = long_plan(fits=fits, row_rungs=3, windows=4, accept="block", stored=3)
+    free = dataclasses.replace(plan, cache_bytes=0.0, windows=1)
+    old = ref.run(free, ref.policy(0.1, ref.ONE_LAYER)[1], prompts)[0]
+    lens = np.full(16, 5)
+    drafts = [as_drafts(old, np.where(np.arange(16) == 15, n, lens)) for n in (5, 20)]
+    expected = [ref.run(free, weights, prompts, 1, drafts=d)[0] for d in drafts]
+    held_bytes[0] = 0
+    found = [ref.run(plan, weights, prompts, 1, drafts=d) for d in drafts]
+    assert max(stats.cache_bytes for _, stats in found) == held_bytes[0] <= plan.cache_bytes
+    for (rollout, _), whole in zip(found, expected):
+        check_equal(rollout, whole)
+        kept = np.asarray(rollout.prefix_lens)
+        assert 0 < kept.sum() < 16 * 5  # some accepted, some not
+    one, two = (np.asarray(rollout.tokens)[:15] for rollout, _ in found)
+    np.testing.assert_array_equal(one, two)  # nothing of the row whose draft is longer
+
+
+@pytest.mark.parametrize("accept", ["ratio", "ratio_residual"])
+def test_eviction_in_the_midst_of_a_verification(mesh, base, accept):
+    """Drafts that are left to decode steps wait on the board with their rows."""
+    offered = ref.put_rows(base[2])
+    whole, _ = go(plan_of(accept=accept, **ONE_RUNG), drafts=offered)
+    cost = Speculation(table(verify=1e6))
+    rollout, stats = go(plan_of(accept=accept, **FEW_BYTES), drafts=offered, speculation=cost)
+    check_equal(rollout, whole)
+    assert np.asarray(whole.prefix_lens).max() > 4  # the first window
+    assert stats.evicted > 0
+    assert stats.verified_tokens == 0
+    assert all(steps for *_, steps in stats.visits)
+
+
+def test_no_bound_is_no_eviction(mesh, base, held_bytes):
+    rollout, stats = go(plan_of(windows=2, row_rungs=3))
+    check_equal(rollout, base[0])
+    assert stats.evicted == 0
+    assert stats.cache_bytes == held_bytes[0] > 0
+
+
+def test_a_bound_too_small_for_anything_is_one_line(mesh):
+    plan = plan_of(windows=1, row_rungs=5, cache_bytes=1.0)
+    with pytest.raises(
+        ValueError, match=r"^rollout.max_cache_gib must be 0 or >= .* got 9.31e-10;"
+    ):
+        go(plan)
+
+
+# Choices by cost
+
+
+def table(wide=(10.0, 20.0), verify=1.0) -> StepCosts:
+    """Seconds of steps of width 1: one; of 2 and 4: `wide`; of a verification: `verify`."""
+    return StepCosts(
+        {
+            Point(B, P + R, 1, False): 1.0,
+            Point(B, P + R, 8, False): verify,
+            Point(B, P + R, 2, True): wide[0],
+            Point(B, P + R, 4, True): wide[1],
+        }
+    )
+
+
+def choosing(base, table, accept="match", width=4, offered=True):
+    """(rollout, stats, cost model) on one rung, with tree drafts of the plain responses."""
+    _, endless, old = base
+    plan = plan_of(width, accept=accept, **ONE_RUNG)
+    cost = Speculation(table) if table else None
+    rollout, stats = go(
+        plan,
+        drafts=ref.put_rows(old) if offered else None,
+        suffixes=corpus_of(plan, endless.tokens, endless.lens) if width > 1 else None,
+        speculation=cost,
+        log_lenience=0.5,
+    )
+    return rollout, stats, cost
+
+
+def test_widths_that_never_pay_are_left_alone(mesh, base):
+    rollout, stats, _ = choosing(base, table(), offered=False)
+    check_equal(rollout, base[0])
+    assert {width for *_, width, _ in stats.visits} == {1}
+    assert stats.drafted_tokens == 0
+    assert stats.predicted_seconds == stats.decode_steps
+    assert stats.metrics()["time/decode_predicted"] == stats.decode_steps
+
+
+def test_a_corpus_is_made_for_the_first_step_that_reads_it(mesh, base):
+    _, endless, _ = base
+    plan, made = plan_of(4, **ONE_RUNG), []
+
+    def make():
+        made.append(corpus_of(plan, endless.tokens, endless.lens))
+        return made[-1]
+
+    rollout, _ = go(plan, suffixes=make, speculation=Speculation(table()))
+    check_equal(rollout, base[0])
+    assert not made
+    rollout, stats = go(plan, suffixes=make, speculation=Speculation(table(wide=(1.01, 1.02))))
+    check_equal(rollout, base[0], but=("sources",))
+    assert len(made) == 1
+    assert stats.drafted_tokens > 0
+
+
+def test_cheap_wide_steps_are_taken(mesh, base):
+    rollout, stats, cost = choosing(base, table(wide=(1.01, 1.02)), offered=False)
+    check_equal(rollout, base[0], but=("sources",))
+    assert {width for *_, width, _ in stats.visits} == {4}
+    assert stats.decode_steps <= R / 2  # the plain responses are known
+    assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED)
+    np.testing.assert_allclose(stats.predicted_seconds, 1.02 * stats.decode_steps)
+    assert 0 < cost.acceptance.offered[0] < stats.row_steps  # rows that are done do not count
+
+
+RULES = [("match", 1), ("match", 4), ("ratio", 1), ("ratio", 4), ("ratio_residual", 4)]
+
+
+@pytest.mark.parametrize(("accept", "width"), RULES)
+def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, accept, width):
+    """One pass, or a token or four of the draft a step: the same responses, prefixes and laws."""
+    wide = (10.0, 20.0) if width == 1 else (1.01, 1.02)
+    at_once, stats, _ = choosing(base, None, accept)
+    assert stats.verified_tokens > 0
+    skipped, stats, _ = choosing(base, table(wide, verify=1e6), accept)
+    check_equal(skipped, at_once, but=("sources",))
+    reused = np.arange(R)[None, :] < np.asarray(at_once.prefix_lens)[:, None]
+    np.testing.assert_array_equal(np.asarray(skipped.sources) == Source.REUSED, reused)
+    assert reused.any()
+    assert (stats.verified_tokens, stats.judged_tokens) == (0, 0)
+    assert {width for *_, width, _ in stats.visits} == {width}
+    ran, stats, _ = choosing(base, table(wide, verify=0.01), accept)
+    check_equal(ran, at_once, but=("sources",))
+    assert stats.verified_tokens > 0
+
+
+def test_steps_judge_alike_on_a_mesh(make_mesh, base):
+    """A split batch and vocabulary; behind the last draft the same rung goes on without drafts."""
+    plan, found = plan_of(accept="ratio", **ONE_RUNG), []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        with jax.set_mesh(make_mesh(*shape)):
+            drafts, cost = ref.put_rows(base[2]), Speculation(table(verify=1e6))
+            rollout, stats = go(plan, drafts=drafts, speculation=cost, log_lenience=-1.5)
+            found.append(host(rollout))
+        assert stats.verified_tokens == 0
+        assert {key[-1] for key in stats.programs if key[0] == "visit"} == {True, False}
+    check_equal(*found)
+    assert found[0].prefix_lens.max() > 1
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_drafts_without_a_pass_cost_no_step_under_match(mesh, base, right):
+    """The programs and visits are a plain rollout's, whatever the drafts hold; the prefixes are
+    told by comparing."""
+    plain, endless, old = base
+    drafts = endless if right else old
+    steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
+    cost = Speculation(StepCosts(steps | {Point(B, P + R, 8, False): 1e6}))
+    plan = plan_of(row_rungs=3, windows=1)
+    _, expected = go(plan, speculation=Speculation(cost.table))
+    got, stats = go(plan, speculation=cost, drafts=as_drafts(drafts))
+    check_equal(got, plain, but=FOUND)
+    assert (stats.visits, stats.programs) == (expected.visits, expected.programs)
+    same = (plain.tokens == drafts.tokens) & (
+        np.arange(R) < np.minimum(plain.lens, drafts.lens)[:, None]
+    )
+    run = np.cumprod(same, axis=1, dtype=bool)
+    np.testing.assert_array_equal(got.prefix_lens, run.sum(axis=1))
+    inside = np.arange(R) < plain.lens[:, None]
+    np.testing.assert_array_equal((np.asarray(got.sources) == Source.REUSED)[inside], run[inside])
+    judged = run.sum() + np.sum(run.sum(axis=1) < np.minimum(plain.lens, drafts.lens))
+    assert (cost.acceptance.kept, cost.acceptance.verified) == (run.sum(), judged)
+    assert right == (run.sum() == plain.lens.sum())
+
+
+@pytest.mark.parametrize("accept", ["match", "ratio"])
+def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, accept):
+    """No pass is run to learn it, and what is learned turns the choice when it should."""
+    _, endless, _ = base
+    plan = plan_of(1, accept=accept, row_rungs=3, windows=1)
+    steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
+    cost = Speculation(StepCosts(steps | {Point(B, P + R, 8, False): 2.0}))
+    cost.acceptance.observe_verified(0, 200)
+    passes = []
+    for _ in range(6):
+        rollout, stats = go(plan, drafts=as_drafts(endless), speculation=cost, caps=None)
+        check_equal(rollout, endless, but=FOUND)
+        assert np.asarray(rollout.prefix_lens).sum() == B * R
+        passes.append(stats.verified_tokens)
+    assert passes[:2] == [0, 0]  # drafts of so bad a name are not worth a pass
+    assert passes[-1] == B * R
+    assert cost.acceptance.rate() > 0.8
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "shares"),
+    [
+        (0, {8: 7, 32: 1}),  # 32 rows decode a token each, one of them 7 more
+        # 8 rows at once and 24 that wait: there are always 7 beside the long one.
+        (8, {8: 8 / 8 + 7 * 1 / 8}),
+    ],
+)
+def test_a_decoded_token_is_priced_on_the_rungs_that_it_would_take(mesh, base, max_rows, shares):
+    lens = np.where(np.arange(B) == 5, 8, 1)
+    seen = []
+
+    class Spy(Whims):
+        def choose_pass(self, passes):
+            seen.extend(passes)
+
+    plan = plan_of(row_rungs=3 if not max_rows else 1, windows=1, max_rows=max_rows)
+    go(plan, drafts=as_drafts(base[1], lens), speculation=Spy(0))
+    found = seen[0].shares(seen[0].active())
+    assert {rows: share for (rows, _), share in found.items() if share} == pytest.approx(shares)
+
+
+def test_what_a_pass_is_asked_for(mesh, base):
+    """Drafts of 8 tokens, all of them right, in windows of 4 and 8, 2 tokens a pass: each begins
+    behind what was kept. Rows without a draft come last, beside nobody who verifies."""
+    seen = []
+
+    class Spy(Whims):
+        def choose_pass(self, passes):
+            seen.extend(passes)
+            return passes[-1]
+
+    plan = plan_of(row_rungs=1, windows=2, verify_chunk=2, max_rows=8)
+    drafts = as_drafts(base[1], np.where(np.arange(B) < 8, 0, R))
+    rollout, _ = go(plan, caps=None, drafts=drafts, speculation=Spy(0))
+    check_equal(rollout, base[1], but=FOUND)
+    assert {one.windows for one in seen} == {((P + 4, 4), (P + 8, 8))}
+    assert [one.begun for one in seen] == [0, 2, 4, 6] * 3
+    assert [one.left for one in seen] == [(R - one.begun,) * 8 for one in seen]
+    assert {one.others for one in seen} == {0}
+
+
+def test_block_verification_is_never_skipped(mesh, base):
+    at_once, _, _ = choosing(base, None, "block", width=1)
+    paid, stats, _ = choosing(base, table(verify=1e6), "block", width=1)
+    check_equal(paid, at_once)
+    assert stats.verified_tokens > 0
+
+
+class Whims:
+    """In the place of a cost model, one that chooses at random."""
+
+    def __init__(self, seed):
+        self.rng, self.verdicts = np.random.default_rng(seed), set()
+        self.kept = self.judged = 0  # all that it was told
+        self.wide = bool(seed % 2)
+
+    def widens(self, rungs, widths):
+        return self.wide
+
+    def record_drafts(self, kept, judged):
+        assert 0 <= kept <= judged
+        self.kept, self.judged = self.kept + kept, self.judged + judged
+
+    def plan_visit(self, size, slots, widths):
+        width = int(self.rng.choice(widths))
+        return StepPlan(size, slots, width, width, int(self.rng.integers(0, 4)))
+
+    def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
+        self.record_drafts(kept, judged)
+        return 0.0
+
+    def choose_pass(self, passes):
+        verdict = bool(self.rng.random() < 0.6)
+        self.verdicts.add(verdict)
+        return passes[self.rng.integers(len(passes))] if verdict else None
+
+    def record_pass(self, done, kept=0, judged=0):
+        self.record_drafts(kept, judged)
+        return 0.0
+
+
+def every_program(ladder, group) -> set[tuple]:
+    """Of the policy: all that there can be, whatever lengths, drafts and costs come."""
+    windows = {ladder.slots(length) for length in ladder.responses}
+    passes = {ladder.prompt_slots + n + w for n in (0, *ladder.responses) for w in ladder.verify}
+    flags = (False, True)
+    steps = product(ladder.rows, windows, ladder.widths, flags, [False], flags)
+    wide = product(ladder.rows, windows | passes, ladder.verify, [False], [True], flags)
+    replays = product(ladder.admissions, windows | passes, ladder.responses)
+    prefills = product([n // group for n in ladder.admissions], [ladder.prompt_slots])
+    named = {"visit": [*steps, *wide], "replay": replays, "prefill": prefills}
+    return {(name, *shape) for name, shapes in named.items() for shape in shapes}
+
+
+WHIMS = {
+    "residual": ("ratio_residual", {"max_rows": 16, **ONE_RUNG}),
+    "few bytes": (
+        "match",
+        {"max_rows": 16, "row_rungs": 1, "windows": 2, "cache_bytes": bytes_for(16, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("accept", "changes"), WHIMS.values(), ids=WHIMS)
+def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
+    monkeypatch.setattr(ladder, "NARROW", 1)  # passes of one token and of two
+    _, endless, old = base
+    expected, _ = go(plan_of(accept=accept, **ONE_RUNG), drafts=ref.put_rows(old))
+    plan = plan_of(4, accept=accept, verify_chunk=2, **changes)
+    widths, verdicts, evicted, programs = set(), set(), 0, set()
+    for seed in range(4):
+        whims = Whims(seed)
+        corpus = corpus_of(plan, endless.tokens, endless.lens)
+        rollout, stats = go(plan, drafts=ref.put_rows(old), suffixes=corpus, speculation=whims)
+        check_equal(rollout, expected, but=("sources",))
+        sources = np.asarray(rollout.sources)
+        reused = np.arange(R)[None, :] < np.asarray(rollout.prefix_lens)[:, None]
+        np.testing.assert_array_equal(sources == Source.REUSED, reused)
+        assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED)
+        prefixes, ends = np.asarray(rollout.prefix_lens), np.minimum(old.lens, rollout.lens)
+        assert whims.kept == prefixes.sum()
+        assert whims.judged == np.minimum(prefixes + 1, ends).sum()
+        widths |= {width for *_, width, _ in stats.visits}
+        verdicts |= whims.verdicts
+        evicted += stats.evicted
+        programs |= stats.programs
+        assert stats.metrics()["rollout/programs"] == len(stats.programs)
+    assert programs <= every_program(plan.ladder(B), plan.group_size)
+    assert widths == {1, 2, 4}
+    assert len(verdicts) > 1
+    assert (evicted > 0) == ("cache_bytes" in changes)

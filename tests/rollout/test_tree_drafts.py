@@ -1,0 +1,356 @@
+"""Speculation changes no token: any draft, width, ladder and mesh against the plain rollout."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import check_equal, common_prefix, corpus_of, host, make_plan, run
+
+from specrl_jax.rollout.adaptive.speculation import StepPlan
+from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.types import Drafts, Source
+
+B, R, V = 32, 8, ref.MODEL.vocab_size
+ONE_RUNG = {"row_rungs": 1, "windows": 1}
+LAW = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
+HALF = 0.5
+
+
+def plan_of(width=1, **kwargs):
+    """Tree drafts where steps are wider than 1; the match rule unless said."""
+    kwargs = {"law": LAW, "accept": "match", "max_width": width} | kwargs
+    return make_plan(ref.ONE_LAYER, tree=ref.TREE if width > 1 else None, **kwargs)
+
+
+def weights_of(nudge=0.0):
+    return ref.policy(nudge, ref.ONE_LAYER)[1]
+
+
+@pytest.fixture(scope="module")
+def base(make_mesh):
+    """Prompts, the plain rollout, and one of an earlier policy."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        prompts = ref.random_prompts()
+        plain, _ = run(plan_of(), weights_of(), prompts, 1)
+        old, _ = run(plan_of(), weights_of(0.1), prompts, 0)
+        yield prompts, host(plain), host(old)
+
+
+def any_drafts(plain, old) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and lengths [B]: drafts of eight kinds, one after another."""
+    rng = np.random.default_rng(7)
+    garbage = rng.integers(0, V, (B, R))
+    every, columns = np.arange(B), np.arange(R)[None, :]
+    behind = np.where(columns < plain.lens[:, None], plain.tokens, garbage)
+    wrong = plain.tokens.copy()
+    last = np.maximum(plain.lens - 1, 0)
+    wrong[every, last] = (wrong[every, last] + 1) % V
+    full = np.full(B, R)
+    kinds = [
+        (old.tokens, old.lens),
+        (garbage, full),
+        (plain.tokens, plain.lens),
+        (plain.tokens, np.minimum(plain.lens, 2)),  # too short
+        (behind, full),  # goes on behind the response's end
+        (garbage, np.zeros(B)),  # none
+        (wrong, plain.lens),  # wrong at the very end
+        (garbage, rng.integers(1, R, B)),
+    ]
+    kind = every // 4 % 2 * 4 + every % 4  # all kinds in every other group
+    tokens, lens = (np.stack([one[i] for one in kinds]) for i in (0, 1))
+    return tokens[kind, every].astype(np.int32), lens[kind, every].astype(np.int32)
+
+
+def as_given(tokens, lens) -> Drafts:
+    """Drafts that a rule may only compare: they have no log-probs."""
+    nothing = np.full(tokens.shape, np.nan, np.float32)
+    return ref.put_rows(Drafts(tokens, lens, nothing, nothing, np.full(tokens.shape, -9, np.int32)))
+
+
+def any_corpus(plan, plain, old):
+    """Of every prompt an old response, its own, garbage, and nothing."""
+    rng = np.random.default_rng(8)
+    kind = (np.arange(B) % 4)[:, None]
+    garbage = rng.integers(0, V, (B, R))
+    tokens = np.select([kind == 0, kind == 1], [old.tokens, plain.tokens], garbage)
+    lens = np.select([kind == 0, kind == 1, kind == 2], [old.lens[:, None], plain.lens[:, None], R])
+    return corpus_of(plan, tokens, lens[:, 0])
+
+
+def check_sources(rollout, stats, plain, drafts=None):
+    """Kept prefixes are what the draft and the plain response have in common; the counts fit."""
+    got = host(rollout)
+    prefix = np.zeros(B, int)
+    if drafts is not None:
+        prefix = common_prefix(*drafts, plain.tokens, plain.lens)
+    np.testing.assert_array_equal(got.prefix_lens, prefix)
+    columns = np.arange(R)[None, :]
+    reused = columns < prefix[:, None]
+    np.testing.assert_array_equal(got.sources == Source.REUSED, reused)
+    drafted = got.sources == Source.DRAFTED
+    assert not drafted[columns >= got.lens[:, None]].any()
+    assert stats.drafted_tokens == drafted.sum()
+    return drafted
+
+
+def check_steps(rollout, stats, width):
+    """Of rows that begin together on one rung: a step draws one token or ends in a drafted one."""
+    got = host(rollout)
+    inside = np.arange(R)[None, :] < got.lens[:, None]
+    drafted = got.sources == Source.DRAFTED
+    last = drafted[np.arange(B), got.lens - 1]
+    steps = np.sum(inside & ~drafted, axis=1) + last
+    assert stats.decode_steps == steps.max()
+    assert stats.visits == [(B, stats.visits[0][1], width, steps.max())]
+    for row in drafted:  # no step has more drafted tokens than it has candidates
+        runs = "".join("d" if x else " " for x in row).split()
+        assert max(map(len, runs), default=0) <= width - 1
+
+
+# The match rule
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_previous_responses_of_any_kind(mesh, base, chunk):
+    prompts, plain, old = base
+    drafts = any_drafts(plain, old)
+    plan = plan_of(verify_chunk=chunk, **ONE_RUNG)
+    rollout, stats = run(plan, weights_of(), prompts, 1, drafts=as_given(*drafts))
+    check_equal(rollout, plain, but=("prefix_lens", "sources"))
+    assert not check_sources(rollout, stats, plain, drafts).any()
+    prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(rollout.lens)
+    for some in (prefix == 0, (prefix > 0) & (prefix < lens), prefix == lens):
+        assert some.any()
+    assert stats.verified_tokens % B == 0
+    assert prefix.sum() < stats.judged_tokens <= drafts[1].sum()
+    assert np.all(np.asarray(rollout.origin_steps)[lens > 0, 0] == 1)  # drawn now, whatever matches
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
+def test_tree_drafts_at_any_width(mesh, base, width):
+    prompts, plain, old = base
+    plan = plan_of(width, **ONE_RUNG)
+    corpus = any_corpus(plan_of(2), plain, old) if width > 1 else None
+    rollout, stats = run(plan, weights_of(), prompts, 1, suffixes=corpus)
+    check_equal(rollout, plain, but=("sources",))
+    drafted = check_sources(rollout, stats, plain)
+    check_steps(rollout, stats, width)
+    assert drafted.any() == (width > 1)
+
+
+def test_siblings_in_flight_alone(mesh, base):
+    """No stored response: a row learns from its group and from itself."""
+    prompts, plain, _ = base
+    plan = plan_of(4, **ONE_RUNG)
+    rollout, stats = run(plan, weights_of(), prompts, 1)
+    check_equal(rollout, plain, but=("sources",))
+    assert check_sources(rollout, stats, plain).any()
+    check_steps(rollout, stats, 4)
+
+
+# (row rungs, windows, rows in flight, tokens verified at once)
+LADDERS = [
+    (1, 1, 0, 0),
+    # The parts of these are in the first and the last.
+    pytest.param((3, 2, 0, 3), marks=pytest.mark.slow),
+    pytest.param((2, 1, 16, 0), marks=pytest.mark.slow),
+    pytest.param((2, 2, 8, 2), marks=pytest.mark.slow),
+    (3, 2, 8, 3),
+]
+
+
+@pytest.mark.parametrize("ladder", LADDERS, ids=str)
+def test_previous_and_tree_drafts_on_any_ladder(mesh, base, ladder):
+    prompts, plain, old = base
+    drafts = any_drafts(plain, old)
+    row_rungs, windows, max_rows, chunk = ladder
+    plan = plan_of(4, row_rungs=row_rungs, windows=windows, max_rows=max_rows, verify_chunk=chunk)
+    for offered in (drafts, None):
+        rollout, stats = run(
+            plan,
+            weights_of(),
+            prompts,
+            1,
+            drafts=as_given(*offered) if offered else None,
+            suffixes=any_corpus(plan, plain, old),
+        )
+        check_equal(rollout, plain, but=("prefix_lens", "sources"))
+        assert check_sources(rollout, stats, plain, offered).any()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((8, 1, 1), marks=pytest.mark.slow),
+        (2, 2, 2),
+        pytest.param((1, 4, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
+    prompts, plain, old = base
+    drafts = any_drafts(plain, old)
+    with jax.set_mesh(make_mesh(*shape)):
+        plan = plan_of(4, row_rungs=2, windows=1)
+        corpus = any_corpus(plan, plain, old)
+        rollout, stats = run(
+            plan, weights_of(), prompts, 1, drafts=as_given(*drafts), suffixes=corpus
+        )
+    check_equal(rollout, plain, but=("prefix_lens", "sources"))
+    assert check_sources(rollout, stats, plain, drafts).any()
+
+
+# The other rules: tree drafts go by the match rule, behind the prefix, and change nothing
+
+
+def old_drafts(plan, prompts, mesh_is_other=False):
+    """A rollout of an earlier policy; every fifth row has none."""
+    plan = dataclasses.replace(
+        plan, setup=dataclasses.replace(plan.setup, tree=None), max_width=1, **ONE_RUNG
+    )
+    rollout, _ = run(plan, weights_of(0.1), prompts)
+    return ref.as_drafts(rollout, np.where(np.arange(B) % 5 == 4, 0, rollout.lens))
+
+
+RULES = [("ratio", 0, 0), ("random", 0, 0), ("ratio_residual", 3, 0), ("ratio_residual", 3, 2),
+         ("block", 3, 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rules_with_and_without_tree_drafts(mesh, base, rule):
+    prompts, plain, old = base
+    accept, stored, chunk = rule
+    found = []
+    for width in (1, 4):
+        plan = plan_of(width, accept=accept, stored=stored, verify_chunk=chunk, **ONE_RUNG)
+        drafts = old_drafts(plan, prompts)
+        corpus = any_corpus(plan, plain, old) if width > 1 else None
+        found.append(run(plan, weights_of(), prompts, 1, drafts=drafts, suffixes=corpus,
+                         log_lenience=HALF))  # fmt: skip
+    (alone, _), (both, stats) = found
+    check_equal(both, alone, but=("sources",))
+    reused = np.arange(R)[None, :] < np.asarray(alone.prefix_lens)[:, None]
+    sources = np.asarray(both.sources)
+    np.testing.assert_array_equal(sources == Source.REUSED, reused)
+    assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED) > 0
+    prefix, lens = np.asarray(alone.prefix_lens), np.asarray(alone.lens)
+    for some in (prefix == 0, (prefix > 0) & (prefix < lens), prefix == lens):
+        assert some.any() or accept == "random"
+    assert (np.asarray(both.tokens) != plain.tokens).any()  # reuse is not plain here
+    if stored:
+        inside = np.arange(R)[None, :] < lens[:, None]
+        laws = np.exp(np.asarray(both.top_logprobs)[inside]).sum(axis=1)
+        assert np.all(laws < 1 + 1e-5)
+        assert laws.min() < 0.95  # something is left for the tail
+
+
+@pytest.mark.slow
+def test_a_residual_rule_on_a_mesh(make_mesh, base):
+    """Stored laws and residuals over a vocabulary that is split."""
+    prompts, plain, old = base
+    plan = plan_of(4, accept="ratio_residual", stored=3, **ONE_RUNG)
+    found = []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        with jax.set_mesh(make_mesh(*shape)):
+            drafts, corpus = old_drafts(plan, prompts), any_corpus(plan, plain, old)
+            rollout, _ = run(plan, weights_of(), prompts, 1, drafts=drafts, suffixes=corpus)
+            found.append(host(rollout))
+    check_equal(found[1], found[0])
+
+
+# What drafts save, on a policy that counts: after token x comes x + 1
+
+
+def counting(slots, width, cycle=16, group=2):
+    table = np.full((16, 16), 1e-12)
+    table[np.arange(16), (np.arange(16) + 1) % cycle] = 1.0
+    model, _, weights = ref.table_policy(table)
+    plan = make_plan(model, slots=slots, group=group, accept="match", eos=(15,), tree=ref.TREE,
+                     max_width=width, **ONE_RUNG)  # fmt: skip
+    return plan, weights
+
+
+PATTERN = [Source.DRAFTED, Source.DRAFTED, Source.DRAFTED, Source.SAMPLED]
+
+
+def test_a_known_response_takes_a_step_every_width_tokens(mesh):
+    plan, weights = counting(slots=8, width=4)
+    prompts = ref.make_prompts([[2], [9], [13], [1, 4]], 6)
+    lens = [8, 6, 2, 8]
+    known = np.array([[3, 4, 5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15, 0, 0],
+                      [14, 15, 0, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 10, 11, 12]])  # fmt: skip
+    corpus = corpus_of(plan, np.repeat(known, 2, axis=0), np.repeat(lens, 2))
+    rollout, stats = run(plan, weights, prompts, suffixes=corpus)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.repeat(known, 2, axis=0))
+    np.testing.assert_array_equal(np.asarray(rollout.lens), np.repeat(lens, 2))
+    for row, n in zip(np.asarray(rollout.sources).tolist(), np.repeat(lens, 2), strict=True):
+        assert row[:n] == (PATTERN * 2)[:n]
+    assert stats.decode_steps == 2
+    assert stats.drafted_tokens == 2 * (6 + 5 + 2 + 6)
+    assert stats.row_steps == 8 * 2
+    assert stats.metrics()["rollout/width_mean"] == 4.0
+
+
+def test_a_corpus_that_knows_nothing_saves_nothing(mesh):
+    """Only unlikely tokens are stored, and no row repeats itself."""
+    plan, weights = counting(slots=8, width=4)
+    prompts = ref.make_prompts([[2], [1, 4]], 6)
+    corpus = corpus_of(plan, np.full((4, 8), 15), np.full(4, 8))
+    rollout, stats = run(plan, weights, prompts, suffixes=corpus)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[::2], [range(3, 11), range(5, 13)])
+    assert not np.asarray(rollout.sources).any()
+    assert (stats.decode_steps, stats.drafted_tokens) == (8, 0)
+
+
+def test_a_row_that_repeats_itself_is_its_own_draft(mesh):
+    """0 1 2 0 1 2 ... without a stored response: from the second round on steps are saved."""
+    plan, weights = counting(slots=24, width=4, cycle=3)
+    prompts = ref.make_prompts([[2], [2, 1]], 6)
+    rollout, stats = run(plan, weights, prompts)
+    tokens = np.asarray(rollout.tokens)
+    np.testing.assert_array_equal(tokens[0], np.arange(24) % 3)
+    np.testing.assert_array_equal(tokens[2], (np.arange(24) + 2) % 3)
+    assert not np.asarray(rollout.sources)[:, :3].any()
+    assert 6 <= stats.decode_steps <= 12 < 24
+    assert stats.drafted_tokens >= 4 * 12
+
+
+class WideFrom:
+    """In the place of a cost model, one that decodes plainly for `steps` steps at first."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def plan_visit(self, size, slots, widths):
+        width = widths[-1] if self.steps <= 0 else 1
+        return StepPlan(size, slots, width, width, max(self.steps, 0))
+
+    def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
+        self.steps -= steps
+        return 0.0
+
+
+def test_drafts_know_what_plain_steps_wrote(mesh):
+    """They write to no corpus; without their six tokens nothing of a row or its group matches."""
+    plan, weights = counting(slots=24, width=4, cycle=3)
+    prompts = ref.make_prompts([[2], [2, 1]], 6)
+    rollout, stats = run(plan, weights, prompts, speculation=WideFrom(6))
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[0], np.arange(24) % 3)
+    sources = np.asarray(rollout.sources)
+    assert not sources[:, :6].any()
+    assert sources[:, 6:9].tolist() == [[Source.DRAFTED] * 3] * 4
+    # Six plain steps, and as few wide ones as 18 tokens take.
+    assert [(width, steps) for *_, width, steps in stats.visits] == [(1, 6), (4, 5)]
+
+
+def test_the_draft_s_log_probs_are_not_asked_by_a_match(mesh, base):
+    """Lenience has no meaning for it either."""
+    prompts, plain, old = base
+    drafts = any_drafts(plain, old)
+    plan = plan_of(**ONE_RUNG)
+    for log_lenience in (-math.inf, math.inf):
+        rollout, _ = run(plan, weights_of(), prompts, 1, drafts=as_given(*drafts),
+                         log_lenience=log_lenience)  # fmt: skip
+        check_equal(rollout, plain, but=("prefix_lens", "sources"))

@@ -1,0 +1,457 @@
+"""Records of responses: which prompts, what a line says, and what a resume leaves of them."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import math
+import re
+import types
+
+import numpy as np
+import pytest
+
+from specrl_jax.telemetry import records
+from specrl_jax.telemetry.records import (
+    FIELDS,
+    RolloutRecords,
+    followed,
+    read_rollouts,
+    recorded_steps,
+    rollouts_path,
+)
+from specrl_jax.types import Example, Prompts, Rollout
+
+# Token ids and their text; 0 pads, 1 and 2 end a response and leave no text.
+TEXTS = {0: "", 1: "", 2: "", 3: " ", 4: "3", 5: "1", 6: "4", 7: ">"}
+EOS = (1, 2)
+
+
+def decode(ids):
+    assert all(type(i) is int for i in ids)
+    return "".join(TEXTS[i] for i in ids)
+
+
+def make_prompts(ids=("a1", "b1"), tokens=((4, 3, 5, 7), (6, 7, 0, 0)), lens=(4, 2), answer="1 3"):
+    """Two prompts, "3 1>" and "4>"."""
+    examples = tuple(Example(prompt_id, "unused", answer, "sort", {}) for prompt_id in ids)
+    words = np.zeros((len(ids), 2), np.uint32)
+    return Prompts(np.array(tokens, np.int32), np.array(lens, np.int32), words, examples)
+
+
+def make_rollout():
+    """Two responses to each of two prompts; what stands behind a length must not be read."""
+    tokens = [[5, 3, 4, 1, 0], [5, 3, 4, 4, 4], [6, 2, 7, 7, 7], [7] * 5]
+    logprobs = [[-0.00001, -1.23456, -2.5, -0.25, 9.0], [-1.0] * 5, [-0.5, -7.0, 9.0, 9.0, 9.0]]
+    logprobs += [[math.nan] * 5]
+    sources = [[2, 2, 1, 0, 9], [0] * 5, [2, 2, 9, 9, 9], [9] * 5]
+    steps = [[1, 3, 7, 7, 99], [7] * 5, [2, 2, 99, 99, 99], [99] * 5]
+    unread = {"sampling_logprobs": None, "origin_logprobs": None}
+    return Rollout(
+        tokens=np.array(tokens, np.int32),
+        lens=np.array([4, 5, 2, 0], np.int32),
+        prefix_lens=np.array([2, 0, 2, 0], np.int32),
+        policy_logprobs=np.array(logprobs, np.float32),
+        origin_steps=np.array(steps, np.int32),
+        sources=np.array(sources, np.int8),
+        **unread,
+    )
+
+
+REWARDS = np.array([1, 0.1, 0, 0], np.float32)
+FAILED = np.array([False, False, False, True])
+
+
+def open_records(workdir, share=1.0, **overrides):
+    return RolloutRecords(workdir, share, **{"decode": decode, "eos_ids": EOS} | overrides)
+
+
+def write(out, step=7, epoch=2, **changes):
+    inputs = {
+        "prompts": make_prompts(),
+        "rollout": make_rollout(),
+        "rewards": REWARDS,
+        "failed": FAILED,
+    }
+    out.write(step, epoch, **inputs | changes)
+
+
+def one_response(**changes):
+    """A batch of one prompt with one response, the first of `make_rollout`."""
+    kept = make_rollout()
+    kept = {f.name: getattr(kept, f.name) for f in dataclasses.fields(kept)}
+    kept = {name: None if array is None else array[:1] for name, array in kept.items()}
+    return {
+        "prompts": make_prompts(("a1",), ((4, 7),), (2,)),
+        "rollout": Rollout(**kept),
+        "rewards": REWARDS[:1],
+        "failed": FAILED[:1],
+    } | changes
+
+
+# Which prompts ------------------------------------------------------------------------------
+
+
+def position(prompt_id):
+    """The documented hash, spelt out once more."""
+    digest = hashlib.blake2b(prompt_id.encode(), digest_size=6, person=b"rollouts").hexdigest()
+    return int(digest, 16) / 16**12
+
+
+IDS = [f"{i:016x}" for i in range(5_000)]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+def test_the_share_of_the_prompts_is_followed(share):
+    chosen = followed(IDS, share)
+    assert sorted(chosen) == [i for i, name in enumerate(IDS) if position(name) < share]
+    deviation = math.sqrt(len(IDS) * share * (1 - share))
+    assert abs(len(chosen) - len(IDS) * share) < 4 * deviation
+    hashes = [position(IDS[i]) for i in chosen]
+    assert hashes == sorted(hashes)
+
+
+def test_the_choice_is_pinned():
+    # Another hash would lose the prompts that a run under way follows.
+    assert [round(position(name), 6) for name in IDS[:3]] == [0.801118, 0.747426, 0.819043]
+    assert followed(IDS[:3], 1.0) == [1, 0, 2]
+    assert followed(IDS[:3], 0.81) == [1, 0]
+    assert followed(IDS[:3], position(IDS[0])) == [1]  # below the share, not at it
+
+
+def test_the_order_of_the_batch_does_not_matter():
+    rng = np.random.default_rng(0)
+    for share in (0.001, 0.05, 0.5, 1.0):
+        batch = IDS[:200]
+        expected = [batch[i] for i in followed(batch, share)]
+        for _ in range(5):
+            batch = [IDS[i] for i in rng.permutation(200)]
+            assert [batch[i] for i in followed(batch, share)] == expected
+
+
+def test_the_same_prompts_are_followed_in_every_epoch():
+    rng = np.random.default_rng(1)
+    share, size = 0.1, 50
+    below = {name for name in IDS[:500] if position(name) < share}
+    for _ in range(4):
+        order = rng.permutation(500)
+        batches = [[IDS[i] for i in order[start : start + size]] for start in range(0, 500, size)]
+        epoch = [batch[i] for batch in batches for i in followed(batch, share)]
+        assert len(epoch) == len(set(epoch))
+        assert below <= set(epoch)
+        # Beyond them only the first of batches that hold none.
+        assert len(epoch) - len(below) == sum(below.isdisjoint(batch) for batch in batches)
+
+
+def test_a_larger_share_follows_more():
+    small, large = set(followed(IDS, 0.1)), set(followed(IDS, 0.2))
+    assert small < large
+
+
+def test_a_tiny_share_still_records_the_smallest_hash():
+    for start in range(0, 500, 50):
+        batch = IDS[start : start + 50]
+        (q,) = followed(batch, 1e-9)
+        assert position(batch[q]) == min(map(position, batch))
+
+
+def test_no_share_and_the_whole():
+    assert followed(IDS, 0) == []
+    assert sorted(followed(IDS, 1)) == list(range(len(IDS)))
+    assert followed([], 0.5) == []
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_a_share_out_of_range_is_refused(tmp_path, share):
+    with pytest.raises(ValueError, match=rf"log.rollouts must be in \[0, 1\], got {share}"):
+        open_records(tmp_path, share)
+
+
+# A line -------------------------------------------------------------------------------------
+
+
+def test_every_field_by_hand(tmp_path):
+    write(open_records(tmp_path))
+    first = {"step": 7, "epoch": 2, "prompt_id": "a1", "prompt": "3 1>", "answer": "1 3"}
+    second = first | {"prompt_id": "b1", "prompt": "4>"}
+    expected = [
+        first
+        | {
+            "sample": 0,
+            "text": "1 3",
+            "token_ids": [5, 3, 4, 1],
+            "sources": "rrds",
+            "policy_logprobs": [0.0, -1.2346, -2.5, -0.25],
+            "reward": 1.0,
+            "failed": False,
+            "origin_steps": [1, 3, 7, 7],
+            "prefix_len": 2,
+            "ended": True,
+        },
+        first
+        | {
+            "sample": 1,
+            "text": "1 333",
+            "token_ids": [5, 3, 4, 4, 4],
+            "sources": "sssss",
+            "policy_logprobs": [-1.0] * 5,
+            "reward": 0.1,
+            "failed": False,
+            "origin_steps": [7] * 5,
+            "prefix_len": 0,
+            "ended": False,
+        },
+        second
+        | {
+            "sample": 0,
+            "text": "4",
+            "token_ids": [6, 2],
+            "sources": "rr",
+            "policy_logprobs": [-0.5, -7.0],
+            "reward": 0.0,
+            "failed": False,
+            "origin_steps": [2, 2],
+            "prefix_len": 2,
+            "ended": True,
+        },
+        second
+        | {
+            "sample": 1,
+            "text": "",
+            "token_ids": [],
+            "sources": "",
+            "policy_logprobs": [],
+            "reward": 0.0,
+            "failed": True,
+            "origin_steps": [],
+            "prefix_len": 0,
+            "ended": False,
+        },
+    ]
+    assert position("a1") < position("b1")
+    assert read_rollouts(tmp_path, 7) == expected
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_7.jsonl"]
+    text = (tmp_path / "rollouts" / "step_7.jsonl").read_text("ascii")
+    assert [json.loads(line) for line in text.splitlines()] == expected
+    assert text.count("-0.0,") == 0
+
+
+def test_fields_are_written_in_the_documented_order(tmp_path):
+    write(open_records(tmp_path))
+    documented = re.findall(r"^    ([a-z_]+) {1,}\S", records.__doc__, re.MULTILINE)
+    assert tuple(documented) == FIELDS
+    for line in rollouts_path(tmp_path, 7).read_text().splitlines():
+        assert tuple(json.loads(line)) == FIELDS
+
+
+def test_the_documented_example_is_what_is_written(tmp_path):
+    row = one_response()
+    values = {"tokens": [6, 2, 1], "origin_steps": [3, 3, 7], "sources": [2, 2, 0]}
+    arrays = {name: np.array([value], np.int32) for name, value in values.items()}
+    arrays |= {"lens": np.array([3]), "prefix_lens": np.array([2])}
+    write(
+        open_records(tmp_path),
+        **row | {"rollout": dataclasses.replace(row["rollout"], **arrays)},
+    )
+    (example,) = re.findall(r'^    ("token_ids".*)$', records.__doc__, re.MULTILINE)
+    (record,) = read_rollouts(tmp_path, 7)
+    shown = json.loads("{" + example + "}")
+    assert {name: record[name] for name in shown} == shown
+
+
+def test_a_share_of_the_prompts_with_all_their_samples(tmp_path):
+    share = (position("a1") + position("b1")) / 2
+    reversed_prompts = make_prompts(("b1", "a1"))
+    write(open_records(tmp_path, share), prompts=reversed_prompts)
+    lines = read_rollouts(tmp_path, 7)
+    # The second prompt of this batch, so rows 2 and 3.
+    assert [(r["prompt_id"], r["sample"]) for r in lines] == [("a1", 0), ("a1", 1)]
+    assert [r["token_ids"] for r in lines] == [[6, 2], []]
+    assert [r["failed"] for r in lines] == [False, True]
+
+
+def test_the_file_does_not_depend_on_the_order_of_the_batch(tmp_path):
+    write(open_records(tmp_path / "one"))
+    rollout, order = make_rollout(), [2, 3, 0, 1]
+    arrays = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
+    arrays = {name: None if x is None else x[order] for name, x in arrays.items()}
+    turned = make_prompts(("b1", "a1"), ((6, 7, 0, 0), (4, 3, 5, 7)), (2, 4))
+    write(
+        open_records(tmp_path / "two"),
+        prompts=turned,
+        rollout=Rollout(**arrays),
+        rewards=REWARDS[order],
+        failed=FAILED[order],
+    )
+    one, two = (rollouts_path(tmp_path / name, 7).read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    row = one_response(rewards=np.array([math.nan], np.float32))
+    logprobs = np.array([[-math.inf, math.nan, math.inf, -1e30, 0]], np.float32)
+    row["rollout"] = dataclasses.replace(row["rollout"], policy_logprobs=logprobs)
+    write(open_records(tmp_path), **row)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    text = rollouts_path(tmp_path, 7).read_text()
+    record = json.loads(text, parse_constant=refuse)
+    assert record["policy_logprobs"] == [None, None, None, float(np.float32(-1e30))]
+    assert record["reward"] is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "two\nlines\r\nand\ta tab\x00",
+        "naïve 你好 π/π_old",
+        "emoji 👩‍👩‍👧 and half a character \ufffd",
+        "separators \u2028 \u2029 \x85 \x0b \x0c \x1e",
+        "a lone surrogate \ud83d",
+        'quotes " and \\ and </script>{"step": 1}',
+        "",
+    ],
+)
+def test_unusual_text_comes_back(tmp_path, text):
+    prompts = make_prompts(("a1",), ((4, 7),), (2,), answer=text)
+    write(open_records(tmp_path, decode=lambda ids: text), **one_response(prompts=prompts))
+    (record,) = read_rollouts(tmp_path, 7)
+    assert record["text"] == record["prompt"] == record["answer"] == text
+    content = rollouts_path(tmp_path, 7).read_bytes()
+    assert len(content.decode("ascii").splitlines()) == 1
+    assert content.endswith(b"}\n")
+
+
+def test_rows_that_do_not_fit_the_prompts_are_refused(tmp_path):
+    out = open_records(tmp_path)
+    three = make_prompts(("a1", "b1", "c3"), ((4,), (4,), (4,)), (1, 1, 1))
+    with pytest.raises(ValueError, match="G responses to each of 3 prompts, got 4 rows"):
+        write(out, prompts=three)
+    with pytest.raises(ValueError, match=r"rewards must have shape \(4,\), got \(3,\)"):
+        write(out, rewards=REWARDS[:3])
+    with pytest.raises(ValueError, match=r"failed must have shape \(4,\), got \(2, 2\)"):
+        write(out, failed=FAILED.reshape(2, 2))
+    assert recorded_steps(tmp_path) == []
+
+
+# Off ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"share": 0}, {"enabled": False}])
+def test_off_writes_nothing_and_reads_nothing(tmp_path, options):
+    out = open_records(tmp_path, **options)
+    assert not out.active
+    write(out, prompts=None, rollout=None)
+    out.restore(-1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_does_not_write_removes_nothing(tmp_path):
+    write(open_records(tmp_path), step=4)
+    assert open_records(tmp_path, enabled=False).restore(-1) == 0
+    assert recorded_steps(tmp_path) == [4]
+
+
+# Resume -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [(None, [1, 2, 9, 10, 11]), (11, [1, 2, 9, 10, 11]), (9, [1, 2, 9]), (0, []), (-1, [])],
+)
+def test_restore_removes_the_steps_after_the_checkpoint(tmp_path, step, kept):
+    out = open_records(tmp_path)
+    for number in (11, 9, 1, 10, 2):
+        write(out, step=number)
+    assert recorded_steps(tmp_path) == [1, 2, 9, 10, 11]
+    assert open_records(tmp_path).restore(step) == 5 - len(kept)
+    assert recorded_steps(tmp_path) == kept
+
+
+def test_restore_cuts_back_also_where_recording_is_off_by_now(tmp_path):
+    out = open_records(tmp_path)
+    for number in (1, 2, 3):
+        write(out, step=number)
+    assert open_records(tmp_path, share=0).restore(2) == 1
+    assert recorded_steps(tmp_path) == [1, 2]
+
+
+def test_restore_leaves_what_is_not_its_own(tmp_path):
+    write(open_records(tmp_path), step=5)
+    folder = tmp_path / "rollouts"
+    others = ["step_6.jsonl.bak", "step_07.jsonl", "step_x.jsonl", "notes.txt", "my_step_9.jsonl"]
+    for name in others:
+        (folder / name).write_text("mine")
+    assert open_records(tmp_path).restore(0) == 1
+    assert sorted(path.name for path in folder.iterdir()) == sorted(others)
+    assert recorded_steps(tmp_path) == []
+
+
+def test_a_write_that_was_killed_is_not_seen_and_is_removed(tmp_path):
+    write(open_records(tmp_path), step=5)
+    torn = tmp_path / "rollouts" / "step_6.jsonl.tmp"
+    torn.write_bytes(b'{"step":6,"ep')
+    assert recorded_steps(tmp_path) == [5]
+    assert read_rollouts(tmp_path, 6) == []
+    open_records(tmp_path).restore(5)
+    assert not torn.exists()
+    assert recorded_steps(tmp_path) == [5]
+
+
+def test_a_step_taken_again_replaces_its_file(tmp_path):
+    out = open_records(tmp_path)
+    write(out, epoch=2)
+    write(out, epoch=3, **one_response())
+    assert [(r["epoch"], r["prompt_id"]) for r in read_rollouts(tmp_path, 7)] == [(3, "a1")]
+
+
+# Damage -------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    out = open_records(tmp_path)
+    write(out)
+    before = rollouts_path(tmp_path, 7).read_bytes()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    # Only this module's `os`: the file has been written by then, but has not reached the disk.
+    fake = types.SimpleNamespace(fsync=full, PathLike=records.os.PathLike)
+    monkeypatch.setattr(records, "os", fake)
+    with pytest.raises(OSError, match=r"step_7.jsonl: No space left on device; free space"):
+        write(out, epoch=9)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_7.jsonl"]
+    assert rollouts_path(tmp_path, 7).read_bytes() == before
+
+
+def test_no_file_is_no_records(tmp_path):
+    assert read_rollouts(tmp_path, 1) == []
+    assert recorded_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda lines: [*lines[:1], lines[1][:40] + b"\n", *lines[2:]], "line 2 must be a JSON ob"),
+        (lambda lines: [*lines[:-1], lines[-1][:-9]], "line 4 must be a JSON object"),
+        (lambda lines: [*lines[:2], b"\n", *lines[2:]], "line 3 must be a JSON object"),
+        (lambda lines: [*lines, b"[1, 2]\n"], "line 5 must be a JSON object"),
+        (lambda lines: [b"\xff\xfe\x00\n", *lines[1:]], "line 1 must be a JSON object"),
+        (lambda lines: [], "line 1 must be a JSON object"),
+        (
+            lambda lines: [lines[0].replace(b'"sources"', b'"source"'), *lines[1:]],
+            "line 1 must be an object with the field 'sources'",
+        ),
+    ],
+)
+def test_damage_is_named_in_one_line(tmp_path, damage, message):
+    write(open_records(tmp_path))
+    path = rollouts_path(tmp_path, 7)
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_rollouts(tmp_path, 7)
+    assert str(caught.value).startswith(f"{path}: line ")
+    assert "\n" not in str(caught.value)
