@@ -164,10 +164,10 @@ class CarryOver:
     """What a rollout takes up from earlier ones, and what it may leave to the next.
 
     next_prompts: of step + 1, rolled out where places are idle (run-ahead). resumed: groups in
-    flight; their prompts come first among the rollout's, which ends once `stop_after_groups` groups
-    are complete. partial_rows: what the rows hold already, [Q * G]; those that are done stay as they
-    are, and drafts begin with what is held. allow_unfinished: rows that may be left unfinished, for
-    the next rollout's partial_rows; fewer than are not done.
+    flight; their prompts come first among the rollout's, which ends once `stop_after_groups`
+    groups are complete. partial_rows: what the rows hold already, [Q * G]; those that are done
+    stay as they are, and drafts begin with what is held. allow_unfinished: rows that may be left
+    unfinished, for the next rollout's partial_rows; fewer than are not done.
     """
 
     next_prompts: Prompts | None = None
