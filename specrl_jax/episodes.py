@@ -58,7 +58,7 @@ def respond(
 
     max_turns: of an episode with the pool's environment; 0: there is none. behind: share of the
     episodes in progress that may still generate as the others are answered, in [0, 1). clocks:
-    entered around rollouts, and around rewards. options: as of `generate`; suffixes: what makes them,
+    entered around rollouts, and around rewards. options: as of `generate`; suffixes are a function,
     since every rollout of an episode needs its own.
     """
     if max_turns:
