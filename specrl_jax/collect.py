@@ -135,7 +135,7 @@ def _left_over(state: TrainerState, found: Round) -> dict[str, float]:
         begun = jax.device_get(state.ahead.drafts.lens) if state.ahead.prompt_ids else np.zeros(1)
         if begun.any():
             kept = int(found.prefix_lens[begun > 0].sum())
-            values["rollout/ahead_kept"] = kept / int(begun.sum())
+            values["rollout/run_ahead_accepted"] = kept / int(begun.sum())
         state.ahead = outcome.ahead or dataclasses.replace(state.ahead, prompt_ids=())
     state.carried = outcome.carried
     return values

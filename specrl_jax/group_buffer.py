@@ -220,7 +220,7 @@ class Desk:
         for row, group in zip(rewards, chosen, strict=True):
             row[: len(group.rewards)] = group.rewards
         values = {
-            "rollout/rounds": len(self.rounds),
+            "rollout/gen_batches": len(self.rounds),
             "rollout/groups_waiting": len(over),
             "rollout/groups_filled": len(flat) + missing,
             "rollout/stale_fraction": self._stale_fraction(chosen, rollout),

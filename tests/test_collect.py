@@ -95,8 +95,8 @@ def test_every_group_of_a_batch_has_signal_and_each_is_trained_on_once_in_order(
     assert any(seen.waiting)
     told = records(workdir)[1:]
     assert [r["rollout/groups_waiting"] for r in told] == [len(x) for x in seen.waiting]
-    assert sum(r["rollout/rounds"] for r in told) == len(seen.rounds)
-    assert max(r["rollout/rounds"] for r in told) > 1
+    assert sum(r["rollout/gen_batches"] for r in told) == len(seen.rounds)
+    assert max(r["rollout/gen_batches"] for r in told) > 1
     assert not any(r["rollout/groups_filled"] for r in told)
 
 
@@ -297,7 +297,7 @@ def test_without_any_signal_the_batch_is_filled_and_nothing_is_learnt(mesh, tmp_
     config = small_config(changes | {"reward.overlong_tokens": 0}, algorithm="dapo")
     loop.train(config, tmp_path / "run")
     (record,) = records(tmp_path / "run")[1:]
-    assert record["rollout/rounds"] == 2
+    assert record["rollout/gen_batches"] == 2
     assert record["rollout/groups_filled"] == Q
     assert record["rollout/groups_waiting"] == 0
     assert record["reward/no_signal"] == 1

@@ -99,10 +99,10 @@ class RolloutResult:
         """Under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
         if self.ahead is not None:
-            values["rollout/tokens_ahead"] = int(np.sum(jax.device_get(self.ahead.drafts.lens)))
+            values["rollout/tokens_run_ahead"] = int(np.sum(jax.device_get(self.ahead.drafts.lens)))
         if self.carried is not None:
             total = int(np.sum(jax.device_get(self.rollout.lens)))
-            values["rollout/tokens_carried"] = self.carried_tokens
+            values["rollout/tokens_resumed"] = self.carried_tokens
             values["rollout/stale_fraction"] = int(self.held.sum()) / max(total, 1)
         return values
 

@@ -194,7 +194,7 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
         values = step.outcome.metrics()
         share = held.sum() / rollout.lens.sum()
         assert values["rollout/stale_fraction"] == pytest.approx(share)
-        assert values["rollout/tokens_carried"] == int(np.sum(step.before.held.rollout.lens))
+        assert values["rollout/tokens_resumed"] == int(np.sum(step.before.held.rollout.lens))
     assert stale > 40
 
 
@@ -350,9 +350,9 @@ def test_what_the_run_records(trained):
     found = records(trained[0])
     assert [r["epoch"] for r in found] == [0, 1, 1, 2, 2, 3, 3]
     assert [r["data/passes"] for r in found[1:]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
-    assert found[1]["rollout/tokens_carried"] == found[1]["rollout/stale_fraction"] == 0
+    assert found[1]["rollout/tokens_resumed"] == found[1]["rollout/stale_fraction"] == 0
     for record in found[2:]:
-        assert record["rollout/tokens_carried"] > 0
+        assert record["rollout/tokens_resumed"] > 0
         assert 0 < record["rollout/stale_fraction"] < 1
         # Carried tokens have log-probs of another policy, which are no measure of arithmetic.
         assert "policy/rollout_train_logprob_gap" not in record
@@ -387,7 +387,7 @@ def test_with_everything_else_on(tmp_path, mesh):
     }  # fmt: skip
     loop.train(small_config(changes), tmp_path / "run")
     found = records(tmp_path / "run")
-    assert [r["rollout/tokens_carried"] > 0 for r in found[1:]] == [False, True, True]
+    assert [r["rollout/tokens_resumed"] > 0 for r in found[1:]] == [False, True, True]
     assert all(0 <= r.get("rollout/draft_accept_rate", 0) <= 1 for r in found[1:])
 
 

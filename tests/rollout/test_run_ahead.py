@@ -52,7 +52,7 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
     check_equal(found.rollout, ref.run(plan, weights, NOW, 1)[0], but=but)
     later, drafts = host(ref.run(plan, weights, NEXT, 2)[0]), host(found.ahead.drafts)
     assert found.ahead.prompt_ids == tuple(e.prompt_id for e in NEXT.examples)
-    assert found.metrics()["rollout/tokens_ahead"] == drafts.lens.sum()
+    assert found.metrics()["rollout/tokens_run_ahead"] == drafts.lens.sum()
     assert (drafts.lens > 0).any()
     assert (drafts.lens <= later.lens).all()
     begun = np.arange(8)[None, :] < drafts.lens[:, None]
@@ -205,13 +205,13 @@ def test_training_is_the_same_with_and_without(trained, tmp_path, mesh):
             if name.startswith(SAME):
                 np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
         # All but the last step begin the next one's responses; all but the first have some.
-        assert ("rollout/tokens_ahead" in found) == (step < 4)
-        assert ("rollout/ahead_kept" in found) == (step > 1)
-        assert found.get("rollout/tokens_ahead", 1) > 0
-        assert 0 < found.get("rollout/ahead_kept", 0.5) < 1
-        kept = found.get("rollout/ahead_kept", 0.0) * before
+        assert ("rollout/tokens_run_ahead" in found) == (step < 4)
+        assert ("rollout/run_ahead_accepted" in found) == (step > 1)
+        assert found.get("rollout/tokens_run_ahead", 1) > 0
+        assert 0 < found.get("rollout/run_ahead_accepted", 0.5) < 1
+        kept = found.get("rollout/run_ahead_accepted", 0.0) * before
         assert found["rollout/tokens_reused"] == pytest.approx(kept)
-        before = found.get("rollout/tokens_ahead", 0)
+        before = found.get("rollout/tokens_run_ahead", 0)
 
 
 def test_a_policy_that_stays_keeps_all_of_it(tmp_path, mesh):
@@ -220,7 +220,7 @@ def test_a_policy_that_stays_keeps_all_of_it(tmp_path, mesh):
     changes |= {"rollout.max_width": 4, "rollout.store": "host"}
     loop.train(small_config(changes), tmp_path / "run")
     found = records(tmp_path / "run")
-    assert [r.get("rollout/ahead_kept") for r in found] == [None, None, 1.0, 1.0]
+    assert [r.get("rollout/run_ahead_accepted") for r in found] == [None, None, 1.0, 1.0]
     assert found[3]["rollout/draft_store_host_gib"] > 0
     # In the third step the second epoch begins: what was not begun has its first response.
     assert found[3]["rollout/draft_accept_rate"] < 1

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.telemetry import metrics
-from specrl_jax.telemetry.metrics import METRICS, MetricsLog, read_metrics
+from specrl_jax.telemetry import console, tracking
+from specrl_jax.telemetry.metrics import METRICS, RENAMED_METRICS, MetricsLog, read_metrics
 
 VALUES = {
     "reward/mean": 0.6123,
@@ -58,12 +58,22 @@ def test_every_metric_has_one_meaning_and_a_known_unit():
 def test_unknown_names_and_arrays_are_refused(tmp_path):
     with open_log(tmp_path) as log:
         with pytest.raises(
-            ValueError, match=r"'reward/meen' is not in specrl_jax.telemetry.metrics.METRICS"
+            ValueError, match=r"got 'reward/meen': define it in telemetry.metrics.METRICS"
         ):
             log.write(1, 1, {"reward/meen": 1.0})
         with pytest.raises(ValueError, match=r"'reward/mean' must be a scalar, got shape \(2,\)"):
             log.write(1, 1, {"reward/mean": np.zeros(2)})
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_METRICS.items())
+def test_an_old_name_leads_to_the_new_one(tmp_path, old, new):
+    assert old not in METRICS
+    assert new in METRICS
+    with open_log(tmp_path) as log, pytest.raises(ValueError, match=f"it is called '{new}' now"):
+        log.write(1, 1, {old: 1.0})
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, old: 2.0}) + "\n")
+    assert read_metrics(tmp_path) == [{"step": 1, new: 2.0}]
 
 
 # JSONL --------------------------------------------------------------------------------------
@@ -181,7 +191,7 @@ def test_no_file_is_no_records(tmp_path):
 
 def test_console_line_is_aligned_under_its_heading(tmp_path, capsys, monkeypatch):
     clock = iter([100.0, 101.0])
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     with open_log(tmp_path, console=True) as log:
         log.write(1, 1, VALUES)
         log.write(12, 1, {"reward/mean": 1.0})
@@ -197,7 +207,7 @@ def test_console_line_is_aligned_under_its_heading(tmp_path, capsys, monkeypatch
 
 def test_time_left_counts_this_process_only(tmp_path, capsys, monkeypatch):
     clock = iter([100.0, 103.0, 106.0])
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     with open_log(tmp_path, console=True) as log:
         for step in (50, 51, 52):  # resumed at 50; 44 steps of 3 s are left after step 52
             log.write(step, 1, {})
@@ -208,7 +218,7 @@ def test_time_left_counts_this_process_only(tmp_path, capsys, monkeypatch):
     ("seconds", "text"), [(None, "-"), (0.4, "0:00"), (59.7, "1:00"), (3723, "1:02:03")]
 )
 def test_durations(seconds, text):
-    assert metrics.format_duration(seconds) == text
+    assert console.format_duration(seconds) == text
 
 
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path):
@@ -257,21 +267,21 @@ def logged_out(monkeypatch, tmp_path):
 
 
 def test_auto_is_offline_unless_logged_in(logged_out, monkeypatch):
-    assert metrics.resolve_wandb_mode("auto") == "offline"
+    assert tracking.resolve_wandb_mode("auto") == "offline"
     logged_out.write_text("machine other.example login user password secret\n")
-    assert metrics.resolve_wandb_mode("auto") == "offline"
+    assert tracking.resolve_wandb_mode("auto") == "offline"
     logged_out.write_text("machine api.wandb.ai login user password secret\n")
-    assert metrics.resolve_wandb_mode("auto") == "online"
-    assert metrics.resolve_wandb_mode("offline") == "offline"
+    assert tracking.resolve_wandb_mode("auto") == "online"
+    assert tracking.resolve_wandb_mode("offline") == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert metrics.resolve_wandb_mode("auto") == "off"
+    assert tracking.resolve_wandb_mode("auto") == "off"
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert metrics.resolve_wandb_mode("auto") == "offline"
+    assert tracking.resolve_wandb_mode("auto") == "offline"
 
 
 def test_a_key_in_the_environment_is_a_login(logged_out, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert metrics.resolve_wandb_mode("auto") == "online"
+    assert tracking.resolve_wandb_mode("auto") == "online"
 
 
 def test_unknown_wandb_mode(tmp_path):

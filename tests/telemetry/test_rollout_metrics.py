@@ -58,13 +58,14 @@ def test_rollout_by_hand():
 def test_every_rollout_metric_has_a_value():
     options = {"offered": DRAFTS[1], "previous": DRAFTS, "forced": np.array([2, 0, 0, 0])}
     names = set(rollout_metrics(*make_rollout(), EOS, **options))
-    # What a rollout cost, and what it left to the next one: told by the rollout itself.
-    costs = {"decode_steps", "row_steps", "tokens_drafted", "width_mean", "verified_tokens"}
-    costs |= {"width_max", "wide_fraction"}
-    costs |= {"judged_tokens", "evicted", "cache_gib", "programs", "tokens_ahead", "ahead_kept"}
-    costs |= {"draft_store_gib", "draft_store_host_gib"}
-    costs |= {"rounds", "groups_waiting", "groups_filled", "turns_mean"}
-    costs = {f"rollout/{name}" for name in costs | {"tokens_carried", "stale_fraction"}}
+    # Costs, and rows and groups that cross steps: `RolloutResult` and `GroupBuffer` give these.
+    others = """
+        decode_steps row_steps tokens_drafted width_mean width_max wide_fraction verify_work
+        tokens_verified preempted cache_gib draft_store_gib draft_store_host_gib programs
+        tokens_run_ahead run_ahead_accepted tokens_resumed stale_fraction
+        gen_batches groups_waiting groups_filled turns_mean
+    """
+    costs = {f"rollout/{name}" for name in others.split()}
     assert names | costs == {name for name in METRICS if name.startswith("rollout/")}
     assert not names & costs
 

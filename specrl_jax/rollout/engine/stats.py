@@ -55,9 +55,9 @@ class Stats:
             "rollout/decode_steps": self.decode_steps,
             "rollout/row_steps": self.row_steps,
             "rollout/tokens_drafted": self.drafted_tokens,
-            "rollout/verified_tokens": self.verified_tokens,
-            "rollout/judged_tokens": self.judged_tokens,
-            "rollout/evicted": self.evicted,
+            "rollout/verify_work": self.verified_tokens,
+            "rollout/tokens_verified": self.judged_tokens,
+            "rollout/preempted": self.evicted,
             "rollout/cache_gib": self.cache_bytes / 2**30,
             "rollout/programs": len(self.programs),
         }

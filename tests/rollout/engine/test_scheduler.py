@@ -176,7 +176,7 @@ def test_rows_give_up_their_cache_and_come_back(mesh, base, held_bytes, bound):
     assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
     if longest < R:  # long drafts need the deepest window at once
         assert stats.evicted > 0
-    assert stats.metrics()["rollout/evicted"] == stats.evicted
+    assert stats.metrics()["rollout/preempted"] == stats.evicted
     assert stats.metrics()["rollout/cache_gib"] == stats.cache_bytes / 2**30
 
 

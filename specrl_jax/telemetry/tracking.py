@@ -1,0 +1,96 @@
+"""A run's metrics on wandb. A failure of wandb is one warning; training goes on."""
+
+import logging
+import netrc
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+WANDB_MODES = ("off", "offline", "online", "auto")
+
+_log = logging.getLogger(__name__)
+
+
+def _logged_in() -> bool:
+    """Whether wandb would find a key by itself: it asks, or blocks, where there is none."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return path.exists() and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def resolve_wandb_mode(mode: str) -> str:
+    """The mode to use; "auto" is $WANDB_MODE if set, else online if logged in, else offline.
+
+    Raises:
+        ValueError: Not one of off, offline, online, auto.
+    """
+    if mode not in WANDB_MODES:
+        raise ValueError(f"log.wandb must be one of {', '.join(WANDB_MODES)}, got {mode!r}")
+    if mode != "auto":
+        return mode
+    wanted = os.environ.get("WANDB_MODE", "")
+    if wanted:
+        return wanted if wanted in ("online", "offline") else "off"
+    return "online" if _logged_in() else "offline"
+
+
+class WandbRun:
+    """A wandb run that cannot hurt training: any failure is one warning, then silence."""
+
+    def __init__(self, workdir: Path, mode: str, run_name: str, config: Mapping[str, Any]):
+        self._run = None
+        # Without a network, an online run is at least kept for `wandb sync`.
+        for attempt in {"off": (), "online": ("online", "offline")}.get(mode, (mode,)):
+            try:
+                self._run = self._start(workdir, attempt, run_name, config)
+                return
+            except Exception as error:  # not installed, no network, no key, a bug: all the same
+                self._fail(error, attempt)
+
+    @staticmethod
+    def _start(workdir: Path, mode: str, run_name: str, config: Mapping[str, Any]) -> Any:
+        import wandb
+
+        id_file = workdir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12])
+        # console="off": wandb would replace stdout, and the progress bar writes there.
+        settings = wandb.Settings(console="off", silent=True, init_timeout=30)
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "specrl_jax"),
+            name=run_name,
+            id=id_file.read_text().strip(),
+            resume="allow" if mode == "online" else None,
+            dir=str(workdir),
+            mode=mode,
+            config=dict(config),
+            settings=settings,
+        )
+
+    def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        if self._run is not None:
+            try:
+                self._run.log({"epoch": epoch, **values}, step=step)
+            except Exception as error:
+                self._fail(error)
+
+    def close(self) -> None:
+        if self._run is not None:
+            try:
+                self._run.finish()
+            except Exception as error:
+                self._fail(error)
+            self._run = None
+
+    def _fail(self, error: Exception, what: str = "logging") -> None:
+        self._run = None
+        reason = (str(error).splitlines() or [""])[0]
+        _log.warning("wandb: %s failed, training goes on: %r", what, reason)
