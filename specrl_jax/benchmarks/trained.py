@@ -142,9 +142,7 @@ def _cases(run: Trainer, inputs: Inputs, drafts: Drafts, wanted: float, tables: 
     return found
 
 
-def _metrics(
-    run: Trainer, case: Case, timed: benchmark.Trainer, drafts: Drafts
-) -> dict[str, float]:
+def _metrics(run: Trainer, case: Case, timed: benchmark.Run, drafts: Drafts) -> dict[str, float]:
     written = np.asarray(drafts.tokens), np.asarray(drafts.lens)
     return rollout_metrics(
         timed.tokens,
