@@ -50,6 +50,11 @@ def true_survival(chances, tokens):
 
 
 def make_pass(
-    left=(100,) * 64, rung_rows=64, chunk=4, rungs=(16, 64), windows=((50, 100),), **more
+    draft_lens=(100,) * 64,
+    rows=64,
+    verify_width=4,
+    row_buckets=(16, 64),
+    cache_lengths=((50, 100),),
+    **more,
 ):
-    return VerifyPlan(tuple(left), rung_rows, 99, chunk, rungs, windows, **more)
+    return VerifyPlan(tuple(draft_lens), rows, 99, verify_width, row_buckets, cache_lengths, **more)

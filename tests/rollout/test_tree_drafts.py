@@ -323,11 +323,11 @@ class WideFrom:
     def __init__(self, steps):
         self.steps = steps
 
-    def plan_visit(self, size, slots, widths):
+    def plan_steps(self, size, slots, widths):
         width = widths[-1] if self.steps <= 0 else 1
         return StepPlan(size, slots, width, width, max(self.steps, 0))
 
-    def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
+    def record_steps(self, visit, steps, histogram=(), kept=0, judged=0):
         self.steps -= steps
         return 0.0
 

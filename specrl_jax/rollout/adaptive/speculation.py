@@ -127,16 +127,16 @@ class VerifyPlan:
     of those in flight holds `others` tokens.
     """
 
-    left: tuple[int, ...]
-    rung_rows: int
+    draft_lens: tuple[int, ...]
+    rows: int
     slots: int
-    chunk: int
-    rungs: tuple[int, ...]
-    windows: tuple[tuple[int, int], ...]
-    begun: int = 0
-    widths: tuple[int, ...] = (1,)
-    beside: int = 0
+    verify_width: int
+    row_buckets: tuple[int, ...]
+    cache_lengths: tuple[tuple[int, int], ...]
+    held: int = 0
+    step_widths: tuple[int, ...] = (1,)
     others: int = 0
+    others_held: int = 0
     capacity: int = 0
 
     def active(self, rate: float | None = None) -> np.ndarray:
@@ -146,20 +146,20 @@ class VerifyPlan:
         A row with L tokens left decodes t unless the first L - t are kept, and no more than `chunk`
         can be: Σ over rows of 1 - [L - t <= chunk]·rate^(L - t).
         """
-        count = np.bincount(self.left, minlength=1).astype(float)  # by length
+        count = np.bincount(self.draft_lens, minlength=1).astype(float)  # by length
         active = count[::-1].cumsum()[::-1][1:]
         if rate is None or not len(active):
             return active
-        powers = rate ** np.arange(1, min(self.chunk, len(active)) + 1)
+        powers = rate ** np.arange(1, min(self.verify_width, len(active)) + 1)
         return active - np.convolve(count[:0:-1], powers)[: len(active)][::-1]
 
     def rung_at(self, kept: int, rate: float) -> int:
         """Rows of the rung for those that are expected to keep the next `kept` tokens and have more
         to verify; before the first, the pass's own."""
         if not kept:
-            return self.rung_rows
-        rows = math.floor(sum(n > kept for n in self.left) * rate**kept)
-        return min((n for n in self.rungs if rows <= n <= self.rung_rows), default=self.rung_rows)
+            return self.rows
+        rows = math.floor(sum(n > kept for n in self.draft_lens) * rate**kept)
+        return min((n for n in self.row_buckets if rows <= n <= self.rows), default=self.rows)
 
     def ahead(self, rate: float) -> int:
         """Tokens that the row which keeps most is expected to keep, of those that need more than
@@ -168,24 +168,24 @@ class VerifyPlan:
         The longest of n runs of chance a has at most (1 + 1/2 + ... + 1/n) / -ln a tokens in the
         mean, and that is at most (1 + ln n) / -ln a.
         """
-        long = [n for n in self.left if n > self.windows[0][1] - self.begun]
+        long = [n for n in self.draft_lens if n > self.cache_lengths[0][1] - self.held]
         if not long:
             return 0
         run = (1 + math.log(len(long))) / max(-math.log(rate), 1e-9)
-        return math.ceil(min(run, self.chunk, max(long)))
+        return math.ceil(min(run, self.verify_width, max(long)))
 
     def shares(self, active: np.ndarray, ahead: int = 0) -> dict[tuple[int, int], float]:
         """Steps that these rows have to pay for, by rows and slots of the rung: they share them
         with the rows beside; where less than one row is expected, so is less than one step. ahead:
         tokens that the longest row has got beyond `begun` before the first of these steps."""
-        others = np.clip(self.capacity - np.ceil(active), 0, self.beside)
+        others = np.clip(self.capacity - np.ceil(active), 0, self.others)
         share = active / (np.maximum(active, 1.0) + others)
-        places = np.searchsorted(self.rungs, np.ceil(active) + others)
-        places = np.minimum(places, len(self.rungs) - 1)
-        slots, lengths = zip(*self.windows)
-        longest = max(self.begun + ahead, self.others) + np.arange(1, len(active) + 1)
+        places = np.searchsorted(self.row_buckets, np.ceil(active) + others)
+        places = np.minimum(places, len(self.row_buckets) - 1)
+        slots, lengths = zip(*self.cache_lengths)
+        longest = max(self.held + ahead, self.others_held) + np.arange(1, len(active) + 1)
         depths = np.minimum(np.searchsorted(lengths, longest), len(slots) - 1)
-        kinds = list(itertools.product(self.rungs, slots))
+        kinds = list(itertools.product(self.row_buckets, slots))
         found = np.bincount(places * len(slots) + depths, share, minlength=len(kinds))
         return dict(zip(kinds, found.tolist()))
 
@@ -277,7 +277,7 @@ class Speculation:
             self._choices[key] = _Choice(every, best, base, emitted)
         return self._choices[key]
 
-    def plan_visit(self, rows: int, slots: int, widths: Iterable[int]) -> StepPlan:
+    def plan_steps(self, rows: int, slots: int, widths: Iterable[int]) -> StepPlan:
         """The next visit to this rung, to be recorded once it is over.
 
         A width that seems best but is not known is tried briefly, unless trials are still to be
@@ -298,7 +298,7 @@ class Speculation:
         due = math.ceil(((cost if best == base else 0.0) - self.credit) / (BUDGET * plain))
         return StepPlan(rows, slots, base, base, max(due, REVIEW_STEPS), cost)
 
-    def record_visit(
+    def record_steps(
         self,
         visit: StepPlan,
         steps: int,
@@ -331,30 +331,32 @@ class Speculation:
             self.credit -= max(seconds - gain * base_seconds, 0.0)
         return seconds
 
-    def choose_pass(self, passes: Sequence[VerifyPlan]) -> VerifyPlan | None:
+    def choose_verification(self, passes: Sequence[VerifyPlan]) -> VerifyPlan | None:
         """The verification to run next: the first of those, alone or in a row of its kind, that are
         expected to save most decoding for their seconds. None where none saves VERIFY_MARGIN times
         these. They differ in `chunk` and `slots` alone."""
         rate, best, most = self.acceptance.rate(), None, VERIFY_MARGIN
-        longest = max(passes[0].left, default=0)
+        longest = max(passes[0].draft_lens, default=0)
         without = self._decode_seconds(passes[0])
         # Where more rows and slots cost more, none saves more than all in one would if no row got
         # ahead into another window: mostly that is little, and no other needs to be worked out.
-        bound = without - self._decode_seconds(dataclasses.replace(passes[0], chunk=longest), rate)
+        bound = without - self._decode_seconds(
+            dataclasses.replace(passes[0], verify_width=longest), rate
+        )
         for one in passes:
             seconds = 0.0
-            for begun in range(0, longest, one.chunk):
+            for begun in range(0, longest, one.verify_width):
                 rows = one.rung_at(begun, rate)
-                seconds += self.table.seconds(rows, one.slots, one.chunk, False)
+                seconds += self.table.seconds(rows, one.slots, one.verify_width, False)
                 if bound <= most * seconds:
                     break
-                row = dataclasses.replace(one, chunk=begun + one.chunk)
+                row = dataclasses.replace(one, verify_width=begun + one.verify_width)
                 saved = without - self._decode_seconds(row, rate, row.ahead(rate))
                 if saved > most * seconds:
                     best, most = one, saved / seconds
         return best
 
-    def record_pass(self, done: VerifyPlan, kept: int = 0, judged: int = 0) -> float:
+    def record_verification(self, done: VerifyPlan, kept: int = 0, judged: int = 0) -> float:
         """A chunk was verified; returns its predicted seconds."""
         self.acceptance.observe_verified(kept, judged)
         return self._pass_seconds(done)
@@ -365,7 +367,7 @@ class Speculation:
         self.acceptance.observe_verified(kept, judged)
 
     def _pass_seconds(self, one: VerifyPlan) -> float:
-        return self.table.seconds(one.rung_rows, one.slots, one.chunk, False)
+        return self.table.seconds(one.rows, one.slots, one.verify_width, False)
 
     def _decode_seconds(self, one: VerifyPlan, rate: float | None = None, ahead: int = 0) -> float:
         """To decode what is left of the drafts, every rung at the best width that is known: hope
@@ -373,7 +375,7 @@ class Speculation:
         total = 0.0
         for (rows, slots), steps in one.shares(one.active(rate), ahead).items():
             if steps:
-                _, _, width, emitted = self._choice(rows, slots, one.widths)
+                _, _, width, emitted = self._choice(rows, slots, one.step_widths)
                 total += steps * self.predicted(rows, slots, width) / emitted
         return total
 

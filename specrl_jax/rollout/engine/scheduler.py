@@ -237,7 +237,7 @@ class Scheduler:
             most = self.ladder.prompt_slots + width + widest
             first = self._pass(left, size, most, max(n for n, _ in chosen))
         if first:
-            needed = self.ladder.prompt_slots + width + first.chunk
+            needed = self.ladder.prompt_slots + width + first.verify_width
             if self.room.verifies(needed, slots):
                 slots = max(slots, needed)
             else:
@@ -276,24 +276,25 @@ class Scheduler:
             return None
         make = functools.partial(
             VerifyPlan,
-            left=tuple(drafts[drafts > 0].tolist()),
-            begun=begun,
-            rung_rows=size,
-            rungs=tuple(sorted(self.ladder.rows)),
+            draft_lens=tuple(drafts[drafts > 0].tolist()),
+            held=begun,
+            rows=size,
+            row_buckets=tuple(sorted(self.ladder.rows)),
             # Windows of the same slots, as the widest step needs so many, count as the longest.
-            windows=tuple({self.ladder.slots(n): n for n in self.ladder.responses}.items()),
-            others=self.pool.longest if self.pool else 0,
-            widths=self.widths,
-            beside=len(self.fresh) * self.setup.group_size
+            cache_lengths=tuple({self.ladder.slots(n): n for n in self.ladder.responses}.items()),
+            others_held=self.pool.longest if self.pool else 0,
+            step_widths=self.widths,
+            others=len(self.fresh) * self.setup.group_size
             + (self.pool.unfinished if self.pool else 0),
             capacity=self.room.capacity(self.setup.response_slots),
         )
         passes = [
-            make(chunk=w, slots=slots or self.ladder.verify_slots(w, longest)) for w in widths
+            make(verify_width=w, slots=slots or self.ladder.verify_slots(w, longest))
+            for w in widths
         ]
         if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
             return passes[-1]
-        return self.cost.choose_pass(passes)
+        return self.cost.choose_verification(passes)
 
     def _verified(
         self, batch: DecodeBatch, drafts: np.ndarray, first: VerifyPlan | None
@@ -318,9 +319,11 @@ class Scheduler:
                 one = self._pass(np.maximum(left, 1), batch.size, batch.slots, batch.longest)
                 if one is None:
                     break
-            tally = self.flight.run(batch, self.flight.limits(-1, steps=1), one.chunk, wide=True)
+            tally = self.flight.run(
+                batch, self.flight.limits(-1, steps=1), one.verify_width, wide=True
+            )
             if self.cost:
-                predicted = self.cost.record_pass(one, int(tally.kept), int(tally.judged))
+                predicted = self.cost.record_verification(one, int(tally.kept), int(tally.judged))
                 self.stats.predicted_verify_seconds += predicted
             one = None
         return batch
@@ -354,11 +357,11 @@ class Scheduler:
         if self.cost is None:
             self.flight.run(pool, self.flight.limits(stop, response, steps), self.widths[-1])
             return
-        visit = self.cost.plan_visit(pool.size, pool.slots, self.widths)
+        visit = self.cost.plan_steps(pool.size, pool.slots, self.widths)
         limits = self.flight.limits(stop, response, min(steps, visit.max_steps or steps))
         tally = self.flight.run(pool, limits, visit.width)
         steps, judged = int(tally.steps), (int(tally.kept), int(tally.judged))
-        seconds = self.cost.record_visit(visit, steps, tally.accepted.tolist(), *judged)
+        seconds = self.cost.record_steps(visit, steps, tally.accepted.tolist(), *judged)
         self.stats.predicted_seconds += seconds
 
     def _until(self, capacity: int) -> tuple[int, int]:

@@ -159,60 +159,60 @@ def test_visits_by_hand():
     seconds = {1: 10.0, 2: 12.0, 4: 15.0}
     model = Speculation(StepCosts({Point(64, 99, w, w > 1): c for w, c in seconds.items()}))
     # By the prior, width 4 emits 1 + .7 + .49 + .343 = 2.5 tokens: tried, for 4 steps.
-    visit = model.plan_visit(64, 99, (2, 4))
+    visit = model.plan_steps(64, 99, (2, 4))
     assert visit == StepPlan(64, 99, width=4, base=1, max_steps=4)
-    assert model.record_visit(visit, 4, [256, 0, 0, 0]) == 60.0
+    assert model.record_steps(visit, 4, [256, 0, 0, 0]) == 60.0
     assert model.credit == -20.0
     # One half percent of the time is to pay for that, and the next probe's 4 · 2 s: 5,600 s.
-    visit = model.plan_visit(64, 99, (2, 4))
+    visit = model.plan_steps(64, 99, (2, 4))
     assert visit == StepPlan(64, 99, width=1, base=1, max_steps=560, price=8.0)
-    assert model.record_visit(visit, 400) == 4_000.0  # the rung ended
+    assert model.record_steps(visit, 400) == 4_000.0  # the rung ended
     assert model.credit == 0.0
-    visit = model.plan_visit(64, 99, (2, 4))
+    visit = model.plan_steps(64, 99, (2, 4))
     assert visit == StepPlan(64, 99, width=1, base=1, max_steps=160, price=8.0)
-    model.record_visit(visit, 200)
+    model.record_steps(visit, 200)
     assert model.credit == 8.0  # no more than a probe needs
-    visit = model.plan_visit(64, 99, (2, 4))
+    visit = model.plan_steps(64, 99, (2, 4))
     assert visit == StepPlan(64, 99, width=2, base=1, max_steps=4, price=8.0)
-    model.record_visit(visit, 3, np.array([96, 96]))  # half of the drafts were right: it paid
+    model.record_steps(visit, 3, np.array([96, 96]))  # half of the drafts were right: it paid
     assert model.credit == 8.0
-    assert model.plan_visit(64, 99, (1,)) == StepPlan(64, 99, width=1, base=1, max_steps=0)
+    assert model.plan_steps(64, 99, (1,)) == StepPlan(64, 99, width=1, base=1, max_steps=0)
 
 
 def test_a_width_of_which_nothing_is_known_is_not_tried_on_credit():
     seconds = {1: 10.0, 2: 12.0, 4: 15.0}
     table = StepCosts({Point(64, 99, w, w > 1): c for w, c in seconds.items()})
     model = Speculation(table, make_acceptance([0.9]))  # width 4 would emit 1 + .9 + .81 + .73
-    assert model.plan_visit(64, 99, (2, 4)) == StepPlan(64, 99, width=4, base=2, max_steps=4)
+    assert model.plan_steps(64, 99, (2, 4)) == StepPlan(64, 99, width=4, base=2, max_steps=4)
     model.credit = -1.0
-    visit = model.plan_visit(64, 99, (2, 4))
+    visit = model.plan_steps(64, 99, (2, 4))
     assert visit == StepPlan(64, 99, width=2, base=2, max_steps=64)
-    model.record_visit(visit, 64, [0, 64 * 64])
+    model.record_steps(visit, 64, [0, 64 * 64])
     assert model.credit == 0.0  # 3.8 s were earned, nothing is saved up
-    assert model.plan_visit(64, 99, (2, 4)).width == 4
+    assert model.plan_steps(64, 99, (2, 4)).width == 4
     # At width 1, a visit lasts until the debt is paid: 200 s bring 1 s.
     model = Speculation(table, credit=-20.0)
-    assert model.plan_visit(64, 99, (2, 4)) == StepPlan(64, 99, 1, 1, max_steps=400, price=8.0)
+    assert model.plan_steps(64, 99, (2, 4)) == StepPlan(64, 99, 1, 1, max_steps=400, price=8.0)
 
 
 def test_choices_follow_what_is_new():
     """Of a rung that was asked for before: what drafts brought since, and another table."""
     table = StepCosts({Point(64, 99, w, w > 1): c for w, c in {1: 10.0, 4: 15.0}.items()})
     model = Speculation(table, make_acceptance([0.8, 0.64, 0.51]))
-    visit = model.plan_visit(64, 99, (1, 4))
+    visit = model.plan_steps(64, 99, (1, 4))
     assert visit.width == 4
-    model.record_visit(visit, 640, [64 * 640, 0, 0, 0])  # none was right
-    assert model.plan_visit(64, 99, (1, 4)).width == 1
+    model.record_steps(visit, 640, [64 * 640, 0, 0, 0])  # none was right
+    assert model.plan_steps(64, 99, (1, 4)).width == 1
     assert not model.widens([(64, 99)], (1, 4))
     model.table = StepCosts({Point(64, 99, w, w > 1): c for w, c in {1: 10.0, 4: 5.0}.items()})
-    assert model.plan_visit(64, 99, (1, 4)).width == 4
+    assert model.plan_steps(64, 99, (1, 4)).width == 4
     assert model.widens([(64, 99)], (1, 4))
 
 
 def test_a_width_that_seems_best_is_charged_what_its_base_would_have_done_better():
     table = StepCosts({Point(64, 99, w, w > 1): c for w, c in {1: 1.0, 2: 1.2, 8: 2.4}.items()})
     model = Speculation(table)
-    model.record_visit(StepPlan(64, 99, width=8, base=2, max_steps=4), 4, [64, 128, 0, 64])
+    model.record_steps(StepPlan(64, 99, width=8, base=2, max_steps=4), 4, [64, 128, 0, 64])
     # Width 8 emitted 1 + 0 + .5 + .75 = 2.25 a row step in 2.4 s, width 2 would have 1.75 in 1.2.
     assert model.credit == pytest.approx(-4 * (2.4 - 1.2 * 2.25 / 1.75))
 
@@ -222,16 +222,16 @@ def test_a_probe_is_charged_whole_unless_it_pays(right, charge):
     """Four steps of 64 rows, 12 s instead of 10 each: 1.38 tokens a row step pay, 1.15 for 1."""
     table = StepCosts({Point(64, 99, w, w > 1): c for w, c in {1: 10.0, 2: 12.0}.items()})
     model = Speculation(table, make_acceptance([0.0]), credit=8.0)
-    visit = model.plan_visit(64, 99, (2,))
+    visit = model.plan_steps(64, 99, (2,))
     assert visit == StepPlan(64, 99, width=2, base=1, max_steps=4, price=8.0)
-    model.record_visit(visit, 4, [256 - right, right])
+    model.record_steps(visit, 4, [256 - right, right])
     assert model.credit == 8.0 - charge
-    model.record_visit(visit, 1, [64, 0])  # cut short
+    model.record_steps(visit, 1, [64, 0])  # cut short
     assert model.credit == 8.0 - charge - 2.0
 
 
 def test_probes_are_short_but_see_enough_rows():
-    plans = [Speculation(make_table()).plan_visit(rows, 64, (4,)) for rows in (1, 16, 64, 128, 999)]
+    plans = [Speculation(make_table()).plan_steps(rows, 64, (4,)) for rows in (1, 16, 64, 128, 999)]
     assert [p.max_steps for p in plans] == [32, 8, 4, 4, 4]
     assert [p.width for p in plans] == [4] * 5
 
@@ -247,10 +247,10 @@ class Simulation:
     def visit(self, chances, rows, slots=64, most=512):
         """One visit, cut to `most` steps; returns it."""
         model = self.model
-        visit = model.plan_visit(rows, slots, self.widths)
+        visit = model.plan_steps(rows, slots, self.widths)
         steps = min(visit.max_steps or most, most)
         histogram = draw(self.rng, chances, rows * steps, visit.width)
-        self.seconds += model.record_visit(visit, steps, histogram if visit.width > 1 else ())
+        self.seconds += model.record_steps(visit, steps, histogram if visit.width > 1 else ())
         emitted = histogram @ np.arange(1, visit.width + 1) / rows
         self.plain_seconds += model.predicted(rows, slots, 1) * emitted
         return visit
@@ -289,15 +289,15 @@ def test_a_probe_that_seems_to_cost_nothing_is_rare():
     width 1, are taken to lose 4 s, which 0.5 % of 80 steps earn."""
     table = StepCosts({Point(64, 99, w, w > 1): c for w, c in {1: 10.0, 2: 9.9}.items()})
     model = Speculation(table, make_acceptance([0.0]))
-    first = model.plan_visit(64, 99, (2,))
+    first = model.plan_steps(64, 99, (2,))
     assert (first.width, first.max_steps) == (1, pytest.approx(80, abs=1))
     assert first.price == pytest.approx(4.0)
     steps = {1: 0, 2: 0}
     while sum(steps.values()) < 84_000:
-        visit = model.plan_visit(64, 99, (2,))
+        visit = model.plan_steps(64, 99, (2,))
         steps[visit.width] += visit.max_steps
         histogram = [64 * visit.max_steps, 0] if visit.width == 2 else ()
-        model.record_visit(visit, visit.max_steps, histogram)
+        model.record_steps(visit, visit.max_steps, histogram)
         assert model.credit >= 0.0
         assert visit.width == 1 or model.credit == 0.0
     assert 4 / 84 * 0.97 < steps[2] / sum(steps.values()) <= 4 / 84

@@ -432,7 +432,7 @@ def test_a_decoded_token_is_priced_on_the_rungs_that_it_would_take(mesh, base, m
     seen = []
 
     class Spy(Whims):
-        def choose_pass(self, passes):
+        def choose_verification(self, passes):
             seen.extend(passes)
 
     plan = plan_of(row_rungs=3 if not max_rows else 1, windows=1, max_rows=max_rows)
@@ -447,7 +447,7 @@ def test_what_a_pass_is_asked_for(mesh, base):
     seen = []
 
     class Spy(Whims):
-        def choose_pass(self, passes):
+        def choose_verification(self, passes):
             seen.extend(passes)
             return passes[-1]
 
@@ -455,10 +455,10 @@ def test_what_a_pass_is_asked_for(mesh, base):
     drafts = as_drafts(base[1], np.where(np.arange(B) < 8, 0, R))
     rollout, _ = go(plan, caps=None, drafts=drafts, speculation=Spy(0))
     check_equal(rollout, base[1], but=FOUND)
-    assert {one.windows for one in seen} == {((P + 4, 4), (P + 8, 8))}
-    assert [one.begun for one in seen] == [0, 2, 4, 6] * 3
-    assert [one.left for one in seen] == [(R - one.begun,) * 8 for one in seen]
-    assert {one.others for one in seen} == {0}
+    assert {one.cache_lengths for one in seen} == {((P + 4, 4), (P + 8, 8))}
+    assert [one.held for one in seen] == [0, 2, 4, 6] * 3
+    assert [one.draft_lens for one in seen] == [(R - one.held,) * 8 for one in seen]
+    assert {one.others_held for one in seen} == {0}
 
 
 def test_block_verification_is_never_skipped(mesh, base):
@@ -483,20 +483,20 @@ class Whims:
         assert 0 <= kept <= judged
         self.kept, self.judged = self.kept + kept, self.judged + judged
 
-    def plan_visit(self, size, slots, widths):
+    def plan_steps(self, size, slots, widths):
         width = int(self.rng.choice(widths))
         return StepPlan(size, slots, width, width, int(self.rng.integers(0, 4)))
 
-    def record_visit(self, visit, steps, histogram=(), kept=0, judged=0):
+    def record_steps(self, visit, steps, histogram=(), kept=0, judged=0):
         self.record_drafts(kept, judged)
         return 0.0
 
-    def choose_pass(self, passes):
+    def choose_verification(self, passes):
         verdict = bool(self.rng.random() < 0.6)
         self.verdicts.add(verdict)
         return passes[self.rng.integers(len(passes))] if verdict else None
 
-    def record_pass(self, done, kept=0, judged=0):
+    def record_verification(self, done, kept=0, judged=0):
         self.record_drafts(kept, judged)
         return 0.0
 
