@@ -59,9 +59,7 @@ def base() -> ConfigDict:
     options.max_numbers = 12  # longest list to sort
     options.min_decimals = options.max_decimals = 0  # whole numbers
     options.min_value, options.max_value = 0, 9  # of one digit
-    data.render = (
-        "specrl_jax.data.prompts:render_number_sorting"  # "" | module:function, item → texts
-    )
+    data.render = "specrl_jax.data.prompts:render_number_sorting"  # "" | module:function of a row
     data.prompt_field = "question"  # column of the prompt
     data.answer_field = "answer"  # column of the answer
     data.answer_pattern = ""  # regex, group 1 is the answer; "": the whole column
@@ -112,10 +110,10 @@ def base() -> ConfigDict:
     tree.min_prob = 0.1  # a draft ends where its share of the continuations falls below
     tree.decay = 0.7  # weight of a response against one a generation newer
     rollout.max_width = 8  # tokens a decode step may check: 1, 2, 4, ... (1 without tree drafts)
-    rollout.verify_chunk = 128  # draft tokens of a row verified in one pass; all of them by block
+    rollout.verify_width = 128  # draft tokens of a row verified in one pass; all of them by block
     rollout.adaptive = True  # by measured cost: widths, and whether to go on verifying
-    rollout.row_rungs = 6  # batch sizes that finished rows are compacted into, each half the last
-    rollout.windows = 1  # cache lengths, each half the next (2 or more pay for long responses)
+    rollout.row_buckets = 6  # batch sizes that finished rows are compacted into, each half the last
+    rollout.cache_lengths = 1  # sizes of the KV cache, each half the next; more for long responses
     rollout.max_rows = 0  # rows in flight at once; 0: all
     rollout.max_cache_gib = 0.0  # bound of the KV cache over all devices, the rest waits; 0: none
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
@@ -129,7 +127,7 @@ def base() -> ConfigDict:
     config.environment = environment = ConfigDict()  # several turns: see configs/multiturn.py
     environment.name = ""  # "" (one turn, see reward) | guess | calculator | module:Class
     environment.max_turns = 4  # responses of an episode, all within rollout.response_len
-    environment.behind = 0.0  # share of the episodes that others need not wait for, turn by turn
+    environment.allow_unfinished = 0.0  # share of the episodes that a turn does not wait for
 
     # -- the algorithm ---------------------------------------------------------------------------
     config.algorithm = algorithm = ConfigDict()
@@ -149,7 +147,7 @@ def base() -> ConfigDict:
     algorithm.importance_cap = 0.0  # > 0: tokens weighed by π over the law they came by, so much
     # at most (TIS): lenient ones, and those of another arithmetic with old_logprobs = recompute
     algorithm.dynamic_sampling = False  # roll out until a batch of groups has signal: DAPO
-    algorithm.max_rounds = 10  # rollouts of a step at most, for dynamic_sampling and speed
+    algorithm.max_gen_batches = 10  # rollouts of a step at most, for dynamic_sampling and speed
 
     config.critic = critic = ConfigDict()  # a value function, for PPO: see configs/ppo.py
     critic.kind = "none"  # none (a group's rewards are compared) | head (on the policy) | network
@@ -233,7 +231,7 @@ def micro(config: ConfigDict) -> None:
     config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 192, 128, 10
     config.rollout.prompts_per_step, config.rollout.group_size = 32, 4
     config.rollout.response_len = 10
-    config.rollout.row_rungs = 3
+    config.rollout.row_buckets = 3
     config.updates.mini_batch_size = 64
     config.warmup.steps, config.warmup.examples = 300, 5_000
     config.evaluate.every, config.evaluate.batch_size = 6, 128
@@ -272,7 +270,7 @@ def gsm8k(config: ConfigDict) -> None:
     config.reward.name = "math"
     config.rollout.prompts_per_step, config.rollout.group_size = 32, 8
     config.rollout.response_len, config.rollout.max_rows = 256, 0
-    config.rollout.windows = 2
+    config.rollout.cache_lengths = 2
     config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 128, 16
@@ -298,9 +296,9 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.prompts_per_step, config.rollout.group_size = 1_024, 8
     config.rollout.response_len = 4_096
     config.rollout.lenience = math.exp(0.5)
-    config.rollout.max_rows, config.rollout.row_rungs = 256, 4
+    config.rollout.max_rows, config.rollout.row_buckets = 256, 4
     config.rollout.logits_chunk = 64
-    config.rollout.windows = 4
+    config.rollout.cache_lengths = 4
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4
     config.updates.mini_batch_size, config.updates.micro_batch_size = 2_048, 64
@@ -317,7 +315,7 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.model.source = source
     config.tokenizer.source, config.tokenizer.chat = "", True
     config.data.render, config.data.options = "", ConfigDict()
-    config.rollout.row_rungs = 5  # a program of so many layers takes long to compile
+    config.rollout.row_buckets = 5  # a program of so many layers takes long to compile
     config.warmup.steps = 0
 
 

@@ -20,6 +20,8 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 from etils import epath
 
+from specrl_jax.config import check_names
+
 _METRIC = "metric"
 
 
@@ -193,6 +195,10 @@ def check_run_config(
         before = _fields(json.loads(path.read_text()))
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
+    try:
+        check_names(before)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; give another --workdir") from None
     now = _fields(json.loads(json.dumps(_plain(config))))
     changed = [
         f"{name} was {_show(before, name)}, now {_show(now, name)}"

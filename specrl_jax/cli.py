@@ -18,6 +18,8 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from specrl_jax.config import RENAMED_FIELDS
+
 # One heap, in huge pages, of which up to 4 GiB are kept when free. With glibc's defaults products
 # wait for the translation of addresses, and large buffers are mapped and cleared at every call.
 _MALLOC = {"hugetlb": 1, "arena_max": 1, "mmap_max": 0, "trim_threshold": 2**32}
@@ -125,6 +127,8 @@ def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
         hint = re.search(r'Did you mean "(\w+)"', text)
         typed = [a for a in argv if field and re.match(rf"--config\..*\b{field[0]}\b", a)]
         name = typed[0].partition("=")[0].removeprefix("--config.") if typed else repr(text)
+        if name in RENAMED_FIELDS:
+            return f"{name} is now named {RENAMED_FIELDS[name]}"
         return f"{name} is not a field of the config" + (
             f", did you mean {hint[1]}?" if hint else ""
         )

@@ -4,10 +4,19 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
+
+# Old name → new name: who gives an old one is told the new one.
+RENAMED_FIELDS = {
+    "rollout.row_rungs": "rollout.row_buckets",
+    "rollout.windows": "rollout.cache_lengths",
+    "rollout.verify_chunk": "rollout.verify_width",
+    "algorithm.max_rounds": "algorithm.max_gen_batches",
+    "environment.behind": "environment.allow_unfinished",
+}
 
 # field → (rule in words, test). Fields that name a choice are in CHOICES.
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -38,9 +47,9 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rollout.tree.min_prob": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "rollout.tree.decay": ("in (0, 1]", lambda x: 0 < x <= 1),
     "rollout.max_width": (">= 1", lambda x: x >= 1),
-    "rollout.verify_chunk": (">= 1", lambda x: x >= 1),
-    "rollout.row_rungs": (">= 1", lambda x: x >= 1),
-    "rollout.windows": (">= 1", lambda x: x >= 1),
+    "rollout.verify_width": (">= 1", lambda x: x >= 1),
+    "rollout.row_buckets": (">= 1", lambda x: x >= 1),
+    "rollout.cache_lengths": (">= 1", lambda x: x >= 1),
     "rollout.max_rows": (">= 0", lambda x: x >= 0),
     "rollout.max_cache_gib": (">= 0", lambda x: x >= 0),
     "rollout.logits_chunk": (">= 1", lambda x: x >= 1),
@@ -53,7 +62,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "algorithm.kl_coef": (">= 0 and finite", lambda x: 0 <= x < math.inf),
     "algorithm.entropy_coef": ("finite", math.isfinite),
     "algorithm.importance_cap": (">= 0", lambda x: x >= 0),
-    "algorithm.max_rounds": (">= 1", lambda x: x >= 1),
+    "algorithm.max_gen_batches": (">= 1", lambda x: x >= 1),
     "reward.overlong_tokens": (">= 0", lambda x: x >= 0),
     "reward.overlong_penalty": (">= 0 and finite", lambda x: 0 <= x < math.inf),
     "critic.learning_rate": (">= 0 and finite", lambda x: 0 <= x < math.inf),
@@ -64,7 +73,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "critic.gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "critic.gae_lambda": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "environment.max_turns": (">= 1", lambda x: x >= 1),
-    "environment.behind": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "environment.allow_unfinished": ("in [0, 1)", lambda x: 0 <= x < 1),
     "curriculum.screening": (">= 1", lambda x: x >= 1),
     "curriculum.low": ("finite", math.isfinite),
     "curriculum.high": ("finite", math.isfinite),
@@ -122,6 +131,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 def validate(config: ConfigDict) -> None:
     """Check a whole configuration. Raises ValueError in one line on the first broken rule."""
     fields = dict(flatten(config))
+    check_names(fields)
     for field, value in fields.items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"{field} must be a number, got nan")
@@ -135,6 +145,13 @@ def validate(config: ConfigDict) -> None:
     _check_sources(config)
     if not config.model.source:
         _check_sizes(config.model)
+
+
+def check_names(fields: Iterable[str]) -> None:
+    """Raise ValueError in one line where a field has an old name."""
+    for field in fields:
+        if field in RENAMED_FIELDS:
+            raise ValueError(f"{field} is now named {RENAMED_FIELDS[field]}")
 
 
 def check_mesh(config: ConfigDict, mesh: Any) -> None:

@@ -12,8 +12,8 @@ prompts that wait for theirs never outgrow two rounds.
 
 In both, groups that are over wait for the next step, first in first out, with the log-probs of the
 policy that sampled them, so that the update's ratio is their importance weight. Nothing is dropped.
-A batch that `algorithm.max_rounds` rounds, or the prompts there are, could not fill is trained on
-as it is: with groups of equal rewards, or without responses, in the empty places.
+A batch that `algorithm.max_gen_batches` rounds, or the prompts there are, could not fill is
+trained on as it is: with groups of equal rewards, or without responses, in the empty places.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def play_round(
         pool=run.pool,
         tokenizer=run.tokenizer,
         max_turns=run.max_turns,
-        behind=run.config.environment.behind,
+        behind=run.config.environment.allow_unfinished,
         clocks=clocks,
         drafts=DraftInputs(drafts, state.log_lenience, corpus),
         speculation=state.cost,
@@ -144,7 +144,7 @@ class Desk:
         size = self.run.config.rollout.prompts_per_step
         while not self.rounds or (
             len(self.complete) < size
-            and len(self.rounds) < self.run.config.algorithm.max_rounds
+            and len(self.rounds) < self.run.config.algorithm.max_gen_batches
             and self._free() >= self._fresh_prompts()
             # Groups that turn out flat leave the batch short however many are begun: no more than
             # a round of them may wait when another is begun, so that two rounds' rows hold all.

@@ -21,6 +21,7 @@ MISTAKES = {
     "got 'huge'",
     (CONFIG, "--config.rollout.leniense=1"): "rollout.leniense is not a field of the config, "
     "did you mean lenience?",
+    (CONFIG, "--config.rollout.row_rungs=3"): "rollout.row_rungs is now named rollout.row_buckets",
     (CONFIG, "--config.nothing.at_all=1"): "nothing.at_all is not a field of the config",
     (CONFIG, "--config.rollout.group_size=many"): "flag --config.rollout.group_size=many: "
     "invalid literal for int() with base 10: 'many'",

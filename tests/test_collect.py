@@ -20,7 +20,7 @@ from specrl_jax.telemetry.records import read_rollouts
 Q, G, STEPS = 4, 8, 4
 CHANGES = {
     "train.steps": STEPS, "checkpoint.every": 1, "rollout.draft": "none",
-    "rollout.adaptive": False, "rollout.row_rungs": 1, "rollout.max_width": 2,
+    "rollout.adaptive": False, "rollout.row_buckets": 1, "rollout.max_width": 2,
     "data.options.max_numbers": 2, "data.prompts": 80, "data.prompt_len": 6,
     # A random policy's groups differ two times in three.
     "reward.name": "small_runs:score_first_letter", "reward.extract": "",
@@ -292,7 +292,11 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
 
 
 def test_without_any_signal_the_batch_is_filled_and_nothing_is_learnt(mesh, tmp_path):
-    changes = CHANGES | {"reward.extract": "(never)", "algorithm.max_rounds": 2, "train.steps": 1}
+    changes = CHANGES | {
+        "reward.extract": "(never)",
+        "algorithm.max_gen_batches": 2,
+        "train.steps": 1,
+    }
     changes["updates.weight_decay"] = 0.0
     config = small_config(changes | {"reward.overlong_tokens": 0}, algorithm="dapo")
     loop.train(config, tmp_path / "run")

@@ -10,7 +10,7 @@ import pytest
 import small_runs
 from ml_collections import ConfigDict
 
-from specrl_jax.config import CHOICES, RULES, check_mesh, flatten, validate
+from specrl_jax.config import CHOICES, RENAMED_FIELDS, RULES, check_mesh, flatten, validate
 
 PRESETS = ("tiny", "micro", "smollm2", "gsm8k", "qwen3_1p7b")
 # field → values that break its rule
@@ -42,9 +42,9 @@ BROKEN = {
     "rollout.tree.min_prob": [-0.1, 1.1],
     "rollout.tree.decay": [0.0, 1.1],
     "rollout.max_width": [0],
-    "rollout.verify_chunk": [0],
-    "rollout.row_rungs": [0],
-    "rollout.windows": [0],
+    "rollout.verify_width": [0],
+    "rollout.row_buckets": [0],
+    "rollout.cache_lengths": [0],
     "rollout.max_rows": [-1],
     "rollout.max_cache_gib": [-0.5],
     "rollout.logits_chunk": [0],
@@ -58,7 +58,7 @@ BROKEN = {
     "algorithm.entropy_coef": [math.inf, -math.inf],
     "algorithm.importance_cap": [-0.1],
     "environment.max_turns": [0],
-    "environment.behind": [-0.1, 1.0],
+    "environment.allow_unfinished": [-0.1, 1.0],
     "curriculum.screening": [0],
     "curriculum.low": [math.inf],
     "curriculum.high": [-math.inf],
@@ -66,7 +66,7 @@ BROKEN = {
     "curriculum.target": [-0.1, 1.1],
     "curriculum.decay": [-0.1, 1.1],
     "curriculum.width": [0.0],
-    "algorithm.max_rounds": [0],
+    "algorithm.max_gen_batches": [0],
     "reward.overlong_tokens": [-1],
     "reward.overlong_penalty": [-0.1, math.inf],
     "critic.learning_rate": [-1e-3, math.inf],
@@ -208,6 +208,15 @@ def _message(changes: dict) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - callers compare the whole message
         validate(small_runs.small_config(changes))
     return str(error.value)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_FIELDS.items())
+def test_an_old_name_is_answered_by_the_new_one(old, new):
+    assert new in dict(flatten(small_runs.small_config()))
+    config = small_runs.small_config()
+    config[old.split(".")[0]][old.split(".")[1]] = 3  # a config file sets what is no field
+    with pytest.raises(ValueError, match=f"^{old} is now named {new}$"):
+        validate(config)
 
 
 def test_the_table_below_is_of_all_rules():

@@ -262,7 +262,7 @@ RUN = {
     "data.source": "guess", "data.name": "guess", "data.render": "", "data.prompts": 12,
     "data.prompt_len": 4, "data.options": {}, "tokenizer.alphabet": "0123456789-?<>",
     "rollout.response_len": 10, "rollout.accept": "match", "rollout.max_width": 2,
-    "rollout.adaptive": False, "rollout.row_rungs": 1,
+    "rollout.adaptive": False, "rollout.row_buckets": 1,
     "updates.learning_rate": 0.005, "train.epochs": 2,
 }  # fmt: skip
 

@@ -382,7 +382,7 @@ def test_with_everything_else_on(tmp_path, mesh):
     """Drafts of both kinds, stored on the host, and few rows at a time."""
     changes = RUN | {
         "rollout.draft": "previous+tree", "rollout.accept": "match", "rollout.store": "host",
-        "rollout.max_rows": 32, "rollout.row_rungs": 3, "train.steps": 3,
+        "rollout.max_rows": 32, "rollout.row_buckets": 3, "train.steps": 3,
         "rollout.adaptive": False, "rollout.max_width": 4,
     }  # fmt: skip
     loop.train(small_config(changes), tmp_path / "run")

@@ -171,8 +171,8 @@ def test_on_a_mesh(make_mesh, shape):
 # --- training -------------------------------------------------------------------------------------
 
 RUN = {
-    "rollout.draft": "none", "rollout.response_len": 16, "rollout.row_rungs": 3,
-    "rollout.adaptive": False, "rollout.verify_chunk": 4, "updates.learning_rate": 0.005,
+    "rollout.draft": "none", "rollout.response_len": 16, "rollout.row_buckets": 3,
+    "rollout.adaptive": False, "rollout.verify_width": 4, "updates.learning_rate": 0.005,
     "log.rollouts": 1.0,
 }  # fmt: skip
 AHEAD = RUN | {"rollout.run_ahead": True}

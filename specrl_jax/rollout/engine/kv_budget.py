@@ -37,7 +37,7 @@ class KVBudget:
             raise ValueError(
                 f"rollout.max_cache_gib must be 0 or >= {needed:.3g}, for {least} rows of {slots} "
                 f"slots while they are moved, got {self.cache_bytes / 2**30:.3g}; "
-                "raise it, or rollout.row_rungs for fewer rows"
+                "raise it, or rollout.row_buckets for fewer rows"
             )
 
     def bytes(self, *rungs: tuple[int, int]) -> int:

@@ -87,11 +87,11 @@ class RolloutSpec:
                 if config.curriculum.name == "speed"
                 else settings.group_size
             ),
-            row_rungs=settings.row_rungs,
-            windows=settings.windows,
+            row_rungs=settings.row_buckets,
+            windows=settings.cache_lengths,
             max_rows=settings.max_rows,
             max_width=settings.max_width if trees else 1,
-            verify_chunk=settings.verify_chunk,
+            verify_chunk=settings.verify_width,
             cache_bytes=settings.max_cache_gib * 2**30,
             refresh=settings.draft_refresh,
             token_age=settings.token_age,
