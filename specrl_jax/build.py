@@ -218,7 +218,7 @@ def build(config) -> tuple[Trainer, Params]:
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
     rows = config.rollout.prompts_per_step * trained_group(config)
     per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
-    model, params = load_policy(config, tokenizer)
+    model, params = load_policy(config, tokenizer.vocab_size)
     frozen = config.critic.warmup_steps if config.critic.kind != "none" else 0
     schedule = make_schedule(config.updates, total_steps * per_step, frozen * per_step)
     plan = RolloutSpec.from_config(

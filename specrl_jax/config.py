@@ -9,6 +9,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from specrl_jax.models.families import FAMILIES
+
 # Old name → new name: who gives an old one is told the new one.
 RENAMED_FIELDS = {
     "rollout.row_rungs": "rollout.row_buckets",
@@ -109,7 +111,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model.family": ("llama", "qwen2", "qwen3"),
+    "model.family": tuple(FAMILIES),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "data.source": ("reasoning_gym", "guess", "tfds", "jsonl", "parquet", "hf"),
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),

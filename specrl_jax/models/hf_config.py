@@ -1,41 +1,31 @@
 """Hugging Face's config.json to `ModelConfig`, and back.
 
-What this package cannot represent is refused in one line: sliding windows, other rotary types,
-other activations, other families.
+Sliding windows, other rotary types, other activations and other families raise ValueError, in one
+line.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from specrl_jax.models.config import ModelConfig, RopeScaling
-
-# What a field that config.json leaves out means, per model_type (transformers' own defaults).
-_COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-_DEFAULTS = {
-    "llama": _COMMON | {"max_position_embeddings": 2048, "mlp_bias": False},
-    "qwen2": _COMMON | {"max_position_embeddings": 32_768},
-    "qwen3": _COMMON | {"max_position_embeddings": 32_768, "head_dim": 128},
-}
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+from specrl_jax.models.families import FAMILIES
 
 
 def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
-    """Translates the fields of a config.json (transformers 4 or 5); `file` goes into errors."""
-    family = values.get("model_type")
-    if family not in _DEFAULTS:
-        known = ", ".join(_DEFAULTS)
-        raise ValueError(f"{file}: model_type must be one of {known}, got {family!r}")
-    values = _DEFAULTS[family] | {k: v for k, v in values.items() if v is not None}
-    _refuse_unsupported(values, file)
+    """The `ModelConfig` of a config.json (transformers 4 or 5); errors name `file`."""
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{file}: model_type must be one of {known}, got {name!r}")
+    family = FAMILIES[name]
+    values = family.config_defaults() | {k: v for k, v in values.items() if v is not None}
+    _refuse_other_layers(values, file)
+    if family.sliding_window:
+        _refuse_windows(values, file)
     embed_dim, num_heads = (_size(values, k, file) for k in ("hidden_size", "num_attention_heads"))
     values.setdefault("num_key_value_heads", num_heads)
     values.setdefault("head_dim", embed_dim // num_heads)
     theta, scaling = _rope(values, file)
-    bias = family == "qwen2" or bool(values.get("attention_bias", False))
     config = ModelConfig(
         vocab_size=_size(values, "vocab_size", file),
         embed_dim=embed_dim,
@@ -44,16 +34,13 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
         num_heads=num_heads,
         num_kv_heads=_size(values, "num_key_value_heads", file),
         head_dim=_size(values, "head_dim", file),
-        family=family,
+        family=name,
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(values["rms_norm_eps"]),
         max_positions=_size(values, "max_position_embeddings", file),
         tie_embeddings=bool(values["tie_word_embeddings"]),
-        qk_norm=family == "qwen3",
-        attention_bias=bias,
-        output_bias=bias and family != "qwen2",
-        mlp_bias=bool(values.get("mlp_bias", False)) and family == "llama",
+        **family.switches(values),
     )
     if config.num_heads % config.num_kv_heads:
         rule = f"must divide num_attention_heads {config.num_heads}"
@@ -63,27 +50,10 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a config; ValueError where the family's class lacks a switch."""
-    if config.family not in _DEFAULTS:
-        known = ", ".join(_DEFAULTS)
-        raise ValueError(f"model.family must be one of {known}, got {config.family!r}")
-    qwen2 = config.family == "qwen2"
-    expressible = {
-        "qk_norm": config.family == "qwen3",
-        "attention_bias": qwen2 or config.attention_bias,
-        "output_bias": config.attention_bias and not qwen2,
-        "mlp_bias": config.mlp_bias and config.family == "llama",
-    }
-    for name, value in expressible.items():
-        if getattr(config, name) != value:
-            got = getattr(config, name)
-            raise ValueError(
-                f"model.{name} must be {value} to save family {config.family}, got {got}"
-            )
-    if config.family == "llama" and config.embed_dim % config.num_heads:
-        rule = f"must be a multiple of model.num_heads {config.num_heads} to save family llama"
-        raise ValueError(f"model.embed_dim {rule}, got {config.embed_dim}")
+    _check_expressible(config)
+    family = FAMILIES[config.family]
     values = {
-        "architectures": [_ARCHITECTURES[config.family]],
+        "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.embed_dim,
@@ -99,10 +69,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "torch_dtype": "float32",
     }
-    if not qwen2:
-        values["attention_bias"] = config.attention_bias
-    if config.family == "llama":
-        values["mlp_bias"] = config.mlp_bias
+    values |= {name: getattr(config, name) for name in family.bias_fields}
     if scaling := config.rope_scaling:
         # The older spelling: transformers 4 and 5 both read it.
         values["rope_scaling"] = {
@@ -115,6 +82,24 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
+def _check_expressible(config: ModelConfig) -> None:
+    """ValueError where no config.json of the family gives this config."""
+    if config.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"model.family must be one of {known}, got {config.family!r}")
+    family = FAMILIES[config.family]
+    for name, value in family.switches(vars(config)).items():
+        if (got := getattr(config, name)) != value:
+            raise ValueError(
+                f"model.{name} must be {value} to save family {config.family}, got {got}"
+            )
+    if family.heads_divide_embed and config.embed_dim % config.num_heads:
+        rule = f"must be a multiple of model.num_heads {config.num_heads}"
+        raise ValueError(
+            f"model.embed_dim {rule} to save family {config.family}, got {config.embed_dim}"
+        )
+
+
 def _size(values: Mapping[str, Any], name: str, file: str) -> int:
     value = values.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -122,15 +107,16 @@ def _size(values: Mapping[str, Any], name: str, file: str) -> int:
     return value
 
 
-def _refuse_unsupported(values: Mapping[str, Any], file: str) -> None:
+def _refuse_other_layers(values: Mapping[str, Any], file: str) -> None:
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"{file}: hidden_act must be 'silu', got {activation!r}")
     if "quantization_config" in values:
         method = values["quantization_config"].get("quant_method")
         raise ValueError(f"{file}: quantization_config must be absent, got quant_method {method!r}")
-    if values["model_type"] == "llama":
-        return  # its class knows no windows, whatever the file says
+
+
+def _refuse_windows(values: Mapping[str, Any], file: str) -> None:
     window, first = values.get("sliding_window", 4096), values.get("max_window_layers", 28)
     if values.get("use_sliding_window") and first < _size(values, "num_hidden_layers", file):
         raise ValueError(

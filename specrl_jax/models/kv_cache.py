@@ -1,12 +1,12 @@
 """Keys and values of past tokens, one array pair per layer.
 
-Rows are left-aligned: slot s of a row holds the key and value of its token at position s. A row
-has no stored length here: the caller passes where to write (`start`), queries see the slots up to
-their own position, and rejecting tokens is writing over them. Slots past a row's last token may
-hold anything finite.
+Rows are left-aligned: slot s of a row holds the key and value of its token at position s. The
+cache stores no lengths: the caller passes where to write (`start`), and queries see the slots up to
+their own position. To reject tokens is to write over them. Slots past a row's last token may hold
+any finite value.
 
-Keys lie as [B, K, H, S] and values as [B, K, S, H], as the products of attention read them: XLA's
-CPU programs turn keys, or keys and values, that lie otherwise at every step.
+Keys are [B, K, H, S] and values [B, K, S, H], as the products of attention read them. XLA on CPU
+would transpose other layouts at every step.
 """
 
 import jax
@@ -45,29 +45,27 @@ def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
 
 
 def as_layer(k_BTKH: Array, v_BTKH: Array) -> Layer:
-    """Keys and values of T tokens as a cache of T slots."""
+    """Keys and values of T tokens, in the layout of a cache of T slots."""
     return k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
 
 
-def write_rows(layer: Layer, new: Layer, start_B: Array) -> Layer:
-    """Write the T slots of `new` in every row from its own `start`; needs start + T <= S.
+def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
+    """Writes T tokens in every row from its own `start` on; needs start + T <= S.
 
-    `dynamic_update_slice` clamps a start that is too large, which would overwrite earlier slots:
-    the window always keeps room for the width that is written.
+    `dynamic_update_slice` clamps a start that is too large, and would write over earlier slots.
     """
 
-    def write(old: Array, slots: Array, axis: int) -> Array:
-        def one(row: Array, part: Array, start: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(row, part, start, axis - 1)
+    def write_slots(old: Array, new: Array, axis: int) -> Array:
+        def write_row(row: Array, slots: Array, start: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(row, slots, start, axis - 1)
 
-        return jax.vmap(one)(old, slots, start_B)
+        return jax.vmap(write_row)(old, new, start_B)
 
-    keys, values = layer
-    return write(keys, new[0], _SLOTS[0]), write(values, new[1], _SLOTS[1])
+    return tuple(map(write_slots, layer, as_layer(k_BTKH, v_BTKH), _SLOTS))
 
 
 def resize(cache: KVCache, slots: int) -> KVCache:
-    """The first `slots` slots, behind the last ones zeros."""
+    """The first `slots` slots; zeros after the old ones where there are fewer."""
 
     def fit(x: Array, axis: int) -> Array:
         x = jax.lax.slice_in_dim(x, 0, min(slots, x.shape[axis]), axis=axis)
@@ -79,19 +77,19 @@ def resize(cache: KVCache, slots: int) -> KVCache:
 
 
 def repeat_rows(cache: KVCache, times: int) -> KVCache:
-    """Every row `times` times in a row: one prompt's cache for all responses of its group."""
+    """Every row `times` times, side by side: a prompt's cache for each response of its group."""
 
     def repeat(x: Array) -> Array:
         rows, *rest = x.shape
         shape = (rows, times, *rest)
-        wide = jnp.broadcast_to(x[:, None], shape, out_sharding=spec("batch", None, *_AXES[1:]))
-        return merge_rows(wide, *_AXES[1:])
+        groups = jnp.broadcast_to(x[:, None], shape, out_sharding=spec("batch", None, *_AXES[1:]))
+        return merge_rows(groups, *_AXES[1:])
 
     return jax.tree.map(repeat, cache)
 
 
-def regrid(cache: KVCache, rows: Array, slots: int) -> KVCache:
-    """Rows picked by index, in a window of `slots` (cut or padded with zeros)."""
-    cut = resize(cache, min(slots, cache_slots(cache)))  # before picking: fewer bytes to move
-    picked = jax.tree.map(lambda x: take_rows(x, rows, *_AXES[1:]), cut)
-    return resize(picked, slots)
+def gather_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:
+    """The rows of an index array, in `slots` slots (cut or padded with zeros)."""
+    cut = resize(cache, min(slots, cache_slots(cache)))  # before the gather: fewer bytes to move
+    gathered = jax.tree.map(lambda x: take_rows(x, rows, *_AXES[1:]), cut)
+    return resize(gathered, slots)

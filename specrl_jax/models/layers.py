@@ -1,12 +1,10 @@
-"""The parts of a decoder block, as NNX modules over arrays that somebody else owns.
+"""The parts of a decoder block, as NNX modules over a plain dict of arrays (`params`).
 
-A module is built from a plain dict of arrays (`params`), holds them as `nnx.Param`, and its call
-mutates nothing; building one inside a traced function costs nothing at run time. So the weights
-stay an ordinary pytree: optax, Orbax and `jax.lax.scan` see dicts of arrays.
+A module holds the arrays as `nnx.Param`; its call mutates nothing. To build one inside a traced
+function costs nothing at run time. So the weights stay an ordinary pytree for optax and Orbax.
 
-Suffixes name axes: B rows, T tokens of this call, M both as one (B·T), S cache slots, D embed, F
-mlp, N query heads, K key/value heads, G query heads per key/value head, H head dim, Q queries per
-key/value head (T·G), A width of all heads (N·H).
+Suffixes name axes: B rows, T tokens of this call, M = B·T, S cache slots, D embed, F feed-forward,
+N query heads, K key/value heads, G query heads per key/value head, H head dim, A = N·H.
 """
 
 import jax
@@ -14,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from specrl_jax.models.attention import attention
 from specrl_jax.models.config import ModelConfig, RopeScaling
-from specrl_jax.models.kv_cache import as_layer, write_rows
+from specrl_jax.models.kv_cache import Layer, as_layer, write
 from specrl_jax.sharding import reshard, shards, spec
 
-# Logical axes of one layer's parameters, without the leading layer axis. Joined ones are made by
-# `joined` for the rollout alone.
+# Logical axes of one layer's parameters, without the leading layer axis.
 LAYER_AXES: dict[str, tuple[str | None, ...]] = {
     "attn_norm": (None,),
     "q_proj": ("embed", "heads", None),
@@ -36,6 +34,7 @@ LAYER_AXES: dict[str, tuple[str | None, ...]] = {
     "gate_proj": ("embed", "mlp"),
     "up_proj": ("embed", "mlp"),
     "down_proj": ("mlp", "embed"),
+    # Made by `join_projections`, for the rollout alone:
     "qkv_proj": ("embed", "kv_heads", None, None),
     "qkv_bias": ("kv_heads", None, None),
     "gate_up_proj": ("embed", None, "mlp"),
@@ -46,12 +45,12 @@ LAYER_AXES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def joined(layer: dict[str, Array]) -> dict[str, Array]:
-    """One layer's parameters with those that multiply the same input side by side: fewer and wider
-    products at every decoded token.
+def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
+    """One layer's parameters, with one array for the weights that multiply the same input.
 
-    qkv [D, K, G + 2, H]: behind each key/value head's queries its key and its value, so that a
-    split over "tensor" cuts between heads. gate_up [D, 2, F]. Biases likewise, without D.
+    A decode step then has fewer and wider products. qkv is [D, K, G + 2, H]: the queries of a
+    key/value head, its key, its value, so that a split over "tensor" cuts between heads. gate_up is
+    [D, 2, F]. Biases likewise, without D.
     """
 
     def heads(kind: str) -> Array:
@@ -62,17 +61,15 @@ def joined(layer: dict[str, Array]) -> dict[str, Array]:
         q = jnp.reshape(q, shape, out_sharding=spec(*axes))
         return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
 
-    found = {}
+    joined, separate = {}, set()
     for kind in ("proj", "bias"):
         if f"q_{kind}" in layer:
-            found[f"qkv_{kind}"] = heads(kind)
+            joined[f"qkv_{kind}"] = heads(kind)
         if f"gate_{kind}" in layer:
             pair = [layer[f"{name}_{kind}"] for name in ("gate", "up")]
-            found[f"gate_up_{kind}"] = jnp.stack(pair, axis=-2)
-    apart = {
-        f"{name}_{kind}" for name in ("q", "k", "v", "gate", "up") for kind in ("proj", "bias")
-    }
-    return {name: x for name, x in layer.items() if name not in apart} | found
+            joined[f"gate_up_{kind}"] = jnp.stack(pair, axis=-2)
+        separate |= {f"{name}_{kind}" for name in ("q", "k", "v", "gate", "up")}
+    return {name: x for name, x in layer.items() if name not in separate} | joined
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
@@ -84,9 +81,10 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
-    """Angular frequencies [H/2] of rotary positions (arXiv 2104.09864), stretched as Llama 3 does.
+    """Angular frequencies [H/2] of rotary positions (arXiv 2104.09864), scaled as in Llama 3.
 
-    Long wavelengths are divided by `factor`, short ones kept, those between interpolated.
+    Frequencies of long wavelengths are divided by `factor`, those of short ones stay the same, and
+    those between are interpolated.
     """
     freqs = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
@@ -107,59 +105,15 @@ def rope_tables(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
 
 
 def apply_rope(x_BTNH: Array, rope: tuple[Array, Array], scale: float = 1.0) -> Array:
-    """Rotate the two halves of every head (the half-split convention of Hugging Face), times a
-    scale."""
+    """Rotates the two halves of every head (as Hugging Face does), times `scale`."""
     cos, sin = rope
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return (rotated * scale).astype(x_BTNH.dtype)
 
 
-QUERIES_AT_ONCE = 512  # bounds the scores in memory to [B, N, 512, S]
-
-
-def attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
-    """Grouped-query attention [B, T, N, H]; mask is True where a query may see a slot. Queries come
-    scaled by H^-1/2.
-
-    Many queries go in pieces, whose scores the backward pass computes again instead of keeping.
-    """
-    queries, step = q_BTNH.shape[1], QUERIES_AT_ONCE
-    if queries <= step:
-        return _attend(q_BTNH, k_BKHS, v_BKSH, mask_BTS)
-    pieces = [
-        jax.checkpoint(_attend)(q_BTNH[:, i : i + step], k_BKHS, v_BKSH, mask_BTS[:, i : i + step])
-        for i in range(0, queries, step)
-    ]
-    return jnp.concatenate(pieces, axis=1)
-
-
-def _attend(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
-    """As two plain products a row and key/value head, for the queries of all its heads at once:
-    keys and values stay as they lie, and only what is as small as queries is turned. Masked by a
-    sum, which XLA's CPU programs fuse with the softmax and both products; a selection would be one
-    more pass over the scores."""
-    batch, queries, heads, head_dim = q_BTNH.shape
-    kv_heads, groups = k_BKHS.shape[1], heads // k_BKHS.shape[1]
-
-    # Splits are named: with one key/value head JAX would hand them over to another axis.
-    def reshape(x: Array, sizes: tuple[int, ...], *axes: str | None) -> Array:
-        return jnp.reshape(x, (batch, *sizes, head_dim), out_sharding=spec("batch", *axes, None))
-
-    q_BTKGH = reshape(q_BTNH, (queries, kv_heads, groups), None, "kv_heads", None)
-    q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
-    q_BKQH = reshape(q_BKTGH, (kv_heads, queries * groups), "kv_heads", None)
-    scores = jnp.einsum("BKQH,BKHS->BKQS", q_BKQH, k_BKHS, preferred_element_type=jnp.float32)
-    bias_BTS = jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min)
-    bias_BQS = jnp.repeat(bias_BTS, groups, axis=1)
-    weights = jax.nn.softmax(scores + bias_BQS[:, None], axis=-1).astype(v_BKSH.dtype)
-    out_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights, v_BKSH)
-    out_BKTGH = reshape(out_BKQH, (kv_heads, queries, groups), "kv_heads", None, None)
-    return reshape(out_BKTGH.transpose(0, 2, 1, 3, 4), (queries, heads), None, "heads")
-
-
 class LayerModule(nnx.Module):
-    """Holds some of a layer's parameters; `weight` gives one in compute type and layout."""
+    """Holds the parameters `names` of a layer; `weight` gives one in compute type and layout."""
 
     names: tuple[str, ...] = ()
 
@@ -169,14 +123,14 @@ class LayerModule(nnx.Module):
             setattr(self, name, nnx.Param(params[name]) if name in params else None)
 
     def weight(self, name: str) -> Array:
-        # Cast before gathering over "fsdp": half the bytes travel in bfloat16.
+        # Cast before the gather over "fsdp": half the bytes in bfloat16.
         value = getattr(self, name)[...].astype(self.config.dtype)
         return reshard(value, *LAYER_AXES[name])
 
     def project(self, equation: str, x: Array, name: str, *axes: str | None, part=None) -> Array:
         """einsum with the weight `{name}_proj`, plus `{name}_bias` where the model has one.
 
-        part: with that index of both alone, on the axis before the last.
+        part: an index on the axis before the last, to use only that part of both.
         """
         cut = (lambda w: w) if part is None else (lambda w: w[..., part, :])
         weight = cut(self.weight(f"{name}_proj"))
@@ -195,22 +149,19 @@ class Attention(LayerModule):
         *("q_bias", "k_bias", "v_bias", "qkv_bias", "o_bias", "q_norm", "k_norm"),
     )
 
-    def __call__(self, x_BTD, rope, mask_BTS, start_B=None, cache=None):
+    def __call__(self, x_BTD, rope, mask_BTS, start_B=None, cache: Layer | None = None):
         q, k, v = self._heads(x_BTD)
         if self.q_norm is not None:
             q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
             k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
         q = apply_rope(q, rope, self.config.head_dim**-0.5)  # while it is float32
         k = apply_rope(k, rope)
-        layer = as_layer(k, v)
-        if cache is not None:
-            layer = cache = write_rows(cache, layer, start_B)
-        out = attend(q, *layer, mask_BTS)
-        return self._output(out), cache
+        cache = None if cache is None else write(cache, k, v, start_B)
+        keys, values = cache or as_layer(k, v)
+        return self._output(attention(q, keys, values, mask_BTS)), cache
 
     def _output(self, out_BTNH: Array) -> Array:
-        """[B, T, D]. As one plain product: of one over two axes XLA's CPU programs copy the weight
-        at every step."""
+        """[B, T, D]. As one product over A: over N and H, XLA on CPU copies the weight."""
         flat = (*out_BTNH.shape[:2], -1)
         out_BTA = jnp.reshape(out_BTNH, flat, out_sharding=spec("batch", None, "heads"))
         weight = self.weight("o_proj")
@@ -228,7 +179,7 @@ class Attention(LayerModule):
         axes = ("batch", None, "kv_heads", None, None)
         queries, key, value = slice(None, -2), -2, -1
         rows, width, embed = x_BTD.shape
-        # In wide steps the smaller is cut, the weight or a device's product.
+        # In wide steps the smaller array is cut: the weight, or the product on a device.
         if width > 1 and rows // shards("batch") * width > embed:
             q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *axes, part=queries)
             k, v = (
@@ -251,8 +202,8 @@ class MLP(LayerModule):
     )
 
     def __call__(self, x_BTD: Array) -> Array:
-        # Rows and tokens as one axis: over two, XLA's CPU programs transpose what the gradient of a
-        # weight multiplies, and compute SiLU and its derivative once more as they do.
+        # Rows and tokens as one axis: over two, XLA on CPU transposes the inputs of a weight's
+        # gradient and computes SiLU and its derivative once more.
         flat = spec("batch", None)
         x_MD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]), out_sharding=flat)
         if self.gate_up_proj is None:

@@ -1,38 +1,39 @@
-"""The policy that a configuration names: its shape, and its weights where they exist already."""
+"""The policy that a configuration names: its shape and its weights."""
 
 import jax
 
-from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 
 
-def load_policy(config, tokenizer: Tokenizer) -> tuple[ModelConfig, Params]:
-    """Shape and float32 weights in the stored layout of the mesh in use.
+def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
+    """Shape, and float32 weights in the stored layout of the mesh in use.
 
-    From `config.model.source`, or random and keyed by `config.seed` where that is "". Raises
-    ValueError in one line where a source is missing, of another kind, or the mesh does not fit.
+    The weights come from `config.model.source`. If that is "", they are random, keyed by
+    `config.seed`. vocab_size: tokens of the tokenizer. Raises ValueError in one line where a source
+    is missing or of another kind, or where tokenizer, lengths or mesh do not fit the model.
     """
     if not config.model.source:
-        shape = _from_nothing(config, tokenizer)
+        shape = _for_run(_random_shape(config, vocab_size), config)
         check_mesh(shape, jax.sharding.get_mesh())
         return shape, init_params(shape, jax.random.key(config.seed))
     shape, weights = hf.load(config.model.source)
     shape = _for_run(shape, config)
-    if tokenizer.vocab_size > shape.vocab_size:
+    if vocab_size > shape.vocab_size:
         raise ValueError(
             f"tokenizer.source must fit the model's {shape.vocab_size} tokens, "
-            f"got a tokenizer of {tokenizer.vocab_size}"
+            f"got a tokenizer of {vocab_size}"
         )
     check_mesh(shape, jax.sharding.get_mesh())
     return shape, place_params(shape, weights)
 
 
-def _from_nothing(config, tokenizer: Tokenizer) -> ModelConfig:
+def _random_shape(config, vocab_size: int) -> ModelConfig:
     model = config.model
-    shape = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
+    return ModelConfig(
+        vocab_size=vocab_size,
         embed_dim=model.embed_dim,
         mlp_dim=model.mlp_dim,
         num_layers=model.num_layers,
@@ -43,14 +44,12 @@ def _from_nothing(config, tokenizer: Tokenizer) -> ModelConfig:
         rope_theta=model.rope_theta,
         max_positions=config.data.prompt_len + config.rollout.response_len,
         tie_embeddings=model.tie_embeddings,
-        qk_norm=model.family == "qwen3",
-        attention_bias=model.family == "qwen2",
+        **FAMILIES[model.family].switches({}),
     )
-    return _for_run(shape, config)
 
 
 def _for_run(shape: ModelConfig, config) -> ModelConfig:
-    """With the run's compute type; raises where prompts and responses outgrow the positions."""
+    """`shape` with the run's compute type; ValueError where it has too few positions."""
     slots = config.data.prompt_len + config.rollout.response_len
     if slots > shape.max_positions:
         raise ValueError(

@@ -18,7 +18,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
-from specrl_jax.models.layers import LAYER_AXES, Block, joined, rms_norm, rope_tables
+from specrl_jax.models.layers import LAYER_AXES, Block, join_projections, rms_norm, rope_tables
 from specrl_jax.sharding import check_divides, reshard, spec
 
 Params = dict[str, Array | dict[str, Array]]
@@ -229,7 +229,7 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 
     weights = {n: convert(x, _TOP_AXES[n]) for n, x in params.items() if n != "layers"}
     weights["layers"] = tuple(
-        joined({n: convert(x[i], LAYER_AXES[n]) for n, x in params["layers"].items()})
+        join_projections({n: convert(x[i], LAYER_AXES[n]) for n, x in params["layers"].items()})
         for i in range(config.num_layers)
     )
     return weights

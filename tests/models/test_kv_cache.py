@@ -54,9 +54,8 @@ def test_every_row_is_written_from_its_own_start(make_mesh, shape, width):
     for row, start in enumerate(starts):
         want[row, start : start + width] = new[row]
     with jax.set_mesh(make_mesh(*shape)):
-        fresh = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
-        layers = _put(old, -old), kv_cache.as_layer(*fresh)
-        got = jax.jit(kv_cache.write_rows)(*layers, put(starts, "batch"))
+        keys, values = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
+        got = jax.jit(kv_cache.write)(_put(old, -old), keys, values, put(starts, "batch"))
     _check(got, want, -want)
 
 
@@ -70,12 +69,12 @@ def test_repeated_rows_stand_together(make_mesh, shape):
 
 @MESHES
 @pytest.mark.parametrize("slots", [3, 5, 8])
-def test_regrid_picks_rows_and_cuts_or_pads_slots(make_mesh, shape, slots):
+def test_gather_rows_cuts_or_pads_slots(make_mesh, shape, slots):
     keys = _random(8, 5, 2, 4)
     rows = np.array([6, 1, 1, 7], np.int32)
     want = np.zeros((4, slots, 2, 4), np.float32)
     want[:, : min(slots, 5)] = keys[rows, :slots]
     with jax.set_mesh(make_mesh(*shape)):
-        regrid = jax.jit(kv_cache.regrid, static_argnums=2)
-        (got,) = regrid((_put(keys, -keys),), jnp.asarray(rows), slots)
+        gather_rows = jax.jit(kv_cache.gather_rows, static_argnums=2)
+        (got,) = gather_rows((_put(keys, -keys),), jnp.asarray(rows), slots)
     _check(got, want, -want)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.models.kv_cache import KVCache, cache_slots, regrid
+from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_rows
 from specrl_jax.rollout.acceptance import RULES, leading, least_logprobs
 from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import reshard, spec, take_rows
@@ -229,7 +229,7 @@ def move(
     that are not wanted are gone.
     """
     order, real = _front(reshard(wanted, None), size)
-    return regrid(cache, order, slots), _mark(_take(rows, order), real)
+    return gather_rows(cache, order, slots), _mark(_take(rows, order), real)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))
@@ -250,7 +250,7 @@ def add(
     def choose(old: Array, new: Array) -> Array:
         return jnp.where(taken.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-    news = regrid(others, source, cache_slots(cache)), _take(other_rows, source)
+    news = gather_rows(others, source, cache_slots(cache)), _take(other_rows, source)
     return jax.tree.map(choose, (cache, rows), news)
 
 

@@ -1,0 +1,54 @@
+"""Attention against float64 NumPy, on meshes and in pieces."""
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax.models import attention
+from specrl_jax.sharding import put, spec
+
+B, T, S, N, K, H = 4, 6, 7, 4, 2, 3
+RNG = np.random.default_rng(0)
+Q_BTNH = RNG.normal(size=(B, T, N, H)).astype(np.float32)
+K_BSKH, V_BSKH = RNG.normal(size=(2, B, S, K, H)).astype(np.float32)
+MASK_BTS = (RNG.random((B, T, S)) < 0.6) | (np.arange(S) == 0)  # every query sees a slot
+
+
+def _numpy_attention() -> np.ndarray:
+    k_BSNH, v_BSNH = (np.repeat(x.astype(np.float64), N // K, axis=2) for x in (K_BSKH, V_BSKH))
+    scores = np.einsum("BTNH,BSNH->BNTS", Q_BTNH.astype(np.float64), k_BSNH)
+    weights = np.exp(scores) * MASK_BTS[:, None]
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("BNTS,BSNH->BTNH", weights, v_BSNH)
+
+
+def _inputs():
+    return (
+        put(Q_BTNH, "batch", None, "heads", None),
+        put(K_BSKH.transpose(0, 2, 3, 1), "batch", "kv_heads", None, None),
+        put(V_BSKH.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None),
+        put(MASK_BTS, "batch", None, None),
+    )
+
+
+@pytest.mark.parametrize("pieces_of", [512, 4])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_against_float64(make_mesh, monkeypatch, shape, pieces_of):
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
+    with jax.set_mesh(make_mesh(*shape)):
+        out = jax.jit(lambda *inputs: attention.attention(*inputs))(*_inputs())
+        assert jax.typeof(out).sharding.spec == spec("batch", None, "heads", None)
+    np.testing.assert_allclose(out, _numpy_attention(), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_in_pieces_equal_those_at_once(mesh, monkeypatch):
+    *arrays, mask = _inputs()
+
+    def grads(pieces_of: int):
+        monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
+        return jax.grad(
+            lambda q, k, v: (attention.attention(q, k, v, mask) ** 2).sum(), argnums=(0, 1, 2)
+        )(*arrays)
+
+    for in_pieces, at_once in zip(grads(4), grads(512), strict=True):
+        np.testing.assert_allclose(in_pieces, at_once, rtol=1e-5, atol=1e-6)
