@@ -167,7 +167,6 @@ def _report(args: argparse.Namespace, record: dict, text: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.use_huge_pages()
     with cli.user_errors():
         args, rest = parser().parse_known_args()
         check(args, rest)

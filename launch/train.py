@@ -28,6 +28,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.use_huge_pages()
     cli.define_config()
     cli.run(main)

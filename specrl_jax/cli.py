@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import difflib
 import functools
-import importlib.util
 import os
 import re
 import sys
@@ -19,28 +18,6 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from specrl_jax.config import RENAMED_FIELDS
-
-# One heap, in huge pages, of which up to 4 GiB are kept when free. With glibc's defaults products
-# wait for the translation of addresses, and large buffers are mapped and cleared at every call.
-_MALLOC = {"hugetlb": 1, "arena_max": 1, "mmap_max": 0, "trim_threshold": 2**32}
-
-
-def use_huge_pages() -> None:
-    """On Linux start this process anew with a malloc that suits programs on a CPU.
-
-    glibc reads GLIBC_TUNABLES as a process starts and never again. Nothing happens where it is set
-    already, where JAX has an accelerator's plugin, whose programs have memory of their own, nor
-    where the process is somebody else's, a notebook's or a debugger's.
-    """
-    plugin = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
-    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not plugin
-    ours = sys.argv[0] in sys.orig_argv and sys.gettrace() is None
-    if not (on_cpu and ours and sys.platform == "linux") or "GLIBC_TUNABLES" in os.environ:
-        return
-    settings = ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items())
-    variables = os.environ | {"GLIBC_TUNABLES": settings}
-    with contextlib.suppress(OSError):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,7 +1,6 @@
 """What a user sees who types something wrong: one line, exit code 2, no traceback."""
 
 import concurrent.futures
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -83,48 +82,3 @@ def test_a_user_error_can_be_traced(capsys, monkeypatch, kind):
     monkeypatch.setenv("SPECRL_TRACEBACK", "1")
     with pytest.raises(kind), cli.user_errors():
         raise kind("rollout.lenience must be >= 0, got -1")
-
-
-PLUGIN = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
-HUGE, OWN = "glibc.malloc.hugetlb=1:", "glibc.malloc.check=0"
-PROGRAM = ("program.py",)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is Linux's")
-@pytest.mark.parametrize(
-    ("installed", "variables", "command", "expected"),
-    [
-        pytest.param(
-            (), {}, PROGRAM, HUGE, marks=pytest.mark.skipif(PLUGIN, reason="has a plugin")
-        ),
-        (("libtpu",), {}, PROGRAM, "unset"),
-        (("jax_plugins",), {}, PROGRAM, "unset"),
-        (("jax_plugins",), {"JAX_PLATFORMS": "cpu"}, PROGRAM, HUGE),
-        ((), {"JAX_PLATFORMS": "cpu"}, ("-X", "utf8", *PROGRAM), HUGE),
-        ((), {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": OWN}, PROGRAM, OWN),
-        ((), {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": ""}, PROGRAM, " "),
-        ((), {"JAX_PLATFORMS": "cpu"}, ("host.py",), "unset"),
-    ],
-)
-def test_a_launch_on_a_cpu_starts_anew_with_huge_pages(
-    tmp_path, installed, variables, command, expected
-):
-    for name in installed:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    (tmp_path / "program.py").write_text(
-        "import os, sys\nfrom specrl_jax import cli\ncli.use_huge_pages()\n"
-        "print(os.environ.get('GLIBC_TUNABLES', 'unset'), *sys.argv[1:])\n"
-    )
-    # Somebody's process that runs the program, as a notebook does.
-    (tmp_path / "host.py").write_text(
-        "import runpy\nrunpy.run_path('program.py', run_name='__main__')\n"
-    )
-    env = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "JAX_PLATFORMS")}
-    done = subprocess.run(
-        [sys.executable, *command, "--flag=a b"], cwd=tmp_path,
-        env=env | {"PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert done.stdout.startswith(expected), done
-    assert done.stdout.endswith(" --flag=a b\n"), done
