@@ -14,7 +14,7 @@ ratio_residual = jax.jit(acceptance.ratio_residual)
 block = jax.jit(acceptance.block)
 residual_scores = jax.jit(acceptance.residual_scores)
 logprobs_at = jax.jit(acceptance.logprobs_at)
-top_law = jax.jit(acceptance.top_law, static_argnums=1)
+likeliest_tokens = jax.jit(acceptance.likeliest_tokens, static_argnums=1)
 
 
 def ratio(uniforms, logprobs, draft_logprobs, log_lenience) -> np.ndarray:

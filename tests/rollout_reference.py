@@ -186,7 +186,7 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 _truncate = jax.jit(sampling.truncate, static_argnums=1)
-_draw = jax.jit(sampling.draw, static_argnums=3)
+_draw = jax.jit(sampling.sample, static_argnums=3)
 _seeds = jax.jit(sampling.row_seeds)
 _uniforms = jax.jit(sampling.uniforms)
 

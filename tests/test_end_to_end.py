@@ -31,7 +31,7 @@ from specrl_jax.models.transformer import Transformer, place_params
 from specrl_jax.rollout.adaptive import measure_steps as timing
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 from specrl_jax.rollout.generate import Noise, generate
-from specrl_jax.rollout.sampling import Purpose, draw, row_seeds, temper
+from specrl_jax.rollout.sampling import Purpose, row_seeds, sample, temper
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.metrics import MetricsLog
 
@@ -355,7 +355,7 @@ def _draws(run, params, batch, prompts) -> np.ndarray:
             chosen = jnp.arange(hidden.shape[1])[None, :, None] == at[:, None, None]
             logits = model.logits(jnp.sum(jnp.where(chosen, hidden, 0), axis=1))
             place = jnp.full_like(at, j)
-            tokens.append(draw(temper(logits, law), seeds, place, law))
+            tokens.append(sample(temper(logits, law), seeds, place, law))
         return jnp.stack(tokens, axis=1)
 
     seed = jax.jit(row_seeds)

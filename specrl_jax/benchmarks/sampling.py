@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.benchmarks.timing import spread
-from specrl_jax.rollout.sampling import SamplingConfig, draw, uniforms
+from specrl_jax.rollout.sampling import SamplingConfig, sample, uniforms
 from specrl_jax.sharding import put
 
 ERRORS = (1e-5, 3e-5, 1e-2)  # std of the scores' differences; the last is about bfloat16's
@@ -26,7 +26,7 @@ PERPLEXITY = 28.0
 def race(logits: Array, seeds: Array, positions: Array) -> Array:
     """Ours: exponential races, of columns and of the tokens of one; their noise is a counter hash
     of (row seed, position, candidate)."""
-    return draw(logits, seeds, positions, SamplingConfig())
+    return sample(logits, seeds, positions, SamplingConfig())
 
 
 def gumbel(logits: Array, seeds: Array, positions: Array) -> Array:

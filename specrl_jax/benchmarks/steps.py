@@ -58,12 +58,12 @@ class DecodeBatch:
             columns=self.setup.columns, pad_id=self.setup.pad_id,
         )  # fmt: skip
         if drafts is not None:
-            board = rows.with_pending(board, drafts, self.setup.accept)
+            board = rows.with_drafts(board, drafts, self.setup.accept)
         limits = (0, self.setup.response_slots, steps, self.rows)
         limits = StopCondition(*(np.int32(x) for x in limits))
         jax.block_until_ready((board, limits, self.cache))
         start = time.perf_counter()
-        self.cache, *rest = decode.visit(
+        self.cache, *rest = decode.decode_steps(
             self.setup, self.weights, self.cache, board, None, limits,
             width=width, wide=width > 1 and self.setup.accept != "match",
         )  # fmt: skip

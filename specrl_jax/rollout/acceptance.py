@@ -210,7 +210,7 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
     return jnp.where(ids >= 0, values - log_z, -jnp.inf)
 
 
-def top_law(scores: Array, k: int, log_z: Array | None = None) -> tuple[Array, Array]:
+def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple[Array, Array]:
     """The k likeliest tokens of softmax(scores [..., V]), likeliest first.
 
     Returns ids int32 and log-probs float32 nats, [..., k]; -1 and -inf where V < k. On a split

@@ -138,18 +138,18 @@ def _keep_above(logits: Array, ranks: Array, measure, target: float) -> Array:
     return jnp.where(ranks >= threshold[..., None], logits, -jnp.inf)
 
 
-def draw(logits: Array, seeds_B2: Array, positions: Array, law: SamplingConfig) -> Array:
+def sample(logits: Array, seeds_B2: Array, positions: Array, law: SamplingConfig) -> Array:
     """Token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at T = 0.
 
     positions: int32 [B, ...], of the drawn tokens in their responses.
     """
-    return draw_scored(logits, seeds_B2, positions, law)[0]
+    return sample_scored(logits, seeds_B2, positions, law)[0]
 
 
-def draw_scored(
+def sample_scored(
     logits: Array, seeds_B2: Array, positions: Array, law: SamplingConfig
 ) -> tuple[Array, Array, Array]:
-    """`draw`, the drawn tokens' log-probs [B, ...] under softmax(logits), and log Σ exp(logits)."""
+    """`sample`, the tokens' log-probs [B, ...] under softmax(logits), and log Σ exp(logits)."""
     if law.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         log_z = jax.nn.logsumexp(logits, axis=-1)

@@ -10,6 +10,7 @@ import pytest
 from acceptance_reference import (
     in_top,
     leading,
+    likeliest_tokens,
     log,
     logprobs_at,
     put_rows,
@@ -18,7 +19,6 @@ from acceptance_reference import (
     ratio,
     residual_scores,
     softmax,
-    top_law,
 )
 from scipy import special, stats
 
@@ -161,11 +161,14 @@ def test_top_law_against_a_sort(make_mesh, shape, lead, k):
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
     expected = np.take_along_axis(log(softmax(scores)), order, axis=-1)
     with jax.set_mesh(make_mesh(*shape)):
-        ids, logprobs = top_law(put_scores(scores), k)
+        ids, logprobs = likeliest_tokens(put_scores(scores), k)
         again = logprobs_at(put_scores(scores), ids)
         log_z = special.logsumexp(scores.astype(np.float64), axis=-1, keepdims=True)
         log_z = put_rows(log_z.astype(np.float32))
-        given = logprobs_at(put_scores(scores), ids, log_z), top_law(put_scores(scores), k, log_z)
+        given = (
+            logprobs_at(put_scores(scores), ids, log_z),
+            likeliest_tokens(put_scores(scores), k, log_z),
+        )
     np.testing.assert_array_equal(np.asarray(ids)[..., :16], order)
     np.testing.assert_allclose(np.asarray(logprobs)[..., :16], expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(ids)[..., 16:], -1)
@@ -207,7 +210,7 @@ def test_residual_against_the_formula(make_mesh, shape, k):
     new, old = (x / x.sum(axis=-1, keepdims=True) for x in (new, old))
     tail, scale = np.arange(16) % 2 == 0, np.repeat([1.0, 0.6], 8)
     with jax.set_mesh(make_mesh(*shape)):
-        ids, logprobs = top_law(put_scores(log(old)), k)
+        ids, logprobs = likeliest_tokens(put_scores(log(old)), k)
         got = residual_scores(
             put_scores(log(new) + 3.0), ids, logprobs, *put_rows(tail, log(scale))
         )
@@ -223,15 +226,15 @@ def test_residual_at_its_ends(mesh):
     new = rng.dirichlet(np.ones(6), 4)
     new[1, 4:] = 0.0
     scores = put_scores(log(new))
-    ids, logprobs = top_law(put_scores(log(rng.dirichlet(np.ones(6), 4))), 2)
-    same_ids, same = top_law(scores, 2)
+    ids, logprobs = likeliest_tokens(put_scores(log(rng.dirichlet(np.ones(6), 4))), 2)
+    same_ids, same = likeliest_tokens(scores, 2)
     nowhere = put_rows(np.zeros(4, bool))
     zero, infinite, minus = (put_rows(np.full(4, x, np.float32)) for x in (0, np.inf, -np.inf))
     for arguments in (
         (ids, logprobs, nowhere, infinite),
         (ids, logprobs, nowhere, minus),  # P = 0
         (same_ids, same, nowhere, zero),  # equal laws
-        (*top_law(scores, 6), ~nowhere, zero),  # an accepted tail of nothing
+        (*likeliest_tokens(scores, 6), ~nowhere, zero),  # an accepted tail of nothing
     ):
         got = residual_scores(scores, *arguments)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(scores))

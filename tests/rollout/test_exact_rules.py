@@ -17,13 +17,13 @@ from acceptance_reference import (
     judge_block,
     judge_ratio,
     judge_ratio_residual,
+    likeliest_tokens,
     log,
     logprobs_at,
     put_rows,
     put_scores,
     residual_scores,
     softmax,
-    top_law,
     total_variation,
 )
 
@@ -118,7 +118,7 @@ def score(world: World) -> Scored:
         for i in range(min(len(draft) + 1, world.slots)):
             scores[row, i], old_scores[row, i] = log(new[draft[:i]]), log(old[draft[:i]])
     scores, old_scores = scores.astype(np.float32), old_scores.astype(np.float32)
-    ids, logprobs = top_law(put_scores(old_scores), world.k)
+    ids, logprobs = likeliest_tokens(put_scores(old_scores), world.k)
     at = lambda x: np.asarray(logprobs_at(put_scores(x), put_rows(tokens[..., None])))[..., 0]  # noqa: E731
     now_top = np.asarray(logprobs_at(put_scores(scores), ids))
     return Scored(

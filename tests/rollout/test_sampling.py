@@ -27,8 +27,8 @@ def exponentials(seeds, positions, vocab_size):
 
 
 truncate = jax.jit(sampling.truncate, static_argnums=1)
-draw = jax.jit(sampling.draw, static_argnums=3)
-draw_scored = jax.jit(sampling.draw_scored, static_argnums=3)
+sample = jax.jit(sampling.sample, static_argnums=3)
+sample_scored = jax.jit(sampling.sample_scored, static_argnums=3)
 
 
 def make_seeds(rows, *, purpose=Purpose.SAMPLE, step=0, ids=None, samples=None, key=5):
@@ -45,7 +45,7 @@ def make_seeds(rows, *, purpose=Purpose.SAMPLE, step=0, ids=None, samples=None, 
 @functools.partial(jax.jit, static_argnums=2)
 def _draw_same(seeds, positions, law, logits):
     logits = jnp.broadcast_to(logits[None, :], (seeds.shape[0], logits.shape[0]))
-    return sampling.draw(logits, seeds, positions, law)
+    return sampling.sample(logits, seeds, positions, law)
 
 
 def draw_same(probs, seeds, positions):
@@ -175,7 +175,9 @@ def test_a_token_does_not_depend_on_its_batch(mesh):
 
     def run(rows):
         seeds = make_seeds(len(rows), ids=ids[rows], samples=samples[rows])
-        return np.asarray(draw(logits[rows], seeds, jnp.asarray(positions[rows]), SamplingConfig()))
+        return np.asarray(
+            sample(logits[rows], seeds, jnp.asarray(positions[rows]), SamplingConfig())
+        )
 
     whole = run(np.arange(64))
     assert len(np.unique(whole)) > 20
@@ -190,10 +192,10 @@ def test_many_positions_of_a_row_at_once(mesh):
     positions = rng.integers(0, 500, (40, 5)).astype(np.int32)
     seeds = make_seeds(40)
     for law in (SamplingConfig(), SamplingConfig(temperature=0.0)):
-        whole = np.asarray(draw(logits, seeds, positions, law))
+        whole = np.asarray(sample(logits, seeds, positions, law))
         assert whole.shape == (40, 5)
         for t in range(5):
-            one = np.asarray(draw(logits[:, t], seeds, positions[:, t], law))
+            one = np.asarray(sample(logits[:, t], seeds, positions[:, t], law))
             np.testing.assert_array_equal(whole[:, t], one)
     noise = np.asarray(exponentials(seeds, positions, 30))
     assert noise.shape == (40, 5, 30)
@@ -289,7 +291,7 @@ def test_greedy_takes_the_best_whatever_the_noise(mesh):
     logits[:50, 3] = logits[:50, 7] = 9.0  # a tie goes to the first
     for step in (0, 1):
         seeds = make_seeds(100, step=step)
-        tokens = np.asarray(draw(logits, seeds, jnp.zeros(100, jnp.int32), law))
+        tokens = np.asarray(sample(logits, seeds, jnp.zeros(100, jnp.int32), law))
         np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     np.testing.assert_array_equal(np.asarray(sampling.temper(logits, law)), logits)
 
@@ -315,10 +317,10 @@ def test_the_mesh_changes_no_draw(make_mesh, size, shape):
     for sizes in ((1, 1, 1), shape):
         with jax.set_mesh(make_mesh(*sizes)):
             cut = truncate(put(logits, "batch", "vocab"), law)
-            tokens = draw(cut, make_seeds(64), put(np.arange(64, dtype=np.int32), "batch"), law)
+            tokens = sample(cut, make_seeds(64), put(np.arange(64, dtype=np.int32), "batch"), law)
             wide = put(np.stack([logits, logits[::-1], -logits], axis=1), "batch", None, "vocab")
             positions = put(np.arange(192, dtype=np.int32).reshape(64, 3), "batch", None)
-            many, *scores = draw_scored(wide, make_seeds(64), positions, law)
+            many, *scores = sample_scored(wide, make_seeds(64), positions, law)
             results.append([np.asarray(x) for x in (cut, tokens, many, *scores)])
     for one, other in zip(*(exact for *exact, _, _ in results), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -334,8 +336,8 @@ def test_log_probs_of_what_is_drawn(mesh, size):
     positions = np.arange(30, dtype=np.int32).reshape(6, 5)
     for law in (SamplingConfig(), SamplingConfig(top_k=7), SamplingConfig(temperature=0.0)):
         cut = np.asarray(truncate(logits, law))
-        tokens, scores, log_z = draw_scored(cut, make_seeds(6), positions, law)
-        np.testing.assert_array_equal(tokens, draw(cut, make_seeds(6), positions, law))
+        tokens, scores, log_z = sample_scored(cut, make_seeds(6), positions, law)
+        np.testing.assert_array_equal(tokens, sample(cut, make_seeds(6), positions, law))
         expected = scipy.special.log_softmax(cut.astype(np.float64), axis=-1)
         expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], axis=-1)[..., 0]
         np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)

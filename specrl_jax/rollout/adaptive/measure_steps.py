@@ -156,7 +156,7 @@ class _Clock:
         setup, wide = self.setup, width > 1 and not matching
         board = self._rows(size)
         if wide:
-            board = rows.with_pending(board, self._drafts(size), setup.accept)
+            board = rows.with_drafts(board, self._drafts(size), setup.accept)
         corpus = self._corpus(size) if matching else None
         # Rows that come to their end go on as rows that are done, at the same cost.
         limits = StopCondition(*(np.int32(x) for x in (-1, setup.response_slots, steps, size)))
@@ -164,7 +164,7 @@ class _Clock:
         jax.block_until_ready((board, corpus, cache))
         start = time.perf_counter()
         jax.block_until_ready(
-            decode.visit(
+            decode.decode_steps(
                 setup,
                 self.weights,
                 cache,

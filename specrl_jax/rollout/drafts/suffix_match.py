@@ -99,7 +99,7 @@ def build(
 
 
 @functools.partial(jax.jit, donate_argnames="corpus")
-def read(corpus: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
+def sync(corpus: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
     """The corpus with what all rows hold in its live sources; row i is sample i % G of prompt
     i // G, for B = Q * G. Columns behind the response slots are left out."""
     prompts = corpus.tokens.shape[0]
@@ -111,7 +111,7 @@ def read(corpus: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
     return dataclasses.replace(corpus, tokens=tokens)
 
 
-def record(
+def append(
     corpus: SuffixIndex,
     prompts_b: Array,
     sources_b: Array,

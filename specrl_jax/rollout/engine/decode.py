@@ -38,7 +38,7 @@ from specrl_jax.rollout.engine.decode_state import (
     verifying,
     write_columns,
 )
-from specrl_jax.rollout.engine.rejection_sampler import Found, decide
+from specrl_jax.rollout.engine.rejection_sampler import StepOutput, accept_or_sample
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.sharding import reshard, spec
 from specrl_jax.types import Source
@@ -49,35 +49,35 @@ from specrl_jax.types import Source
 class StopCondition:
     """When a visit of a rung ends (int32 scalars, on the host or on the device).
 
-    At most `rows` of the first `own` rows of the board are active, or after `steps` steps, or, if
-    all rows are to end (`rows` <= 0), once no pending draft is left to judge. A row that holds
-    `length` tokens is parked: it waits for a deeper window.
+    At most `max_active` of the first `num_train_rows` rows of the board are active, or after
+    `max_steps` steps, or, if all rows are to end (`max_active` <= 0), once no draft is left to
+    verify. A row that holds `max_len` tokens is at its cache limit: it waits for a deeper window.
     """
 
-    rows: Array
-    length: Array
-    steps: Array
-    own: Array
+    max_active: Array
+    max_len: Array
+    max_steps: Array
+    num_train_rows: Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepCounts:
-    """What a visit did (int32). steps: a scalar. accepted: [W], row steps of rows that are not
+    """What a visit did (int32). steps: a scalar. matched: [W], row steps of rows that are not
     verifying, by the number of tree draft tokens that were right: 0, 1, ... W - 1, all 0 without a
-    corpus. drafted: of those, tokens that were emitted. judged, kept: scalars, pending draft
-    tokens."""
+    corpus. drafted: of those, tokens that were emitted. verified, accepted: scalars,
+    tokens of drafts to verify."""
 
     steps: Array
-    accepted: Array
+    matched: Array
     drafted: Array
-    judged: Array
-    kept: Array
+    verified: Array
+    accepted: Array
 
 
 @functools.partial(jax.jit, static_argnames="setup")
 def prefill(setup: ProgramSpec, weights: Params, prompts_QP: Array) -> KVCache:
-    """KV cache [Q, P] of the prompts, on host or device; `spread` gives it to their groups."""
+    """KV cache [Q, P] of the prompts, on host or device; for `broadcast_prefill`."""
     prompts_QP = reshard(prompts_QP, "batch", None)
     start = jnp.zeros(prompts_QP.shape[0], jnp.int32, out_sharding=spec("batch"))
     cache = init_cache(setup.model, *prompts_QP.shape)
@@ -85,7 +85,7 @@ def prefill(setup: ProgramSpec, weights: Params, prompts_QP: Array) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "group_size"))
-def spread(cache: KVCache, *, slots: int, group_size: int) -> KVCache:
+def broadcast_prefill(cache: KVCache, *, slots: int, group_size: int) -> KVCache:
     """Cache [Q * G, slots] for the responses to each row of `cache` [Q, P].
 
     A program of its own: for every further window only this copy is compiled, not the policy.
@@ -94,7 +94,7 @@ def spread(cache: KVCache, *, slots: int, group_size: int) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "slots", "width"))
-def replay(
+def re_prefill(
     setup: ProgramSpec,
     weights: Params,
     prompts_bP: Array,
@@ -120,7 +120,7 @@ def replay(
     static_argnames=("setup", "width", "wide"),
     donate_argnames=("cache", "rows", "corpus"),
 )
-def visit(
+def decode_steps(
     setup: ProgramSpec,
     weights: Params,
     cache: KVCache,
@@ -136,8 +136,8 @@ def visit(
     corpus: where candidates of rows that are not verifying come from; what is emitted is recorded
     in it. With None there are none. wide: only the token behind the accepted ones is drawn, not one
     at every position: for verification by other rules than match. The cache needs slots for the
-    prompt and `limits.length` tokens, with a corpus for `width` at least, without one for width - 1
-    more.
+    prompt and `limits.max_len` tokens, with a corpus for `width` at least, without one for
+    width - 1 more.
 
     Returns cache, rows, corpus, the tally and int32 [6]: rows of the board's own that are not
     done, all active rows, parked, verifying, the longest response of rows not done, the longest
@@ -147,13 +147,13 @@ def visit(
 
     def go_on(state) -> Array:
         _, rows, _, steps, _ = state
-        own = _active(rows, limits) & (rows.index < limits.own)
-        more = (jnp.sum(own, dtype=jnp.int32) > limits.rows) & (steps < limits.steps)
-        if rows.pending is None:
+        own = _active(rows, limits) & (rows.index < limits.num_train_rows)
+        more = (jnp.sum(own, dtype=jnp.int32) > limits.max_active) & (steps < limits.max_steps)
+        if rows.draft is None:
             return more
         # Steps that judge cost a little more, with residuals or a tree more than that. Parked rows
         # count: the engine drops pending drafts at 0 only.
-        return more & ((limits.rows > 0) | jnp.any(verifying(rows)))
+        return more & ((limits.max_active > 0) | jnp.any(verifying(rows)))
 
     def step(state):
         cache, rows, corpus, steps, counts = state
@@ -170,8 +170,8 @@ def visit(
         hidden, cache = model(fed, jnp.clip(start, 0, most), cache)
         if corpus is not None:
             hidden = cut_columns(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
-        found = decide(setup, model, hidden, rows, candidates, offered, judged, wide)
-        rows, corpus, new = _append(setup, rows, corpus, found, active, judged, limits.length)
+        found = accept_or_sample(setup, model, hidden, rows, candidates, offered, judged, wide)
+        rows, corpus, new = _append(setup, rows, corpus, found, active, judged, limits.max_len)
         return cache, rows, corpus, steps + 1, counts + new
 
     counts = jnp.zeros(width + 1, jnp.int32)
@@ -184,18 +184,23 @@ def visit(
 
 @jax.jit
 def progress(rows: DecodeState, limits: StopCondition) -> Array:
-    """The last result of `visit`."""
+    """The last result of `decode_steps`."""
     return _progress(rows, limits)
 
 
 def _active(rows: DecodeState, limits: StopCondition) -> Array:
-    return ~rows.done & (rows.lens < limits.length)
+    return ~rows.done & (rows.lens < limits.max_len)
 
 
 def _progress(rows: DecodeState, limits: StopCondition) -> Array:
     active, judged = _active(rows, limits), verifying(rows)
-    left = jnp.zeros_like(rows.lens) if rows.pending is None else rows.pending.lens - rows.lens
-    counts = (~rows.done & (rows.index < limits.own), active, ~rows.done & ~active, judged)
+    left = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens - rows.lens
+    counts = (
+        ~rows.done & (rows.index < limits.num_train_rows),
+        active,
+        ~rows.done & ~active,
+        judged,
+    )
     return jnp.stack(
         [jnp.sum(x, dtype=jnp.int32) for x in counts]
         + [jnp.max(jnp.where(~rows.done, rows.lens, 0)), jnp.max(jnp.where(judged, left, 0))]
@@ -222,12 +227,12 @@ def _candidates(setup: ProgramSpec, rows: DecodeState, corpus: SuffixIndex | Non
             corpus, prompts, sources, rows.lens, width - 1, setup.tree
         )
         candidates = jnp.pad(drafted, ((0, 0), (0, 1)))
-        offered = jnp.minimum(count, rows.caps - rows.lens)
-    if rows.pending is not None:
-        kept = cut_columns(rows.pending.tokens, rows.lens, width)
+        offered = jnp.minimum(count, rows.max_lens - rows.lens)
+    if rows.draft is not None:
+        kept = cut_columns(rows.draft.tokens, rows.lens, width)
         # Rows that are offered nothing may have any candidates.
         candidates = kept if corpus is None else jnp.where(judged[:, None], kept, candidates)
-        left = jnp.clip(rows.pending.lens - rows.lens, 0, width)
+        left = jnp.clip(rows.draft.lens - rows.lens, 0, width)
         offered = jnp.where(judged, left, offered)
     return candidates, offered, judged
 
@@ -236,24 +241,24 @@ def _append(
     setup: ProgramSpec,
     rows: DecodeState,
     corpus: SuffixIndex | None,
-    found: Found,
+    found: StepOutput,
     active: Array,
     judged: Array,
     stop_len: Array,
 ) -> tuple[DecodeState, SuffixIndex | None, Array]:
     """Write a step's tokens behind the responses of active rows; what was kept of pending drafts
-    `_credit` says. And int32 [W + 1]: `accepted` and `drafted` of a tally."""
+    `_credit` says. And int32 [W + 1]: `matched` and `drafted` of `StepCounts`."""
     width = found.tokens.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     accepted = found.accepted
-    room = jnp.minimum(stop_len, rows.caps) - rows.lens
+    room = jnp.minimum(stop_len, rows.max_lens) - rows.lens
     # A row that reaches its window's end stops there; what was cut off is found again later.
     count = jnp.minimum(jnp.minimum(accepted + 1, width), room)
     ends = _is_eos(found.tokens, setup) & (steps < count[:, None])
     before_end = acceptance.leading(~ends, count)
     count = jnp.where(active, jnp.minimum(count, before_end + 1), 0)
     lens = rows.lens + count
-    ended = jnp.any(ends, axis=1) | (lens == rows.caps)
+    ended = jnp.any(ends, axis=1) | (lens == rows.max_lens)
     column = jnp.where(active, rows.lens, setup.response_slots)
     changes = {
         "tokens": found.tokens,
@@ -269,17 +274,17 @@ def _append(
         each = jnp.concatenate([accepted[:, None] == steps, drafted[:, None]], axis=1)
         counts = jnp.sum(jnp.where(told, each, 0), axis=0, dtype=jnp.int32)
         prompts, places = _places(setup, rows, corpus)
-        corpus = drafting.record(corpus, prompts, places, rows.lens, found.tokens, count)
+        corpus = drafting.append(corpus, prompts, places, rows.lens, found.tokens, count)
     if found.top is not None:
         changes |= {"top_ids": found.top[0], "top_logprobs": found.top[1]}
     changes = {
         name: write_columns(getattr(rows, name), new, column) for name, new in changes.items()
     }
-    if rows.pending is not None:
+    if rows.draft is not None:
         # Over once a token was drawn, unless it was cut off with what came before.
         over = judged & (count > accepted)
-        left = jnp.where(over, rows.lens + accepted, rows.pending.lens)
-        changes["pending"] = dataclasses.replace(rows.pending, lens=left)
+        left = jnp.where(over, rows.lens + accepted, rows.draft.lens)
+        changes["draft"] = dataclasses.replace(rows.draft, lens=left)
     last = column_at(found.tokens, jnp.maximum(count - 1, 0))
     rows = dataclasses.replace(
         rows,
@@ -298,11 +303,11 @@ def _credit(begun: DecodeState, rows: DecodeState) -> tuple[DecodeState, Array, 
     Worked row: it held 2 tokens of a draft of 9, and now holds 7 with a draft that ends at 4. So it
     kept 2, was judged on 3, and drew 3.
     """
-    if rows.pending is None:
+    if rows.draft is None:
         return rows, jnp.int32(0), jnp.int32(0)
-    ends = jnp.minimum(rows.pending.lens, rows.lens)
+    ends = jnp.minimum(rows.draft.lens, rows.lens)
     kept = jnp.where(verifying(begun), ends - begun.lens, 0)
-    rejected = rows.pending.lens < begun.pending.lens
+    rejected = rows.draft.lens < begun.draft.lens
     columns = jnp.arange(rows.sources.shape[1])[None, :]
     inside = (columns >= begun.lens[:, None]) & (columns < (begun.lens + kept)[:, None])
     rows = dataclasses.replace(

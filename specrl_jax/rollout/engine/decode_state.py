@@ -47,8 +47,8 @@ class DecodeState:
     """b rows; C = R response columns and a margin that rows which are done write into.
 
     index: int32 [b], each row's place on the board; a place outside it marks a filler. seeds,
-    accept_seeds: uint32 [b, 2]. prompt_lens, lens: int32 [b]. caps: int32 [b], the length at which
-    a response ends, at most R. last: int32 [b], the token that is not in the cache yet.
+    accept_seeds: uint32 [b, 2]. prompt_lens, lens: int32 [b]. max_lens: int32 [b], the length at
+    which a response ends, at most R. last: int32 [b], the token that is not in the cache yet.
     prefix_lens: int32 [b], tokens kept from pending drafts so far. done: bool [b]. tokens,
     policy_logprobs, sampling_logprobs, sources: [b, C]; sources are SAMPLED from lens on. top_ids,
     top_logprobs: [b, C, k] or None. pending: None once no row has any. prefix_lens and REUSED
@@ -59,7 +59,7 @@ class DecodeState:
     seeds: Array
     accept_seeds: Array
     prompt_lens: Array
-    caps: Array
+    max_lens: Array
     lens: Array
     last: Array
     prefix_lens: Array
@@ -70,7 +70,7 @@ class DecodeState:
     sources: Array
     top_ids: Array | None = None
     top_logprobs: Array | None = None
-    pending: DraftToVerify | None = None
+    draft: DraftToVerify | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "stored", "pad_id"))
@@ -78,7 +78,7 @@ def start_rows(
     seeds: Array,
     accept_seeds: Array,
     prompt_lens: Array,
-    caps: Array,
+    max_lens: Array,
     last: Array,
     *,
     columns: int,
@@ -95,7 +95,7 @@ def start_rows(
         seeds=seeds,
         accept_seeds=accept_seeds,
         prompt_lens=prompt_lens,
-        caps=caps,
+        max_lens=max_lens,
         lens=lens,
         last=last,
         prefix_lens=lens,
@@ -109,7 +109,7 @@ def start_rows(
     )
 
 
-def with_pending(
+def with_drafts(
     board: DecodeState, drafts: Drafts, accept: str, log_lenience: float = 0.0
 ) -> DecodeState:
     """The board with `drafts` [B] to be judged by the rule `accept`; log_lenience: nats."""
@@ -117,7 +117,7 @@ def with_pending(
     pending = _pending(
         drafts, board.accept_seeds, lenience, accept=accept, columns=board.tokens.shape[1]
     )
-    return dataclasses.replace(board, pending=pending)
+    return dataclasses.replace(board, draft=pending)
 
 
 @functools.partial(jax.jit, static_argnames=("accept", "columns"))
@@ -147,13 +147,13 @@ def _pending(
 @jax.jit
 def verifying(rows: DecodeState) -> Array:
     """bool [b]: rows whose next token is judged against their pending draft."""
-    if rows.pending is None:
+    if rows.draft is None:
         return jnp.zeros_like(rows.done)
-    return ~rows.done & (rows.lens < rows.pending.lens)
+    return ~rows.done & (rows.lens < rows.draft.lens)
 
 
 @jax.jit
-def pick(board: DecodeState, places: Array) -> DecodeState:
+def gather(board: DecodeState, places: Array) -> DecodeState:
     """The board's rows at `places` int32 [b], replicated; a place outside it gives a filler."""
     size = board.lens.shape[0]
     rows = _take(board, jnp.clip(places, 0, size - 1))
@@ -161,7 +161,7 @@ def pick(board: DecodeState, places: Array) -> DecodeState:
 
 
 @functools.partial(jax.jit, donate_argnames="board")
-def collect(rows: DecodeState, board: DecodeState) -> DecodeState:
+def scatter(rows: DecodeState, board: DecodeState) -> DecodeState:
     """The board with the rung's rows written to their places; fillers are left out."""
     batch, size = board.lens.shape[0], rows.lens.shape[0]
     index = reshard(rows.index, None)
@@ -172,13 +172,13 @@ def collect(rows: DecodeState, board: DecodeState) -> DecodeState:
         new = take_rows(new, jnp.maximum(place, 0), *(None,) * (new.ndim - 1))
         return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-    pending = board.pending
+    pending = board.draft
     if pending is not None:
         # Where nothing is left to judge on the rung, nor may it be when a row comes back.
-        lens = jnp.zeros_like(rows.lens) if rows.pending is None else rows.pending.lens
+        lens = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens
         pending = dataclasses.replace(pending, lens=write(pending.lens, lens))
-    written = jax.tree.map(write, without_pending(board), without_pending(rows))
-    return dataclasses.replace(written, index=board.index, pending=pending)
+    written = jax.tree.map(write, without_drafts(board), without_drafts(rows))
+    return dataclasses.replace(written, index=board.index, draft=pending)
 
 
 def compare(board: DecodeState, drafts: Drafts, held: Rollout | None) -> tuple[Array, Array, Array]:
@@ -202,13 +202,13 @@ def compare(board: DecodeState, drafts: Drafts, held: Rollout | None) -> tuple[A
     return kept if held is None else held.prefix_lens + kept, sources, counts
 
 
-def without_pending(rows: DecodeState) -> DecodeState:
+def without_drafts(rows: DecodeState) -> DecodeState:
     """For rungs where nothing is left to judge: their programs are simpler."""
-    return dataclasses.replace(rows, pending=None)
+    return dataclasses.replace(rows, draft=None)
 
 
 @jax.jit
-def with_empty_pending(rows: DecodeState, like: DraftToVerify) -> DecodeState:
+def with_empty_drafts(rows: DecodeState, like: DraftToVerify) -> DecodeState:
     """Nothing to judge, said in the same form as `like`."""
     size = rows.lens.shape[0]
 
@@ -216,11 +216,11 @@ def with_empty_pending(rows: DecodeState, like: DraftToVerify) -> DecodeState:
         axes = spec("batch", *(None,) * (x.ndim - 1))
         return jnp.zeros((size, *x.shape[1:]), x.dtype, out_sharding=axes)
 
-    return dataclasses.replace(rows, pending=jax.tree.map(zeros, like))
+    return dataclasses.replace(rows, draft=jax.tree.map(zeros, like))
 
 
 @functools.partial(jax.jit, static_argnames=("size", "slots"))
-def move(
+def resize(
     cache: KVCache, rows: DecodeState, wanted: Array, *, size: int, slots: int
 ) -> tuple[KVCache, DecodeState]:
     """The rows marked in `wanted` bool [b], in order, on a rung of `size` rows and `slots` slots.
@@ -233,7 +233,7 @@ def move(
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))
-def add(
+def insert(
     cache: KVCache, rows: DecodeState, others: KVCache, other_rows: DecodeState, wanted: Array
 ) -> tuple[KVCache, DecodeState]:
     """A rung with the rows marked in `wanted` bool [c] of another, in order, on its free places.
@@ -255,7 +255,7 @@ def add(
 
 
 @jax.jit
-def drop(rows: DecodeState, unwanted: Array) -> DecodeState:
+def mark_padding(rows: DecodeState, unwanted: Array) -> DecodeState:
     """Rows marked in `unwanted` bool [b] become fillers."""
     return _mark(rows, ~unwanted)
 

@@ -15,13 +15,13 @@ from specrl_jax.models.logprobs import map_tokens, token_logprobs
 from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.engine.decode_state import DecodeState, column_at, cut_columns
 from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.sampling import draw, draw_scored, temper, truncate, uniforms
+from specrl_jax.rollout.sampling import sample, sample_scored, temper, truncate, uniforms
 from specrl_jax.sharding import reshard, spec
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Found:
+class StepOutput:
     """Of a step: tokens [b, W] with their log-probs, of which the first `accepted` [b] are
     candidates and the next, if any, is drawn."""
 
@@ -32,22 +32,22 @@ class Found:
     top: tuple[Array, Array] | None
 
 
-def decide(
+def accept_or_sample(
     setup, model, hidden, rows: DecodeState, candidates, offered, judged, wide: bool
-) -> Found:
+) -> StepOutput:
     """Accept candidates from the left, and draw the token behind them.
 
     hidden: [b, W, D], W states from a row's last token on. candidates: int32 [b, W], of which the
     first `offered` int32 [b] are meant. judged: bool [b], rows whose candidates are of a pending
-    draft. wide: draw at one position only, as in `decode.visit`.
+    draft. wide: draw at one position only, as in `decode.decode_steps`.
     """
     width = candidates.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     positions = reshard(rows.lens[:, None] + steps, "batch", None)
-    by_rule = rows.pending is not None and setup.accept != "match"
+    by_rule = rows.draft is not None and setup.accept != "match"
     inputs = {"candidates": candidates, "positions": positions}
     if by_rule and acceptance.RULES[setup.accept].needs_law:
-        inputs["top_ids"] = cut_columns(rows.pending.top_ids, rows.lens, width)
+        inputs["top_ids"] = cut_columns(rows.draft.top_ids, rows.lens, width)
     laws = functools.partial(_laws, setup, rows.seeds, draws=not wide, judges=by_rule)
     at = map_tokens(laws, model, hidden, inputs, setup.logits_chunk)
     accept = jnp.zeros(candidates.shape, bool, out_sharding=spec("batch", None))
@@ -73,7 +73,7 @@ def decide(
         drawn = tuple(
             jnp.where(kept, old, new) for old, new in zip((candidates, *at["candidate"]), drawn)
         )
-    return Found(count, *drawn, at.get("top"))
+    return StepOutput(count, *drawn, at.get("top"))
 
 
 def _laws(setup: ProgramSpec, seeds, logits, inputs, *, draws: bool, judges: bool) -> dict:
@@ -88,7 +88,7 @@ def _laws(setup: ProgramSpec, seeds, logits, inputs, *, draws: bool, judges: boo
 
     found, log_z = {}, None
     if draws:
-        tokens, sampling, log_z = draw_scored(cut, seeds, inputs["positions"], setup.law)
+        tokens, sampling, log_z = sample_scored(cut, seeds, inputs["positions"], setup.law)
         log_z = log_z[..., None]
         policy = scored(logits, tokens) if setup.law.truncates else sampling
         found["drawn"] = (tokens, policy, sampling)
@@ -99,14 +99,14 @@ def _laws(setup: ProgramSpec, seeds, logits, inputs, *, draws: bool, judges: boo
     if "top_ids" in inputs:
         found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"], log_z)
     if setup.stored:
-        found["top"] = acceptance.top_law(cut, setup.stored, log_z)
+        found["top"] = acceptance.likeliest_tokens(cut, setup.stored, log_z)
     return found
 
 
 def _judge(setup: ProgramSpec, rows: DecodeState, at: dict, inputs: dict, offered: Array):
     """The configured rule's accepted candidates, bool [b, W], and for rules with a residual a
     function of their number [b] that gives (tail, log_scale) [b] for the token behind them."""
-    pending, width = rows.pending, inputs["candidates"].shape[1]
+    pending, width = rows.draft, inputs["candidates"].shape[1]
     if "now_top" not in at:
         return at["candidate"][1] >= cut_columns(pending.least, rows.lens, width), None
     noise = uniforms(rows.accept_seeds, inputs["positions"])
@@ -142,13 +142,13 @@ def _draw_at_end(setup, model, hidden, rows: DecodeState, count: Array, left):
     cut = truncate(logits, setup.law)
     positions = rows.lens + end
     if left is None:
-        token, sampling, _ = draw_scored(cut, rows.seeds, positions, setup.law)
+        token, sampling, _ = sample_scored(cut, rows.seeds, positions, setup.law)
     else:
         judged, tail, log_scale = left
-        top_ids = column_at(rows.pending.top_ids, positions)
-        top_logprobs = column_at(rows.pending.top_logprobs, positions)
+        top_ids = column_at(rows.draft.top_ids, positions)
+        top_logprobs = column_at(rows.draft.top_logprobs, positions)
         rest = acceptance.residual_scores(cut, top_ids, top_logprobs, tail, log_scale)
         law = jnp.where(judged[:, None], rest, cut)
-        token = draw(law, rows.seeds, positions, setup.law)
+        token = sample(law, rows.seeds, positions, setup.law)
         sampling = token_logprobs(cut, token)
     return token, token_logprobs(logits, token) if setup.law.truncates else sampling, sampling

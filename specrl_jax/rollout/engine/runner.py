@@ -31,7 +31,7 @@ FOREVER = np.iinfo(np.int32).max
 
 @dataclasses.dataclass
 class DecodeBatch:
-    """Rows on a rung. own, active, parked, verifying, longest, longest_draft: as `decode.visit`
+    """Rows on a rung. own, active, parked, verifying, longest, longest_draft: as `decode_steps`
     reports them. real: rows that are not fillers, but for those whose end is on the board."""
 
     cache: KVCache
@@ -55,14 +55,14 @@ class DecodeBatch:
         return self.size, self.slots
 
     def report(self, numbers: np.ndarray) -> None:
-        """Take over what `decode.visit` reported."""
+        """Take over what `decode.decode_steps` reported."""
         names = ("own", "active", "parked", "verifying", "longest", "longest_draft")
         for name, number in zip(names, numbers.tolist(), strict=True):
             setattr(self, name, number)
 
     def leave_drafts(self) -> None:
         """Nothing is left to judge."""
-        self.rows, self.verifying, self.longest_draft = rows.without_pending(self.rows), 0, 0
+        self.rows, self.verifying, self.longest_draft = rows.without_drafts(self.rows), 0, 0
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ class ModelRunner:
         be judged, 0 for all if none are."""
         picked = self._pick(places, size, judged=draft_lens.any())
         (start, cache), self.prefilled = self.prefilled, None  # not kept beside its copies
-        cache = decode.spread(cache, slots=slots, group_size=self.setup.group_size)
+        cache = decode.broadcast_prefill(cache, slots=slots, group_size=self.setup.group_size)
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
         prompts = (size // self.setup.group_size, self.room.ladder.prompt_slots)
@@ -128,7 +128,9 @@ class ModelRunner:
         and prompts int32 [size, P]. judged: with what is left of their drafts."""
         picked = self._pick(places, size, judged=judged)
         start = time.perf_counter()
-        cache = decode.replay(self.setup, self.weights, prompts, picked, slots=slots, width=width)
+        cache = decode.re_prefill(
+            self.setup, self.weights, prompts, picked, slots=slots, width=width
+        )
         rung = DecodeBatch(cache, picked, size, slots, len(places))
         self._look(rung)
         self.stats.prefill_seconds += time.perf_counter() - start
@@ -138,12 +140,12 @@ class ModelRunner:
 
     def _pick(self, places: np.ndarray, size: int, *, judged: bool) -> DecodeState:
         """Rows of the board on a rung of `size`; judged: with their drafts."""
-        if judged and self.board.pending is None:
+        if judged and self.board.draft is None:
             accept, lenience = self.setup.accept, self.log_lenience
-            self.board = rows.with_pending(self.board, self.drafts, accept, lenience)
+            self.board = rows.with_drafts(self.board, self.drafts, accept, lenience)
         padded = np.full(size, -1, np.int32)
         padded[: len(places)] = places
-        return rows.pick(self.board if judged else rows.without_pending(self.board), padded)
+        return rows.gather(self.board if judged else rows.without_drafts(self.board), padded)
 
     def _look(self, rung: DecodeBatch) -> None:
         """Let a rung know what its rows are like."""
@@ -154,7 +156,7 @@ class ModelRunner:
         pool = self.pool
         self.stats.evicted += int(out.sum())
         self.collect(pool)
-        pool.rows = rows.drop(pool.rows, put(out, "batch"))
+        pool.rows = rows.mark_padding(pool.rows, put(out, "batch"))
         self._look(pool)
         pool.real = pool.active
 
@@ -165,7 +167,7 @@ class ModelRunner:
 
     def collect(self, rung: DecodeBatch) -> None:
         """Write what the rung's rows hold to the board."""
-        self.board = rows.collect(rung.rows, self.board)
+        self.board = rows.scatter(rung.rows, self.board)
         rung.real = rung.unfinished
 
     def _write_back(self, rung: DecodeBatch) -> None:
@@ -180,7 +182,7 @@ class ModelRunner:
         if (size, slots) == rung.shape:
             return rung
         self._write_back(rung)
-        cache, moved = rows.move(rung.cache, rung.rows, ~rung.rows.done, size=size, slots=slots)
+        cache, moved = rows.resize(rung.cache, rung.rows, ~rung.rows.done, size=size, slots=slots)
         self.note_bytes(rung.shape, (size, slots))
         return dataclasses.replace(rung, cache=cache, rows=moved, size=size, slots=slots)
 
@@ -203,7 +205,9 @@ class ModelRunner:
         self._write_back(pool)
         pool = self.move_pool(size, slots)
         pool, batch = _same_form(pool, batch)
-        cache, joined = rows.add(pool.cache, pool.rows, batch.cache, batch.rows, ~batch.rows.done)
+        cache, joined = rows.insert(
+            pool.cache, pool.rows, batch.cache, batch.rows, ~batch.rows.done
+        )
         counts = ("own", "active", "parked", "verifying")
         sums = {n: getattr(pool, n) + getattr(batch, n) for n in counts}
         most = {n: max(getattr(pool, n), getattr(batch, n)) for n in ("longest", "longest_draft")}
@@ -223,13 +227,13 @@ class ModelRunner:
         `size`."""
         judged = rows.verifying(batch.rows)
         self._write_back(batch)
-        cache, moved = rows.move(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
+        cache, moved = rows.resize(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
         self.aside = (size, batch.slots)
         self.note_bytes(batch.shape, *self.pool_shape())
         # Rows of the next step's prompts have no drafts: all that are here are the board's own.
         rest = dataclasses.replace(batch, verifying=0)
         rest.own = rest.active = rest.real = batch.active - batch.verifying
-        rest.rows = rows.without_pending(rows.drop(batch.rows, judged))
+        rest.rows = rows.without_drafts(rows.mark_padding(batch.rows, judged))
         kept = dataclasses.replace(batch, cache=cache, rows=moved, size=size)
         kept.own = kept.active = kept.real = batch.verifying
         if rest.active:
@@ -258,11 +262,11 @@ class ModelRunner:
     def run(
         self, rung: DecodeBatch, limits: StopCondition, width: int, *, wide: bool = False
     ) -> StepCounts:
-        """A visit (`decode.visit`), recorded. wide: a verification pass."""
+        """A visit (`decode.decode_steps`), recorded. wide: a verification pass."""
         tree = self.setup.tree is not None and width > 1 and not wide
         corpus = self._read_rows(rung) if tree else None
         start = time.perf_counter()
-        rung.cache, rung.rows, corpus, tally, numbers = decode.visit(
+        rung.cache, rung.rows, corpus, tally, numbers = decode.decode_steps(
             self.setup,
             self.weights,
             rung.cache,
@@ -279,7 +283,7 @@ class ModelRunner:
         done = (rung.rows.index, rung.rows.done) if self.told else None
         tally, numbers, done = jax.device_get((tally, numbers, done))
         seconds = time.perf_counter() - start
-        judges = rung.rows.pending is not None
+        judges = rung.rows.draft is not None
         self.stats.programs.add(("visit", *rung.shape, width, tree, wide, judges))
         rung.report(numbers)
         if done is not None:
@@ -288,8 +292,8 @@ class ModelRunner:
         if wide:
             stats.verify_seconds += seconds
             stats.verified_tokens += rung.size * width
-            stats.judged_tokens += int(tally.judged)
-            stats.kept_tokens += int(tally.kept)
+            stats.judged_tokens += int(tally.verified)
+            stats.kept_tokens += int(tally.accepted)
             return tally
         stats.decode_seconds += seconds
         stats.decode_steps += steps
@@ -306,19 +310,19 @@ class ModelRunner:
             self.corpus = self.corpus()
         if self.unread:
             self.collect(rung)
-            self.corpus = drafting.read(self.corpus, self.board.tokens, self.board.lens)
+            self.corpus = drafting.sync(self.corpus, self.board.tokens, self.board.lens)
             self.unread = False
         return self.corpus
 
 
 def _same_form(*rungs: DecodeBatch) -> list[DecodeBatch]:
     """With pending drafts everywhere if anywhere: the two sides of a join need one form."""
-    like = next((r.rows.pending for r in rungs if r.rows.pending is not None), None)
+    like = next((r.rows.draft for r in rungs if r.rows.draft is not None), None)
     if like is None:
         return list(rungs)
     return [
         r
-        if r.rows.pending is not None
-        else dataclasses.replace(r, rows=rows.with_empty_pending(r.rows, like))
+        if r.rows.draft is not None
+        else dataclasses.replace(r, rows=rows.with_empty_drafts(r.rows, like))
         for r in rungs
     ]

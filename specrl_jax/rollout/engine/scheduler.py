@@ -323,7 +323,9 @@ class Scheduler:
                 batch, self.flight.limits(-1, steps=1), one.verify_width, wide=True
             )
             if self.cost:
-                predicted = self.cost.record_verification(one, int(tally.kept), int(tally.judged))
+                predicted = self.cost.record_verification(
+                    one, int(tally.accepted), int(tally.verified)
+                )
                 self.stats.predicted_verify_seconds += predicted
             one = None
         return batch
@@ -350,7 +352,7 @@ class Scheduler:
             if not pool.unfinished:
                 return
             response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
-        if pool.rows.pending is not None and not pool.verifying:
+        if pool.rows.draft is not None and not pool.verifying:
             pool.leave_drafts()
         pool = self.flight.move_pool(ladder.rows_for(pool.unfinished), ladder.slots(response))
         stop, steps = self._until(capacity)
@@ -360,8 +362,8 @@ class Scheduler:
         visit = self.cost.plan_steps(pool.size, pool.slots, self.widths)
         limits = self.flight.limits(stop, response, min(steps, visit.max_steps or steps))
         tally = self.flight.run(pool, limits, visit.width)
-        steps, judged = int(tally.steps), (int(tally.kept), int(tally.judged))
-        seconds = self.cost.record_steps(visit, steps, tally.accepted.tolist(), *judged)
+        steps, judged = int(tally.steps), (int(tally.accepted), int(tally.verified))
+        seconds = self.cost.record_steps(visit, steps, tally.matched.tolist(), *judged)
         self.stats.predicted_seconds += seconds
 
     def _until(self, capacity: int) -> tuple[int, int]:

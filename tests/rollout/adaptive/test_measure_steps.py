@@ -63,18 +63,18 @@ class Clock:
         return self.now
 
     def visit(self, setup, weights, cache, board, corpus, limits, **kwargs):
-        self.now += self.start + self.step * int(limits.steps)
+        self.now += self.start + self.step * int(limits.max_steps)
         known = {"corpus": corpus is not None, **kwargs}
         self.calls.append(
-            ((cache[0][0].shape[0], cache_slots(cache)), board.pending is not None, known)
+            ((cache[0][0].shape[0], cache_slots(cache)), board.draft is not None, known)
         )
-        return (cache, board, corpus, None, limits.steps)
+        return (cache, board, corpus, None, limits.max_steps)
 
 
 def timed(monkeypatch, plan, start, step):
     """(clock, seconds a step by point) with that clock, kept nowhere."""
     clock, ladder = Clock(start, step), plan.ladder(ROWS)
-    monkeypatch.setattr(timing.decode, "visit", clock.visit)
+    monkeypatch.setattr(timing.decode, "decode_steps", clock.visit)
     monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
     setup = plan.full_setup(ladder)
     found = timing.points(setup, ladder)
@@ -101,7 +101,7 @@ def test_plain_steps_are_timed_between_other_work(mesh, monkeypatch):
     """Every rung and window at width 1; medians of what was asked for, the first round apart."""
     plan = plan_of(row_rungs=2, windows=2)
     clock = Clock(100.0, 9.0)
-    monkeypatch.setattr(timing.decode, "visit", clock.visit)
+    monkeypatch.setattr(timing.decode, "decode_steps", clock.visit)
     monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
     steps = timing.PlainSteps(plan, None, ROWS)
     for clock.step in (0.5, 4.0, 0.75):
@@ -134,7 +134,7 @@ def test_programs_are_measured_once_and_kept(make_mesh, tmp_path, monkeypatch, s
         def none(*args, **kwargs):
             raise AssertionError("measured again")
 
-        monkeypatch.setattr(timing.decode, "visit", none)
+        monkeypatch.setattr(timing.decode, "decode_steps", none)
         assert table().to_json() == found
         law = dataclasses.replace(plan.setup.law, top_k=3)
         others = (

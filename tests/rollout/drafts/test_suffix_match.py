@@ -13,7 +13,7 @@ import pytest
 from suffix_tree import SuffixTree
 
 from specrl_jax.rollout.drafts import suffix_match as drafting
-from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, build, propose, record
+from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, append, build, propose
 from specrl_jax.sharding import put, spec
 
 LAW = SuffixDraftConfig(depth=4, factor=1.0, offset=1.0, min_prob=0.1)
@@ -21,7 +21,7 @@ OPEN = SuffixDraftConfig(
     depth=4, factor=9.0, offset=0.0, min_prob=0.0
 )  # neither budget nor cut binds
 _propose = jax.jit(propose, static_argnames=("width", "law"))
-_record = jax.jit(record)
+_append = jax.jit(append)
 
 
 def make_corpus(stored, slots, weights=None, live=1, depth=4):
@@ -53,7 +53,7 @@ def write(corpus, prompts, sources, starts, texts, counts=None):
         row[: len(text)] = text
     counts = [len(text) for text in texts] if counts is None else counts
     places = rows_of(prompts, sources, starts)
-    return _record(corpus, *places, put(tokens, "batch", None), *rows_of(counts))
+    return _append(corpus, *places, put(tokens, "batch", None), *rows_of(counts))
 
 
 def drafts(corpus, prompts, sources, lens, width=4, law=OPEN) -> list[list[int]]:
@@ -202,7 +202,7 @@ def test_read_replaces_what_live_sources_hold(mesh):
     corpus = write(corpus, [0], [2], [0], [[9, 9, 9, 9]])
     tokens = np.array([[1, 2, 3, 4, 15], [5, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0] * 5], np.int32)
     lens = np.array([4, 1, 2, 0], np.int32)
-    got = drafting.read(corpus, put(tokens, "batch", None), put(lens, "batch"))
+    got = drafting.sync(corpus, put(tokens, "batch", None), put(lens, "batch"))
     expected = make_corpus(stored, slots=4, live=2)
     for row in range(4):
         text = [tokens[row, : lens[row]].tolist()]

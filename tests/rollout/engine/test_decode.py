@@ -18,7 +18,7 @@ from specrl_jax.rollout.drafts import suffix_match as drafting
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine import decode_state as rows
 from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.sampling import SamplingConfig, draw, temper, truncate
+from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Source
 
@@ -51,7 +51,7 @@ def begin(setup, weights, prompts, drafts=None, caps=None, slots=P + R + 3, log_
         tokens, lens = (np.asarray(x, np.int32) for x in drafts)
         zeros = np.zeros(tokens.shape, np.float32)
         offered = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
-        board = rows.with_pending(board, offered, setup.accept, log_lenience)
+        board = rows.with_drafts(board, offered, setup.accept, log_lenience)
     tokens = put(prompts.tokens, "batch", None)
     return prefill(setup, weights, tokens, slots), board
 
@@ -59,14 +59,14 @@ def begin(setup, weights, prompts, drafts=None, caps=None, slots=P + R + 3, log_
 def prefill(setup, weights, prompts_QP, slots, group_size=1):
     """The prompts' cache [Q * G, slots], as the engine makes it."""
     cache = decode.prefill(setup, weights, prompts_QP)
-    return decode.spread(cache, slots=slots, group_size=group_size)
+    return decode.broadcast_prefill(cache, slots=slots, group_size=group_size)
 
 
 def visit(setup, weights, cache, board, width, *, stop=0, length=R, steps=FOREVER, own=FOREVER,
           corpus=None, **kwargs):  # fmt: skip
     """(cache, rows, tally, numbers) after a visit; the last two on the host."""
     limits = StopCondition(*(jnp.int32(x) for x in (stop, length, steps, own)))
-    cache, board, _, tally, numbers = decode.visit(
+    cache, board, _, tally, numbers = decode.decode_steps(
         setup,
         weights,
         cache,
@@ -158,9 +158,9 @@ def test_a_step_by_hand(mesh):
         [U, U, U], [U, S], [S], [S]]  # fmt: skip
     np.testing.assert_array_equal(got.last, [6, 5, 4, 4])
     np.testing.assert_array_equal(got.prefix_lens, [3, 1, 0, 0])
-    np.testing.assert_array_equal(got.pending.lens, [5, 1, 0, 0])  # the first still verifies
+    np.testing.assert_array_equal(got.draft.lens, [5, 1, 0, 0])  # the first still verifies
     assert tally.steps == 1
-    assert (tally.judged, tally.kept) == (3 + 2 + 1, 3 + 1)
+    assert (tally.verified, tally.accepted) == (3 + 2 + 1, 3 + 1)
     assert numbers == [4, 4, 0, 1, 3, 2]
 
     _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1)
@@ -169,7 +169,7 @@ def test_a_step_by_hand(mesh):
     np.testing.assert_array_equal(got.tokens[0, :5], [4, 5, 6, 7, 8])
     np.testing.assert_array_equal(got.sources[0, :5], [U, U, U, U, S])
     np.testing.assert_array_equal(got.prefix_lens, [4, 1, 0, 0])
-    assert (tally.judged, tally.kept) == (2, 1)
+    assert (tally.verified, tally.accepted) == (2, 1)
     assert numbers == [4, 4, 0, 0, 5, 0]
     assert not got.done.any()
 
@@ -183,23 +183,23 @@ def test_a_step_of_tree_drafts_by_hand(mesh):
     drafts[3, :4] = [2, 3, 4, 9]
     cache, board = begin(setup, weights, prompts, (drafts, [0, 0, 0, 4]))
     cache, board, tally, _ = visit(setup, weights, cache, board, 1, steps=1)
-    assert (tally.judged, tally.kept, tally.drafted) == (1, 1, 0)
+    assert (tally.verified, tally.accepted, tally.drafted) == (1, 1, 0)
     stored = np.zeros((4, 1, R), np.int32)
     stored[:, 0, :5] = [[2, 3, 4, 5, 6], [2, 3, 9, 9, 9], [9, 9, 9, 9, 9], [2, 9, 9, 9, 9]]
     corpus = drafting.build(
         put(stored, None, None, None), put(np.full((4, 1), 5, np.int32), None, None),
         put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
     )  # fmt: skip
-    corpus = drafting.read(corpus, board.tokens, board.lens)
+    corpus = drafting.sync(corpus, board.tokens, board.lens)
     _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1, corpus=corpus)
     got = ref.host(board)
     np.testing.assert_array_equal(got.lens, [4, 3, 2, 4])
     assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
         [S, D, D, S], [S, D, S], [S, S], [U, U, U, S]]  # fmt: skip
-    np.testing.assert_array_equal(tally.accepted, [1, 1, 1])
-    assert (tally.drafted, tally.judged, tally.kept) == (2 + 1, 3, 2)
+    np.testing.assert_array_equal(tally.matched, [1, 1, 1])
+    assert (tally.drafted, tally.verified, tally.accepted) == (2 + 1, 3, 2)
     np.testing.assert_array_equal(got.prefix_lens, [0, 0, 0, 3])
-    np.testing.assert_array_equal(got.pending.lens, [0, 0, 0, 3])
+    np.testing.assert_array_equal(got.draft.lens, [0, 0, 0, 3])
     assert numbers == [4, 4, 0, 0, 4, 0]
     assert [got.sources[row, n:].any() for row, n in enumerate(got.lens)] == [False] * 4
 
@@ -225,11 +225,11 @@ def test_a_visit_in_which_rejected_drafts_are_followed_by_trees(mesh):
         [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3]]  # fmt: skip
     assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
         [U, U, S, D, D, S], [U] * 6, [D, D, S] * 2, [S, S]]  # fmt: skip
-    assert (tally.steps, tally.judged, tally.kept) == (2, 3 + 6 + 1, 2 + 6)
-    np.testing.assert_array_equal(tally.accepted, [1, 0, 3])  # row steps that did not judge
+    assert (tally.steps, tally.verified, tally.accepted) == (2, 3 + 6 + 1, 2 + 6)
+    np.testing.assert_array_equal(tally.matched, [1, 0, 3])  # row steps that did not judge
     assert tally.drafted == 6
     np.testing.assert_array_equal(got.prefix_lens, [2, 6, 0, 0])
-    np.testing.assert_array_equal(got.pending.lens, [2, 6, 0, 0])
+    np.testing.assert_array_equal(got.draft.lens, [2, 6, 0, 0])
     assert numbers == [4, 4, 0, 0, 6, 0]
 
 
@@ -246,7 +246,7 @@ def test_a_step_ends_at_an_end_of_sequence_and_at_the_cap(mesh):
     np.testing.assert_array_equal(got.done, [1, 1, 1, 1, 0, 0])
     np.testing.assert_array_equal(got.prefix_lens, [2, 1, 2, 4, 4, 0])
     np.testing.assert_array_equal(got.last, [5, 4, 11, 13, 13, 8])
-    assert tally.kept == 13
+    assert tally.accepted == 13
     assert numbers == [2, 2, 0, 0, 4, 0]
 
 
@@ -262,7 +262,7 @@ def test_a_window_s_end_parks_a_row(mesh):
     got = ref.host(board)
     np.testing.assert_array_equal(got.lens, [3, 3, 2])
     np.testing.assert_array_equal(got.prefix_lens, [3, 3, 1])
-    np.testing.assert_array_equal(got.pending.lens, [6, 4, 1])  # what was cut off is judged again
+    np.testing.assert_array_equal(got.draft.lens, [6, 4, 1])  # what was cut off is judged again
     assert numbers == [3, 1, 2, 2, 3, 3]
     cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3)
     assert numbers == [3, 0, 3, 2, 3, 3]  # all wait
@@ -291,7 +291,7 @@ def test_a_wide_step_at_a_window_s_end_feeds_tokens_again(start, plain):
     )  # fmt: skip
     cache, board = begin(setup, weights, prompts, slots=P + R)
     cache, board, *_ = visit(setup, weights, cache, board, 1, steps=plain)
-    corpus = drafting.read(corpus, board.tokens, board.lens)
+    corpus = drafting.sync(corpus, board.tokens, board.lens)
     _, board, tally, numbers = visit(setup, weights, cache, board, 4, corpus=corpus)
     check_rows(board, expected)
     check_forward(start, board)
@@ -315,7 +315,7 @@ def test_full_reuse_keeps_the_draft_with_the_forward_log_probs(start, width):
     check_forward(start, board)
     ended = np.isin(got.tokens[np.arange(B), got.lens - 1], (END, 3))
     np.testing.assert_array_equal(got.done, ended | (got.lens == R))
-    assert (tally.judged, tally.kept) == (lens.sum(), lens.sum())
+    assert (tally.verified, tally.accepted) == (lens.sum(), lens.sum())
     assert numbers[1] == np.sum(~got.done)
     # The token behind the draft is drawn where plain decoding would draw it.
     check_draws(start, board, lens)
@@ -355,13 +355,13 @@ def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
         assert not np.asarray(rows.verifying(board)).any()  # the visit's end
         assert numbers[1] > numbers[3] == 0
         assert tally.steps < R
-        board = visit(MATCH, weights, cache, rows.without_pending(board), width)[1]
+        board = visit(MATCH, weights, cache, rows.without_drafts(board), width)[1]
         check_rows(board, plain)
         prefix = ref.common_prefix(drafts, np.full(B, R), ref.host(plain).tokens, lens)
         got, columns = ref.host(board), np.arange(R)[None, :]
         np.testing.assert_array_equal(got.prefix_lens, prefix)
-        assert tally.kept == prefix.sum() > B / 2
-        assert tally.judged == np.minimum(prefix + 1, lens).sum()
+        assert tally.accepted == prefix.sum() > B / 2
+        assert tally.verified == np.minimum(prefix + 1, lens).sum()
         expected = np.where(columns < prefix[:, None], U, S)  # SAMPLED behind the end as well
         np.testing.assert_array_equal(got.sources[:, :R], expected)
     # Judged by the ratio rule in one wide pass with no reuse, and decoded from there.
@@ -369,7 +369,7 @@ def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
     cache, board = begin(RATIO, weights, prompts, drafts, log_lenience=-math.inf)
     cache, board, *_ = visit(RATIO, weights, cache, board, R, steps=1, wide=True)
     assert set(ref.host(board).lens) == {1}
-    board = visit(RATIO, weights, cache, rows.without_pending(board), 1)[1]
+    board = visit(RATIO, weights, cache, rows.without_drafts(board), 1)[1]
     check_rows(board, plain)
     assert not ref.host(board).prefix_lens.any()
 
@@ -416,13 +416,13 @@ def test_replay_gives_the_cache_that_decoding_left(start):
     cache, board = begin(MATCH, weights, prompts, slots=P + 4)
     cache, board, *_ = visit(MATCH, weights, cache, board, 1, length=4)
     tokens = put(prompts.tokens, "batch", None)
-    again = decode.replay(MATCH, weights, tokens, board, slots=P + 4, width=4)
+    again = decode.re_prefill(MATCH, weights, tokens, board, slots=P + 4, width=4)
     held = ref.host(board)
     written = np.arange(P + 4)[None, :] < (prompts.lens + held.lens - 1)[:, None]  # last: not yet
     for mine, theirs in zip(ref.by_slot(again), ref.by_slot(cache), strict=True):
         assert mine.shape == theirs.shape
         np.testing.assert_allclose(mine[written], theirs[written], atol=1e-5)
-    deep = decode.replay(MATCH, weights, tokens, board, slots=P + R + 3, width=4)
+    deep = decode.re_prefill(MATCH, weights, tokens, board, slots=P + R + 3, width=4)
     rest = visit(MATCH, weights, deep, board, 1)[1]
     plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
     check_rows(rest, plain)
@@ -451,7 +451,7 @@ def _draws_at(model, weights, prompts_BP, prompt_lens, tokens_BR, seeds, *, widt
         hidden, cache = policy(piece, prompt_lens - 1 + at, cache)
         positions = at + jnp.zeros_like(prompt_lens)[:, None] + jnp.arange(width)[None, :]
         logits = truncate(temper(policy.logits(hidden), law), law)
-        return (cache, at + width), draw(logits, seeds, positions, law)
+        return (cache, at + width), sample(logits, seeds, positions, law)
 
     _, drawn = jax.lax.scan(step, (cache, jnp.int32(0)), pieces)
     return jnp.moveaxis(drawn, 0, 1).reshape(fed.shape)

@@ -36,7 +36,7 @@ def board_of(size=B, pending=True, stored=K, seed=3) -> DecodeState:
         index=np.arange(size, dtype=np.int32),
         seeds=numbers(size, 2).astype(np.uint32),
         accept_seeds=numbers(size, 2).astype(np.uint32),
-        **{n: numbers(size) for n in ("prompt_lens", "caps", "lens", "last", "prefix_lens")},
+        **{n: numbers(size) for n in ("prompt_lens", "max_lens", "lens", "last", "prefix_lens")},
         done=np.zeros(size, bool),
         tokens=numbers(size, C),
         policy_logprobs=reals(size, C),
@@ -44,7 +44,7 @@ def board_of(size=B, pending=True, stored=K, seed=3) -> DecodeState:
         sources=numbers(size, C).astype(np.int8),
         top_ids=top[0],
         top_logprobs=top[1],
-        pending=waits if pending else None,
+        draft=waits if pending else None,
     )
 
 
@@ -86,13 +86,13 @@ def test_a_board_begins_with_prompts_only(mesh):
     board = ref.host(travel.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7, stored=K))
     np.testing.assert_array_equal(board.index, np.arange(4))
     np.testing.assert_array_equal(board.prompt_lens, [3, 1, 2, 2])
-    np.testing.assert_array_equal(board.caps, [6, 6, 2, 6])
+    np.testing.assert_array_equal(board.max_lens, [6, 6, 2, 6])
     np.testing.assert_array_equal(board.last, [9] * 4)
     np.testing.assert_array_equal(board.tokens, np.full((4, C), 7))
     for name in ("lens", "prefix_lens", "done", "policy_logprobs", "sampling_logprobs", "sources"):
         assert not getattr(board, name).any()
     assert board.top_ids.shape == board.top_logprobs.shape == (4, C, K)
-    assert board.pending is None
+    assert board.draft is None
     plain = travel.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7)
     assert plain.top_ids is None
 
@@ -109,21 +109,21 @@ def test_drafts_wait_on_the_board(mesh):
     )
     placed = ref.put_rows(dataclasses.replace(board, lens=np.array([0, 0, 2, 1, 0, 0, 1, 1])))
     offered = ref.put_rows(drafts)
-    got = ref.host(travel.with_pending(placed, offered, "block"))
-    np.testing.assert_array_equal(got.pending.tokens[:, :3], drafts.tokens)
-    np.testing.assert_array_equal(got.pending.logprobs[:, :3], drafts.sampling_logprobs)
-    np.testing.assert_array_equal(got.pending.top_ids[:, :3], drafts.top_ids)
-    np.testing.assert_array_equal(got.pending.top_logprobs[:, :3], drafts.top_logprobs)
-    for x in (got.pending.tokens, got.pending.logprobs, got.pending.top_ids):
+    got = ref.host(travel.with_drafts(placed, offered, "block"))
+    np.testing.assert_array_equal(got.draft.tokens[:, :3], drafts.tokens)
+    np.testing.assert_array_equal(got.draft.logprobs[:, :3], drafts.sampling_logprobs)
+    np.testing.assert_array_equal(got.draft.top_ids[:, :3], drafts.top_ids)
+    np.testing.assert_array_equal(got.draft.top_logprobs[:, :3], drafts.top_logprobs)
+    for x in (got.draft.tokens, got.draft.logprobs, got.draft.top_ids):
         assert x.shape[1] == C  # as wide as the board's own columns
         assert not x[:, 3:].any()
-    np.testing.assert_array_equal(got.pending.lens, drafts.lens)
+    np.testing.assert_array_equal(got.draft.lens, drafts.lens)
     waits = np.asarray(travel.verifying(ref.put_rows(got)))
     np.testing.assert_array_equal(waits, [0, 1, 0, 1, 1, 1, 0, 0])
     done = dataclasses.replace(got, done=np.arange(B) == 3)
     np.testing.assert_array_equal(np.asarray(travel.verifying(ref.put_rows(done))),
                                   [0, 1, 0, 0, 1, 1, 0, 0])  # fmt: skip
-    nothing = travel.without_pending(placed)
+    nothing = travel.without_drafts(placed)
     assert not np.asarray(travel.verifying(nothing)).any()
 
 
@@ -139,10 +139,10 @@ def test_what_a_rule_compares_with_waits_with_the_drafts(make_mesh, shape):
         placed, offered = ref.put_rows((board, drafts))
         noise = np.asarray(jax.jit(uniforms)(placed.accept_seeds, ref.put_rows(positions)))
         pending = {
-            accept: ref.host(travel.with_pending(placed, offered, accept, 0.5).pending)
+            accept: ref.host(travel.with_drafts(placed, offered, accept, 0.5).draft)
             for accept in ("ratio", "match")
         }
-        full = ref.host(travel.with_pending(placed, offered, "random", np.inf).pending)
+        full = ref.host(travel.with_drafts(placed, offered, "random", np.inf).draft)
     assert pending["match"].least is pending["match"].logprobs is None
     assert pending["ratio"].logprobs is None
     least = pending["ratio"].least
@@ -189,9 +189,9 @@ def test_pick(make_mesh, shape, pending):
     board = board_of(pending=pending)
     with jax.set_mesh(make_mesh(*shape)):
         placed = ref.put_rows(board)
-        picked = travel.pick(placed, put(np.array([6, 1, 3, -1], np.int32), None))
+        picked = travel.gather(placed, put(np.array([6, 1, 3, -1], np.int32), None))
         check(picked, take(board, [6, 1, 3]), real=3)
-        beyond = travel.pick(placed, put(np.array([0, B], np.int32), None))
+        beyond = travel.gather(placed, put(np.array([0, B], np.int32), None))
         check(beyond, take(board, [0]), real=1)
 
 
@@ -204,7 +204,7 @@ def test_collect(make_mesh, shape):
         take(change, [0, 1, 2, 3]), index=np.array([*places, FILLER], np.int32)
     )
     with jax.set_mesh(make_mesh(*shape)):
-        got = travel.collect(ref.put_rows(rung), ref.put_rows(board))
+        got = travel.scatter(ref.put_rows(rung), ref.put_rows(board))
 
     def write(old, new):
         old = old.copy()
@@ -213,8 +213,8 @@ def test_collect(make_mesh, shape):
 
     expected = jax.tree.map(write, board, rung)
     # Of drafts only their ends change, so nothing else of them is written.
-    pending = dataclasses.replace(board.pending, lens=expected.pending.lens)
-    check(got, dataclasses.replace(expected, index=board.index, pending=pending))
+    pending = dataclasses.replace(board.draft, lens=expected.draft.lens)
+    check(got, dataclasses.replace(expected, index=board.index, draft=pending))
 
 
 @SHAPES
@@ -223,11 +223,11 @@ def test_collect_from_a_rung_where_nothing_is_left_to_judge(make_mesh, shape):
     board, change = board_of(), board_of(pending=False, seed=4)
     rung = dataclasses.replace(take(change, [0, 1]), index=np.array([4, 0], np.int32))
     with jax.set_mesh(make_mesh(*shape)):
-        got = ref.host(travel.collect(ref.put_rows(rung), ref.put_rows(board)))
-    lens = board.pending.lens.copy()
+        got = ref.host(travel.scatter(ref.put_rows(rung), ref.put_rows(board)))
+    lens = board.draft.lens.copy()
     lens[[4, 0]] = 0
-    np.testing.assert_array_equal(got.pending.lens, lens)
-    np.testing.assert_array_equal(got.pending.tokens, board.pending.tokens)
+    np.testing.assert_array_equal(got.draft.lens, lens)
+    np.testing.assert_array_equal(got.draft.tokens, board.draft.tokens)
     np.testing.assert_array_equal(got.tokens[[4, 0]], rung.tokens)
     others = np.setdiff1d(np.arange(B), [4, 0])
     np.testing.assert_array_equal(got.tokens[others], board.tokens[others])
@@ -240,10 +240,10 @@ def test_move(make_mesh, shape, pending):
     wanted = np.array([0, 1, 0, 0, 1, 0, 1, 0], bool)
     with jax.set_mesh(make_mesh(*shape)):
         placed, cache = ref.put_rows(board), cache_of(board, board.index)
-        small, rows = travel.move(cache, placed, put(wanted, "batch"), size=4, slots=9)
+        small, rows = travel.resize(cache, placed, put(wanted, "batch"), size=4, slots=9)
         check(rows, take(board, [1, 4, 6]), real=3)
         check_cache(small, [1, 4, 6], slots=9, filled=6)
-        large, rows = travel.move(cache, placed, put(wanted, "batch"), size=12, slots=4)
+        large, rows = travel.resize(cache, placed, put(wanted, "batch"), size=12, slots=4)
         check(rows, take(board, [1, 4, 6]), real=3)
         check_cache(large, [1, 4, 6], slots=4, filled=4)
 
@@ -258,7 +258,7 @@ def test_add(make_mesh, shape, deeper):
     wanted, slots = np.array([1, 0, 0, 1], bool), 9 if deeper else 3
     expected = [3, 0, 5, 7, 10, 6]
     with jax.set_mesh(make_mesh(*shape)):
-        cache, rows = travel.add(
+        cache, rows = travel.insert(
             cache_of(left, left.index, 6), ref.put_rows(left),
             cache_of(right, right.index, slots), ref.put_rows(right), put(wanted, "batch"),
         )  # fmt: skip
@@ -267,7 +267,7 @@ def test_add(make_mesh, shape, deeper):
     np.testing.assert_array_equal(got.done, [right.done[0], 0, right.done[3], 0, 1, 1])
     for name in ("tokens", "lens", "policy_logprobs", "seeds"):
         np.testing.assert_array_equal(getattr(got, name), getattr(take(board, expected), name))
-    np.testing.assert_array_equal(got.pending.tokens, take(board, expected).pending.tokens)
+    np.testing.assert_array_equal(got.draft.tokens, take(board, expected).draft.tokens)
     for x in ref.by_slot(cache):
         assert x.shape == (6, 6, 2, 4)
         marks = np.array(expected) + 0.5
@@ -282,7 +282,7 @@ def test_nothing_to_add(make_mesh, shape):
     left, right = take(board, [9, 0, 4, 7]), take(board, [3, 11])
     left = dataclasses.replace(left, done=np.zeros(4, bool))  # nowhere to put it, either
     with jax.set_mesh(make_mesh(*shape)):
-        _, rows = travel.add(
+        _, rows = travel.insert(
             cache_of(left, left.index), ref.put_rows(left),
             cache_of(right, right.index), ref.put_rows(right), put(np.zeros(2, bool), "batch"),
         )  # fmt: skip
@@ -292,13 +292,13 @@ def test_nothing_to_add(make_mesh, shape):
 def test_both_rungs_need_one_form(mesh):
     """Rows without anything to judge are added as rows whose drafts are empty."""
     with_drafts, without = board_of(4), board_of(4, pending=False, seed=9)
-    plain = travel.with_empty_pending(ref.put_rows(without), ref.put_rows(with_drafts).pending)
+    plain = travel.with_empty_drafts(ref.put_rows(without), ref.put_rows(with_drafts).draft)
     assert jax.tree.structure(plain) == jax.tree.structure(with_drafts)
     got = ref.host(plain)
-    assert not got.pending.lens.any()
+    assert not got.draft.lens.any()
     assert not np.asarray(travel.verifying(plain)).any()
     np.testing.assert_array_equal(got.tokens, without.tokens)
-    assert got.pending.top_ids.shape == (4, C, K)
+    assert got.draft.top_ids.shape == (4, C, K)
 
 
 @SHAPES
@@ -307,11 +307,11 @@ def test_drop(make_mesh, shape):
     board, change = board_of(), board_of(seed=4)
     unwanted = np.array([1, 0, 0, 1, 1, 0, 0, 1], bool)
     with jax.set_mesh(make_mesh(*shape)):
-        left = travel.drop(ref.put_rows(change), put(unwanted, "batch"))
+        left = travel.mark_padding(ref.put_rows(change), put(unwanted, "batch"))
         rows = ref.host(left)
         np.testing.assert_array_equal(rows.index, np.where(unwanted, FILLER, np.arange(B)))
         np.testing.assert_array_equal(rows.done, unwanted)
-        got = ref.host(travel.collect(left, ref.put_rows(board)))
+        got = ref.host(travel.scatter(left, ref.put_rows(board)))
     expected = np.where(unwanted[:, None], board.tokens, change.tokens)
     np.testing.assert_array_equal(got.tokens, expected)
 
@@ -320,15 +320,15 @@ def test_a_round_trip_through_all_of_it(mesh):
     """pick, move, add, drop, collect: every row ends at its place, changed where it was."""
     board = board_of()
     placed = ref.put_rows(board)
-    first = travel.pick(placed, put(np.array([7, 2, 5, 0], np.int32), None))
-    second = travel.pick(placed, put(np.array([1, 4, -1, -1], np.int32), None))
+    first = travel.gather(placed, put(np.array([7, 2, 5, 0], np.int32), None))
+    second = travel.gather(placed, put(np.array([1, 4, -1, -1], np.int32), None))
     caches = [cache_of(ref.host(side), np.zeros(4)) for side in (first, second)]
     keep = put(np.array([1, 0, 1, 1], bool), "batch")
-    cache, rows = travel.move(caches[0], first, keep, size=6, slots=6)  # 7, 5, 0
-    cache, rows = travel.add(cache, rows, caches[1], second, ~second.done)  # 7, 5, 0, 1, 4
-    rows = travel.drop(rows, put(np.arange(6) == 1, "batch"))  # without 5
+    cache, rows = travel.resize(caches[0], first, keep, size=6, slots=6)  # 7, 5, 0
+    cache, rows = travel.insert(cache, rows, caches[1], second, ~second.done)  # 7, 5, 0, 1, 4
+    rows = travel.mark_padding(rows, put(np.arange(6) == 1, "batch"))  # without 5
     rows = dataclasses.replace(rows, lens=rows.lens + 1000)
-    got = ref.host(travel.collect(rows, placed))
+    got = ref.host(travel.scatter(rows, placed))
     grown = np.isin(np.arange(B), [7, 0, 1, 4])
     np.testing.assert_array_equal(got.lens, board.lens + 1000 * grown)
     np.testing.assert_array_equal(got.tokens, board.tokens)

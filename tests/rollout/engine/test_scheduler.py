@@ -152,8 +152,8 @@ def held_bytes(monkeypatch):
         return sum(x.nbytes for x in caches if 4 in x.shape[2:] and x.shape[2:] != (4, 4))
 
     for module, names in (
-        (decode, ("prefill", "spread", "replay", "visit")),
-        (rows, ("move", "add")),
+        (decode, ("prefill", "broadcast_prefill", "re_prefill", "decode_steps")),
+        (rows, ("resize", "insert")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, watched(getattr(module, name)))
