@@ -1,17 +1,16 @@
-"""Every rule that a configuration must keep, checked before anything is loaded or compiled.
+"""The rules that a configuration must keep, checked before anything is loaded or compiled.
 
-`validate` raises ValueError with one line: field path, rule, value.
+`validate` and `check_mesh` raise ValueError with one line: `FIELD must be RULE, got VALUE`.
 """
 
+import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from specrl_jax.models.families import FAMILIES
-
-# Old name → new name: who gives an old one is told the new one.
+# Old name → new name. Whoever gives the old name is answered with the new one.
 RENAMED_FIELDS = {
     "rollout.row_rungs": "rollout.row_buckets",
     "rollout.windows": "rollout.cache_lengths",
@@ -20,13 +19,16 @@ RENAMED_FIELDS = {
     "environment.behind": "environment.allow_unfinished",
 }
 
-# field → (rule in words, test). Fields that name a choice are in CHOICES.
+# Field → (rule in words, test). Fields that choose by name are in CHOICES.
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed": (">= 0", lambda x: x >= 0),
     "data.prompts": (">= 0", lambda x: x >= 0),
     "data.eval_prompts": (">= 0", lambda x: x >= 0),
     "data.prompt_len": (">= 1", lambda x: x >= 1),
-    "reward.timeout": ("> 0", lambda x: x > 0),
+    "reward.timeout": ("> 0 and finite", lambda x: 0 < x < math.inf),
+    "reward.memory_mib": (">= 1", lambda x: x >= 1),
+    "reward.workers": (">= 0", lambda x: x >= 0),
+    "reward.threshold": (">= 0 and finite", lambda x: 0 <= x < math.inf),
     "rollout.prompts_per_step": (">= 1", lambda x: x >= 1),
     "rollout.group_size": (">= 1", lambda x: x >= 1),
     "rollout.response_len": (">= 1", lambda x: x >= 1),
@@ -110,43 +112,56 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "log.rollouts": ("in [0, 1]", lambda x: 0 <= x <= 1),
 }
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model.family": tuple(FAMILIES),
+# Field → its names: those of a table ("module:TABLE" below specrl_jax), or all of them.
+CHOICES: dict[str, str | tuple[str, ...]] = {
+    "model.family": "models.families:FAMILIES",
     "model.dtype": ("auto", "float32", "bfloat16"),
-    "data.source": ("reasoning_gym", "guess", "tfds", "jsonl", "parquet", "hf"),
+    "data.source": "data.readers:READERS",
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),
-    "rollout.accept": ("ratio", "random", "ratio_residual", "block", "match"),
+    "rollout.accept": "rollout.acceptance:RULES",
     "rollout.store": ("device", "host"),
-    "rollout.lenience_measure": ("share", "kl"),
-    "algorithm.objective": ("clip", "cispo"),
-    "algorithm.ratio": ("token", "sequence"),
-    "algorithm.aggregation": ("token", "sequence", "constant"),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "rollout.lenience_measure": "algorithms.off_policy:MEASURES",
+    "algorithm.objective": "algorithms.losses:OBJECTIVES",
+    "algorithm.ratio": "algorithms.losses:RATIOS",
+    "algorithm.aggregation": "algorithms.losses:AGGREGATIONS",
+    "algorithm.kl_estimator": "algorithms.losses:KL_ESTIMATORS",
     "critic.kind": ("none", "head", "network"),
-    "curriculum.name": ("uniform", "speed", "mopps", "easy_to_hard"),
+    "curriculum.name": "data.curriculum:CURRICULA",
     "updates.schedule": ("constant", "linear", "cosine"),
     "updates.old_logprobs": ("rollout", "recompute"),
     "log.wandb": ("off", "offline", "online", "auto"),
 }
 
+# Of one rule: the field, the rule in words, whether the configuration keeps it.
+Check = tuple[str, str, bool]
+
 
 def validate(config: ConfigDict) -> None:
-    """Check a whole configuration. Raises ValueError in one line on the first broken rule."""
+    """Check a whole configuration; ValueError in one line on the first broken rule."""
     fields = dict(flatten(config))
     check_names(fields)
     for field, value in fields.items():
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{field} must be a number, got nan")
+        _require(field, "a number", not (isinstance(value, float) and math.isnan(value)), value)
     for field, (rule, holds) in RULES.items():
-        if not holds(fields[field]):
-            raise ValueError(f"{field} must be {rule}, got {fields[field]}")
-    for field, names in CHOICES.items():
-        if fields[field] not in names:
-            raise ValueError(f"{field} must be one of {', '.join(names)}, got {fields[field]!r}")
-    _check_batches(config)
-    _check_sources(config)
-    if not config.model.source:
-        _check_sizes(config.model)
+        _require(field, rule, holds(fields[field]), fields[field])
+    for field in CHOICES:
+        names = choices(field)
+        _require(field, f"one of {', '.join(names)}", fields[field] in names, fields[field])
+    for checks in (_batches, _groups, _drafts, _carry_over, _environment, _task, _sizes):
+        for field, rule, holds in checks(config):
+            _require(field, rule, holds, fields[field])
+
+
+def choices(field: str) -> tuple[str, ...]:
+    """The names that a field may have."""
+    names = CHOICES[field]
+    return tuple(table(names)) if isinstance(names, str) else names
+
+
+def table(name: str) -> Mapping[str, Any]:
+    """A table of the package by "module:TABLE"; imported only when it is asked for."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(f"specrl_jax.{module}"), attribute)
 
 
 def check_names(fields: Iterable[str]) -> None:
@@ -157,8 +172,8 @@ def check_names(fields: Iterable[str]) -> None:
 
 
 def check_mesh(config: ConfigDict, mesh: Any) -> None:
-    """Batch sizes against the mesh. Raises ValueError in one line that says what would fit."""
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    """Check batch sizes against the mesh; ValueError in one line that says what would fit."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
     for field, size in (
         ("rollout.prompts_per_step", config.rollout.prompts_per_step),
         ("rollout.partial", config.rollout.partial),
@@ -167,26 +182,20 @@ def check_mesh(config: ConfigDict, mesh: Any) -> None:
         ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
         ("evaluate.batch_size", config.evaluate.batch_size if config.evaluate.every else 0),
     ):
-        if size % ways:
-            up, down = -(-size // ways) * ways, size // ways * ways
-            fits = f"{down} or {up}" if down else f"{up}"
-            raise ValueError(
-                f"{field} must be divisible by mesh.data x mesh.fsdp = {ways}, got {size}; "
-                f"{fits} would fit"
-            )
-
+        below, above = size // shards * shards, -(-size // shards) * shards
+        fits = f"{below} or {above} fits" if below else f"{above} fits"
+        rule = f"divisible by mesh.data x mesh.fsdp = {shards} ({fits})"
+        _require(field, rule, size % shards == 0, size)
+    rows = config.rollout.max_rows
     for field, group in (
         ("rollout.group_size", config.rollout.group_size),
         ("evaluate.samples", config.evaluate.samples),
     ):
-        if 0 < config.rollout.max_rows < ways * group:
-            raise ValueError(
-                f"rollout.max_rows must be 0 or hold {ways} groups of {field} = {group} rows "
-                f"(mesh.data x mesh.fsdp of them), got {config.rollout.max_rows}"
-            )
+        rule = f"0 or >= mesh.data x mesh.fsdp x {field} = {shards * group}"
+        _require("rollout.max_rows", rule, not 0 < rows < shards * group, rows)
 
 
-def flatten(config: Mapping, prefix: str = ""):
+def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(path, value) of every leaf."""
     for name, value in config.items():
         if isinstance(value, Mapping | ConfigDict):
@@ -195,224 +204,146 @@ def flatten(config: Mapping, prefix: str = ""):
             yield f"{prefix}{name}", value
 
 
-def _check_batches(config: ConfigDict) -> None:
+def _require(field: str, rule: str, holds: bool, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"{field} must be {rule}, got {value!r}")
+
+
+def _batches(config: ConfigDict) -> Iterator[Check]:
     group = config.rollout.group_size
-    if config.curriculum.name == "speed" and not config.curriculum.reuse_screening:
+    if _curriculum(config).screens and not config.curriculum.reuse_screening:
         group -= config.curriculum.screening
     rows = config.rollout.prompts_per_step * group
     mini, micro = config.updates.mini_batch_size, config.updates.micro_batch_size
-    if rows % mini:
-        raise ValueError(
-            f"updates.mini_batch_size must divide the {rows} responses that a step trains on "
-            f"(rollout.prompts_per_step x rollout.group_size), got {mini}"
-        )
-    if micro and mini % micro:
-        raise ValueError(
-            f"updates.micro_batch_size must divide updates.mini_batch_size = {mini}, got {micro}"
-        )
-    if not config.train.epochs and not config.train.steps:
-        raise ValueError("train.epochs or train.steps must be > 0, got 0 for both")
+    yield (
+        "updates.mini_batch_size",
+        f"a divisor of the {rows} responses that a step trains on "
+        "(rollout.prompts_per_step x rollout.group_size)",
+        rows % mini == 0,
+    )
+    rule = f"0 or a divisor of updates.mini_batch_size = {mini}"
+    yield "updates.micro_batch_size", rule, not micro or mini % micro == 0
+    rule = "> 0 where train.steps is 0"
+    yield "train.epochs", rule, bool(config.train.epochs or config.train.steps)
     held_out = config.data.eval_prompts or config.data.eval_path or config.data.eval_split
-    if config.evaluate.every and not held_out:
-        raise ValueError(
-            "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"
-        )
-    if config.critic.kind == "none" and config.rollout.group_size < 2:
-        raise ValueError(
-            "rollout.group_size must be >= 2 where critic.kind is none (responses of a group are "
-            f"compared), got {config.rollout.group_size}"
-        )
-    if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
-        raise ValueError(
-            "rollout.group_size must be >= 2 where algorithm.dynamic_sampling is True (a lone "
-            f"reward never differs), got {config.rollout.group_size}"
-        )
-    if config.algorithm.objective == "cispo" and config.algorithm.ratio != "token":
-        raise ValueError(
-            "algorithm.ratio must be token where algorithm.objective is cispo, "
-            f"got {config.algorithm.ratio!r}"
-        )
-    if config.reward.overlong_tokens > config.rollout.response_len:
-        raise ValueError(
-            f"reward.overlong_tokens must be <= rollout.response_len = "
-            f"{config.rollout.response_len}, got {config.reward.overlong_tokens}"
-        )
-    _check_rollout(config.rollout)
-    _check_curriculum(config)
-    if config.environment.name:
-        _check_environment(config)
-    if config.rollout.partial and config.updates.old_logprobs != "rollout":
-        raise ValueError(
-            "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's "
-            f"weight is against the policy that sampled it), got {config.updates.old_logprobs!r}"
-        )
-    if config.rollout.draft == "none" and config.rollout.draft_age != 1:
-        raise ValueError(
-            f"rollout.draft_age must be 1 where rollout.draft is none, "
-            f"got {config.rollout.draft_age}"
-        )
+    rule = "> 0 where evaluate.every is > 0"
+    yield "data.eval_prompts", rule, bool(held_out or not config.evaluate.every)
+    length = config.rollout.response_len
+    rule = f"<= rollout.response_len = {length}"
+    yield "reward.overlong_tokens", rule, config.reward.overlong_tokens <= length
+    rule = "token where algorithm.objective is cispo"
+    objective, ratio = config.algorithm.objective, config.algorithm.ratio
+    yield "algorithm.ratio", rule, objective != "cispo" or ratio == "token"
 
 
-def _check_curriculum(config: ConfigDict) -> None:
-    """What goes with groups that wait for a later step, and with prompts not known beforehand."""
-    settings, waits = config.curriculum, []
-    if config.algorithm.dynamic_sampling:
-        waits.append("algorithm.dynamic_sampling is True")
-    if settings.name == "speed":
-        waits.append("curriculum.name is speed")
-        _check_screening(config)
-    unforeseen = waits or ([f"curriculum.name is {settings.name}"] * (settings.name != "uniform"))
-    for reasons, field, value, wanted in (
-        (unforeseen, "rollout.partial", config.rollout.partial, 0),
-        (unforeseen, "rollout.run_ahead", config.rollout.run_ahead, False),
-        (waits, "updates.old_logprobs", config.updates.old_logprobs, "rollout"),
-        (
-            _judged_earlier(config, waits),
-            "rollout.lenience_auto",
-            config.rollout.lenience_auto,
-            False,
-        ),
-    ):
-        if reasons and value != wanted:
-            raise ValueError(f"{field} must be {wanted} where {reasons[0]}, got {value}")
+def _groups(config: ConfigDict) -> Iterator[Check]:
+    group, settings = config.rollout.group_size, config.curriculum
+    compares = config.critic.kind == "none"
+    rule = ">= 2 where critic.kind is none (responses of a group are compared)"
+    yield "rollout.group_size", rule, not compares or group >= 2
+    rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"
+    yield "rollout.group_size", rule, not config.algorithm.dynamic_sampling or group >= 2
+    if not _curriculum(config).screens:
+        return
+    first = settings.screening
+    where = f"where curriculum.name is {settings.name}"
+    yield "curriculum.screening", f">= 2 {where}", first >= 2
+    rule = f"a divisor of rollout.group_size = {group} and less"
+    yield "curriculum.screening", rule, group % first == 0 and first < group
+    yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
+    rule = f"<= rollout.group_size - 2 = {group - 2} where curriculum.reuse_screening is False"
+    yield (
+        "curriculum.screening",
+        rule,
+        not compares or settings.reuse_screening or group - first >= 2,
+    )
 
 
-def _judged_earlier(config: ConfigDict, waits: list[str]) -> list[str]:
-    """Why a batch with importance weights may hold drafts that an earlier lenience has judged."""
-    if config.rollout.partial:
-        waits = [*waits, "rollout.partial is > 0"]
-    if not waits or not config.algorithm.importance_cap:
-        return []
-    return [f"algorithm.importance_cap is > 0 and {waits[0]}"]
-
-
-def _check_environment(config: ConfigDict) -> None:
-    for field, value, wanted in (
-        ("rollout.partial", config.rollout.partial, 0),
-        ("rollout.run_ahead", config.rollout.run_ahead, False),
-    ):
-        if value != wanted:
-            raise ValueError(f"{field} must be {wanted} with an environment, got {value}")
-    previous = "previous" in config.rollout.draft
-    if previous and config.rollout.accept == "random":
-        raise ValueError(
-            "rollout.accept must not be random with an environment (a random part of an episode is "
-            "no turn), got 'random'"
-        )
-    if previous and config.rollout.accept == "block" and config.rollout.max_cache_gib:
-        raise ValueError(
-            "rollout.max_cache_gib must be 0 where rollout.accept is block with an environment (a "
-            "pass over what is left of a draft needs a window behind what rows hold), "
-            f"got {config.rollout.max_cache_gib}"
-        )
-
-
-def _check_screening(config: ConfigDict) -> None:
-    settings, group = config.curriculum, config.rollout.group_size
-    if settings.screening < 2:
-        raise ValueError(
-            "curriculum.screening must be >= 2 where curriculum.name is speed (one response is all "
-            f"right or all wrong), got {settings.screening}"
-        )
-    if group % settings.screening or settings.screening == group:
-        raise ValueError(
-            f"curriculum.screening must divide rollout.group_size = {group} and be less, "
-            f"got {settings.screening}"
-        )
-    if settings.low >= settings.high:
-        raise ValueError(
-            f"curriculum.low must be < curriculum.high = {settings.high}, got {settings.low}"
-        )
-    trained = group - (0 if settings.reuse_screening else settings.screening)
-    if config.critic.kind == "none" and trained < 2:
-        raise ValueError(
-            "curriculum.screening must leave 2 responses of a group to compare where "
-            f"curriculum.reuse_screening is False, got {settings.screening} of {group}"
-        )
-
-
-def _check_lenience(rollout: ConfigDict) -> None:
-    by_ratio = "previous" in rollout.draft and rollout.accept == "ratio"
-    if rollout.lenience_auto and not by_ratio:
-        raise ValueError(
-            "rollout.lenience_auto must be False where previous drafts are not judged by ratio, "
-            f"got True with rollout.draft = {rollout.draft!r}, rollout.accept = {rollout.accept!r}"
-        )
-    if rollout.lenience_auto and not (
-        rollout.lenience_min <= rollout.lenience <= rollout.lenience_max
-    ):
-        raise ValueError(
-            f"rollout.lenience must be in [rollout.lenience_min, rollout.lenience_max] = "
-            f"[{rollout.lenience_min}, {rollout.lenience_max}] where it is adapted, "
-            f"got {rollout.lenience}"
-        )
+def _drafts(config: ConfigDict) -> Iterator[Check]:
+    rollout = config.rollout
+    accept, previous = rollout.accept, "previous" in rollout.draft
+    rule = "1 where rollout.draft is none"
+    yield "rollout.draft_age", rule, rollout.draft != "none" or rollout.draft_age == 1
+    adapted = rollout.lenience_auto
+    rule = "False where no previous drafts are verified by a rule with a lenience"
+    lenient = previous and table("rollout.acceptance:RULES")[accept].lenience
+    yield "rollout.lenience_auto", rule, not adapted or lenient
+    low, high = rollout.lenience_min, rollout.lenience_max
+    rule = f"in [rollout.lenience_min, rollout.lenience_max] = [{low}, {high}] where it is adapted"
+    yield "rollout.lenience", rule, not adapted or low <= rollout.lenience <= high
+    rule = "0 where rollout.accept is match (it samples every token anew)"
     for field in ("draft_refresh", "token_age"):
-        if rollout[field] and rollout.accept == "match":
-            raise ValueError(
-                f"rollout.{field} must be 0 where rollout.accept is match (every token is drawn "
-                f"anew there), got {rollout[field]}"
-            )
+        yield f"rollout.{field}", rule, accept != "match" or not rollout[field]
+    size = rollout.prompts_per_step
+    rule = f"0 or >= rollout.prompts_per_step = {size}"
+    yield "rollout.store_prompts", rule, not 0 < rollout.store_prompts < size
+    rule = "False where rollout.accept is not match (only that rule accepts its drafts exactly)"
+    yield "rollout.run_ahead", rule, not (rollout.run_ahead and previous and accept != "match")
 
 
-def _check_rollout(rollout: ConfigDict) -> None:
-    _check_lenience(rollout)
-    if 0 < rollout.store_prompts < rollout.prompts_per_step:
-        raise ValueError(
-            f"rollout.store_prompts must be 0 or >= rollout.prompts_per_step = "
-            f"{rollout.prompts_per_step}, got {rollout.store_prompts}"
-        )
-    if rollout.run_ahead and "previous" in rollout.draft and rollout.accept != "match":
-        raise ValueError(
-            "rollout.run_ahead must be False where rollout.accept is not match (its drafts are "
-            f"only exact under that rule), got True with rollout.accept = {rollout.accept!r}"
-        )
-    if rollout.run_ahead and rollout.partial:
-        raise ValueError(
-            "rollout.run_ahead must be False where rollout.partial is > 0 (a place that is left "
-            f"idle ends the step there), got True with rollout.partial = {rollout.partial}"
-        )
+def _carry_over(config: ConfigDict) -> Iterator[Check]:
+    """What excludes rows and groups that wait for a later step."""
+    partial, settings = config.rollout.partial, config.curriculum
+    waits = _curriculum(config).screens * [f"curriculum.name is {settings.name}"]
+    waits = config.algorithm.dynamic_sampling * ["algorithm.dynamic_sampling is True"] + waits
+    unforeseen = waits or (not _curriculum(config).foresees) * [
+        f"curriculum.name is {settings.name}"
+    ]
+    for reason in unforeseen:
+        yield "rollout.partial", f"0 where {reason}", not partial
+        yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
+    partial_rows = bool(partial) * ["rollout.partial is > 0"]
+    for reason in partial_rows:
+        yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
+    for reason in waits + partial_rows:
+        from_rollout = config.updates.old_logprobs == "rollout"
+        yield "updates.old_logprobs", f"rollout where {reason}", from_rollout
+        # A batch with importance weights may hold drafts that an earlier lenience has judged.
+        weighted = config.algorithm.importance_cap and config.rollout.lenience_auto
+        rule = f"False where algorithm.importance_cap is > 0 and {reason}"
+        yield "rollout.lenience_auto", rule, not weighted
 
 
-def _check_sources(config: ConfigDict) -> None:
-    if not config.model.source and not config.tokenizer.source:
-        raise ValueError(
-            'tokenizer.source must be given where model.source is "", got ""; '
-            'e.g. tokenizer.source = "characters"'
-        )
-    if config.tokenizer.source == "characters":
-        if config.model.source:
-            raise ValueError(
-                f"tokenizer.source must be the model's for model.source={config.model.source!r}, "
-                'got "characters"; set it to ""'
-            )
-        if config.tokenizer.chat:
-            raise ValueError(
-                'tokenizer.chat must be False for tokenizer.source="characters", got True'
-            )
-    if config.warmup.steps and config.data.source != "reasoning_gym":
-        raise ValueError(
-            f"warmup.steps must be 0 for data.source={config.data.source!r} (there are no "
-            f"demonstrations), got {config.warmup.steps}"
-        )
-    if config.reward.name == "reasoning_gym" and config.data.source != "reasoning_gym":
-        raise ValueError(
-            'reward.name must not be "reasoning_gym" (it scores its own tasks) for '
-            f"data.source={config.data.source!r}"
-        )
-    if config.data.source in ("jsonl", "parquet") and not config.data.path:
-        raise ValueError(
-            f'data.path must name a file for data.source={config.data.source!r}, got ""'
-        )
+def _environment(config: ConfigDict) -> Iterator[Check]:
+    if not config.environment.name:
+        return
+    rollout, previous = config.rollout, "previous" in config.rollout.draft
+    yield "rollout.partial", "0 where environment.name is set", not rollout.partial
+    yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
+    rule = "another rule where environment.name is set (a random part of an episode is no turn)"
+    yield "rollout.accept", rule, not previous or rollout.accept != "random"
+    whole = previous and table("rollout.acceptance:RULES")[rollout.accept].whole_draft
+    rule = "0 where environment.name is set and rollout.accept needs whole drafts"
+    yield "rollout.max_cache_gib", rule, not (whole and rollout.max_cache_gib)
 
 
-def _check_sizes(model: ConfigDict) -> None:
+def _task(config: ConfigDict) -> Iterator[Check]:
+    source, model = config.tokenizer.source, config.model.source
+    rule = 'given where model.source is "" (tokenizer.source = "characters" is one)'
+    yield "tokenizer.source", rule, bool(source or model)
+    by_character = source == "characters"
+    rule = f'"" or of a model where model.source is {model!r}'
+    yield "tokenizer.source", rule, not (model and by_character)
+    rule = "False where tokenizer.source is characters"
+    yield "tokenizer.chat", rule, not (by_character and config.tokenizer.chat)
+    data = config.data.source
+    endless = table("data.readers:READERS")[data].endless
+    rule = f"0 where data.source is {data} (it has no problems for demonstrations)"
+    yield "warmup.steps", rule, endless or not config.warmup.steps
+    rule = f"another one where data.source is {data} (reasoning_gym scores only its own tasks)"
+    yield "reward.name", rule, config.reward.name != "reasoning_gym" or data == "reasoning_gym"
+
+
+def _sizes(config: ConfigDict) -> Iterator[Check]:
+    model = config.model
+    if model.source:
+        return
     for field in ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-        if model[field] < 1:
-            raise ValueError(f"model.{field} must be >= 1, got {model[field]}")
-    if model.num_heads % model.num_kv_heads:
-        raise ValueError(
-            f"model.num_kv_heads must divide model.num_heads = {model.num_heads}, "
-            f"got {model.num_kv_heads}"
-        )
-    if model.head_dim % 2:
-        raise ValueError(f"model.head_dim must be even (rotary halves), got {model.head_dim}")
+        yield f"model.{field}", ">= 1", model[field] >= 1
+    rule = f"a divisor of model.num_heads = {model.num_heads}"
+    yield "model.num_kv_heads", rule, model.num_heads % model.num_kv_heads == 0
+    yield "model.head_dim", "even (rotary halves)", model.head_dim % 2 == 0
+
+
+def _curriculum(config: ConfigDict) -> Any:
+    return table("data.curriculum:CURRICULA")[config.curriculum.name]

@@ -1,9 +1,7 @@
-"""Datasets to encoded prompts.
+"""Rows of a dataset to encoded prompts.
 
-Takes in `config.data` and a tokenizer; gives out `Prompts`. A prompt is known by the hash of its
-content, so stored drafts and noise find it again after a restart, a reshuffle or a change of
-format. Parts: examples (rows of `sources` → `Example`, duplicates removed), encoding, evaluation
-batches, and the tiny sorting task.
+Takes `config.data` and a tokenizer; gives `Prompts`. A prompt's id is the hash of its content, so
+stored drafts and noise find it again after a restart, a reshuffle or a change of format.
 """
 
 import dataclasses
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.data.readers import READERS, is_one_split, read_any, read_reasoning_gym
+from specrl_jax.data.readers import READERS
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.types import Example, Prompts
 
@@ -56,87 +54,41 @@ class EncodedDataset:
 
 
 def load_examples(config: Any) -> Dataset:
-    """Training and held-out problems of `config.data`.
-
-    Held out are: the rows of data.eval_path; or else of data.eval_split, where the source has
-    splits; or else the last data.eval_prompts rows of the source. data.prompts and
-    data.eval_prompts bound the two (0: all, and for the last rows none). reasoning_gym: training
-    takes the indices below data.prompts, held-out problems follow.
-
-    Raises ValueError, in one line, where data, a field or an answer is missing.
-    """
+    """Training and held-out problems of `config.data`, at most data.prompts and data.eval_prompts
+    of them (0: all). Raises ValueError in one line where data, a field or an answer is missing."""
     data = config.data
-    if data.source == "reasoning_gym":
-        if data.prompts <= 0:
-            raise ValueError(f"data.prompts must be > 0 for reasoning_gym, got {data.prompts}")
-        rows = read_reasoning_gym(data, 0, data.prompts + data.eval_prompts, config.seed)
-        train, held_out = rows[: data.prompts], rows[data.prompts :]
-    else:
-        train, held_out = _split_rows(data)
-    to_example = _row_reader(data)
+    train, held_out = READERS[data.source].train_and_eval(data, config.seed)
+    to_example = _example_maker(data)
     held_out, repeated = _unique([to_example(row) for row in held_out], set())
-    if data.eval_prompts and data.source != "reasoning_gym":
-        held_out = held_out[: data.eval_prompts]
+    held_out = held_out[: data.eval_prompts or None]
     seen = {example.prompt_id for example in held_out}
     train, repeated_in_train = _unique([to_example(row) for row in train], seen)
     return Dataset(train[: data.prompts or None], held_out, repeated + repeated_in_train)
 
 
 def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Example]:
-    """Up to `count` problems for the warm-up, none held out, from reasoning_gym's next indices."""
-    data = config.data
-    start = data.prompts + data.eval_prompts
-    rows = read_reasoning_gym(data, start, start + count, config.seed)
+    """Up to `count` problems for the warm-up, none of them held out, of an endless source."""
+    rows = READERS[config.data.source].more(config.data, config.seed, count)
     held_out = {example.prompt_id for example in dataset.eval}
-    return _unique(list(map(_row_reader(data), rows)), held_out)[0]
+    return _unique([*map(_example_maker(config.data), rows)], held_out)[0]
 
 
-def _split_rows(data: Any) -> tuple[list[dict], list[dict]]:
-    if data.source not in READERS:
-        known = ", ".join(["reasoning_gym", *READERS])
-        raise ValueError(f"data.source must be one of {known}, got {data.source!r}")
-    read = READERS[data.source]
-    rows = read(data, data.split)
-    if not rows:
-        raise ValueError(f"data.path must hold at least one row, got {data.path or data.name!r}")
-    if data.eval_path:
-        held_out = read_any(data.eval_path, data.eval_split, "data.eval_path")
-        if not held_out:
-            raise ValueError(f"data.eval_path must hold at least one row, got {data.eval_path!r}")
-        return rows, held_out
-    if data.eval_split and not is_one_split(Path(data.path or data.name).expanduser()):
-        held_out = read(data, data.eval_split)
-        if not held_out:
-            raise ValueError(f"data.eval_split must hold at least one row, got {data.eval_split!r}")
-        return rows, held_out
-    if data.eval_prompts >= len(rows):
-        raise ValueError(
-            f"data.eval_prompts must be < the {len(rows)} rows it is taken from, "
-            f"got {data.eval_prompts}; lower it or set data.eval_path"
-        )
-    cut = len(rows) - data.eval_prompts
-    return rows[:cut], rows[cut:]
-
-
-def _row_reader(data: Any) -> Callable[[dict], Example]:
+def _example_maker(data: Any) -> Callable[[dict], Example]:
     """The function from a row to its `Example`."""
     # Only the last part of a path: an id must not depend on where the data lies.
     task = Path(data.name or data.path).name.split(":")[0]
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
-    is_gym = data.source == "reasoning_gym"
     render = _load_function(data.render) if data.render else None
 
-    def read(row: dict) -> Example:
+    def make(row: dict) -> Example:
         if render is not None:
             prompt, answer = _rendered(render, row, data.render)
-        elif is_gym:
-            prompt, answer = row["question"], row["answer"]
         else:
             prompt, answer = _field(row, data.prompt_field, "data.prompt_field"), _answer(row, data)
         prompt = _with_instruction(_prompt(prompt), data.instruction)
         return make_example(prompt, str(answer), task, _jsonable(row))
 
-    return read
+    return make
 
 
 def _load_function(name: str) -> Callable:

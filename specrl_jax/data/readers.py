@@ -1,9 +1,10 @@
-"""Rows of one split of a dataset, as dicts, from six kinds of sources.
+"""Rows of a data source, as dicts: one entry of `READERS` for each `data.source`.
 
-Takes `config.data`; gives what the source holds, in its order. Nothing is downloaded but data sets
-of the Hugging Face hub. Raises ValueError, in one line, where files or a split are missing.
+Takes `config.data`; gives the rows in the order of the source. Only data sets of the Hugging Face
+hub are downloaded. Raises ValueError in one line where files or a split are missing.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,11 +14,66 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+Rows = list[dict]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitReader:
+    """Reads files and data sets, which have splits and an end."""
+
+    read: Callable[[Any, str], Rows]  # (config.data, split) → rows
+    endless = False
+
+    def train_and_eval(self, data: Any, seed: int) -> tuple[Rows, Rows]:
+        """Rows to train on, and rows to hold out: of data.eval_path, or of data.eval_split where
+        the source has splits, or else the last data.eval_prompts rows."""
+        rows = _not_empty(self.read(data, data.split), "data.path", data.path or data.name)
+        if data.eval_path:
+            held_out = read_any(data.eval_path, data.eval_split, "data.eval_path")
+            return rows, _not_empty(held_out, "data.eval_path", data.eval_path)
+        if data.eval_split and not _is_one_split(Path(data.path or data.name).expanduser()):
+            held_out = self.read(data, data.eval_split)
+            return rows, _not_empty(held_out, "data.eval_split", data.eval_split)
+        if data.eval_prompts >= len(rows):
+            raise ValueError(
+                f"data.eval_prompts must be < the {len(rows)} rows it is taken from, "
+                f"got {data.eval_prompts}; lower it or set data.eval_path"
+            )
+        cut = len(rows) - data.eval_prompts
+        return rows[:cut], rows[cut:]
+
+
+@dataclasses.dataclass(frozen=True)
+class EndlessReader:
+    """Reads generators, which make problem i from a seed: training problems have the first
+    indices, held-out ones follow, and then there are as many more as anybody wants."""
+
+    read: Callable[[Any, int, int, int], Rows]  # (config.data, start, stop, seed) → rows
+    endless = True
+
+    def train_and_eval(self, data: Any, seed: int) -> tuple[Rows, Rows]:
+        """Rows to train on, and rows to hold out."""
+        if data.prompts <= 0:
+            raise ValueError(f"data.prompts must be > 0 for {data.source}, got {data.prompts}")
+        rows = self.read(data, 0, data.prompts + data.eval_prompts, seed)
+        return rows[: data.prompts], rows[data.prompts :]
+
+    def more(self, data: Any, seed: int, count: int) -> Rows:
+        """The next `count` rows behind those of `train_and_eval`."""
+        start = data.prompts + data.eval_prompts
+        return self.read(data, start, start + count, seed)
+
+
+def _not_empty(rows: Rows, field: str, value: str) -> Rows:
+    if not rows:
+        raise ValueError(f"{field} must hold at least one row, got {value!r}")
+    return rows
+
 
 def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list[Path]:
-    """The file itself, or those of a directory that are named after the split ("" takes all).
+    """The file itself, or the files of a directory that are named after the split ("": all).
 
-    "train" stands for train.jsonl and train-00000-of-00002.jsonl, not for train_socratic.jsonl.
+    "train" takes train.jsonl and train-00000-of-00002.jsonl, but not train_socratic.jsonl.
     """
     root = Path(path).expanduser()
     if root.is_file():
@@ -33,7 +89,7 @@ def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list
     return found
 
 
-def _read_jsonl(files: Iterable[Path]) -> list[dict]:
+def _read_jsonl(files: Iterable[Path]) -> Rows:
     rows = []
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
@@ -49,22 +105,22 @@ def _read_jsonl(files: Iterable[Path]) -> list[dict]:
     return rows
 
 
-def _read_parquet(files: Iterable[Path]) -> list[dict]:
+def _read_parquet(files: Iterable[Path]) -> Rows:
     import pyarrow.parquet
 
     # One file at a time: as a dataset, files of slightly different schema would not be read.
     return [row for file in files for row in pyarrow.parquet.ParquetFile(file).read().to_pylist()]
 
 
-def read_any(path: str, split: str, field: str) -> list[dict]:
-    """JSONL or Parquet, told apart by the names of the files."""
+def read_any(path: str, split: str, field: str) -> Rows:
+    """Rows of JSONL or Parquet files, by the names of the files."""
     root = Path(path).expanduser()
     if root.suffix == ".parquet" or (root.is_dir() and any(root.glob("**/*.parquet"))):
         return _read_parquet(_files(path, split, ".parquet", field))
     return _read_jsonl(_files(path, split, ".jsonl", field))
 
 
-def _read_hf(data: Any, split: str) -> list[dict]:
+def _read_hf(data: Any, split: str) -> Rows:
     """A save_to_disk directory, a directory of Parquet files, or a dataset of the hub."""
     import datasets
 
@@ -72,7 +128,7 @@ def _read_hf(data: Any, split: str) -> list[dict]:
     if not Path(where).expanduser().is_dir():
         return _read_hub(where, split, _options(data))
     root = Path(where).expanduser()
-    if not (root / "dataset_dict.json").is_file() and not is_one_split(root):
+    if not (root / "dataset_dict.json").is_file() and not _is_one_split(root):
         return _read_parquet(_files(where, split, ".parquet"))
     saved = datasets.load_from_disk(str(root))
     if isinstance(saved, datasets.DatasetDict):
@@ -82,20 +138,20 @@ def _read_hf(data: Any, split: str) -> list[dict]:
     return saved.to_list()
 
 
-def is_one_split(root: Path) -> bool:
+def _is_one_split(root: Path) -> bool:
     return root.is_file() or (root / "state.json").is_file()  # the latter by save_to_disk
 
 
-def _read_hub(name: str, split: str, options: dict) -> list[dict]:
+def _read_hub(name: str, split: str, options: dict) -> Rows:
     import datasets
     from huggingface_hub import HfApi
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
-        if not offline:  # this fails at once, where datasets tries again for half a minute
+        if not offline:  # fails at once; datasets would retry for half a minute
             HfApi().dataset_info(name, timeout=10)
         loaded = datasets.load_dataset(name, split=split, **options)
-    except Exception as error:  # dozens of kinds, from as many libraries
+    except Exception as error:  # many kinds, from many libraries
         reason = " ".join(str(error).split())[:160]
         raise ValueError(
             f"data.name must be a directory or a dataset of the hub, got {name!r}: {reason} "
@@ -104,11 +160,11 @@ def _read_hub(name: str, split: str, options: dict) -> list[dict]:
     return loaded.to_list()
 
 
-def _read_tfds(data: Any, split: str) -> list[dict]:
-    """TFDS without TensorFlow, always through `tfds.data_source`; the network is never touched.
+def _read_tfds(data: Any, split: str) -> Rows:
+    """TFDS without TensorFlow and without the network, through `tfds.data_source`.
 
-    data.path: JSONL files (built once into a cache, named by their content), a TFDS data
-    directory that is already prepared, or "" for TFDS's own data directory.
+    data.path is a directory of JSONL files, which are built once into a cache under a hash of their
+    content; or a prepared TFDS data directory; or "" for TFDS's own data directory.
     """
     import tensorflow_datasets as tfds
 
@@ -136,8 +192,8 @@ def _read_tfds(data: Any, split: str) -> list[dict]:
     return [{key: _text(value) for key, value in row.items()} for row in rows]
 
 
-def _build_tfds(name: str, rows: list[dict], split: str) -> tuple[str, str]:
-    """Writes rows as a TFDS dataset in the cache, if it is not there; its data_dir and split."""
+def _build_tfds(name: str, rows: Rows, split: str) -> tuple[str, str]:
+    """(data_dir, split) of rows as a TFDS dataset in the cache, written if it is not there."""
     import tensorflow_datasets as tfds
 
     split = split or "train"
@@ -181,11 +237,10 @@ def _options(data: Any) -> dict:
     return data.options.to_dict() if hasattr(data.options, "to_dict") else dict(data.options)
 
 
-def read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> list[dict]:
+def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
     import reasoning_gym
 
-    # Item i is drawn with seed + i, so a second dataset with a nearby seed would repeat the first:
-    # every part of the data is a range of indices of one dataset.
+    # Item i is drawn with seed + i: a second dataset under a nearby seed would repeat the first.
     try:
         task = reasoning_gym.create_dataset(data.name, seed=seed, size=stop, **_options(data))
     except (ValueError, TypeError, AssertionError) as error:
@@ -194,15 +249,7 @@ def read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> list[dict
     return [task[i] for i in range(start, stop)]
 
 
-def _read_jsonl_split(data: Any, split: str) -> list[dict]:
-    return _read_jsonl(_files(data.path, split, ".jsonl"))
-
-
-def _read_parquet_split(data: Any, split: str) -> list[dict]:
-    return _read_parquet(_files(data.path, split, ".parquet"))
-
-
-def _read_guess(data: Any, split: str) -> list[dict]:
+def _read_guess(data: Any, split: str) -> Rows:
     """Problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
     options = {"low": 0, "high": 9} | _options(data)
     low, high = options["low"], options["high"]
@@ -218,11 +265,11 @@ def _read_guess(data: Any, split: str) -> list[dict]:
     return rows
 
 
-# By data.source: the rows of a split. reasoning_gym has ranges of indices instead, see above.
-READERS: dict[str, Callable[[Any, str], list[dict]]] = {
-    "guess": _read_guess,
-    "jsonl": _read_jsonl_split,
-    "parquet": _read_parquet_split,
-    "hf": _read_hf,
-    "tfds": _read_tfds,
+READERS: dict[str, SplitReader | EndlessReader] = {
+    "reasoning_gym": EndlessReader(_read_reasoning_gym),
+    "guess": SplitReader(_read_guess),
+    "jsonl": SplitReader(lambda data, split: _read_jsonl(_files(data.path, split, ".jsonl"))),
+    "parquet": SplitReader(lambda data, split: _read_parquet(_files(data.path, split, ".parquet"))),
+    "hf": SplitReader(_read_hf),
+    "tfds": SplitReader(_read_tfds),
 }
