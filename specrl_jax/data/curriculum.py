@@ -1,15 +1,8 @@
-"""Which prompts next: in order, by their pass rate, or from easy to hard.
+"""Which prompts come next: one entry of `CURRICULA` for each `curriculum.name`.
 
-Takes encoded prompts and what came of them (`observe`); gives batches of `Prompts`. All of it is a
-pure function of the seed and of what was observed, and `state` holds its place.
-
-    uniform        every prompt once an epoch, shuffled
-    mopps          those whose pass rate is likely near a target (MoPPS, arXiv 2507.04632)
-    easy_to_hard   by a difficulty that is known beforehand (E2H, arXiv 2506.06632)
-    speed          uniform, screened with a few responses (SPEED, arXiv 2506.09016): see rounds.py
-
-With a curriculum there are no epochs: a draft is the response of the last time that a prompt was
-seen, however long ago.
+Takes encoded prompts and their rewards (`observe`); gives batches of `Prompts`. The choice is a
+pure function of the seed and of what was observed. Where prompts are chosen anew each time, there
+are no epochs: a draft is the prompt's last response, however old.
 """
 
 import copy
@@ -25,32 +18,28 @@ from specrl_jax.data.prompts import EncodedDataset, batch_of, words
 from specrl_jax.types import Example, Prompts
 
 
-def make_stream(config, encoded: EncodedDataset, total_steps: int = 0) -> "PromptStream":
-    """The stream that `config.curriculum` asks for; total_steps: of the run, where it matters."""
-    settings = config.curriculum
-    inputs = (encoded, config.rollout.prompts_per_step, config.seed)
-    if settings.name == "mopps":
-        return ByPassRate(*inputs, settings.candidates, settings.target, settings.decay)
-    if settings.name == "easy_to_hard":
-        return EasyToHard(*inputs, settings.difficulty, settings.width, total_steps)
-    return PromptStream(*inputs)
-
-
 class PromptStream:
-    """Endless batches of Q distinct prompts; its place is two numbers and the prompts that wait.
+    """Uniform: endless batches of Q distinct prompts, each prompt at most once an epoch.
 
     The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
-    the `leftover` prompts after them are not visited in that epoch, and each epoch leaves out
-    others. `epoch` and `step` (within it) are those of the next batch.
+    the `leftover` prompts behind them are left out of that epoch, others of the next. `epoch` and
+    `step` (within it) are those of the next batch.
 
-    `next` gives whole batches, `take` prompts one by one, in the same order; a run uses one of
-    them. Prompts that `take` has drawn and not given out yet are part of the place.
+    settings: `config.curriculum`. total_steps: of the run. Some curricula need them.
     """
 
     foresees = True  # `peek` knows the next batch
+    screens = False  # a few responses decide whether the rest of a prompt's group is sampled
     _moving = ("epoch", "step", "waiting")  # of the state; the rest must stay
 
-    def __init__(self, encoded: EncodedDataset, prompts_per_step: int, seed: int):
+    def __init__(
+        self,
+        encoded: EncodedDataset,
+        prompts_per_step: int,
+        seed: int,
+        settings: Any = None,
+        total_steps: int = 0,
+    ):
         total = len(encoded.examples)
         if not 1 <= prompts_per_step <= total:
             raise ValueError(
@@ -69,11 +58,11 @@ class PromptStream:
         return rng.permutation(len(self._encoded.examples))
 
     def begin(self, step: int) -> None:
-        """Step `step` of the run begins (from 1). Nothing to learn from here."""
+        """Step `step` of the run begins (from 1)."""
 
     def next(self) -> Prompts:
         """The next batch, [Q, P]."""
-        return batch_of(self._encoded, self._draw())
+        return self.take(self._size)
 
     def _draw(self) -> list[int]:
         start = self.step * self._size
@@ -85,10 +74,10 @@ class PromptStream:
         return rows
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
-        """The next `count` prompts, none of them twice and none whose prompt_id is in `busy`.
+        """The next `count` prompts: none twice, none whose prompt_id is in `busy`.
 
-        A prompt that is passed over for that is the first to be taken later: each is given out as
-        often as it is drawn. Raises ValueError where the data has too few prompts.
+        A prompt that is passed over is taken first later on. Raises ValueError where the data has
+        too few prompts.
         """
         taken, out = [], set(busy)
         self._check_count(count + len(out))
@@ -114,7 +103,7 @@ class PromptStream:
             )
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
-        """What came of Q prompts: rewards float [Q, G]. Nothing to learn from here."""
+        """Q prompts had these rewards, float [Q, G]."""
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
         """The prompts of these ids, in this order."""
@@ -136,8 +125,7 @@ class PromptStream:
 
     def peek(self) -> Prompts:
         """What `next` will give, without going on."""
-        ahead = copy.copy(self)
-        return ahead.next()
+        return copy.copy(self).next()
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, for JSON."""
@@ -165,21 +153,21 @@ class PromptStream:
                 )
 
 
+class Screened(PromptStream):
+    """SPEED (arXiv 2506.09016): uniform; the group buffer screens prompts with a few responses."""
+
+    screens = True
+
+
 class _Chooser(PromptStream):
-    """Prompts chosen anew each time, from all that are not busy, with noise of its own."""
+    """Prompts chosen anew each time from all that are not busy, with noise of their own."""
 
     foresees = False
     _moving = ("draws", "taken")
-
-    def __init__(self, encoded: EncodedDataset, prompts_per_step: int, seed: int):
-        super().__init__(encoded, prompts_per_step, seed)
-        self._draws = self._taken = 0
-
-    def next(self) -> Prompts:
-        return self.take(self._size)
+    _draws = _taken = 0
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
-        """`count` prompts, none of them twice and none whose prompt_id is in `busy`."""
+        """`count` prompts: none twice, none whose prompt_id is in `busy`."""
         out = {self._rows[name] for name in busy}
         self._check_count(count + len(out))
         free = np.array([row for row in range(len(self._encoded.examples)) if row not in out])
@@ -190,7 +178,7 @@ class _Chooser(PromptStream):
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
         """`count` distinct places in `free`."""
-        raise TypeError(f"{type(self).__name__} must say how it chooses")
+        raise NotImplementedError
 
     @property
     def given(self) -> int:
@@ -208,44 +196,37 @@ class _Chooser(PromptStream):
 class ByPassRate(_Chooser):
     """MoPPS (arXiv 2507.04632): the prompts whose pass rate is likely nearest to a target.
 
-    Each prompt has a Beta posterior of its pass rate, Beta(1, 1) before it was seen. Of
-    `candidates` times as many prompts as are wanted, drawn at random, a rate is drawn for each
-    (Thompson sampling); those nearest to the target are taken. After G rewards r, held within
-    [0, 1],
+    Each prompt has a Beta posterior of its pass rate, at first Beta(1, 1). `candidates` times as
+    many prompts as are asked for are drawn at random. A rate is sampled for each (Thompson
+    sampling), and the prompts nearest to the target are taken. After G rewards r, cut to [0, 1],
 
         α ← λα + (1 − λ) + Σr        β ← λβ + (1 − λ) + Σ(1 − r)
 
-    so that the evidence of a policy long gone fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1
-    give α = 4, β = 2.
+    so that old evidence fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1 give α = 4, β = 2.
     """
 
     _moving = (*_Chooser._moving, "posterior")
 
     def __init__(
-        self,
-        encoded: EncodedDataset,
-        prompts_per_step: int,
-        seed: int,
-        candidates: float,
-        target: float,
-        decay: float,
+        self, encoded: EncodedDataset, prompts_per_step: int, seed: int, settings: Any, *_: Any
     ):
         super().__init__(encoded, prompts_per_step, seed)
-        self._candidates, self._target, self._decay = candidates, target, decay
+        self._settings = settings
         self._posterior = np.ones((len(encoded.examples), 2))
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
-        size = min(max(round(self._candidates * count), count), len(free))
+        size = min(max(round(self._settings.candidates * count), count), len(free))
         places = rng.choice(len(free), size, replace=False)
         rates = rng.beta(*self._posterior[free[places]].T)
-        return places[np.argsort(np.abs(rates - self._target), kind="stable")[:count]]
+        return places[np.argsort(np.abs(rates - self._settings.target), kind="stable")[:count]]
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
         rewards = np.clip(rewards, 0, 1).astype(np.float64)
-        for example, found in zip(prompts.examples, rewards, strict=True):
+        decay = self._settings.decay
+        for example, group in zip(prompts.examples, rewards, strict=True):
             row = self._rows[base_id(example.prompt_id)]
-            evidence = np.array([found.sum(), (1 - found).sum()])
-            faded = self._decay * self._posterior[row] + (1 - self._decay)
+            evidence = np.array([group.sum(), (1 - group).sum()])
+            faded = decay * self._posterior[row] + (1 - decay)
             self._posterior[row] = faded + evidence
 
     def state(self) -> dict[str, Any]:
@@ -262,18 +243,11 @@ class ByPassRate(_Chooser):
 
 
 class EasyToHard(_Chooser):
-    """From easy to hard (E2H-G, arXiv 2506.06632): a Gaussian window that moves over the ranks.
+    """E2H-G (arXiv 2506.06632): from easy to hard, by a Gaussian window that moves over the ranks.
 
-    A prompt's rank q in [0, 1] is by its difficulty, ties by prompt_id. At progress p of the run
-    prompts are drawn without replacement with weights exp(−(q − p)² / 2σ²): the easy ones first,
-    the hard ones at the end, some of all others in between. Progress is in steps, of which some
-    take more prompts than others.
-
-    Args:
-      difficulty: "prompt_len" (tokens), "answer_len" (characters), or the path of a number in the
-        problem's metadata, as "difficulty.numbers".
-      width: σ, in ranks.
-      total_steps: of the run.
+    A prompt's rank q in [0, 1] is by its difficulty, ties by prompt_id. At progress p, the share of
+    the run's steps that are done, prompts are drawn without replacement with weights
+    exp(−(q − p)² / 2σ²). σ is `settings.width`.
     """
 
     def __init__(
@@ -281,19 +255,18 @@ class EasyToHard(_Chooser):
         encoded: EncodedDataset,
         prompts_per_step: int,
         seed: int,
-        difficulty: str,
-        width: float,
+        settings: Any,
         total_steps: int,
     ):
         super().__init__(encoded, prompts_per_step, seed)
         keys = [
-            (_difficulty(example, int(length), difficulty), example.prompt_id)
+            (_difficulty(example, int(length), settings.difficulty), example.prompt_id)
             for example, length in zip(encoded.examples, encoded.lens, strict=True)
         ]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self._ranks = np.empty(len(keys))
         self._ranks[order] = np.linspace(0, 1, len(keys))
-        self._width, self._total, self._progress = width, total_steps, 0.0
+        self._width, self._total, self._progress = settings.width, total_steps, 0.0
 
     def begin(self, step: int) -> None:
         self._progress = min((step - 1) / max(self._total, 1), 1.0)
@@ -320,14 +293,27 @@ def _difficulty(example: Example, prompt_len: int, field: str) -> float:
     return value
 
 
-# --- parts of a group -----------------------------------------------------------------------------
+CURRICULA: dict[str, type[PromptStream]] = {
+    "uniform": PromptStream,
+    "speed": Screened,
+    "mopps": ByPassRate,
+    "easy_to_hard": EasyToHard,
+}
 
-# The responses first, first + 1, ... to a prompt are those of a prompt "ID+first": a group can then
-# be rolled out and stored in parts, each with noise of its own. The first part has the plain name.
+
+def make_stream(config: Any, encoded: EncodedDataset, total_steps: int = 0) -> PromptStream:
+    """The stream of prompts that `config.curriculum` names; total_steps: of the run."""
+    stream = CURRICULA[config.curriculum.name]
+    size = config.rollout.prompts_per_step
+    return stream(encoded, size, config.seed, config.curriculum, total_steps)
 
 
 def part_of(prompts: Prompts, first: int) -> Prompts:
-    """The same prompts, for their responses from `first` on."""
+    """The same prompts for their responses from `first` on, under ids "ID+first".
+
+    A group can so be sampled and stored in parts, each with noise of its own. The first part has
+    the plain ids.
+    """
     if first == 0:
         return prompts
     examples = tuple(

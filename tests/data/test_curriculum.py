@@ -9,14 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 from test_prompts import encoded_set, prompts_of
 
-from specrl_jax.data.curriculum import (
-    ByPassRate,
-    EasyToHard,
-    PromptStream,
-    base_id,
-    make_stream,
-    part_of,
-)
+from specrl_jax.data.curriculum import PromptStream, base_id, make_stream, part_of
 
 SETTINGS = {"name": "uniform", "candidates": 4.0, "target": 0.5, "decay": 0.5,
             "difficulty": "answer_len", "width": 0.25}  # fmt: skip
@@ -200,7 +193,7 @@ def test_a_posterior_by_hand():
 def test_prompts_near_the_target_are_taken_more_often():
     """Rates 0, 1/2, 1 are known well: nearly all that is taken of 30 prompts has 1/2."""
     encoded = encoded_set(30)
-    stream = ByPassRate(encoded, 5, 0, candidates=6.0, target=0.5, decay=1.0)
+    stream = stream_of("mopps", encoded, 5, 0, candidates=6.0, decay=1.0)
     whole = stream.find([e.prompt_id for e in encoded.examples])
     rates = np.arange(30) % 3 / 2
     stream.observe(whole, np.repeat(rates[:, None], 400, axis=1))
@@ -208,7 +201,7 @@ def test_prompts_near_the_target_are_taken_more_often():
     taken = [rate[e.prompt_id] for _ in range(40) for e in stream.next().examples]
     assert np.mean(np.array(taken) == 0.5) == 1.0
     # Without evidence every prompt has the same chance, whatever the target.
-    fresh = ByPassRate(encoded, 5, 0, candidates=6.0, target=0.9, decay=1.0)
+    fresh = stream_of("mopps", encoded, 5, 0, candidates=6.0, target=0.9, decay=1.0)
     count = collections.Counter(e.prompt_id for _ in range(300) for e in fresh.next().examples)
     assert len(count) == 30
     assert min(count.values()) > 25  # 50 each, within 4 standard deviations
@@ -218,7 +211,7 @@ def test_prompts_near_the_target_are_taken_more_often():
 def test_candidates_are_drawn_from_all():
     """With one candidate a place the choice is plain chance, whatever is known."""
     encoded = encoded_set(10)
-    stream = ByPassRate(encoded, 5, 0, candidates=1.0, target=0.5, decay=1.0)
+    stream = stream_of("mopps", encoded, 5, 0, candidates=1.0, decay=1.0)
     stream.observe(stream.find([e.prompt_id for e in encoded.examples]), np.ones((10, 50)))
     assert {e.prompt_id for _ in range(20) for e in stream.next().examples} == {
         e.prompt_id for e in encoded.examples
@@ -228,7 +221,7 @@ def test_candidates_are_drawn_from_all():
 def test_from_easy_to_hard():
     """The window's mean rank follows progress; the first and last batches are of the two ends."""
     encoded = encoded_set(200)
-    stream = EasyToHard(encoded, 20, 3, "answer_len", 0.15, total_steps=30)
+    stream = stream_of("easy_to_hard", encoded, 20, 3, total_steps=30, width=0.15)
     lengths = []  # of answers "0" to "199": 10 of one digit, 90 of two, 100 of three
     for step in range(1, 31):
         stream.begin(step)
@@ -243,7 +236,8 @@ def test_weights_of_the_window():
     """Two prompts of ranks 0 and 1, one taken at progress 0: odds exp(1 / 2σ²) to 1."""
     encoded, width, draws = encoded_set(2), 0.7, 3000
     easy = min(e.prompt_id for e in encoded.examples)  # equally long, so by prompt_id
-    first = [EasyToHard(encoded, 1, seed, "prompt_len", width, 10).next() for seed in range(draws)]
+    window = {"difficulty": "prompt_len", "width": width}
+    first = [stream_of("easy_to_hard", encoded, 1, seed, **window).next() for seed in range(draws)]
     share = np.mean([batch.examples[0].prompt_id == easy for batch in first])
     expected = 1 / (1 + np.exp(-1 / (2 * width**2)))
     assert share == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / draws))
@@ -256,7 +250,9 @@ def test_difficulty_from_the_metadata():
         for i, e in enumerate(encoded.examples)
     )
     encoded = dataclasses.replace(encoded, examples=examples)
-    stream = EasyToHard(encoded, 1, 0, "difficulty.numbers", 1e-3, total_steps=6)
+    stream = stream_of(
+        "easy_to_hard", encoded, 1, 0, 6, difficulty="difficulty.numbers", width=1e-3
+    )
     found = []
     for step in range(1, 7):
         stream.begin(step)
@@ -264,7 +260,7 @@ def test_difficulty_from_the_metadata():
     assert found == ["5>", "4>", "3>", "2>", "2>", "1>"]
     for field in ("difficulty", "difficulty.other", "no.where"):
         with pytest.raises(ValueError, match=r"^curriculum\.difficulty must be prompt_len, answer"):
-            EasyToHard(encoded, 1, 0, field, 0.1, total_steps=6)
+            stream_of("easy_to_hard", encoded, 1, difficulty=field)
 
 
 # --- parts of a group -----------------------------------------------------------------------------

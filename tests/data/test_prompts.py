@@ -54,6 +54,7 @@ def gym(**changes):
         "name": "number_sorting",
         "options": {**sorting, "max_decimals": 0},
         "render": "specrl_jax.data.prompts:render_number_sorting",
+        "answer_pattern": "",
         "prompts": 40,
         "eval_prompts": 10,
     }
@@ -129,10 +130,6 @@ def test_commas_leave_numbers_only(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"source": "csv"},
-            r"^data\.source must be one of reasoning_gym, guess, jsonl.*got 'csv'$",
-        ),
         ({"path": "/no/such"}, r"^data\.path must be an existing .* got '/no/such'$"),
         ({"path": ""}, r"^data\.path must be an existing .* got ''$"),
         ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: bad.jsonl, train"),
