@@ -10,7 +10,15 @@ import pytest
 import small_runs
 from ml_collections import ConfigDict
 
-from specrl_jax.config import CHOICES, RENAMED_FIELDS, RULES, check_mesh, flatten, validate
+from specrl_jax.config import (
+    CHOICES,
+    RENAMED_FIELDS,
+    RULES,
+    check_mesh,
+    choices,
+    flatten,
+    validate,
+)
 
 PRESETS = ("tiny", "micro", "smollm2", "gsm8k", "qwen3_1p7b")
 # field → values that break its rule
@@ -19,7 +27,10 @@ BROKEN = {
     "data.prompts": [-1],
     "data.eval_prompts": [-1],
     "data.prompt_len": [0],
-    "reward.timeout": [0.0, -1.0],
+    "reward.timeout": [0.0, -1.0, math.inf],
+    "reward.memory_mib": [0, -1],
+    "reward.workers": [-1],
+    "reward.threshold": [-0.5, math.inf],
     "rollout.prompts_per_step": [0],
     "rollout.group_size": [0],
     "rollout.response_len": [0],
@@ -105,58 +116,55 @@ BROKEN = {
 # changes → the message
 IMPOSSIBLE = [
     ({"updates.mini_batch_size": 5},
-     "updates.mini_batch_size must divide the 32 responses that a step trains on "
+     "updates.mini_batch_size must be a divisor of the 32 responses that a step trains on "
      "(rollout.prompts_per_step x rollout.group_size), got 5"),
     ({"updates.micro_batch_size": 3},
-     "updates.micro_batch_size must divide updates.mini_batch_size = 16, got 3"),
-    ({"train.epochs": 0}, "train.epochs or train.steps must be > 0, got 0 for both"),
+     "updates.micro_batch_size must be 0 or a divisor of updates.mini_batch_size = 16, got 3"),
+    ({"train.epochs": 0}, "train.epochs must be > 0 where train.steps is 0, got 0"),
     ({"evaluate.every": 1, "data.eval_prompts": 0},
-     "data.eval_prompts must be > 0 where evaluate.every is, got 0; or set evaluate.every 0"),
+     "data.eval_prompts must be > 0 where evaluate.every is > 0, got 0"),
     ({"rollout.draft": "none", "rollout.draft_age": 2},
      "rollout.draft_age must be 1 where rollout.draft is none, got 2"),
     ({"rollout.store_prompts": 3},
      "rollout.store_prompts must be 0 or >= rollout.prompts_per_step = 4, got 3"),
     ({"rollout.run_ahead": True},
-     "rollout.run_ahead must be False where rollout.accept is not match (its drafts are only exact "
-     "under that rule), got True with rollout.accept = 'ratio'"),
+     "rollout.run_ahead must be False where rollout.accept is not match (only that rule accepts "
+     "its drafts exactly), got True"),
     ({"rollout.run_ahead": True, "rollout.accept": "match", "rollout.partial": 2},
-     "rollout.run_ahead must be False where rollout.partial is > 0 (a place that is left idle ends "
-     "the step there), got True with rollout.partial = 2"),
+     "rollout.run_ahead must be False where rollout.partial is > 0, got True"),
     ({"rollout.partial": 1, "updates.old_logprobs": "recompute"},
-     "updates.old_logprobs must be rollout where rollout.partial is > 0 (a carried token's weight "
-     "is against the policy that sampled it), got 'recompute'"),
+     "updates.old_logprobs must be rollout where rollout.partial is > 0, got 'recompute'"),
     ({"algorithm.objective": "cispo", "algorithm.ratio": "sequence"},
      "algorithm.ratio must be token where algorithm.objective is cispo, got 'sequence'"),
     ({"rollout.group_size": 1, "updates.mini_batch_size": 4},
      "rollout.group_size must be >= 2 where critic.kind is none (responses of a group are "
      "compared), got 1"),
     ({"rollout.lenience_auto": True, "rollout.accept": "block"},
-     "rollout.lenience_auto must be False where previous drafts are not judged by ratio, got True "
-     "with rollout.draft = 'previous', rollout.accept = 'block'"),
+     "rollout.lenience_auto must be False where no previous drafts are verified by a rule with a "
+     "lenience, got True"),
     ({"rollout.lenience_auto": True, "rollout.lenience": 0.5},
      "rollout.lenience must be in [rollout.lenience_min, rollout.lenience_max] = "
      "[1.0, 2.718281828459045] where it is adapted, got 0.5"),
     ({"rollout.draft_refresh": 0.1, "rollout.accept": "match"},
-     "rollout.draft_refresh must be 0 where rollout.accept is match (every token is drawn anew "
-     "there), got 0.1"),
+     "rollout.draft_refresh must be 0 where rollout.accept is match (it samples every token "
+     "anew), got 0.1"),
     ({"rollout.token_age": 3, "rollout.accept": "match"},
-     "rollout.token_age must be 0 where rollout.accept is match (every token is drawn anew "
-     "there), got 3"),
+     "rollout.token_age must be 0 where rollout.accept is match (it samples every token anew), "
+     "got 3"),
     ({"reward.overlong_tokens": 7},
      "reward.overlong_tokens must be <= rollout.response_len = 6, got 7"),
     ({"curriculum.name": "speed", "curriculum.screening": 3},
-     "curriculum.screening must divide rollout.group_size = 8 and be less, got 3"),
+     "curriculum.screening must be a divisor of rollout.group_size = 8 and less, got 3"),
     ({"curriculum.name": "speed", "curriculum.screening": 8},
-     "curriculum.screening must divide rollout.group_size = 8 and be less, got 8"),
+     "curriculum.screening must be a divisor of rollout.group_size = 8 and less, got 8"),
     ({"curriculum.name": "speed", "curriculum.low": 1.0},
      "curriculum.low must be < curriculum.high = 1.0, got 1.0"),
     ({"curriculum.name": "speed", "curriculum.screening": 1},
-     "curriculum.screening must be >= 2 where curriculum.name is speed (one response is all right "
-     "or all wrong), got 1"),
+     "curriculum.screening must be >= 2 where curriculum.name is speed, got 1"),
     ({"critic.kind": "head", "rollout.group_size": 1, "algorithm.dynamic_sampling": True,
       "updates.mini_batch_size": 4},
-     "rollout.group_size must be >= 2 where algorithm.dynamic_sampling is True (a lone reward "
-     "never differs), got 1"),
+     "rollout.group_size must be >= 2 where algorithm.dynamic_sampling is True (one reward never "
+     "differs), got 1"),
     ({"algorithm.dynamic_sampling": True, "algorithm.importance_cap": 2.0,
       "rollout.lenience_auto": True},
      "rollout.lenience_auto must be False where algorithm.importance_cap is > 0 and "
@@ -165,41 +173,41 @@ IMPOSSIBLE = [
      "rollout.lenience_auto must be False where algorithm.importance_cap is > 0 and "
      "rollout.partial is > 0, got True"),
     ({"environment.name": "guess", "rollout.partial": 4},
-     "rollout.partial must be 0 with an environment, got 4"),
+     "rollout.partial must be 0 where environment.name is set, got 4"),
     ({"environment.name": "guess", "rollout.accept": "random"},
-     "rollout.accept must not be random with an environment (a random part of an episode is no "
-     "turn), got 'random'"),
+     "rollout.accept must be another rule where environment.name is set (a random part of an "
+     "episode is no turn), got 'random'"),
     ({"environment.name": "guess", "rollout.accept": "block", "rollout.max_cache_gib": 1.0},
-     "rollout.max_cache_gib must be 0 where rollout.accept is block with an environment (a pass "
-     "over what is left of a draft needs a window behind what rows hold), got 1.0"),
+     "rollout.max_cache_gib must be 0 where environment.name is set and rollout.accept needs whole "
+     "drafts, got 1.0"),
     ({"curriculum.name": "mopps", "rollout.partial": 4},
      "rollout.partial must be 0 where curriculum.name is mopps, got 4"),
     ({"curriculum.name": "speed", "updates.old_logprobs": "recompute"},
-     "updates.old_logprobs must be rollout where curriculum.name is speed, got recompute"),
+     "updates.old_logprobs must be rollout where curriculum.name is speed, got 'recompute'"),
     ({"algorithm.dynamic_sampling": True, "rollout.partial": 2},
      "rollout.partial must be 0 where algorithm.dynamic_sampling is True, got 2"),
     ({"algorithm.dynamic_sampling": True, "rollout.accept": "match", "rollout.run_ahead": True},
      "rollout.run_ahead must be False where algorithm.dynamic_sampling is True, got True"),
     ({"algorithm.dynamic_sampling": True, "updates.old_logprobs": "recompute"},
      "updates.old_logprobs must be rollout where algorithm.dynamic_sampling is True, "
-     "got recompute"),
+     "got 'recompute'"),
     ({"tokenizer.source": ""},
-     'tokenizer.source must be given where model.source is "", got ""; '
-     'e.g. tokenizer.source = "characters"'),
+     'tokenizer.source must be given where model.source is "" (tokenizer.source = "characters" is '
+     "one), got ''"),
     ({"model.source": "a/b"},
-     "tokenizer.source must be the model's for model.source='a/b', got \"characters\"; "
-     'set it to ""'),
+     "tokenizer.source must be \"\" or of a model where model.source is 'a/b', got 'characters'"),
     ({"tokenizer.chat": True},
-     'tokenizer.chat must be False for tokenizer.source="characters", got True'),
-    ({"warmup.steps": 1, "data.source": "jsonl", "data.path": "x.jsonl"},
-     "warmup.steps must be 0 for data.source='jsonl' (there are no demonstrations), got 1"),
-    ({"data.source": "jsonl"}, "data.path must name a file for data.source='jsonl', got \"\""),
-    ({"data.source": "parquet"}, "data.path must name a file for data.source='parquet', got \"\""),
-    ({"reward.name": "reasoning_gym", "data.source": "jsonl", "data.path": "x.jsonl"},
-     'reward.name must not be "reasoning_gym" (it scores its own tasks) for data.source=\'jsonl\''),
+     "tokenizer.chat must be False where tokenizer.source is characters, got True"),
+    ({"warmup.steps": 1, "data.source": "jsonl"},
+     "warmup.steps must be 0 where data.source is jsonl (it has no problems for demonstrations), "
+     "got 1"),
+    ({"reward.name": "reasoning_gym", "data.source": "jsonl"},
+     "reward.name must be another one where data.source is jsonl (reasoning_gym scores only its "
+     "own tasks), got 'reasoning_gym'"),
     ({"model.embed_dim": 0}, "model.embed_dim must be >= 1, got 0"),
     ({"model.num_layers": 0}, "model.num_layers must be >= 1, got 0"),
-    ({"model.num_kv_heads": 3}, "model.num_kv_heads must divide model.num_heads = 4, got 3"),
+    ({"model.num_kv_heads": 3},
+     "model.num_kv_heads must be a divisor of model.num_heads = 4, got 3"),
     ({"model.head_dim": 3}, "model.head_dim must be even (rotary halves), got 3"),
 ]  # fmt: skip
 
@@ -231,7 +239,7 @@ def test_a_broken_rule_names_field_rule_and_value(field):
 
 @pytest.mark.parametrize("field", CHOICES)
 def test_an_unknown_choice_lists_the_known_ones(field):
-    known = ", ".join(CHOICES[field])
+    known = ", ".join(choices(field))
     assert _message({field: "no"}) == f"{field} must be one of {known}, got 'no'"
 
 
@@ -314,28 +322,21 @@ def test_flatten():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "field", "fits", "value"),
     [
-        ({"rollout.prompts_per_step": 6},
-         "rollout.prompts_per_step must be divisible by mesh.data x mesh.fsdp = 4, got 6; "
-         "4 or 8 would fit"),
-        ({"rollout.partial": 2},
-         "rollout.partial must be divisible by mesh.data x mesh.fsdp = 4, got 2; 4 would fit"),
-        ({"updates.micro_batch_size": 2},
-         "updates.micro_batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 2; "
-         "4 would fit"),
-        ({"warmup.batch_size": 3, "warmup.steps": 1},
-         "warmup.batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 3; 4 would fit"),
-        ({"evaluate.batch_size": 9, "evaluate.every": 1},
-         "evaluate.batch_size must be divisible by mesh.data x mesh.fsdp = 4, got 9; "
-         "8 or 12 would fit"),
+        ({"rollout.prompts_per_step": 6}, "rollout.prompts_per_step", "4 or 8 fits", 6),
+        ({"rollout.partial": 2}, "rollout.partial", "4 fits", 2),
+        ({"updates.micro_batch_size": 2}, "updates.micro_batch_size", "4 fits", 2),
+        ({"warmup.batch_size": 3, "warmup.steps": 1}, "warmup.batch_size", "4 fits", 3),
+        ({"evaluate.batch_size": 9, "evaluate.every": 1}, "evaluate.batch_size", "8 or 12 fits", 9),
     ],
 )  # fmt: skip
-def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, message):
+def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, field, fits, value):
     check_mesh(small_runs.small_config(), make_mesh(2, 2, 2))
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         check_mesh(small_runs.small_config(changes), make_mesh(2, 2, 2))
-    assert str(error.value) == message
+    rule = f"divisible by mesh.data x mesh.fsdp = 4 ({fits})"
+    assert str(error.value) == f"{field} must be {rule}, got {value}"
     check_mesh(
         small_runs.small_config(changes), jax.make_mesh((1, 1, 8), make_mesh(1, 1, 1).axis_names)
     )
