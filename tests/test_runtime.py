@@ -35,7 +35,7 @@ def test_start_puts_the_mesh_in_use(restored):
     [
         ({"rollout.lenience": -1.0}, r"^rollout.lenience must be >= 0, got -1.0$"),
         ({"mesh.fsdp": 3}, r"^mesh: data=-1 x fsdp=3 x tensor=1 does not fit 8 devices"),
-        ({}, r"^rollout.prompts_per_step must be divisible by mesh.data x mesh.fsdp = 8 .8 fits., got 4$"),
+        ({}, r"^rollout.prompts_per_step must be divisible by .* = 8 .8 fits., got 4$"),
     ],
 )
 def test_start_refuses_before_anything_is_set(restored, changes, message):

@@ -22,8 +22,6 @@ from acceptance_reference import (
 )
 from scipy import special, stats
 
-from specrl_jax.rollout import acceptance
-
 OLD = np.array([0.6, 0.3, 0.1])
 NEW = np.array([0.2, 0.3, 0.5])
 LENIENCES = [0.0, 0.5, 1.0, math.exp(0.5), math.inf]
