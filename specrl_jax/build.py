@@ -171,7 +171,7 @@ class TrainerState:
         if self.ahead is not None:
             tree["ahead"] = self.ahead.drafts
         if self.carried is not None:
-            tree["carried"] = self.carried.held
+            tree["carried"] = self.carried.rows
         for name in ("waiting", "screened"):
             if (groups := getattr(self, name)) is not None:
                 tree[name] = groups.rollout
@@ -239,10 +239,10 @@ def build(config) -> tuple[Trainer, Params]:
         total_steps=total_steps,
         key=jax.random.key(config.seed),
     )
-    ladders = [plan.ladder(run.rows)]
+    ladders = [plan.buckets(run.rows)]
     if run.held_out:
         rows = config.evaluate.batch_size * config.evaluate.samples
-        ladders.append(run.eval_plan.ladder(rows))
+        ladders.append(run.eval_plan.buckets(rows))
     for ladder in ladders:
         KVBudget(model, ladder, cache_bytes=plan.cache_bytes).check()
     _describe(run, stream)
@@ -308,7 +308,7 @@ def resume(run: Trainer, params: Params, checkpoints: Checkpointer, step: int) -
 
 
 def _state(run: Trainer, train: TrainState, reference: Params | None) -> TrainerState:
-    settings, setup = run.config.rollout, run.plan.setup
+    settings, setup = run.config.rollout, run.plan.program
     stream = make_stream(run.config, run.prompts, run.total_steps)
     parts = settings.group_size // run.plan.group_size
     store = DraftStore(
@@ -317,7 +317,7 @@ def _state(run: Trainer, train: TrainState, reference: Params | None) -> Trainer
         settings.response_len,
         settings.draft_age,
         history=settings.tree.history if setup.tree else 0,
-        k=setup.stored,
+        k=setup.stored_logprobs,
         max_age=settings.store_age,
         kind=settings.store,
         owner={"tokenizer": run.tokenizer.fingerprint, "model": _model_name(run)},
@@ -334,13 +334,13 @@ def _state(run: Trainer, train: TrainState, reference: Params | None) -> Trainer
         state.selection = Selection(held_out, trained)
     if settings.partial:
         waiting = settings.partial * settings.group_size
-        state.carried = Resumed.empty(waiting, settings.response_len, setup.stored)
+        state.carried = Resumed.empty(waiting, settings.response_len, setup.stored_logprobs)
     screens = run.config.curriculum.name == "speed"
     if run.config.algorithm.dynamic_sampling or screens:
         rows = settings.prompts_per_step * run.trained_group
-        state.waiting = Waiting.empty(rows, settings.response_len, setup.stored)
+        state.waiting = Waiting.empty(rows, settings.response_len, setup.stored_logprobs)
     if screens:
-        state.screened = Waiting.empty(2 * run.rows, settings.response_len, setup.stored)
+        state.screened = Waiting.empty(2 * run.rows, settings.response_len, setup.stored_logprobs)
     return state
 
 

@@ -80,9 +80,9 @@ def gather(run: Trainer, state: TrainerState) -> TrainBatch:
     for clock in clocks:
         values |= clock.lap
     log_lenience, told, rejected_mass = state.log_lenience, {}, 0.0
-    rule = run.plan.setup.accept
+    rule = run.plan.program.accept
     if rule != "match":
-        inputs = _joined(rounds, "prefix_lens", "outcome.offered")
+        inputs = _joined(rounds, "prefix_lens", "outcome.draft_lens")
         rejected_mass = reuse.estimate_rejected_mass(*inputs)
         told = reuse.measure(batch[1], log_lenience, rejected_mass)
         if acceptance.RULES[rule].lenience:
@@ -117,8 +117,8 @@ def _metrics(run: Trainer, rounds: list[Round]) -> dict[str, float]:
     """Of all that was rolled out, whether it is trained on or not."""
     values = rollout_metrics(
         *_joined(rounds, "tokens", "lens", "prefix_lens"),
-        run.plan.setup.eos_ids,
-        offered=_joined(rounds, "outcome.offered")[0],
+        run.plan.program.eos_ids,
+        offered=_joined(rounds, "outcome.draft_lens")[0],
         previous=_joined(rounds, "previous_tokens", "previous_lens"),
         forced=_joined(rounds, "forced")[0],
     )
@@ -136,8 +136,8 @@ def _left_over(state: TrainerState, found: Round) -> dict[str, float]:
         if begun.any():
             kept = int(found.prefix_lens[begun > 0].sum())
             values["rollout/run_ahead_accepted"] = kept / int(begun.sum())
-        state.ahead = outcome.ahead or dataclasses.replace(state.ahead, prompt_ids=())
-    state.carried = outcome.carried
+        state.ahead = outcome.run_ahead or dataclasses.replace(state.ahead, prompt_ids=())
+    state.carried = outcome.resumed
     return values
 
 

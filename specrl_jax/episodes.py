@@ -124,7 +124,7 @@ class _Episodes:
 
     def play(self, roll_on: Callable[..., RolloutResult], drafts: Drafts | None) -> Responses:
         """roll_on(drafts, carry_over): one rollout of all rows."""
-        held, parts, ends = None, [], self.plan.setup.eos_ids
+        held, parts, ends = None, [], self.plan.program.eos_ids
         turn = None if drafts is None else turn_drafts(drafts, None, ends)
         offered = np.zeros_like(self.begins)
         while True:
@@ -139,17 +139,17 @@ class _Episodes:
                 answers = self._step(tokens, lens, ended)
             if self.over.all():
                 break
-            held = PartialRows(rollout, put(self.over, "batch"), put(outcome.offered, "batch"))
+            held = PartialRows(rollout, put(self.over, "batch"), put(outcome.draft_lens, "batch"))
             forced, counts = self._padded(answers)
             held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
             self.begins = np.where(ended, lens + counts, self.begins)
             if drafts is not None:
                 turn = turn_drafts(drafts, held, ends, put(self.begins, "batch"))
                 # What a row that is behind has left of its draft is offered again.
-                left = np.maximum(outcome.offered - offered - (lens - outcome.held), 0)
+                left = np.maximum(outcome.draft_lens - offered - (lens - outcome.resumed_lens), 0)
                 goes_on = ~ended & (np.asarray(jax.device_get(turn.lens)) > lens)
-                offered = outcome.offered - np.where(goes_on, left, 0)
-                held = dataclasses.replace(held, offered=put(offered, "batch"))
+                offered = outcome.draft_lens - np.where(goes_on, left, 0)
+                held = dataclasses.replace(held, draft_lens=put(offered, "batch"))
         nothing = tuple("" for _ in self.reasons)
         failed = np.array([bool(reason) for reason in self.reasons])
         scores = Scores(self.rewards, failed, tuple(self.reasons), self.over, nothing)
@@ -170,7 +170,7 @@ class _Episodes:
         for i, row in enumerate(rows):
             self.rewards[row], self.reasons[row] = found.rewards[i], found.reasons[i]
             last = len(self.texts[row]) >= self.max_turns
-            cut_off = tokens[row, lens[row] - 1] not in self.plan.setup.eos_ids
+            cut_off = tokens[row, lens[row] - 1] not in self.plan.program.eos_ids
             if found.done[i] or last or cut_off:
                 self.over[row] = True
                 continue
@@ -180,7 +180,7 @@ class _Episodes:
                 self.rewards[row], self.reasons[row] = 0.0, str(error)
                 self.over[row] = True
                 continue
-            if lens[row] + len(ids) < self.plan.setup.response_slots:
+            if lens[row] + len(ids) < self.plan.program.response_slots:
                 answers[row] = ids
             else:
                 self.over[row] = True
@@ -189,7 +189,7 @@ class _Episodes:
     def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """int32 [B, O] and counts [B]; O is a power of 2, so that few programs are compiled."""
         longest = max(map(len, answers.values()), default=1)
-        width = min(1 << max(longest - 1, 0).bit_length(), self.plan.setup.response_slots)
+        width = min(1 << max(longest - 1, 0).bit_length(), self.plan.program.response_slots)
         forced = np.zeros((len(self.texts), width), np.int32)
         counts = np.zeros(len(self.texts), np.int32)
         for row, ids in answers.items():

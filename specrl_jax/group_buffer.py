@@ -289,7 +289,7 @@ def _drafts(run: Trainer, state: TrainerState, prompts: Prompts) -> Drafts | Non
         drafts = state.store.get(
             prompts, run.plan.group_size, age=settings.draft_age, step=state.step
         )
-    return drafts if state.ahead is None else state.ahead.over(drafts, prompts)
+    return drafts if state.ahead is None else state.ahead.drafts_for(prompts, drafts)
 
 
 def _corpus(

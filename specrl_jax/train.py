@@ -132,7 +132,7 @@ def step(
         if run.learner.critic:
             batch, values = _by_critic(run, state, batch, rewards)
         if run.config.algorithm.importance_cap:
-            weights = found.importance_weights(run.plan.setup.accept)
+            weights = found.importance_weights(run.plan.program.accept)
             weights = weights[:, : batch.old_logprobs.shape[1]]
             batch = dataclasses.replace(batch, weights=weights)
         values |= shaped | learn(run, state, batch)
@@ -333,6 +333,6 @@ def _open_records(run: Trainer, workdir: Path) -> RolloutRecords:
         workdir,
         run.config.log.rollouts,
         decode=run.tokenizer.decode,
-        eos_ids=run.plan.setup.eos_ids,
+        eos_ids=run.plan.program.eos_ids,
         enabled=jax.process_index() == 0,
     )

@@ -114,11 +114,13 @@ def select(prompts: Prompts, order) -> Prompts:
 _PLAIN = SamplingConfig()
 
 
-def make_plan(model=MODEL, *, law=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
-              eos=(1, 2, 3, 4), row_rungs=2, windows=2, max_rows=0, tree=None, stored=0,
-              **kwargs) -> RolloutSpec:  # fmt: skip
-    setup = ProgramSpec(model, law, accept, eos, 0, slots, 5, tree=tree, stored=stored)
-    return RolloutSpec(setup, prompt_slots, group, row_rungs, windows, max_rows, **kwargs)
+def make_plan(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
+              eos=(1, 2, 3, 4), row_buckets=2, cache_lengths=2, max_rows=0, tree=None,
+              stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
+    program = ProgramSpec(
+        model, sampling, accept, eos, 0, slots, 5, tree=tree, stored_logprobs=stored_logprobs
+    )
+    return RolloutSpec(program, prompt_slots, group, row_buckets, cache_lengths, max_rows, **kwargs)
 
 
 def rollout(
@@ -142,7 +144,7 @@ def run(spec, weights, prompts, step=0, **options):
 
 def corpus_of(plan, tokens_BR, lens_B):
     """What tree drafts read where these responses are stored, each group's for its prompt."""
-    slots = plan.setup.response_slots
+    slots = plan.program.response_slots
     tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, plan.group_size, slots)
     lens = np.asarray(lens_B, np.int32).reshape(-1, plan.group_size)
     return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
@@ -199,8 +201,8 @@ class Reference:
 
     def __init__(self, plan, params, prompts, *, step, drafts=None, log_lenience=0.0,
                  purpose=Purpose.SAMPLE):  # fmt: skip
-        self.setup, self.params, self.step = plan.setup, params, step
-        group, slots = plan.group_size, plan.setup.response_slots
+        self.setup, self.params, self.step = plan.program, params, step
+        group, slots = plan.group_size, plan.program.response_slots
         self.prompt_lens = np.repeat(prompts.lens, group)
         rows = len(self.prompt_lens)
         self.whole = np.zeros((rows, prompts.tokens.shape[1] + slots), np.int32)
@@ -227,7 +229,7 @@ class Reference:
     def _laws(self):
         """(policy, sampling) log-probs [B, T, V] and the truncated scores, of the whole rows."""
         scores = full_logits(self.setup.model, self.params, self.whole)
-        law = self.setup.law
+        law = self.setup.sampling
         scores = scores / np.float32(law.temperature or 1.0)
         cut = np.asarray(_truncate(scores, law))
         return log_softmax(scores), log_softmax(cut), cut
@@ -274,7 +276,7 @@ class Reference:
             policy, sampled, cut = self._laws()
             at = self.prompt_lens + self.lens - 1
             scores = put(cut[every, at], "batch", "vocab")
-            tokens = np.asarray(_draw(scores, seeds, put(self.lens, "batch"), self.setup.law))
+            tokens = np.asarray(_draw(scores, seeds, put(self.lens, "batch"), self.setup.sampling))
             for row in np.flatnonzero(~self.done):
                 n, token = self.lens[row], tokens[row]
                 self.whole[row, at[row] + 1] = token

@@ -283,7 +283,7 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
     assert any("+" in name for name in again)
     met = set()
     for _, one in seen.rounds:
-        offered = one.outcome.offered.reshape(-1, N)
+        offered = one.outcome.draft_lens.reshape(-1, N)
         for q, example in enumerate(one.prompts.examples):
             assert (offered[q] > 0).all() == (example.prompt_id in met)
             met.add(example.prompt_id)

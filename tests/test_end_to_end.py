@@ -340,7 +340,7 @@ def _telling(optimizer: optax.GradientTransformation) -> optax.GradientTransform
 
 def _draws(run, params, batch, prompts) -> np.ndarray:
     """Tokens [10, B, R] drawn after every prefix of the batch's rows, under ten steps' noise."""
-    law, group, slots = run.plan.setup.law, run.plan.group_size, batch.old_logprobs.shape[1]
+    law, group, slots = run.plan.program.sampling, run.plan.group_size, batch.old_logprobs.shape[1]
     ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
     samples = put(np.tile(np.arange(group, dtype=np.int32), len(prompts.lens)), "batch")
     first = np.asarray(batch.prompt_lens) - 1

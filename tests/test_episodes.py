@@ -106,8 +106,12 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
 CHOICES = {
     "previous": {},
     "tree": {"tree": ref.TREE, "max_width": 4},
-    "few rows": {"max_rows": 8, "row_rungs": 3},
-    "a bound of the cache": {"row_rungs": 3, "windows": 3, "cache_bytes": 2 * 12 * 22 * 128},
+    "few rows": {"max_rows": 8, "row_buckets": 3},
+    "a bound of the cache": {
+        "row_buckets": 3,
+        "cache_lengths": 3,
+        "cache_bytes": 2 * 12 * 22 * 128,
+    },
 }
 CHOICES["trees within a bound"] = CHOICES["tree"] | CHOICES["a bound of the cache"]
 CONTAINED = ("tree", "a bound of the cache")  # in the last
@@ -130,7 +134,7 @@ def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
         source = run(pool, plan_of(accept="match"), weights, prompts, step=2)
     rollout = source.outcome.rollout
     options = {"drafts": ref.as_drafts(rollout)}
-    if plan.setup.tree:
+    if plan.program.tree:
         tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
         options["corpus"] = lambda: make_corpus(
@@ -151,14 +155,14 @@ def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
         assert 0 < kept.sum() < (found.lens - forced).sum() / 2
     else:
         np.testing.assert_array_equal(kept, found.lens - forced)
-        np.testing.assert_array_equal(found.outcome.offered, found.lens - forced)
+        np.testing.assert_array_equal(found.outcome.draft_lens, found.lens - forced)
 
 
 RULES = {
     "match": {"accept": "match"},
     "match, trees": {"accept": "match", "tree": ref.TREE, "max_width": 4},
     "ratio": {"accept": "ratio"},
-    "ratio, few rows": {"accept": "ratio", "max_rows": 8, "row_rungs": 3},
+    "ratio, few rows": {"accept": "ratio", "max_rows": 8, "row_buckets": 3},
     "ratio_residual": {"accept": "ratio_residual", "stored": 8},
     "block": {"accept": "block", "stored": 8},
 }
@@ -195,10 +199,10 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     found = run(pool, plan, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(set(x.tolist())) > 1 for x in turns)
     new, old = (_without_laws_of_forced(host(x.outcome.rollout)) for x in (found, expected))
-    check_equal(new, old, but=("sources",) if plan.setup.tree else ())
+    check_equal(new, old, but=("sources",) if plan.program.tree else ())
     for name in ("lens", "turns"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    np.testing.assert_array_equal(found.outcome.offered, expected.outcome.offered)
+    np.testing.assert_array_equal(found.outcome.draft_lens, expected.outcome.draft_lens)
     np.testing.assert_array_equal(found.scores.rewards, expected.scores.rewards)
 
 
@@ -225,7 +229,7 @@ def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
     )
     longer = found.lens > expected.lens
     assert longer.any()
-    assert np.all(found.outcome.offered[longer] < found.lens[longer])
+    assert np.all(found.outcome.draft_lens[longer] < found.lens[longer])
 
 
 def test_what_is_left_of_a_draft_by_hand(mesh, plain):

@@ -73,7 +73,7 @@ def make_plan(model, size: Size, *, accept: str = "match", tree: bool = False) -
     """All rows in flight; the end-of-sequence lies outside the vocabulary."""
     setup = ProgramSpec(
         model=model,
-        law=SamplingConfig(),
+        sampling=SamplingConfig(),
         accept=accept,
         eos_ids=(model.vocab_size,),
         pad_id=0,
@@ -88,7 +88,7 @@ def make_plan(model, size: Size, *, accept: str = "match", tree: bool = False) -
         size.row_rungs,
         size.windows,
         max_width=size.max_width if tree else 1,
-        verify_chunk=VERIFY_CHUNK,
+        verify_width=VERIFY_CHUNK,
     )
 
 
@@ -197,7 +197,7 @@ def make_drafts(
     A replaced token says that its law was certain of it (log-prob 0), so that the ratio rule keeps
     it with the chance that the policy gives it, one in thousands.
     """
-    vocab, group = plan.setup.model.vocab_size, plan.group_size
+    vocab, group = plan.program.model.vocab_size, plan.group_size
     tokens, replaced = corrupt(plain.tokens, rate, vocab, rng)
     logprobs = np.where(replaced, 0.0, plain.sampling_logprobs).astype(np.float32)
     flat = ("batch", None)
@@ -272,8 +272,8 @@ def _cells(
     plain = dataclasses.replace(by_rate[0].case, table=steps)
     every = [run for runs in ladder for run in runs]
     cells = [
-        benchmark.describe(naive, naive_runs, naive.plan.ladder(rows)) | {"lost": None},
-        benchmark.describe(plain, every, plain.plan.ladder(rows)) | {"lost": None},
+        benchmark.describe(naive, naive_runs, naive.plan.buckets(rows)) | {"lost": None},
+        benchmark.describe(plain, every, plain.plan.buckets(rows)) | {"lost": None},
     ]
     first = len(naive_runs)  # other cases may have gone on
     per_pass = np.median([benchmark.total_seconds(runs[:first]) for runs in ladder], axis=0)
@@ -281,7 +281,7 @@ def _cells(
     cells[1]["over_naive"] = benchmark.bounded(over.tolist())
     for timed in by_rate:
         for case, runs in timed.drafted:
-            cell = benchmark.describe(case, runs, case.plan.ladder(rows))
+            cell = benchmark.describe(case, runs, case.plan.buckets(rows))
             cell["lost"] = timed.lost
             cell["over_naive"] = benchmark.ratios(naive_runs, runs[:first])
             cell["over_ladder"] = benchmark.bounded(timed.over(runs))

@@ -38,7 +38,7 @@ def measure(
     inputs, drafts, setting = scene_of(run, params, steps)
     lens, plan, rows = np.asarray(jax.device_get(drafts.lens)), without_trees(run.plan), []
     for rule, log_lenience, law in RULES:
-        judged = dataclasses.replace(plan, setup=dataclasses.replace(plan.setup, accept=rule))
+        judged = dataclasses.replace(plan, program=dataclasses.replace(plan.program, accept=rule))
         kept = []
         for number in range(repeats):
             rollout = generate(
@@ -63,7 +63,7 @@ def measure(
                 "most": float(kept.mean(axis=1).max()),
             }
         )
-    setting |= {"repeats": repeats, "stored": plan.setup.stored}
+    setting |= {"repeats": repeats, "stored": plan.program.stored_logprobs}
     return {
         "config": jax.tree.map(benchmark.jsonable, config.to_dict()),
         "setting": setting,

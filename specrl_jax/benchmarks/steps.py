@@ -94,7 +94,7 @@ class DecodeBatch:
 def make_rung(size: Size, model: ModelConfig, weights: Params, count: int, accept: str, slots: int):
     """`count` rows of `slots` response slots under an acceptance rule, wide enough for all."""
     plan = make_plan(model, dataclasses.replace(size, response_len=slots), accept=accept)
-    setup = dataclasses.replace(plan.setup, margin=max(WIDTH, slots), group_size=GROUP)
+    setup = dataclasses.replace(plan.program, margin=max(WIDTH, slots), group_size=GROUP)
     return DecodeBatch(setup, weights, count, size.prompt_len)
 
 

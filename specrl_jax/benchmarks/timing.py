@@ -177,7 +177,7 @@ def describe(case: Case, runs: Sequence[Run], ladder: Buckets) -> dict[str, Any]
     run = median_run(runs)
     stats, table = run.stats, case.table
     first = first_steps(run, case.drafts)
-    starts = step_starts(run.sources, run.lens, first, passes=bool(stats.verified_tokens))
+    starts = step_starts(run.sources, run.lens, first, passes=bool(stats.verify_work))
     ideal = ideal_seconds(starts, step_widths(stats), ladder, table)
     decode, predicted = run.seconds["decode"], predicted_seconds(stats, table)
     decoded = int(np.maximum(run.lens - first, 0).sum())
@@ -190,19 +190,19 @@ def describe(case: Case, runs: Sequence[Run], ladder: Buckets) -> dict[str, Any]
         "reused_tokens": int(run.prefix_lens.sum()),
         "drafted_tokens": stats.drafted_tokens,
         "decoded_tokens": decoded,
-        "verified_tokens": stats.verified_tokens,
-        "judged_tokens": stats.judged_tokens,
+        "verified_tokens": stats.verify_work,
+        "judged_tokens": stats.verified_tokens,
         "decode_steps": stats.decode_steps,
         "row_steps": stats.row_steps,
         "needed_row_steps": int(starts.sum()),
         "tokens_per_row_step": _ratio(decoded, stats.row_steps),
-        "steps_by_width": _tally((width, steps) for _, _, width, steps in stats.visits),
-        "steps_by_rows": _tally((rows, steps) for rows, _, _, steps in stats.visits),
-        "visits": len(stats.visits),
+        "steps_by_width": _tally((width, steps) for _, _, width, steps in stats.decode_runs),
+        "steps_by_rows": _tally((rows, steps) for rows, _, _, steps in stats.decode_runs),
+        "visits": len(stats.decode_runs),
         "predicted_decode_seconds": predicted,
-        "predicted_over_actual": _ratio(predicted, decode if stats.visits else 0.0),
+        "predicted_over_actual": _ratio(predicted, decode if stats.decode_runs else 0.0),
         "ideal_decode_seconds": ideal,
-        "ideal_share": _ratio(ideal, decode if stats.visits else 0.0),
+        "ideal_share": _ratio(ideal, decode if stats.decode_runs else 0.0),
     }
 
 
@@ -222,13 +222,13 @@ def predicted_seconds(stats: Stats, table: StepCosts) -> float:
     """What the table says of the decode steps that were run."""
     return sum(
         steps * table.seconds(rows, slots, width, width > 1)
-        for rows, slots, width, steps in stats.visits
+        for rows, slots, width, steps in stats.decode_runs
     )
 
 
 def step_widths(stats: Stats) -> list[int]:
     """The width of every decode step, in order."""
-    return [width for *_, width, steps in stats.visits for _ in range(steps)]
+    return [width for *_, width, steps in stats.decode_runs for _ in range(steps)]
 
 
 def first_steps(run: Run, drafts: Drafts | None) -> np.ndarray:
@@ -238,7 +238,7 @@ def first_steps(run: Run, drafts: Drafts | None) -> np.ndarray:
     Where passes ran, all reused tokens count as theirs, though some may have been left to decoding;
     where none did, all tokens were decoded.
     """
-    if drafts is None or not run.stats.verified_tokens:
+    if drafts is None or not run.stats.verify_work:
         return np.zeros_like(run.lens)
     offered = np.asarray(drafts.lens)
     return run.prefix_lens + ((offered > 0) & (run.prefix_lens < offered))

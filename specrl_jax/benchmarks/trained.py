@@ -56,7 +56,7 @@ def measure(
     rows = len(drafts.lens)
     cells = []
     for case, runs in zip(cases, times):
-        cell = benchmark.describe(case, runs, case.plan.ladder(rows))
+        cell = benchmark.describe(case, runs, case.plan.buckets(rows))
         cell["over_plain"] = benchmark.ratios(times[0], runs)
         cell["metrics"] = _metrics(run, case, benchmark.median_run(runs), drafts)
         cells.append(cell)
@@ -107,8 +107,8 @@ def scene_of(run: Trainer, params, drift: int) -> tuple[Inputs, Drafts, dict[str
 
 def without_trees(plan: RolloutSpec) -> RolloutSpec:
     """The same rollout one token a step."""
-    setup = dataclasses.replace(plan.setup, tree=None)
-    return dataclasses.replace(plan, setup=setup, max_width=1)
+    setup = dataclasses.replace(plan.program, tree=None)
+    return dataclasses.replace(plan, program=setup, max_width=1)
 
 
 def _cases(run: Trainer, inputs: Inputs, drafts: Drafts, wanted: float, tables: Path) -> list[Case]:
@@ -123,14 +123,14 @@ def _cases(run: Trainer, inputs: Inputs, drafts: Drafts, wanted: float, tables: 
     found = [Case("plain", plain, table(plain))]
     previous = "previous" in settings.draft or settings.draft == "none"
     stored = None
-    if run.plan.setup.tree is not None:
+    if run.plan.program.tree is not None:
         by_prompt = (rows // sources, sources)
         stored = (
             put(np.asarray(drafts.tokens).reshape(*by_prompt, -1), None, None, None),
             put(np.asarray(drafts.lens).reshape(by_prompt), None, None),
         )
     costs = table(run.plan)
-    graded = previous and acceptance.RULES[run.plan.setup.accept].lenience
+    graded = previous and acceptance.RULES[run.plan.program.accept].lenience
     for lenience in sorted({1.0, wanted, math.inf}) if graded else [None]:
         name = settings.draft if lenience is None else f"ℓ={lenience:.4g}"
         logged = -math.inf if lenience == 0 else math.log(lenience or 1.0)
@@ -148,7 +148,7 @@ def _metrics(run: Trainer, case: Case, timed: benchmark.Run, drafts: Drafts) -> 
         timed.tokens,
         timed.lens,
         timed.prefix_lens,
-        run.plan.setup.eos_ids,
+        run.plan.program.eos_ids,
         offered=None if case.drafts is None else written[1],
         previous=written,
     )

@@ -46,7 +46,7 @@ class RunAhead:
     def empty(cls, rows: int, slots: int) -> "Ahead":
         return cls(as_drafts(_empty_rollout(rows, slots, 0)))
 
-    def over(self, previous: Drafts | None, prompts: Prompts) -> Drafts | None:
+    def drafts_for(self, prompts: Prompts, previous: Drafts | None = None) -> Drafts | None:
         """Drafts for `prompts`: these where they are of them, else `previous`."""
         if self.prompt_ids != tuple(e.prompt_id for e in prompts.examples):
             return previous
@@ -95,24 +95,24 @@ class PartialRows:
     """What B rows have from earlier steps.
 
     rollout: their responses so far, length 0 where there is none. done: bool [B], complete.
-    offered: int32 [B], draft tokens that they were offered when they began; of rows that have
+    draft_lens: int32 [B], draft tokens that they were offered when they began; of rows that have
     rejected none and are not done, those that they kept.
     """
 
     rollout: Rollout
     done: Array
-    offered: Array
+    draft_lens: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     """Groups in flight between two steps.
 
-    held: X * G rows, of which the first len(steps) groups are in use. prompt_ids, steps: theirs;
+    rows: X * G rows, of which the first len(steps) groups are in use. prompt_ids, steps: theirs;
     the step in which a group began, whose noise it uses to its end.
     """
 
-    held: PartialRows
+    rows: PartialRows
     prompt_ids: tuple[str, ...] = ()
     steps: tuple[int, ...] = ()
 

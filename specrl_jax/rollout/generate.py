@@ -82,12 +82,12 @@ class RolloutResult:
     rollout: Rollout
     stats: Stats
     groups: np.ndarray
-    begun: np.ndarray
-    offered: np.ndarray
-    held: np.ndarray
-    carried_tokens: int = 0
-    ahead: RunAhead | None = None
-    carried: Resumed | None = None
+    noise_steps: np.ndarray
+    draft_lens: np.ndarray
+    resumed_lens: np.ndarray
+    resumed_tokens: int = 0
+    run_ahead: RunAhead | None = None
+    resumed: Resumed | None = None
     finished: np.ndarray | None = None
 
     @property
@@ -98,12 +98,14 @@ class RolloutResult:
     def metrics(self) -> dict[str, float]:
         """Under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
-        if self.ahead is not None:
-            values["rollout/tokens_run_ahead"] = int(np.sum(jax.device_get(self.ahead.drafts.lens)))
-        if self.carried is not None:
+        if self.run_ahead is not None:
+            values["rollout/tokens_run_ahead"] = int(
+                np.sum(jax.device_get(self.run_ahead.drafts.lens))
+            )
+        if self.resumed is not None:
             total = int(np.sum(jax.device_get(self.rollout.lens)))
-            values["rollout/tokens_resumed"] = self.carried_tokens
-            values["rollout/stale_fraction"] = int(self.held.sum()) / max(total, 1)
+            values["rollout/tokens_resumed"] = self.resumed_tokens
+            values["rollout/stale_fraction"] = int(self.resumed_lens.sum()) / max(total, 1)
         return values
 
 
@@ -131,10 +133,10 @@ def generate(
     everyone = _everyone(prompts, plan.group_size, step, ahead, carried, held)
     own = len(prompts.lens) * plan.group_size
     # The same shapes at every step of a run, also where fewer groups are left to begin.
-    ladder = plan.ladder(
-        own if carried is None else wanted * plan.group_size + len(carried.held.done)
+    ladder = plan.buckets(
+        own if carried is None else wanted * plan.group_size + len(carried.rows.done)
     )
-    setup = plan.full_setup(ladder)
+    setup = plan.program_for(ladder)
     board = _board(setup, everyone.prompts, key, int(purpose), everyone.begun, caps)
     if everyone.held is not None:
         board = place(board, everyone.held)
@@ -173,15 +175,15 @@ def generate(
         kept, judged, twice = jax.device_get(compared).tolist()
         stats.drafted_tokens -= twice
         if cost is not None:
-            cost.record_drafts(kept - stats.kept_tokens, judged - stats.judged_tokens)
+            cost.record_drafts(kept - stats.accepted_tokens, judged - stats.verified_tokens)
     found = RolloutResult(
         rollout,
         stats,
         groups=np.arange(len(prompts.lens)),
-        begun=everyone.begun[: len(prompts.lens)],
-        offered=(offered + everyone.offered)[:own],
-        held=everyone.lens[:own],
-        carried_tokens=int(everyone.lens.sum()),
+        noise_steps=everyone.begun[: len(prompts.lens)],
+        draft_lens=(offered + everyone.offered)[:own],
+        resumed_lens=everyone.lens[:own],
+        resumed_tokens=int(everyone.lens.sum()),
         finished=engine.finished[:own] if behind else None,
     )
     if ahead is not None:
@@ -222,10 +224,10 @@ def _everyone(
     rows, nothing = len(begun) * group, np.zeros(len(begun) * group, np.int32)
     if carried is not None:
         begun[: len(carried.steps)] = carried.steps
-        held = in_front(carried.held, jnp.int32(len(carried.steps) * group), rows=rows)
+        held = in_front(carried.rows, jnp.int32(len(carried.steps) * group), rows=rows)
     if held is None:
         return _Everyone(prompts, begun, None, nothing, nothing > 0, nothing)
-    known = jax.device_get((held.rollout.lens, held.done, held.offered))
+    known = jax.device_get((held.rollout.lens, held.done, held.draft_lens))
     return _Everyone(prompts, begun, held, *known)
 
 
@@ -243,11 +245,11 @@ def _for_fresh(drafts: Drafts, everyone: _Everyone, group: int) -> Drafts:
 def _without_ahead(found: RolloutResult, ahead: Prompts) -> RolloutResult:
     """The rollout's own rows, and those of the next step's prompts as drafts."""
     rows = np.arange(len(found.rollout.lens), dtype=np.int32)
-    mine, theirs = np.split(rows, [len(found.held)])
+    mine, theirs = np.split(rows, [len(found.resumed_lens)])
     names = tuple(example.prompt_id for example in ahead.examples)
     drafts = as_drafts(take(found.rollout, put(theirs, None)))
     rollout = take(found.rollout, put(mine, None))
-    return dataclasses.replace(found, rollout=rollout, ahead=RunAhead(drafts, names))
+    return dataclasses.replace(found, rollout=rollout, run_ahead=RunAhead(drafts, names))
 
 
 def _completed(
@@ -258,23 +260,23 @@ def _completed(
     # What is left of the drafts of rows that rejected nothing so far is lost, not rejected; rows
     # that have not begun will be offered theirs again.
     lens, kept_lens = jax.device_get((found.rollout.lens, found.rollout.prefix_lens))
-    judged = np.where(~done & (kept_lens == lens), kept_lens, found.offered)
+    judged = np.where(~done & (kept_lens == lens), kept_lens, found.draft_lens)
     complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[:wanted]
     others = np.setdiff1d(np.arange(len(prompts.lens)), complete)
     mine, theirs = (_rows_of(groups, group) for groups in (complete, others))
     held = PartialRows(found.rollout, put(done, "batch"), put(judged, "batch"))
-    rows = len(carried.held.done)
+    rows = len(carried.rows.done)
     return dataclasses.replace(
         found,
         rollout=take(found.rollout, put(mine, None)),
         groups=complete,
-        begun=found.begun[complete],
-        offered=found.offered[mine],
-        held=found.held[mine],
-        carried=Resumed(
+        noise_steps=found.noise_steps[complete],
+        draft_lens=found.draft_lens[mine],
+        resumed_lens=found.resumed_lens[mine],
+        resumed=Resumed(
             kept(held, put(theirs, None), jnp.int32(len(theirs)), rows=rows),
             tuple(prompts.examples[g].prompt_id for g in others),
-            tuple(found.begun[others].tolist()),
+            tuple(found.noise_steps[others].tolist()),
         ),
     )
 
@@ -308,7 +310,7 @@ def _start(setup: ProgramSpec, purpose: int, key, steps, ids, samples, *numbers)
     ids = reshard(ids, "batch", None)
     seeds = (row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT)))
     return board_rows.start_rows(
-        *seeds, *numbers, columns=setup.columns, pad_id=setup.pad_id, stored=setup.stored
+        *seeds, *numbers, columns=setup.columns, pad_id=setup.pad_id, stored=setup.stored_logprobs
     )
 
 
@@ -327,7 +329,7 @@ def _explored(plan: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> D
         lens = acceptance.leading(drafts.origin_steps >= step - plan.token_age, lens)
     if plan.refresh:
         # Noise of a position that no response has: the draft's fate must not sway its judgement.
-        behind = jnp.full_like(lens, plan.setup.response_slots)
+        behind = jnp.full_like(lens, plan.program.response_slots)
         lens = jnp.where(uniforms(seeds, behind) <= plan.refresh, 0, lens)
     return dataclasses.replace(drafts, lens=lens)
 
@@ -347,12 +349,14 @@ def make_corpus(
     """
     ages = np.arange(tokens.shape[1]) // (generation or plan.group_size)
     weights = put((decay**ages).astype(np.float32), None)
-    return drafting.build(tokens, lens, weights, live=plan.group_size, depth=plan.setup.tree.depth)
+    return drafting.build(
+        tokens, lens, weights, live=plan.group_size, depth=plan.program.tree.depth
+    )
 
 
 def _no_corpus(plan: RolloutSpec, prompts: int) -> SuffixIndex:
     """Of responses in flight alone."""
-    tokens = np.zeros((prompts, 0, plan.setup.response_slots), np.int32)
+    tokens = np.zeros((prompts, 0, plan.program.response_slots), np.int32)
     return make_corpus(plan, put(tokens, None, None, None), put(tokens[:, :, 0], None, None))
 
 

@@ -148,7 +148,7 @@ def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
 
     def offered(**changes):
         changed = dataclasses.replace(plan, **changes)
-        return ref.rollout(changed, new, prompts, key=key, drafts=drafts, **options).offered
+        return ref.rollout(changed, new, prompts, key=key, drafts=drafts, **options).draft_lens
 
     lens, whole = np.asarray(drafts.lens), offered()
     np.testing.assert_array_equal(whole, lens)
@@ -159,7 +159,7 @@ def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
     found = ref.rollout(
         dataclasses.replace(plan, token_age=2), new, prompts, key=key, drafts=newer, **options
     )
-    np.testing.assert_array_equal(found.offered, np.minimum(lens, 3))  # 6, 5, 4 | 3
+    np.testing.assert_array_equal(found.draft_lens, np.minimum(lens, 3))  # 6, 5, 4 | 3
     some = offered(refresh=0.5)
     assert 0 < np.sum(some == 0) < len(lens)
     assert set(some[some > 0]) <= set(lens)

@@ -390,7 +390,7 @@ def fresh(mesh):
     """(learner, parameters, batch) of a rollout that the parameters have just made."""
     params, law = _params(), SamplingConfig(0.8, top_k=6)
     setup = ProgramSpec(MODEL, law, "ratio", (1,), 0, RESPONSE, 3)
-    plan = RolloutSpec(setup, PROMPT, group_size=2, row_rungs=2, windows=1)
+    plan = RolloutSpec(setup, PROMPT, group_size=2, row_buckets=2, cache_lengths=1)
     host = _host_batch()
     inside = np.arange(PROMPT) < host.prompt_lens[:, None]
     prompts = Prompts(

@@ -59,7 +59,7 @@ def test_steps_begin_behind_the_tokens_that_ended_one():
     ]
 
 
-LADDER = Buckets.build(4, 2, 4, row_rungs=2, windows=2, max_width=2)
+LADDER = Buckets.build(4, 2, 4, row_buckets=2, cache_lengths=2, max_width=2)
 # Rows 4 and 2, windows of 2 and 4 response tokens: 4 and 6 slots.
 TABLE = StepCosts({
     Point(4, 4, 1, False): 10.0, Point(4, 6, 1, False): 12.0, Point(4, 4, 2, True): 15.0,

@@ -49,8 +49,8 @@ def monte_carlo(law, log_lenience, steps=1, reuse=True):
     """Rollouts over drafts of the old policy: {first token + response: count}, and the last."""
     model, _, old = ref.table_policy(OLD_TABLE)
     _, _, new = ref.table_policy(NEW_TABLE)
-    plan = make_plan(model, law=law, slots=SLOTS, prompt_slots=2, group=512, eos=(2,), row_rungs=1,
-                     windows=1)  # fmt: skip
+    plan = make_plan(model, sampling=law, slots=SLOTS, prompt_slots=2, group=512, eos=(2,),
+                     row_buckets=1, cache_lengths=1)  # fmt: skip
     prompts = make_prompts([[0], [1], [2, 0], [0, 1]] * 8, 2)
     counts = collections.Counter()
     for step in range(steps):
@@ -161,8 +161,9 @@ FIRSTS = [0, 1]
 
 
 def five_plan(model, accept, law=SamplingConfig(), **kwargs):  # noqa: B008
-    return make_plan(model, law=law, slots=SLOTS, prompt_slots=1, group=8, eos=(EOS,), stored=2,
-                     accept=accept, row_rungs=1, windows=1, **kwargs)  # fmt: skip
+    return make_plan(model, sampling=law, slots=SLOTS, prompt_slots=1, group=8, eos=(EOS,),
+                     stored_logprobs=2, accept=accept, row_buckets=1, cache_lengths=1,
+                     **kwargs)  # fmt: skip
 
 
 def five_prompts(count=2048):
@@ -178,7 +179,7 @@ def policy_law(table, law=SamplingConfig()):  # noqa: B008
 def generations(accept, law=SamplingConfig(), steps=4, chunk=0):  # noqa: B008
     """Counts of three generations, each over the last one's responses: of tables 0, 1, 0."""
     (model, _, one), (_, _, other) = (ref.table_policy(table) for table in TABLES)
-    plan, prompts = five_plan(model, accept, law, verify_chunk=chunk), five_prompts()
+    plan, prompts = five_plan(model, accept, law, verify_width=chunk), five_prompts()
     counts, last = [collections.Counter() for _ in range(3)], []
     for step in range(steps):
         drafts = None

@@ -35,7 +35,7 @@ def _prompts(count, vocab):
 
 
 def _plan(model, **changes):
-    options = {"group": G, "slots": R, "prompt_slots": P, "row_rungs": 5, "windows": 1}
+    options = {"group": G, "slots": R, "prompt_slots": P, "row_buckets": 5, "cache_lengths": 1}
     options["eos"] = tuple(range(1, 30))
     return make_plan(model, accept="match", **options | changes)
 
@@ -73,8 +73,8 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     # At the step before, under the older policy, in places that its own rows left early.
     caps = np.random.default_rng(2).integers(1, R + 1, len(prompts.lens) * G).astype(np.int32)
     begun = ref.rollout(
-        plan(row_rungs=2), older, prompts, key=KEY, step=1, next_prompts=prompts, max_lens=caps
-    ).ahead
+        plan(row_buckets=2), older, prompts, key=KEY, step=1, next_prompts=prompts, max_lens=caps
+    ).run_ahead
     cases = {
         "previous": (plan(), {"drafts": as_drafts(near)}),
         "previous, of an older policy": (plan(), {"drafts": as_drafts(old)}),
@@ -118,7 +118,7 @@ def test_drafts_of_every_kind_under_smollm2(mesh):
     )
     weights, older = (ref.to_weights(model, place_params(model, x)) for x in (params, moved))
     prompts = _prompts(320, model.vocab_size)
-    _every_kind(model, weights, older, prompts, width=4, few=80, row_rungs=6, max_rows=320)
+    _every_kind(model, weights, older, prompts, width=4, few=80, row_buckets=6, max_rows=320)
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_bfloat16_parts_no_more_than_another_batch_size_does(mesh):
     plain = ref.rollout(plan(), weights, prompts, key=KEY, step=2).rollout
     near = _near(plain, model.vocab_size)
     cases = {
-        "64 rows at a time": (plan(max_rows=64, row_rungs=1), {}),
+        "64 rows at a time": (plan(max_rows=64, row_buckets=1), {}),
         "previous": (plan(), {"drafts": as_drafts(near)}),
         "tree": (wide, {"suffixes": _corpus(wide, near)}),
     }

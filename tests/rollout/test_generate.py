@@ -17,7 +17,7 @@ HALF = 0.5  # log of SPEC-RL's lenience for GRPO
 
 def old_drafts(plan, prompts, nudge=0.3):
     """A rollout of an earlier policy, as drafts; every fifth row has none."""
-    rollout, _ = run(plan, ref.policy(nudge, plan.setup.model)[1], prompts)
+    rollout, _ = run(plan, ref.policy(nudge, plan.program.model)[1], prompts)
     return as_drafts(rollout, np.where(np.arange(32) % 5 == 4, 0, rollout.lens))
 
 
@@ -28,7 +28,7 @@ def old_drafts(plan, prompts, nudge=0.3):
 def test_three_rollouts_equal_the_naive_loop(mesh, law):
     """No drafts, then twice the last rollout's: tokens, lengths, log-probs, sources, origins."""
     rungs = 1 if law.truncates else 2
-    plan = make_plan(law=law, row_rungs=rungs, windows=1)
+    plan = make_plan(sampling=law, row_buckets=rungs, cache_lengths=1)
     prompts, drafts = ref.random_prompts(), None
     for step, nudge in enumerate((0.3, 0.15, 0.0)):
         params, weights = ref.policy(nudge)
@@ -50,8 +50,8 @@ def test_three_rollouts_equal_the_naive_loop(mesh, law):
 
 
 def test_random_reuse_equals_the_naive_loop(mesh):
-    prompts, plan = ref.random_prompts(), make_plan(accept="random", row_rungs=1, windows=1)
-    drafts = old_drafts(make_plan(windows=1), prompts)
+    prompts, plan = ref.random_prompts(), make_plan(accept="random", row_buckets=1, cache_lengths=1)
+    drafts = old_drafts(make_plan(cache_lengths=1), prompts)
     params, weights = ref.policy()
     rollout, _ = run(plan, weights, prompts, 1, drafts=drafts)
     check_same(rollout, ref.Reference(plan, params, prompts, step=1, drafts=drafts))
@@ -61,7 +61,10 @@ def test_random_reuse_equals_the_naive_loop(mesh):
 
 
 def test_evaluation_is_greedy_and_has_noise_of_its_own(mesh):
-    prompts, plan = ref.random_prompts(), make_plan(law=LAWS[1], row_rungs=1, windows=1)
+    prompts, plan = (
+        ref.random_prompts(),
+        make_plan(sampling=LAWS[1], row_buckets=1, cache_lengths=1),
+    )
     params, weights = ref.policy()
     greedy = plan.for_evaluation(4, 0.0)
     rollout, _ = run(greedy, weights, prompts, purpose=Purpose.EVALUATE)
@@ -77,7 +80,7 @@ def test_evaluation_is_greedy_and_has_noise_of_its_own(mesh):
 
 
 def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
-    prompts, plan = ref.random_prompts(), make_plan(windows=1)
+    prompts, plan = ref.random_prompts(), make_plan(cache_lengths=1)
     params, weights = ref.policy()
     drafts = as_drafts(run(plan, ref.policy(0.3)[1], prompts)[0])
     plain, _ = run(plan, weights, prompts, 1)
@@ -87,7 +90,7 @@ def test_no_reuse_is_plain_and_full_reuse_is_the_draft(mesh):
     full, cost = run(plan, weights, prompts, 1, drafts=drafts, log_lenience=math.inf)
     np.testing.assert_array_equal(np.asarray(full.tokens), np.asarray(drafts.tokens))
     np.testing.assert_array_equal(np.asarray(full.prefix_lens), np.asarray(drafts.lens))
-    assert (cost.decode_steps, cost.row_steps, cost.visits) == (0, 0, [])
+    assert (cost.decode_steps, cost.row_steps, cost.decode_runs) == (0, 0, [])
     check_same(full, ref.Reference(plan, params, prompts, step=1, drafts=drafts,
                                    log_lenience=math.inf))  # fmt: skip
     assert (np.asarray(plain.tokens) != np.asarray(full.tokens)).any(axis=1).mean() > 0.5
@@ -100,19 +103,21 @@ def check_stats(plan, rollout, cost, drafts=None):
     """What the lengths alone can tell: all, where rows begin together and never wait."""
     lens, prefix = np.asarray(rollout.lens), np.asarray(rollout.prefix_lens)
     drawn = lens - prefix
-    assert cost.row_steps + cost.verified_tokens >= drawn.sum()
-    if not plan.max_rows and (drafts is None or (plan.windows == 1 and not plan.verify_chunk)):
-        ladder = plan.ladder(len(lens))
+    assert cost.row_steps + cost.verify_work >= drawn.sum()
+    if not plan.max_rows and (
+        drafts is None or (plan.cache_lengths == 1 and not plan.verify_width)
+    ):
+        ladder = plan.buckets(len(lens))
         if drafts is not None:
             # The pass draws a token behind every draft, unless the draft fills it.
             width = ladder.verify_width(int(np.asarray(drafts.lens).max()))
-            assert cost.verified_tokens == len(lens) * width
+            assert cost.verify_work == len(lens) * width
             drawn = np.maximum(lens - np.minimum(prefix + 1, width), 0)
         # Every step runs the smallest rung that fits.
         active = [np.sum(drawn > t) for t in range(drawn.max(initial=0))]
         rungs = [min(r for r in ladder.rows if r >= n) for n in active]
         assert (cost.decode_steps, cost.row_steps) == (len(active), sum(rungs))
-    sizes, _, widths, steps = zip(*cost.visits, strict=True)
+    sizes, _, widths, steps = zip(*cost.decode_runs, strict=True)
     assert cost.decode_steps == sum(steps)
     assert cost.row_steps == np.dot(sizes, steps)
     assert set(widths) == {1}
@@ -123,7 +128,7 @@ def check_stats(plan, rollout, cost, drafts=None):
     assert metrics["rollout/width_mean"] == 1.0
     assert metrics["rollout/tokens_drafted"] == cost.drafted_tokens == 0
     assert metrics["time/decode"] > 0
-    assert (cost.evicted, "time/decode_predicted" in metrics) == (0, False)
+    assert (cost.preempted, "time/decode_predicted" in metrics) == (0, False)
 
 
 # (row rungs, windows, rows in flight, tokens verified at once)
@@ -162,38 +167,40 @@ def base(make_mesh):
 @pytest.mark.parametrize("ladder", LADDERS, ids=str)
 def test_no_ladder_changes_a_token(mesh, base, ladder):
     prompts, drafts, plain, reused = base
-    row_rungs, windows, max_rows, chunk = ladder
-    plan = small_plan(row_rungs=row_rungs, windows=windows, max_rows=max_rows, verify_chunk=chunk)
+    row_buckets, windows, max_rows, chunk = ladder
+    plan = small_plan(
+        row_buckets=row_buckets, cache_lengths=windows, max_rows=max_rows, verify_width=chunk
+    )
     weights = small_weights()
     for expected, offered in ((plain, None), (reused, ref.put_rows(drafts))):
         rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
         check_equal(rollout, expected)
         check_stats(plan, rollout, cost, offered)
-        if row_rungs > 1:
-            assert len({rows for rows, *_ in cost.visits}) > 1  # rows were gathered
+        if row_buckets > 1:
+            assert len({rows for rows, *_ in cost.decode_runs}) > 1  # rows were gathered
         if windows > 1 and offered is None and not max_rows:
-            assert len({slots for _, slots, *_ in cost.visits}) == windows
+            assert len({slots for _, slots, *_ in cost.decode_runs}) == windows
 
 
 def test_finished_rows_are_gathered_away(mesh, base):
     """With four row rungs the work is less than with one, and the rows visit three sizes."""
     prompts, drafts, plain, reused = base
     costs = {}
-    for row_rungs in (1, 4):
-        plan = small_plan(row_rungs=row_rungs, windows=1)
+    for row_buckets in (1, 4):
+        plan = small_plan(row_buckets=row_buckets, cache_lengths=1)
         rollout, cost = run(plan, small_weights(), prompts, 1)
         check_equal(rollout, plain)
         check_stats(plan, rollout, cost)
-        costs[row_rungs] = cost
+        costs[row_buckets] = cost
     assert costs[1].row_steps == 32 * plain.lens.max()
     assert costs[4].row_steps < 0.8 * costs[1].row_steps
-    assert [rows for rows, *_ in costs[4].visits] == [32, 16, 8]
+    assert [rows for rows, *_ in costs[4].decode_runs] == [32, 16, 8]
     # With most of every response kept, few rows are left from the start.
     offered = ref.put_rows(drafts)
     rollout, cost = run(plan, small_weights(), prompts, 1, drafts=offered, log_lenience=HALF)
     check_equal(rollout, reused)
     check_stats(plan, rollout, cost, offered)
-    assert len(cost.visits) > 1
+    assert len(cost.decode_runs) > 1
 
 
 def test_the_order_of_the_prompts_changes_nothing(mesh, base):
@@ -209,7 +216,7 @@ def test_the_order_of_the_prompts_changes_nothing(mesh, base):
 
 def test_the_rest_of_the_batch_and_the_group_change_nothing(mesh, base):
     prompts, _, plain, _ = base
-    plan = small_plan(group=2, row_rungs=1, windows=1)
+    plan = small_plan(group=2, row_buckets=1, cache_lengths=1)
     rollout, _ = run(plan, small_weights(), ref.select(prompts, np.array([5, 2])), 1)
     check_equal(rollout, plain, np.array([20, 21, 8, 9]))
 
@@ -235,13 +242,13 @@ def test_drafts_serve_more_than_one_rollout(mesh, base):
 def test_no_mesh_changes_a_token(make_mesh, base, shape):
     prompts, drafts, plain, reused = base
     with jax.set_mesh(make_mesh(*shape)):
-        plan, weights = small_plan(windows=1), small_weights()
+        plan, weights = small_plan(cache_lengths=1), small_weights()
         first, _ = run(plan, weights, prompts, 1)
         check_equal(first, plain)
         offered = ref.put_rows(drafts)
         rollout, cost = run(plan, weights, prompts, 1, drafts=offered, log_lenience=HALF)
         check_equal(rollout, reused)
-        assert len({rows for rows, *_ in cost.visits}) > 1  # rows moved between the devices
+        assert len({rows for rows, *_ in cost.decode_runs}) > 1  # rows moved between the devices
         store = DraftStore(8, 4, 8)  # and through a sharded store: the same policy keeps it all
         store.put(prompts, rollout, step=1)
         again, _ = run(plan, weights, prompts, 2, drafts=store.get(prompts, 4, step=2))
@@ -256,10 +263,10 @@ def test_a_queue_on_a_mesh(make_mesh, base):
     """Half of the rows in flight, on four pieces of the batch; a fourth, on one."""
     prompts, drafts, plain, reused = base
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        plan = small_plan(windows=1, max_rows=16)
+        plan = small_plan(cache_lengths=1, max_rows=16)
         rollout, cost = run(plan, small_weights(), prompts, 1)
         check_equal(rollout, plain)
-        assert {rows for rows, *_ in cost.visits} == {16, 8}
+        assert {rows for rows, *_ in cost.decode_runs} == {16, 8}
         offered = ref.put_rows(drafts)
         rollout, _ = run(plan, small_weights(), prompts, 1, drafts=offered, log_lenience=HALF)
         check_equal(rollout, reused)
@@ -270,11 +277,13 @@ def test_a_queue_on_a_mesh(make_mesh, base):
 END, OTHER_END = 15, 9
 
 
-def counting(slots=6, group=2, eos=(END,), windows=1):
+def counting(slots=6, group=2, eos=(END,), cache_lengths=1):
     table = np.full((16, 16), 1e-12)
     table[np.arange(16), (np.arange(16) + 1) % 16] = 1.0
     model, _, weights = ref.table_policy(table)
-    plan = make_plan(model, slots=slots, group=group, eos=eos, row_rungs=1, windows=windows)
+    plan = make_plan(
+        model, slots=slots, group=group, eos=eos, row_buckets=1, cache_lengths=cache_lengths
+    )
     return plan, weights
 
 
@@ -312,7 +321,7 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
     check_counts(again, LASTS, ends)
     np.testing.assert_array_equal(np.asarray(again.prefix_lens), np.repeat(lens, 2))
     assert cost.decode_steps == cost.row_steps == 0
-    assert cost.verified_tokens == 12 * 6
+    assert cost.verify_work == 12 * 6
     np.testing.assert_array_equal(np.asarray(again.origin_steps)[2], np.zeros(6))
 
 
@@ -335,15 +344,15 @@ def test_drafts_of_length_zero_beside_whole_ones(mesh):
 
 def test_a_shorter_draft_is_continued(mesh):
     """A draft without an end, kept whole: decoding goes on behind it."""
-    plan, weights = counting(windows=2)
+    plan, weights = counting(cache_lengths=2)
     prompts = counting_prompts()
     drafts = as_drafts(run(plan, weights, prompts)[0])
     drafts = as_drafts(drafts, np.minimum(drafts.lens, 3))
     rollout, cost = run(plan, weights, prompts, 1, drafts=drafts)
     check_counts(rollout, LASTS, (END,))
     np.testing.assert_array_equal(np.asarray(rollout.prefix_lens), np.asarray(drafts.lens))
-    assert cost.verified_tokens == 12 * 6
-    assert cost.judged_tokens == np.asarray(drafts.lens).sum()
+    assert cost.verify_work == 12 * 6
+    assert cost.verified_tokens == np.asarray(drafts.lens).sum()
     assert cost.decode_steps == 2  # the pass has drawn the token behind the draft
 
 
@@ -353,7 +362,7 @@ def test_all_drafts_empty_is_a_first_epoch(mesh):
     drafts = DraftStore(6, 2, 6).get(prompts, 2, step=0)
     rollout, cost = run(plan, weights, prompts, drafts=drafts, log_lenience=math.inf)
     check_counts(rollout, LASTS, (END,))
-    assert cost.verified_tokens == 0
+    assert cost.verify_work == 0
     assert not np.asarray(rollout.prefix_lens).any()
 
 

@@ -47,7 +47,13 @@ def measure(cache_bytes: float) -> dict[str, float]:
     jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))
     model = ModelConfig(16, 64, 64, 4, 4, 4, 64)
     plan = ref.make_plan(
-        model, accept="match", slots=256, eos=(99,), row_rungs=5, windows=4, cache_bytes=cache_bytes
+        model,
+        accept="match",
+        slots=256,
+        eos=(99,),
+        row_buckets=5,
+        cache_lengths=4,
+        cache_bytes=cache_bytes,
     )
     weights, prompts = ref.policy(0.0, model)[1], ref.random_prompts(32)
     caps = np.random.default_rng(0).integers(16, 257, 128).astype(np.int32)
@@ -62,7 +68,7 @@ def measure(cache_bytes: float) -> dict[str, float]:
     return {
         "added": peak.most - before,
         "counted": stats.cache_bytes,
-        "evicted": stats.evicted,
+        "evicted": stats.preempted,
         "checksum": int((tokens * np.arange(1, 257)).sum()),
     }
 

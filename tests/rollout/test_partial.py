@@ -21,9 +21,13 @@ Q, X, G, R = 4, 2, 4, 8
 EVERY = ref.random_prompts(24)
 PLANS = {
     "two rungs": {},
-    "few rows": {"max_rows": 8, "row_rungs": 3},
+    "few rows": {"max_rows": 8, "row_buckets": 3},
     "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
-    "a bound of the cache": {"row_rungs": 3, "windows": 3, "cache_bytes": 2 * 12 * 10 * 128},
+    "a bound of the cache": {
+        "row_buckets": 3,
+        "cache_lengths": 3,
+        "cache_bytes": 2 * 12 * 10 * 128,
+    },
 }
 # What the first two ask is in the others.
 MARKED = [
@@ -34,11 +38,11 @@ MARKED = [
 
 def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
     """It was carried without having begun; the groups behind it have drafts of full length."""
-    plan = make_plan(slots=32, group=2, windows=4, row_rungs=4, accept="match", eos=(16,))
+    plan = make_plan(slots=32, group=2, cache_lengths=4, row_buckets=4, accept="match", eos=(16,))
     bound = 2.5 * 16 * 10 * cache_bytes(ref.MODEL, 1, 1)  # 16 rows at the first window
     plan = dataclasses.replace(plan, cache_bytes=bound)
     prompts, (_, weights) = ref.random_prompts(), ref.policy()
-    free = dataclasses.replace(plan, cache_bytes=0.0, windows=1, row_rungs=1)
+    free = dataclasses.replace(plan, cache_bytes=0.0, cache_lengths=1, row_buckets=1)
     plain = ref.run(free, weights, prompts, 1)[0]
     lens = np.where(np.arange(16) < 2, 1, np.asarray(plain.lens))
     first = dataclasses.replace(
@@ -91,7 +95,7 @@ def steps(plan, policies, **options) -> list[Step]:
             **more,
         )
         found.append(Step(number, outcome, prompts, carried))
-        carried, taken = outcome.carried, taken + count
+        carried, taken = outcome.resumed, taken + count
     return found
 
 
@@ -108,18 +112,18 @@ def moving(make_mesh):
 def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
     """As long as the policy stays: whatever was carried, replayed, evicted, or drafted."""
     plan, (_, weights) = make_plan(accept="match", **changes), ref.policy()
-    carried, more = 0, ("sources",) if plan.setup.tree else ()
+    carried, more = 0, ("sources",) if plan.program.tree else ()
     for step in steps(plan, [weights] * 4):
         outcome = step.outcome
         assert len(outcome.groups) == Q
-        assert len(outcome.carried.steps) == X
-        for begun in set(outcome.begun.tolist()):
-            mine = np.flatnonzero(outcome.begun == begun)
+        assert len(outcome.resumed.steps) == X
+        for begun in set(outcome.noise_steps.tolist()):
+            mine = np.flatnonzero(outcome.noise_steps == begun)
             rows = (mine[:, None] * G + np.arange(G)).reshape(-1)
             plain = host(ref.run(plan, weights, step.chosen, begun)[0])
             part = jax.tree.map(lambda x: x[rows], step.rollout)  # noqa: B023
             check_equal(part, plain, rows, but=("origin_steps", *more))
-        carried += int(outcome.held.sum())
+        carried += int(outcome.resumed_lens.sum())
     assert carried > 20
     if plan.cache_bytes:
         assert outcome.stats.cache_bytes <= plan.cache_bytes
@@ -133,13 +137,13 @@ def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
         outcome, n = step.outcome, len(step.before.steps)
         assert step.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
         assert outcome.groups.tolist() == sorted(outcome.groups)
-        assert outcome.begun.tolist() == [
+        assert outcome.noise_steps.tolist() == [
             step.before.steps[g] if g < n else step.number for g in outcome.groups
         ]
         others = [g for g in range(Q + X) if g not in outcome.groups]
         names = [step.prompts.examples[g].prompt_id for g in others]
-        assert list(outcome.carried.prompt_ids) == names
-        done = np.asarray(outcome.carried.held.done).reshape(X, G).all(axis=1)
+        assert list(outcome.resumed.prompt_ids) == names
+        done = np.asarray(outcome.resumed.rows.done).reshape(X, G).all(axis=1)
         for group, complete in zip(others, done, strict=True):
             assert not complete or group > outcome.groups[-1]
         surplus += done.sum()
@@ -162,7 +166,7 @@ def test_no_group_is_lost_and_none_comes_twice(moving):
     found, _ = moving
     came = [e.prompt_id for step in found for e in step.chosen.examples]
     assert len(set(came)) == len(came) == Q * len(found)
-    left = found[-1].outcome.carried.prompt_ids
+    left = found[-1].outcome.resumed.prompt_ids
     assert set(came) | set(left) == {_id(q) for q in range(Q * len(found) + X)}
 
 
@@ -172,7 +176,7 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
     stale = 0
     for step in found:
         rollout, prompts = step.rollout, step.chosen
-        held = step.outcome.held
+        held = step.outcome.resumed_lens
         whole = np.zeros((Q * G, prompts.tokens.shape[1] + R), np.int32)
         starts = np.repeat(prompts.lens, G)
         for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
@@ -194,7 +198,7 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
         values = step.outcome.metrics()
         share = held.sum() / rollout.lens.sum()
         assert values["rollout/stale_fraction"] == pytest.approx(share)
-        assert values["rollout/tokens_resumed"] == int(np.sum(step.before.held.rollout.lens))
+        assert values["rollout/tokens_resumed"] == int(np.sum(step.before.rows.rollout.lens))
     assert stale > 40
 
 
@@ -208,14 +212,14 @@ def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
     for step in steps(plan, [weights] * 3, drafts=drafts, log_lenience=lambda _: 0.3):
         rollout, outcome = step.rollout, step.outcome
         lens = np.asarray(drafts(step.chosen).lens)
-        np.testing.assert_array_equal(outcome.offered, lens)
-        assert (rollout.prefix_lens <= outcome.offered).all()
+        np.testing.assert_array_equal(outcome.draft_lens, lens)
+        assert (rollout.prefix_lens <= outcome.draft_lens).all()
         kept = np.arange(R)[None, :] < rollout.prefix_lens[:, None]
         np.testing.assert_array_equal(rollout.sources == Source.REUSED, kept)
         # Kept tokens are older than the step they were kept in, the others of it or later.
         assert np.all(rollout.origin_steps[kept] == 0)
         inside = np.arange(R)[None, :] < rollout.lens[:, None]
-        begun = np.repeat(outcome.begun, G)[:, None]
+        begun = np.repeat(outcome.noise_steps, G)[:, None]
         assert np.all((rollout.origin_steps >= begun) | kept | ~inside)
         if step.number == 1:
             whole = ref.run(plan, weights, step.prompts, 1, drafts=drafts(step.prompts),
@@ -226,17 +230,17 @@ def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
 
 def test_what_was_not_judged_yet_is_not_rejected(mesh):
     """Drafts that are kept whole, of rows that begin, wait and go on; some are offered twice."""
-    plan, (_, weights) = make_plan(max_rows=8, row_rungs=3), ref.policy()
+    plan, (_, weights) = make_plan(max_rows=8, row_buckets=3), ref.policy()
 
     def drafts(prompts):
         whole = ref.run(plan, weights, prompts, 0)[0]
         return ref.as_drafts(whole, np.minimum(np.asarray(whole.lens), 3))
 
     found = steps(plan, [weights] * 4, drafts=drafts, log_lenience=lambda _: np.inf)
-    waited = sum(int((np.asarray(s.before.held.rollout.lens) == 0).sum()) for s in found[1:])
+    waited = sum(int((np.asarray(s.before.rows.rollout.lens) == 0).sum()) for s in found[1:])
     assert waited > 0
     for step in found:
-        np.testing.assert_array_equal(step.outcome.offered, step.rollout.prefix_lens)
+        np.testing.assert_array_equal(step.outcome.draft_lens, step.rollout.prefix_lens)
         assert step.rollout.prefix_lens.any()
 
 
@@ -244,7 +248,7 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     """As many as are wanted are in flight: the carried ones and Q - X more."""
     plan, (_, weights) = make_plan(), ref.policy()
     (step,) = steps(plan, [weights])
-    carried = step.outcome.carried
+    carried = step.outcome.resumed
     by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
     prompts = select(EVERY, [*(by_id[p] for p in carried.prompt_ids), 10, 11])
     found = ref.rollout(
@@ -257,8 +261,8 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
         stop_after_groups=Q,
     )
     assert found.groups.tolist() == [0, 1, 2, 3]
-    assert found.carried.prompt_ids == found.carried.steps == ()
-    assert not np.asarray(found.carried.held.rollout.lens).any()
+    assert found.resumed.prompt_ids == found.resumed.steps == ()
+    assert not np.asarray(found.resumed.rows.rollout.lens).any()
     fresh = ref.run(plan, weights, select(EVERY, [10, 11]), 2)[0]
     rows = slice(2 * G, 4 * G)
     check_equal(jax.tree.map(lambda x: x[rows], host(found.rollout)), fresh)
@@ -266,7 +270,7 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
 
 def test_more_extra_groups_than_wanted_ones(mesh):
     """Of ten groups in flight, two are wanted: the others wait for up to three steps."""
-    plan, (_, weights) = make_plan(row_rungs=3), ref.policy()
+    plan, (_, weights) = make_plan(row_buckets=3), ref.policy()
     prompts, carried, came = select(EVERY, range(10)), Resumed.empty(8 * G, R), []
     for number in range(1, 5):
         found = ref.rollout(
@@ -280,7 +284,7 @@ def test_more_extra_groups_than_wanted_ones(mesh):
         )
         came += [prompts.examples[g].prompt_id for g in found.groups]
         others = [g for g in range(len(prompts.lens)) if g not in found.groups]
-        prompts, carried = select(prompts, others), found.carried
+        prompts, carried = select(prompts, others), found.resumed
         assert set(carried.steps) <= {1}
     assert len(set(came)) == 8
     assert len(prompts.lens) == 2
@@ -289,9 +293,9 @@ def test_more_extra_groups_than_wanted_ones(mesh):
 @pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
-        plan, (_, weights) = make_plan(windows=1), ref.policy()
+        plan, (_, weights) = make_plan(cache_lengths=1), ref.policy()
         for step in steps(plan, [weights] * 2):
-            for place, begun in enumerate(step.outcome.begun.tolist()):
+            for place, begun in enumerate(step.outcome.noise_steps.tolist()):
                 rows = slice(place * G, place * G + G)
                 whole = host(ref.run(plan, weights, step.chosen, begun)[0])
                 np.testing.assert_array_equal(step.rollout.tokens[rows], whole.tokens[rows])

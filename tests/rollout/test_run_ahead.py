@@ -20,8 +20,8 @@ EVERY = ref.random_prompts(16)
 NOW, NEXT = select(EVERY, range(8)), select(EVERY, range(8, 16))
 PLANS = {
     "two rungs": {},
-    "few rows": {"max_rows": 16, "row_rungs": 3},
-    "one rung, deeper windows": {"row_rungs": 1, "windows": 3},
+    "few rows": {"max_rows": 16, "row_buckets": 3},
+    "one rung, deeper windows": {"row_buckets": 1, "cache_lengths": 3},
     "wide": {"tree": ref.TREE, "max_width": 4},
 }
 
@@ -48,10 +48,10 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
     plan, (_, weights) = plan_for(changes), ref.policy()
     found = begin_ahead(plan, weights)
     assert found.groups.tolist() == list(range(8))
-    but = ("sources",) if plan.setup.tree else ()
+    but = ("sources",) if plan.program.tree else ()
     check_equal(found.rollout, ref.run(plan, weights, NOW, 1)[0], but=but)
-    later, drafts = host(ref.run(plan, weights, NEXT, 2)[0]), host(found.ahead.drafts)
-    assert found.ahead.prompt_ids == tuple(e.prompt_id for e in NEXT.examples)
+    later, drafts = host(ref.run(plan, weights, NEXT, 2)[0]), host(found.run_ahead.drafts)
+    assert found.run_ahead.prompt_ids == tuple(e.prompt_id for e in NEXT.examples)
     assert found.metrics()["rollout/tokens_run_ahead"] == drafts.lens.sum()
     assert (drafts.lens > 0).any()
     assert (drafts.lens <= later.lens).all()
@@ -62,13 +62,13 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
 
 def test_a_whole_group_is_begun_in_one_rungs_idle_places(mesh):
     """6 groups of 4 rows on a rung of 32: two groups fit beside them from the first step on."""
-    plan, (_, weights) = plan_for({"row_rungs": 1, "windows": 1}), ref.policy()
-    few = dataclasses.replace(plan, row_rungs=3)  # rungs 24, 12, 6; at most 12 own rows, 12 ahead
+    plan, (_, weights) = plan_for({"row_buckets": 1, "cache_lengths": 1}), ref.policy()
+    few = dataclasses.replace(plan, row_buckets=3)  # rungs 24, 12, 6; at most 12 own rows, 12 ahead
     prompts = select(NOW, range(6))
     found = begin_ahead(few, weights, prompts=prompts)
-    lens = np.asarray(found.ahead.drafts.lens).reshape(8, 4)
+    lens = np.asarray(found.run_ahead.drafts.lens).reshape(8, 4)
     assert (lens[:3] > 0).all()  # in batch order, by whole groups
-    sizes = [rows for rows, _, _, _ in found.stats.visits]
+    sizes = [rows for rows, _, _, _ in found.stats.decode_runs]
     assert sizes[0] == sizes[1] == 24  # the rung stays for them
     check_equal(found.rollout, ref.run(few, weights, prompts, 1)[0])
 
@@ -76,8 +76,8 @@ def test_a_whole_group_is_begun_in_one_rungs_idle_places(mesh):
 @pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
 def test_the_next_step_keeps_all_of_it_under_the_same_policy(mesh, changes):
     plan, (_, weights) = plan_for(changes), ref.policy()
-    ahead = begin_ahead(plan, weights).ahead
-    drafts, (plain, plain_cost) = ahead.over(None, NEXT), ref.run(plan, weights, NEXT, 2)
+    ahead = begin_ahead(plan, weights).run_ahead
+    drafts, (plain, plain_cost) = ahead.drafts_for(NEXT), ref.run(plan, weights, NEXT, 2)
     found, cost = ref.run(plan, weights, NEXT, 2, drafts=drafts)
     np.testing.assert_array_equal(np.asarray(found.prefix_lens), np.asarray(drafts.lens))
     check_equal(found, plain, but=("prefix_lens", "sources"))
@@ -90,7 +90,7 @@ def test_the_next_step_keeps_all_of_it_under_the_same_policy(mesh, changes):
 def test_the_next_step_draws_as_its_own_policy_does(mesh):
     """Under a policy that an update moved: the same tokens, with less of them kept."""
     plan, (_, older), (_, weights) = plan_for({}), ref.policy(0.15), ref.policy()
-    drafts = begin_ahead(plan, older).ahead.over(None, NEXT)
+    drafts = begin_ahead(plan, older).run_ahead.drafts_for(NEXT)
     found, plain = (ref.run(plan, weights, NEXT, 2, drafts=d)[0] for d in (drafts, None))
     check_equal(found, plain, but=("prefix_lens", "sources"))
     kept, begun = np.asarray(found.prefix_lens), np.asarray(drafts.lens)
@@ -101,24 +101,24 @@ def test_the_next_step_draws_as_its_own_policy_does(mesh):
 
 def test_what_was_begun_goes_before_an_earlier_response(mesh):
     plan, (_, weights) = plan_for({}), ref.policy()
-    ahead = begin_ahead(plan, weights).ahead
+    ahead = begin_ahead(plan, weights).run_ahead
     previous = ref.as_drafts(ref.run(plan, weights, NEXT)[0])
-    drafts = host(ahead.over(previous, NEXT))
+    drafts = host(ahead.drafts_for(NEXT, previous))
     begun, before = host(ahead.drafts), host(previous)
     first = begun.lens > 0
     np.testing.assert_array_equal(drafts.lens, np.where(first, begun.lens, before.lens))
     expected = np.where(first[:, None], begun.tokens, before.tokens)
     np.testing.assert_array_equal(drafts.tokens, expected)
-    assert ahead.over(previous, NOW) is previous  # begun for other prompts
-    assert ahead.over(None, NOW) is None
-    assert RunAhead.empty(32, 8).over(None, NEXT) is None
+    assert ahead.drafts_for(NOW, previous) is previous  # begun for other prompts
+    assert ahead.drafts_for(NOW) is None
+    assert RunAhead.empty(32, 8).drafts_for(NEXT) is None
 
 
 def test_trees_go_on_where_it_stopped_being_right(mesh):
     """What was begun is also a source of tree drafts, of the prompts it was begun for alone."""
     (_, older), (_, weights) = ref.policy(0.15), ref.policy()
     plan = plan_for(PLANS["wide"])
-    ahead = begin_ahead(plan, older).ahead
+    ahead = begin_ahead(plan, older).run_ahead
     tokens, lens = ahead.sources(NEXT)
     np.testing.assert_array_equal(np.asarray(tokens).reshape(32, 8), ahead.drafts.tokens)
     np.testing.assert_array_equal(np.asarray(lens).reshape(32), ahead.drafts.lens)
@@ -134,30 +134,30 @@ def test_a_prompt_that_comes_again_at_once_has_noise_of_its_own(mesh):
     plan, (_, weights) = plan_for({}), ref.policy()
     found = begin_ahead(plan, weights, ahead=NOW)
     check_equal(found.rollout, ref.run(plan, weights, NOW, 1)[0])
-    later, drafts = host(ref.run(plan, weights, NOW, 2)[0]), host(found.ahead.drafts)
+    later, drafts = host(ref.run(plan, weights, NOW, 2)[0]), host(found.run_ahead.drafts)
     begun = np.arange(8)[None, :] < drafts.lens[:, None]
     np.testing.assert_array_equal(drafts.tokens[begun], later.tokens[begun])
 
 
 def test_rows_run_ahead_give_way_to_the_bound_of_the_cache(mesh):
     """As windows get deeper fewer rows fit; those ahead are over then and nobody waits for them."""
-    plan, (_, weights) = plan_for({"row_rungs": 3, "windows": 3}), ref.policy()
+    plan, (_, weights) = plan_for({"row_buckets": 3, "cache_lengths": 3}), ref.policy()
     per_slot = 2 * 2 * 2 * 4 * 4  # layers, keys and values, heads, head dim, float32
     # Of 14 slots 8 rows, of 10 slots 16; moving needs both old and new.
     bounded = dataclasses.replace(plan, cache_bytes=2 * 16 * 10 * per_slot)
     found = begin_ahead(bounded, weights)
     check_equal(found.rollout, ref.run(plan, weights, NOW, 1)[0])
-    assert found.stats.evicted > 0
+    assert found.stats.preempted > 0
     assert found.stats.cache_bytes <= bounded.cache_bytes
 
 
 @pytest.mark.parametrize("shape", [pytest.param((4, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
-        plan, (_, weights) = plan_for({"windows": 1}), ref.policy()
+        plan, (_, weights) = plan_for({"cache_lengths": 1}), ref.policy()
         found = begin_ahead(plan, weights)
         check_equal(found.rollout, ref.run(plan, weights, NOW, 1)[0])
-        drafts = found.ahead.over(None, NEXT)
+        drafts = found.run_ahead.drafts_for(NEXT)
         after = begin_ahead(plan, weights, 2, NEXT, NOW, drafts=drafts)
         check_equal(
             after.rollout, ref.run(plan, weights, NEXT, 2)[0], but=("prefix_lens", "sources")

@@ -14,7 +14,7 @@ from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.types import Drafts, Source
 
 B, R, V = 32, 8, ref.MODEL.vocab_size
-ONE_RUNG = {"row_rungs": 1, "windows": 1}
+ONE_RUNG = {"row_buckets": 1, "cache_lengths": 1}
 LAW = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
 HALF = 0.5
 
@@ -104,7 +104,7 @@ def check_steps(rollout, stats, width):
     last = drafted[np.arange(B), got.lens - 1]
     steps = np.sum(inside & ~drafted, axis=1) + last
     assert stats.decode_steps == steps.max()
-    assert stats.visits == [(B, stats.visits[0][1], width, steps.max())]
+    assert stats.decode_runs == [(B, stats.decode_runs[0][1], width, steps.max())]
     for row in drafted:  # no step has more drafted tokens than it has candidates
         runs = "".join("d" if x else " " for x in row).split()
         assert max(map(len, runs), default=0) <= width - 1
@@ -117,15 +117,15 @@ def check_steps(rollout, stats, width):
 def test_previous_responses_of_any_kind(mesh, base, chunk):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
-    plan = plan_of(verify_chunk=chunk, **ONE_RUNG)
+    plan = plan_of(verify_width=chunk, **ONE_RUNG)
     rollout, stats = run(plan, weights_of(), prompts, 1, drafts=as_given(*drafts))
     check_equal(rollout, plain, but=("prefix_lens", "sources"))
     assert not check_sources(rollout, stats, plain, drafts).any()
     prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(rollout.lens)
     for some in (prefix == 0, (prefix > 0) & (prefix < lens), prefix == lens):
         assert some.any()
-    assert stats.verified_tokens % B == 0
-    assert prefix.sum() < stats.judged_tokens <= drafts[1].sum()
+    assert stats.verify_work % B == 0
+    assert prefix.sum() < stats.verified_tokens <= drafts[1].sum()
     assert np.all(np.asarray(rollout.origin_steps)[lens > 0, 0] == 1)  # drawn now, whatever matches
 
 
@@ -166,8 +166,10 @@ LADDERS = [
 def test_previous_and_tree_drafts_on_any_ladder(mesh, base, ladder):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
-    row_rungs, windows, max_rows, chunk = ladder
-    plan = plan_of(4, row_rungs=row_rungs, windows=windows, max_rows=max_rows, verify_chunk=chunk)
+    row_buckets, windows, max_rows, chunk = ladder
+    plan = plan_of(
+        4, row_buckets=row_buckets, cache_lengths=windows, max_rows=max_rows, verify_width=chunk
+    )
     for offered in (drafts, None):
         rollout, stats = run(
             plan,
@@ -193,7 +195,7 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
     with jax.set_mesh(make_mesh(*shape)):
-        plan = plan_of(4, row_rungs=2, windows=1)
+        plan = plan_of(4, row_buckets=2, cache_lengths=1)
         corpus = any_corpus(plan, plain, old)
         rollout, stats = run(
             plan, weights_of(), prompts, 1, drafts=as_given(*drafts), suffixes=corpus
@@ -208,7 +210,7 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
 def old_drafts(plan, prompts, mesh_is_other=False):
     """A rollout of an earlier policy; every fifth row has none."""
     plan = dataclasses.replace(
-        plan, setup=dataclasses.replace(plan.setup, tree=None), max_width=1, **ONE_RUNG
+        plan, program=dataclasses.replace(plan.program, tree=None), max_width=1, **ONE_RUNG
     )
     rollout, _ = run(plan, weights_of(0.1), prompts)
     return ref.as_drafts(rollout, np.where(np.arange(B) % 5 == 4, 0, rollout.lens))
@@ -224,7 +226,7 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
     accept, stored, chunk = rule
     found = []
     for width in (1, 4):
-        plan = plan_of(width, accept=accept, stored=stored, verify_chunk=chunk, **ONE_RUNG)
+        plan = plan_of(width, accept=accept, stored_logprobs=stored, verify_width=chunk, **ONE_RUNG)
         drafts = old_drafts(plan, prompts)
         corpus = any_corpus(plan, plain, old) if width > 1 else None
         found.append(run(plan, weights_of(), prompts, 1, drafts=drafts, suffixes=corpus,
@@ -250,7 +252,7 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
 def test_a_residual_rule_on_a_mesh(make_mesh, base):
     """Stored laws and residuals over a vocabulary that is split."""
     prompts, plain, old = base
-    plan = plan_of(4, accept="ratio_residual", stored=3, **ONE_RUNG)
+    plan = plan_of(4, accept="ratio_residual", stored_logprobs=3, **ONE_RUNG)
     found = []
     for shape in ((1, 1, 1), (2, 2, 2)):
         with jax.set_mesh(make_mesh(*shape)):
@@ -342,7 +344,7 @@ def test_drafts_know_what_plain_steps_wrote(mesh):
     assert not sources[:, :6].any()
     assert sources[:, 6:9].tolist() == [[Source.DRAFTED] * 3] * 4
     # Six plain steps, and as few wide ones as 18 tokens take.
-    assert [(width, steps) for *_, width, steps in stats.visits] == [(1, 6), (4, 5)]
+    assert [(width, steps) for *_, width, steps in stats.decode_runs] == [(1, 6), (4, 5)]
 
 
 def test_the_draft_s_log_probs_are_not_asked_by_a_match(mesh, base):

@@ -49,8 +49,8 @@ def cost_table(
 
     sources: stored responses of a prompt that tree drafts read. directory: where tables are kept.
     """
-    ladder = plan.ladder(total_rows)
-    setup = plan.full_setup(ladder)
+    ladder = plan.buckets(total_rows)
+    setup = plan.program_for(ladder)
     key = machine() | {
         "setup": repr(setup),
         "ladder": repr(ladder),
@@ -116,8 +116,8 @@ class PlainSteps:
     work, so that the machine is as fast in the mean for both."""
 
     def __init__(self, plan: RolloutSpec, weights: Params, total_rows: int):
-        ladder = plan.ladder(total_rows)
-        self._clock = _Clock(plan.full_setup(ladder), ladder, weights, sources=0)
+        ladder = plan.buckets(total_rows)
+        self._clock = _Clock(plan.program_for(ladder), ladder, weights, sources=0)
         self._points = [
             Point(rows, slots, 1, False)
             for rows in ladder.rows
@@ -188,11 +188,11 @@ class _Clock:
             ones,
             columns=self.setup.columns,
             pad_id=self.setup.pad_id,
-            stored=self.setup.stored,
+            stored=self.setup.stored_logprobs,
         )
 
     def _drafts(self, size: int) -> Drafts:
-        shape, k = (size, self.setup.response_slots), self.setup.stored
+        shape, k = (size, self.setup.response_slots), self.setup.stored_logprobs
         tokens = np.random.default_rng(0).integers(0, self.setup.model.vocab_size, shape)
         flat, zeros = ("batch", None), np.zeros(shape, np.float32)
         top = np.zeros((*shape, k), np.float32)

@@ -32,20 +32,22 @@ class Buckets:
         rows: int,
         prompt_slots: int,
         response_slots: int,
-        row_rungs: int,
-        windows: int,
+        row_buckets: int,
+        cache_lengths: int,
         *,
         multiple: int = 1,
         group_size: int = 1,
         max_width: int = 1,
-        verify_chunk: int = 0,
+        verify_width: int = 0,
     ) -> "Ladder":
-        """Halve the rows `row_rungs` - 1 times (multiples of `multiple`), and so the lengths."""
-        halved = {max(-(-rows // 2**i // multiple) * multiple, multiple) for i in range(row_rungs)}
+        """Halve the rows `row_buckets` - 1 times (multiples of `multiple`), and so the lengths."""
+        halved = {
+            max(-(-rows // 2**i // multiple) * multiple, multiple) for i in range(row_buckets)
+        }
         whole = multiple * group_size
         admitted = {max(n // whole, 1) * whole for n in halved}
-        lengths = {max(-(-response_slots // 2**i), 1) for i in range(windows)}
-        chunk = min(verify_chunk or response_slots, response_slots)
+        lengths = {max(-(-response_slots // 2**i), 1) for i in range(cache_lengths)}
+        chunk = min(verify_width or response_slots, response_slots)
         parts = min(max(chunk // NARROW, 1), 4)
         return cls(
             rows=tuple(sorted(halved | {max(admitted)}, reverse=True)),

@@ -79,8 +79,8 @@ def accept_or_sample(
 def _laws(setup: ProgramSpec, seeds, logits, inputs, *, draws: bool, judges: bool) -> dict:
     """What a step needs of the laws at [b, t] positions: tokens drawn from them and candidates,
     each with log-probs under the policy and under the sampling law."""
-    logits = temper(logits, setup.law)
-    cut = truncate(logits, setup.law)
+    logits = temper(logits, setup.sampling)
+    cut = truncate(logits, setup.sampling)
 
     def scored(scores: Array, tokens: Array, log_z: Array | None = None) -> Array:
         # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
@@ -88,18 +88,18 @@ def _laws(setup: ProgramSpec, seeds, logits, inputs, *, draws: bool, judges: boo
 
     found, log_z = {}, None
     if draws:
-        tokens, sampling, log_z = sample_scored(cut, seeds, inputs["positions"], setup.law)
+        tokens, sampling, log_z = sample_scored(cut, seeds, inputs["positions"], setup.sampling)
         log_z = log_z[..., None]
-        policy = scored(logits, tokens) if setup.law.truncates else sampling
+        policy = scored(logits, tokens) if setup.sampling.truncates else sampling
         found["drawn"] = (tokens, policy, sampling)
     if judges:
         sampling = scored(cut, inputs["candidates"], log_z)
-        policy = scored(logits, inputs["candidates"]) if setup.law.truncates else sampling
+        policy = scored(logits, inputs["candidates"]) if setup.sampling.truncates else sampling
         found["candidate"] = (policy, sampling)
     if "top_ids" in inputs:
         found["now_top"] = acceptance.logprobs_at(cut, inputs["top_ids"], log_z)
-    if setup.stored:
-        found["top"] = acceptance.likeliest_tokens(cut, setup.stored, log_z)
+    if setup.stored_logprobs:
+        found["top"] = acceptance.likeliest_tokens(cut, setup.stored_logprobs, log_z)
     return found
 
 
@@ -138,17 +138,17 @@ def _draw_at_end(setup, model, hidden, rows: DecodeState, count: Array, left):
     end = jnp.minimum(count, width - 1)
     here = jnp.arange(width)[None, :, None] == end[:, None, None]
     logits = model.logits(jnp.sum(jnp.where(here, hidden, 0), axis=1))
-    logits = temper(logits, setup.law)
-    cut = truncate(logits, setup.law)
+    logits = temper(logits, setup.sampling)
+    cut = truncate(logits, setup.sampling)
     positions = rows.lens + end
     if left is None:
-        token, sampling, _ = sample_scored(cut, rows.seeds, positions, setup.law)
+        token, sampling, _ = sample_scored(cut, rows.seeds, positions, setup.sampling)
     else:
         judged, tail, log_scale = left
         top_ids = column_at(rows.draft.top_ids, positions)
         top_logprobs = column_at(rows.draft.top_logprobs, positions)
         rest = acceptance.residual_scores(cut, top_ids, top_logprobs, tail, log_scale)
         law = jnp.where(judged[:, None], rest, cut)
-        token = sample(law, rows.seeds, positions, setup.law)
+        token = sample(law, rows.seeds, positions, setup.sampling)
         sampling = token_logprobs(cut, token)
-    return token, token_logprobs(logits, token) if setup.law.truncates else sampling, sampling
+    return token, token_logprobs(logits, token) if setup.sampling.truncates else sampling, sampling

@@ -154,7 +154,7 @@ class ModelRunner:
     def evict(self, out: np.ndarray) -> None:
         """The pool's rows marked in `out` bool [b] give up their cache."""
         pool = self.pool
-        self.stats.evicted += int(out.sum())
+        self.stats.preempted += int(out.sum())
         self.collect(pool)
         pool.rows = rows.mark_padding(pool.rows, put(out, "batch"))
         self._look(pool)
@@ -291,15 +291,15 @@ class ModelRunner:
         stats, steps = self.stats, int(tally.steps)
         if wide:
             stats.verify_seconds += seconds
-            stats.verified_tokens += rung.size * width
-            stats.judged_tokens += int(tally.verified)
-            stats.kept_tokens += int(tally.accepted)
+            stats.verify_work += rung.size * width
+            stats.verified_tokens += int(tally.verified)
+            stats.accepted_tokens += int(tally.accepted)
             return tally
         stats.decode_seconds += seconds
         stats.decode_steps += steps
         stats.row_steps += steps * rung.size
         stats.drafted_tokens += int(tally.drafted)
-        stats.visits.append((*rung.shape, width, steps))
+        stats.decode_runs.append((*rung.shape, width, steps))
         return tally
 
     def _read_rows(self, rung: DecodeBatch) -> SuffixIndex:

@@ -12,24 +12,19 @@ from specrl_jax.sharding import shards
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """What a rollout's programs are compiled for; hashable.
-
-    group_size: responses per prompt. tree: None without tree drafts. stored: likeliest tokens
-    whose log-probs are kept of every law. margin: columns behind the response slots, at least the
-    widest step.
-    """
+    """What a rollout's programs are compiled for; hashable."""
 
     model: ModelConfig
-    law: SamplingConfig
-    accept: str
+    sampling: SamplingConfig
+    accept: str  # a key of the table of acceptance rules
     eos_ids: tuple[int, ...]
     pad_id: int
-    response_slots: int
-    logits_chunk: int
-    group_size: int = 1
-    tree: SuffixDraftConfig | None = None
-    stored: int = 0
-    margin: int = 1
+    response_slots: int  # R
+    logits_chunk: int  # tokens whose logits are computed at once
+    group_size: int = 1  # G, responses per prompt
+    tree: SuffixDraftConfig | None = None  # None: no tree drafts
+    stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
+    margin: int = 1  # columns behind the response slots, at least the widest step
 
     @property
     def columns(self) -> int:
@@ -38,37 +33,31 @@ class ProgramSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSpec:
-    """Everything that stays the same from rollout to rollout.
+    """Everything that stays the same from rollout to rollout."""
 
-    row_rungs, windows: sizes of the ladder. max_rows: rows in flight at once (0: all). max_width:
-    tokens a decode step checks at most (more than 1 with tree drafts). verify_chunk: draft tokens
-    verified in one pass (0: all). cache_bytes: bound of the KV caches (0: none). refresh: share of
-    the drafts that are left out. token_age: steps after which a draft is cut (0: never).
-    """
-
-    setup: ProgramSpec
-    prompt_slots: int
-    group_size: int
-    row_rungs: int = 4
-    windows: int = 2
-    max_rows: int = 0
-    max_width: int = 1
-    verify_chunk: int = 0
-    cache_bytes: float = 0.0
-    refresh: float = 0.0
-    token_age: int = 0
+    program: ProgramSpec
+    prompt_slots: int  # P
+    group_size: int  # G
+    row_buckets: int = 4  # batch sizes, each half the last
+    cache_lengths: int = 2  # cache lengths, each half the next
+    max_rows: int = 0  # rows computed at once, 0: all
+    max_width: int = 1  # most tokens that a decode step feeds; > 1 with tree drafts
+    verify_width: int = 0  # draft tokens verified in one pass, 0: all
+    cache_bytes: float = 0.0  # bound of the KV caches, 0: none
+    refresh: float = 0.0  # share of the drafts that are left out
+    token_age: int = 0  # steps after which a draft token is too old, 0: never
 
     @classmethod
     def from_config(
         cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
-    ) -> "Plan":
-        """The training rollout that `config.rollout` asks for."""
+    ) -> "RolloutSpec":
+        """The training rollout of a config."""
         settings, tree = config.rollout, config.rollout.tree
         trees = "tree" in settings.draft
         rule = acceptance.RULES[settings.accept]
-        setup = ProgramSpec(
+        program = ProgramSpec(
             model=model,
-            law=SamplingConfig(settings.temperature, settings.top_k, settings.top_p),
+            sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p),
             accept=settings.accept if _previous(settings) else "match",
             eos_ids=eos_ids,
             pad_id=pad_id,
@@ -77,33 +66,40 @@ class RolloutSpec:
             tree=SuffixDraftConfig(tree.depth, tree.factor, tree.offset, tree.min_prob)
             if trees
             else None,
-            stored=settings.stored_logprobs if rule.needs_law and _previous(settings) else 0,
+            stored_logprobs=settings.stored_logprobs
+            if rule.needs_law and _previous(settings)
+            else 0,
         )
         return cls(
-            setup=setup,
+            program=program,
             prompt_slots=config.data.prompt_len,
             group_size=(
                 config.curriculum.screening
                 if config.curriculum.name == "speed"
                 else settings.group_size
             ),
-            row_rungs=settings.row_buckets,
-            windows=settings.cache_lengths,
+            row_buckets=settings.row_buckets,
+            cache_lengths=settings.cache_lengths,
             max_rows=settings.max_rows,
             max_width=settings.max_width if trees else 1,
-            verify_chunk=settings.verify_width,
+            verify_width=settings.verify_width,
             cache_bytes=settings.max_cache_gib * 2**30,
             refresh=settings.draft_refresh,
             token_age=settings.token_age,
         )
 
-    def for_evaluation(self, samples: int, temperature: float) -> "Plan":
+    def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
         """The same rollout without drafts, `samples` responses a prompt, an untruncated law."""
-        law = SamplingConfig(temperature)
-        setup = dataclasses.replace(self.setup, law=law, accept="match", tree=None, stored=0)
-        return dataclasses.replace(self, setup=setup, group_size=samples, max_width=1)
+        program = dataclasses.replace(
+            self.program,
+            sampling=SamplingConfig(temperature),
+            accept="match",
+            tree=None,
+            stored_logprobs=0,
+        )
+        return dataclasses.replace(self, program=program, group_size=samples, max_width=1)
 
-    def ladder(self, rows: int) -> Buckets:
+    def buckets(self, rows: int) -> Buckets:
         """The program shapes of a rollout of `rows` rows on the mesh in use.
 
         Raises ValueError where `max_rows` holds less than a group a piece of the batch.
@@ -114,23 +110,23 @@ class RolloutSpec:
                 f"{self.group_size} rows, got room for {self.max_rows // self.group_size}; raise it"
             )
         # A rule that decides at the draft's end sees all of it in one pass.
-        whole = acceptance.RULES[self.setup.accept].whole_draft
+        whole = acceptance.RULES[self.program.accept].whole_draft
         return Buckets.build(
             min(rows, self.max_rows or rows),
             self.prompt_slots,
-            self.setup.response_slots,
-            self.row_rungs,
-            self.windows,
+            self.program.response_slots,
+            self.row_buckets,
+            self.cache_lengths,
             multiple=shards("batch"),
             group_size=self.group_size,
             max_width=self.max_width,
-            verify_chunk=0 if whole else self.verify_chunk,
+            verify_width=0 if whole else self.verify_width,
         )
 
-    def full_setup(self, ladder: Buckets) -> ProgramSpec:
-        """The setup with what follows from the plan."""
-        margin = max(self.max_width, ladder.verify[-1])
-        return dataclasses.replace(self.setup, group_size=self.group_size, margin=margin)
+    def program_for(self, buckets: Buckets) -> ProgramSpec:
+        """The program with what follows from the rollout's spec."""
+        margin = max(self.max_width, buckets.verify[-1])
+        return dataclasses.replace(self.program, group_size=self.group_size, margin=margin)
 
 
 def _previous(settings) -> bool:

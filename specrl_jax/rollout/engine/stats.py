@@ -6,45 +6,36 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass
 class Stats:
-    """What a rollout cost. Seconds are wall-clock and include waiting for the device.
-
-    row_steps: rows x decode steps actually computed, the work behind `decode_seconds`.
-    verified_tokens: rows x width of the verification passes; judged_tokens: those that belonged to
-    a draft not rejected before, kept_tokens: those that passes kept. drafted_tokens: tree draft
-    tokens that were emitted. visits: (rows, slots, width, steps) of the decode loops, in order.
-    predicted_seconds, predicted_verify_seconds: what the cost model expected of `decode_seconds`
-    and `verify_seconds`; 0 without one. evicted: rows that gave up their cache, to be replayed
-    later unless they were run ahead. cache_bytes: the most that KV caches held at once over all
-    devices, copies made on the move included. programs: shapes of the programs that run the policy:
-    (name, ...).
-    """
+    """What a rollout cost. Seconds are wall-clock and include waiting for the device."""
 
     prefill_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
+    # What the step costs predicted; 0 without them.
     predicted_seconds: float = 0.0
     predicted_verify_seconds: float = 0.0
     decode_steps: int = 0
-    row_steps: int = 0
-    verified_tokens: int = 0
-    judged_tokens: int = 0
-    kept_tokens: int = 0
-    drafted_tokens: int = 0
-    evicted: int = 0
-    cache_bytes: int = 0
-    visits: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    row_steps: int = 0  # rows x decode steps computed, fillers included
+    verify_work: int = 0  # rows x width of the verification passes
+    verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
+    accepted_tokens: int = 0  # of these, accepted
+    drafted_tokens: int = 0  # tree draft tokens that were emitted
+    preempted: int = 0  # rows that gave up their cache
+    cache_bytes: int = 0  # most bytes of KV caches at once, copies included, over all devices
+    # (rows, cache slots, width, steps) of the decode loops, in order.
+    decode_runs: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    # (name, shapes and flags) of the programs that ran the policy.
     programs: set[tuple] = dataclasses.field(default_factory=set)
 
     @classmethod
     def total(cls, parts: Sequence["Stats"]) -> "Stats":
         """Of several rollouts, one after another."""
-        found = cls()
+        total = cls()
         for part in parts:
             for field in dataclasses.fields(cls):
-                old, new = getattr(found, field.name), getattr(part, field.name)
-                together = old | new if field.name == "programs" else old + new
-                setattr(found, field.name, together)
-        return dataclasses.replace(found, cache_bytes=max(x.cache_bytes for x in parts))
+                old, new = getattr(total, field.name), getattr(part, field.name)
+                setattr(total, field.name, old | new if isinstance(old, set) else old + new)
+        return dataclasses.replace(total, cache_bytes=max(x.cache_bytes for x in parts))
 
     def metrics(self) -> dict[str, float]:
         """Under the names of `metrics.METRICS`."""
@@ -55,17 +46,17 @@ class Stats:
             "rollout/decode_steps": self.decode_steps,
             "rollout/row_steps": self.row_steps,
             "rollout/tokens_drafted": self.drafted_tokens,
-            "rollout/verify_work": self.verified_tokens,
-            "rollout/tokens_verified": self.judged_tokens,
-            "rollout/preempted": self.evicted,
+            "rollout/verify_work": self.verify_work,
+            "rollout/tokens_verified": self.verified_tokens,
+            "rollout/preempted": self.preempted,
             "rollout/cache_gib": self.cache_bytes / 2**30,
             "rollout/programs": len(self.programs),
         }
         if self.row_steps:
-            fed = sum(size * steps * width for size, _, width, steps in self.visits)
-            wide = sum(size * steps for size, _, width, steps in self.visits if width > 1)
+            fed = sum(size * steps * width for size, _, width, steps in self.decode_runs)
+            wide = sum(size * steps for size, _, width, steps in self.decode_runs if width > 1)
             values["rollout/width_mean"] = fed / self.row_steps
-            values["rollout/width_max"] = max(w for _, _, w, steps in self.visits if steps)
+            values["rollout/width_max"] = max(w for _, _, w, steps in self.decode_runs if steps)
             values["rollout/wide_fraction"] = wide / self.row_steps
         if self.predicted_seconds:
             values["time/decode_predicted"] = self.predicted_seconds

@@ -16,18 +16,18 @@ ROWS, P, R = 8, 3, 4
 
 
 def plan_of(**kwargs):
-    kwargs = {"row_rungs": 1, "windows": 1, "tree": ref.TREE, "max_width": 2} | kwargs
+    kwargs = {"row_buckets": 1, "cache_lengths": 1, "tree": ref.TREE, "max_width": 2} | kwargs
     return ref.make_plan(ref.ONE_LAYER, slots=R, prompt_slots=P, group=2, **kwargs)
 
 
 def points_of(plan):
-    ladder = plan.ladder(ROWS)
-    return timing.points(plan.full_setup(ladder), ladder)
+    ladder = plan.buckets(ROWS)
+    return timing.points(plan.program_for(ladder), ladder)
 
 
 def test_points_by_hand(mesh):
     # Two rungs, two windows (2 and 4 tokens), widths 1 and 2; verification of 4 tokens.
-    found = points_of(plan_of(row_rungs=2, windows=2))
+    found = points_of(plan_of(row_buckets=2, cache_lengths=2))
     decode = [
         Point(rows, slots, width, width > 1)
         for rows in (4, 8)
@@ -38,18 +38,18 @@ def test_points_by_hand(mesh):
     assert found == sorted(decode + verify)
     # Of three windows only the ends; one kind of step without tree drafts. Drafts of up to 2 tokens
     # take one pass, of up to 4 two, the second of which begins behind 2.
-    found = points_of(plan_of(windows=3, tree=None, max_width=1, verify_chunk=2))
+    found = points_of(plan_of(cache_lengths=3, tree=None, max_width=1, verify_width=2))
     decode = [Point(8, P + 1, 1, False), Point(8, P + 4, 1, False)]
     assert found == sorted([*decode, Point(8, P + 2, 2, False), Point(8, P + 4 + 2, 2, False)])
     # Nothing that the bound has no room for, but the fewest rows in any case.
-    plan = plan_of(row_rungs=2, windows=1, tree=None, max_width=1)
-    ladder, per_slot = plan.ladder(ROWS), cache_bytes(ref.ONE_LAYER, 1, 1)
-    found = timing.points(plan.full_setup(ladder), ladder, 7 * (P + 4) * per_slot)
+    plan = plan_of(row_buckets=2, cache_lengths=1, tree=None, max_width=1)
+    ladder, per_slot = plan.buckets(ROWS), cache_bytes(ref.ONE_LAYER, 1, 1)
+    found = timing.points(plan.program_for(ladder), ladder, 7 * (P + 4) * per_slot)
     assert {(p.rows, p.width) for p in found} == {(4, 1), (4, 4)}
-    found = timing.points(plan.full_setup(ladder), ladder, 1.0)
+    found = timing.points(plan.program_for(ladder), ladder, 1.0)
     assert {p.rows for p in found} == {ladder.admissions[-1]}
     # Block verification is not a choice.
-    found = points_of(plan_of(accept="block", stored=2))
+    found = points_of(plan_of(accept="block", stored_logprobs=2))
     assert found == [Point(8, P + R, 1, False), Point(8, P + R, 2, True)]
 
 
@@ -73,10 +73,10 @@ class Clock:
 
 def timed(monkeypatch, plan, start, step):
     """(clock, seconds a step by point) with that clock, kept nowhere."""
-    clock, ladder = Clock(start, step), plan.ladder(ROWS)
+    clock, ladder = Clock(start, step), plan.buckets(ROWS)
     monkeypatch.setattr(timing.decode, "decode_steps", clock.visit)
     monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
-    setup = plan.full_setup(ladder)
+    setup = plan.program_for(ladder)
     found = timing.points(setup, ladder)
     table = cost_table.measure(found, timing._Clock(setup, ladder, None, sources=2), repeats=(1, 1))
     clock.calls = clock.calls[len(clock.calls) // 2 :]
@@ -84,7 +84,9 @@ def timed(monkeypatch, plan, start, step):
 
 
 def test_a_step_s_seconds_leave_the_call_s_own_out(mesh, monkeypatch):
-    clock, found = timed(monkeypatch, plan_of(stored=2, accept="ratio_residual"), 100.0, 0.5)
+    clock, found = timed(
+        monkeypatch, plan_of(stored_logprobs=2, accept="ratio_residual"), 100.0, 0.5
+    )
     verify = {p: s for p, s in found.items() if not p.matching and p.width > 1}
     for point, seconds in found.items():
         # A verification is one call; of a decode loop only a step more is a step more.
@@ -99,7 +101,7 @@ def test_a_step_s_seconds_leave_the_call_s_own_out(mesh, monkeypatch):
 
 def test_plain_steps_are_timed_between_other_work(mesh, monkeypatch):
     """Every rung and window at width 1; medians of what was asked for, the first round apart."""
-    plan = plan_of(row_rungs=2, windows=2)
+    plan = plan_of(row_buckets=2, cache_lengths=2)
     clock = Clock(100.0, 9.0)
     monkeypatch.setattr(timing.decode, "decode_steps", clock.visit)
     monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
@@ -113,7 +115,7 @@ def test_plain_steps_are_timed_between_other_work(mesh, monkeypatch):
 
 
 def test_noise_that_turns_a_longer_call_shorter(mesh, monkeypatch):
-    _, found = timed(monkeypatch, plan_of(tree=None, max_width=1, verify_chunk=1), 9.0, -0.5)
+    _, found = timed(monkeypatch, plan_of(tree=None, max_width=1, verify_width=1), 9.0, -0.5)
     # 1 + 8 steps took 4.5 seconds, one took 8.5.
     assert set(found.values()) == {4.5 / (1 + timing.STEPS)}
 
@@ -136,10 +138,14 @@ def test_programs_are_measured_once_and_kept(make_mesh, tmp_path, monkeypatch, s
 
         monkeypatch.setattr(timing.decode, "decode_steps", none)
         assert table().to_json() == found
-        law = dataclasses.replace(plan.setup.law, top_k=3)
+        law = dataclasses.replace(plan.program.sampling, top_k=3)
         others = (
             {"sources": 3},
-            {"plan": dataclasses.replace(plan, setup=dataclasses.replace(plan.setup, law=law))},
+            {
+                "plan": dataclasses.replace(
+                    plan, program=dataclasses.replace(plan.program, sampling=law)
+                )
+            },
         )
         for changes in others:
             with pytest.raises(AssertionError, match="measured again"):

@@ -11,10 +11,10 @@ SIZES = list(
 )
 
 
-def build(rows, responses, row_rungs, windows, multiple, group):
+def build(rows, responses, row_buckets, windows, multiple, group):
     whole = multiple * group
     rows = -(-rows // whole) * whole  # a batch always divides over the mesh, in whole groups
-    ladder = Buckets.build(rows, 8, responses, row_rungs, windows, multiple=multiple,
+    ladder = Buckets.build(rows, 8, responses, row_buckets, windows, multiple=multiple,
                           group_size=group)  # fmt: skip
     return rows, ladder
 
@@ -82,7 +82,7 @@ def test_how_many_begin_together(waiting, room, admitted):
     ],
 )
 def test_widths_of_verification(slots, chunk, widths):
-    ladder = Buckets.build(8, 4, slots, 1, 1, verify_chunk=chunk)
+    ladder = Buckets.build(8, 4, slots, 1, 1, verify_width=chunk)
     assert ladder.verify == widths
     for longest in range(1, slots + 1):
         fits = [w for w in widths if w >= longest]
@@ -101,14 +101,14 @@ def test_widths_of_a_decode_step(widest, widths):
 
 @pytest.mark.parametrize("multiple", [1, 2, 8])
 def test_rows_divide_over_the_mesh_and_halve(multiple):
-    for rows, responses, row_rungs, windows, cut, group in SIZES:
+    for rows, responses, row_buckets, windows, cut, group in SIZES:
         if cut != multiple:
             continue
-        total, ladder = build(rows, responses, row_rungs, windows, multiple, group)
+        total, ladder = build(rows, responses, row_buckets, windows, multiple, group)
         assert ladder.rows[0] == ladder.admissions[0] == total
         for sizes in (ladder.rows, ladder.admissions):
             assert list(sizes) == sorted(set(sizes), reverse=True)
-            assert len(sizes) <= row_rungs
+            assert len(sizes) <= row_buckets
         assert all(r % multiple == 0 for r in ladder.rows)
         assert all(r % (multiple * group) == 0 for r in ladder.admissions)
         for large, small in itertools.pairwise(ladder.rows):

@@ -28,7 +28,7 @@ S, D, U = Source.SAMPLED, Source.DRAFTED, Source.REUSED
 
 
 def make_setup(model=ref.ONE_LAYER, accept="match", eos=(END, 3), **changes):
-    setup = ref.make_plan(model, group=1, eos=eos, accept=accept).setup
+    setup = ref.make_plan(model, group=1, eos=eos, accept=accept).program
     return dataclasses.replace(setup, margin=R, **changes)
 
 
@@ -475,8 +475,8 @@ def test_widths_hardly_flip_a_draw(mesh):
     weights = ref.policy(model=model)[1]
     rng = np.random.default_rng(5)
     prompts = ref.make_prompts([rng.integers(0, 512, 1 + i % P) for i in range(128)], P)
-    plan = ref.make_plan(model, slots=64, group=1, accept="match", eos=(512,), row_rungs=1,
-                         windows=1, tree=ref.TREE, max_width=4)  # fmt: skip
+    plan = ref.make_plan(model, slots=64, group=1, accept="match", eos=(512,), row_buckets=1,
+                         cache_lengths=1, tree=ref.TREE, max_width=4)  # fmt: skip
     rollout, stats = ref.run(plan, weights, prompts)
     tokens = np.asarray(rollout.tokens)
     assert np.asarray(rollout.lens).min() == 64
@@ -503,7 +503,7 @@ def test_widths_hardly_flip_a_draw_of_smollm2(mesh):
         [stored[f"tokens_{i}"][: int(stored[f"prompt_len_{i}"])].tolist() for i in range(4)], 33
     )
     plan = ref.make_plan(config, slots=64, prompt_slots=33, group=8, accept="match",
-                         eos=(config.vocab_size,), row_rungs=1, windows=1, tree=ref.TREE,
+                         eos=(config.vocab_size,), row_buckets=1, cache_lengths=1, tree=ref.TREE,
                          max_width=4)  # fmt: skip
     rollout, stats = ref.run(plan, weights, prompts)
     assert stats.drafted_tokens > 0.1 * 32 * 64

@@ -25,7 +25,7 @@ from specrl_jax.types import Source
 B, P, R = 32, 6, 8
 NEVER = (99,)  # an end of sequence outside the vocabulary: only caps end a response
 LAW = SamplingConfig(0.7, top_k=5, top_p=0.9)
-ONE_RUNG = {"row_rungs": 1, "windows": 1}
+ONE_RUNG = {"row_buckets": 1, "cache_lengths": 1}
 PROMPTS = ref.random_prompts()
 CAPS = np.random.default_rng(1).integers(1, R + 1, B).astype(np.int32)
 FOUND = ("prefix_lens", "sources")  # what drafts change under the match rule
@@ -34,8 +34,8 @@ FOUND = ("prefix_lens", "sources")  # what drafts change under the match rule
 def plan_of(width=1, **kwargs):
     """The match rule unless said; tree drafts where steps may be wider than 1."""
     tree = ref.TREE if width > 1 else None
-    kwargs = {"law": LAW, "accept": "match", "max_width": width, "tree": tree} | kwargs
-    return make_plan(ref.ONE_LAYER, eos=NEVER, stored=3, **kwargs)
+    kwargs = {"sampling": LAW, "accept": "match", "max_width": width, "tree": tree} | kwargs
+    return make_plan(ref.ONE_LAYER, eos=NEVER, stored_logprobs=3, **kwargs)
 
 
 def go(plan, caps=CAPS, prompts=PROMPTS, **kwargs):
@@ -65,10 +65,14 @@ def bytes_for(count, width=1) -> float:
     return 2.5 * count * (P + R + width - 1) * BYTES
 
 
-FEW_BYTES = {"windows": 2, "row_rungs": 3, "cache_bytes": bytes_for(13)}  # 16 rows, 8 at the end
+FEW_BYTES = {
+    "cache_lengths": 2,
+    "row_buckets": 3,
+    "cache_bytes": bytes_for(13),
+}  # 16 rows, 8 at the end
 QUEUES = {
     "all at once": ONE_RUNG,
-    "a queue": {"max_rows": 8, "windows": 2},
+    "a queue": {"max_rows": 8, "cache_lengths": 2},
     "a group at a time": {"max_rows": 4, **ONE_RUNG},
     "few bytes": FEW_BYTES,
     "tree drafts": {"width": 4, **ONE_RUNG},
@@ -95,16 +99,16 @@ def test_every_response_ends_at_its_cap(mesh, base, changes, offered):
 def test_a_queue_and_the_order_of_its_prompts(mesh, base):
     order = np.random.default_rng(2).permutation(8)
     places = (order[:, None] * 4 + np.arange(4)[None, :]).ravel()
-    plan, moved = plan_of(max_rows=8, windows=2), ref.select(PROMPTS, order)
+    plan, moved = plan_of(max_rows=8, cache_lengths=2), ref.select(PROMPTS, order)
     rollout, stats = go(plan, caps=CAPS[places], prompts=moved)
     check_equal(rollout, base[0], places)
-    assert {size for size, *_ in stats.visits} == {8, 4}
+    assert {size for size, *_ in stats.decode_runs} == {8, 4}
 
 
 def test_a_batch_that_fills_no_rung(mesh, base):
     """Five groups of four rows on a rung of 32, at once and in parts: fillers are not seen."""
     five = ref.select(PROMPTS, range(5))
-    for changes in (ONE_RUNG, {"max_rows": 8, "windows": 2}):
+    for changes in (ONE_RUNG, {"max_rows": 8, "cache_lengths": 2}):
         rollout, _ = go(plan_of(**changes), caps=CAPS[:20], prompts=five)
         check_equal(rollout, base[0], slice(0, 20))
 
@@ -113,7 +117,7 @@ def test_a_queue_refills_before_its_last_row_is_done(mesh, base):
     """One long row in every group: parts would take four times eight steps of eight rows."""
     _, endless, _ = base
     caps = np.tile([R, 1, 1, 1], 8).astype(np.int32)
-    rollout, stats = go(plan_of(max_rows=8, windows=1), caps=caps)
+    rollout, stats = go(plan_of(max_rows=8, cache_lengths=1), caps=caps)
     np.testing.assert_array_equal(np.asarray(rollout.lens), caps)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
     assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same rungs, without refilling
@@ -175,8 +179,8 @@ def test_rows_give_up_their_cache_and_come_back(mesh, base, held_bytes, bound):
     check_equal(rollout, plain, but=FOUND)
     assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
     if longest < R:  # long drafts need the deepest window at once
-        assert stats.evicted > 0
-    assert stats.metrics()["rollout/preempted"] == stats.evicted
+        assert stats.preempted > 0
+    assert stats.metrics()["rollout/preempted"] == stats.preempted
     assert stats.metrics()["rollout/cache_gib"] == stats.cache_bytes / 2**30
 
 
@@ -191,13 +195,13 @@ def long_plan(**changes):
 
 def test_rows_come_back_to_the_window_behind_the_one_they_filled(mesh, held_bytes):
     """At 18 slots 8 rows fit, at 34 four: those that come back must not be begun as eight."""
-    plan = long_plan(fits=(8, 18), row_rungs=4, windows=2)
+    plan = long_plan(fits=(8, 18), row_buckets=4, cache_lengths=2)
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
     rollout, stats = ref.run(plan, weights, prompts)
     assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
     free = dataclasses.replace(plan, cache_bytes=0.0)
     check_equal(rollout, ref.run(free, weights, prompts)[0])
-    assert stats.evicted == 12  # 8 of the first window, and 4 more that fill it
+    assert stats.preempted == 12  # 8 of the first window, and 4 more that fill it
 
 
 @pytest.mark.parametrize("slots", [2, 48])
@@ -205,7 +209,7 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slo
     """Drafts of two passes, right in 3 of 8 rows: these go on alone only if there is room. Without
     a bound they do, and the cache of their prompts must be gone by then."""
     prompts, (_, weights) = ref.random_prompts(8, slots), ref.policy(model=ref.ONE_LAYER)
-    options = {"row_rungs": 4, "windows": 1, "max_rows": 8, "verify_chunk": 16}
+    options = {"row_buckets": 4, "cache_lengths": 1, "max_rows": 8, "verify_width": 16}
     plan = long_plan(fits=(8, slots + 32), prompt_slots=slots, **options)
     free = dataclasses.replace(plan, cache_bytes=0.0)
     right = ref.run(free, weights, prompts)[0]
@@ -217,7 +221,7 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slo
         rollout, stats = ref.run(one, weights, prompts, drafts=drafts)
         check_equal(rollout, right, but=FOUND)
         assert 0 < stats.cache_bytes == held_bytes[0] <= (one.cache_bytes or np.inf)
-        assert stats.verified_tokens > 0
+        assert stats.verify_work > 0
     visits = [program for program in stats.programs if program[0] == "visit"]
     assert len({size for _, size, *_, wide, _ in visits if wide}) > 1  # parted
 
@@ -228,8 +232,8 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slo
 def test_block_judges_whole_drafts_within_the_bound(mesh, held_bytes, fits):
     """Short drafts, whose pass is wider than the window that they need; one of them longer."""
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
-    plan = long_plan(fits=fits, row_rungs=3, windows=4, accept="block", stored=3)
-    free = dataclasses.replace(plan, cache_bytes=0.0, windows=1)
+    plan = long_plan(fits=fits, row_buckets=3, cache_lengths=4, accept="block", stored_logprobs=3)
+    free = dataclasses.replace(plan, cache_bytes=0.0, cache_lengths=1)
     old = ref.run(free, ref.policy(0.1, ref.ONE_LAYER)[1], prompts)[0]
     lens = np.full(16, 5)
     drafts = [as_drafts(old, np.where(np.arange(16) == 15, n, lens)) for n in (5, 20)]
@@ -254,20 +258,20 @@ def test_eviction_in_the_midst_of_a_verification(mesh, base, accept):
     rollout, stats = go(plan_of(accept=accept, **FEW_BYTES), drafts=offered, speculation=cost)
     check_equal(rollout, whole)
     assert np.asarray(whole.prefix_lens).max() > 4  # the first window
-    assert stats.evicted > 0
-    assert stats.verified_tokens == 0
-    assert all(steps for *_, steps in stats.visits)
+    assert stats.preempted > 0
+    assert stats.verify_work == 0
+    assert all(steps for *_, steps in stats.decode_runs)
 
 
 def test_no_bound_is_no_eviction(mesh, base, held_bytes):
-    rollout, stats = go(plan_of(windows=2, row_rungs=3))
+    rollout, stats = go(plan_of(cache_lengths=2, row_buckets=3))
     check_equal(rollout, base[0])
-    assert stats.evicted == 0
+    assert stats.preempted == 0
     assert stats.cache_bytes == held_bytes[0] > 0
 
 
 def test_a_bound_too_small_for_anything_is_one_line(mesh):
-    plan = plan_of(windows=1, row_rungs=5, cache_bytes=1.0)
+    plan = plan_of(cache_lengths=1, row_buckets=5, cache_bytes=1.0)
     with pytest.raises(
         ValueError, match=r"^rollout.max_cache_gib must be 0 or >= .* got 9.31e-10;"
     ):
@@ -307,7 +311,7 @@ def choosing(base, table, accept="match", width=4, offered=True):
 def test_widths_that_never_pay_are_left_alone(mesh, base):
     rollout, stats, _ = choosing(base, table(), offered=False)
     check_equal(rollout, base[0])
-    assert {width for *_, width, _ in stats.visits} == {1}
+    assert {width for *_, width, _ in stats.decode_runs} == {1}
     assert stats.drafted_tokens == 0
     assert stats.predicted_seconds == stats.decode_steps
     assert stats.metrics()["time/decode_predicted"] == stats.decode_steps
@@ -333,7 +337,7 @@ def test_a_corpus_is_made_for_the_first_step_that_reads_it(mesh, base):
 def test_cheap_wide_steps_are_taken(mesh, base):
     rollout, stats, cost = choosing(base, table(wide=(1.01, 1.02)), offered=False)
     check_equal(rollout, base[0], but=("sources",))
-    assert {width for *_, width, _ in stats.visits} == {4}
+    assert {width for *_, width, _ in stats.decode_runs} == {4}
     assert stats.decode_steps <= R / 2  # the plain responses are known
     assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED)
     np.testing.assert_allclose(stats.predicted_seconds, 1.02 * stats.decode_steps)
@@ -348,17 +352,17 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
     """One pass, or a token or four of the draft a step: the same responses, prefixes and laws."""
     wide = (10.0, 20.0) if width == 1 else (1.01, 1.02)
     at_once, stats, _ = choosing(base, None, accept)
-    assert stats.verified_tokens > 0
+    assert stats.verify_work > 0
     skipped, stats, _ = choosing(base, table(wide, verify=1e6), accept)
     check_equal(skipped, at_once, but=("sources",))
     reused = np.arange(R)[None, :] < np.asarray(at_once.prefix_lens)[:, None]
     np.testing.assert_array_equal(np.asarray(skipped.sources) == Source.REUSED, reused)
     assert reused.any()
-    assert (stats.verified_tokens, stats.judged_tokens) == (0, 0)
-    assert {width for *_, width, _ in stats.visits} == {width}
+    assert (stats.verify_work, stats.verified_tokens) == (0, 0)
+    assert {width for *_, width, _ in stats.decode_runs} == {width}
     ran, stats, _ = choosing(base, table(wide, verify=0.01), accept)
     check_equal(ran, at_once, but=("sources",))
-    assert stats.verified_tokens > 0
+    assert stats.verify_work > 0
 
 
 def test_steps_judge_alike_on_a_mesh(make_mesh, base):
@@ -369,7 +373,7 @@ def test_steps_judge_alike_on_a_mesh(make_mesh, base):
             drafts, cost = ref.put_rows(base[2]), Speculation(table(verify=1e6))
             rollout, stats = go(plan, drafts=drafts, speculation=cost, log_lenience=-1.5)
             found.append(host(rollout))
-        assert stats.verified_tokens == 0
+        assert stats.verify_work == 0
         assert {key[-1] for key in stats.programs if key[0] == "visit"} == {True, False}
     check_equal(*found)
     assert found[0].prefix_lens.max() > 1
@@ -383,11 +387,11 @@ def test_drafts_without_a_pass_cost_no_step_under_match(mesh, base, right):
     drafts = endless if right else old
     steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
     cost = Speculation(StepCosts(steps | {Point(B, P + R, 8, False): 1e6}))
-    plan = plan_of(row_rungs=3, windows=1)
+    plan = plan_of(row_buckets=3, cache_lengths=1)
     _, expected = go(plan, speculation=Speculation(cost.table))
     got, stats = go(plan, speculation=cost, drafts=as_drafts(drafts))
     check_equal(got, plain, but=FOUND)
-    assert (stats.visits, stats.programs) == (expected.visits, expected.programs)
+    assert (stats.decode_runs, stats.programs) == (expected.decode_runs, expected.programs)
     same = (plain.tokens == drafts.tokens) & (
         np.arange(R) < np.minimum(plain.lens, drafts.lens)[:, None]
     )
@@ -404,7 +408,7 @@ def test_drafts_without_a_pass_cost_no_step_under_match(mesh, base, right):
 def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, accept):
     """No pass is run to learn it, and what is learned turns the choice when it should."""
     _, endless, _ = base
-    plan = plan_of(1, accept=accept, row_rungs=3, windows=1)
+    plan = plan_of(1, accept=accept, row_buckets=3, cache_lengths=1)
     steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
     cost = Speculation(StepCosts(steps | {Point(B, P + R, 8, False): 2.0}))
     cost.acceptance.observe_verified(0, 200)
@@ -413,7 +417,7 @@ def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, acc
         rollout, stats = go(plan, drafts=as_drafts(endless), speculation=cost, caps=None)
         check_equal(rollout, endless, but=FOUND)
         assert np.asarray(rollout.prefix_lens).sum() == B * R
-        passes.append(stats.verified_tokens)
+        passes.append(stats.verify_work)
     assert passes[:2] == [0, 0]  # drafts of so bad a name are not worth a pass
     assert passes[-1] == B * R
     assert cost.acceptance.rate() > 0.8
@@ -435,7 +439,7 @@ def test_a_decoded_token_is_priced_on_the_rungs_that_it_would_take(mesh, base, m
         def choose_verification(self, passes):
             seen.extend(passes)
 
-    plan = plan_of(row_rungs=3 if not max_rows else 1, windows=1, max_rows=max_rows)
+    plan = plan_of(row_buckets=3 if not max_rows else 1, cache_lengths=1, max_rows=max_rows)
     go(plan, drafts=as_drafts(base[1], lens), speculation=Spy(0))
     found = seen[0].shares(seen[0].active())
     assert {rows: share for (rows, _), share in found.items() if share} == pytest.approx(shares)
@@ -451,7 +455,7 @@ def test_what_a_pass_is_asked_for(mesh, base):
             seen.extend(passes)
             return passes[-1]
 
-    plan = plan_of(row_rungs=1, windows=2, verify_chunk=2, max_rows=8)
+    plan = plan_of(row_buckets=1, cache_lengths=2, verify_width=2, max_rows=8)
     drafts = as_drafts(base[1], np.where(np.arange(B) < 8, 0, R))
     rollout, _ = go(plan, caps=None, drafts=drafts, speculation=Spy(0))
     check_equal(rollout, base[1], but=FOUND)
@@ -465,7 +469,7 @@ def test_block_verification_is_never_skipped(mesh, base):
     at_once, _, _ = choosing(base, None, "block", width=1)
     paid, stats, _ = choosing(base, table(verify=1e6), "block", width=1)
     check_equal(paid, at_once)
-    assert stats.verified_tokens > 0
+    assert stats.verify_work > 0
 
 
 class Whims:
@@ -518,7 +522,7 @@ WHIMS = {
     "residual": ("ratio_residual", {"max_rows": 16, **ONE_RUNG}),
     "few bytes": (
         "match",
-        {"max_rows": 16, "row_rungs": 1, "windows": 2, "cache_bytes": bytes_for(16, 4)},
+        {"max_rows": 16, "row_buckets": 1, "cache_lengths": 2, "cache_bytes": bytes_for(16, 4)},
     ),
 }
 
@@ -528,7 +532,7 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
     monkeypatch.setattr(ladder, "NARROW", 1)  # passes of one token and of two
     _, endless, old = base
     expected, _ = go(plan_of(accept=accept, **ONE_RUNG), drafts=ref.put_rows(old))
-    plan = plan_of(4, accept=accept, verify_chunk=2, **changes)
+    plan = plan_of(4, accept=accept, verify_width=2, **changes)
     widths, verdicts, evicted, programs = set(), set(), 0, set()
     for seed in range(4):
         whims = Whims(seed)
@@ -542,12 +546,12 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
         prefixes, ends = np.asarray(rollout.prefix_lens), np.minimum(old.lens, rollout.lens)
         assert whims.kept == prefixes.sum()
         assert whims.judged == np.minimum(prefixes + 1, ends).sum()
-        widths |= {width for *_, width, _ in stats.visits}
+        widths |= {width for *_, width, _ in stats.decode_runs}
         verdicts |= whims.verdicts
-        evicted += stats.evicted
+        evicted += stats.preempted
         programs |= stats.programs
         assert stats.metrics()["rollout/programs"] == len(stats.programs)
-    assert programs <= every_program(plan.ladder(B), plan.group_size)
+    assert programs <= every_program(plan.buckets(B), plan.group_size)
     assert widths == {1, 2, 4}
     assert len(verdicts) > 1
     assert (evicted > 0) == ("cache_bytes" in changes)
