@@ -2,8 +2,8 @@
 
     python launch/train.py --config=configs/dapo.py[:PRESET]
 
-Presets and all other fields are those of configs/grpo.py; here is only what differs. Lenience and
-dual clip are SPEC-RL's for DAPO (arXiv 2509.23232).
+Presets and all other fields are those of configs/grpo.py. Lenience and dual clip are SPEC-RL's for
+DAPO (arXiv 2509.23232).
 """
 
 import math

@@ -1,10 +1,10 @@
-"""GRPO on episodes of several turns: a number is guessed with the help of "<" and ">".
+"""GRPO on episodes of several turns: guess a number with the help of "<" and ">".
 
     python launch/train.py --config=configs/multiturn.py
 
-Fields are those of configs/grpo.py; here is only what differs. A policy from nothing learns on two
-CPU cores that "2-7?" asks for a number between 2 and 7, and to go by what it is told: "4" ">" "6"
-"<" "5". Its answers are tokens like any other; the environment's are forced, never trained on.
+All other fields are those of configs/grpo.py. A policy of random weights learns on two CPU cores
+that "2-7?" asks for a number from 2 to 7, and to follow the answers: "4" ">" "6" "<" "5". The
+environment's tokens are never trained on.
 """
 
 import runpy

@@ -2,8 +2,8 @@
 
     python launch/train.py --config=configs/ppo.py[:PRESET]
 
-Presets and all other fields are those of configs/grpo.py; here is only what differs. Lenience is
-SPEC-RL's for PPO (arXiv 2509.23232).
+Presets and all other fields are those of configs/grpo.py. Lenience is SPEC-RL's for PPO
+(arXiv 2509.23232).
 """
 
 import math
@@ -18,7 +18,7 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 def get_config(preset: str = "tiny") -> ConfigDict:
     """The configuration of a preset; raises ValueError on an unknown name."""
     config = _GRPO["get_config"](preset)
-    config.critic.kind = "network"  # a decoder of its own, which begins as the policy's
+    config.critic.kind = "network"  # a second decoder, with the policy's weights at first
     config.critic.learning_rate = 1e-5 if config.model.source else 1e-3  # paper 1e-5
     config.algorithm.clip_high = 0.2
     config.rollout.lenience = math.exp(0.3)

@@ -2,7 +2,7 @@
 
     python launch/train.py --config=configs/grpo.py[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
-The same command again resumes the run in DIR (default: runs/CONFIG-PRESET); a finished run is left
+The same command again resumes the run in DIR (default: runs/CONFIG-PRESET). A finished run is left
 as it is.
 """
 
@@ -16,7 +16,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs
 
 
 def main() -> None:
-    from specrl_jax import runtime  # imports JAX: seconds that --help need not wait for
+    from specrl_jax import runtime  # imports JAX, for which --help need not wait
 
     config = flags.FLAGS.config
     runtime.start(config)

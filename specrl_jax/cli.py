@@ -1,6 +1,6 @@
-"""What the programs in launch/ share: the --config flag, and errors as one line.
+"""What the programs in launch/ share: the --config flag, and errors in one line.
 
-Imports nothing heavy, so that --help and a misspelt flag answer at once.
+Imports nothing slow, so that --help and a misspelt flag answer at once.
 """
 
 import argparse
@@ -28,8 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ValueError in one line where anything is unknown, with those of the known arguments
-    that are spelt almost so."""
+    """Raise ValueError in one line where arguments are unknown; it names similar known ones."""
     if not unknown:
         return
     flags_known = [f"--{name.replace('_', '-')}" for name in known]
@@ -40,14 +39,14 @@ def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
 
 
 def define_config(default: str | None = None) -> None:
-    """The flags --config (file[:preset], must come first) and --config.FIELD=VALUE."""
+    """Define the flags --config (file[:preset], must come first) and --config.FIELD=VALUE."""
     config_flags.DEFINE_config_file("config", default, "configuration file[:preset]")
     if default is None:
         flags.mark_flag_as_required("config")
 
 
 def config_name() -> str:
-    """configs/grpo.py:micro → grpo-micro; without a preset grpo-tiny."""
+    """configs/grpo.py:micro → grpo-micro; configs/grpo.py → grpo-tiny."""
     path, _, preset = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
     return f"{Path(path).stem}-{preset or 'tiny'}"
 
@@ -68,9 +67,9 @@ def run(main: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Print an error that the user can mend as one line and exit with 2; let others through.
+    """Print an error that the user can mend in one line and exit with 2; let others through.
 
-    SPECRL_TRACEBACK=1 shows where it came from.
+    SPECRL_TRACEBACK=1 shows the traceback.
     """
     try:
         yield
@@ -97,7 +96,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
-    """The cause in the words of whoever typed `argv`."""
+    """The cause of an error, in the words that the user typed."""
     text = str(error).strip()
     if isinstance(error, AttributeError | KeyError):
         field = re.search(r"\w+", text)
@@ -110,8 +109,8 @@ def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
             f", did you mean {hint[1]}?" if hint else ""
         )
     if isinstance(error, OSError):
-        wanted = [a for a in argv if a.startswith("--config=")]
-        path = wanted[0].removeprefix("--config=").partition(":")[0] if wanted else "--config"
+        given = [a for a in argv if a.startswith("--config=")]
+        path = given[0].removeprefix("--config=").partition(":")[0] if given else "--config"
         if not Path(path).exists():
             return f"--config={path}: no such file in {Path.cwd()}"
     # ml_collections quotes the whole traceback; its last line names the cause.

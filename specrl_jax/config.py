@@ -19,98 +19,58 @@ RENAMED_FIELDS = {
     "environment.behind": "environment.allow_unfinished",
 }
 
-# Field → (rule in words, test). Fields that choose by name are in CHOICES.
-RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "seed": (">= 0", lambda x: x >= 0),
-    "data.prompts": (">= 0", lambda x: x >= 0),
-    "data.eval_prompts": (">= 0", lambda x: x >= 0),
-    "data.prompt_len": (">= 1", lambda x: x >= 1),
-    "reward.timeout": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "reward.memory_mib": (">= 1", lambda x: x >= 1),
-    "reward.workers": (">= 0", lambda x: x >= 0),
-    "reward.threshold": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "rollout.prompts_per_step": (">= 1", lambda x: x >= 1),
-    "rollout.group_size": (">= 1", lambda x: x >= 1),
-    "rollout.response_len": (">= 1", lambda x: x >= 1),
-    "rollout.temperature": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "rollout.top_k": (">= 0", lambda x: x >= 0),
-    "rollout.top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
-    "rollout.draft_age": ("1 or 2", lambda x: x in (1, 2)),
-    "rollout.lenience": (">= 0", lambda x: x >= 0),
-    "rollout.lenience_target": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "rollout.lenience_gain": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "rollout.lenience_min": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "rollout.lenience_max": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "rollout.draft_refresh": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "rollout.token_age": (">= 0", lambda x: x >= 0),
-    "rollout.stored_logprobs": (">= 1", lambda x: x >= 1),
-    "rollout.tree.history": (">= 1", lambda x: x >= 1),
-    "rollout.tree.depth": (">= 1", lambda x: x >= 1),
-    "rollout.tree.factor": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "rollout.tree.offset": ("finite", math.isfinite),
-    "rollout.tree.min_prob": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "rollout.tree.decay": ("in (0, 1]", lambda x: 0 < x <= 1),
-    "rollout.max_width": (">= 1", lambda x: x >= 1),
-    "rollout.verify_width": (">= 1", lambda x: x >= 1),
-    "rollout.row_buckets": (">= 1", lambda x: x >= 1),
-    "rollout.cache_lengths": (">= 1", lambda x: x >= 1),
-    "rollout.max_rows": (">= 0", lambda x: x >= 0),
-    "rollout.max_cache_gib": (">= 0", lambda x: x >= 0),
-    "rollout.logits_chunk": (">= 1", lambda x: x >= 1),
-    "rollout.store_prompts": (">= 0", lambda x: x >= 0),
-    "rollout.store_age": (">= 0", lambda x: x >= 0),
-    "rollout.partial": (">= 0", lambda x: x >= 0),
-    "algorithm.clip_low": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "algorithm.clip_high": (">= 0", lambda x: x >= 0),
-    "algorithm.dual_clip": ("0 (off) or > 1", lambda x: x == 0 or x > 1),
-    "algorithm.kl_coef": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "algorithm.entropy_coef": ("finite", math.isfinite),
-    "algorithm.importance_cap": (">= 0", lambda x: x >= 0),
-    "algorithm.max_gen_batches": (">= 1", lambda x: x >= 1),
-    "reward.overlong_tokens": (">= 0", lambda x: x >= 0),
-    "reward.overlong_penalty": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "critic.learning_rate": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "critic.schedule_warmup": (">= 0", lambda x: x >= 0),
-    "critic.warmup_steps": (">= 0", lambda x: x >= 0),
-    "critic.coef": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "critic.clip": (">= 0", lambda x: x >= 0),
-    "critic.gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "critic.gae_lambda": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "environment.max_turns": (">= 1", lambda x: x >= 1),
-    "environment.allow_unfinished": ("in [0, 1)", lambda x: 0 <= x < 1),
-    "curriculum.screening": (">= 1", lambda x: x >= 1),
-    "curriculum.low": ("finite", math.isfinite),
-    "curriculum.high": ("finite", math.isfinite),
-    "curriculum.candidates": (">= 1", lambda x: x >= 1),
-    "curriculum.target": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "curriculum.decay": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "curriculum.width": ("> 0", lambda x: x > 0),
-    "updates.mini_batch_size": (">= 1", lambda x: x >= 1),
-    "updates.micro_batch_size": (">= 0", lambda x: x >= 0),
-    "updates.passes": (">= 1", lambda x: x >= 1),
-    "updates.learning_rate": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "updates.schedule_warmup": (">= 0", lambda x: x >= 0),
-    "updates.weight_decay": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "updates.beta1": ("in [0, 1)", lambda x: 0 <= x < 1),
-    "updates.beta2": ("in [0, 1)", lambda x: 0 <= x < 1),
-    "updates.epsilon": ("> 0", lambda x: x > 0),
-    "updates.clip_norm": (">= 0", lambda x: x >= 0),
-    "train.epochs": (">= 0", lambda x: x >= 0),
-    "train.steps": (">= 0", lambda x: x >= 0),
-    "warmup.steps": (">= 0", lambda x: x >= 0),
-    "warmup.batch_size": (">= 1", lambda x: x >= 1),
-    "warmup.examples": (">= 1", lambda x: x >= 1),
-    "warmup.mistake_rate": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "warmup.learning_rate": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "evaluate.every": (">= 0", lambda x: x >= 0),
-    "evaluate.samples": (">= 1", lambda x: x >= 1),
-    "evaluate.temperature": (">= 0 and finite", lambda x: 0 <= x < math.inf),
-    "evaluate.batch_size": (">= 1", lambda x: x >= 1),
-    "checkpoint.every": (">= 1", lambda x: x >= 1),
-    "checkpoint.keep_last": (">= 1", lambda x: x >= 1),
-    "checkpoint.keep_best": (">= 0", lambda x: x >= 0),
-    "log.rollouts": ("in [0, 1]", lambda x: 0 <= x <= 1),
-}
+# (rule in words, test, the fields that must keep it). Fields that choose by name are in CHOICES.
+_RULES: list[tuple[str, Callable[[Any], bool], str]] = [
+    (">= 0", lambda x: x >= 0, """
+        seed data.prompts data.eval_prompts reward.workers rollout.top_k rollout.lenience
+        rollout.token_age rollout.max_rows rollout.max_cache_gib rollout.store_prompts
+        rollout.store_age rollout.partial algorithm.clip_high algorithm.importance_cap
+        reward.overlong_tokens critic.schedule_warmup critic.warmup_steps critic.clip
+        updates.micro_batch_size updates.schedule_warmup updates.clip_norm train.epochs
+        train.steps warmup.steps evaluate.every checkpoint.keep_best
+    """),
+    (">= 1", lambda x: x >= 1, """
+        data.prompt_len reward.memory_mib rollout.prompts_per_step rollout.group_size
+        rollout.response_len rollout.stored_logprobs rollout.tree.history rollout.tree.depth
+        rollout.max_width rollout.verify_width rollout.row_buckets rollout.cache_lengths
+        rollout.logits_chunk algorithm.max_gen_batches environment.max_turns
+        curriculum.screening curriculum.candidates updates.mini_batch_size updates.passes
+        warmup.batch_size warmup.examples evaluate.samples evaluate.batch_size checkpoint.every
+        checkpoint.keep_last
+    """),
+    ("> 0 and finite", lambda x: 0 < x < math.inf, """
+        reward.timeout rollout.temperature rollout.lenience_target rollout.lenience_gain
+        rollout.lenience_min rollout.lenience_max critic.coef
+    """),
+    (">= 0 and finite", lambda x: 0 <= x < math.inf, """
+        reward.threshold rollout.tree.factor algorithm.kl_coef reward.overlong_penalty
+        critic.learning_rate updates.learning_rate updates.weight_decay warmup.learning_rate
+        evaluate.temperature
+    """),
+    ("in (0, 1]", lambda x: 0 < x <= 1, """
+        rollout.top_p rollout.tree.decay
+    """),
+    ("1 or 2", lambda x: x in (1, 2), """
+        rollout.draft_age
+    """),
+    ("in [0, 1]", lambda x: 0 <= x <= 1, """
+        rollout.draft_refresh rollout.tree.min_prob algorithm.clip_low critic.gamma
+        critic.gae_lambda curriculum.target curriculum.decay warmup.mistake_rate log.rollouts
+    """),
+    ("finite", math.isfinite, """
+        rollout.tree.offset algorithm.entropy_coef curriculum.low curriculum.high
+    """),
+    ("0 (off) or > 1", lambda x: x == 0 or x > 1, """
+        algorithm.dual_clip
+    """),
+    ("in [0, 1)", lambda x: 0 <= x < 1, """
+        environment.allow_unfinished updates.beta1 updates.beta2
+    """),
+    ("> 0", lambda x: x > 0, """
+        curriculum.width updates.epsilon
+    """),
+]  # fmt: skip
+RULES = {field: (rule, test) for rule, test, fields in _RULES for field in fields.split()}
 
 # Field → its names: those of a table ("module:TABLE" below specrl_jax), or all of them.
 CHOICES: dict[str, str | tuple[str, ...]] = {

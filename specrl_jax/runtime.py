@@ -1,6 +1,6 @@
-"""What a process sets up once before anything is computed: compilation cache, mesh, signals.
+"""What a process sets up once: compilation cache, mesh, work directory, signals.
 
-It also counts what the process compiles.
+It also counts the programs that the process compiles.
 """
 
 import contextlib
@@ -19,21 +19,18 @@ from specrl_jax.sharding import make_mesh
 
 
 def start(config) -> None:
-    """Check `config`, then put its mesh in use for this process.
-
-    Raises ValueError in one line.
-    """
+    """Check `config` and set its mesh for this process; ValueError in one line."""
     validate(config)
     use_compilation_cache()
-    compiled()  # from here on
+    compiled()  # counts from here on
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, mesh)
     jax.set_mesh(mesh)
 
 
 def cache_folder() -> Path:
-    """Where what can be found out again is kept: JAX_COMPILATION_CACHE_DIR, else the user's cache
-    folder."""
+    """Folder of compiled programs and measured costs: JAX_COMPILATION_CACHE_DIR, else the user's
+    cache folder."""
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -41,23 +38,22 @@ def cache_folder() -> Path:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs on disk, in `cache_folder`."""
+    """Keep compiled programs on disk in `cache_folder`."""
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 class Compiled(NamedTuple):
-    """What a process has compiled. seconds: of building programs and of reading them from the
-    compilation cache; built, read: how many."""
+    """What a process has compiled."""
 
-    seconds: float
-    built: int
-    read: int
+    seconds: float  # of building programs and of reading them from the compilation cache
+    built: int  # programs
+    read: int  # programs
 
 
 def compiled() -> Compiled:
-    """Since the first call in this process."""
+    """What was compiled since the first call in this process."""
     seconds, hits = _compilations()
     return Compiled(sum(seconds), len(seconds) - len(hits), len(hits))
 
@@ -69,7 +65,7 @@ def _compilations() -> tuple[list[float], list[str]]:
     hits: list[str] = []
 
     def note_seconds(event: str, duration: float, **_) -> None:
-        if event.endswith("backend_compile_duration"):  # what is read from the cache included
+        if event.endswith("backend_compile_duration"):  # also of a program read from the cache
             seconds.append(duration)
 
     def note_hit(event: str, **_) -> None:
@@ -83,9 +79,9 @@ def _compilations() -> tuple[list[float], list[str]]:
 
 @contextlib.contextmanager
 def only_process(workdir: Path) -> Iterator[None]:
-    """Hold `workdir` for this process; the system lets go of it however the process ends.
+    """Lock `workdir` for this process, until it ends in whatever way.
 
-    Raises ValueError where another process holds it.
+    Raises ValueError where another process holds the lock.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / "lock", "w") as lock:
@@ -99,9 +95,10 @@ def only_process(workdir: Path) -> Iterator[None]:
 
 
 class StopRequest:
-    """Becomes true on SIGTERM or Ctrl-C, so that a loop can finish its step, save and leave.
+    """True after SIGTERM or Ctrl-C, so that a loop can finish its step, save and leave.
 
-    A second signal ends the process at once. A context manager: outside it signals act as before.
+    A second signal ends the process at once. Use it as a context manager: outside it signals act
+    as before.
     """
 
     def __init__(self):

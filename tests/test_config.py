@@ -21,97 +21,19 @@ from specrl_jax.config import (
 )
 
 PRESETS = ("tiny", "micro", "smollm2", "gsm8k", "qwen3_1p7b")
-# field → values that break its rule
+# rule → values that break it
 BROKEN = {
-    "seed": [-1],
-    "data.prompts": [-1],
-    "data.eval_prompts": [-1],
-    "data.prompt_len": [0],
-    "reward.timeout": [0.0, -1.0, math.inf],
-    "reward.memory_mib": [0, -1],
-    "reward.workers": [-1],
-    "reward.threshold": [-0.5, math.inf],
-    "rollout.prompts_per_step": [0],
-    "rollout.group_size": [0],
-    "rollout.response_len": [0],
-    "rollout.temperature": [0.0, math.inf],
-    "rollout.top_k": [-1],
-    "rollout.top_p": [0.0, 1.1],
-    "rollout.draft_age": [0, 3],
-    "rollout.lenience": [-0.5],
-    "rollout.lenience_target": [0.0, math.inf],
-    "rollout.lenience_gain": [0.0, math.inf],
-    "rollout.lenience_min": [0.0, math.inf],
-    "rollout.lenience_max": [0.0, math.inf],
-    "rollout.draft_refresh": [-0.1, 1.1],
-    "rollout.token_age": [-1],
-    "rollout.stored_logprobs": [0],
-    "rollout.tree.history": [0],
-    "rollout.tree.depth": [0],
-    "rollout.tree.factor": [-1.0, math.inf],
-    "rollout.tree.offset": [math.inf, -math.inf],
-    "rollout.tree.min_prob": [-0.1, 1.1],
-    "rollout.tree.decay": [0.0, 1.1],
-    "rollout.max_width": [0],
-    "rollout.verify_width": [0],
-    "rollout.row_buckets": [0],
-    "rollout.cache_lengths": [0],
-    "rollout.max_rows": [-1],
-    "rollout.max_cache_gib": [-0.5],
-    "rollout.logits_chunk": [0],
-    "rollout.store_prompts": [-1],
-    "rollout.store_age": [-1],
-    "rollout.partial": [-1],
-    "algorithm.clip_low": [-0.1, 1.1],
-    "algorithm.clip_high": [-0.1],
-    "algorithm.dual_clip": [1.0, -3.0],
-    "algorithm.kl_coef": [-0.1, math.inf],
-    "algorithm.entropy_coef": [math.inf, -math.inf],
-    "algorithm.importance_cap": [-0.1],
-    "environment.max_turns": [0],
-    "environment.allow_unfinished": [-0.1, 1.0],
-    "curriculum.screening": [0],
-    "curriculum.low": [math.inf],
-    "curriculum.high": [-math.inf],
-    "curriculum.candidates": [0.5],
-    "curriculum.target": [-0.1, 1.1],
-    "curriculum.decay": [-0.1, 1.1],
-    "curriculum.width": [0.0],
-    "algorithm.max_gen_batches": [0],
-    "reward.overlong_tokens": [-1],
-    "reward.overlong_penalty": [-0.1, math.inf],
-    "critic.learning_rate": [-1e-3, math.inf],
-    "critic.schedule_warmup": [-1],
-    "critic.warmup_steps": [-1],
-    "critic.coef": [0.0, math.inf],
-    "critic.clip": [-0.1],
-    "critic.gamma": [-0.1, 1.1],
-    "critic.gae_lambda": [-0.1, 1.1],
-    "updates.mini_batch_size": [0],
-    "updates.micro_batch_size": [-1],
-    "updates.passes": [0],
-    "updates.learning_rate": [-1e-3, math.inf],
-    "updates.schedule_warmup": [-1],
-    "updates.weight_decay": [-0.1, math.inf],
-    "updates.beta1": [-0.1, 1.0],
-    "updates.beta2": [-0.1, 1.0],
-    "updates.epsilon": [0.0],
-    "updates.clip_norm": [-1.0],
-    "train.epochs": [-1],
-    "train.steps": [-1],
-    "warmup.steps": [-1],
-    "warmup.batch_size": [0],
-    "warmup.examples": [0],
-    "warmup.mistake_rate": [-0.1, 1.1],
-    "warmup.learning_rate": [-1.0, math.inf],
-    "evaluate.every": [-1],
-    "evaluate.samples": [0],
-    "evaluate.temperature": [-0.1, math.inf],
-    "evaluate.batch_size": [0],
-    "checkpoint.every": [0],
-    "checkpoint.keep_last": [0],
-    "checkpoint.keep_best": [-1],
-    "log.rollouts": [-0.1, 1.1],
+    ">= 0": [-1],
+    ">= 1": [0],
+    "> 0": [0.0],
+    "finite": [math.inf, -math.inf],
+    ">= 0 and finite": [-0.1, math.inf],
+    "> 0 and finite": [0.0, math.inf],
+    "in [0, 1]": [-0.1, 1.1],
+    "in [0, 1)": [-0.1, 1.0],
+    "in (0, 1]": [0.0, 1.1],
+    "1 or 2": [0, 3],
+    "0 (off) or > 1": [1.0, -3.0],
 }
 # changes → the message
 IMPOSSIBLE = [
@@ -227,14 +149,12 @@ def test_an_old_name_is_answered_by_the_new_one(old, new):
         validate(config)
 
 
-def test_the_table_below_is_of_all_rules():
-    assert set(BROKEN) == set(RULES)
-
-
-@pytest.mark.parametrize("field", BROKEN)
+@pytest.mark.parametrize("field", RULES)
 def test_a_broken_rule_names_field_rule_and_value(field):
-    for value in BROKEN[field]:
-        assert _message({field: value}) == f"{field} must be {RULES[field][0]}, got {value}"
+    rule, _ = RULES[field]
+    for value in BROKEN[rule]:
+        value = type(dict(flatten(small_runs.small_config()))[field])(value)
+        assert _message({field: value}) == f"{field} must be {rule}, got {value}"
 
 
 @pytest.mark.parametrize("field", CHOICES)

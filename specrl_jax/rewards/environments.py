@@ -1,11 +1,9 @@
-"""Multi-turn environments: what answers a response, until the episode is over; no jax.
+"""Multi-turn environments: they answer responses until an episode is over.
 
-An environment is a plain class of the protocol below; `ENVIRONMENTS` lists the built-in ones,
-`module:Class` names a user's own. Like scorers, environments meet text that a policy made up, so
-they run in `reward_pool`'s workers within limits of time and memory. A worker keeps nothing: an
-episode is played again from its start at every turn, which costs little beside the policy, makes
-every step a function of the responses alone, and so needs nothing in a checkpoint. Environments
-must therefore be deterministic.
+An environment is a plain class of the protocol `Environment`: one of `ENVIRONMENTS`, or a user's
+own by `module:Class`. It runs in the reward workers, within limits of time and memory. A worker
+keeps no episode: each turn plays it again from the start, so a checkpoint holds nothing of it. An
+environment must therefore be deterministic. No JAX.
 """
 
 import ast
@@ -15,11 +13,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-MAX_OBSERVATION = 16_000  # characters; what is longer is cut
+MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
 
 
 class Step(NamedTuple):
-    """What a response led to: text for the policy to read, or the end with a reward."""
+    """What a response leads to: text for the policy to read, or the end with a reward."""
 
     observation: str = ""
     reward: float = 0.0
@@ -27,21 +25,21 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode. The first prompt is the data's."""
+    """One episode. Its first prompt is the problem's."""
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
-        """Begin the episode of this problem."""
+        """Begin the episode of a problem."""
         ...
 
     def step(self, response: str) -> Step:
-        """The policy's next response, as text. Raising ends the episode with reward 0."""
+        """Answer the policy's next response. An exception ends the episode with reward 0."""
         ...
 
 
 class Guess:
-    """A number is to be guessed: "<" says that it is smaller, ">" larger, "?" that none was said.
+    """Guess a number: "<" says that it is smaller, ">" larger, "?" that the response is no number.
 
-    Reward 1 for the right number, which ends the episode.
+    The right number ends the episode with reward 1.
     """
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
@@ -60,8 +58,8 @@ class Guess:
 class Calculator:
     """A response that ends in "[12*(3+4)]" is answered by "84"; any other is the final answer.
 
-    Reward 1 if the final answer, blanks aside, is the problem's. Numbers, brackets and + - * / // %
-    ** are understood; anything else is answered by "?".
+    Reward 1 if the final answer equals the problem's, blanks at both ends aside. It knows numbers,
+    brackets and + - * / // % **; anything else is answered by "?".
     """
 
     _CALL = re.compile(r"\[([^\[\]]*)\]\s*$")
@@ -116,7 +114,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"guess": Guess, "calculato
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
-    """The class called `name`; ValueError, in one line, if there is none."""
+    """The class called `name`; ValueError in one line if there is none."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     known = f"one of {', '.join(ENVIRONMENTS)} or module:Class"
@@ -124,13 +122,13 @@ def load_environment(name: str) -> Callable[[], Environment]:
     if not module or not attribute or module == "__main__":
         raise ValueError(f"environment.name must be {known} (importable), got {name!r}")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-        if not all(callable(getattr(found, method, None)) for method in ("reset", "step")):
+        environment = getattr(importlib.import_module(module), attribute)
+        if not all(callable(getattr(environment, method, None)) for method in ("reset", "step")):
             raise TypeError("it has no reset and step")
     except Exception as error:
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"environment.name must be {known}, got {name!r}: {line}") from None
-    return found
+    return environment
 
 
 def play(

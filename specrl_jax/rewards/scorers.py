@@ -1,8 +1,8 @@
-r"""Verifiable rewards: the text of a response -> a number.
+"""Verifiable rewards: the text of a response → a number.
 
-A scorer is a plain function `score(response, answer, task, metadata) -> float`; `SCORERS` lists the
-built-in ones, `module:function` names a user's own. Scorers meet text that a policy made up, and
-some of them evaluate it, so they may run for ever: `reward_pool` runs them within limits.
+A scorer is a plain function `score(response, answer, task, metadata) -> float`: one of `SCORERS`,
+or a user's own by `module:function`. It may run for ever on a policy's text, so `workers` runs it
+within limits of time and memory.
 """
 
 import functools
@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 Scorer = Callable[[str, str, str, dict], float]
 
-MAX_MATH_TEXT = 2_000  # characters given to math-verify, whose patterns are not linear in length
-MAX_MATH_DIGITS = 100_000  # decimal digits a power may have before it is called hostile
+MAX_MATH_TEXT = 2_000  # characters for math-verify, whose patterns are not linear in length
+MAX_MATH_DIGITS = 100_000  # decimal digits; a power with more is hostile
 
 
 def score_exact(response: str, answer: str, task: str, metadata: dict) -> float:
@@ -27,8 +27,8 @@ def score_exact(response: str, answer: str, task: str, metadata: dict) -> float:
 def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
     r"""1 if the response's final answer equals `answer` mathematically (math-verify).
 
-    The final answer is what stands in the last `<answer>..</answer>`, else in the last `\boxed{}`,
-    else what math-verify finds in the end of the text (LaTeX, "answer is ..", the last number).
+    The final answer is the last `<answer>..</answer>`, else the last `\boxed{}`, else what
+    math-verify finds at the end of the text (LaTeX, "answer is ..", the last number).
     """
     marked, candidate = _math_candidate(response)
     if marked == answer.strip():
@@ -38,14 +38,14 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
     gold = _read_math(answer.strip())
     if not gold:
         raise ValueError(f"reward.name = math cannot read the reference answer {answer[:100]!r}")
-    # Its own timeouts are off: they cannot stop a C call, and the pool's limit can.
-    found = _parse_math(candidate) if marked is None else _read_math(candidate)
-    return float(verify(list(gold), list(found), timeout_seconds=None))
+    # math-verify's own timeouts are off: they cannot stop a C call. The worker's limit can.
+    given = _parse_math(candidate) if marked is None else _read_math(candidate)
+    return float(verify(list(gold), list(given), timeout_seconds=None))
 
 
 def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -> float:
     """The score of reasoning-gym's own scorer for `task`; many give partial credit, 0 to 1."""
-    # `data` keeps the whole item; its own metadata may be given as well.
+    # The metadata of a loaded problem is the whole item, with the item's own metadata in it.
     inner = metadata.get("metadata", metadata)
     entry = {"question": metadata.get("question", ""), "answer": answer, "metadata": inner}
     return _reasoning_gym_scorer(task)(response, entry)
@@ -60,7 +60,7 @@ PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}  # imported
 
 
 def load_scorer(name: str) -> Scorer:
-    """The scorer called `name`; ValueError, in one line, if there is none."""
+    """The scorer called `name`; ValueError in one line if there is none."""
     if name in SCORERS:
         package = PACKAGES.get(name)
         if package and importlib.util.find_spec(package) is None:
@@ -91,30 +91,30 @@ def _reasoning_gym_scorer(task: str):
 
 @functools.lru_cache(maxsize=1024)
 def _parse_math(text: str) -> tuple:
-    """What math-verify reads in `text`; cached, as a group of responses shares its answer."""
+    """What math-verify reads in `text`. Cached: the responses of a group share their answer."""
     from math_verify import parse
 
     return tuple(parse(text, parsing_timeout=None))
 
 
 def _read_math(text: str) -> tuple:
-    r"""What a whole answer says: `(1, 2)` is a pair; math-verify would find only the 2 in it.
+    r"""What a whole answer says: `(1, 2)` is a pair, of which math-verify alone reads only the 2.
 
-    One reading, not the better of two: else 2 would be right where the answer is (1, 2).
+    Only one reading counts: otherwise 2 would be right where the answer is (1, 2).
     """
     words = re.search(r"(?<![\\{A-Za-z])[A-Za-z]{3,}(?![A-Za-z(])|\$|\\[(\[]|\\boxed", text)
     return (words and _parse_math(text)) or _parse_math(rf"\boxed{{{text}}}")
 
 
 def _math_candidate(response: str) -> tuple[str | None, str]:
-    """The final answer if it is marked as such, and the text to give to math-verify."""
+    """(the final answer if it is marked as such, the text for math-verify)."""
     tail = response[-MAX_MATH_TEXT:]
     marked = _last_tagged(tail)
     boxed = _last_boxed(tail if marked is None else marked)
     marked = boxed if boxed is not None else marked
     if not _hostile(tail if marked is None else marked):
         return marked, tail if marked is None else marked
-    # A marked answer like that is wrong; in running text the last plain number may still be it.
+    # A hostile marked answer is wrong. In running text the last plain number may be the answer.
     numbers = re.findall(r"(?<![\w^*.!{])-?\d{1,100}(?![\d^*!])", tail) if marked is None else []
     return marked, (numbers or [""])[-1]
 
@@ -141,11 +141,11 @@ _TOWER = re.compile(rf"(?<!\d)(\d{{1,100}}){_POWER}(\d{{1,100}})(?:{_POWER}(\d{{
 
 
 def _hostile(text: str) -> bool:
-    """Cheap and incomplete: text whose evaluation cannot end soon; the rest meets the timeout."""
+    """Whether evaluating `text` cannot end soon. Incomplete: the timeout stops the rest."""
     if re.search(r"\d{101}|\d{5}\s*!|!\s*!\s*!|[({\[]{40}", text):
         return True
     for base, power, top in _TOWER.findall(text):
-        # 9^9^9: the exponent has 9 · log10(9) = 8.6 digits, too many to go on.
+        # 9^9^9: its exponent 9^9 has 9 · log10(9) = 8.6 digits.
         exponent_digits = int(top or 1) * math.log10(max(int(power), 1))
         if exponent_digits > 9 or 10**exponent_digits * math.log10(max(int(base), 1)) > (
             MAX_MATH_DIGITS
