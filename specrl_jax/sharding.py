@@ -1,9 +1,8 @@
-"""The mesh and the one table that says which logical axis lies on which mesh axis.
+"""The mesh, and the table of logical axes to mesh axes.
 
-Every array of the project is laid out by naming its axes in this table's words. Weights have two
-layouts: `stored` (master weights, optimizer state: also split over "fsdp") and `compute` (gathered
-over "fsdp", split over "tensor" alone), which the rollout copies once a step and the update
-gathers layer by layer.
+Every array of the package names its axes by the keys of this table. Weights have two layouts.
+`STORED` (master weights, optimizer state) also splits over "fsdp". `COMPUTE` splits over "tensor"
+alone: the rollout copies the weights to it once a step, the update layer by layer.
 """
 
 import jax
@@ -22,15 +21,15 @@ COMPUTE = {
     "embed": None,
     None: None,
 }
-# The embedding table is split by rows only: splitting its columns makes the backward pass of the
-# lookup gather the whole table.
+# The embedding table is split by rows only. With split columns the backward pass of the lookup
+# would gather the whole table.
 STORED = COMPUTE | {"embed": "fsdp", "vocab": ("tensor", "fsdp")}
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> jax.sharding.Mesh:
     """Mesh ("data", "fsdp", "tensor") with explicit axis types; one size may be -1 (the rest).
 
-    Raises ValueError when the sizes do not multiply to the number of devices.
+    Raises ValueError if the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
@@ -52,7 +51,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
 
 
 def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
-    """Partition of an array with these logical axes; None is an axis that is not split."""
+    """Partition of an array with these logical axes; None: an axis that is not split."""
     table = STORED if stored else COMPUTE
     return PartitionSpec(*(table[axis] for axis in axes))
 
@@ -72,7 +71,7 @@ def put(array, *axes: str | None, stored: bool = False) -> jax.Array:
 
 
 def reshard(array: jax.Array, *axes: str | None) -> jax.Array:
-    """Lay an array out by `axes` (compute layout); no operation where it already lies so."""
+    """The array in the compute layout `axes`; no operation if that is its layout already."""
     return jax.sharding.reshard(array, spec(*axes))
 
 
@@ -82,18 +81,18 @@ def take_rows(array: jax.Array, index: jax.Array, *axes: str | None) -> jax.Arra
 
 
 def merge_rows(array: jax.Array, *axes: str | None) -> jax.Array:
-    """[Q, G, ...] → [Q * G, ...], the rows split over the batch axes; the rest are `axes`.
+    """[Q, G, ...] → [Q * G, ...], rows split over the batch axes; the other axes are `axes`.
 
-    A plain reshape forgets the split where Q is 1.
+    A plain reshape would lose the split where Q is 1.
     """
     shape = (array.shape[0] * array.shape[1], *array.shape[2:])
     return jnp.reshape(array, shape, out_sharding=spec("batch", *axes))
 
 
 def check_divides(mesh: jax.sharding.Mesh, field: str, size: int, axis: str) -> None:
-    """Refuse a size that the mesh cannot cut evenly.
+    """Raises ValueError if the mesh cannot split `size` evenly over the logical axis.
 
-    Raises ValueError in one line that names field, mesh axes and the nearest sizes that fit.
+    The line names the field, the mesh axes and the sizes that fit.
     """
     pieces = shards(axis, mesh, stored=True)
     if size % pieces == 0:

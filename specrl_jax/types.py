@@ -1,8 +1,8 @@
 """The data that passes between rooms.
 
 `Example` and `Prompts` live on the host; `Drafts`, `Rollout` and `Batch` are pytrees of device
-arrays. Response arrays are `[B, R]`: column j is the j-th response token, whatever the length of
-its prompt, so nothing has to be shifted between verification, decoding and the update.
+arrays. Response arrays are [B, R]: column j is the j-th response token, whatever the length of its
+prompt, so that verification, decoding and the update share one layout. Log-probs are in nats.
 """
 
 import dataclasses
@@ -17,14 +17,10 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One problem of a dataset.
+    """One problem of a dataset."""
 
-    `prompt_id` is a content hash of 16 hexadecimal digits, stable across runs and machines.
-    `prompt` is text, or chat messages as a tuple of `{"role": ..., "content": ...}`.
-    """
-
-    prompt_id: str
-    prompt: str | tuple[dict, ...]
+    prompt_id: str  # content hash of 16 hexadecimal digits, the same in every run
+    prompt: str | tuple[dict, ...]  # text, or chat messages {"role": ..., "content": ...}
     answer: str
     task: str
     metadata: dict[str, Any]
@@ -32,98 +28,78 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """A batch of Q encoded prompts (NumPy, on the host).
+    """A batch of Q encoded prompts (NumPy, on the host)."""
 
-    tokens: int32 [Q, P], right-padded. lens: int32 [Q]. ids: uint32 [Q, 2], the prompt_id as two
-    words, high word first; they key the noise. examples: the Q problems.
-    """
-
-    tokens: np.ndarray
-    lens: np.ndarray
-    ids: np.ndarray
-    examples: tuple[Example, ...]
+    tokens: np.ndarray  # int32 [Q, P], right-padded
+    lens: np.ndarray  # int32 [Q]
+    ids: np.ndarray  # uint32 [Q, 2], the prompt_id as two words, high word first; keys the noise
+    examples: tuple[Example, ...]  # the Q problems
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """What the draft store offers for a batch of B rows.
+    """The draft store's drafts for a batch of B rows."""
 
-    tokens: int32 [B, R]. lens: int32 [B], 0 where there is no draft. sampling_logprobs: float32
-    [B, R] nats, under the truncated law that sampled or last kept each token. origin_logprobs,
-    origin_steps: [B, R], from when each token was first sampled. top_ids int32, top_logprobs
-    float32 [B, R, k]: the k likeliest tokens of that law, likeliest first; None unless the
-    acceptance rule asks for whole distributions.
-    """
-
-    tokens: Array
-    lens: Array
+    tokens: Array  # int32 [B, R]
+    lens: Array  # int32 [B], 0 where there is no draft
+    # float32 [B, R], under the truncated distribution that sampled or last accepted each token
     sampling_logprobs: Array
-    origin_logprobs: Array
-    origin_steps: Array
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
+    origin_logprobs: Array  # float32 [B, R], from the step that first sampled each token
+    origin_steps: Array  # int32 [B, R], that step
+    # The k likeliest tokens of the sampling distribution, likeliest first. None unless the
+    # acceptance rule needs distributions.
+    top_ids: Array | None = None  # int32 [B, R, k]
+    top_logprobs: Array | None = None  # float32 [B, R, k]
 
 
 class Source(enum.IntEnum):
     """Where a token of a response came from."""
 
-    SAMPLED = 0  # drawn where nothing was drafted, or behind the last accepted token
-    DRAFTED = 1  # drawn, and equal to a tree draft's token: it cost no decode step
-    REUSED = 2  # kept from the earlier response that the acceptance rule judged
-    FORCED = 3  # not the policy's: an environment's answer
+    SAMPLED = 0  # from the policy, without a draft for it or after the last accepted token
+    DRAFTED = 1  # from the policy, and equal to a tree draft's token: it cost no decode step
+    REUSED = 2  # accepted from the earlier response by the acceptance rule
+    FORCED = 3  # from an environment
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """B finished responses.
+    """B finished responses."""
 
-    tokens: int32 [B, R], right-padded. lens: int32 [B], end-of-sequence included. prefix_lens:
-    int32 [B], tokens kept from the draft. policy_logprobs: float32 [B, R] nats, under the policy
-    of this rollout with temperature and without truncation (the update's old log-probs).
-    sampling_logprobs: the same after top-k/top-p (the next acceptance's denominator).
-    draft_logprobs: where a token was kept from a draft by a ratio of laws, its log-prob under the
-    law that the draft was from; elsewhere as sampling_logprobs.
-    origin_logprobs, origin_steps: [B, R], from when each token was first sampled. sources: int8
-    [B, R], a `Source` each. top_ids, top_logprobs: [B, R, k] of the sampling law, as in `Drafts`.
-    """
-
-    tokens: Array
-    lens: Array
-    prefix_lens: Array
+    tokens: Array  # int32 [B, R], right-padded
+    lens: Array  # int32 [B], end of sequence included
+    prefix_lens: Array  # int32 [B], tokens accepted from the draft
+    # float32 [B, R], under this rollout's policy, with temperature, without top-k/top-p:
+    # the old log-probs of the update
     policy_logprobs: Array
+    # float32 [B, R], the same after top-k/top-p: the denominator of the next acceptance
     sampling_logprobs: Array
-    origin_logprobs: Array
-    origin_steps: Array
-    sources: Array
+    origin_logprobs: Array  # float32 [B, R], from the step that first sampled each token
+    origin_steps: Array  # int32 [B, R], that step
+    sources: Array  # int8 [B, R], a `Source` each
+    # float32 [B, R], log-prob of a token accepted by a ratio under its draft's distribution;
+    # elsewhere as sampling_logprobs
     draft_logprobs: Array | None = None
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
+    top_ids: Array | None = None  # int32 [B, R, k], as in `Drafts`
+    top_logprobs: Array | None = None  # float32 [B, R, k], as in `Drafts`
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What one update reads; B rows of T = P + R slots, prompt and response contiguous.
+    """The input of one update: B rows of T = P + R slots, prompt and response contiguous."""
 
-    tokens: int32 [B, T], right-padded. prompt_lens, response_lens: int32 [B]. old_logprobs,
-    ref_logprobs, advantages: float32 [B, R]; ref_logprobs is None without a reference. values,
-    returns: float32 [B, R], the critic's before the update and what it learns; None without one.
-    weights: float32 [B, R], importance weights of the tokens; None: all 1. forced: bool [B, R],
-    tokens that are not the policy's; None: none is.
-    """
-
-    tokens: Array
-    prompt_lens: Array
-    response_lens: Array
-    old_logprobs: Array
-    advantages: Array
-    ref_logprobs: Array | None = None
-    values: Array | None = None
-    returns: Array | None = None
-    weights: Array | None = None
-    forced: Array | None = None
+    tokens: Array  # int32 [B, T], right-padded
+    prompt_lens: Array  # int32 [B]
+    response_lens: Array  # int32 [B]
+    old_logprobs: Array  # float32 [B, R]
+    advantages: Array  # float32 [B, R]
+    ref_logprobs: Array | None = None  # float32 [B, R]; None without a reference
+    values: Array | None = None  # float32 [B, R], the critic's before the update; None without one
+    returns: Array | None = None  # float32 [B, R], the critic's targets; None without one
+    weights: Array | None = None  # float32 [B, R], importance weights; None: all 1
+    forced: Array | None = None  # bool [B, R], tokens that are not the policy's; None: none
 
     @property
     def mask(self) -> Array:
