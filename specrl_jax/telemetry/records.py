@@ -1,43 +1,12 @@
-"""The responses of a share of the prompts, kept as text to be read: `WORKDIR/rollouts/`.
+"""The responses to a share of the prompts, as text: `WORKDIR/rollouts/step_N.jsonl`.
 
-Takes a step's prompts and finished responses on the host; gives `rollouts/step_N.jsonl`, one
-response a line, the responses to a prompt together. A file appears whole or not at all. There is
-no file of step 0 (nothing is rolled out for training), and no folder where the share is 0.
+Takes a step's prompts and finished responses on the host. Writes one response a line, the
+responses to a prompt together. A line is a JSON object with the fields of `FIELDS`, in ASCII. A
+file appears complete or not at all. Step 0 has no file, and a share of 0 has no folder.
 
-Which prompts: those whose hash, a number in [0, 1) that depends on the prompt_id alone, is below
-the share. So a prompt is followed over all epochs, runs on the same problems follow the same ones,
-and a larger share follows those of a smaller and more. A step that has none of them records the
-prompt of its batch with the smallest hash, so that no step goes without a file.
-
-Every line is a JSON object with these fields, in this order. "Per token" is a list or string of
-one item for each of the response's L tokens, its end-of-sequence token included.
-
-    step            the step whose rollout it is, >= 1; as in the file's name
-    epoch           the pass over the prompts that the step belongs to, >= 1
-    prompt_id       16 hexadecimal digits, the same in every run on the same problem
-    sample          which of the prompt's G responses, 0 to G - 1
-    prompt          what the policy was given, decoded from its tokens: chat template included,
-                    special tokens left out
-    answer          the problem's reference answer
-    text            the response as it was scored: decoded, special tokens left out
-    token_ids       per token: its id
-    sources         per token, a string of letters: r reused (kept from an earlier response),
-                    d drafted (drawn, and equal to a tree draft's token), s sampled, f forced (an
-                    environment's answer)
-    policy_logprobs per token: nats under the policy of this rollout, with temperature, without
-                    top-k/top-p; rounded to 4 decimals; null where it is not finite
-    reward          rounded to 6 decimals; null where it is not finite
-    failed          true where scoring hit a limit or raised; the reward is 0 then
-    origin_steps    per token: the step at which it was first sampled (`step` itself if it is new)
-    prefix_len      tokens from the first on that the earlier response gave
-    ended           true if the last token ends the sequence; false: cut at the longest length
-
-So in a response of three tokens, "4 5" and the end ■, of which the first two were kept:
-
-    "token_ids":[6,2,1],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2,"ended":true
-
-Lines are plain ASCII: other characters are \\u escapes, so that programs that also break lines at
-U+2028 or U+0085 find the same lines.
+A prompt is recorded where its hash, a number in [0, 1) of the prompt_id alone, is below the share.
+So a prompt is recorded in every epoch, runs on the same problems record the same prompts, and a
+larger share adds prompts. A batch without such a prompt records the one with the smallest hash.
 """
 
 import contextlib
@@ -55,16 +24,27 @@ import numpy as np
 from specrl_jax.types import Prompts, Rollout, Source
 
 FOLDER = "rollouts"
-FIELDS = (
-    "step", "epoch", "prompt_id", "sample", "prompt", "answer", "text", "token_ids", "sources",
-    "policy_logprobs", "reward", "failed", "origin_steps", "prefix_len", "ended",
-)  # fmt: skip
-LETTERS = {
-    int(Source.SAMPLED): "s",
-    int(Source.DRAFTED): "d",
-    int(Source.REUSED): "r",
-    int(Source.FORCED): "f",
+# Field of a line → its meaning. "Per token": a list or string with one item for each token of the
+# response, end of sequence included. For example, "4 5" and its end, where a rule accepted "4 5":
+#     "token_ids":[6,2,1],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2,"ended":true
+FIELDS = {
+    "step": "the step of the rollout, >= 1; as in the file's name",
+    "epoch": "the pass over the prompts that the step belongs to, >= 1",
+    "prompt_id": "16 hexadecimal digits, the same in every run on the same problem",
+    "sample": "number of the response among the prompt's G, from 0 on",
+    "prompt": "the policy's input, decoded, with chat template, without special tokens",
+    "answer": "the problem's reference answer",
+    "text": "the response as it was scored: decoded, without special tokens",
+    "token_ids": "per token: its id",
+    "sources": "per token, a letter: s sampled, d drafted, r reused, f forced (see types.Source)",
+    "policy_logprobs": "per token: nats, with temperature, without top-k/top-p; 4 decimals",
+    "reward": "6 decimals; null, like a log-prob, where it is not finite",
+    "failed": "true where scoring hit a limit or raised; the reward is 0 then",
+    "origin_steps": "per token: the step that first sampled it",
+    "prefix_len": "tokens that come from the earlier response, from the first on",
+    "ended": "true if the last token ends the sequence; false if the response was cut",
 }
+_LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"step_(0|[1-9][0-9]*)\.jsonl")
 _LOGPROB_DECIMALS, _REWARD_DECIMALS = 4, 6
@@ -74,34 +54,29 @@ _LOGPROB_DECIMALS, _REWARD_DECIMALS = 4, 6
 
 
 def _hash(prompt_id: str) -> float:
-    """A number in [0, 1), by blake2b, so alike on every machine.
+    """A number in [0, 1), by blake2b: the same on every machine.
 
-    The id, itself a hash, is hashed again: it also keys the noise and may have picked the problems.
+    The id is a hash itself. It is hashed again because it also keys the noise.
     """
     digest = hashlib.blake2b(prompt_id.encode(), digest_size=6, person=b"rollouts").digest()
     return int.from_bytes(digest, "big") / 2**48  # 48 bits are exact in a float
 
 
-def followed(prompt_ids: Sequence[str], share: float) -> list[int]:
+def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
     """Indices of the prompts of a batch to record, smallest hash first; see the module.
 
-    Args:
-        prompt_ids: The batch's Q ids, in any order.
-        share: In [0, 1]; 0: none.
-
-    Returns:
-        At least one index where share > 0 and Q > 0.
+    At least one where the share, in [0, 1], is above 0. The order of the batch does not matter.
     """
     ranked = sorted((_hash(prompt_id), prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
-    chosen = [q for value, _, q in ranked if value < share]
-    return chosen or ([ranked[0][2]] if share > 0 and ranked else [])
+    below = [q for value, _, q in ranked if value < share]
+    return below or ([ranked[0][2]] if share > 0 and ranked else [])
 
 
 # Reading ------------------------------------------------------------------------------------
 
 
 def rollouts_path(workdir: str | os.PathLike, step: int) -> Path:
-    """The file of a step, whether it is there or not."""
+    """The file of a step, also where it does not exist."""
     return Path(workdir) / FOLDER / f"step_{int(step)}.jsonl"
 
 
@@ -112,10 +87,9 @@ def recorded_steps(workdir: str | os.PathLike) -> list[int]:
 
 
 def read_rollouts(workdir: str | os.PathLike, step: int) -> list[dict[str, Any]]:
-    """The recorded responses of a step, a dict of the module's fields each. No file: [].
+    """The recorded responses of a step, as dicts with the keys of `FIELDS`; [] without a file.
 
-    Raises:
-        ValueError: A damaged file; the message, one line, names the file and its line.
+    Raises ValueError in one line, with the file and its line, where the file is damaged.
     """
     path = rollouts_path(workdir, step)
     try:
@@ -123,7 +97,7 @@ def read_rollouts(workdir: str | os.PathLike, step: int) -> list[dict[str, Any]]
     except FileNotFoundError:
         return []
     if len(lines) > 1 and not lines[-1]:
-        lines.pop()  # after the last newline; an empty file keeps its one empty, damaged line
+        lines.pop()  # an empty file keeps its one empty line, which is damaged
     return [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
@@ -148,20 +122,14 @@ def _damaged(path: Path, number: int, rule: str) -> ValueError:
 
 
 class RolloutRecords:
-    """Writes the responses of a share of the prompts, a file a step.
+    """Writes the responses to a share of the prompts, one file a step.
 
     Args:
-        workdir: Holds `rollouts/`, which is made at the first write.
-        share: Of the prompts, in [0, 1]; 0: none.
+        workdir: Holds `rollouts/`; the first write makes it.
+        share: Share of the prompts, in [0, 1]; otherwise ValueError.
         decode: Token ids → text, without special tokens.
         eos_ids: The tokens that end a response.
-        enabled: False where another process writes; then nothing is written or removed.
-
-    Attributes:
-        active: Whether `write` writes; if not, its arguments need not be fetched.
-
-    Raises:
-        ValueError: A share outside of [0, 1].
+        enabled: False in processes that write and remove nothing (another process does).
     """
 
     def __init__(
@@ -175,23 +143,23 @@ class RolloutRecords:
     ):
         if not 0 <= share <= 1:
             raise ValueError(f"log.rollouts must be in [0, 1], got {share}")
-        self.active = enabled and share > 0
+        self.active = enabled and share > 0  # False: `write` ignores its arguments
         self._workdir, self._share, self._enabled = Path(workdir), share, enabled
         self._decode, self._eos_ids = decode, frozenset(int(i) for i in eos_ids)
 
     def restore(self, step: int | None) -> int:
-        """Removes the files of steps after `step` (None: none), and what a kill left unfinished.
+        """Removes the files of steps after `step` (None: none of them) and unfinished files.
 
-        Call it with the restored checkpoint's step before going on, -1 in a new run, also where the
-        share is 0 by now: those steps will be taken again. Returns the number of steps removed.
+        Call it before the first `write`, also where the share is 0: with the restored checkpoint's
+        step, or -1 in a new run. Returns the number of removed steps.
         """
         if not self._enabled:
             return 0
         later = [s for s in recorded_steps(self._workdir) if step is not None and s > step]
         for path in (self._workdir / FOLDER).glob("step_*.jsonl.tmp"):
             path.unlink(missing_ok=True)
-        for gone in reversed(later):  # newest first: a kill in between leaves no gap
-            rollouts_path(self._workdir, gone).unlink(missing_ok=True)
+        for removed in reversed(later):  # newest first: a kill in between leaves no gap
+            rollouts_path(self._workdir, removed).unlink(missing_ok=True)
         return len(later)
 
     def write(
@@ -203,53 +171,52 @@ class RolloutRecords:
         rewards: np.ndarray,
         failed: np.ndarray,
     ) -> None:
-        """Writes a step's file, over one that is there; on return it has reached the disk.
+        """Writes or replaces a step's file; on return it is on the disk.
 
         Args:
             step, epoch: As in `metrics.jsonl`.
             prompts: The Q prompts.
-            rollout: B = Q·G responses in NumPy arrays, G in a row for each prompt. Read are tokens,
-                lens, prefix_lens, policy_logprobs, origin_steps and sources; the rest may be None.
-            rewards: float32 [B]. failed: bool [B].
+            rollout: B = Q·G responses in NumPy arrays, the G of a prompt side by side. Only tokens,
+                lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
+            rewards: float32 [B].
+            failed: bool [B], answers that hit a scoring limit or raised.
 
-        Raises:
-            ValueError: Arrays that do not have B = Q·G rows.
-            OSError: The file cannot be written.
+        Raises ValueError for arrays without B = Q·G rows, OSError if the file cannot be written.
         """
         if not self.active:
             return
         group_size = _group_size(prompts, rollout, rewards, failed)
         lines = []
-        # A group that is rolled out in parts: "ID+4" are the responses to ID from number 4 on.
-        names = [example.prompt_id.partition("+") for example in prompts.examples]
-        for q in followed([name for name, _, _ in names], self._share):
-            example, first = prompts.examples[q], int(names[q][2] or 0)
-            shared = {
+        # In a group that is rolled out in parts, "ID+4" are the responses to ID from number 4 on.
+        ids = [example.prompt_id.partition("+") for example in prompts.examples]
+        for q in select_prompts([prompt_id for prompt_id, _, _ in ids], self._share):
+            example, first = prompts.examples[q], int(ids[q][2] or 0)
+            group = {
                 "step": int(step),
                 "epoch": int(epoch),
-                "prompt_id": names[q][0],
+                "prompt_id": ids[q][0],
                 "prompt": self._decode(prompts.tokens[q, : prompts.lens[q]].tolist()),
                 "answer": example.answer,
             }
             for sample in range(group_size):
                 row = q * group_size + sample
-                own = {
+                scores = {
                     "sample": first + sample,
                     "reward": _finite(rewards[row : row + 1], _REWARD_DECIMALS)[0],
                     "failed": bool(failed[row]),
                 }
-                lines.append(_encode(shared | own | self._response(rollout, row)))
-        _write_whole(rollouts_path(self._workdir, step), b"".join(lines))
+                lines.append(_encode(group | scores | self._response(rollout, row)))
+        _write_atomically(rollouts_path(self._workdir, step), b"".join(lines))
 
     def _response(self, rollout: Rollout, row: int) -> dict[str, Any]:
-        kept = slice(0, int(rollout.lens[row]))
-        token_ids = rollout.tokens[row, kept].tolist()
+        response = slice(0, int(rollout.lens[row]))
+        token_ids = rollout.tokens[row, response].tolist()
         return {
             "text": self._decode(token_ids),
             "token_ids": token_ids,
-            "sources": "".join(map(LETTERS.__getitem__, rollout.sources[row, kept].tolist())),
-            "policy_logprobs": _finite(rollout.policy_logprobs[row, kept], _LOGPROB_DECIMALS),
-            "origin_steps": rollout.origin_steps[row, kept].tolist(),
+            "sources": "".join(map(_LETTERS.__getitem__, rollout.sources[row, response].tolist())),
+            "policy_logprobs": _finite(rollout.policy_logprobs[row, response], _LOGPROB_DECIMALS),
+            "origin_steps": rollout.origin_steps[row, response].tolist(),
             "prefix_len": int(rollout.prefix_lens[row]),
             "ended": bool(token_ids) and token_ids[-1] in self._eos_ids,
         }
@@ -276,7 +243,7 @@ def _encode(record: dict[str, Any]) -> bytes:
     return json.dumps(ordered, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
