@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specrl_jax.algorithms.update import (
+from specrl_jax.algorithms.learner import (
     Learner,
     TrainState,
-    abstract_state,
-    begin_state,
+    abstract_train_state,
+    init_train_state,
     make_learner,
     make_schedule,
 )
@@ -220,7 +220,7 @@ def build(config) -> tuple[Trainer, Params]:
     per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
     model, params = load_policy(config, tokenizer.vocab_size)
     frozen = config.critic.warmup_steps if config.critic.kind != "none" else 0
-    schedule = make_schedule(config.updates, total_steps * per_step, frozen * per_step)
+    schedule = make_schedule(config.updates, (total_steps - frozen) * per_step)
     plan = RolloutSpec.from_config(
         config, model, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
     )
@@ -269,7 +269,7 @@ def begin(run: Trainer, params: Params) -> TrainerState:
     if run.config.warmup.steps:
         params = warm_up(run.config, run.learner, params, run.tokenizer, run.dataset)
     reference = jax.tree.map(jnp.copy, params) if run.config.algorithm.kl_coef else None
-    state = _state(run, begin_state(run.learner, params), reference)
+    state = _state(run, init_train_state(run.learner, params), reference)
     if run.chooses:
         state.cost = Speculation(_measure(run, state.train.params))
     return state
@@ -278,7 +278,7 @@ def begin(run: Trainer, params: Params) -> TrainerState:
 def resume(run: Trainer, params: Params, checkpoints: Checkpointer, step: int) -> TrainerState:
     """The state that a checkpoint holds, bit for bit. `params`: those that `build` gave."""
     reference = params if run.config.algorithm.kl_coef else None
-    like = abstract_state(run.learner, abstract_params(run.model))
+    like = abstract_train_state(run.learner, abstract_params(run.model))
     state = _state(run, like, reference)
     like = state.arrays(run) | {"store": state.store.like}
     arrays, host = checkpoints.restore(step, like)

@@ -39,7 +39,8 @@ class TrainBatch:
     def importance_weights(self, rule: str) -> jax.Array:
         """float32 [Q * G, R]; rule: `rollout.accept`."""
         inputs = (np.float32(self.log_lenience), np.float32(self.rejected_mass))
-        return reuse.importance_weights(self.rollout, *inputs, rule)
+        weight = acceptance.RULES[rule].importance_weight
+        return reuse.importance_weights(self.rollout, *inputs, weight)
 
     def told(self) -> tuple[Prompts, Rollout, np.ndarray, np.ndarray]:
         """What records tell of the step's own rollouts, on the host."""

@@ -81,13 +81,14 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "rollout.accept": "rollout.acceptance:RULES",
     "rollout.store": ("device", "host"),
     "rollout.lenience_measure": "algorithms.off_policy:MEASURES",
+    "algorithm.advantage": "algorithms.advantages:ADVANTAGE_NAMES",
     "algorithm.objective": "algorithms.losses:OBJECTIVES",
     "algorithm.ratio": "algorithms.losses:RATIOS",
     "algorithm.aggregation": "algorithms.losses:AGGREGATIONS",
     "algorithm.kl_estimator": "algorithms.losses:KL_ESTIMATORS",
     "critic.kind": ("none", "head", "network"),
     "curriculum.name": "data.curriculum:CURRICULA",
-    "updates.schedule": ("constant", "linear", "cosine"),
+    "updates.schedule": "algorithms.learner:SCHEDULES",
     "updates.old_logprobs": ("rollout", "recompute"),
     "log.wandb": ("off", "offline", "online", "auto"),
 }
@@ -191,14 +192,11 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
     length = config.rollout.response_len
     rule = f"<= rollout.response_len = {length}"
     yield "reward.overlong_tokens", rule, config.reward.overlong_tokens <= length
-    rule = "token where algorithm.objective is cispo"
-    objective, ratio = config.algorithm.objective, config.algorithm.ratio
-    yield "algorithm.ratio", rule, objective != "cispo" or ratio == "token"
 
 
 def _groups(config: ConfigDict) -> Iterator[Check]:
     group, settings = config.rollout.group_size, config.curriculum
-    compares = config.critic.kind == "none"
+    compares = table("algorithms.advantages:choose_advantage")(config).min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
     yield "rollout.group_size", rule, not compares or group >= 2
     rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax.algorithms.learner import Learner
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.update import Learner, logprobs, micro_batches
+from specrl_jax.algorithms.scoring import logprobs, micro_batches
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, spec
 from specrl_jax.types import Batch

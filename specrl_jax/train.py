@@ -11,24 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.algorithms.advantages import gae, group_relative, overlong_penalty, whiten
+from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.update import (
-    critic_values,
-    logprob_gap,
-    logprobs,
-    make_batch,
-    micro_batches,
-    update,
-)
+from specrl_jax.algorithms.scoring import critic_values, logprob_gap, logprobs, micro_batches
+from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.build import Trainer, TrainerState, begin, build, policy_copy, resume
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import Clock, TrainBatch, gather
 from specrl_jax.evaluate import evaluate
 from specrl_jax.runtime import Compiled, StopRequest, compiled, only_process
 from specrl_jax.selection import Sampled
-from specrl_jax.sharding import put, reshard
+from specrl_jax.sharding import put
 from specrl_jax.telemetry import report
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
 from specrl_jax.telemetry.records import RolloutRecords
@@ -126,11 +120,9 @@ def step(
         records.write(state.step, epoch, *found.told())
     with Clock("update") as clock:
         rewards, shaped = _shaped(run, found)
-        advantages = None if run.learner.critic else _among_group(run, rewards)
         lengths = _lengths(run.response_slots)
-        batch, values = make_batch(found.prompts, found.rollout, advantages, lengths=lengths), {}
-        if run.learner.critic:
-            batch, values = _by_critic(run, state, batch, rewards)
+        batch = make_batch(found.prompts, found.rollout, lengths=lengths)
+        batch, values = _with_advantages(run, state, batch, rewards)
         if run.config.algorithm.importance_cap:
             weights = found.importance_weights(run.plan.program.accept)
             weights = weights[:, : batch.old_logprobs.shape[1]]
@@ -157,51 +149,22 @@ def _shaped(run: Trainer, found: TrainBatch) -> tuple[np.ndarray, dict[str, floa
     return rewards.astype(np.float32), {"reward/overlong": float(np.mean(penalty))}
 
 
-def _among_group(run: Trainer, rewards: np.ndarray) -> Array:
-    """Advantages [B] over the other responses to a prompt."""
-    settings = run.config.algorithm
-    advantages = group_relative(
-        put(rewards, None),  # whole on every device: a group never straddles two
-        run.trained_group,
-        normalize_std=settings.normalize_std,
-        leave_one_out=settings.leave_one_out,
-    )
-    return reshard(advantages, "batch")
-
-
-def _by_critic(
+def _with_advantages(
     run: Trainer, state: TrainerState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with the critic's values, and the advantages and returns that follow from them."""
-    settings, learner = run.config.critic, run.learner
-    size = learner.micro_batch_size or run.config.updates.mini_batch_size
-    old = critic_values(learner, state.train, batch, micro_batches(len(rewards), size))
-    advantages, returns, metrics = _critique(
-        put(rewards, "batch"), old, batch.mask, settings.gamma, settings.gae_lambda
+    """The batch with advantages; with a critic also with its values and returns."""
+    advantage, learner, values = choose_advantage(run.config), run.learner, None
+    if learner.critic:
+        size = learner.micro_batch_size or run.config.updates.mini_batch_size
+        index = micro_batches(len(rewards), size)
+        values = critic_values(learner, state.train, batch, index)
+    config = AdvantageConfig.from_config(run.config, run.trained_group)
+    estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
+    batch = dataclasses.replace(
+        batch, values=values, advantages=estimate.advantages, returns=estimate.returns
     )
-    batch = dataclasses.replace(batch, values=old, advantages=advantages, returns=returns)
-    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    if math.isnan(values["critic/explained_variance"]):
-        values.pop("critic/explained_variance")
-    return batch, values
-
-
-@functools.partial(jax.jit, static_argnames=("gamma", "gae_lambda"))
-def _critique(rewards: Array, old: Array, mask: Array, gamma: float, gae_lambda: float):
-    advantages, returns = gae(rewards, old, mask, gamma=gamma, gae_lambda=gae_lambda)
-    mean = masked_mean(returns, mask)
-    spread = masked_mean(jnp.square(returns - mean), mask)
-    left = returns - old
-    left = masked_mean(jnp.square(left - masked_mean(left, mask)), mask)
-    return (
-        whiten(advantages, mask),
-        returns,
-        {
-            "critic/value_mean": masked_mean(old, mask),
-            # Where all returns are equal there is nothing to explain.
-            "critic/explained_variance": jnp.where(spread > 1e-8, 1 - left / spread, jnp.nan),
-        },
-    )
+    metrics = {name: float(x) for name, x in jax.device_get(estimate.metrics).items()}
+    return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
 def learn(run: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:
@@ -224,9 +187,13 @@ def learn(run: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:
     if batch.weights is not None:
         batch, told = _capped(batch, run.config.algorithm.importance_cap)
     history = []
+    unfrozen_steps = state.step
+    if learner.critic:
+        unfrozen_steps -= run.config.critic.warmup_steps
+    frozen = unfrozen_steps <= 0
     for first in [*range(0, rows, size)] * settings.passes:
         index = first + micro_batches(size, learner.micro_batch_size)
-        state.train, sums = update(learner, state.train, batch, index)
+        state.train, sums = update(learner, state.train, batch, index, policy_frozen=frozen)
         history.append(sums)
     history = jax.device_get(history)
     values = policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
@@ -243,7 +210,7 @@ def learn(run: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:
         "policy/loss": float(np.mean([sums["loss"] for sums in history])),
         "policy/rollout_train_logprob_gap": gap,
         "update/grad_norm": float(np.mean([sums["grad_norm"] for sums in history])),
-        "update/lr": float(run.schedule(state.step * len(history) - 1)),
+        "update/lr": 0.0 if frozen else float(run.schedule(unfrozen_steps * len(history) - 1)),
     }
 
 
@@ -274,7 +241,7 @@ def held_out_metrics(run: Trainer, state: TrainerState) -> dict[str, float]:
     size = run.config.updates.micro_batch_size
     values |= state.selection.gap(run.learner, state.train.params, size)
     prompts, real = run.held_out[0]
-    batch = make_batch(prompts, found.outcome.rollout, None, lengths=(run.response_slots,))
+    batch = make_batch(prompts, found.outcome.rollout, lengths=(run.response_slots,))
     rows = len(found.lens) // len(prompts.lens) * real
     drawn = put((np.arange(len(found.lens)) < rows)[:, None], "batch", None)
     state.selection = dataclasses.replace(
@@ -288,7 +255,7 @@ def _note_trained(run: Trainer, state: TrainerState, found: TrainBatch) -> None:
     selection = state.selection
     if selection is None or selection.step != state.step - 1:
         return
-    batch = make_batch(found.prompts, found.rollout, None, lengths=(run.response_slots,))
+    batch = make_batch(found.prompts, found.rollout, lengths=(run.response_slots,))
     trained = Sampled.of(batch, found.rollout.origin_steps == state.step)
     state.selection = dataclasses.replace(selection, trained=trained, complete=True)
 

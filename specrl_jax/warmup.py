@@ -12,8 +12,9 @@ import numpy as np
 import optax
 from jax import Array
 
+from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.update import Learner, TrainState, init_state, pack, response_logprobs
+from specrl_jax.algorithms.scoring import pack, response_logprobs
 from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
@@ -79,7 +80,7 @@ def supervise(
     slots = responses.shape[1]
     data = tuple(put(x, None) for x in (prompt_lens, response_lens))
     data = (put(prompts, None, None), data[0], put(responses, None, None), data[1])
-    state = init_state(optimizer, params)
+    state = TrainState.create(params, optimizer)
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate(
         [rng.permutation(len(prompts)) for _ in range(-(-steps * batch_size // len(prompts)))]
@@ -108,7 +109,7 @@ def _run(
         mask = jnp.arange(slots)[None, :] < response_lens[:, None]
 
         def loss(params: Params) -> Array:
-            scores, _ = response_logprobs(learner, params, tokens, prompt_lens, slots)
+            scores = response_logprobs(learner, params, tokens, prompt_lens, slots)
             return -masked_mean(scores, mask)
 
         value, grads = jax.value_and_grad(loss)(state.params)

@@ -56,8 +56,8 @@ IMPOSSIBLE = [
      "rollout.run_ahead must be False where rollout.partial is > 0, got True"),
     ({"rollout.partial": 1, "updates.old_logprobs": "recompute"},
      "updates.old_logprobs must be rollout where rollout.partial is > 0, got 'recompute'"),
-    ({"algorithm.objective": "cispo", "algorithm.ratio": "sequence"},
-     "algorithm.ratio must be token where algorithm.objective is cispo, got 'sequence'"),
+    ({"algorithm.advantage": "gae"},
+     "algorithm.advantage must be auto or group where critic.kind is none, got 'gae'"),
     ({"rollout.group_size": 1, "updates.mini_batch_size": 4},
      "rollout.group_size must be >= 2 where critic.kind is none (responses of a group are "
      "compared), got 1"),

@@ -18,14 +18,9 @@ from small_runs import files, records, saved, small_config
 from specrl_jax import build as runs
 from specrl_jax import runtime
 from specrl_jax import train as loop
-from specrl_jax.algorithms.update import (
-    init_state,
-    logprobs,
-    make_batch,
-    make_optimizer,
-    micro_batches,
-    update,
-)
+from specrl_jax.algorithms.learner import TrainState, make_optimizer
+from specrl_jax.algorithms.scoring import logprobs, micro_batches
+from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.models.transformer import Transformer, place_params
 from specrl_jax.rollout.adaptive import measure_steps as timing
@@ -305,13 +300,14 @@ def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
     weights = runs.policy_copy(run.model, params)
     rollout = generate(run.plan, weights, prompts, Noise(run.key, 1)).rollout
     # Advantages need not be real ones here, only the same on every mesh.
-    advantages = put(np.linspace(-1, 1, rows, dtype=np.float32), "batch")
-    batch = make_batch(prompts, rollout, advantages, lengths=(slots,))
+    advantages = np.tile(np.linspace(-1, 1, rows, dtype=np.float32)[:, None], (1, slots))
+    batch = make_batch(prompts, rollout, lengths=(slots,))
+    batch = dataclasses.replace(batch, advantages=put(advantages, "batch", None))
     forced = _placed(one.batch) if one else batch
     old = logprobs(run.learner, params, forced, micro_batches(rows, 0))
     adamw = make_optimizer(run.config.updates, optax.constant_schedule(3e-4))
     learner = dataclasses.replace(run.learner, optimizer=_telling(adamw))
-    train = init_state(learner.optimizer, jax.tree.map(jnp.copy, params))
+    train = TrainState.create(jax.tree.map(jnp.copy, params), learner.optimizer)
     train, _ = update(learner, train, forced, micro_batches(rows // 2, rows // 4))
     gradient, changed = jax.device_get((train.opt_state[0], train.params))
     return _FirstStep(

@@ -10,7 +10,7 @@ import pytest
 import small_runs
 
 from specrl_jax import warmup
-from specrl_jax.algorithms.update import make_learner
+from specrl_jax.algorithms.learner import make_learner
 from specrl_jax.data import prompts as data
 from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.models import transformer

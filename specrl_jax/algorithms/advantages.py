@@ -1,8 +1,13 @@
-"""From the rewards of a batch to its advantages. Pure functions, no state.
+"""From the rewards of a batch to the advantages of its tokens. Pure functions.
 
-`group_relative` gives one advantage per response, which the update spreads over its tokens; `gae`
-gives one per token, from a critic's values.
+`ADVANTAGES` holds every choice of `config.algorithm.advantage`. To add one, write a function with
+the signature of `Advantage.estimate` and add it to the table.
 """
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,66 +16,85 @@ from jax import Array
 from specrl_jax.algorithms.masked import masked_mean
 
 
-def group_relative(
-    rewards: Array,
-    group_size: int,
-    *,
-    normalize_std: bool,
-    leave_one_out: bool = False,
-    epsilon: float = 1e-6,
-) -> Array:
-    """Advantage of a response over the other responses to its prompt.
+@dataclasses.dataclass(frozen=True)
+class AdvantageConfig:
+    """Settings of all advantages; hashable."""
+
+    group_size: int  # G, responses per prompt
+    normalize_std: bool  # divide by the group's standard deviation
+    leave_one_out: bool  # compare with the mean of the others
+    gamma: float  # discount per token, in [0, 1]
+    gae_lambda: float  # in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias)
+
+    @classmethod
+    def from_config(cls, config, group_size: int) -> "AdvantageConfig":
+        algorithm, critic = config.algorithm, config.critic
+        return cls(
+            group_size=group_size,
+            normalize_std=algorithm.normalize_std,
+            leave_one_out=algorithm.leave_one_out,
+            gamma=critic.gamma,
+            gae_lambda=critic.gae_lambda,
+        )
+
+
+class Estimate(NamedTuple):
+    """What an advantage function gives."""
+
+    advantages: Array  # [B, R], 0 outside the mask
+    returns: Array | None  # [B, R], the critic's targets; None without a critic
+    metrics: dict[str, Array]  # scalars by metric name; nan where there is no value
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantage:
+    """One choice of `config.algorithm.advantage`."""
+
+    # (rewards [B], values [B, R] or None, mask [B, R], config) → Estimate. Rows of a group are
+    # contiguous; all arrays are split along B.
+    estimate: Callable[[Array, Array | None, Array, AdvantageConfig], Estimate]
+    needs_critic: bool  # values are given, and returns are asked for
+    min_group_size: int = 1  # responses per prompt
+
+
+def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-6) -> Array:
+    """Advantage [B] of a response over the other responses to its prompt.
 
         Aᵢ = (rᵢ − mean(r)) / (std(r) + ε)     GRPO, arXiv 2402.03300, section 4.1.2
         Aᵢ =  rᵢ − mean(r)                     Dr. GRPO, arXiv 2503.20783, section 3.2
         Aᵢ =  rᵢ − mean(r without rᵢ)          RLOO, arXiv 2402.14740, eq. 7: G / (G − 1) times that
 
-    mean and std are over the G responses of one prompt. The paper does not say which std: here it
-    is the sample's, √(Σ(r − mean)² / (G − 1)), as in verl (`torch.std`), on which SPEC-RL's runs
-    were made; the population's would make every advantage √(G / (G − 1)) times larger.
-
-    A group of equal rewards gets exactly 0. Worked row, G = 4: rewards 1 0 0 1 have mean 0.5 and
-    std √(1/3) = 0.577, hence advantages 0.866 −0.866 −0.866 0.866, or ±0.5 without the division.
+    mean and std are over the G responses of one prompt. std is the sample's,
+    √(Σ(r − mean)² / (G − 1)), as in verl; the paper does not say which. A group of equal rewards
+    gets exactly 0. Worked row, G = 4: rewards 1 0 0 1 have mean 0.5 and std √(1/3) = 0.577, hence
+    advantages 0.866 −0.866 −0.866 0.866, or ±0.5 without the division.
 
     Args:
-        rewards: float32 [B]; the rows of a group are contiguous (B = Q·G).
-        group_size: G, responses per prompt, at least 2.
-        normalize_std: Divide by the group's standard deviation.
-        leave_one_out: Compare with the mean of the others.
+        rewards: float32 [B], not split; the rows of a group are contiguous (B = Q·G).
         epsilon: ε, in units of reward.
-
-    Returns:
-        float32 [B].
 
     Raises:
         ValueError: G < 2, or B is not a multiple of G.
     """
-    if group_size < 2:
-        raise ValueError(
-            f"group_size must be >= 2 for group-relative advantages, got {group_size}; "
-            "a lone response has nothing to be compared with"
-        )
-    rows = rewards.shape[0]
-    if rows % group_size:
-        raise ValueError(
-            f"rewards must hold whole groups of group_size {group_size}, got {rows} rows"
-        )
-    groups = rewards.reshape(rows // group_size, group_size)
-    # Measured from the group's first reward, equal rewards are zeros and their mean is exact;
-    # the rounding error of a mean of eight 0.1s, divided by ε, would be an advantage of 0.01.
+    size, rows = config.group_size, rewards.shape[0]
+    if size < 2:
+        raise ValueError(f"group_size must be >= 2 for group-relative advantages, got {size}")
+    if rows % size:
+        raise ValueError(f"rewards must hold whole groups of group_size {size}, got {rows} rows")
+    groups = rewards.reshape(rows // size, size)
+    # Measured from the group's first reward, equal rewards are zeros and their mean is exact.
+    # Otherwise the rounding error of a mean of eight 0.1s, divided by ε, is an advantage of 0.01.
     shifted = groups - groups[:, :1]
     centred = shifted - jnp.mean(shifted, axis=1, keepdims=True)
-    if normalize_std:
-        variance = jnp.sum(jnp.square(centred), axis=1, keepdims=True) / (group_size - 1)
+    if config.normalize_std:
+        variance = jnp.sum(jnp.square(centred), axis=1, keepdims=True) / (size - 1)
         centred = centred / (jnp.sqrt(variance) + epsilon)
-    if leave_one_out:
-        centred = centred * (group_size / (group_size - 1))
+    if config.leave_one_out:
+        centred = centred * (size / (size - 1))
     return centred.reshape(rows)
 
 
-def gae(
-    rewards: Array, values: Array, mask: Array, *, gamma: float, gae_lambda: float
-) -> tuple[Array, Array]:
+def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> tuple[Array, Array]:
     """Generalized advantage estimation over the tokens of responses (arXiv 1506.02438, eq. 16).
 
         δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ)        rₜ: the response's reward at its last token, else 0
@@ -83,49 +107,108 @@ def gae(
     Args:
         rewards: float32 [B].
         values: float32 [B, R], of the state before each token.
-        mask: bool [B, R], the policy's tokens; those of its turns need not be side by side.
-        gamma: Discount per token, in [0, 1].
-        gae_lambda: λ, in [0, 1]: 0 trusts the critic (little variance), 1 the reward (no bias).
+        mask: bool [B, R], the policy's tokens; an environment's tokens may lie between them.
 
     Returns:
         Advantages and returns [B, R], 0 outside the mask.
     """
     values = jnp.where(mask, values, 0)
 
-    def back(behind: tuple[Array, Array, Array], now: tuple[Array, Array]):
-        advantage, next_value, given = behind
-        value, here = now
-        delta = given + gamma * next_value - value
-        advantage_here = delta + gamma * gae_lambda * advantage
-        # What lies outside the mask, behind a response or between its turns, is passed over.
-        behind = (
-            jnp.where(here, advantage_here, advantage),
-            jnp.where(here, value, next_value),
-            jnp.where(here, 0.0, given),
+    def step_back(later: tuple[Array, Array, Array], token: tuple[Array, Array]):
+        next_advantage, next_value, reward = later
+        value, inside = token
+        delta = reward + config.gamma * next_value - value
+        advantage = delta + config.gamma * config.gae_lambda * next_advantage
+        # Tokens outside the mask are passed over.
+        later = (
+            jnp.where(inside, advantage, next_advantage),
+            jnp.where(inside, value, next_value),
+            jnp.where(inside, 0.0, reward),
         )
-        return behind, jnp.where(here, advantage_here, 0.0)
+        return later, jnp.where(inside, advantage, 0.0)
 
     zero = jnp.zeros_like(values[:, 0])
-    start = (zero, zero, rewards)  # the reward is that of the first token from the right
-    _, found = jax.lax.scan(back, start, (values.T, mask.T), reverse=True)
-    advantages = found.T
+    start = (zero, zero, rewards)  # the first token from the right gets the reward
+    _, advantages = jax.lax.scan(step_back, start, (values.T, mask.T), reverse=True)
+    advantages = advantages.T
     return advantages, jnp.where(mask, advantages + values, 0)
 
 
 def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
-    """Advantages [B, R] with mean 0 and variance 1 over the mask's tokens; 0 outside."""
+    """Advantages [B, R] with mean 0 and variance 1 over the mask's tokens; 0 outside.
+
+    Differs from verl: the variance is Σ(A − mean)² / n; verl divides by n − 1.
+    """
     centred = advantages - masked_mean(advantages, mask)
     variance = masked_mean(jnp.square(centred), mask)
     return jnp.where(mask, centred * jax.lax.rsqrt(variance + epsilon), 0)
 
 
-def overlong_penalty(lens: Array, longest: int, buffer: int) -> Array:
-    """What a response's length costs, in [0, 1] (DAPO, arXiv 2503.14476, eq. 13, negated).
+def _estimate_by_group(
+    rewards: Array, values: Array | None, mask: Array, config: AdvantageConfig
+) -> Estimate:
+    """`group_relative`, the same for all tokens of a response."""
+    whole = jax.sharding.reshard(rewards, jax.P(None))  # a group may lie on two devices
+    advantages = group_relative(whole, config)
+    advantages = jax.sharding.reshard(advantages, jax.typeof(rewards).sharding.spec)
+    return Estimate(jnp.where(mask, advantages[:, None], 0), None, {})
 
-    Nothing up to longest - buffer tokens, then rising evenly to 1 at `longest`. Worked row,
-    longest 10, buffer 4: lengths 6, 7, 8, 10 cost 0, 0.25, 0.5, 1.
+
+@functools.partial(jax.jit, static_argnums=3)
+def _estimate_by_gae(
+    rewards: Array, values: Array, mask: Array, config: AdvantageConfig
+) -> Estimate:
+    """`gae`, whitened, and what the critic explains of the returns."""
+    advantages, returns = gae(rewards, values, mask, config)
+    mean = masked_mean(returns, mask)
+    variance = masked_mean(jnp.square(returns - mean), mask)
+    errors = returns - values
+    unexplained = masked_mean(jnp.square(errors - masked_mean(errors, mask)), mask)
+    metrics = {
+        "critic/value_mean": masked_mean(values, mask),
+        # Where all returns are equal there is nothing to explain.
+        "critic/explained_variance": jnp.where(
+            variance > 1e-8, 1 - unexplained / variance, jnp.nan
+        ),
+    }
+    return Estimate(whiten(advantages, mask), returns, metrics)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group": Advantage(_estimate_by_group, needs_critic=False, min_group_size=2),
+    "gae": Advantage(_estimate_by_gae, needs_critic=True),
+}
+
+ADVANTAGE_NAMES = ("auto", *ADVANTAGES)
+
+
+def choose_advantage(config) -> Advantage:
+    """The advantage that `config.algorithm.advantage` names; "auto" is the first that fits.
+
+    Raises:
+        ValueError: The advantage needs a critic and there is none, or the other way round.
+    """
+    name, has_critic = config.algorithm.advantage, config.critic.kind != "none"
+    fitting = {n: a for n, a in ADVANTAGES.items() if a.needs_critic == has_critic}
+    if name == "auto":
+        return next(iter(fitting.values()))
+    if name not in fitting:
+        raise ValueError(
+            f"algorithm.advantage must be auto or {' or '.join(fitting)} where critic.kind is "
+            f"{config.critic.kind}, got {name!r}"
+        )
+    return fitting[name]
+
+
+def overlong_penalty(lens: Array, max_len: int, buffer: int) -> Array:
+    """Penalty [B] in [0, 1] for a response's length (DAPO, arXiv 2503.14476, eq. 13, negated).
+
+    0 up to max_len − buffer tokens, then rising evenly to 1 at `max_len`. Worked row, max_len 10,
+    buffer 4: lengths 6, 7, 8, 10 cost 0, 0.25, 0.5, 1.
 
     Args:
-        lens: int [B], tokens. longest: at which responses are cut off. buffer: >= 1, tokens.
+        lens: int [B], tokens.
+        max_len: Tokens at which responses are cut off.
+        buffer: Tokens, >= 1.
     """
-    return jnp.clip((lens - (longest - buffer)) / buffer, 0, 1)
+    return jnp.clip((lens - (max_len - buffer)) / buffer, 0, 1)

@@ -38,8 +38,10 @@ def values(critic: Params, hidden: Array) -> Array:
     return jnp.einsum("...D,D->...", hidden.astype(jnp.float32), critic["head"])
 
 
-def decoder(model: ModelConfig, critic: Params) -> Transformer:
-    """The critic's own decoder; its `logits` mean nothing."""
+def decoder(model: ModelConfig, critic: Params) -> Transformer | None:
+    """The critic's own decoder, whose `logits` mean nothing; None if it reads the policy's."""
+    if "decoder" not in critic:
+        return None
     return Transformer(model.replace(tie_embeddings=True), critic["decoder"])
 
 

@@ -23,6 +23,7 @@ lenience 1 the emitted law is b = min(π_old, ℓ π) + d π with d = 1 - Σ min
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +40,29 @@ class Rule:
 
     needs_law: drafts carry the k likeliest tokens of their law, and the token behind the prefix is
     drawn from `residual_scores`. whole_draft: nothing is decided before the draft is scored to its
-    end. lenience: log_lenience has a meaning.
+    end. lenience: log_lenience has a meaning. importance_weight: of accepted tokens, as in
+    `off_policy.importance_weights`; None where the rule emits exactly π.
     """
 
     needs_law: bool = False
     whole_draft: bool = False
     lenience: bool = False
+    importance_weight: Callable[[Array, Array, Array], Array] | None = None
+
+
+def ratio_weight(log_ratio: Array, log_lenience: Array, rejected_mass: Array) -> Array:
+    """(1 − d)·max(r, 1/ℓ)"""
+    return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -log_lenience))
+
+
+def random_weight(log_ratio: Array, log_lenience: Array, rejected_mass: Array) -> Array:
+    """r"""
+    return jnp.exp(log_ratio)
 
 
 RULES = {
-    "ratio": Rule(lenience=True),
-    "random": Rule(),
+    "ratio": Rule(lenience=True, importance_weight=ratio_weight),
+    "random": Rule(importance_weight=random_weight),
     "ratio_residual": Rule(needs_law=True),
     "block": Rule(needs_law=True, whole_draft=True),
     "match": Rule(),  # the drawn token against the draft's: nothing of it is here

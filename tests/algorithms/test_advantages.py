@@ -4,14 +4,26 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.algorithms.advantages import gae, group_relative, overlong_penalty, whiten
+from specrl_jax.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageConfig,
+    gae,
+    group_relative,
+    overlong_penalty,
+    whiten,
+)
+from specrl_jax.sharding import put
+
+
+def config(group_size=1, normalize_std=False, leave_one_out=False, gamma=1.0, gae_lambda=1.0):
+    return AdvantageConfig(group_size, normalize_std, leave_one_out, gamma, gae_lambda)
 
 
 def test_by_hand():
     rewards = np.array([1, 0, 0, 1, 0, 0, 0, 1], np.float32)
-    plain = group_relative(rewards, 4, normalize_std=False)
+    plain = group_relative(rewards, config(4))
     np.testing.assert_array_equal(plain, [0.5, -0.5, -0.5, 0.5, -0.25, -0.25, -0.25, 0.75])
-    scaled = group_relative(rewards, 4, normalize_std=True)
+    scaled = group_relative(rewards, config(4, True))
     # Sample standard deviations: √(1/3) and 1/2.
     expected = [0.866025, -0.866025, -0.866025, 0.866025, -0.5, -0.5, -0.5, 1.5]
     np.testing.assert_allclose(scaled, expected, rtol=1e-5)
@@ -19,8 +31,8 @@ def test_by_hand():
 
 def test_against_the_standard_library():
     rewards = np.random.default_rng(1).normal(size=(6, 5))
-    got = jax.jit(group_relative, static_argnums=1, static_argnames="normalize_std")(
-        rewards.astype(np.float32).ravel(), 5, normalize_std=True
+    got = jax.jit(group_relative, static_argnums=1)(
+        rewards.astype(np.float32).ravel(), config(5, True)
     )
     expected = [
         (reward - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
@@ -34,12 +46,12 @@ def test_against_the_standard_library():
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 0.3, 1e4 / 3])
 def test_equal_rewards_give_exactly_zero(reward, normalize_std):
     rewards = np.full(24, reward, np.float32)
-    np.testing.assert_array_equal(group_relative(rewards, 8, normalize_std=normalize_std), 0.0)
+    np.testing.assert_array_equal(group_relative(rewards, config(8, normalize_std)), 0.0)
 
 
 def test_epsilon_is_added_to_the_standard_deviation():
     rewards = np.array([0.0, 1.0], np.float32)
-    got = group_relative(rewards, 2, normalize_std=True, epsilon=0.5)
+    got = group_relative(rewards, config(2, True), epsilon=0.5)
     expected = 0.5 / (np.sqrt(0.5) + 0.5)
     np.testing.assert_allclose(got, [-expected, expected], rtol=1e-6)
 
@@ -47,8 +59,8 @@ def test_epsilon_is_added_to_the_standard_deviation():
 def test_groups_do_not_touch_each_other():
     rewards = np.array([0, 1, 5, 7], np.float32)
     changed = np.array([0, 1, -3, 100], np.float32)
-    first = group_relative(rewards, 2, normalize_std=True)
-    second = group_relative(changed, 2, normalize_std=True)
+    first = group_relative(rewards, config(2, True))
+    second = group_relative(changed, config(2, True))
     np.testing.assert_array_equal(first[:2], second[:2])
 
 
@@ -61,24 +73,23 @@ def test_groups_do_not_touch_each_other():
 )
 def test_impossible_groups_are_refused(rows, group_size, message):
     with pytest.raises(ValueError, match=message):
-        group_relative(np.zeros(rows, np.float32), group_size, normalize_std=True)
+        group_relative(np.zeros(rows, np.float32), config(group_size))
 
 
 def test_leave_one_out_by_hand():
     """RLOO: each against the mean of the other three."""
-    got = group_relative(
-        np.float32([1, 0, 0, 1, 3, 1, 1, 1]), 4, normalize_std=False, leave_one_out=True
-    )
+    rewards = np.float32([1, 0, 0, 1, 3, 1, 1, 1])
+    got = group_relative(rewards, config(4, leave_one_out=True))
     expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2, -2 / 3, -2 / 3, -2 / 3]
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 def test_gae_by_hand():
-    """The docstring's row, and a response of one token beside it; what is behind them is noise."""
+    """The docstring's row and a response of one token; values behind their ends are noise."""
     values = np.array([[0.2, 0.4, 0.6, 9.0], [0.3, np.nan, np.inf, 1.0]], np.float32)
     mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
     rewards = np.array([1.0, -1.0], np.float32)
-    advantages, returns = gae(rewards, values, mask, gamma=1.0, gae_lambda=0.5)
+    advantages, returns = gae(rewards, values, mask, config(gae_lambda=0.5))
     np.testing.assert_allclose(advantages, [[0.4, 0.4, 0.4, 0], [-1.3, 0, 0, 0]], rtol=1e-6)
     np.testing.assert_allclose(returns, [[0.6, 0.8, 1.0, 0], [-1.0, 0, 0, 0]], rtol=1e-6)
 
@@ -90,35 +101,66 @@ def test_gae_against_its_definition(gamma, gae_lambda):
     lens, slots = [5, 1, 3, 7], 7
     rewards, values = rng.normal(size=4), rng.normal(size=(4, slots))
     mask = np.arange(slots) < np.array(lens)[:, None]
-    got, returns = gae(
-        *(x.astype(np.float32) for x in (rewards, values)), mask,
-        gamma=gamma, gae_lambda=gae_lambda,
-    )  # fmt: skip
+    inputs = (x.astype(np.float32) for x in (rewards, values))
+    got, returns = gae(*inputs, mask, config(gamma=gamma, gae_lambda=gae_lambda))
     for row, n in enumerate(lens):
         v = [*values[row, :n], 0.0]
         for t in range(n):
             # Âₜ⁽ᵏ⁾ = Σ γˡ r + γᵏ V(sₜ₊ₖ) − V(sₜ), weights (1 − λ) λᵏ⁻¹, the rest on the last.
-            left = n - t
+            last = n - t
             steps = [
-                (gamma ** (left - 1) * rewards[row] if k == left else gamma**k * v[t + k]) - v[t]
-                for k in range(1, left + 1)
+                (gamma ** (last - 1) * rewards[row] if k == last else gamma**k * v[t + k]) - v[t]
+                for k in range(1, last + 1)
             ]
-            weights = [(1 - gae_lambda) * gae_lambda ** (k - 1) for k in range(1, left)]
-            expected = np.dot([*weights, gae_lambda ** (left - 1)], steps)
+            weights = [(1 - gae_lambda) * gae_lambda ** (k - 1) for k in range(1, last)]
+            expected = np.dot([*weights, gae_lambda ** (last - 1)], steps)
             np.testing.assert_allclose(got[row, t], expected, rtol=2e-5, atol=2e-6)
             np.testing.assert_allclose(returns[row, t], expected + v[t], rtol=2e-5, atol=2e-6)
     assert not np.any(np.asarray(got)[~mask])
+
+
+def _estimate(name, rewards, values, mask, **settings):
+    inputs = (put(np.float32(x), "batch", *(None,) * (np.ndim(x) - 1)) for x in (rewards, values))
+    mask = put(np.asarray(mask, bool), "batch", None)
+    return ADVANTAGES[name].estimate(*inputs, mask, config(**settings))
+
+
+def test_all_tokens_of_a_response_have_its_group_advantage(make_mesh):
+    """By hand, on a mesh that splits the group of four over two devices."""
+    mask = [[1, 1], [1, 0], [0, 0], [1, 1]]
+    with jax.set_mesh(make_mesh(2, 1, 1)):
+        estimate = _estimate("group", [1, 0, 0, 1], np.zeros((4, 2)), mask, group_size=4)
+    expected = [[0.5, 0.5], [-0.5, 0], [0, 0], [0.5, 0.5]]
+    np.testing.assert_array_equal(estimate.advantages, expected)
+    assert estimate.returns is None
+
+
+def test_a_critics_advantages_are_whitened(mesh):
+    rng = np.random.default_rng(5)
+    rewards, values = rng.normal(size=4).astype(np.float32), rng.normal(size=(4, 3))
+    mask = np.arange(3) < np.array([3, 1, 2, 3])[:, None]
+    estimate = _estimate("gae", rewards, values, mask, gae_lambda=0.9)
+    advantages, returns = gae(rewards, np.float32(values), mask, config(gae_lambda=0.9))
+    np.testing.assert_allclose(estimate.advantages, whiten(advantages, mask), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(estimate.returns, returns, rtol=1e-6)
+
+
+def test_equal_returns_leave_nothing_to_explain(mesh):
+    values, mask = np.random.default_rng(0).normal(size=(4, 3)), np.ones((4, 3))
+    for rewards, explained in (([1, 1, 1, 1], False), ([1, 0, 1, 1], True)):
+        metrics = _estimate("gae", rewards, values, mask).metrics
+        assert np.isfinite(metrics["critic/explained_variance"]) == explained
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1():
     rng = np.random.default_rng(4)
     mask = rng.random((5, 6)) < 0.6
     advantages = np.where(mask, rng.normal(2, 3, (5, 6)), np.nan).astype(np.float32)
-    found = np.asarray(whiten(advantages, mask), np.float64)
-    np.testing.assert_allclose([found[mask].mean(), found[mask].var()], [0, 1], atol=1e-6)
-    assert not found[~mask].any()
+    white = np.asarray(whiten(advantages, mask), np.float64)
+    np.testing.assert_allclose([white[mask].mean(), white[mask].var()], [0, 1], atol=1e-6)
+    assert not white[~mask].any()
     order = np.argsort(advantages[mask])
-    assert np.all(np.diff(found[mask][order]) >= 0)
+    assert np.all(np.diff(white[mask][order]) >= 0)
 
 
 def test_length_costs_as_in_dapo():

@@ -52,7 +52,8 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
     accepts = np.minimum(1, np.exp(log_lenience) * new / old) if rule == "ratio" else 0.4
     keeps = old * accepts
     mass = 1 - keeps.sum()
-    inputs = (np.float32(log_lenience), np.float32(mass), rule)
+    weight = acceptance.RULES[rule].importance_weight
+    inputs = (np.float32(log_lenience), np.float32(mass), weight)
     weights = [
         np.asarray(reuse.importance_weights(one_token_rollout(new, old, kept), *inputs))[:, 0]
         for kept in (True, False)
@@ -67,7 +68,10 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
 @pytest.mark.parametrize("rule", ["ratio_residual", "block", "match"])
 def test_exact_rules_have_weight_1(mesh, rule):
     weights = reuse.importance_weights(
-        one_token_rollout(*laws(), kept=True), np.float32(0.5), np.float32(0.2), rule
+        one_token_rollout(*laws(), kept=True),
+        np.float32(0.5),
+        np.float32(0.2),
+        acceptance.RULES[rule].importance_weight,
     )
     np.testing.assert_array_equal(weights, 1)
 

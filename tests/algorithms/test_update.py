@@ -10,23 +10,23 @@ import optax
 import pytest
 import small_runs
 
-from specrl_jax.algorithms.update import (
+from specrl_jax.algorithms.learner import (
     Critic,
     Learner,
-    Loss,
-    begin_state,
-    critic_values,
-    init_state,
-    logprob_gap,
-    logprobs,
-    make_batch,
+    init_train_state,
     make_learner,
     make_optimizer,
     make_schedule,
+)
+from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.algorithms.scoring import (
+    critic_values,
+    logprob_gap,
+    logprobs,
     micro_batches,
     pack,
-    update,
 )
+from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer
@@ -39,9 +39,10 @@ from specrl_jax.types import Batch, Example, Prompts, Rollout
 MODEL = ModelConfig(
     vocab_size=12, embed_dim=8, mlp_dim=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
 )
-LOSS = Loss(
-    aggregation="token", clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.0,
-    kl_estimator="k3", entropy_coef=0.0,
+LOSS = LossConfig(
+    objective="clip", ratio="token", clip_low=0.2, clip_high=0.28, dual_clip=3.0,
+    aggregation="token", kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
+    max_response_len=5,
 )  # fmt: skip
 # Hands the gradient out as its state and leaves the parameters alone.
 GRADIENT = optax.GradientTransformation(
@@ -99,7 +100,7 @@ def _row_scores(params, tokens, first: int, temperature: float):
     return taken, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
-def _plain_loss(params, batch: Batch, settings: Loss, rows) -> jax.Array:
+def _plain_loss(params, batch: Batch, settings: LossConfig, rows) -> jax.Array:
     """arXiv 2402.03300, eq. 3 with DAPO's two clips and the dual clip, token by token."""
     row_sums, counts = [], []
     for b in rows:
@@ -133,7 +134,7 @@ def _distance(one, two) -> float:
 
 
 def _gradient(learner: Learner, batch: Batch, index):
-    state = init_state(learner.optimizer, _params())
+    state = init_train_state(learner, _params())
     state, metrics = update(learner, state, _placed(batch), index)
     return state.opt_state, metrics
 
@@ -210,7 +211,7 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
     learner = dataclasses.replace(LEARNER, critic=critic)
     values, returns = rng.normal(0, 0.5, (2, ROWS, RESPONSE)).astype(np.float32)
     batch = dataclasses.replace(_host_batch(), values=values, returns=returns)
-    state = begin_state(learner, _params())
+    state = init_train_state(learner, _params())
     assert not np.any(state.critic["head"])
     start = state.critic | {"head": put(rng.normal(size=8).astype(np.float32), None)}
     if kind == "network":  # it begins as the policy; here it has moved on
@@ -220,17 +221,17 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
     def loss(params, critic):
         trunk, errors = critic.get("decoder", params), []
         for row in range(ROWS):
-            found = _plain_values(trunk, critic["head"], batch, row)
-            old, target = (x[row, : len(found)] for x in (values, returns))
-            held = jnp.clip(found, old - 0.3, old + 0.3)
-            errors.append(jnp.maximum((found - target) ** 2, (held - target) ** 2) / 2)
+            estimates = _plain_values(trunk, critic["head"], batch, row)
+            old, target = (x[row, : len(estimates)] for x in (values, returns))
+            clipped = jnp.clip(estimates, old - 0.3, old + 0.3)
+            errors.append(jnp.maximum((estimates - target) ** 2, (clipped - target) ** 2) / 2)
         error = jnp.mean(jnp.concatenate(errors))
         return _plain_loss(params, batch, LOSS, range(ROWS)) + 0.7 * error, error
 
-    found = critic_values(learner, state, _placed(batch), micro_batches(ROWS, 2))
+    estimates = critic_values(learner, state, _placed(batch), micro_batches(ROWS, 2))
     for row, n in enumerate(batch.response_lens):
         expected = _plain_values(start.get("decoder", _params()), start["head"], batch, row)
-        np.testing.assert_allclose(found[row, :n], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(estimates[row, :n], expected, rtol=1e-4, atol=1e-5)
     (_, error), want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
         _params(), start
     )
@@ -241,6 +242,37 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
     np.testing.assert_allclose(metrics["critic_grad_norm"], optax.tree.norm(want[1]), rtol=1e-5)
     plain = _gradient(LEARNER, _host_batch(), micro_batches(ROWS, 2))[1]
     np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_a_frozen_policy_keeps_its_weights_and_its_optimizers_state(mesh, kind):
+    """The first update after four frozen ones equals an update of a fresh optimizer: the schedule
+    is at step 0 and the moments hold its own gradient alone."""
+    optimizer = optax.adamw(
+        optax.piecewise_constant_schedule(0.1, {1: 0.0}), weight_decay=0.5
+    )  # 0 after step 0
+    critic = Critic(kind, coef=0.7, clip=0.3, optimizer=optax.sgd(0.1))
+    learner = dataclasses.replace(LEARNER, optimizer=optimizer, critic=critic)
+    values, returns = np.random.default_rng(8).normal(0, 0.5, (2, ROWS, RESPONSE))
+    values, returns = np.float32(values), np.float32(returns)
+    batch = _placed(dataclasses.replace(_host_batch(), values=values, returns=returns))
+    index = micro_batches(ROWS, 2)
+    start = jax.device_get(init_train_state(learner, _params()))
+    state = init_train_state(learner, _params())
+    for _ in range(4):
+        state, metrics = update(learner, state, batch, index, policy_frozen=True)
+    frozen = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, frozen.params, start.params)
+    jax.tree.map(np.testing.assert_array_equal, frozen.opt_state, start.opt_state)
+    assert not np.array_equal(frozen.critic["head"], start.critic["head"])
+    assert metrics["grad_norm"] > 0
+
+    fresh = dataclasses.replace(init_train_state(learner, _params()), critic=state.critic)
+    fresh = jax.tree.map(jnp.copy, fresh)
+    after, _ = update(learner, state, batch, index)
+    expected, _ = update(learner, fresh, batch, index)
+    jax.tree.map(np.testing.assert_array_equal, after.params, expected.params)
+    assert _distance(after.params, start.params) > 0.01
 
 
 def test_adamw_and_clipping_against_the_formulas(mesh):
@@ -308,8 +340,8 @@ def test_the_learner_takes_its_fields_from_the_config():
         {"algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25, "rollout.temperature": 0.7}
     )
     learner = make_learner(config, MODEL, optax.constant_schedule(1.0))
-    want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(Loss)}
-    assert dataclasses.asdict(learner.loss) == want | {"length": config.rollout.response_len}
+    want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
+    assert dataclasses.asdict(learner.loss) == want | {"max_response_len": 6}
     assert (learner.loss.aggregation, learner.loss.kl_coef) == ("sequence", 0.25)
     assert (learner.temperature, learner.logits_chunk) == (0.7, config.rollout.logits_chunk)
     assert learner.micro_batch_size == config.updates.micro_batch_size
@@ -350,12 +382,11 @@ def test_a_batch_of_a_rollout(mesh, longest, slots):
         "sampling_logprobs": scores * 0 - 9,  # never the old log-probs
     }
     rollout = _placed(Rollout(**values))
-    advantages = put(np.array([1, -1, 2, -2], np.float32), "batch")
-    batch = make_batch(prompts, rollout, advantages, lengths=(2, 4))
+    batch = make_batch(prompts, rollout, lengths=(2, 4))
     np.testing.assert_array_equal(batch.prompt_lens, [2, 2, 1, 1])
     np.testing.assert_array_equal(batch.response_lens, lens)
     np.testing.assert_array_equal(batch.old_logprobs, scores[:, :slots])
-    np.testing.assert_array_equal(batch.advantages, [[a] * slots for a in (1, -1, 2, -2)])
+    np.testing.assert_array_equal(batch.advantages, np.zeros((4, slots)))
     assert batch.ref_logprobs is None
     want = np.zeros((4, 3 + slots), np.int32)
     for row, prompt in enumerate(([7, 8], [7, 8], [9], [9])):
@@ -388,8 +419,8 @@ def test_the_gap_is_a_mean_over_response_tokens(mesh):
 @pytest.fixture
 def fresh(mesh):
     """(learner, parameters, batch) of a rollout that the parameters have just made."""
-    params, law = _params(), SamplingConfig(0.8, top_k=6)
-    setup = ProgramSpec(MODEL, law, "ratio", (1,), 0, RESPONSE, 3)
+    params, sampling = _params(), SamplingConfig(0.8, top_k=6)
+    setup = ProgramSpec(MODEL, sampling, "ratio", (1,), 0, RESPONSE, 3)
     plan = RolloutSpec(setup, PROMPT, group_size=2, row_buckets=2, cache_lengths=1)
     host = _host_batch()
     inside = np.arange(PROMPT) < host.prompt_lens[:, None]
@@ -401,8 +432,9 @@ def fresh(mesh):
     )
     weights = jax.jit(transformer.rollout_weights, static_argnums=0)(MODEL, params)
     rollout = generate(plan, weights, prompts, Noise(jax.random.key(0), 1)).rollout
-    advantages = put(np.linspace(-1, 1, 2 * ROWS).astype(np.float32), "batch")
-    return LEARNER, params, make_batch(prompts, rollout, advantages, lengths=(RESPONSE,))
+    batch = make_batch(prompts, rollout, lengths=(RESPONSE,))
+    advantages = np.tile(np.linspace(-1, 1, 2 * ROWS, dtype=np.float32)[:, None], (1, RESPONSE))
+    return LEARNER, params, dataclasses.replace(batch, advantages=put(advantages, "batch", None))
 
 
 def test_the_rollouts_logprobs_are_the_updates(fresh):
@@ -420,7 +452,7 @@ def test_before_the_first_update_nothing_is_clipped_and_the_kl_is_0(fresh):
     reference = logprobs(learner, params, batch, micro_batches(2 * ROWS, 0))
     batch = dataclasses.replace(batch, ref_logprobs=reference)
     learner = dataclasses.replace(learner, loss=dataclasses.replace(LOSS, kl_coef=0.1))
-    state = init_state(learner.optimizer, params)
+    state = init_train_state(learner, params)
     _, sums = update(learner, state, batch, micro_batches(2 * ROWS, 0))
     tokens = float(sums["tokens"])
     assert abs(float(sums["kl"])) / tokens < 1e-7

@@ -1,0 +1,144 @@
+"""Settings of the update (`Learner`), the state it changes (`TrainState`), and its optimizer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.models import value
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Weights and optimizer states of the policy and its critic."""
+
+    params: Params  # float32, stored layout
+    opt_state: Any
+    critic: Params | None = None
+    critic_opt_state: Any = None
+
+    @classmethod
+    def create(cls, params: Params, optimizer: optax.GradientTransformation) -> "TrainState":
+        """The state of a policy alone, before its first update."""
+        return cls(params, jax.jit(optimizer.init)(params))
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+    """A value function that is trained beside the policy; fields as in `config.critic`."""
+
+    kind: str
+    coef: float
+    clip: float
+    optimizer: optax.GradientTransformation
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """Settings of the update's programs; hashable."""
+
+    model: ModelConfig
+    loss: LossConfig
+    optimizer: optax.GradientTransformation
+    temperature: float  # of the rollout, whose log-probs are the old ones
+    logits_chunk: int  # tokens
+    micro_batch_size: int  # rows; 0: the whole mini-batch
+    critic: Critic | None = None
+
+
+def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learner:
+    """The update that `config.algorithm`, `config.updates` and `config.critic` ask for."""
+    fields = [field.name for field in dataclasses.fields(LossConfig)]
+    fields.remove("max_response_len")
+    return Learner(
+        model=model,
+        loss=LossConfig(
+            **{name: config.algorithm[name] for name in fields},
+            max_response_len=config.rollout.response_len,
+        ),
+        optimizer=make_optimizer(config.updates, schedule),
+        temperature=config.rollout.temperature,
+        logits_chunk=config.rollout.logits_chunk,
+        micro_batch_size=config.updates.micro_batch_size,
+        critic=None if config.critic.kind == "none" else _make_critic(config),
+    )
+
+
+def _make_critic(config) -> Critic:
+    settings = config.critic
+    rate, ramp_steps = settings.learning_rate, settings.schedule_warmup
+    schedule = optax.join_schedules(
+        [_ramp(rate, ramp_steps), optax.constant_schedule(rate)], [ramp_steps]
+    )
+    optimizer = make_optimizer(config.updates, schedule)
+    return Critic(settings.kind, settings.coef, settings.clip, optimizer)
+
+
+SCHEDULES = {  # (peak, optimizer steps) → rate by step
+    "constant": lambda peak, steps: optax.constant_schedule(peak),
+    "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
+    "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
+}
+
+
+def make_schedule(settings, total_updates: int) -> optax.Schedule:
+    """Learning rate by optimizer step of the policy, from `config.updates`."""
+    peak, ramp_steps = settings.learning_rate, settings.schedule_warmup
+    after = SCHEDULES[settings.schedule](peak, max(total_updates - ramp_steps, 1))
+    ramp = _ramp(peak, ramp_steps)
+    return optax.join_schedules([ramp, after], [ramp_steps]) if ramp_steps else after
+
+
+def _ramp(peak: float, steps: int) -> optax.Schedule:
+    # Step n has (n + 1) / steps of the peak: the first update is not wasted at rate 0.
+    return optax.linear_schedule(peak / max(steps, 1), peak, max(steps - 1, 1))
+
+
+def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW (arXiv 1711.05101), from `config.updates`."""
+    clip = optax.clip_by_global_norm(settings.clip_norm) if settings.clip_norm else optax.identity()
+    adamw = optax.adamw(
+        schedule,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+    )
+    return optax.chain(clip, adamw)
+
+
+def init_train_state(learner: Learner, params: Params) -> TrainState:
+    """The state before the first update; a critic's own decoder starts as the policy's."""
+    state = TrainState.create(params, learner.optimizer)
+    if learner.critic is None:
+        return state
+    return _add_critic(
+        state, learner, value.init_critic(learner.model, learner.critic.kind, params)
+    )
+
+
+def abstract_train_state(learner: Learner, params: Any) -> TrainState:
+    """Shapes and layouts of `init_train_state(learner, params)`, for abstract parameters."""
+    state = jax.eval_shape(lambda p: TrainState.create(p, learner.optimizer), params)
+    if learner.critic is not None:
+        critic = value.abstract_critic(learner.model, learner.critic.kind)
+        state = jax.eval_shape(lambda s, c: _add_critic(s, learner, c), state, critic)
+    replicated = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
+
+    def with_layout(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # Step counters depend on no parameter and so have no layout.
+        if leaf.sharding:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
+
+    return jax.tree.map(with_layout, state)
+
+
+def _add_critic(state: TrainState, learner: Learner, critic: Params) -> TrainState:
+    opt_state = TrainState.create(critic, learner.critic.optimizer).opt_state
+    return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
