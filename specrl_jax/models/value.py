@@ -1,7 +1,7 @@
 """A value function over the tokens of a response: a linear head on a decoder's hidden states.
 
-Parameters: {"head": float32 [D]}, and "decoder" beside it where the critic has a decoder of its
-own. The head starts at zero, so that the first values are 0; the decoder starts as the policy's.
+Parameters: {"head": float32 [D]}, and "decoder" where the critic has its own. The head starts at
+zero, so that the first values are 0; the decoder starts as a copy of the policy's.
 """
 
 import jax
@@ -12,14 +12,14 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params, Transformer, abstract_params
 from specrl_jax.sharding import put, spec
 
-KINDS = ("head", "network")
+# Kind → whether the critic has a decoder of its own, or reads the policy's hidden states.
+KINDS = {"head": False, "network": True}
 
 
 def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
-    """For the kind "head" the head alone, which reads the policy's hidden states; for "network" a
-    copy of the policy's decoder too."""
+    """The critic's first parameters; `params` are the policy's."""
     critic = {"head": put(jnp.zeros(model.embed_dim), None, stored=True)}
-    if kind == "network":
+    if KINDS[kind]:
         critic["decoder"] = jax.tree.map(jnp.copy, _decoder(params))
     return critic
 
@@ -27,10 +27,10 @@ def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
 def abstract_critic(model: ModelConfig, kind: str) -> Params:
     """Shapes, types and stored layouts of `init_critic` on the mesh in use."""
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec(None, stored=True))
-    head = jax.ShapeDtypeStruct((model.embed_dim,), jnp.float32, sharding=sharding)
-    if kind == "head":
-        return {"head": head}
-    return {"head": head, "decoder": _decoder(abstract_params(model))}
+    critic = {"head": jax.ShapeDtypeStruct((model.embed_dim,), jnp.float32, sharding=sharding)}
+    if KINDS[kind]:
+        critic["decoder"] = _decoder(abstract_params(model))
+    return critic
 
 
 def values(critic: Params, hidden: Array) -> Array:
@@ -46,5 +46,5 @@ def decoder(model: ModelConfig, critic: Params) -> Transformer | None:
 
 
 def _decoder(params: Params) -> Params:
-    """Without the output head, which a critic has no use for."""
+    """A policy's parameters without the output head."""
     return {name: x for name, x in params.items() if name != "lm_head"}

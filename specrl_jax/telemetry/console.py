@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-# Heading, metric, width, format; "-" where the step has no such value.
+# Heading, metric, width, format. A step without the metric shows "-".
 _COLUMNS = (
     ("reward", "reward/mean", 7, "{:.3f}"),
     ("eval", "reward/eval", 6, "{:.3f}"),
@@ -46,7 +46,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 class Console:
-    """A line a step, a heading every 20; under them a progress bar if stdout is a terminal."""
+    """A line a step, a heading every 20 lines, and a progress bar if stdout is a terminal."""
 
     def __init__(self, total_steps: int):
         import rich.console
@@ -65,22 +65,22 @@ class Console:
 
     def show(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         self._times.append(time.monotonic())
-        left = self._seconds_left(step, values)
+        seconds_left = self._seconds_left(step, values)
         if self._lines % 20 == 0:
             self._print(format_header(self._total))
         self._lines += 1
-        self._print(format_line(step, self._total, epoch, values, left))
+        self._print(format_line(step, self._total, epoch, values, seconds_left))
         if self._progress is not None:
-            text = f"{format_duration(left)} left"
+            text = f"{format_duration(seconds_left)} left"
             self._progress.update(self._task, completed=step, description=text)
 
     def _seconds_left(self, step: int, values: Mapping[str, float]) -> float | None:
-        """From the last 20 steps of this process, so that compiling and resuming don't count."""
+        """From the last 20 steps of this process: earlier ones compiled or ran before a resume."""
         if len(self._times) > 1:
-            a_step = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+            step_seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         else:
-            a_step = values.get("time/step", math.nan)
-        return max(self._total - step, 0) * a_step if step > 0 else None
+            step_seconds = values.get("time/step", math.nan)
+        return max(self._total - step, 0) * step_seconds if step > 0 else None
 
     def _print(self, line: str) -> None:
         if self._progress is None:

@@ -1,7 +1,7 @@
 """A run's summary table and plots, from its records (`metrics.read_metrics`).
 
-Takes a list of dicts, one a step, with `step`, `epoch` and the metrics of `metrics.METRICS`; what
-a record lacks is left out. Gives text for the console and PNG files.
+Takes a list of dicts, one a step, with `step`, `epoch` and metrics of `metrics.METRICS`; missing
+metrics are skipped. Gives text for the console and PNG files.
 """
 
 import math
@@ -12,10 +12,8 @@ from typing import Any
 
 Record = dict[str, Any]
 
-# Epochs that get a name in the plots; between them there are only lines.
-_MAX_EPOCH_NAMES = 8
-# A step this many times longer than the median is off the scale of its plot: it compiled.
-_OFF_SCALE = 4.0
+_MAX_EPOCH_NAMES = 8  # in a plot; more epochs have lines without names
+_OFF_SCALE = 4.0  # times the median: a longer step compiled, and is not drawn to its full height
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#3366aa", "#dd8833", "#339977", "#888888"
 
@@ -58,7 +56,7 @@ def _last(records: Sequence[Record], name: str) -> float | None:
 
 
 def _reuse(records: Sequence[Record], _: str) -> float | None:
-    """Over the tokens, not the mean of the steps' fractions."""
+    """The fraction over all tokens, not the mean of the steps' fractions."""
     reused = _total(records, "rollout/tokens_reused") or 0.0
     tokens = reused + (_total(records, "rollout/tokens_generated") or 0.0)
     return reused / tokens if tokens else None
@@ -88,13 +86,9 @@ _LEGEND = (
 
 
 def summary_table(records: Sequence[Record]) -> str:
-    """What a run came to: held-out reward first, best and last, and a row for each epoch.
+    """A run in lines of text: first, best and last rewards, and a row for each epoch.
 
-    Args:
-        records: By step, as `metrics.read_metrics` gives them.
-
-    Returns:
-        Lines of text without a final newline; one sentence if no step was recorded.
+    records: by step, from `metrics.read_metrics`. One sentence if no step was recorded.
     """
     epochs = _epochs(records)
     if not epochs:
@@ -141,7 +135,7 @@ def _draw_reward(ax: Any, records: Sequence[Record]) -> None:
 
 
 def _draw_seconds(ax: Any, records: Sequence[Record]) -> None:
-    """The rollout's parts as bars on each other, the whole rollout as a line of steps."""
+    """The rollout's parts as stacked bars, the whole rollout as a line of steps."""
     timed = [record for record in records if record.get("time/rollout") is not None]
     steps = [record["step"] for record in timed]
     bottom = [0.0] * len(timed)
@@ -150,14 +144,14 @@ def _draw_seconds(ax: Any, records: Sequence[Record]) -> None:
         # Without antialiasing: it would draw seams between bars that touch.
         ax.bar(steps, seconds, 1.0, bottom=bottom, color=color, label=name, aa=False)
         bottom = [below + height for below, height in zip(bottom, seconds, strict=True)]
-    whole = [record["time/rollout"] for record in timed]
-    ax.plot(steps, whole, color=_GREY, lw=1.2, drawstyle="steps-mid", label="whole rollout")
+    totals = [record["time/rollout"] for record in timed]
+    ax.plot(steps, totals, color=_GREY, lw=1.2, drawstyle="steps-mid", label="whole rollout")
     ax.set(title="Rollout time", ylabel="seconds")
-    _cut_outliers(ax, steps, whole)
+    _cut_outliers(ax, steps, totals)
 
 
 def _cut_outliers(ax: Any, steps: Sequence[int], values: Sequence[float]) -> None:
-    """The first steps compile; at full height they would flatten all others."""
+    """Limits the height: the first steps compile and would flatten all others."""
     if not values:
         return
     limit = _OFF_SCALE * sorted(values)[len(values) // 2]
@@ -176,9 +170,9 @@ def _draw_prefix(ax: Any, records: Sequence[Record]) -> None:
     response = _series(records, "rollout/response_len_mean")
     if response[0]:
         ax.plot(*response, color=_GREY, lw=1.2, label="response")
-    ax.plot(*prefix, color=_GREEN, lw=1.6, label="kept prefix")
+    ax.plot(*prefix, color=_GREEN, lw=1.6, label="accepted prefix")
     ax.fill_between(*prefix, color=_GREEN, alpha=0.15, lw=0)
-    ax.set(title="Length of the kept prefix", ylabel="tokens, mean over rows")
+    ax.set(title="Length of the accepted prefix", ylabel="tokens, mean over rows")
     ax.set_ylim(bottom=0)
 
 
@@ -208,7 +202,7 @@ PLOTS: dict[str, Callable[[Any, Sequence[Record]], None]] = {
 
 
 def draw(ax: Any, name: str, records: Sequence[Record]) -> None:
-    """Draws the plot `name` of `PLOTS` on a matplotlib axes, over steps, with epochs marked."""
+    """Draws the plot `name` of `PLOTS` on matplotlib axes, over steps, with marks at epochs."""
     ax.set_xlabel("step")
     PLOTS[name](ax, records)
     ax.spines[["top", "right"]].set_visible(False)
@@ -220,7 +214,7 @@ def draw(ax: Any, name: str, records: Sequence[Record]) -> None:
     _mark_epochs(ax, records)
     handles, labels = ax.get_legend_handles_labels()
     if labels:
-        # Above the axes, where it cannot cover data.
+        # Above the axes: it covers no data there.
         ax.legend(
             handles,
             labels,
@@ -237,7 +231,7 @@ def draw(ax: Any, name: str, records: Sequence[Record]) -> None:
 
 
 def _mark_epochs(ax: Any, records: Sequence[Record]) -> None:
-    """A dotted line before each epoch's first step, and its number inside the axes' top."""
+    """A dotted line before the first step of an epoch, and the epoch's number at the top."""
     starts = [(epoch, members[0]["step"]) for epoch, members in _epochs(records).items()]
     every = math.ceil(len(starts) / _MAX_EPOCH_NAMES)
     for i, (epoch, step) in enumerate(starts):
@@ -258,14 +252,10 @@ def _mark_epochs(ax: Any, records: Sequence[Record]) -> None:
 
 
 def write_plots(records: Sequence[Record], workdir: str | os.PathLike) -> list[Path]:
-    """Writes the plots of a run: `WORKDIR/plots/NAME.png` for each of `PLOTS`, and all in one.
+    """Writes `WORKDIR/plots/NAME.png` for every plot of `PLOTS`, and `overview.png` with all.
 
-    Args:
-        records: By step, as `metrics.read_metrics` gives them.
-        workdir: The run's work directory.
-
-    Returns:
-        The files, `overview.png` first; [] if no training step was recorded.
+    records: by step, from `metrics.read_metrics`. Returns the files, `overview.png` first; [] if no
+    training step was recorded.
     """
     if not _epochs(records):
         return []
@@ -274,8 +264,8 @@ def write_plots(records: Sequence[Record], workdir: str | os.PathLike) -> list[P
     folder = Path(workdir) / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     overview = Figure(figsize=(11, 9.5), dpi=110, layout="constrained")
-    places = overview.subplot_mosaic([["reward", "reward"], *_pairs(list(PLOTS)[1:])])
-    for name, ax in places.items():
+    all_axes = overview.subplot_mosaic([["reward", "reward"], *_pairs(list(PLOTS)[1:])])
+    for name, ax in all_axes.items():
         draw(ax, name, records)
     files = [folder / "overview.png"]
     overview.savefig(files[0])

@@ -1,7 +1,6 @@
-"""What a rollout and its rewards came to, as scalars under the names of `metrics.METRICS`.
+"""The scalars of a rollout and of its rewards, under the names of `metrics.METRICS`.
 
-Takes NumPy arrays on the host. A value that does not exist (no draft, no earlier response) is
-absent.
+Takes NumPy arrays on the host. A metric without a value (no draft, no earlier response) is absent.
 """
 
 import numpy as np
@@ -17,24 +16,20 @@ def rollout_metrics(
     previous: tuple[np.ndarray, np.ndarray] | None = None,
     forced: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """The `rollout/*` metrics of B responses, from what was kept of their drafts.
+    """The `rollout/*` metrics of the contents of B responses.
 
     Args:
-        tokens: int32 [B, R]. lens, prefix_lens: int32 [B], as in `types.Rollout`.
+        tokens: int32 [B, R], as in `types.Rollout`.
+        lens, prefix_lens: int32 [B], as in `types.Rollout`.
         eos_ids: The tokens that end a response.
-        offered: int32 [B], the drafts' lengths; None if nothing was offered.
-        previous: tokens [B, R] and lens [B] of the rows' last responses, to compare with; length 0
-            where there is none. They need not be the drafts, which may be older or off.
-        forced: int [B], tokens of the responses that no policy drew; None: none.
-
-    Returns:
-        Everything but `rollout/decode_steps` and `rollout/row_steps`, which are costs, not
-        contents. `rollout/draft_accept_rate` is absent where no draft token was offered,
-        `rollout/overlap_rouge1` where no row has a previous response.
+        offered: int32 [B], lengths of the drafts; None without drafts.
+        previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
+            They need not be the drafts.
+        forced: int [B], tokens of the responses that an environment gave; None: none.
     """
-    own = lens if forced is None else lens - forced
-    given = int(lens.sum()) - int(own.sum())
-    total, reused = int(own.sum()), int(prefix_lens.sum())
+    policy_lens = lens if forced is None else lens - forced
+    total, reused = int(policy_lens.sum()), int(prefix_lens.sum())
+    num_forced = int(lens.sum()) - total
     last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
     ended = np.isin(last, eos_ids) & (lens > 0)
     values = {
@@ -42,12 +37,14 @@ def rollout_metrics(
         "rollout/tokens_reused": reused,
         "rollout/reuse_fraction": reused / max(total, 1),
         "rollout/prefix_len_mean": float(prefix_lens.mean()),
-        "rollout/full_reuse_ratio": float(np.mean((prefix_lens > 0) & (prefix_lens == own))),
+        "rollout/full_reuse_ratio": float(
+            np.mean((prefix_lens > 0) & (prefix_lens == policy_lens))
+        ),
         "rollout/response_len_mean": float(lens.mean()),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
-    if given:
-        values["rollout/tokens_forced"] = given
+    if num_forced:
+        values["rollout/tokens_forced"] = num_forced
     if offered is not None and offered.any():
         values["rollout/draft_accept_rate"] = reused / int(offered.sum())
     if previous is not None and previous[1].any():
@@ -56,15 +53,15 @@ def rollout_metrics(
     return values
 
 
-# Those of `reward_metrics` that are shares of groups.
+# The names in `reward_metrics` that are shares of groups.
 GROUP_REWARDS = ("reward/solved_all", "reward/solved_none", "reward/no_signal")
 
 
 def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> dict[str, float]:
-    """The `reward/*` metrics of a step's B responses, `group_size` in a row for each prompt.
+    """The `reward/*` metrics of B responses, the `group_size` responses of a prompt side by side.
 
     Args:
-        rewards: float32 [B]. A response counts as right where its reward is at least 1.
+        rewards: float32 [B]. A response is right if its reward is at least 1.
         failed: bool [B], answers that hit a scoring limit or raised.
         group_size: G, responses per prompt; divides B.
     """
@@ -85,19 +82,15 @@ _PADDING = 2**30 - 1  # above every token id, and 2 · _PADDING + 1 still fits a
 def overlap_rouge1(
     tokens_a: np.ndarray, lens_a: np.ndarray, tokens_b: np.ndarray, lens_b: np.ndarray
 ) -> np.ndarray:
-    """ROUGE-1 F1 of two responses' token ids, row by row.
+    """ROUGE-1 F1 of two responses' token ids, row by row: float64 [B] in [0, 1]; nan if b is empty.
 
         F1 = 2·Σₓ min(countₐ(x), count_b(x)) / (lenₐ + len_b)
 
-    Worked row: [5 5 7] against [5 7 7 9] share one 5 and one 7: 2·2 / (3 + 4) = 0.571.
+    For example, [5 5 7] and [5 7 7 9] share one 5 and one 7: 2·2 / (3 + 4) = 0.571.
 
     Args:
         tokens_a, tokens_b: int32 [B, R] (the two R may differ), ids in [0, 2^30 − 1).
         lens_a, lens_b: int32 [B], tokens.
-
-    Returns:
-        float64 [B] in [0, 1]; nan where b is empty (no response to compare with):
-        average with `np.nanmean`.
     """
     lens_a, lens_b = np.asarray(lens_a), np.asarray(lens_b)
     rows = len(lens_a)
@@ -114,15 +107,15 @@ def overlap_rouge1(
 
 
 def _keys(tokens: np.ndarray, lens: np.ndarray, side: int) -> np.ndarray:
-    """2·token + side: sorting puts equal tokens of both sides into one run, a's first."""
+    """2·token + side: after a sort, equal tokens of both sides form one run, a's first."""
     longest = int(lens.max(initial=0))
     tokens = np.asarray(tokens)[:, :longest].astype(np.int32)
-    kept = np.arange(longest) < lens[:, None]
-    return 2 * np.where(kept, tokens, np.int32(_PADDING)) + np.int32(side)
+    inside = np.arange(longest) < lens[:, None]
+    return 2 * np.where(inside, tokens, np.int32(_PADDING)) + np.int32(side)
 
 
 def _shared(keys: np.ndarray) -> np.ndarray:
-    """Per row, the size of the intersection of the two multisets."""
+    """The size of the intersection of a row's two multisets, for every row."""
     rows, width = keys.shape
     keys = np.sort(keys, axis=1)
     tokens = keys >> 1

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def _logged_in() -> bool:
-    """Whether wandb would find a key by itself: it asks, or blocks, where there is none."""
+    """Whether wandb has a key. Without one it would ask, or block."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -29,30 +29,28 @@ def _logged_in() -> bool:
 def resolve_wandb_mode(mode: str) -> str:
     """The mode to use; "auto" is $WANDB_MODE if set, else online if logged in, else offline.
 
-    Raises:
-        ValueError: Not one of off, offline, online, auto.
+    Raises ValueError unless `mode` is one of `WANDB_MODES`.
     """
     if mode not in WANDB_MODES:
         raise ValueError(f"log.wandb must be one of {', '.join(WANDB_MODES)}, got {mode!r}")
     if mode != "auto":
         return mode
-    wanted = os.environ.get("WANDB_MODE", "")
-    if wanted:
-        return wanted if wanted in ("online", "offline") else "off"
+    if environment_mode := os.environ.get("WANDB_MODE", ""):
+        return environment_mode if environment_mode in ("online", "offline") else "off"
     return "online" if _logged_in() else "offline"
 
 
 class WandbRun:
-    """A wandb run that cannot hurt training: any failure is one warning, then silence."""
+    """A wandb run. Its first failure is a warning; after that it does nothing."""
 
     def __init__(self, workdir: Path, mode: str, run_name: str, config: Mapping[str, Any]):
         self._run = None
-        # Without a network, an online run is at least kept for `wandb sync`.
+        # Without a network, an online run becomes offline, for `wandb sync`.
         for attempt in {"off": (), "online": ("online", "offline")}.get(mode, (mode,)):
             try:
                 self._run = self._start(workdir, attempt, run_name, config)
                 return
-            except Exception as error:  # not installed, no network, no key, a bug: all the same
+            except Exception as error:  # not installed, no network, no key, or a bug
                 self._fail(error, attempt)
 
     @staticmethod

@@ -130,7 +130,7 @@ def test_no_step_is_cut_off_in_an_even_run():
 
 def test_prefix_reuse_and_token_plots():
     records = make_records()
-    prefix = lines_of(axes_of("prefix_len", records))["kept prefix"]
+    prefix = lines_of(axes_of("prefix_len", records))["accepted prefix"]
     assert [y for _, y in prefix] == [0, 0, 7, 8, 8, 9]
     (full_reuse,) = lines_of(axes_of("full_reuse", records)).values()
     assert full_reuse == [[1, 0], [2, 0], [3, 0.25], [4, 0.75], [5, 0.5], [6, 0.5]]
