@@ -1,160 +1,328 @@
-"""What a step trains on: prompts → drafts → rollout → rewards, until there is a batch.
+"""The first half of a step: prompts → drafts → rollout → rewards, until there is a batch.
 
-One round of `rounds.py`, or as many as it takes.
+Takes the trainer and its state, gives a `TrainBatch`, and changes the state: the prompt stream, the
+draft store, and all that one rollout leaves to the next. Most steps are one rollout; with dynamic
+sampling or screening (`group_buffer`) as many as fill the batch.
 """
 
 import dataclasses
+import functools
 import time
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.algorithms import off_policy as reuse
-from specrl_jax.build import Trainer, TrainerState
-from specrl_jax.data.prompts import concatenate
-from specrl_jax.group_buffer import Desk, Round, play_round
+from specrl_jax.algorithms import off_policy
+from specrl_jax.build import Trainer, policy_copy
+from specrl_jax.data.curriculum import base_id, part_of
+from specrl_jax.data.prompts import concatenate, select
+from specrl_jax.episodes import Clocks, Responses, respond
+from specrl_jax.group_buffer import KEPT, places_of, rewards_of
 from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.carry_over import CarryOver, WaitingRows, assemble
+from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
 from specrl_jax.rollout.engine.stats import Stats
+from specrl_jax.rollout.generate import DraftInputs, Noise, make_corpus
+from specrl_jax.state import TrainerState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
-from specrl_jax.types import Prompts, Rollout
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredRollout:
+    """One rollout of whole groups, on the host where a metric reads it."""
+
+    prompts: Prompts
+    responses: Responses
+    prefix_lens: np.ndarray  # int32 [B]
+    forced: np.ndarray  # int [B], tokens that were not the policy's
+    previous_tokens: np.ndarray  # int32 [B, R], the rows' last responses
+    previous_lens: np.ndarray  # int32 [B]
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.responses.result.rollout
+
+    @property
+    def draft_lens(self) -> np.ndarray:
+        """int32 [B], draft tokens that the rows were offered."""
+        return self.responses.result.offered
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-    """A batch of Q groups, G rows each, and the rounds that it took.
-
-    rewards: float32 [Q * G]. log_lenience: nats, of the step's acceptance; rejected_mass: what its
-    drafts show, see `reuse.estimate_rejected_mass`.
-    """
+    """What a step trains on: Q groups, G rows each."""
 
     prompts: Prompts
     rollout: Rollout
-    rewards: np.ndarray
+    rewards: np.ndarray  # float32 [Q * G]
     metrics: dict[str, float]
-    rounds: list[Round]
-    log_lenience: float
-    rejected_mass: float
-
-    def importance_weights(self, rule: str) -> jax.Array:
-        """float32 [Q * G, R]; rule: `rollout.accept`."""
-        inputs = (np.float32(self.log_lenience), np.float32(self.rejected_mass))
-        weight = acceptance.RULES[rule].importance_weight
-        return reuse.importance_weights(self.rollout, *inputs, weight)
-
-    def told(self) -> tuple[Prompts, Rollout, np.ndarray, np.ndarray]:
-        """What records tell of the step's own rollouts, on the host."""
-        left_out = ("sampling_logprobs", "origin_logprobs", "draft_logprobs")
-        left_out += ("top_ids", "top_logprobs")
-        parts = [
-            jax.device_get(dataclasses.replace(x.outcome.rollout, **dict.fromkeys(left_out)))
-            for x in self.rounds
-        ]
-        prompts, *others = (x.prompts for x in self.rounds)
-        for more in others:
-            prompts = concatenate(prompts, more)
-        rollout = jax.tree.map(lambda *x: np.concatenate(x), *parts)
-        return prompts, rollout, *_joined(self.rounds, "scores.rewards", "scores.failed")
+    rollouts: list[ScoredRollout]  # all of the step, whether trained on or not
+    log_lenience: float  # nats, of the step's acceptance
+    rejected_mass: float  # as `off_policy.estimate_rejected_mass` gives it
 
 
-def gather(run: Trainer, state: TrainerState) -> TrainBatch:
+def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
     """The batch of the step that begins (`state.step` counts it); changes `state`."""
+    clocks = Clocks()
     state.stream.begin(state.step)
-    clocks = Clock("rollout"), Clock("reward")
-    if state.waiting is None:
-        rounds = [play_round(run, state, *state.next_prompts(run), *clocks)]
-        batch = (rounds[0].prompts, rounds[0].outcome.rollout, rounds[0].scores.rewards)
-        values = rounds[0].outcome.metrics() | _left_over(state, rounds[0])
+    rollouts = []
+    while not rollouts or (state.groups is not None and state.groups.wants_rollout()):
+        prompts, next_prompts = _next_prompts(trainer, state)
+        rollouts.append(generate_and_score(trainer, state, prompts, next_prompts, clocks))
+        if state.groups is not None:
+            ids = [example.prompt_id for example in prompts.examples]
+            rewards = rollouts[-1].responses.scores.rewards
+            state.groups.add(ids, rewards.reshape(-1, trainer.rollout_spec.group_size))
+    if state.groups is None:
+        batch, values = _whole_rollout(state, rollouts[0])
     else:
-        desk = Desk(run, state)
-        desk.fill(*clocks)
-        rounds = desk.rounds
-        batch, values = desk.batch()
-        values |= Stats.total([x.outcome.stats for x in rounds]).metrics()
-    values |= _metrics(run, rounds)
-    held = state.store.nbytes()
-    values["rollout/draft_store_gib"] = held["device"] / 2**30
-    values["rollout/draft_store_host_gib"] = held["host"] / 2**30
-    if state.screened is not None:  # rounds hold parts of groups
-        whole = reward_metrics(batch[2], np.zeros(len(batch[2]), bool), run.trained_group)
+        batch, values = _full_batch(trainer, state, rollouts)
+    values |= _rollout_metrics(trainer, rollouts) | _store_metrics(state) | clocks.metrics()
+    if trainer.rollout_spec.group_size < trainer.config.rollout.group_size:  # rollouts of parts
+        whole = reward_metrics(batch[2], np.zeros(len(batch[2]), bool), trainer.trained_group_size)
         values |= {name: whole[name] for name in GROUP_REWARDS}
-    for clock in clocks:
-        values |= clock.lap
-    log_lenience, told, rejected_mass = state.log_lenience, {}, 0.0
-    rule = run.plan.program.accept
-    if rule != "match":
-        inputs = _joined(rounds, "prefix_lens", "outcome.draft_lens")
-        rejected_mass = reuse.estimate_rejected_mass(*inputs)
-        told = reuse.measure(batch[1], log_lenience, rejected_mass)
-        if acceptance.RULES[rule].lenience:
-            told["reuse/log_lenience"] = log_lenience
-            _adapt_lenience(run, state, told)
-        else:
-            told.pop("reuse/lenient_fraction", None)
-    return TrainBatch(*batch, values | told, rounds, log_lenience, rejected_mass)
+    log_lenience = state.lenience.log
+    rejected_mass, reuse = _measure_reuse(trainer, state, batch[1], rollouts)
+    return TrainBatch(*batch, values | reuse, rollouts, log_lenience, rejected_mass)
 
 
-def _adapt_lenience(run: Trainer, state: TrainerState, told: dict[str, float]) -> None:
-    """The next step's lenience, where it is controlled and the step kept something."""
-    settings = run.config.rollout
-    found = told.get(reuse.MEASURES[settings.lenience_measure])
-    if settings.lenience_auto and found is not None:
-        state.log_lenience = reuse.next_log_lenience(
-            state.log_lenience,
-            found,
-            target=settings.lenience_target,
-            gain=settings.lenience_gain,
-            low=settings.lenience_min,
-            high=settings.lenience_max,
+def generate_and_score(
+    trainer: Trainer,
+    state: TrainerState,
+    prompts: Prompts,
+    next_prompts: Prompts | None,
+    clocks: Clocks,
+) -> ScoredRollout:
+    """Rolls `prompts` out, scores the responses and stores them as drafts.
+
+    next_prompts: those of the next step, to be run ahead where places are idle.
+    """
+    config, group = trainer.config.rollout, trainer.rollout_spec.group_size
+    with clocks.rollout:
+        previous = state.store.get(prompts, group, step=state.step)
+        weights = policy_copy(trainer.model, state.train.params)
+        drafts = DraftInputs(
+            _drafts(trainer, state, prompts, previous),
+            state.lenience.log,
+            _suffix_index(trainer, state, prompts, next_prompts),
         )
-
-
-def _joined(rounds: list[Round], *names: str) -> tuple[np.ndarray, ...]:
-    """Arrays of all rounds, by attribute path."""
-    return tuple(np.concatenate([attrgetter(name)(x) for x in rounds]) for name in names)
-
-
-def _metrics(run: Trainer, rounds: list[Round]) -> dict[str, float]:
-    """Of all that was rolled out, whether it is trained on or not."""
-    values = rollout_metrics(
-        *_joined(rounds, "tokens", "lens", "prefix_lens"),
-        run.plan.program.eos_ids,
-        offered=_joined(rounds, "outcome.draft_lens")[0],
-        previous=_joined(rounds, "previous_tokens", "previous_lens"),
-        forced=_joined(rounds, "forced")[0],
+    responses = respond(
+        trainer.rollout_spec,
+        weights,
+        prompts,
+        Noise(trainer.key, state.step),
+        trainer.scorer,
+        drafts=drafts,
+        clocks=clocks,
+        speculation=state.speculation,
+        carry_over=CarryOver(
+            next_prompts=next_prompts,
+            resumed=state.resumed,
+            stop_after_groups=config.prompts_per_step if config.partial else 0,
+        ),
     )
-    if run.max_turns:
-        values["rollout/turns_mean"] = float(np.mean(_joined(rounds, "turns")[0]))
-    rewards = _joined(rounds, "scores.rewards", "scores.failed")
-    return values | reward_metrics(*rewards, run.plan.group_size)
+    result = responses.result
+    prompts, rollout = select(prompts, result.groups), result.rollout
+    prefix_lens, sources = jax.device_get((rollout.prefix_lens, rollout.sources))
+    before = [x[result.rows] for x in jax.device_get((previous.tokens, previous.lens))]
+    state.store.put(prompts, rollout, step=state.step)
+    state.stream.observe(prompts, responses.scores.rewards.reshape(-1, group))
+    forced = np.sum(sources == Source.FORCED, axis=1)
+    return ScoredRollout(prompts, responses, prefix_lens, forced, *before)
 
 
-def _left_over(state: TrainerState, found: Round) -> dict[str, float]:
-    """Takes what the rollout leaves to the next one into `state`; returns what came of the last."""
-    values, outcome = {}, found.outcome
-    if state.ahead is not None:
-        begun = jax.device_get(state.ahead.drafts.lens) if state.ahead.prompt_ids else np.zeros(1)
-        if begun.any():
-            kept = int(found.prefix_lens[begun > 0].sum())
-            values["rollout/run_ahead_accepted"] = kept / int(begun.sum())
-        state.ahead = outcome.run_ahead or dataclasses.replace(state.ahead, prompt_ids=())
-    state.carried = outcome.resumed
-    return values
+# Prompts ------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Seconds spent in its `with` blocks, as the metric time/NAME in `lap`."""
+def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, Prompts | None]:
+    """Those of the next rollout, and those to be run ahead."""
+    config, last = trainer.config.rollout, state.step >= trainer.total_steps
+    if state.groups is not None:
+        return _group_prompts(state), None
+    if state.resumed is not None:
+        begun, size = state.resumed.prompt_ids, config.prompts_per_step
+        # No more than the rest of the run trains on: its last step leaves nothing unfinished.
+        rest = max(trainer.total_steps - state.step + 1, 1) * size
+        new = state.stream.take(min(size + config.partial, rest) - len(begun), busy=begun)
+        return concatenate(state.stream.find(begun), new), None
+    prompts = state.stream.next()
+    return prompts, state.stream.peek() if config.run_ahead and not last else None
 
-    def __init__(self, name: str):
-        self.name, self.seconds = f"time/{name}", 0.0
 
-    def __enter__(self) -> "Clock":
-        self.start = time.perf_counter()
-        return self
+def _group_prompts(state: TrainerState) -> Prompts:
+    """New prompts, and then the further parts of the groups that are to be finished."""
+    groups = state.groups
+    prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
+    if not groups.to_finish:
+        return prompts
+    begun = state.stream.find(groups.to_finish)
+    return concatenate(prompts, *(part_of(begun, first) for first in groups.first_samples))
 
-    def __exit__(self, *_) -> None:
-        self.seconds += time.perf_counter() - self.start
 
-    @property
-    def lap(self) -> dict[str, float]:
-        return {self.name: self.seconds}
+# Drafts -------------------------------------------------------------------------------------------
+
+
+def _drafts(
+    trainer: Trainer, state: TrainerState, prompts: Prompts, previous: Drafts
+) -> Drafts | None:
+    """Earlier responses to `prompts`, or what was begun for them ahead.
+
+    previous: the newest responses, which the store has given already.
+    """
+    config, drafts = trainer.config.rollout, None
+    if "previous" in config.draft:
+        drafts = previous
+        if config.draft_age > 1:
+            group = trainer.rollout_spec.group_size
+            drafts = state.store.get(prompts, group, age=config.draft_age, step=state.step)
+    return drafts if state.run_ahead is None else state.run_ahead.over(drafts, prompts)
+
+
+def _suffix_index(
+    trainer: Trainer, state: TrainerState, prompts: Prompts, next_prompts: Prompts | None
+) -> Callable[[], SuffixIndex] | None:
+    """What makes the index that tree drafts are matched in; None without tree drafts.
+
+    The responses are read from the store at once. Begins to fetch what the next step will need.
+    """
+    config, batches = trainer.config.rollout, [prompts]
+    if next_prompts is not None:
+        batches.append(next_prompts)
+    stored = []
+    if "tree" in config.draft:
+        stored = [_stored_responses(trainer, state, batch) for batch in batches]
+        if state.run_ahead is not None:  # newest: a sibling may go on where one stopped
+            begun = [state.run_ahead.sources(batch) for batch in batches]
+            stored = [_concatenate_samples(parts) for parts in zip(begun, stored)]
+    if state.resumed is None and state.groups is None and state.stream.foresees:
+        state.store.prefetch(state.stream.peek())
+    if not stored:
+        return None
+    tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
+    form = config.tree.decay, config.group_size
+    return functools.partial(make_corpus, trainer.rollout_spec, tokens, lens, *form)
+
+
+def _stored_responses(
+    trainer: Trainer, state: TrainerState, prompts: Prompts
+) -> tuple[jax.Array, jax.Array]:
+    """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
+
+    Groups that are rolled out in parts are stored in parts: these are put together.
+    """
+    part = trainer.rollout_spec.group_size
+    firsts = range(0, trainer.config.rollout.group_size, part)
+    if len(firsts) == 1:
+        return state.store.sources(prompts, step=state.step)
+    whole = state.stream.find([base_id(example.prompt_id) for example in prompts.examples])
+    parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
+    by_generation = [
+        tuple(x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays) for arrays in parts
+    ]
+    joined = _concatenate_samples(by_generation, axis=2)
+    return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]) for x in joined)
+
+
+def _concatenate_samples(
+    parts: Sequence[tuple[jax.Array, jax.Array]], axis: int = 1
+) -> tuple[jax.Array, ...]:
+    return tuple(jnp.concatenate(arrays, axis=axis) for arrays in zip(*parts))
+
+
+# The batch ----------------------------------------------------------------------------------------
+
+_Batch = tuple[Prompts, Rollout, np.ndarray]
+
+
+def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[_Batch, dict[str, float]]:
+    """All of a rollout; what it leaves to the next one goes into `state`."""
+    result = scored.responses.result
+    values = result.metrics()
+    if state.run_ahead is not None:
+        begun = state.run_ahead
+        lens = jax.device_get(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
+        if lens.any():
+            accepted = int(scored.prefix_lens[lens > 0].sum())
+            values["rollout/run_ahead_accepted"] = accepted / int(lens.sum())
+        state.run_ahead = result.ahead or dataclasses.replace(begun, prompt_ids=())
+    state.resumed = result.carried
+    return (scored.prompts, scored.rollout, scored.responses.scores.rewards), values
+
+
+def _full_batch(
+    trainer: Trainer, state: TrainerState, rollouts: list[ScoredRollout]
+) -> tuple[_Batch, dict[str, float]]:
+    """The groups that the buffer gives; the rows of the others wait in `state`."""
+    size = trainer.trained_group_size
+    filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
+    groups, values = state.groups.take_batch(filler)
+    places = places_of(groups, size)
+    sources = [state.waiting_rows.rollout, *(x.rollout for x in rollouts)]
+    rollout = assemble(sources, places)
+    lens = np.asarray(jax.device_get(rollout.lens))
+    stale = int(lens[places[:, 0] == KEPT].sum())
+    values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
+    state.waiting_rows = WaitingRows(assemble(sources, state.groups.keep()))
+    prompts = state.stream.find([group.prompt_id for group in groups])
+    values |= Stats.total([x.responses.result.stats for x in rollouts]).metrics()
+    return (prompts, rollout, rewards_of(groups, size)), values
+
+
+# Metrics ------------------------------------------------------------------------------------------
+
+
+def _joined(arrays) -> np.ndarray:
+    return np.concatenate(list(arrays))
+
+
+def _rollout_metrics(trainer: Trainer, rollouts: list[ScoredRollout]) -> dict[str, float]:
+    """Of all that was rolled out, whether it is trained on or not."""
+    responses = [x.responses for x in rollouts]
+    values = rollout_metrics(
+        _joined(x.tokens for x in responses),
+        _joined(x.lens for x in responses),
+        _joined(x.prefix_lens for x in rollouts),
+        trainer.rollout_spec.setup.eos_ids,
+        offered=_joined(x.draft_lens for x in rollouts),
+        previous=(
+            _joined(x.previous_tokens for x in rollouts),
+            _joined(x.previous_lens for x in rollouts),
+        ),
+        forced=_joined(x.forced for x in rollouts),
+    )
+    if trainer.scorer.max_turns:
+        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in responses)))
+    rewards = _joined(x.scores.rewards for x in responses)
+    failed = _joined(x.scores.failed for x in responses)
+    return values | reward_metrics(rewards, failed, trainer.rollout_spec.group_size)
+
+
+def _store_metrics(state: TrainerState) -> dict[str, float]:
+    held = state.store.nbytes()
+    return {
+        "rollout/draft_store_gib": held["device"] / 2**30,
+        "rollout/draft_store_host_gib": held["host"] / 2**30,
+    }
+
+
+def _measure_reuse(
+    trainer: Trainer, state: TrainerState, batch: Rollout, rollouts: list[ScoredRollout]
+) -> tuple[float, dict[str, float]]:
+    """The share of rejections, and the `reuse/*` metrics; adapts the next step's lenience."""
+    config, rule = trainer.config.rollout, trainer.rollout_spec.setup.accept
+    if rule == "match":
+        return 0.0, {}
+    rejected_mass = off_policy.estimate_rejected_mass(
+        _joined(x.prefix_lens for x in rollouts), _joined(x.draft_lens for x in rollouts)
+    )
+    values = off_policy.measure(batch, state.lenience.log, rejected_mass)
+    if not acceptance.RULES[rule].lenience:
+        values.pop("reuse/lenient_fraction", None)
+        return rejected_mass, values
+    values["reuse/log_lenience"] = state.lenience.log
+    if config.lenience_auto:
+        state.lenience = state.lenience.adapted(config, values)
+    return rejected_mass, values

@@ -2,17 +2,16 @@
 
 With an environment a response is a whole episode in one row: the policy's turns, each up to its end
 of sequence, and between them what the environment answered. Those tokens are *forced*: never
-drawn, judged or trained on. Every rollout goes on from what rows hold; rows whose episode is over
-hold it to the end. Since noise is keyed by a token's position in the row, drafts change nothing
-here either: a row's earlier episode drafts a turn as long as all before it, forced tokens included,
-is the same.
+sampled, verified or trained on. Every rollout goes on from what the rows hold. Noise is keyed by a
+token's position in the row, so drafts change no token: a row's earlier episode drafts a turn as
+long as all before it, forced tokens included, is the same.
 
-Rows need not be in the same turn. Once few are left that generate (`behind`), the others are
-answered, and the next rollout goes on with all: some in the middle of a turn, others one ahead.
+Rows need not be in the same turn. Once few rows still generate (`allow_unfinished`), the others are
+answered, and the next rollout goes on with all of them.
 """
 
-import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,64 +29,98 @@ from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts
 
 
-class Responses(NamedTuple):
-    """B finished responses with tokens [B, R] and lens [B] on the host too; turns: int [B]."""
+class Clock:
+    """Seconds spent in its `with` blocks."""
 
-    outcome: RolloutResult
-    tokens: np.ndarray
-    lens: np.ndarray
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __enter__(self) -> "Clock":
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+@dataclasses.dataclass(frozen=True)
+class Clocks:
+    """The two parts of `respond`."""
+
+    rollout: Clock = dataclasses.field(default_factory=Clock)
+    reward: Clock = dataclasses.field(default_factory=Clock)
+
+    def metrics(self) -> dict[str, float]:
+        return {"time/rollout": self.rollout.seconds, "time/reward": self.reward.seconds}
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseScorer:
+    """What turns token ids into rewards."""
+
+    pool: RewardPool
+    tokenizer: Tokenizer
+    max_turns: int = 0  # of an episode with the pool's environment; 0: there is none
+    # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
+    allow_unfinished: float = 0.0
+
+    @classmethod
+    def from_config(cls, config, pool: RewardPool, tokenizer: Tokenizer) -> "ResponseScorer":
+        settings = config.environment
+        max_turns = settings.max_turns if settings.name else 0
+        return cls(pool, tokenizer, max_turns, settings.allow_unfinished)
+
+    def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Scores:
+        """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
+        texts = [self.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, lens)]
+        return self.pool.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
+
+
+class Responses(NamedTuple):
+    """B finished responses, on the host too."""
+
+    result: RolloutResult
+    tokens: np.ndarray  # int32 [B, R]
+    lens: np.ndarray  # int32 [B]
     scores: Scores
-    turns: np.ndarray
+    turns: np.ndarray  # int [B]
 
 
 def respond(
-    plan: RolloutSpec,
+    spec: RolloutSpec,
     weights: Params,
     prompts: Prompts,
     noise: Noise,
+    scorer: ResponseScorer,
     *,
-    pool: RewardPool,
-    tokenizer: Tokenizer,
-    max_turns: int = 0,
-    behind: float = 0.0,
     drafts: DraftInputs = DraftInputs(),
-    clocks: tuple = (contextlib.nullcontext(), contextlib.nullcontext()),
+    clocks: Clocks | None = None,
     **options,
 ) -> Responses:
-    """Responses to `prompts` and what they earned.
+    """Responses to `prompts` and their rewards.
 
-    max_turns: of an episode with the pool's environment; 0: there is none. behind: share of the
-    episodes in progress that may still generate as the others are answered, in [0, 1). clocks:
-    entered around rollouts, and around rewards. options: as of `generate`; suffixes are a function,
-    since every rollout of an episode needs its own.
+    drafts, options: as of `generate`; with an environment `drafts.suffixes` must be a function,
+    since every rollout of an episode needs its own. clocks: are advanced, if given.
     """
-    if max_turns:
-        return _Episodes(plan, prompts, pool, tokenizer, max_turns, behind, clocks).play(
-            lambda turn, carry_over: generate(
-                plan,
+    clocks = clocks or Clocks()
+    if scorer.max_turns:
+        return _Episodes(spec, prompts, scorer, clocks).play(
+            lambda turn_drafts, carry_over: generate(
+                spec,
                 weights,
                 prompts,
                 noise,
-                drafts=dataclasses.replace(drafts, previous=turn),
-                carry_over=carry_over,
-                **options,
+                drafts=dataclasses.replace(drafts, previous=turn_drafts),
+                **options | {"carry_over": carry_over},
             ),
             drafts.previous,
         )
-    with clocks[0]:
-        outcome = generate(plan, weights, prompts, noise, drafts=drafts, **options)
-        tokens, lens = jax.device_get((outcome.rollout.tokens, outcome.rollout.lens))
-    with clocks[1]:
-        scores = score(pool, tokenizer, select(prompts, outcome.groups), tokens, lens)
-    return Responses(outcome, tokens, lens, scores, np.ones_like(lens))
-
-
-def score(
-    pool: RewardPool, tokenizer: Tokenizer, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray
-) -> Scores:
-    """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
-    texts = [tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, lens)]
-    return pool.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
+    with clocks.rollout:
+        result = generate(spec, weights, prompts, noise, drafts=drafts, **options)
+        tokens, lens = jax.device_get((result.rollout.tokens, result.rollout.lens))
+    with clocks.reward:
+        scores = scorer.score(select(prompts, result.groups), tokens, lens)
+    return Responses(result, tokens, lens, scores, np.ones_like(lens))
 
 
 def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
@@ -105,82 +138,82 @@ class _Episodes:
     """Episodes in progress, one a row."""
 
     def __init__(
-        self,
-        plan: RolloutSpec,
-        prompts: Prompts,
-        pool: RewardPool,
-        tokenizer: Tokenizer,
-        max_turns: int,
-        behind: float,
-        clocks: tuple,
+        self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, clocks: Clocks
     ):
-        self.plan, self.prompts, self.pool, self.tokenizer = plan, prompts, pool, tokenizer
-        self.max_turns, self.behind, self.clocks = max_turns, behind, clocks
-        rows = len(prompts.lens) * plan.group_size
-        self.texts: list[list[str]] = [[] for _ in range(rows)]
+        self.spec, self.prompts, self.scorer, self.clocks = spec, prompts, scorer, clocks
+        rows = len(prompts.lens) * spec.group_size
+        self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
         self.rewards, self.reasons = np.zeros(rows, np.float32), [""] * rows
         self.over = np.zeros(rows, bool)
-        self.begins = np.zeros(rows, np.int32)  # where the turn's tokens begin
+        self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
 
-    def play(self, roll_on: Callable[..., RolloutResult], drafts: Drafts | None) -> Responses:
-        """roll_on(drafts, carry_over): one rollout of all rows."""
-        held, parts, ends = None, [], self.plan.program.eos_ids
-        turn = None if drafts is None else turn_drafts(drafts, None, ends)
-        offered = np.zeros_like(self.begins)
+    def play(
+        self,
+        generate_turn: Callable[[Drafts | None, CarryOver], RolloutResult],
+        drafts: Drafts | None,
+    ) -> Responses:
+        """generate_turn: one rollout of all rows. drafts: earlier episodes."""
+        held, stats, eos_ids = None, [], self.spec.setup.eos_ids
+        turn = None if drafts is None else turn_drafts(drafts, None, eos_ids)
+        offered = np.zeros_like(self.turn_starts)
         while True:
-            with self.clocks[0]:
-                behind = int(self.behind * np.sum(~self.over))
-                outcome = roll_on(turn, CarryOver(partial_rows=held, allow_unfinished=behind))
-                parts.append(outcome.stats)
-                rollout = outcome.rollout
+            with self.clocks.rollout:
+                unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
+                result = generate_turn(turn, CarryOver(partial_rows=held, allow_unfinished=unfinished))
+                stats.append(result.stats)
+                rollout = result.rollout
                 tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
-                ended = ~self.over if outcome.finished is None else outcome.finished & ~self.over
-            with self.clocks[1]:
+                ended = ~self.over if result.finished is None else result.finished & ~self.over
+            with self.clocks.reward:
                 answers = self._step(tokens, lens, ended)
             if self.over.all():
-                break
-            held = PartialRows(rollout, put(self.over, "batch"), put(outcome.draft_lens, "batch"))
+                return self._responses(result, stats, tokens, lens)
+            held = PartialRows(rollout, put(self.over, "batch"), put(result.offered, "batch"))
             forced, counts = self._padded(answers)
             held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
-            self.begins = np.where(ended, lens + counts, self.begins)
+            self.turn_starts = np.where(ended, lens + counts, self.turn_starts)
             if drafts is not None:
-                turn = turn_drafts(drafts, held, ends, put(self.begins, "batch"))
-                # What a row that is behind has left of its draft is offered again.
-                left = np.maximum(outcome.draft_lens - offered - (lens - outcome.resumed_lens), 0)
+                turn = turn_drafts(drafts, held, eos_ids, put(self.turn_starts, "batch"))
+                # What a row in the middle of its turn has left of its draft is offered again.
+                left = np.maximum(result.offered - offered - (lens - result.held), 0)
                 goes_on = ~ended & (np.asarray(jax.device_get(turn.lens)) > lens)
-                offered = outcome.draft_lens - np.where(goes_on, left, 0)
-                held = dataclasses.replace(held, draft_lens=put(offered, "batch"))
-        nothing = tuple("" for _ in self.reasons)
+                offered = result.offered - np.where(goes_on, left, 0)
+                held = dataclasses.replace(held, offered=put(offered, "batch"))
+
+    def _responses(
+        self, result: RolloutResult, stats: list[Stats], tokens: np.ndarray, lens: np.ndarray
+    ) -> Responses:
         failed = np.array([bool(reason) for reason in self.reasons])
-        scores = Scores(self.rewards, failed, tuple(self.reasons), self.over, nothing)
-        outcome = dataclasses.replace(outcome, stats=Stats.total(parts))
-        return Responses(outcome, tokens, lens, scores, np.array([len(x) for x in self.texts]))
+        no_observations = ("",) * len(self.reasons)
+        scores = Scores(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
+        result = dataclasses.replace(result, stats=Stats.total(stats))
+        return Responses(result, tokens, lens, scores, np.array([len(x) for x in self.texts]))
 
     def _step(
         self, tokens: np.ndarray, lens: np.ndarray, ended: np.ndarray
     ) -> dict[int, list[int]]:
-        """The environment's step of every row whose turn has `ended`; what it answers, by row."""
+        """The environment's step of every row whose turn has `ended`; its answers' ids by row."""
         rows = np.flatnonzero(ended).tolist()
         for row in rows:
-            turn = tokens[row, self.begins[row] : lens[row]].tolist()
-            self.texts[row].append(self.tokenizer.decode(turn))
+            turn = tokens[row, self.turn_starts[row] : lens[row]].tolist()
+            self.texts[row].append(self.scorer.tokenizer.decode(turn))
         texts = [tuple(self.texts[row]) for row in rows]
-        found = self.pool.score(texts, *_problems(self.prompts, rows, len(lens)))
+        scores = self.scorer.pool.score(texts, *_problems(self.prompts, rows, len(lens)))
         answers = {}
         for i, row in enumerate(rows):
-            self.rewards[row], self.reasons[row] = found.rewards[i], found.reasons[i]
-            last = len(self.texts[row]) >= self.max_turns
-            cut_off = tokens[row, lens[row] - 1] not in self.plan.program.eos_ids
-            if found.done[i] or last or cut_off:
+            self.rewards[row], self.reasons[row] = scores.rewards[i], scores.reasons[i]
+            is_last = len(self.texts[row]) >= self.scorer.max_turns
+            cut_off = tokens[row, lens[row] - 1] not in self.spec.setup.eos_ids
+            if scores.done[i] or is_last or cut_off:
                 self.over[row] = True
                 continue
             try:
-                ids = self.tokenizer.encode_turn(found.observations[i])
+                ids = self.scorer.tokenizer.encode_turn(scores.observations[i])
             except ValueError as error:  # a character that the policy has no token for
                 self.rewards[row], self.reasons[row] = 0.0, str(error)
                 self.over[row] = True
                 continue
-            if lens[row] + len(ids) < self.plan.program.response_slots:
+            if lens[row] + len(ids) < self.spec.setup.response_slots:
                 answers[row] = ids
             else:
                 self.over[row] = True
@@ -189,7 +222,7 @@ class _Episodes:
     def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """int32 [B, O] and counts [B]; O is a power of 2, so that few programs are compiled."""
         longest = max(map(len, answers.values()), default=1)
-        width = min(1 << max(longest - 1, 0).bit_length(), self.plan.program.response_slots)
+        width = min(1 << max(longest - 1, 0).bit_length(), self.spec.setup.response_slots)
         forced = np.zeros((len(self.texts), width), np.int32)
         counts = np.zeros(len(self.texts), np.int32)
         for row, ids in answers.items():

@@ -15,6 +15,26 @@ import numpy as np
 from jax import Array
 
 
+class StatePart:
+    """A part of the trainer's state: it saves, restores and describes itself."""
+
+    def arrays(self) -> Any:
+        """The pytree of arrays that a checkpoint saves."""
+        return {}
+
+    def like(self) -> Any:
+        """Shapes, dtypes and layouts that the arrays are read back with."""
+        return self.arrays()
+
+    def host(self) -> Any:
+        """The rest of what a checkpoint saves, JSON-able."""
+        return {}
+
+    def restore(self, host: Any, arrays: Any) -> "StatePart":
+        """The part as it was saved; may be `self`, changed."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
     """One problem of a dataset."""

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.data.prompts import EncodedDataset, batch_of, words
-from specrl_jax.types import Example, Prompts
+from specrl_jax.types import Example, Prompts, StatePart
 
 
-class PromptStream:
+class PromptStream(StatePart):
     """Uniform: endless batches of Q distinct prompts, each prompt at most once an epoch.
 
     The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
@@ -127,7 +127,7 @@ class PromptStream:
         """What `next` will give, without going on."""
         return copy.copy(self).next()
 
-    def state(self) -> dict[str, Any]:
+    def host(self) -> dict[str, Any]:
         """What `restore` needs, for JSON."""
         return {
             "epoch": self.epoch,
@@ -138,15 +138,16 @@ class PromptStream:
             "prompts": self._digest,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises ValueError if the order is another by now."""
-        self._check_same(state)
-        self.epoch, self.step = int(state["epoch"]), int(state["step"])
+    def restore(self, host: Mapping[str, Any], arrays: Any = None) -> "PromptStream":
+        """Goes on where `host` was taken. Raises ValueError if the order is another by now."""
+        self._check_same(host)
+        self.epoch, self.step = int(host["epoch"]), int(host["step"])
         self._order = self._shuffle()
-        self._waiting = [self._rows[name] for name in state["waiting"]]
+        self._waiting = [self._rows[name] for name in host["waiting"]]
+        return self
 
     def _check_same(self, state: Mapping[str, Any]) -> None:
-        for name, now in self.state().items():
+        for name, now in self.host().items():
             if name not in self._moving and state.get(name) != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: {name} was {state.get(name)!r}, is {now!r}"
@@ -184,13 +185,14 @@ class _Chooser(PromptStream):
     def given(self) -> int:
         return self._taken
 
-    def state(self) -> dict[str, Any]:
-        kept = {k: v for k, v in super().state().items() if k not in PromptStream._moving}
+    def host(self) -> dict[str, Any]:
+        kept = {k: v for k, v in super().host().items() if k not in PromptStream._moving}
         return kept | {"draws": self._draws, "taken": self._taken}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._check_same(state)
-        self._draws, self._taken = int(state["draws"]), int(state["taken"])
+    def restore(self, host: Mapping[str, Any], arrays: Any = None) -> PromptStream:
+        self._check_same(host)
+        self._draws, self._taken = int(host["draws"]), int(host["taken"])
+        return self
 
 
 class ByPassRate(_Chooser):
@@ -229,17 +231,18 @@ class ByPassRate(_Chooser):
             faded = decay * self._posterior[row] + (1 - decay)
             self._posterior[row] = faded + evidence
 
-    def state(self) -> dict[str, Any]:
+    def host(self) -> dict[str, Any]:
         seen = np.flatnonzero((self._posterior != 1).any(axis=1)).tolist()
         names = [self._encoded.examples[row].prompt_id for row in seen]
         posterior = dict(zip(names, self._posterior[seen].tolist()))
-        return super().state() | {"posterior": posterior}
+        return super().host() | {"posterior": posterior}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        super().restore(state)
+    def restore(self, host: Mapping[str, Any], arrays: Any = None) -> PromptStream:
+        super().restore(host)
         self._posterior[:] = 1
-        for name, numbers in state["posterior"].items():
+        for name, numbers in host["posterior"].items():
             self._posterior[self._rows[name]] = numbers
+        return self
 
 
 class EasyToHard(_Chooser):

@@ -221,13 +221,12 @@ def batch_of(encoded: EncodedDataset, rows: Sequence[int] | np.ndarray) -> Promp
     return select(Prompts(encoded.tokens, encoded.lens, encoded.ids, encoded.examples), rows)
 
 
-def concatenate(first: Prompts, second: Prompts) -> Prompts:
-    """The prompts of both, [Q1 + Q2]."""
+def concatenate(*batches: Prompts) -> Prompts:
+    """The prompts of all batches, [Q1 + Q2 + ...]."""
     arrays = (
-        np.concatenate([getattr(x, name) for x in (first, second)])
-        for name in ("tokens", "lens", "ids")
+        np.concatenate([getattr(x, name) for x in batches]) for name in ("tokens", "lens", "ids")
     )
-    return Prompts(*arrays, (*first.examples, *second.examples))
+    return Prompts(*arrays, tuple(example for x in batches for example in x.examples))
 
 
 def select(prompts: Prompts, rows: Sequence[int] | np.ndarray) -> Prompts:

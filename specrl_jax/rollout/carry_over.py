@@ -26,13 +26,13 @@ from jax import Array
 
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.sharding import put, reshard, spec, take_rows
-from specrl_jax.types import Drafts, Prompts, Rollout, Source
+from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
 
 # --- run-ahead ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class RunAhead:
+class RunAhead(StatePart):
     """Responses begun for the next step.
 
     drafts: [Q * G], length 0 where nothing was begun. prompt_ids: of the Q prompts, () before the
@@ -43,8 +43,17 @@ class RunAhead:
     prompt_ids: tuple[str, ...] = ()
 
     @classmethod
-    def empty(cls, rows: int, slots: int) -> "Ahead":
+    def empty(cls, rows: int, slots: int) -> "RunAhead":
         return cls(as_drafts(_empty_rollout(rows, slots, 0)))
+
+    def arrays(self) -> Drafts:
+        return self.drafts
+
+    def host(self) -> tuple[str, ...]:
+        return self.prompt_ids
+
+    def restore(self, host, arrays: Drafts) -> "RunAhead":
+        return RunAhead(arrays, tuple(host))
 
     def drafts_for(self, prompts: Prompts, previous: Drafts | None = None) -> Drafts | None:
         """Drafts for `prompts`: these where they are of them, else `previous`."""
@@ -105,7 +114,7 @@ class PartialRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Resumed:
+class Resumed(StatePart):
     """Groups in flight between two steps.
 
     rows: X * G rows, of which the first len(steps) groups are in use. prompt_ids, steps: theirs;
@@ -117,10 +126,19 @@ class Resumed:
     steps: tuple[int, ...] = ()
 
     @classmethod
-    def empty(cls, rows: int, slots: int, k: int = 0) -> "Carried":
+    def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
         """For X * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
         rollout = _empty_rollout(rows, slots, k)
         return cls(PartialRows(rollout, rollout.lens > 0, rollout.lens))
+
+    def arrays(self) -> PartialRows:
+        return self.rows
+
+    def host(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return self.prompt_ids, self.steps
+
+    def restore(self, host, arrays: PartialRows) -> "Resumed":
+        return Resumed(arrays, *map(tuple, host))
 
 
 @functools.partial(jax.jit, static_argnames="rows")
@@ -232,21 +250,21 @@ def turn_drafts(
 
 
 @dataclasses.dataclass(frozen=True)
-class Waiting:
-    """Groups that no update has learnt from yet, the oldest first: complete, or screened.
-
-    rollout: C * G rows, of which the first len(prompt_ids) groups are in use. rewards: of each
-    group's responses.
-    """
+class WaitingRows(StatePart):
+    """Responses of the groups that wait for an update; `group_buffer.GroupBuffer` knows whose."""
 
     rollout: Rollout
-    prompt_ids: tuple[str, ...] = ()
-    rewards: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
-    def empty(cls, rows: int, slots: int, k: int = 0) -> "Waiting":
-        """For C * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
+    def empty(cls, rows: int, slots: int, k: int = 0) -> "WaitingRows":
+        """`rows` rows of `slots` response slots and the k likeliest tokens."""
         return cls(_empty_rollout(rows, slots, k))
+
+    def arrays(self) -> Rollout:
+        return self.rollout
+
+    def restore(self, host, arrays: Rollout) -> "WaitingRows":
+        return WaitingRows(arrays)
 
 
 def assemble(parts: Sequence[Rollout], places: np.ndarray) -> Rollout:

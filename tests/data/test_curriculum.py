@@ -49,7 +49,7 @@ def test_resume_goes_on_exactly(steps):
     stream = PromptStream(encoded_set(11), 3, seed=5)
     for _ in range(steps):
         stream.next()
-    state = json.loads(json.dumps(stream.state()))
+    state = json.loads(json.dumps(stream.host()))
     resumed = PromptStream(encoded_set(11), 3, seed=5)
     resumed.restore(state)
     for _ in range(7):
@@ -59,9 +59,9 @@ def test_resume_goes_on_exactly(steps):
 def test_peek_is_what_comes_next_and_goes_nowhere():
     stream = PromptStream(encoded_set(11), 3, seed=5)
     for _ in range(7):  # over two ends of an epoch
-        seen, place = prompts_of(stream.peek()), stream.state()
+        seen, place = prompts_of(stream.peek()), stream.host()
         assert prompts_of(stream.peek()) == seen
-        assert stream.state() == place
+        assert stream.host() == place
         assert prompts_of(stream.next()) == seen
 
 
@@ -87,7 +87,7 @@ def test_prompts_in_flight_wait_and_are_the_first_of_the_next():
             done = flying.pop(rng.integers(len(flying)))
             count[done] += 1
         count_drawn = 4 * (2 * stream.epoch + stream.step)
-        waiting = len(stream.state()["waiting"])
+        waiting = len(stream.host()["waiting"])
         assert count.total() + len(flying) + waiting == count_drawn
         # What waits was passed over, or is the rest of a batch.
         assert waiting <= 3 * 4
@@ -100,7 +100,7 @@ def test_taking_resumes_exactly():
     flying = [e.prompt_id for e in stream.take(6).examples][:2]
     for _ in range(3):
         stream.take(4, busy=flying)
-    state = json.loads(json.dumps(stream.state()))
+    state = json.loads(json.dumps(stream.host()))
     assert state["waiting"]
     resumed = PromptStream(encoded_set(8), 4, seed=5)
     resumed.restore(state)
@@ -129,7 +129,7 @@ def test_more_prompts_in_flight_than_there_are():
     [(12, 3, 5, "prompts"), (11, 2, 5, "prompts_per_step"), (11, 3, 6, "seed")],
 )
 def test_resume_refuses_another_order(total, size, seed, name):
-    state = PromptStream(encoded_set(11), 3, seed=5).state()
+    state = PromptStream(encoded_set(11), 3, seed=5).host()
     with pytest.raises(ValueError, match=rf"^data must be as in the checkpoint: {name} was"):
         PromptStream(encoded_set(total), size, seed).restore(state)
 
@@ -169,12 +169,12 @@ def test_chosen_prompts_resume_exactly(name):
     for _ in range(4):
         observed(stream)
     resumed = stream_of(name, encoded_set(12))
-    resumed.restore(json.loads(json.dumps(stream.state())))
+    resumed.restore(json.loads(json.dumps(stream.host())))
     assert resumed.given == stream.given == 12
     for _ in range(5):
         assert observed(resumed) == observed(stream)
     with pytest.raises(ValueError, match="data must be as in the checkpoint: seed was 5, is 6"):
-        stream_of(name, encoded_set(12), seed=6).restore(stream.state())
+        stream_of(name, encoded_set(12), seed=6).restore(stream.host())
 
 
 def test_a_posterior_by_hand():
@@ -183,11 +183,11 @@ def test_a_posterior_by_hand():
     prompts = stream.find([stream.next().examples[0].prompt_id])
     name = prompts.examples[0].prompt_id
     stream.observe(prompts, np.array([[1.0, 1.0, 0.0, 1.0]]))
-    assert stream.state()["posterior"] == {name: [4.0, 2.0]}
+    assert stream.host()["posterior"] == {name: [4.0, 2.0]}
     stream.observe(prompts, np.array([[0.5, 0.5]]))
-    assert stream.state()["posterior"] == {name: [3.5, 2.5]}
+    assert stream.host()["posterior"] == {name: [3.5, 2.5]}
     stream.observe(prompts, np.array([[7.0, -3.0]]))  # held within [0, 1]
-    assert stream.state()["posterior"] == {name: [3.25, 2.75]}
+    assert stream.host()["posterior"] == {name: [3.25, 2.75]}
 
 
 def test_prompts_near_the_target_are_taken_more_often():

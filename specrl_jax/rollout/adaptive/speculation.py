@@ -5,7 +5,7 @@ tokens; gives out a width for the next visit to a rung, and which verification t
 By measured cost, as ReSpec (arXiv 2510.26475) and NeMo-RL (2604.26779) find necessary; the long
 tail gets the widest drafts (DAS, 2511.13841), since in its small rungs wide steps are cheap.
 
-Host only. A choice is a pure function of what `CostModel.state()` holds; clocks enter through the
+Host only. A choice is a pure function of what `Speculation.host()` gives; clocks enter through the
 table alone, so a resumed run, and every process that was given the same table, chooses alike.
 
 Worked row: steps of width 1, 4, 8 take 10, 15, 23 ms; a share .8 .64 .51 .41 .33 .26 .21 of the row
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.rollout.adaptive.step_costs import StepCosts
+from specrl_jax.types import StatePart
 
 # Expected gains below are not taken: steps are known to a tenth or so, and a rung saves less than
 # its rows do in the mean, as they end in the midst of wide steps and wait for those that got least.
@@ -218,7 +219,7 @@ class _Choice(NamedTuple):
 
 
 @dataclasses.dataclass
-class Speculation:
+class Speculation(StatePart):
     """Table, acceptance, and what probes may cost. Only `record_*` change anything.
 
     credit: predicted seconds that probes may lose: BUDGET of the time, never more than the next one
@@ -379,12 +380,11 @@ class Speculation:
                 total += steps * self.predicted(rows, slots, width) / emitted
         return total
 
-    def state(self) -> dict:
+    def host(self) -> dict:
         """All that choices depend on, in values that JSON keeps exactly."""
         return dataclasses.asdict(self) | {"table": self.table.to_json()}
 
-    @classmethod
-    def from_state(cls, state: Mapping) -> "CostModel":
-        """Goes on where `state` was taken, with its table: a resumed run does not measure again."""
-        table, acceptance = StepCosts.from_json(state["table"]), Acceptance(**state["acceptance"])
-        return cls(**{**state, "table": table, "acceptance": acceptance})
+    def restore(self, host: Mapping, arrays: object = None) -> "Speculation":
+        """Goes on where `host` was taken, with its table: a resumed run does not measure again."""
+        table, acceptance = StepCosts.from_json(host["table"]), Acceptance(**host["acceptance"])
+        return Speculation(**{**host, "table": table, "acceptance": acceptance})

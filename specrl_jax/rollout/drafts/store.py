@@ -22,13 +22,13 @@ from specrl_jax.rollout.drafts.store_memory import (
     pick_sources,
 )
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.types import Drafts, Prompts, Rollout, StatePart
 
 KINDS = {"device": DeviceMemory, "host": HostMemory}
 _NEVER = np.iinfo(np.int32).max
 
 
-class DraftStore:
+class DraftStore(StatePart):
     """The last responses of every prompt and sample.
 
     Batches of Q prompts are split over the batch axes, which must divide Q. `step` is always the
@@ -130,12 +130,10 @@ class DraftStore:
         )
         self._memory.write(slots, fresh, newest)
 
-    @property
     def arrays(self) -> Stored:
         """What a checkpoint saves, jax or NumPy. The next `put` changes or frees them."""
         return self._memory.arrays
 
-    @property
     def like(self) -> Stored:
         """Shapes, dtypes and layouts that a checkpoint of either kind is read back with."""
         return self._memory.like
@@ -144,24 +142,24 @@ class DraftStore:
         """Bytes in use, over all devices, as {"device": ..., "host": ...}; rows held count."""
         return self._memory.nbytes()
 
-    def state(self) -> dict[str, Any]:
+    def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able; `arrays` is the other."""
         slots = list(self._slots.items())
         return {"slots": slots, "shape": self._shape, "owner": self._owner}
 
-    def restore(self, state: Mapping[str, Any], arrays: Stored) -> None:
+    def restore(self, host: Mapping[str, Any], arrays: Stored) -> "DraftStore":
         """Take over a saved store of either kind; `arrays` are the store's own from then on.
 
         Raises ValueError where it is of another tokenizer, model or shape.
         """
         for field, own in self._owner.items():
-            saved = state.get("owner", {}).get(field)
+            saved = host.get("owner", {}).get(field)
             if saved != own:
                 raise ValueError(
                     f"{field}.source must be the {field} whose drafts the checkpoint holds, "
                     f"{saved}, got {own}; set it back, or give another --workdir"
                 )
-        saved = state.get("shape", {})
+        saved = host.get("shape", {})
         if changed := [name for name, own in self._shape.items() if saved.get(name) != own]:
             was = ", ".join(f"{name} = {saved.get(name)}" for name in changed)
             now = ", ".join(f"{name} = {self._shape[name]}" for name in changed)
@@ -169,8 +167,9 @@ class DraftStore:
                 f"draft store: saved with {was}; this run has {now}; "
                 "resume with the same data and rollout settings"
             )
-        self._slots = dict(state["slots"])
+        self._slots = dict(host["slots"])
         self._memory.load(arrays)
+        return self
 
     def _find(self, prompts: Prompts) -> np.ndarray:
         """The prompts' slots, int32 [Q]; -1 for those that are not stored."""

@@ -180,7 +180,7 @@ def test_random_operations_like_a_dictionary_in_both_memories(
             batch = following
         assert found > 60
         assert read > 60
-        assert stores[0].state() == stores[1].state()
+        assert stores[0].host() == stores[1].host()
         # float32 and int32 beside each other: tokens are there once for both depths.
         row = 4 * (history * (R + 2) + generations * R * (3 + 2 * k))
         assert stores[0].nbytes() == {"device": 64 * 2 * row, "host": 0}
@@ -244,7 +244,7 @@ def test_batches_that_cannot_be_stored(mesh):
     ):
         with pytest.raises(ValueError, match=message):
             store.put(make_prompts(names), make_rollout(rng, len(names), k), step=1)
-    assert store.state()["slots"] == []
+    assert store.host()["slots"] == []
     with pytest.raises(ValueError, match="up to age 1, asked for 2"):
         store.get(make_prompts("a"), 2, age=2, step=1)
     with pytest.raises(ValueError, match=r"rollout\.store must be one of device, host, got disk"):
@@ -265,19 +265,19 @@ def test_checkpoints_of_either_memory_go_into_either(tmp_path, make_mesh, saved_
             store = new(saved_as)
             store_both(store, shelf, "abcdefgh", rng, 2, step=1)
             store_both(store, shelf, "ghabijcd", rng, 1, step=2)
-            checkpoints.save(2, {"store": store.arrays}, {"store": store.state()})
+            checkpoints.save(2, {"store": store.arrays()}, {"store": store.host()})
             saved = copy.deepcopy(shelf)
             store_both(store, shelf, "abcdefgh", rng, 2, step=3)  # the save is still under way
         with jax.set_mesh(make_mesh(8, 1, 1)):
             other = new(restored_as)
-            arrays, host = checkpoints.restore(2, {"store": other.like})
+            arrays, host = checkpoints.restore(2, {"store": other.like()})
             other.restore(json.loads(json.dumps(host["store"])), arrays["store"])
             assert check(other, saved, "efghijab", 2, step=10) == 14
             sources = other.sources(make_prompts("abcdefgh"), step=10)
             assert check_sources(sources, saved, "abcdefgh", 10) == 22
             for step, names in enumerate(("klabcdef", "abcdefgh"), start=3):
                 store_both(other, saved, names, rng, 2, step)
-            assert list(dict(other.state()["slots"])) == list(saved.rows)
+            assert list(dict(other.host()["slots"])) == list(saved.rows)
             assert check(other, saved, "efghijkl", 2, step=5) == 12
 
 
@@ -288,9 +288,9 @@ def test_a_host_store_may_change_while_it_is_being_saved(tmp_path, mesh):
     first = make_rollout(rng, 128, slots=slots)
     store.put(make_prompts(names), first, step=1)
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, store.arrays, {})
+        checkpoints.save(1, store.arrays(), {})
         store.put(make_prompts(names), make_rollout(rng, 128, slots=slots), step=2)
-        arrays, _ = checkpoints.restore(1, store.like)
+        arrays, _ = checkpoints.restore(1, store.like())
     for name in ("tokens", "sampling_logprobs", "origin_steps"):
         saved = np.asarray(getattr(arrays, name)).reshape(128, slots)
         np.testing.assert_array_equal(saved, getattr(first, name), name)
@@ -302,7 +302,7 @@ def test_a_store_of_another_owner_or_shape_is_refused(mesh):
         return DraftStore(prompts, 2, R, generations, k=k, owner=owner)
 
     saved = new()
-    state = json.loads(json.dumps(saved.state()))
+    state = json.loads(json.dumps(saved.host()))
     for other, message in (
         (new(tokenizer="t2"), r"tokenizer\.source must be .*t1, got t2; set it back"),
         (new(model="m2"), r"model\.source must be .*m1, got m2; set it back"),
@@ -310,8 +310,8 @@ def test_a_store_of_another_owner_or_shape_is_refused(mesh):
         (new(k=2, generations=2), r"with generations = 1, .*k = 0; .* generations = 2, .*k = 2;"),
     ):
         with pytest.raises(ValueError, match=message) as error:
-            other.restore(state, saved.arrays)
+            other.restore(state, saved.arrays())
         assert "\n" not in str(error.value)
-        assert other.state()["slots"] == []
+        assert other.host()["slots"] == []
     with pytest.raises(ValueError, match="holds, None, got t1"):
-        new().restore({"slots": []}, saved.arrays)  # before there was an owner
+        new().restore({"slots": []}, saved.arrays())  # before there was an owner

@@ -1,0 +1,213 @@
+"""The second half of a step: rewards → advantages → updates.
+
+Takes the trainer, its state and the `TrainBatch` of `collect`; changes `state.train` and gives the
+metrics of the updates.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.algorithms import off_policy
+from specrl_jax.algorithms.advantages import gae, group_relative, overlong_penalty, whiten
+from specrl_jax.algorithms.losses import policy_metrics
+from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.algorithms.update import (
+    critic_values,
+    logprob_gap,
+    logprobs,
+    make_batch,
+    micro_batches,
+    update,
+)
+from specrl_jax.build import Trainer, frozen_steps
+from specrl_jax.collect import TrainBatch
+from specrl_jax.sharding import put, reshard
+from specrl_jax.state import TrainerState
+from specrl_jax.types import Batch
+
+
+def learn(trainer: Trainer, state: TrainerState, collected: TrainBatch) -> dict[str, float]:
+    """All updates of a step; changes `state.train`, returns their metrics."""
+    rewards, values = shaped_rewards(trainer, collected)
+    lengths = update_lengths(trainer.config.rollout.response_len)
+    if trainer.learner.critic:
+        batch = make_batch(collected.prompts, collected.rollout, None, lengths=lengths)
+        batch, more = _with_critic_advantages(trainer, state, batch, rewards)
+        values |= more
+    else:
+        advantages = _group_advantages(trainer, rewards)
+        batch = make_batch(collected.prompts, collected.rollout, advantages, lengths=lengths)
+    if trainer.config.algorithm.importance_cap:
+        batch = dataclasses.replace(batch, weights=_importance_weights(trainer, collected, batch))
+    values |= update_policy(trainer, state, batch)
+    if collected.metrics.get("rollout/stale_fraction"):
+        # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
+        values.pop("policy/rollout_train_logprob_gap")
+    return values
+
+
+# Rewards ------------------------------------------------------------------------------------------
+
+
+def shaped_rewards(
+    trainer: Trainer, collected: TrainBatch
+) -> tuple[np.ndarray, dict[str, float]]:
+    """The rewards trained on: those of the task, less what a response's length costs."""
+    settings = trainer.config.reward
+    if not settings.overlong_tokens:
+        return collected.rewards, {}
+    lens = np.asarray(jax.device_get(collected.rollout.lens))
+    longest = trainer.config.rollout.response_len
+    penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
+    rewards = (collected.rewards - penalty).astype(np.float32)
+    return rewards, {"reward/overlong": float(np.mean(penalty))}
+
+
+# Advantages ---------------------------------------------------------------------------------------
+
+
+def _group_advantages(trainer: Trainer, rewards: np.ndarray) -> Array:
+    """Advantages [B] over the other responses to a prompt."""
+    settings = trainer.config.algorithm
+    advantages = group_relative(
+        put(rewards, None),  # whole on every device: a group never straddles two
+        trainer.trained_group_size,
+        normalize_std=settings.normalize_std,
+        leave_one_out=settings.leave_one_out,
+    )
+    return reshard(advantages, "batch")
+
+
+def _with_critic_advantages(
+    trainer: Trainer, state: TrainerState, batch: Batch, rewards: np.ndarray
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with the critic's values, and the advantages and returns that follow from them."""
+    settings, learner = trainer.config.critic, trainer.learner
+    size = learner.micro_batch_size or trainer.config.updates.mini_batch_size
+    old_values = critic_values(learner, state.train, batch, micro_batches(len(rewards), size))
+    advantages, returns, metrics = critic_advantages(
+        put(rewards, "batch"), old_values, batch.mask, settings.gamma, settings.gae_lambda
+    )
+    batch = dataclasses.replace(batch, values=old_values, advantages=advantages, returns=returns)
+    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    if math.isnan(values["critic/explained_variance"]):
+        values.pop("critic/explained_variance")
+    return batch, values
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "gae_lambda"))
+def critic_advantages(
+    rewards: Array, old_values: Array, mask: Array, gamma: float, gae_lambda: float
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Whitened advantages [B, R], returns [B, R] and the critic's metrics.
+
+    The explained variance is nan where all returns are equal: there is nothing to explain.
+    """
+    advantages, returns = gae(rewards, old_values, mask, gamma=gamma, gae_lambda=gae_lambda)
+    mean = masked_mean(returns, mask)
+    variance = masked_mean(jnp.square(returns - mean), mask)
+    error = returns - old_values
+    unexplained = masked_mean(jnp.square(error - masked_mean(error, mask)), mask)
+    explained = jnp.where(variance > 1e-8, 1 - unexplained / variance, jnp.nan)
+    metrics = {
+        "critic/value_mean": masked_mean(old_values, mask),
+        "critic/explained_variance": explained,
+    }
+    return whiten(advantages, mask), returns, metrics
+
+
+# Importance weights -------------------------------------------------------------------------------
+
+
+def _importance_weights(trainer: Trainer, collected: TrainBatch, batch: Batch) -> Array:
+    """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
+    inputs = (np.float32(collected.log_lenience), np.float32(collected.rejected_mass))
+    rule = trainer.rollout_spec.setup.accept
+    weights = off_policy.importance_weights(collected.rollout, *inputs, rule)
+    return weights[:, : batch.old_logprobs.shape[1]]
+
+
+@functools.partial(jax.jit, static_argnames="cap")
+def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
+    """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
+    sampling", JCGS 17, 2008)."""
+    mask = batch.mask
+    weights = jnp.minimum(batch.weights, cap)
+    return dataclasses.replace(batch, weights=weights), {
+        "policy/importance_mean": masked_mean(weights, mask),
+        "policy/importance_capped": masked_mean((batch.weights > cap).astype(jnp.float32), mask),
+    }
+
+
+# Updates ------------------------------------------------------------------------------------------
+
+
+def update_lengths(response_len: int) -> tuple[int, ...]:
+    """Response lengths that the update is compiled for: quarters of the longest."""
+    return tuple(sorted({-(-response_len * quarter // 4) for quarter in (1, 2, 3, 4)}))
+
+
+def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:
+    """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
+    settings, learner = trainer.config.updates, trainer.learner
+    batch, values = _with_other_logprobs(trainer, state, batch)
+    if batch.weights is not None:
+        batch, more = _capped(batch, trainer.config.algorithm.importance_cap)
+        values |= more
+    size, frozen = settings.mini_batch_size, state.step <= frozen_steps(trainer.config)
+    history = []
+    for first in [*range(0, len(batch.tokens), size)] * settings.passes:
+        index = first + micro_batches(size, learner.micro_batch_size)
+        state.train, sums = update(learner, state.train, batch, index, policy_frozen=frozen)
+        history.append(sums)
+    values = _update_metrics(trainer, jax.device_get(history)) | values
+    updates = (state.step - frozen_steps(trainer.config)) * len(history)
+    values["update/lr"] = 0.0 if frozen else trainer.schedule(updates - 1)
+    return {name: float(value) for name, value in values.items()}
+
+
+def _with_other_logprobs(
+    trainer: Trainer, state: TrainerState, batch: Batch
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with the reference's log-probs, and recomputed old ones, if asked for."""
+    learner, values = trainer.learner, {}
+    size = learner.micro_batch_size or trainer.config.updates.mini_batch_size
+    index = micro_batches(len(batch.tokens), size)
+    if trainer.config.updates.old_logprobs == "recompute":
+        old = logprobs(learner, state.train.params, batch, index)
+        values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
+        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
+            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
+            batch = dataclasses.replace(batch, weights=weights)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+    if state.reference is not None:
+        reference = logprobs(learner, state.reference.params, batch, index)
+        batch = dataclasses.replace(batch, ref_logprobs=reference)
+    return batch, values
+
+
+def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """Of the step's updates, from the sums and means that each of them gave."""
+
+    def mean(name: str) -> float:
+        return np.mean([sums[name] for sums in history])
+
+    first = history[0]
+    values = policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history)) | {
+        "policy/loss": mean("loss"),
+        # Where the old log-probs are the rollout's, the first update measures the difference.
+        "policy/rollout_train_logprob_gap": first["logprob_gap"] / max(first["tokens"], 1),
+        "update/grad_norm": mean("grad_norm"),
+    }
+    if trainer.learner.critic:
+        tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
+        values["critic/loss"] = mean("critic_loss")
+        values["critic/clip_fraction"] = sum(x["critic_clipped"] for x in history) / tokens
+        values["critic/grad_norm"] = mean("critic_grad_norm")
+    return values

@@ -1,0 +1,209 @@
+"""What every step changes: parts that each save, restore and describe themselves.
+
+A new part is a `types.StatePart`, a field of `TrainerState` and a line of `_new_state`.
+"""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.algorithms import off_policy
+from specrl_jax.algorithms.update import TrainState, abstract_state, begin_state
+from specrl_jax.build import Trainer, policy_copy
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.data.curriculum import PromptStream, make_stream
+from specrl_jax.group_buffer import GroupBuffer, GroupRules
+from specrl_jax.models.transformer import Params, abstract_params
+from specrl_jax.rollout.adaptive import measure_steps
+from specrl_jax.rollout.adaptive.speculation import Speculation
+from specrl_jax.rollout.adaptive.step_costs import StepCosts
+from specrl_jax.rollout.carry_over import Resumed, RunAhead, WaitingRows
+from specrl_jax.rollout.drafts.store import DraftStore
+from specrl_jax.runtime import cache_folder
+from specrl_jax.types import StatePart
+from specrl_jax.warmup import warm_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference(StatePart):
+    """The policy that the KL penalty is measured from."""
+
+    params: Params
+    saved: bool  # one warmed up here is saved; a pretrained one is read from its source again
+
+    def arrays(self) -> Params:
+        return self.params if self.saved else {}
+
+    def restore(self, host, arrays: Params) -> "Reference":
+        return Reference(arrays, True) if self.saved else self
+
+
+@dataclasses.dataclass(frozen=True)
+class Lenience(StatePart):
+    """The acceptance rule's lenience in the next step."""
+
+    log: float  # nats, in [-inf, inf]
+
+    def adapted(self, settings, reuse: dict[str, float]) -> "Lenience":
+        """After a step with these `reuse/*` metrics; the same where it reused nothing."""
+        measured = reuse.get(off_policy.MEASURES[settings.lenience_measure])
+        if measured is None:
+            return self
+        log = off_policy.next_log_lenience(
+            self.log,
+            measured,
+            target=settings.lenience_target,
+            gain=settings.lenience_gain,
+            low=settings.lenience_min,
+            high=settings.lenience_max,
+        )
+        return Lenience(log)
+
+    def host(self) -> str:
+        return repr(self.log)  # JSON has no inf
+
+    def restore(self, host: str, arrays) -> "Lenience":
+        return Lenience(float(host))
+
+
+@dataclasses.dataclass
+class TrainerState:
+    """What a checkpoint holds: finished steps, weights with optimizer, and parts; None is off."""
+
+    train: TrainState
+    stream: PromptStream
+    store: DraftStore
+    lenience: Lenience
+    step: int = 0  # finished steps; within a step, its number
+    reference: Reference | None = None  # with a KL penalty
+    speculation: Speculation | None = None  # where rollouts choose by measured cost
+    run_ahead: RunAhead | None = None  # begun for the next step
+    resumed: Resumed | None = None  # unfinished groups of partial rollouts
+    groups: GroupBuffer | None = None  # with dynamic sampling or screening
+    waiting_rows: WaitingRows | None = None  # the rows of `groups`
+
+    @property
+    def parts(self) -> dict[str, StatePart]:
+        """The parts that are on, by name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: part for name, part in fields.items() if isinstance(part, StatePart)}
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the prompts that the next step begins in, from 1."""
+        return self.prompts_seen // self.stream.prompts_per_epoch + 1
+
+    @property
+    def prompts_seen(self) -> int:
+        """Prompts whose rollout is complete, with repeats."""
+        return self.stream.given - (len(self.resumed.prompt_ids) if self.resumed else 0)
+
+    def arrays(self) -> dict[str, Any]:
+        """The device's part of a checkpoint."""
+        return {"train": self.train} | {name: x.arrays() for name, x in self.parts.items()}
+
+    def like(self) -> dict[str, Any]:
+        """Shapes, dtypes and layouts to read `arrays` back with."""
+        return {"train": self.train} | {name: x.like() for name, x in self.parts.items()}
+
+    def host(self) -> dict[str, Any]:
+        """The host's part of a checkpoint, JSON-able."""
+        own = {"step": self.step, "machine": measure_steps.machine()}
+        return own | {name: x.host() for name, x in self.parts.items()}
+
+    def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
+        self.step, self.train = host["step"], arrays["train"]
+        for name, part in self.parts.items():
+            setattr(self, name, part.restore(host[name], arrays[name]))
+
+
+def init_state(trainer: Trainer, params: Params) -> TrainerState:
+    """The state before step 1: the policy warmed up, nothing stored."""
+    config = trainer.config
+    if config.warmup.steps:
+        inputs = (config, trainer.learner, params, trainer.scorer.tokenizer, trainer.dataset)
+        params = warm_up(*inputs)
+    reference = jax.tree.map(jnp.copy, params) if config.algorithm.kl_coef else None
+    state = _new_state(trainer, begin_state(trainer.learner, params), reference)
+    if state.speculation is not None:
+        state.speculation.table = measure_costs(trainer, state.train.params)
+    return state
+
+
+def resume(trainer: Trainer, params: Params, checkpoints: Checkpointer, step: int) -> TrainerState:
+    """The state that a checkpoint holds, bit for bit. `params`: those that `build` gave."""
+    reference = params if trainer.config.algorithm.kl_coef else None
+    like = abstract_state(trainer.learner, abstract_params(trainer.model))
+    state = _new_state(trainer, like, reference)
+    arrays, host = checkpoints.restore(step, state.like())
+    state.restore(host, arrays)
+    if state.speculation is not None and host["machine"] != measure_steps.machine():
+        print(f"rollout: now on {measure_steps.machine()}, was on {host['machine']}")
+        state.speculation.table = measure_costs(trainer, state.train.params)
+    print(f"resumed at step {step} of {trainer.total_steps}", flush=True)
+    return state
+
+
+def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) -> TrainerState:
+    """Every part that the configuration asks for, empty."""
+    config, settings = trainer.config, trainer.config.rollout
+    slots, stored = settings.response_len, trainer.rollout_spec.setup.stored
+    log_lenience = math.log(settings.lenience) if settings.lenience else -math.inf
+    state = TrainerState(
+        train=train,
+        stream=make_stream(config, trainer.prompts, trainer.total_steps),
+        store=_draft_store(trainer),
+        lenience=Lenience(log_lenience),
+    )
+    if reference is not None:
+        state.reference = Reference(reference, saved=bool(config.warmup.steps))
+    if trainer.is_adaptive:
+        state.speculation = Speculation(table=None)
+    if settings.run_ahead:
+        state.run_ahead = RunAhead.empty(trainer.rows, slots)
+    if settings.partial:
+        state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
+    if config.algorithm.dynamic_sampling or config.curriculum.name == "speed":
+        part = trainer.rollout_spec.group_size
+        rules = GroupRules.from_config(config, part, len(trainer.prompts.lens))
+        state.groups = GroupBuffer(rules)
+        state.waiting_rows = WaitingRows.empty(rules.max_waiting_rows, slots, stored)
+    return state
+
+
+def _draft_store(trainer: Trainer) -> DraftStore:
+    settings, spec = trainer.config.rollout, trainer.rollout_spec
+    model = trainer.model
+    sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
+    policy = f"{trainer.config.model.source or 'from nothing'} ({model.family}, {sizes})"
+    parts = settings.group_size // spec.group_size
+    return DraftStore(
+        (settings.store_prompts or len(trainer.prompts.lens)) * parts,
+        spec.group_size,
+        settings.response_len,
+        settings.draft_age,
+        history=settings.tree.history if spec.setup.tree else 0,
+        k=spec.setup.stored,
+        max_age=settings.store_age,
+        kind=settings.store,
+        owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},
+    )
+
+
+def measure_costs(trainer: Trainer, params: Params) -> StepCosts:
+    """Seconds of the rollout's programs on the device at hand; read from disk where known."""
+    settings, start = trainer.config.rollout, time.perf_counter()
+    table = measure_steps.cost_table(
+        trainer.rollout_spec,
+        policy_copy(trainer.model, params),
+        trainer.rows,
+        sources=(settings.tree.history + settings.run_ahead) * settings.group_size,
+        directory=cache_folder() / "step_costs",
+    )
+    seconds = time.perf_counter() - start
+    print(f"rollout: cost of {len(table.to_json())} programs known in {seconds:.0f} s", flush=True)
+    return table
