@@ -7,7 +7,6 @@ sampling or screening (`group_buffer`) as many as fill the batch.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 
 import jax

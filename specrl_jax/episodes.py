@@ -137,9 +137,7 @@ def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
 class _Episodes:
     """Episodes in progress, one a row."""
 
-    def __init__(
-        self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, clocks: Clocks
-    ):
+    def __init__(self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, clocks: Clocks):
         self.spec, self.prompts, self.scorer, self.clocks = spec, prompts, scorer, clocks
         rows = len(prompts.lens) * spec.group_size
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
@@ -159,7 +157,9 @@ class _Episodes:
         while True:
             with self.clocks.rollout:
                 unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
-                result = generate_turn(turn, CarryOver(partial_rows=held, allow_unfinished=unfinished))
+                result = generate_turn(
+                    turn, CarryOver(partial_rows=held, allow_unfinished=unfinished)
+                )
                 stats.append(result.stats)
                 rollout = result.rollout
                 tokens, lens = jax.device_get((rollout.tokens, rollout.lens))

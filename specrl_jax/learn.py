@@ -55,9 +55,7 @@ def learn(trainer: Trainer, state: TrainerState, collected: TrainBatch) -> dict[
 # Rewards ------------------------------------------------------------------------------------------
 
 
-def shaped_rewards(
-    trainer: Trainer, collected: TrainBatch
-) -> tuple[np.ndarray, dict[str, float]]:
+def shaped_rewards(trainer: Trainer, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
     """The rewards trained on: those of the task, less what a response's length costs."""
     settings = trainer.config.reward
     if not settings.overlong_tokens:
