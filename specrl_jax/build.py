@@ -69,7 +69,7 @@ def build(config) -> tuple[Trainer, Params]:
     dataset = data.load_examples(config)
     prompts = data.encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)
-    _check_enough(config, len(prompts.lens))
+    _check_enough(config, stream, len(prompts.lens))
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
     model, params = load_policy(config, tokenizer.vocab_size)
     schedule = _schedule(config, total_steps)
@@ -122,14 +122,14 @@ def frozen_steps(config) -> int:
     return config.critic.warmup_steps if config.critic.kind != "none" else 0
 
 
-def _check_enough(config, count: int) -> None:
+def _check_enough(config, stream: PromptStream, count: int) -> None:
     """Whether there are prompts for a rollout beside all that may wait."""
     size, reason = config.rollout.prompts_per_step, ""
     if config.algorithm.dynamic_sampling:
         least, reason = 2 * size, "algorithm.dynamic_sampling"
-    if config.curriculum.name == "speed":
+    if stream.screens:
         parts = config.rollout.group_size // config.curriculum.screening
-        least, reason = (3 * parts + 1) * size, "curriculum.name = speed"
+        least, reason = (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
     if reason and count < least:
         raise ValueError(
             f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "

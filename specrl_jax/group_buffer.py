@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrl_jax.data.curriculum import base_id
+from specrl_jax.data.curriculum import CURRICULA, base_id
 from specrl_jax.types import StatePart
 
 KEPT = 0  # the rollout of a place: rows kept from earlier steps; 1, 2, ...: this step's rollouts
@@ -81,8 +81,8 @@ class GroupRules:
 def trained_group_size(config) -> int:
     """Responses to a prompt that are trained on: all, or all that did not choose the prompt."""
     settings, group = config.curriculum, config.rollout.group_size
-    screens = settings.name == "speed" and not settings.reuse_screening
-    return group - settings.screening if screens else group
+    chosen = CURRICULA[settings.name].screens and not settings.reuse_screening
+    return group - settings.screening if chosen else group
 
 
 class GroupBuffer(StatePart):

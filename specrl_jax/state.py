@@ -167,7 +167,7 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
         state.run_ahead = RunAhead.empty(trainer.rows, slots)
     if settings.partial:
         state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
-    if config.algorithm.dynamic_sampling or config.curriculum.name == "speed":
+    if config.algorithm.dynamic_sampling or state.stream.screens:
         part = trainer.rollout_spec.group_size
         rules = GroupRules.from_config(config, part, len(trainer.prompts.lens))
         state.groups = GroupBuffer(rules)

@@ -36,7 +36,7 @@ def measure(
     run, params = build(config)
     steps = drift_of(run) if drift is None else drift
     inputs, drafts, setting = scene_of(run, params, steps)
-    lens, plan, rows = np.asarray(jax.device_get(drafts.lens)), without_trees(run.plan), []
+    lens, plan, rows = np.asarray(jax.device_get(drafts.lens)), without_trees(run.rollout_spec), []
     for rule, log_lenience, law in RULES:
         judged = dataclasses.replace(plan, program=dataclasses.replace(plan.program, accept=rule))
         kept = []

@@ -19,7 +19,7 @@ import numpy as np
 from specrl_jax import train
 from specrl_jax.benchmarks import timing as benchmark
 from specrl_jax.benchmarks.timing import Case, Goal, Inputs
-from specrl_jax.build import Trainer, begin, build
+from specrl_jax.build import Trainer, build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count, rollout_weights
 from specrl_jax.rollout import acceptance
@@ -27,6 +27,7 @@ from specrl_jax.rollout.adaptive import measure_steps as timing
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.generate import Noise, RolloutSpec, generate
 from specrl_jax.sharding import put
+from specrl_jax.state import init_state
 from specrl_jax.telemetry.rollout_metrics import rollout_metrics
 from specrl_jax.types import Drafts
 
@@ -80,17 +81,17 @@ def scene_of(run: Trainer, params, drift: int) -> tuple[Inputs, Drafts, dict[str
     settings = run.config.rollout
     convert = functools.partial(jax.jit(rollout_weights, static_argnums=0), run.model)
     start = time.perf_counter()
-    state = begin(run, params)
+    state = init_state(run, params)
     jax.block_until_ready(state.train)
     warmed_up = time.perf_counter()
     older = convert(state.train.params)
-    with run.pool:
+    with run.scorer.pool:
         for _ in range(drift):
             train.step(run, state)
     weights = jax.block_until_ready(convert(state.train.params))
     drifted = time.perf_counter()
     prompts = PromptStream(run.prompts, settings.prompts_per_step, run.config.seed).next()
-    written = generate(without_trees(run.plan), older, prompts, Noise(run.key, 1)).rollout
+    written = generate(without_trees(run.rollout_spec), older, prompts, Noise(run.key, 1)).rollout
     fields = [field.name for field in dataclasses.fields(Drafts)]
     drafts = Drafts(**{name: getattr(written, name) for name in fields})
     setting = {
@@ -119,23 +120,23 @@ def _cases(run: Trainer, inputs: Inputs, drafts: Drafts, wanted: float, tables: 
         timing.cost_table,
         weights=inputs.weights, total_rows=rows, sources=sources, directory=tables,
     )  # fmt: skip
-    plain = without_trees(run.plan)
+    plain = without_trees(run.rollout_spec)
     found = [Case("plain", plain, table(plain))]
     previous = "previous" in settings.draft or settings.draft == "none"
     stored = None
-    if run.plan.program.tree is not None:
+    if run.rollout_spec.program.tree is not None:
         by_prompt = (rows // sources, sources)
         stored = (
             put(np.asarray(drafts.tokens).reshape(*by_prompt, -1), None, None, None),
             put(np.asarray(drafts.lens).reshape(by_prompt), None, None),
         )
-    costs = table(run.plan)
-    graded = previous and acceptance.RULES[run.plan.program.accept].lenience
+    costs = table(run.rollout_spec)
+    graded = previous and acceptance.RULES[run.rollout_spec.program.accept].lenience
     for lenience in sorted({1.0, wanted, math.inf}) if graded else [None]:
         name = settings.draft if lenience is None else f"ℓ={lenience:.4g}"
         logged = -math.inf if lenience == 0 else math.log(lenience or 1.0)
         case = Case(
-            name, run.plan, costs, drafts if previous else None, stored, logged,
+            name, run.rollout_spec, costs, drafts if previous else None, stored, logged,
             Speculation(costs) if settings.adaptive else None,
         )  # fmt: skip
         found.append(case)
@@ -148,7 +149,7 @@ def _metrics(run: Trainer, case: Case, timed: benchmark.Run, drafts: Drafts) -> 
         timed.tokens,
         timed.lens,
         timed.prefix_lens,
-        run.plan.program.eos_ids,
+        run.rollout_spec.program.eos_ids,
         offered=None if case.drafts is None else written[1],
         previous=written,
     )

@@ -88,9 +88,6 @@ METRICS: dict[str, Metric] = {
     "reuse/lenient_fraction": Metric("expected share of accepted tokens that need ℓ > 1", "1"),
     "reuse/kl": Metric("mean of r − 1 − log r, r = π / π_old, of accepted tokens", "nats"),
     "reuse/rejected_mass": Metric("rejections over verified draft positions", "1"),
-    "selection/trained": Metric("log π / π_old of responses that were trained on since", "nats"),
-    "selection/held_out": Metric("log π / π_old of responses to held-out prompts", "nats"),
-    "selection/gap": Metric("selection/trained less selection/held_out", "nats"),
     # Updates
     "policy/loss": Metric("loss, mean over the step's updates", "1"),
     "policy/kl": Metric("KL to the reference per token, k3 estimate", "nats"),

@@ -1,8 +1,9 @@
-"""The responses to a share of the prompts, as text: `WORKDIR/rollouts/step_N.jsonl`.
+"""The responses to a share of the prompts, as text: `WORKDIR/rollouts/KIND_N.jsonl`.
 
 Takes a step's prompts and finished responses on the host. Writes one response a line, the
 responses to a prompt together. A line is a JSON object with the fields of `FIELDS`, in ASCII. A
-file appears complete or not at all. Step 0 has no file, and a share of 0 has no folder.
+file appears complete or not at all. A share of 0 has no folder. eval_N holds responses to held-out
+prompts, by the policy after step N; step_N those of a training step, by the policy before it.
 
 A prompt is recorded where its hash, a number in [0, 1) of the prompt_id alone, is below the share.
 So a prompt is recorded in every epoch, runs on the same problems record the same prompts, and a
@@ -28,7 +29,7 @@ FOLDER = "rollouts"
 # response, end of sequence included. For example, "4 5" and its end, where a rule accepted "4 5":
 #     "token_ids":[6,2,1],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2,"ended":true
 FIELDS = {
-    "step": "the step of the rollout, >= 1; as in the file's name",
+    "step": "the step of the rollout; as in the file's name",
     "epoch": "the pass over the prompts that the step belongs to, >= 1",
     "prompt_id": "16 hexadecimal digits, the same in every run on the same problem",
     "sample": "number of the response among the prompt's G, from 0 on",
@@ -46,7 +47,8 @@ FIELDS = {
 }
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
-_NAME = re.compile(r"step_(0|[1-9][0-9]*)\.jsonl")
+KINDS = ("step", "eval")
+_NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
 _LOGPROB_DECIMALS, _REWARD_DECIMALS = 4, 6
 
 
@@ -75,23 +77,25 @@ def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
 # Reading ------------------------------------------------------------------------------------
 
 
-def rollouts_path(workdir: str | os.PathLike, step: int) -> Path:
-    """The file of a step, also where it does not exist."""
-    return Path(workdir) / FOLDER / f"step_{int(step)}.jsonl"
+def rollouts_path(workdir: str | os.PathLike, step: int, kind: str = "step") -> Path:
+    """The file of a step, also where it does not exist; kind: one of `KINDS`."""
+    return Path(workdir) / FOLDER / f"{kind}_{int(step)}.jsonl"
 
 
-def recorded_steps(workdir: str | os.PathLike) -> list[int]:
+def recorded_steps(workdir: str | os.PathLike, kind: str = "step") -> list[int]:
     """The steps that have a file, ascending."""
-    names = (path.name for path in (Path(workdir) / FOLDER).glob("step_*.jsonl"))
+    names = (path.name for path in (Path(workdir) / FOLDER).glob(f"{kind}_*.jsonl"))
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
-def read_rollouts(workdir: str | os.PathLike, step: int) -> list[dict[str, Any]]:
+def read_rollouts(
+    workdir: str | os.PathLike, step: int, kind: str = "step"
+) -> list[dict[str, Any]]:
     """The recorded responses of a step, as dicts with the keys of `FIELDS`; [] without a file.
 
     Raises ValueError in one line, with the file and its line, where the file is damaged.
     """
-    path = rollouts_path(workdir, step)
+    path = rollouts_path(workdir, step, kind)
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -155,12 +159,15 @@ class RolloutRecords:
         """
         if not self._enabled:
             return 0
-        later = [s for s in recorded_steps(self._workdir) if step is not None and s > step]
-        for path in (self._workdir / FOLDER).glob("step_*.jsonl.tmp"):
+        for path in (self._workdir / FOLDER).glob("*.jsonl.tmp"):
             path.unlink(missing_ok=True)
-        for removed in reversed(later):  # newest first: a kill in between leaves no gap
-            rollouts_path(self._workdir, removed).unlink(missing_ok=True)
-        return len(later)
+        removed = set()
+        for kind in KINDS if step is not None else ():
+            for recorded in reversed(recorded_steps(self._workdir, kind)):
+                if recorded > step:  # newest first: a kill in between leaves no gap
+                    rollouts_path(self._workdir, recorded, kind).unlink(missing_ok=True)
+                    removed.add(recorded)
+        return len(removed)
 
     def write(
         self,
@@ -170,6 +177,7 @@ class RolloutRecords:
         rollout: Rollout,
         rewards: np.ndarray,
         failed: np.ndarray,
+        kind: str = "step",
     ) -> None:
         """Writes or replaces a step's file; on return it is on the disk.
 
@@ -180,6 +188,7 @@ class RolloutRecords:
                 lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
             rewards: float32 [B].
             failed: bool [B], answers that hit a scoring limit or raised.
+            kind: One of `KINDS`.
 
         Raises ValueError for arrays without B = Q·G rows, OSError if the file cannot be written.
         """
@@ -206,7 +215,7 @@ class RolloutRecords:
                     "failed": bool(failed[row]),
                 }
                 lines.append(_encode(group | scores | self._response(rollout, row)))
-        _write_atomically(rollouts_path(self._workdir, step), b"".join(lines))
+        _write_atomically(rollouts_path(self._workdir, step, kind), b"".join(lines))
 
     def _response(self, rollout: Rollout, row: int) -> dict[str, Any]:
         response = slice(0, int(rollout.lens[row]))
