@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from specrl_jax.algorithms.update import Learner, make_learner, make_schedule
+from specrl_jax.algorithms.learner import Learner, make_learner, make_schedule
 from specrl_jax.data import prompts as data
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.tokenizer import load_tokenizer
@@ -139,10 +139,10 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
 
 def _check_cache(trainer: Trainer) -> None:
     """Whether the KV caches of training and evaluation fit their bound."""
-    buckets = [trainer.rollout_spec.ladder(trainer.rows)]
+    buckets = [trainer.rollout_spec.buckets(trainer.rows)]
     if trainer.held_out:
         evaluation = trainer.config.evaluate
-        buckets.append(trainer.eval_spec.ladder(evaluation.batch_size * evaluation.samples))
+        buckets.append(trainer.eval_spec.buckets(evaluation.batch_size * evaluation.samples))
     for one in buckets:
         KVBudget(trainer.model, one, cache_bytes=trainer.rollout_spec.cache_bytes).check()
 

@@ -47,7 +47,7 @@ class ScoredRollout:
     @property
     def draft_lens(self) -> np.ndarray:
         """int32 [B], draft tokens that the rows were offered."""
-        return self.responses.result.offered
+        return self.responses.result.draft_lens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _drafts(
         if config.draft_age > 1:
             group = trainer.rollout_spec.group_size
             drafts = state.store.get(prompts, group, age=config.draft_age, step=state.step)
-    return drafts if state.run_ahead is None else state.run_ahead.over(drafts, prompts)
+    return drafts if state.run_ahead is None else state.run_ahead.drafts_for(prompts, drafts)
 
 
 def _suffix_index(
@@ -246,8 +246,8 @@ def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[_Batch, 
         if lens.any():
             accepted = int(scored.prefix_lens[lens > 0].sum())
             values["rollout/run_ahead_accepted"] = accepted / int(lens.sum())
-        state.run_ahead = result.ahead or dataclasses.replace(begun, prompt_ids=())
-    state.resumed = result.carried
+        state.run_ahead = result.run_ahead or dataclasses.replace(begun, prompt_ids=())
+    state.resumed = result.resumed
     return (scored.prompts, scored.rollout, scored.responses.scores.rewards), values
 
 
@@ -284,7 +284,7 @@ def _rollout_metrics(trainer: Trainer, rollouts: list[ScoredRollout]) -> dict[st
         _joined(x.tokens for x in responses),
         _joined(x.lens for x in responses),
         _joined(x.prefix_lens for x in rollouts),
-        trainer.rollout_spec.setup.eos_ids,
+        trainer.rollout_spec.program.eos_ids,
         offered=_joined(x.draft_lens for x in rollouts),
         previous=(
             _joined(x.previous_tokens for x in rollouts),
@@ -311,7 +311,7 @@ def _measure_reuse(
     trainer: Trainer, state: TrainerState, batch: Rollout, rollouts: list[ScoredRollout]
 ) -> tuple[float, dict[str, float]]:
     """The share of rejections, and the `reuse/*` metrics; adapts the next step's lenience."""
-    config, rule = trainer.config.rollout, trainer.rollout_spec.setup.accept
+    config, rule = trainer.config.rollout, trainer.rollout_spec.program.accept
     if rule == "match":
         return 0.0, {}
     rejected_mass = off_policy.estimate_rejected_mass(

@@ -151,7 +151,7 @@ class _Episodes:
         drafts: Drafts | None,
     ) -> Responses:
         """generate_turn: one rollout of all rows. drafts: earlier episodes."""
-        held, stats, eos_ids = None, [], self.spec.setup.eos_ids
+        held, stats, eos_ids = None, [], self.spec.program.eos_ids
         turn = None if drafts is None else turn_drafts(drafts, None, eos_ids)
         offered = np.zeros_like(self.turn_starts)
         while True:
@@ -168,17 +168,17 @@ class _Episodes:
                 answers = self._step(tokens, lens, ended)
             if self.over.all():
                 return self._responses(result, stats, tokens, lens)
-            held = PartialRows(rollout, put(self.over, "batch"), put(result.offered, "batch"))
+            held = PartialRows(rollout, put(self.over, "batch"), put(result.draft_lens, "batch"))
             forced, counts = self._padded(answers)
             held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
             self.turn_starts = np.where(ended, lens + counts, self.turn_starts)
             if drafts is not None:
                 turn = turn_drafts(drafts, held, eos_ids, put(self.turn_starts, "batch"))
                 # What a row in the middle of its turn has left of its draft is offered again.
-                left = np.maximum(result.offered - offered - (lens - result.held), 0)
+                left = np.maximum(result.draft_lens - offered - (lens - result.resumed_lens), 0)
                 goes_on = ~ended & (np.asarray(jax.device_get(turn.lens)) > lens)
-                offered = result.offered - np.where(goes_on, left, 0)
-                held = dataclasses.replace(held, offered=put(offered, "batch"))
+                offered = result.draft_lens - np.where(goes_on, left, 0)
+                held = dataclasses.replace(held, draft_lens=put(offered, "batch"))
 
     def _responses(
         self, result: RolloutResult, stats: list[Stats], tokens: np.ndarray, lens: np.ndarray
@@ -203,7 +203,7 @@ class _Episodes:
         for i, row in enumerate(rows):
             self.rewards[row], self.reasons[row] = scores.rewards[i], scores.reasons[i]
             is_last = len(self.texts[row]) >= self.scorer.max_turns
-            cut_off = tokens[row, lens[row] - 1] not in self.spec.setup.eos_ids
+            cut_off = tokens[row, lens[row] - 1] not in self.spec.program.eos_ids
             if scores.done[i] or is_last or cut_off:
                 self.over[row] = True
                 continue
@@ -213,7 +213,7 @@ class _Episodes:
                 self.rewards[row], self.reasons[row] = 0.0, str(error)
                 self.over[row] = True
                 continue
-            if lens[row] + len(ids) < self.spec.setup.response_slots:
+            if lens[row] + len(ids) < self.spec.program.response_slots:
                 answers[row] = ids
             else:
                 self.over[row] = True
@@ -222,7 +222,7 @@ class _Episodes:
     def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """int32 [B, O] and counts [B]; O is a power of 2, so that few programs are compiled."""
         longest = max(map(len, answers.values()), default=1)
-        width = min(1 << max(longest - 1, 0).bit_length(), self.spec.setup.response_slots)
+        width = min(1 << max(longest - 1, 0).bit_length(), self.spec.program.response_slots)
         forced = np.zeros((len(self.texts), width), np.int32)
         counts = np.zeros(len(self.texts), np.int32)
         for row, ids in answers.items():

@@ -14,20 +14,15 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.advantages import gae, group_relative, overlong_penalty, whiten
+from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.update import (
-    critic_values,
-    logprob_gap,
-    logprobs,
-    make_batch,
-    micro_batches,
-    update,
-)
+from specrl_jax.algorithms.scoring import critic_values, logprob_gap, logprobs, micro_batches
+from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.build import Trainer, frozen_steps
 from specrl_jax.collect import TrainBatch
-from specrl_jax.sharding import put, reshard
+from specrl_jax.rollout import acceptance
+from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
 from specrl_jax.types import Batch
 
@@ -36,13 +31,9 @@ def learn(trainer: Trainer, state: TrainerState, collected: TrainBatch) -> dict[
     """All updates of a step; changes `state.train`, returns their metrics."""
     rewards, values = shaped_rewards(trainer, collected)
     lengths = update_lengths(trainer.config.rollout.response_len)
-    if trainer.learner.critic:
-        batch = make_batch(collected.prompts, collected.rollout, None, lengths=lengths)
-        batch, more = _with_critic_advantages(trainer, state, batch, rewards)
-        values |= more
-    else:
-        advantages = _group_advantages(trainer, rewards)
-        batch = make_batch(collected.prompts, collected.rollout, advantages, lengths=lengths)
+    batch = make_batch(collected.prompts, collected.rollout, lengths=lengths)
+    batch, advantage_metrics = with_advantages(trainer, state, batch, rewards)
+    values |= advantage_metrics
     if trainer.config.algorithm.importance_cap:
         batch = dataclasses.replace(batch, weights=_importance_weights(trainer, collected, batch))
     values |= update_policy(trainer, state, batch)
@@ -70,54 +61,22 @@ def shaped_rewards(trainer: Trainer, collected: TrainBatch) -> tuple[np.ndarray,
 # Advantages ---------------------------------------------------------------------------------------
 
 
-def _group_advantages(trainer: Trainer, rewards: np.ndarray) -> Array:
-    """Advantages [B] over the other responses to a prompt."""
-    settings = trainer.config.algorithm
-    advantages = group_relative(
-        put(rewards, None),  # whole on every device: a group never straddles two
-        trainer.trained_group_size,
-        normalize_std=settings.normalize_std,
-        leave_one_out=settings.leave_one_out,
-    )
-    return reshard(advantages, "batch")
-
-
-def _with_critic_advantages(
+def with_advantages(
     trainer: Trainer, state: TrainerState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with the critic's values, and the advantages and returns that follow from them."""
-    settings, learner = trainer.config.critic, trainer.learner
-    size = learner.micro_batch_size or trainer.config.updates.mini_batch_size
-    old_values = critic_values(learner, state.train, batch, micro_batches(len(rewards), size))
-    advantages, returns, metrics = critic_advantages(
-        put(rewards, "batch"), old_values, batch.mask, settings.gamma, settings.gae_lambda
+    """The batch with advantages; with a critic also with its values and returns."""
+    learner, values = trainer.learner, None
+    if learner.critic:
+        size = learner.micro_batch_size or trainer.config.updates.mini_batch_size
+        values = critic_values(learner, state.train, batch, micro_batches(len(rewards), size))
+    config = AdvantageConfig.from_config(trainer.config, trainer.trained_group_size)
+    advantage = choose_advantage(trainer.config)
+    estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
+    batch = dataclasses.replace(
+        batch, values=values, advantages=estimate.advantages, returns=estimate.returns
     )
-    batch = dataclasses.replace(batch, values=old_values, advantages=advantages, returns=returns)
-    values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    if math.isnan(values["critic/explained_variance"]):
-        values.pop("critic/explained_variance")
-    return batch, values
-
-
-@functools.partial(jax.jit, static_argnames=("gamma", "gae_lambda"))
-def critic_advantages(
-    rewards: Array, old_values: Array, mask: Array, gamma: float, gae_lambda: float
-) -> tuple[Array, Array, dict[str, Array]]:
-    """Whitened advantages [B, R], returns [B, R] and the critic's metrics.
-
-    The explained variance is nan where all returns are equal: there is nothing to explain.
-    """
-    advantages, returns = gae(rewards, old_values, mask, gamma=gamma, gae_lambda=gae_lambda)
-    mean = masked_mean(returns, mask)
-    variance = masked_mean(jnp.square(returns - mean), mask)
-    error = returns - old_values
-    unexplained = masked_mean(jnp.square(error - masked_mean(error, mask)), mask)
-    explained = jnp.where(variance > 1e-8, 1 - unexplained / variance, jnp.nan)
-    metrics = {
-        "critic/value_mean": masked_mean(old_values, mask),
-        "critic/explained_variance": explained,
-    }
-    return whiten(advantages, mask), returns, metrics
+    metrics = {name: float(x) for name, x in jax.device_get(estimate.metrics).items()}
+    return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
 # Importance weights -------------------------------------------------------------------------------
@@ -126,8 +85,8 @@ def critic_advantages(
 def _importance_weights(trainer: Trainer, collected: TrainBatch, batch: Batch) -> Array:
     """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
     inputs = (np.float32(collected.log_lenience), np.float32(collected.rejected_mass))
-    rule = trainer.rollout_spec.setup.accept
-    weights = off_policy.importance_weights(collected.rollout, *inputs, rule)
+    rule = acceptance.RULES[trainer.rollout_spec.program.accept]
+    weights = off_policy.importance_weights(collected.rollout, *inputs, rule.importance_weight)
     return weights[:, : batch.old_logprobs.shape[1]]
 
 

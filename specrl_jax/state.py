@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.update import TrainState, abstract_state, begin_state
+from specrl_jax.algorithms.learner import TrainState, abstract_train_state, init_train_state
 from specrl_jax.build import Trainer, policy_copy
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -128,7 +128,7 @@ def init_state(trainer: Trainer, params: Params) -> TrainerState:
         inputs = (config, trainer.learner, params, trainer.scorer.tokenizer, trainer.dataset)
         params = warm_up(*inputs)
     reference = jax.tree.map(jnp.copy, params) if config.algorithm.kl_coef else None
-    state = _new_state(trainer, begin_state(trainer.learner, params), reference)
+    state = _new_state(trainer, init_train_state(trainer.learner, params), reference)
     if state.speculation is not None:
         state.speculation.table = measure_costs(trainer, state.train.params)
     return state
@@ -137,7 +137,7 @@ def init_state(trainer: Trainer, params: Params) -> TrainerState:
 def resume(trainer: Trainer, params: Params, checkpoints: Checkpointer, step: int) -> TrainerState:
     """The state that a checkpoint holds, bit for bit. `params`: those that `build` gave."""
     reference = params if trainer.config.algorithm.kl_coef else None
-    like = abstract_state(trainer.learner, abstract_params(trainer.model))
+    like = abstract_train_state(trainer.learner, abstract_params(trainer.model))
     state = _new_state(trainer, like, reference)
     arrays, host = checkpoints.restore(step, state.like())
     state.restore(host, arrays)
@@ -151,7 +151,7 @@ def resume(trainer: Trainer, params: Params, checkpoints: Checkpointer, step: in
 def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) -> TrainerState:
     """Every part that the configuration asks for, empty."""
     config, settings = trainer.config, trainer.config.rollout
-    slots, stored = settings.response_len, trainer.rollout_spec.setup.stored
+    slots, stored = settings.response_len, trainer.rollout_spec.program.stored_logprobs
     log_lenience = math.log(settings.lenience) if settings.lenience else -math.inf
     state = TrainerState(
         train=train,
@@ -186,8 +186,8 @@ def _draft_store(trainer: Trainer) -> DraftStore:
         spec.group_size,
         settings.response_len,
         settings.draft_age,
-        history=settings.tree.history if spec.setup.tree else 0,
-        k=spec.setup.stored,
+        history=settings.tree.history if spec.program.tree else 0,
+        k=spec.program.stored_logprobs,
         max_age=settings.store_age,
         kind=settings.store,
         owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},

@@ -195,6 +195,6 @@ def _open_records(trainer: Trainer, workdir: Path) -> RolloutRecords:
         workdir,
         trainer.config.log.rollouts,
         decode=trainer.scorer.tokenizer.decode,
-        eos_ids=trainer.rollout_spec.setup.eos_ids,
+        eos_ids=trainer.rollout_spec.program.eos_ids,
         enabled=jax.process_index() == 0,
     )

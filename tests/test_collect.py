@@ -1,4 +1,4 @@
-"""Dynamic sampling and SPEED: which groups a step trains on, and that none is lost."""
+"""What a step collects: DAPO's and SPEED's batches against all that was rolled out; kills."""
 
 import dataclasses
 import multiprocessing
@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from small_runs import interrupt, records, saved, small_config
 
-from specrl_jax import collect as gather
-from specrl_jax import group_buffer as rounds
-from specrl_jax import sharding
+from specrl_jax import collect, sharding
 from specrl_jax import train as loop
+from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
 
@@ -35,31 +34,27 @@ UNSEEN = {"data.prompts": 400, "data.options.max_numbers": 3}  # no prompt comes
 class Seen:
     """What a run rolled out, and what it trained on, step by step."""
 
-    rounds: list
-    batches: list
-    waiting: list
+    rollouts: list  # (step, ScoredRollout)
+    batches: list  # (TrainBatch, its log-probs), as `update` will free them
 
 
 def watch(config, workdir) -> Seen:
-    """Train, and note every round and batch on the way."""
-    seen, real_round, real = Seen([], [], []), rounds.play_round, gather.gather
+    """Train, and note every rollout and batch on the way."""
+    seen, real_rollout, real_collect = Seen([], []), collect.generate_and_score, collect.collect
 
-    def one_round(run, state, *rest):
-        found = real_round(run, state, *rest)
-        seen.rounds.append((state.step, found))
-        return found
+    def one_rollout(trainer, state, *rest):
+        scored = real_rollout(trainer, state, *rest)
+        seen.rollouts.append((state.step, scored))
+        return scored
 
-    def batch(run, state):
-        found = real(run, state)
-        logprobs = jax.device_get(found.rollout.policy_logprobs)
-        seen.batches.append((found, logprobs))
-        seen.waiting.append(state.waiting.prompt_ids)
-        return found
+    def one_batch(trainer, state):
+        batch = real_collect(trainer, state)
+        seen.batches.append((batch, jax.device_get(batch.rollout.policy_logprobs)))
+        return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        for room in (rounds, gather):
-            patch.setattr(room, "play_round", one_round)
-        patch.setattr(loop, "gather", batch)
+        patch.setattr(collect, "generate_and_score", one_rollout)
+        patch.setattr(loop, "collect", one_batch)
         loop.train(config, workdir)
     return seen
 
@@ -72,65 +67,51 @@ def seen(tmp_path_factory, make_mesh):
         return watch(config, workdir), workdir
 
 
-def _groups(rewards) -> np.ndarray:
-    return np.asarray(rewards).reshape(-1, G)
-
-
-def test_every_group_of_a_batch_has_signal_and_each_is_trained_on_once_in_order(seen):
+def test_a_batch_is_full_of_groups_with_signal_and_some_have_waited(seen):
     seen, workdir = seen
-    rolled = [
-        (found.prompts.examples[q].prompt_id, step, group.tolist())
-        for step, found in seen.rounds
-        for q, group in enumerate(_groups(found.scores.rewards))
-        if np.ptp(group) > 0
-    ]
-    trained = [
-        (example.prompt_id, group.tolist())
-        for found, _ in seen.batches
-        for example, group in zip(found.prompts.examples, _groups(found.rewards), strict=True)
-    ]
-    assert len(trained) == STEPS * Q
-    assert trained == [(name, group) for name, _, group in rolled[: STEPS * Q]]
-    assert [name for name, _, _ in rolled[STEPS * Q :]] == list(seen.waiting[-1])
-    assert any(seen.waiting)
-    told = records(workdir)[1:]
-    assert [r["rollout/groups_waiting"] for r in told] == [len(x) for x in seen.waiting]
-    assert sum(r["rollout/gen_batches"] for r in told) == len(seen.rounds)
-    assert max(r["rollout/gen_batches"] for r in told) > 1
-    assert not any(r["rollout/groups_filled"] for r in told)
+    for batch, _ in seen.batches:
+        assert len({e.prompt_id for e in batch.prompts.examples}) == Q
+        assert np.ptp(batch.rewards.reshape(Q, G), axis=1).all()
+    values = records(workdir)[1:]
+    assert sum(r["rollout/gen_batches"] for r in values) == len(seen.rollouts)
+    assert max(r["rollout/gen_batches"] for r in values) > 1
+    assert any(r["rollout/groups_waiting"] for r in values)
+    assert not any(r["rollout/groups_filled"] for r in values)
 
 
 def test_a_waiting_group_keeps_the_log_probs_of_the_policy_that_sampled_it(seen):
     seen, workdir = seen
     sampled = {}
-    for step, found in seen.rounds:
-        rollout = jax.device_get(found.outcome.rollout)
-        for q, example in enumerate(found.prompts.examples):
+    for step, scored in seen.rollouts:
+        logprobs = jax.device_get(scored.rollout.policy_logprobs)
+        rewards = scored.responses.scores.rewards
+        for q, example in enumerate(scored.prompts.examples):
             rows = slice(q * G, q * G + G)
-            sampled[example.prompt_id, found.tokens[rows].tobytes()] = (
-                step,
-                rollout.policy_logprobs[rows],
-            )
+            key = example.prompt_id, scored.responses.tokens[rows].tobytes()
+            sampled[key] = (step, logprobs[rows], rewards[rows])
     stale = 0
-    for step, ((found, logprobs), record) in enumerate(
+    for step, ((batch, logprobs), record) in enumerate(
         zip(seen.batches, records(workdir)[1:], strict=True), start=1
     ):
-        tokens, lens = jax.device_get((found.rollout.tokens, found.rollout.lens))
+        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
         old = 0
-        for q, example in enumerate(found.prompts.examples):
+        for q, example in enumerate(batch.prompts.examples):
             rows = slice(q * G, q * G + G)
-            origin, expected = sampled[example.prompt_id, tokens[rows].tobytes()]
-            np.testing.assert_array_equal(logprobs[rows], expected)
+            key = example.prompt_id, tokens[rows].tobytes()
+            origin, expected_logprobs, rewards = sampled.pop(key)  # each is trained on once
+            np.testing.assert_array_equal(logprobs[rows], expected_logprobs)
+            np.testing.assert_array_equal(batch.rewards[rows], rewards)
             old += int(lens[rows].sum()) * (origin < step)
         assert record["rollout/stale_fraction"] == old / int(lens.sum())
         stale += old
     assert stale > 0
 
 
-def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
-    seen, _ = seen
+@pytest.mark.parametrize("name", ["dapo", "speed"])
+def test_no_prompt_is_rolled_out_twice_in_a_step(request, name):
+    rollouts = request.getfixturevalue({"dapo": "seen", "speed": "speed"}[name])[0].rollouts
     for step in range(1, STEPS + 1):
-        names = [e.prompt_id for s, x in seen.rounds if s == step for e in x.prompts.examples]
+        names = [e.prompt_id for s, x in rollouts if s == step for e in x.prompts.examples]
         assert len(set(names)) == len(names)
 
 
@@ -138,9 +119,9 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
     ("algorithm", "changes", "kept"),
     [
         # Groups wait under speed too.
-        pytest.param("dapo", {}, "waiting", marks=pytest.mark.slow),
+        pytest.param("dapo", {}, "waiting_rows", marks=pytest.mark.slow),
         ("ppo", {}, "train.critic"),
-        ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "screened"),
+        ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "waiting_rows"),
         pytest.param(
             "grpo",
             {"curriculum.name": "mopps", "rollout.draft": "previous"},
@@ -174,7 +155,7 @@ def _killed(workdir, algorithm, changes):
         loop.train(small_config(changes, algorithm=algorithm), workdir)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["reused", "for selection alone"])
+@pytest.fixture(scope="module", params=[True, False], ids=["reused", "to choose prompts alone"])
 def speed(request, tmp_path_factory, make_mesh):
     """(what was seen, work directory, responses of a group that are trained on)"""
     reuse = request.param
@@ -189,10 +170,10 @@ def speed(request, tmp_path_factory, make_mesh):
 def _parts(seen):
     """{prompt_id: {first sample: (step, rewards, tokens)}} of all that was rolled out."""
     found = {}
-    for step, one in seen.rounds:
-        rewards = one.scores.rewards.reshape(-1, N)
-        tokens = one.tokens.reshape(len(rewards), N, -1)
-        for q, example in enumerate(one.prompts.examples):
+    for step, scored in seen.rollouts:
+        rewards = scored.responses.scores.rewards.reshape(-1, N)
+        tokens = scored.responses.tokens.reshape(len(rewards), N, -1)
+        for q, example in enumerate(scored.prompts.examples):
             name, _, first = example.prompt_id.partition("+")
             parts = found.setdefault(name, {})
             assert int(first or 0) not in parts
@@ -200,59 +181,32 @@ def _parts(seen):
     return found
 
 
-def test_speed_finishes_the_groups_whose_screening_was_mixed_and_no_others(speed):
-    """First in first out; both phases in one rollout that always has the same number of rows."""
-    seen, workdir, _ = speed
-    parts = _parts(seen)
-    assert {len(one.lens) for _, one in seen.rounds} == {Q * G}
-    mixed = [name for name, found in parts.items() if 0 < found[0][1].mean() < 1]
-    begun = [name for name, found in parts.items() if len(found) > 1]
-    assert all(sorted(parts[name]) == list(range(0, G, N)) for name in begun)
-    assert begun == mixed[: len(begun)]
-    order = [e.prompt_id for found, _ in seen.batches for e in found.prompts.examples]
-    filled = sum(r["rollout/groups_filled"] for r in records(workdir)[1:])
-    assert filled == 0
-    assert order == begun
-    told = records(workdir)[1:]
-    assert sum(r["curriculum/screened"] for r in told) == len(parts)
-    assert told[-1]["curriculum/waiting"] == len(mixed) - len(begun)
-    kept = sum(
-        r["curriculum/kept"] * r["curriculum/screened"] for r in told if "curriculum/kept" in r
-    )
-    assert kept == pytest.approx(len(mixed))
-    both = [  # rollouts that screen and finish
-        len({"+" in e.prompt_id for e in one.prompts.examples}) == 2 for _, one in seen.rounds
-    ]
-    assert any(both)
-
-
 def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
     seen, workdir, trained = speed
     parts, stale = _parts(seen), 0
-    for step, (found, _) in enumerate(seen.batches, start=1):
-        tokens = np.asarray(jax.device_get(found.rollout.tokens)).reshape(Q, trained, -1)
-        for q, example in enumerate(found.prompts.examples):
-            mine = parts[example.prompt_id]
+    assert {len(x.responses.lens) for _, x in seen.rollouts} == {Q * G}
+    for step, (batch, _) in enumerate(seen.batches, start=1):
+        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
+        names = [e.prompt_id for e in batch.prompts.examples]
+        for q, name in enumerate(names):
+            rows = slice(q * trained, q * trained + trained)
+            assert 0 < parts[name][0][1].mean() < 1
             rewards, expected = (
-                np.concatenate([mine[first][i] for first in range(0, G, N)]) for i in (1, 2)
+                np.concatenate([parts[name][first][i] for first in range(0, G, N)]) for i in (1, 2)
             )
-            np.testing.assert_array_equal(tokens[q], expected[G - trained :])
-            np.testing.assert_array_equal(
-                found.rewards.reshape(Q, trained)[q], rewards[G - trained :]
-            )
-            stale += mine[0][0] < step
-        lens = np.asarray(jax.device_get(found.rollout.lens)).reshape(Q, trained)
-        names = [e.prompt_id for e in found.prompts.examples]
+            np.testing.assert_array_equal(tokens[rows], expected[G - trained :])
+            np.testing.assert_array_equal(batch.rewards[rows], rewards[G - trained :])
+            stale += parts[name][0][0] < step
         old = sum(  # only first parts can be of an earlier step
-            lens[q, : trained - (G - N)].sum()
+            lens.reshape(Q, trained)[q, : trained - (G - N)].sum()
             for q, name in enumerate(names)
             if parts[name][0][0] < step
         )
-        told = records(workdir)[step]
-        assert told["rollout/stale_fraction"] == old / lens.sum()
-        assert ("policy/rollout_train_logprob_gap" in told) == (old == 0)
-        flat = np.ptp(found.rewards.reshape(Q, trained), axis=1) == 0
-        assert told["reward/no_signal"] == np.mean(flat)
+        record = records(workdir)[step]
+        assert record["rollout/stale_fraction"] == old / lens.sum()
+        assert ("policy/rollout_train_logprob_gap" in record) == (old == 0)
+        no_signal = np.ptp(batch.rewards.reshape(Q, trained), axis=1) == 0
+        assert record["reward/no_signal"] == np.mean(no_signal)
     assert stale > 0
     assert len(seen.batches) == STEPS
 
@@ -278,14 +232,13 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
     changes = CHANGES | SPEED | {"train.steps": 8, "updates.learning_rate": 0.0}
     changes |= {"rollout.draft": "previous+tree", "rollout.lenience": 1.0}
     seen = watch(small_config(changes), tmp_path / "run")
-    names = [e.prompt_id for _, one in seen.rounds for e in one.prompts.examples]
-    again = {name for name in names if names.count(name) > 1}
-    assert any("+" in name for name in again)
+    names = [e.prompt_id for _, x in seen.rollouts for e in x.prompts.examples]
+    assert any("+" in name and names.count(name) > 1 for name in names)
     met = set()
-    for _, one in seen.rounds:
-        offered = one.outcome.draft_lens.reshape(-1, N)
-        for q, example in enumerate(one.prompts.examples):
-            assert (offered[q] > 0).all() == (example.prompt_id in met)
+    for _, scored in seen.rollouts:
+        draft_lens = scored.draft_lens.reshape(-1, N)
+        for q, example in enumerate(scored.prompts.examples):
+            assert (draft_lens[q] > 0).all() == (example.prompt_id in met)
             met.add(example.prompt_id)
     found = records(tmp_path / "run")[1:]
     assert max(r.get("rollout/draft_accept_rate", 0) for r in found) > 0.999
@@ -315,8 +268,21 @@ def test_length_costs_reward_in_the_update_alone(mesh, tmp_path):
     )
     seen = watch(config, tmp_path / "run")
     (record,) = records(tmp_path / "run")[1:]
-    ((found, _),) = seen.batches
-    lens = np.asarray(jax.device_get(found.rollout.lens))
+    ((batch, _),) = seen.batches
+    lens = np.asarray(jax.device_get(batch.rollout.lens))
     assert record["reward/overlong"] == pytest.approx(np.mean(lens / 6))
-    rewards = np.concatenate([x.scores.rewards for _, x in seen.rounds])
+    rewards = np.concatenate([x.responses.scores.rewards for _, x in seen.rollouts])
     assert record["reward/mean"] == pytest.approx(rewards.mean())
+
+
+def test_one_read_of_the_store_serves_drafts_and_overlap(mesh, tmp_path, monkeypatch):
+    reads, real = [], DraftStore.get
+
+    def get(self, *args, step, **options):
+        reads.append(step)
+        return real(self, *args, step=step, **options)
+
+    monkeypatch.setattr(DraftStore, "get", get)
+    loop.train(small_config({"train.steps": 4}), tmp_path / "run")
+    assert reads == [1, 2, 3, 4]
+    assert records(tmp_path / "run")[-1]["rollout/overlap_rouge1"] > 0

@@ -15,13 +15,15 @@ import pytest
 import small_runs
 from small_runs import files, records, saved, small_config
 
-from specrl_jax import build as runs
 from specrl_jax import runtime
+from specrl_jax import state as states
 from specrl_jax import train as loop
 from specrl_jax.algorithms.learner import TrainState, make_optimizer
 from specrl_jax.algorithms.scoring import logprobs, micro_batches
 from specrl_jax.algorithms.update import make_batch, update
+from specrl_jax.build import build, policy_copy
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Transformer, place_params
 from specrl_jax.rollout.adaptive import measure_steps as timing
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
@@ -42,7 +44,7 @@ LONG = {
 TREES = LONG | {"rollout.draft": "previous+tree"}
 
 
-def costs(run, params) -> StepCosts:
+def costs(trainer, params) -> StepCosts:
     """In the place of measured seconds: two tokens a step cost least, four are worth a trial."""
     seconds = {(1, False): 1.0, (6, False): 1.0, (2, True): 0.88, (4, True): 1.0, (8, True): 1.3}
     return StepCosts({Point(32, 9, *program): s for program, s in seconds.items()})
@@ -89,12 +91,12 @@ import os, signal, sys
 from pathlib import Path
 import conftest, jax, small_runs, test_end_to_end
 from specrl_jax import sharding, train
-from specrl_jax import build as runs
-from specrl_jax.rollout.engine.scheduler import Engine
+from specrl_jax import state as states
+from specrl_jax.rollout.engine.scheduler import Scheduler
 
-runs._measure = test_end_to_end.costs
+states.measure_costs = test_end_to_end.costs
 
-begin, visit, begun = Engine.run, Engine._visit, []
+begin, visit, begun = Scheduler.run, Scheduler._visit, []
 
 def run(self):
     begun.append(self)
@@ -105,7 +107,7 @@ def visit_and_die(self):
     if len(begun) == 7:
         os.kill(os.getpid(), signal.SIGKILL)
 
-Engine.run, Engine._visit = run, visit_and_die
+Scheduler.run, Scheduler._visit = run, visit_and_die
 with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
     train.train(small_runs.small_config(test_end_to_end.TREES), Path(sys.argv[1]))
 """
@@ -149,7 +151,7 @@ def test_killed_while_a_later_checkpoint_is_written(finished, tmp_path, mesh):
 
 def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh, monkeypatch):
     """Widths are chosen by what drafts have brought so far, and so are those of the resumed run."""
-    monkeypatch.setattr(runs, "_measure", costs)
+    monkeypatch.setattr(states, "measure_costs", costs)
     loop.train(small_config(TREES), tmp_path / "finished")
     workdir = tmp_path / "run"
     _killed(workdir, process=_IN_A_ROLLOUT)
@@ -169,16 +171,16 @@ def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh, monke
 @pytest.mark.parametrize("moved", [False, True], ids=["same", "another"])
 def test_on_another_machine_costs_are_measured_again(finished, mesh, monkeypatch, capsys, moved):
     """What drafts have brought stays."""
-    run, params = runs.build(small_config(LONG))
+    trainer, params = build(small_config(LONG))
     if moved:
         monkeypatch.setattr(timing, "machine", lambda: {"device": "another"})
-    monkeypatch.setattr(runs, "_measure", costs)
-    with run.pool, Checkpointer(finished / "checkpoints") as checkpoints:
-        state = runs.resume(run, params, checkpoints, 8)
-        _, saved_state = checkpoints.restore(8, state.arrays(run) | {"store": state.store.like})
-    assert (state.cost.table.to_json() == costs(run, params).to_json()) == moved
+    monkeypatch.setattr(states, "measure_costs", costs)
+    with trainer.scorer.pool, Checkpointer(finished / "checkpoints") as checkpoints:
+        state = states.resume(trainer, params, checkpoints, 8)
+        _, saved_state = checkpoints.restore(8, state.like())
+    assert (state.speculation.table.to_json() == costs(trainer, params).to_json()) == moved
     assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
-    resumed, before = state.cost.state(), saved_state["cost"]
+    resumed, before = state.speculation.host(), saved_state["speculation"]
     assert resumed["acceptance"] == before["acceptance"]
     assert resumed["acceptance"]["verified"] > 0
     assert (resumed["table"] == before["table"]) != moved
@@ -289,24 +291,24 @@ def _placed(tree):
 
 def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
     """On the mesh in use; with `one`, from its weights and teacher-forced with its tokens."""
-    run, params = runs.build(_micro())
-    with run.pool:
-        state = runs.begin(run, params) if one is None else None
+    trainer, params = build(_micro())
+    with trainer.scorer.pool:
+        state = states.init_state(trainer, params) if one is None else None
     host = one.params if one else jax.device_get(state.train.params)
-    params = place_params(run.model, host)
-    settings = run.config.rollout
+    params = place_params(trainer.model, host)
+    settings = trainer.config.rollout
     rows, slots = settings.prompts_per_step * settings.group_size, settings.response_len
-    prompts = runs.PromptStream(run.prompts, settings.prompts_per_step, 0).next()
-    weights = runs.policy_copy(run.model, params)
-    rollout = generate(run.plan, weights, prompts, Noise(run.key, 1)).rollout
+    prompts = PromptStream(trainer.prompts, settings.prompts_per_step, 0).next()
+    weights = policy_copy(trainer.model, params)
+    rollout = generate(trainer.rollout_spec, weights, prompts, Noise(trainer.key, 1)).rollout
     # Advantages need not be real ones here, only the same on every mesh.
     advantages = np.tile(np.linspace(-1, 1, rows, dtype=np.float32)[:, None], (1, slots))
     batch = make_batch(prompts, rollout, lengths=(slots,))
     batch = dataclasses.replace(batch, advantages=put(advantages, "batch", None))
     forced = _placed(one.batch) if one else batch
-    old = logprobs(run.learner, params, forced, micro_batches(rows, 0))
-    adamw = make_optimizer(run.config.updates, optax.constant_schedule(3e-4))
-    learner = dataclasses.replace(run.learner, optimizer=_telling(adamw))
+    old = logprobs(trainer.learner, params, forced, micro_batches(rows, 0))
+    adamw = make_optimizer(trainer.config.updates, optax.constant_schedule(3e-4))
+    learner = dataclasses.replace(trainer.learner, optimizer=_telling(adamw))
     train = TrainState.create(jax.tree.map(jnp.copy, params), learner.optimizer)
     train, _ = update(learner, train, forced, micro_batches(rows // 2, rows // 4))
     gradient, changed = jax.device_get((train.opt_state[0], train.params))
@@ -315,7 +317,7 @@ def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
         rollout=jax.device_get(rollout),
         batch=jax.device_get(forced),
         old_logprobs=np.asarray(old),
-        drawn=_draws(run, params, forced, prompts),
+        drawn=_draws(trainer, params, forced, prompts),
         gradient=gradient,
         changed=changed,
     )
@@ -334,9 +336,10 @@ def _telling(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(init, step)
 
 
-def _draws(run, params, batch, prompts) -> np.ndarray:
+def _draws(trainer, params, batch, prompts) -> np.ndarray:
     """Tokens [10, B, R] drawn after every prefix of the batch's rows, under ten steps' noise."""
-    law, group, slots = run.plan.program.sampling, run.plan.group_size, batch.old_logprobs.shape[1]
+    spec, slots = trainer.rollout_spec, batch.old_logprobs.shape[1]
+    law, group = spec.program.sampling, spec.group_size
     ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
     samples = put(np.tile(np.arange(group, dtype=np.int32), len(prompts.lens)), "batch")
     first = np.asarray(batch.prompt_lens) - 1
@@ -344,7 +347,7 @@ def _draws(run, params, batch, prompts) -> np.ndarray:
 
     @jax.jit
     def draws(params, seeds):
-        model = Transformer(run.model, params)
+        model = Transformer(trainer.model, params)
         hidden, _ = model(batch.tokens)
         tokens = []
         for j, at in enumerate(places):
@@ -355,7 +358,8 @@ def _draws(run, params, batch, prompts) -> np.ndarray:
         return jnp.stack(tokens, axis=1)
 
     seed = jax.jit(row_seeds)
-    every = [seed(run.key, int(Purpose.SAMPLE), jnp.uint32(s), ids, samples) for s in range(1, 11)]
+    key, purpose = trainer.key, int(Purpose.SAMPLE)
+    every = [seed(key, purpose, jnp.uint32(s), ids, samples) for s in range(1, 11)]
     return np.stack([draws(params, seeds) for seeds in every])
 
 

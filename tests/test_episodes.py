@@ -12,11 +12,11 @@ from small_runs import Sums, records, saved, small_config
 from specrl_jax import episodes
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer
-from specrl_jax.episodes import respond
+from specrl_jax.episodes import ResponseScorer, respond
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
-from specrl_jax.rollout.carry_over import PartialRows, Waiting, turn_drafts
-from specrl_jax.rollout.generate import make_corpus
+from specrl_jax.rollout.carry_over import PartialRows, WaitingRows, turn_drafts
+from specrl_jax.rollout.generate import DraftInputs, Noise, make_corpus
 from specrl_jax.types import Drafts, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
@@ -36,11 +36,10 @@ def prompts_of(target: str = "3"):
     return dataclasses.replace(prompts, examples=examples)
 
 
-def run(pool, plan, weights, prompts, step=1, **options):
-    return respond(
-        plan, weights, prompts, pool=pool, tokenizer=TOKENIZER, max_turns=TURNS,
-        key=jax.random.key(KEY), step=step, **options,
-    )  # fmt: skip
+def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **drafts):
+    scorer = ResponseScorer(pool, TOKENIZER, TURNS, allow_unfinished)
+    noise = Noise(jax.random.key(KEY), step)
+    return respond(spec, weights, prompts, noise, scorer, drafts=DraftInputs(**drafts))
 
 
 def plan_of(**changes):
@@ -58,7 +57,7 @@ def plain(pool, make_mesh):
 def test_the_policys_turns_and_what_it_is_told_alternate(plain):
     """Cut at the forced tokens, a row's text is an episode that the environment itself confirms."""
     found, _, _ = plain
-    rollout = host(found.outcome.rollout)
+    rollout = host(found.result.rollout)
     counts = set()
     for row, n in enumerate(found.lens.tolist()):
         texts, place = [], 0
@@ -88,7 +87,7 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
 def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     """Teacher-forced: forced tokens are read like all others, and have none themselves."""
     found, params, _ = plain
-    rollout, prompts = host(found.outcome.rollout), prompts_of()
+    rollout, prompts = host(found.result.rollout), prompts_of()
     starts = np.repeat(prompts.lens, 4)
     whole = np.zeros((len(starts), prompts.tokens.shape[1] + R), np.int32)
     for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
@@ -132,22 +131,22 @@ def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
     source = expected
     if lost:
         source = run(pool, plan_of(accept="match"), weights, prompts, step=2)
-    rollout = source.outcome.rollout
-    options = {"drafts": ref.as_drafts(rollout)}
+    rollout = source.result.rollout
+    options = {"previous": ref.as_drafts(rollout)}
     if plan.program.tree:
         tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
-        options["corpus"] = lambda: make_corpus(
+        options["suffixes"] = lambda: make_corpus(
             plan, ref.put(tokens, None, None, None), ref.put(lens, None, None)
         )
     found = run(pool, plan, weights, prompts, **options)
-    new = host(found.outcome.rollout)
-    check_equal(new, host(expected.outcome.rollout), but=("sources", "prefix_lens"))
+    new = host(found.result.rollout)
+    check_equal(new, host(expected.result.rollout), but=("sources", "prefix_lens"))
     np.testing.assert_array_equal(found.scores.rewards, expected.scores.rewards)
     forced = np.sum(new.sources == Source.FORCED, axis=1)
     np.testing.assert_array_equal(
         new.sources == Source.FORCED,
-        np.asarray(expected.outcome.rollout.sources) == Source.FORCED,
+        np.asarray(expected.result.rollout.sources) == Source.FORCED,
     )
     kept = np.sum(new.sources == Source.REUSED, axis=1)
     np.testing.assert_array_equal(kept, new.prefix_lens)
@@ -155,7 +154,7 @@ def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
         assert 0 < kept.sum() < (found.lens - forced).sum() / 2
     else:
         np.testing.assert_array_equal(kept, found.lens - forced)
-        np.testing.assert_array_equal(found.outcome.draft_lens, found.lens - forced)
+        np.testing.assert_array_equal(found.result.draft_lens, found.lens - forced)
 
 
 RULES = {
@@ -187,7 +186,7 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     weights, plan, options = plain[2], plan_of(**RULES[rule]), {}
     if drafted:
         older = run(pool, plan, ref.policy(0.15)[1], prompts_of())
-        options = {"drafts": ref.as_drafts(older.outcome.rollout), "log_lenience": 0.3}
+        options = {"previous": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
     expected = run(pool, plan, weights, prompts_of(), **options)
     turns, step = [], episodes._Episodes._step
 
@@ -198,11 +197,11 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     monkeypatch.setattr(episodes._Episodes, "_step", spy)
     found = run(pool, plan, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(set(x.tolist())) > 1 for x in turns)
-    new, old = (_without_laws_of_forced(host(x.outcome.rollout)) for x in (found, expected))
+    new, old = (_without_laws_of_forced(host(x.result.rollout)) for x in (found, expected))
     check_equal(new, old, but=("sources",) if plan.program.tree else ())
     for name in ("lens", "turns"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    np.testing.assert_array_equal(found.outcome.draft_lens, expected.outcome.draft_lens)
+    np.testing.assert_array_equal(found.result.draft_lens, expected.result.draft_lens)
     np.testing.assert_array_equal(found.scores.rewards, expected.scores.rewards)
 
 
@@ -220,16 +219,16 @@ def _without_laws_of_forced(rollout):
 def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
     """The same policy and noise, another target: an episode goes on where it was over before."""
     expected, _, weights = plain
-    drafts = ref.as_drafts(expected.outcome.rollout)
+    drafts = ref.as_drafts(expected.result.rollout)
     other = prompts_of("5")
     without = run(pool, plan_of(accept="match"), weights, other)
-    found = run(pool, plan_of(accept="match"), weights, other, drafts=drafts)
+    found = run(pool, plan_of(accept="match"), weights, other, previous=drafts)
     check_equal(
-        host(found.outcome.rollout), host(without.outcome.rollout), but=("sources", "prefix_lens")
+        host(found.result.rollout), host(without.result.rollout), but=("sources", "prefix_lens")
     )
     longer = found.lens > expected.lens
     assert longer.any()
-    assert np.all(found.outcome.draft_lens[longer] < found.lens[longer])
+    assert np.all(found.result.draft_lens[longer] < found.lens[longer])
 
 
 def test_what_is_left_of_a_draft_by_hand(mesh, plain):
@@ -243,7 +242,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
 
     def holding(tokens, lens):
         rollout = dataclasses.replace(
-            Waiting.empty(3, 6).rollout,
+            WaitingRows.empty(3, 6).rollout,
             tokens=ref.put(tokens, "batch", None),
             lens=ref.put(np.array(lens, np.int32), "batch"),
         )

@@ -8,7 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from small_runs import records, saved, small_config
+from small_runs import records, small_config
 
 from specrl_jax import episodes
 from specrl_jax import train as loop
@@ -141,39 +141,6 @@ def test_choices_of_the_update_change_the_update_alone(run, changes):
     assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
 
 
-@pytest.mark.parametrize("kind", ["head", "network"])
-def test_ppo_learns_its_critic_first_where_asked_to(mesh, tmp_path, kind):
-    """Values begin at 0; in the warm-up steps the policy stays as it is, to the bit."""
-    changes = {"critic.kind": kind, "critic.warmup_steps": 2, "checkpoint.every": 1}
-    config = small_config(changes | {"checkpoint.keep_last": 9}, algorithm="ppo")
-    loop.train(config, tmp_path / "run")
-    found = records(tmp_path / "run")[1:]
-    assert found[0]["critic/value_mean"] == 0
-    assert found[1]["critic/value_mean"] != 0
-    assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in found)
-    assert [r["update/lr"] == 0 for r in found] == [True, True, False, False]
-    steps = [saved(tmp_path / "run", step) for step in (0, 2, 4)]
-    policies, critics = (
-        [{n: x for n, x in arrays.items() if n.startswith(prefix)} for arrays in steps]
-        for prefix in ("train.params.", "train.critic.")
-    )
-    assert all(np.array_equal(x, policies[1][n]) for n, x in policies[0].items())
-    assert not all(np.array_equal(x, policies[2][n]) for n, x in policies[0].items())
-    assert not any(np.array_equal(x, critics[1][n]) for n, x in critics[0].items())
-    assert ("train.critic.decoder.embed" in critics[0]) == (kind == "network")
-
-
-def test_a_critic_needs_no_group(mesh, tmp_path):
-    changes = {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
-    changes |= {"updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "train.steps": 2}
-    changes |= {"reward.name": "small_runs:score_first_letter", "reward.extract": ""}
-    changes["seed"] = 1  # some of these responses are right, some are not
-    loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
-    found = records(tmp_path / "run")[1:]
-    assert [r["data/prompts_seen"] for r in found] == [8, 16]
-    assert all(r["critic/loss"] > 0 and r["update/grad_norm"] > 0 for r in found)
-
-
 def test_truncated_laws_keep_an_untruncated_update(run):
     """With top-k 1 and top-p every token is the greedy one, its policy log-prob is not 0."""
     changes = {"rollout.top_k": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.8}
@@ -209,23 +176,6 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(run, tmp_path,
     loop.train(small_config(), tmp_path / "again")
     assert records(tmp_path / "again") == records(run())
     assert records(run(seed=1))[1] != records(run())[1]
-
-
-def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
-    """Two passes over rows 0..31 in mini-batches of 16, each cut into micro-batches of 8."""
-    seen, real = [], loop.update
-
-    def update(learner, state, batch, index):
-        seen.append(np.asarray(index))
-        return real(learner, state, batch, index)
-
-    monkeypatch.setattr(loop, "update", update)
-    changes = {"updates.passes": 2, "updates.micro_batch_size": 8, "train.steps": 1}
-    loop.train(small_config(changes), tmp_path / "run")
-    rows = np.arange(32).reshape(2, 2, 8)
-    np.testing.assert_array_equal(seen, [rows[0], rows[1], rows[0], rows[1]])
-    (record,) = records(tmp_path / "run")[1:]
-    assert record["update/lr"] == pytest.approx(0.02)
 
 
 def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
@@ -278,26 +228,20 @@ def test_so_is_one_too_small_for_the_evaluation(mesh, tmp_path):
     changes = {"rollout.max_cache_gib": 1e-4, "evaluate.every": 1, "evaluate.samples": 64}
     with pytest.raises(ValueError, match=r"^rollout.max_cache_gib must be .* for 256 rows .*, got"):
         loop.train(small_config(changes), tmp_path / "run")
-    build(small_config(changes | {"evaluate.every": 0}))[0].pool.close()
+    build(small_config(changes | {"evaluate.every": 0}))[0].scorer.pool.close()
 
 
 @pytest.mark.parametrize(
-    ("draft", "run_ahead", "chooses"),
+    ("draft", "run_ahead", "adaptive"),
     [("none", False, False), ("none", True, True), ("previous", False, True)],
 )
-def test_costs_are_measured_where_there_is_a_choice(draft, run_ahead, chooses):
+def test_costs_are_measured_where_there_is_a_choice(draft, run_ahead, adaptive):
     """What was begun ahead is verified or left to decode steps, too."""
     changes = {"rollout.draft": draft, "rollout.run_ahead": run_ahead}
-    for adaptive in (True, False):
-        config = small_config(changes | {"rollout.adaptive": adaptive})
-        asked = Trainer.chooses.fget(types.SimpleNamespace(config=config))
-        assert asked == (chooses and adaptive)
-
-
-def test_update_lengths_are_quarters():
-    assert loop._lengths(24) == (6, 12, 18, 24)
-    assert loop._lengths(10) == (3, 5, 8, 10)
-    assert loop._lengths(2) == (1, 2)
+    for asked in (True, False):
+        config = small_config(changes | {"rollout.adaptive": asked})
+        found = Trainer.is_adaptive.fget(types.SimpleNamespace(config=config))
+        assert found == (adaptive and asked)
 
 
 def test_too_few_rows_in_flight_for_a_group_is_one_line(mesh, tmp_path):

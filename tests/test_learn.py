@@ -1,0 +1,69 @@
+"""Rewards → updates: mini-batches in order, and a policy that waits for its critic."""
+
+import numpy as np
+import pytest
+from small_runs import records, saved, small_config
+
+from specrl_jax import learn
+from specrl_jax import train as loop
+
+
+def test_update_lengths_are_quarters():
+    assert learn.update_lengths(24) == (6, 12, 18, 24)
+    assert learn.update_lengths(10) == (3, 5, 8, 10)
+    assert learn.update_lengths(2) == (1, 2)
+
+
+def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
+    """Two passes over rows 0..31 in mini-batches of 16, each cut into micro-batches of 8."""
+    seen, real = [], learn.update
+
+    def update(learner, state, batch, index, **options):
+        seen.append(np.asarray(index))
+        return real(learner, state, batch, index, **options)
+
+    monkeypatch.setattr(learn, "update", update)
+    changes = {"updates.passes": 2, "updates.micro_batch_size": 8, "train.steps": 1}
+    loop.train(small_config(changes), tmp_path / "run")
+    rows = np.arange(32).reshape(2, 2, 8)
+    np.testing.assert_array_equal(seen, [rows[0], rows[1], rows[0], rows[1]])
+    (record,) = records(tmp_path / "run")[1:]
+    assert record["update/lr"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("kind", ["head", "network"])
+def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mesh, tmp_path, kind):
+    """In the two warm-up steps the policy and its moments stay as they are, to the bit."""
+    changes = {
+        "critic.kind": kind, "critic.warmup_steps": 2, "checkpoint.every": 1,
+        "checkpoint.keep_last": 9, "updates.schedule_warmup": 2,
+    }  # fmt: skip
+    loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
+    found = records(tmp_path / "run")[1:]
+    assert found[0]["critic/value_mean"] == 0
+    assert found[1]["critic/value_mean"] != 0
+    assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in found)
+    # Two updates a step: the schedule begins with the first step that is not frozen.
+    np.testing.assert_allclose([r["update/lr"] for r in found], [0, 0, 0.02, 0.02], rtol=1e-6)
+    arrays = [saved(tmp_path / "run", step) for step in (0, 2, 4)]
+    policies, moments, critics = (
+        [{n: x for n, x in step.items() if n.startswith(prefix)} for step in arrays]
+        for prefix in ("train.params.", "train.opt_state.", "train.critic.")
+    )
+    for parts in (policies, moments):
+        assert all(np.array_equal(x, parts[1][n]) for n, x in parts[0].items())
+        assert not all(np.array_equal(x, parts[2][n]) for n, x in parts[0].items())
+    assert not any(x.any() for x in moments[1].values())
+    assert not any(np.array_equal(x, critics[1][n]) for n, x in critics[0].items())
+    assert ("train.critic.decoder.embed" in critics[0]) == (kind == "network")
+
+
+def test_a_critic_needs_no_group(mesh, tmp_path):
+    changes = {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
+    changes |= {"updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "train.steps": 2}
+    changes |= {"reward.name": "small_runs:score_first_letter", "reward.extract": ""}
+    changes["seed"] = 1  # some of these responses are right, some are not
+    loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
+    found = records(tmp_path / "run")[1:]
+    assert [r["data/prompts_seen"] for r in found] == [8, 16]
+    assert all(r["critic/loss"] > 0 and r["update/grad_norm"] > 0 for r in found)

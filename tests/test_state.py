@@ -1,0 +1,76 @@
+"""State parts save and restore themselves, and are absent where they are off."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from small_runs import small_config
+
+from specrl_jax.build import build
+from specrl_jax.state import Lenience, TrainerState, init_state
+from specrl_jax.types import StatePart
+
+ALWAYS = {"stream", "store", "lenience"}
+
+
+def _states(changes: dict, algorithm: str = "grpo") -> tuple[TrainerState, TrainerState]:
+    """Two states before the first step."""
+    trainer, params = build(small_config({"rollout.adaptive": False} | changes, algorithm))
+    return tuple(init_state(trainer, jax.tree.map(np.copy, params)) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "algorithm", "on"),
+    [
+        ({}, "grpo", set()),
+        ({"algorithm.kl_coef": 0.1}, "grpo", {"reference"}),
+        ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", {"run_ahead"}),
+        ({"rollout.partial": 2}, "grpo", {"resumed"}),
+        ({"rollout.draft": "none"}, "dapo", {"groups", "waiting_rows"}),
+    ],
+    ids=["nothing", "reference", "run-ahead", "partial", "dapo"],
+)
+def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
+    mesh, changes, algorithm, on
+):
+    state, other = _states(changes, algorithm)
+    assert state.parts.keys() == ALWAYS | on
+    assert state.arrays().keys() == {"train"} | ALWAYS | on
+    assert state.host().keys() == {"step", "machine"} | ALWAYS | on
+    state.step, state.lenience = 7, Lenience(-0.5)
+    host = json.loads(json.dumps(state.host()))
+    other.restore(host, state.arrays())
+    assert (other.step, other.lenience) == (7, Lenience(-0.5))
+    assert json.loads(json.dumps(other.host())) == host
+    like, arrays = jax.tree.leaves(state.like()), jax.tree.leaves(other.arrays())
+    assert [(x.shape, x.dtype) for x in like] == [(x.shape, x.dtype) for x in arrays]
+
+
+def test_a_lenience_that_json_lacks_is_kept(mesh):
+    for log in (-np.inf, np.inf, 0.1):
+        host = json.loads(json.dumps(Lenience(float(log)).host()))
+        assert Lenience(0.0).restore(host, {}) == Lenience(float(log))
+
+
+def test_a_new_part_needs_only_its_class_and_a_field(mesh):
+    @dataclasses.dataclass
+    class Counter(StatePart):
+        count: int = 0
+
+        def host(self):
+            return self.count
+
+        def restore(self, host, arrays):
+            return Counter(host)
+
+    @dataclasses.dataclass
+    class Extended(TrainerState):
+        counter: Counter | None = None
+
+    state, _ = _states({})
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    one, other = Extended(**fields, counter=Counter(3)), Extended(**fields, counter=Counter())
+    other.restore(json.loads(json.dumps(one.host())), one.arrays())
+    assert other.counter == Counter(3)
