@@ -14,7 +14,7 @@ from jax import Array
 
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.scoring import pack, response_logprobs
+from specrl_jax.algorithms.scoring import pack, score
 from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
@@ -109,8 +109,8 @@ def _run(
         mask = jnp.arange(slots)[None, :] < response_lens[:, None]
 
         def loss(params: Params) -> Array:
-            scores = response_logprobs(learner, params, tokens, prompt_lens, slots)
-            return -masked_mean(scores, mask)
+            scores = score(learner, params, None, tokens, prompt_lens, slots)
+            return -masked_mean(scores.logprobs, mask)
 
         value, grads = jax.value_and_grad(loss)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -1,4 +1,4 @@
-"""The only masked statistics: sums and means over the positions a mask keeps.
+"""Sums and means over the positions where a mask holds.
 
 Plain `jnp` reductions, so they work under `jit` and on arrays sharded over the reduced axes.
 """

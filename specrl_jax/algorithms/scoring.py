@@ -43,23 +43,30 @@ def pack(
     return jax.vmap(join)(padded, responses_BR[:, :response_slots], prompt_lens)
 
 
-def score(learner: Learner, params: Params, critic: Params | None, batch: Batch) -> Scores:
+def score(
+    learner: Learner,
+    params: Params,
+    critic: Params | None,
+    tokens_BT: Array,
+    prompt_lens: Array,
+    response_slots: int,
+) -> Scores:
     """One pass of the policy over a micro-batch, and one of a critic with its own decoder."""
-    slots = batch.old_logprobs.shape[1]
-    model = Transformer(learner.model, params)
-    hidden_BRD = _response_hidden(model, batch.tokens, batch.prompt_lens, slots)
-    logprobs, entropies = _score_tokens(learner, model, hidden_BRD, batch.tokens, batch.prompt_lens)
-    values = None if critic is None else _values(learner, critic, batch, lambda: hidden_BRD)
-    return Scores(logprobs, entropies, values)
-
-
-def response_logprobs(
-    learner: Learner, params: Params, tokens_BT: Array, prompt_lens: Array, response_slots: int
-) -> Array:
-    """Log-probs [B, R] in nats of the response slots, at the rollout's temperature."""
     model = Transformer(learner.model, params)
     hidden_BRD = _response_hidden(model, tokens_BT, prompt_lens, response_slots)
-    return _score_tokens(learner, model, hidden_BRD, tokens_BT, prompt_lens)[0]
+    responses_BR = _slice_rows(tokens_BT, prompt_lens, response_slots)
+
+    def score_chunk(logits: Array, tokens: Array) -> tuple[Array, Array]:
+        logits = logits / learner.temperature
+        return token_logprobs(logits, tokens), entropy(logits)
+
+    scores = map_tokens(score_chunk, model, hidden_BRD, responses_BR, learner.logits_chunk)
+    if critic is None:
+        return Scores(*scores, values=None)
+    decoder = value.decoder(learner.model, critic)
+    if decoder is not None:
+        hidden_BRD = _response_hidden(decoder, tokens_BT, prompt_lens, response_slots)
+    return Scores(*scores, value.values(critic, hidden_BRD))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -71,23 +78,18 @@ def logprobs(learner: Learner, params: Params, batch: Batch, index_Mm: Array) ->
     slots = batch.old_logprobs.shape[1]
 
     def of_rows(rows: Batch) -> Array:
-        return response_logprobs(learner, params, rows.tokens, rows.prompt_lens, slots)
+        return score(learner, params, None, rows.tokens, rows.prompt_lens, slots).logprobs
 
     return _map_micro_batches(of_rows, batch, index_Mm)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def critic_values(learner: Learner, state: TrainState, batch: Batch, index_Mm: Array) -> Array:
-    """The critic's values [B, R] of a whole batch: column j is of the state before token j.
-
-    index: as in `logprobs`.
-    """
-    slots = batch.old_logprobs.shape[1]
-    model = Transformer(learner.model, state.params)
+    """The critic's values [B, R] of a whole batch; index: as in `logprobs`."""
+    weights, slots = (state.params, state.critic), batch.old_logprobs.shape[1]
 
     def of_rows(rows: Batch) -> Array:
-        policy_hidden = lambda: _response_hidden(model, rows.tokens, rows.prompt_lens, slots)  # noqa: E731
-        return _values(learner, state.critic, rows, policy_hidden)
+        return score(learner, *weights, rows.tokens, rows.prompt_lens, slots).values
 
     return _map_micro_batches(of_rows, batch, index_Mm)
 
@@ -114,31 +116,6 @@ def _response_hidden(
     """Hidden states [B, R, D] of the slots that predict a response."""
     hidden_BTD, _ = model(tokens_BT)
     return _slice_rows(hidden_BTD, prompt_lens - 1, response_slots)
-
-
-def _score_tokens(
-    learner: Learner, model: Transformer, hidden_BRD: Array, tokens_BT: Array, prompt_lens: Array
-) -> tuple[Array, Array]:
-    """Log-probs and entropies [B, R] of the response tokens."""
-    responses_BR = _slice_rows(tokens_BT, prompt_lens, hidden_BRD.shape[1])
-
-    def score_chunk(logits: Array, tokens: Array) -> tuple[Array, Array]:
-        logits = logits / learner.temperature
-        return token_logprobs(logits, tokens), entropy(logits)
-
-    return map_tokens(score_chunk, model, hidden_BRD, responses_BR, learner.logits_chunk)
-
-
-def _values(
-    learner: Learner, critic: Params, batch: Batch, policy_hidden: Callable[[], Array]
-) -> Array:
-    """Values [B, R]; the policy's hidden states are read by a critic without its own decoder."""
-    decoder = value.decoder(learner.model, critic)
-    if decoder is None:
-        return value.values(critic, policy_hidden())
-    slots = batch.old_logprobs.shape[1]
-    hidden_BRD = _response_hidden(decoder, batch.tokens, batch.prompt_lens, slots)
-    return value.values(critic, hidden_BRD)
 
 
 def _slice_rows(array: Array, starts: Array, width: int) -> Array:

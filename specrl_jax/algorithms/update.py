@@ -82,11 +82,11 @@ def _gradients(
     learner: Learner, state: TrainState, batch: Batch, index_Mm: Array, mask: Array
 ) -> tuple[Weights, Sums]:
     """Gradients and sums of a mini-batch, added over its micro-batches; mask: the mini-batch's."""
-    weights = (state.params, state.critic)
+    weights, slots = (state.params, state.critic), batch.old_logprobs.shape[1]
     policy_count = AGGREGATIONS[learner.loss.aggregation].count(mask)
 
     def loss(weights: Weights, rows: Batch) -> tuple[Array, Sums]:
-        scores = score(learner, *weights, rows)
+        scores = score(learner, *weights, rows.tokens, rows.prompt_lens, slots)
         total, sums = policy_loss(scores.logprobs, scores.entropy, rows, learner.loss, policy_count)
         sums["loss"] = total
         if scores.values is not None:

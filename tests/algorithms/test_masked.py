@@ -17,7 +17,7 @@ def test_sum_and_mean_by_hand():
     np.testing.assert_array_equal(masked_mean(VALUES, MASK, axis=-1), [1.5, 0.0, 0.5])
 
 
-def test_nothing_kept_is_zero_not_nan():
+def test_an_empty_mask_gives_zero_not_nan():
     assert masked_mean(VALUES, np.zeros_like(MASK)) == 0.0
     assert masked_sum(VALUES, np.zeros_like(MASK)) == 0.0
 

@@ -1,4 +1,4 @@
-"""The law that SPEC-RL's rule emits, its measures and weights, by exact enumeration."""
+"""What SPEC-RL's rule emits, its measures and weights, by exact enumeration."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import rollout_reference as ref
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.algorithms import off_policy as reuse
+from specrl_jax.algorithms import off_policy
 from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.carry_over import _empty_rollout
 from specrl_jax.sharding import put
@@ -21,14 +21,15 @@ VOCAB = 7
 LENIENCES = [0.0, 0.3, 1.0, math.inf]
 
 
-def laws(seed=0):
+def distributions(seed=0):
+    """π and π_old [V]."""
     rng = np.random.default_rng(seed)
     scores = rng.normal(0, 1.2, (2, VOCAB))
     return np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
 
 
-def one_token_rollout(new, old, kept: bool) -> Rollout:
-    """A row for every token of the vocabulary, kept or drawn."""
+def one_token_rollout(new, old, accepted: bool) -> Rollout:
+    """A row for every token of the vocabulary, accepted or sampled."""
     empty = _empty_rollout(VOCAB, 2, 0)
 
     def fill(values):
@@ -37,38 +38,36 @@ def one_token_rollout(new, old, kept: bool) -> Rollout:
     return dataclasses.replace(
         empty,
         lens=jnp.ones(VOCAB, jnp.int32),
-        prefix_lens=jnp.full(VOCAB, int(kept), jnp.int32),
-        sources=jnp.full((VOCAB, 2), Source.REUSED if kept else Source.SAMPLED, jnp.int8),
+        prefix_lens=jnp.full(VOCAB, int(accepted), jnp.int32),
+        sources=jnp.full((VOCAB, 2), Source.REUSED if accepted else Source.SAMPLED, jnp.int8),
         sampling_logprobs=fill(np.log(new)),
-        draft_logprobs=fill(np.log(old) if kept else np.log(new)),
+        draft_logprobs=fill(np.log(old) if accepted else np.log(new)),
     )
 
 
 @pytest.mark.parametrize("log_lenience", LENIENCES)
 @pytest.mark.parametrize("rule", ["ratio", "random"])
 def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, rule, log_lenience):
-    """One position, every outcome: the draft's token kept, or any token drawn after a rejection."""
-    new, old = laws()
-    accepts = np.minimum(1, np.exp(log_lenience) * new / old) if rule == "ratio" else 0.4
-    keeps = old * accepts
-    mass = 1 - keeps.sum()
+    """One position, all outcomes: the draft's token, or any token sampled after its rejection."""
+    new, old = distributions()
+    chance = np.minimum(1, np.exp(log_lenience) * new / old) if rule == "ratio" else 0.4
+    accepted_mass = old * chance
+    mass = 1 - accepted_mass.sum()
     weight = acceptance.RULES[rule].importance_weight
     inputs = (np.float32(log_lenience), np.float32(mass), weight)
-    weights = [
-        np.asarray(reuse.importance_weights(one_token_rollout(new, old, kept), *inputs))[:, 0]
-        for kept in (True, False)
-    ]
+    rollouts = (one_token_rollout(new, old, accepted) for accepted in (True, False))
+    first, last = (off_policy.importance_weights(rollout, *inputs)[:, 0] for rollout in rollouts)
     function = np.random.default_rng(1).normal(size=VOCAB)
-    emitted = np.sum(keeps * weights[0] * function) + np.sum(mass * new * weights[1] * function)
-    plain = np.sum(keeps * function) + np.sum(mass * new * function)
+    emitted = np.sum((accepted_mass * first + mass * new * last) * function)
+    plain = np.sum((accepted_mass + mass * new) * function)
     np.testing.assert_allclose(emitted, np.sum(new * function), rtol=1e-5)
-    assert abs(plain - np.sum(new * function)) > 0.01  # without weights it is another law
+    assert abs(plain - np.sum(new * function)) > 0.01  # without weights it is another mean
 
 
 @pytest.mark.parametrize("rule", ["ratio_residual", "block", "match"])
 def test_exact_rules_have_weight_1(mesh, rule):
-    weights = reuse.importance_weights(
-        one_token_rollout(*laws(), kept=True),
+    weights = off_policy.importance_weights(
+        one_token_rollout(*distributions(), accepted=True),
         np.float32(0.5),
         np.float32(0.2),
         acceptance.RULES[rule].importance_weight,
@@ -77,9 +76,9 @@ def test_exact_rules_have_weight_1(mesh, rule):
 
 
 @pytest.mark.parametrize("log_lenience", LENIENCES)
-def test_measures_of_tokens_kept_by_chance(mesh, log_lenience):
+def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     """200,000 drafts of one token against sums over the vocabulary."""
-    new, old = laws()
+    new, old = distributions()
     rows, rng = 200_000, np.random.default_rng(2)
     drafts = rng.choice(VOCAB, rows, p=old)
     noise = rng.random(rows).astype(np.float32)
@@ -95,50 +94,53 @@ def test_measures_of_tokens_kept_by_chance(mesh, log_lenience):
         sampling_logprobs=jnp.asarray(score[0]),
         draft_logprobs=jnp.where(accepted[:, None], *reversed(score)),
     )
-    mass = reuse.estimate_rejected_mass(accepted.astype(int), np.ones(rows, int))
-    found = reuse.measure(rollout, log_lenience, mass)
+    mass = off_policy.estimate_rejected_mass(accepted.astype(int), np.ones(rows, int))
+    measured = off_policy.measure(rollout, log_lenience, mass)
     ratio = new / old
-    keeps = old * np.minimum(1, np.exp(log_lenience) * ratio)
+    accepted_mass = old * np.minimum(1, np.exp(log_lenience) * ratio)
     strict = old * np.minimum(1, ratio)
-    np.testing.assert_allclose(mass, 1 - keeps.sum(), atol=5e-3)
-    assert found["reuse/rejected_mass"] == mass
-    law = keeps / keeps.sum()
+    np.testing.assert_allclose(mass, 1 - accepted_mass.sum(), atol=5e-3)
+    assert measured["reuse/rejected_mass"] == mass
+    emitted = accepted_mass / accepted_mass.sum()
     for name, expected in {
-        "reuse/log_ratio_mean": law @ np.log(ratio),
-        "reuse/kl": law @ (ratio - 1 - np.log(ratio)),
-        "reuse/lenient_fraction": 1 - strict.sum() / keeps.sum(),
+        "reuse/log_ratio_mean": emitted @ np.log(ratio),
+        "reuse/kl": emitted @ (ratio - 1 - np.log(ratio)),
+        "reuse/lenient_fraction": 1 - strict.sum() / accepted_mass.sum(),
     }.items():
-        np.testing.assert_allclose(found[name], expected, atol=8e-3, err_msg=name)
-    kept = np.log(ratio)[drafts][accepted]
+        np.testing.assert_allclose(measured[name], expected, atol=8e-3, err_msg=name)
+    log_ratios = np.log(ratio)[drafts][accepted]
     for name, share in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
-        expected = np.quantile(kept.astype(np.float32), share)
-        np.testing.assert_allclose(found[f"reuse/log_ratio_{name}"], expected, atol=1e-6)
+        expected = np.quantile(log_ratios.astype(np.float32), share)
+        np.testing.assert_allclose(measured[f"reuse/log_ratio_{name}"], expected, atol=1e-6)
     if log_lenience == 0:
-        assert found["reuse/lenient_fraction"] == 0
+        assert measured["reuse/lenient_fraction"] == 0
 
 
-def test_nothing_kept_has_no_measure(mesh):
-    assert reuse.measure(one_token_rollout(*laws(), kept=False), 0.5, 0.0) == {}
-    assert reuse.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
+def test_nothing_accepted_has_no_measure(mesh):
+    assert off_policy.measure(one_token_rollout(*distributions(), accepted=False), 0.5, 0.0) == {}
+    assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 
 def test_the_controller_finds_its_target():
-    """The exact share of lenient tokens of these laws as the plant; it rises with lenience."""
-    new, old = laws()
+    """The controlled quantity is the exact share of lenient tokens; it rises with lenience."""
+    new, old = distributions()
 
     def share(log_lenience):
-        strict, keeps = (old * np.minimum(1, np.exp(x) * new / old) for x in (0, log_lenience))
-        return 1 - strict.sum() / keeps.sum()
+        strict, accepted_mass = (
+            old * np.minimum(1, np.exp(x) * new / old) for x in (0, log_lenience)
+        )
+        return 1 - strict.sum() / accepted_mass.sum()
 
     options = {"gain": 0.1, "low": 1.0, "high": math.e}
-    found = 0.5
+    log_lenience = 0.5
     for _ in range(200):
-        found = reuse.next_log_lenience(found, share(found), target=0.1, **options)
-    assert share(found) == pytest.approx(0.1, abs=1e-3)
-    assert reuse.next_log_lenience(0.5, 0.0, target=0.1, **options) == pytest.approx(0.6)
-    assert reuse.next_log_lenience(0.5, 9.0, target=0.1, **options) == pytest.approx(0.4)
-    assert reuse.next_log_lenience(0.95, 0.0, target=0.1, **options) == 1.0
-    assert reuse.next_log_lenience(0.05, 9.0, target=0.1, **options) == 0.0
+        measured = share(log_lenience)
+        log_lenience = off_policy.next_log_lenience(log_lenience, measured, target=0.1, **options)
+    assert share(log_lenience) == pytest.approx(0.1, abs=1e-3)
+    assert off_policy.next_log_lenience(0.5, 0.0, target=0.1, **options) == pytest.approx(0.6)
+    assert off_policy.next_log_lenience(0.5, 9.0, target=0.1, **options) == pytest.approx(0.4)
+    assert off_policy.next_log_lenience(0.95, 0.0, target=0.1, **options) == 1.0
+    assert off_policy.next_log_lenience(0.05, 9.0, target=0.1, **options) == 0.0
 
 
 def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
@@ -150,25 +152,25 @@ def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
     drafts = dataclasses.replace(drafts, origin_steps=put(steps.astype(np.int32), "batch", None))
     key, options = jax.random.key(ref.KEY), {"step": 6, "log_lenience": math.inf}
 
-    def offered(**changes):
+    def draft_lens(**changes):
         changed = dataclasses.replace(plan, **changes)
         return ref.rollout(changed, new, prompts, key=key, drafts=drafts, **options).draft_lens
 
-    lens, whole = np.asarray(drafts.lens), offered()
+    lens, whole = np.asarray(drafts.lens), draft_lens()
     np.testing.assert_array_equal(whole, lens)
-    np.testing.assert_array_equal(offered(token_age=5), lens)
-    np.testing.assert_array_equal(offered(token_age=4), 0)  # the first is 5 steps old
+    np.testing.assert_array_equal(draft_lens(token_age=5), lens)
+    np.testing.assert_array_equal(draft_lens(token_age=4), 0)  # the first is 5 steps old
     newer = put((7 - steps).astype(np.int32), "batch", None)
     newer = dataclasses.replace(drafts, origin_steps=newer)
-    found = ref.rollout(
+    result = ref.rollout(
         dataclasses.replace(plan, token_age=2), new, prompts, key=key, drafts=newer, **options
     )
-    np.testing.assert_array_equal(found.draft_lens, np.minimum(lens, 3))  # 6, 5, 4 | 3
-    some = offered(refresh=0.5)
+    np.testing.assert_array_equal(result.draft_lens, np.minimum(lens, 3))  # 6, 5, 4 | 3
+    some = draft_lens(refresh=0.5)
     assert 0 < np.sum(some == 0) < len(lens)
     assert set(some[some > 0]) <= set(lens)
-    np.testing.assert_array_equal(offered(refresh=1.0), 0)
-    np.testing.assert_array_equal(some, offered(refresh=0.5))
+    np.testing.assert_array_equal(draft_lens(refresh=1.0), 0)
+    np.testing.assert_array_equal(some, draft_lens(refresh=0.5))
 
 
 def test_a_run_adapts_its_lenience_and_weighs_its_tokens(mesh, tmp_path):
@@ -177,16 +179,16 @@ def test_a_run_adapts_its_lenience_and_weighs_its_tokens(mesh, tmp_path):
         "algorithm.importance_cap": 1.5, "train.epochs": 3,
     }  # fmt: skip
     loop.train(small_config(changes), tmp_path / "run")
-    found = records(tmp_path / "run")[1:]
-    lenience = [r["reuse/log_lenience"] for r in found]
-    assert lenience[:3] == pytest.approx([math.log(2)] * 3)  # nothing kept in the first epoch
+    steps = records(tmp_path / "run")[1:]
+    lenience = [r["reuse/log_lenience"] for r in steps]
+    assert lenience[:3] == pytest.approx([math.log(2)] * 3)  # nothing accepted in the first epoch
     assert lenience[3:] == pytest.approx([math.log(2) - 0.1 * i for i in (1, 2, 3)])
-    for record in found[2:]:
+    for record in steps[2:]:
         assert record["reuse/lenient_fraction"] > 1e-6
         assert 0 < record["policy/importance_mean"] < 1.5
         assert record["reuse/log_ratio_p05"] <= record["reuse/log_ratio_p50"]
-    assert [r["policy/importance_mean"] for r in found[:2]] == [1, 1]
-    assert any(r["policy/importance_capped"] > 0 for r in found)
+    assert [r["policy/importance_mean"] for r in steps[:2]] == [1, 1]
+    assert any(r["policy/importance_capped"] > 0 for r in steps)
 
 
 def test_recomputed_log_probs_are_weighed_against_the_rollouts(mesh, tmp_path):

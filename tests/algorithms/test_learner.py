@@ -1,0 +1,89 @@
+"""Settings of the update from the config, learning rates, AdamW."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_runs
+
+from specrl_jax.algorithms.learner import make_learner, make_optimizer, make_schedule
+from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.models.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=12, embed_dim=8, mlp_dim=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
+)
+
+
+def test_adamw_and_clipping_against_the_formulas(mesh):
+    """Two steps of clip → AdamW (arXiv 1711.05101) in float64 NumPy."""
+    settings = small_runs.small_config(
+        {
+            "updates.learning_rate": 0.1,
+            "updates.schedule": "linear",
+            "updates.weight_decay": 0.05,
+            "updates.beta1": 0.8,
+            "updates.beta2": 0.95,
+            "updates.epsilon": 1e-4,
+            "updates.clip_norm": 0.5,
+        }
+    ).updates
+    optimizer = make_optimizer(settings, make_schedule(settings, 4))
+    rng = np.random.default_rng(0)
+    p = rng.normal(size=5)
+    m = v = np.zeros(5)
+    params = jnp.asarray(p, jnp.float32)
+    state = optimizer.init(params)
+    for step in (1, 2):
+        g = rng.normal(size=5)
+        updates, state = optimizer.update(jnp.asarray(g, jnp.float32), state, params)
+        params = optax.apply_updates(params, updates)
+        g = g * min(1, 0.5 / np.linalg.norm(g))
+        m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g**2
+        adam = m / (1 - 0.8**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-4)
+        p = p - 0.1 * (1 - (step - 1) / 4) * (adam + 0.05 * p)
+        np.testing.assert_allclose(params, p, rtol=1e-5)
+
+
+def test_no_clipping_where_the_norm_is_0():
+    settings = small_runs.small_config({"updates.clip_norm": 0.0}).updates
+    optimizer = make_optimizer(settings, optax.constant_schedule(1.0))
+    grads, params = jnp.asarray([3e4, 4e4]), jnp.zeros(2)
+    _, (_, adam) = optimizer.update(grads, optimizer.init(params), params)
+    np.testing.assert_allclose(adam[0].mu, (1 - settings.beta1) * grads, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ramp", "want"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1]),
+        ("linear", 0, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("cosine", 0, [0.5 * (1 + np.cos(np.pi * n / 6)) for n in range(6)]),
+        ("constant", 2, [0.5, 1, 1, 1, 1, 1]),
+        ("constant", 1, [1, 1, 1, 1, 1, 1]),
+        ("linear", 2, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", 2, [0.5, 1, *(0.5 * (1 + np.cos(np.pi * n / 4)) for n in range(4))]),
+        ("constant", 8, [n / 8 for n in range(1, 7)]),
+    ],
+)
+def test_the_learning_rate_by_step(schedule, ramp, want):
+    settings = small_runs.small_config(
+        {"updates.schedule": schedule, "updates.schedule_warmup": ramp}
+    ).updates
+    rate = make_schedule(settings, 6)
+    got = [float(rate(step)) for step in range(6)]
+    np.testing.assert_allclose(got, settings.learning_rate * np.asarray(want), rtol=1e-5, atol=1e-9)
+
+
+def test_the_learner_takes_its_fields_from_the_config():
+    config = small_runs.small_config(
+        {"algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25, "rollout.temperature": 0.7}
+    )
+    learner = make_learner(config, MODEL, optax.constant_schedule(1.0))
+    want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
+    assert dataclasses.asdict(learner.loss) == want | {"max_response_len": 6}
+    assert (learner.loss.aggregation, learner.loss.kl_coef) == ("sequence", 0.25)
+    assert (learner.temperature, learner.logits_chunk) == (0.7, config.rollout.logits_chunk)
+    assert learner.micro_batch_size == config.updates.micro_batch_size
