@@ -37,5 +37,9 @@ class ModelConfig:
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
 
+    @property
+    def untied(self) -> bool:
+        return not self.tie_embeddings
+
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

@@ -1,6 +1,6 @@
 """What sets one family of decoders apart from another: one row of `FAMILIES` for each.
 
-A new family is a row here; new tensors are rows of `hf._WEIGHTS` and `layers.LAYER_AXES`.
+A new family is a row here; new tensors are rows of `parameters.LAYER`.
 """
 
 import dataclasses

@@ -18,6 +18,7 @@ import numpy as np
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.hf_config import config_from_json, config_to_json
+from specrl_jax.models.parameters import LAYER, TOP, Parameter, select
 from specrl_jax.models.transformer import param_shapes
 
 Params = dict[str, Any]
@@ -32,39 +33,6 @@ class Checkpoint(NamedTuple):
     read: Callable[[str], np.ndarray]  # name → tensor
 
 
-class _Weight(NamedTuple):
-    """One parameter in our tree and in the file."""
-
-    path: str  # in our tree
-    axes: str  # our axes, one letter each
-    file_axes: str  # the file's axes; "NH,D" is a matrix of N·H rows and D columns
-    name: str  # in the file; "{}" is the layer
-
-
-_LAYER = "model.layers.{}."
-_WEIGHTS = (
-    _Weight("embed", "VD", "V,D", "model.embed_tokens.weight"),
-    _Weight("final_norm", "D", "D", "model.norm.weight"),
-    _Weight("lm_head", "VD", "V,D", "lm_head.weight"),
-    _Weight("layers/attn_norm", "D", "D", _LAYER + "input_layernorm.weight"),
-    _Weight("layers/mlp_norm", "D", "D", _LAYER + "post_attention_layernorm.weight"),
-    _Weight("layers/q_proj", "DNH", "NH,D", _LAYER + "self_attn.q_proj.weight"),
-    _Weight("layers/k_proj", "DKH", "KH,D", _LAYER + "self_attn.k_proj.weight"),
-    _Weight("layers/v_proj", "DKH", "KH,D", _LAYER + "self_attn.v_proj.weight"),
-    _Weight("layers/o_proj", "NHD", "D,NH", _LAYER + "self_attn.o_proj.weight"),
-    _Weight("layers/q_bias", "NH", "NH", _LAYER + "self_attn.q_proj.bias"),
-    _Weight("layers/k_bias", "KH", "KH", _LAYER + "self_attn.k_proj.bias"),
-    _Weight("layers/v_bias", "KH", "KH", _LAYER + "self_attn.v_proj.bias"),
-    _Weight("layers/o_bias", "D", "D", _LAYER + "self_attn.o_proj.bias"),
-    _Weight("layers/q_norm", "H", "H", _LAYER + "self_attn.q_norm.weight"),
-    _Weight("layers/k_norm", "H", "H", _LAYER + "self_attn.k_norm.weight"),
-    _Weight("layers/gate_proj", "DF", "F,D", _LAYER + "mlp.gate_proj.weight"),
-    _Weight("layers/up_proj", "DF", "F,D", _LAYER + "mlp.up_proj.weight"),
-    _Weight("layers/down_proj", "FD", "D,F", _LAYER + "mlp.down_proj.weight"),
-    _Weight("layers/gate_bias", "F", "F", _LAYER + "mlp.gate_proj.bias"),
-    _Weight("layers/up_bias", "F", "F", _LAYER + "mlp.up_proj.bias"),
-    _Weight("layers/down_bias", "D", "D", _LAYER + "mlp.down_proj.bias"),
-)
 # Buffers that old versions of transformers stored beside the weights.
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -223,27 +191,23 @@ class _Slot(NamedTuple):
 
 def _slots(config: ModelConfig) -> Iterator[tuple[str, _Slot]]:
     """Every tensor name of a file with this config, layer by layer."""
-    shapes = _flat_shapes(config)
-    weights = [w for w in _WEIGHTS if w.path in shapes]
-    stacked = [w for w in weights if w.path.startswith("layers/")]
-    for weight in weights:
-        if weight not in stacked:
-            yield weight.name, _slot(weight, shapes[weight.path], None)
+    for name, parameter in select(TOP, config).items():
+        yield parameter.file_name, _slot(parameter, config, name)
     for layer in range(config.num_layers):
-        for weight in stacked:
-            yield weight.name.format(layer), _slot(weight, shapes[weight.path][1:], layer)
+        for name, parameter in select(LAYER, config).items():
+            slot = _slot(parameter, config, f"layers/{name}", layer)
+            yield parameter.file_name.format(layer), slot
 
 
-def _slot(weight: _Weight, ours: tuple[int, ...], layer: int | None) -> _Slot:
-    sizes = dict(zip(weight.axes, ours, strict=True))
-    groups = weight.file_axes.split(",")
-    letters = "".join(groups)
+def _slot(parameter: Parameter, config: ModelConfig, path: str, layer: int | None = None) -> _Slot:
+    groups = parameter.file_axes.split(",")
+    axes = "".join(groups)
     return _Slot(
-        weight.path,
+        path,
         layer,
-        tuple(weight.axes.index(letter) for letter in letters),
-        tuple(sizes[letter] for letter in letters),
-        tuple(math.prod(sizes[letter] for letter in group) for group in groups),
+        tuple(parameter.axes.index(axis) for axis in axes),
+        tuple(parameter.size(config, axis) for axis in axes),
+        tuple(parameter.size(config, group) for group in groups),
     )
 
 

@@ -15,33 +15,15 @@ from jax import Array
 from specrl_jax.models.attention import attention
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, as_layer, write
+from specrl_jax.models.parameters import LAYER
 from specrl_jax.sharding import reshard, shards, spec
 
-# Logical axes of one layer's parameters, without the leading layer axis.
-LAYER_AXES: dict[str, tuple[str | None, ...]] = {
-    "attn_norm": (None,),
-    "q_proj": ("embed", "heads", None),
-    "k_proj": ("embed", "kv_heads", None),
-    "v_proj": ("embed", "kv_heads", None),
-    "o_proj": ("heads", None, "embed"),
-    "q_bias": ("heads", None),
-    "k_bias": ("kv_heads", None),
-    "v_bias": ("kv_heads", None),
-    "o_bias": (None,),
-    "q_norm": (None,),
-    "k_norm": (None,),
-    "mlp_norm": (None,),
-    "gate_proj": ("embed", "mlp"),
-    "up_proj": ("embed", "mlp"),
-    "down_proj": ("mlp", "embed"),
-    # Made by `join_projections`, for the rollout alone:
+# Logical axes of one layer's parameters, with those of `join_projections`.
+LAYER_AXES: dict[str, tuple[str | None, ...]] = {n: p.layout for n, p in LAYER.items()} | {
     "qkv_proj": ("embed", "kv_heads", None, None),
     "qkv_bias": ("kv_heads", None, None),
     "gate_up_proj": ("embed", None, "mlp"),
     "gate_up_bias": (None, "mlp"),
-    "gate_bias": ("mlp",),
-    "up_bias": ("mlp",),
-    "down_bias": (None,),
 }
 
 

@@ -18,12 +18,11 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
-from specrl_jax.models.layers import LAYER_AXES, Block, join_projections, rms_norm, rope_tables
+from specrl_jax.models.layers import Block, join_projections, rms_norm, rope_tables
+from specrl_jax.models.parameters import LAYER, TOP, select
 from specrl_jax.sharding import check_divides, reshard, spec
 
 Params = dict[str, Array | dict[str, Array]]
-
-_TOP_AXES = {"embed": ("vocab", None), "lm_head": ("vocab", None), "final_norm": (None,)}
 
 
 class Transformer(nnx.Module):
@@ -113,31 +112,9 @@ class Transformer(nnx.Module):
 
 def param_shapes(config: ModelConfig) -> dict:
     """The parameter tree, with shapes for arrays."""
-    c = config
-    heads, kv_heads = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
-    layer = {
-        "attn_norm": (c.embed_dim,),
-        "mlp_norm": (c.embed_dim,),
-        "q_proj": (c.embed_dim, *heads),
-        "k_proj": (c.embed_dim, *kv_heads),
-        "v_proj": (c.embed_dim, *kv_heads),
-        "o_proj": (*heads, c.embed_dim),
-        "gate_proj": (c.embed_dim, c.mlp_dim),
-        "up_proj": (c.embed_dim, c.mlp_dim),
-        "down_proj": (c.mlp_dim, c.embed_dim),
-    }
-    if c.attention_bias:
-        layer |= {"q_bias": heads, "k_bias": kv_heads, "v_bias": kv_heads}
-    if c.output_bias:
-        layer |= {"o_bias": (c.embed_dim,)}
-    if c.qk_norm:
-        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    if c.mlp_bias:
-        layer |= {"gate_bias": (c.mlp_dim,), "up_bias": (c.mlp_dim,), "down_bias": (c.embed_dim,)}
-    top = {"embed": (c.vocab_size, c.embed_dim), "final_norm": (c.embed_dim,)}
-    if not c.tie_embeddings:
-        top["lm_head"] = (c.vocab_size, c.embed_dim)
-    return top | {"layers": {name: (c.num_layers, *shape) for name, shape in layer.items()}}
+    top = {n: p.shape(config) for n, p in select(TOP, config).items()}
+    layer = {n: (config.num_layers, *p.shape(config)) for n, p in select(LAYER, config).items()}
+    return top | {"layers": layer}
 
 
 def param_count(config: ModelConfig) -> int:
@@ -161,8 +138,8 @@ def abstract_params(config: ModelConfig) -> dict:
 def param_specs(config: ModelConfig) -> dict:
     """Partition of every parameter as it is stored (master weights, optimizer state)."""
     shapes = param_shapes(config)
-    layers = {n: spec(None, *LAYER_AXES[n], stored=True) for n in shapes["layers"]}
-    top = {n: spec(*_TOP_AXES[n], stored=True) for n in shapes if n != "layers"}
+    layers = {n: spec(None, *LAYER[n].layout, stored=True) for n in shapes["layers"]}
+    top = {n: spec(*TOP[n].layout, stored=True) for n in shapes if n != "layers"}
     return top | {"layers": layers}
 
 
@@ -185,9 +162,6 @@ def init_params(config: ModelConfig, key: Array) -> Params:
     """
     shapes, specs = param_shapes(config), param_specs(config)
     depth = (2 * config.num_layers) ** -0.5
-    fan_in = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj"), config.embed_dim)
-    fan_in |= {"up_proj": config.embed_dim, "down_proj": config.mlp_dim}
-    fan_in["o_proj"] = config.num_heads * config.head_dim
 
     def init(path, shape: tuple[int, ...]) -> Array:
         name = path[-1].key
@@ -195,7 +169,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
             return jnp.ones(shape)
         if name.endswith("bias"):
             return jnp.zeros(shape)
-        std = fan_in.get(name, config.embed_dim) ** -0.5
+        std = (TOP | LAYER)[name].fan_in(config) ** -0.5
         std = std * depth if name in ("o_proj", "down_proj") else std
         noise_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return std * jax.random.normal(noise_key, shape)
@@ -229,9 +203,9 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
         # Always a copy: the update donates the originals.
         return reshard(jnp.copy(x).astype(config.dtype), *axes)
 
-    weights = {n: convert(x, _TOP_AXES[n]) for n, x in params.items() if n != "layers"}
+    weights = {n: convert(x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     weights["layers"] = tuple(
-        join_projections({n: convert(x[i], LAYER_AXES[n]) for n, x in params["layers"].items()})
+        join_projections({n: convert(x[i], LAYER[n].layout) for n, x in params["layers"].items()})
         for i in range(config.num_layers)
     )
     return weights

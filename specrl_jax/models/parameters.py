@@ -1,0 +1,83 @@
+"""Every parameter of a decoder, once: its axes, layout and name in Hugging Face's files.
+
+Axes are letters: V vocabulary, D embed (d: never split over devices), F feed-forward, N query
+heads, K key/value heads, H head dim.
+"""
+
+import math
+from typing import NamedTuple
+
+from specrl_jax.models.config import ModelConfig
+
+_LOGICAL_AXES = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads"}
+_SIZES = {
+    "V": "vocab_size",
+    "D": "embed_dim",
+    "d": "embed_dim",
+    "F": "mlp_dim",
+    "N": "num_heads",
+    "K": "num_kv_heads",
+    "H": "head_dim",
+}
+
+
+class Parameter(NamedTuple):
+    """One array of the parameter tree."""
+
+    axes: str  # one letter each
+    file_axes: str  # of the file's tensor; "NH,D" is a matrix of N·H rows and D columns
+    file_name: str  # "{}" is the layer
+    switch: str = ""  # the property of `ModelConfig` that it needs, if any
+
+    @property
+    def layout(self) -> tuple[str | None, ...]:
+        """Logical axes, as in `sharding`."""
+        return tuple(_LOGICAL_AXES.get(axis) for axis in self.axes)
+
+    def size(self, config: ModelConfig, axes: str) -> int:
+        """Product of the sizes of some axes."""
+        return math.prod(getattr(config, _SIZES[axis]) for axis in axes)
+
+    def shape(self, config: ModelConfig) -> tuple[int, ...]:
+        return tuple(self.size(config, axis) for axis in self.axes)
+
+    def fan_in(self, config: ModelConfig) -> int:
+        """Inputs of a matrix: the file's tensors are [outputs, inputs]."""
+        return self.size(config, self.file_axes.split(",")[-1])
+
+
+def _layer(axes: str, file_axes: str, name: str, switch: str = "") -> Parameter:
+    return Parameter(axes, file_axes, f"model.layers.{{}}.{name}", switch)
+
+
+TOP = {
+    "embed": Parameter("Vd", "V,d", "model.embed_tokens.weight"),
+    "final_norm": Parameter("d", "d", "model.norm.weight"),
+    "lm_head": Parameter("Vd", "V,d", "lm_head.weight", "untied"),
+}
+# Of one layer. The tree has them stacked, with a leading axis L.
+LAYER = {
+    "attn_norm": _layer("d", "d", "input_layernorm.weight"),
+    "mlp_norm": _layer("d", "d", "post_attention_layernorm.weight"),
+    "q_proj": _layer("DNH", "NH,D", "self_attn.q_proj.weight"),
+    "k_proj": _layer("DKH", "KH,D", "self_attn.k_proj.weight"),
+    "v_proj": _layer("DKH", "KH,D", "self_attn.v_proj.weight"),
+    "o_proj": _layer("NHD", "D,NH", "self_attn.o_proj.weight"),
+    "q_bias": _layer("NH", "NH", "self_attn.q_proj.bias", "attention_bias"),
+    "k_bias": _layer("KH", "KH", "self_attn.k_proj.bias", "attention_bias"),
+    "v_bias": _layer("KH", "KH", "self_attn.v_proj.bias", "attention_bias"),
+    "o_bias": _layer("d", "d", "self_attn.o_proj.bias", "output_bias"),
+    "q_norm": _layer("H", "H", "self_attn.q_norm.weight", "qk_norm"),
+    "k_norm": _layer("H", "H", "self_attn.k_norm.weight", "qk_norm"),
+    "gate_proj": _layer("DF", "F,D", "mlp.gate_proj.weight"),
+    "up_proj": _layer("DF", "F,D", "mlp.up_proj.weight"),
+    "down_proj": _layer("FD", "D,F", "mlp.down_proj.weight"),
+    "gate_bias": _layer("F", "F", "mlp.gate_proj.bias", "mlp_bias"),
+    "up_bias": _layer("F", "F", "mlp.up_proj.bias", "mlp_bias"),
+    "down_bias": _layer("d", "d", "mlp.down_proj.bias", "mlp_bias"),
+}
+
+
+def select(table: dict[str, Parameter], config: ModelConfig) -> dict[str, Parameter]:
+    """The parameters of `TOP` or `LAYER` that a decoder with this config has."""
+    return {n: p for n, p in table.items() if not p.switch or getattr(config, p.switch)}

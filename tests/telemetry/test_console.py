@@ -1,0 +1,89 @@
+"""Console lines, their heading, and the progress bar."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from specrl_jax.telemetry import console
+from specrl_jax.telemetry.console import Console, format_duration
+
+VALUES = {
+    "reward/mean": 0.6123,
+    "reward/eval": 0.7,
+    "rollout/reuse_fraction": 0.8312,
+    "rollout/prefix_len_mean": 41.24,
+    "time/rollout": 1.234,
+    "time/verify": 0.2,
+    "time/decode": 0.98,
+    "time/update": 0.4,
+    "time/step": 2.0,
+}
+
+
+def test_lines_are_aligned_under_their_heading(capsys, monkeypatch):
+    clock = iter([100.0, 101.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    lines = Console(total_steps=96)
+    lines.show(1, 1, VALUES)
+    lines.show(12, 1, {"reward/mean": 1.0})
+    header, first, second = lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "step epoch reward eval reuse prefix rollout verify decode update left",
+        "1/96 1 0.612 0.700 83.1% 41.2 1.23s 0.20s 0.98s 0.40s 3:10",
+        "12/96 1 1.000 - - - - - - - 1:24",
+    ]
+    assert len(header) == len(first) == len(second) <= 100
+    assert header.index("prefix") + len("prefix") == first.index("41.2") + len("41.2")
+
+
+def test_time_left_counts_this_process_only(capsys, monkeypatch):
+    clock = iter([100.0, 103.0, 106.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    lines = Console(total_steps=96)
+    for step in (50, 51, 52):  # resumed at 50; 44 steps of 3 s are left after step 52
+        lines.show(step, 1, {})
+    assert capsys.readouterr().out.split()[-1] == "2:12"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0:00"), (59.7, "1:00"), (3723, "1:02:03")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not():
+    pty = pytest.importorskip("pty")
+    script = (
+        "from specrl_jax.telemetry.console import Console\n"
+        "lines = Console(total_steps=4)\n"
+        "lines.show(1, 1, {'reward/mean': 0.25, 'time/step': 2.0}); lines.show(2, 1, {})\n"
+        "lines.close()\n"
+    )
+    command = [sys.executable, "-c", script]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    piped = subprocess.check_output(command, env=environment).decode()
+    assert "0.250" in piped
+    assert "\x1b" not in piped
+
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(command, stdout=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:  # Linux's way to say that the terminal was closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(ours)
+    assert child.wait() == 0
+    text = shown.decode()
+    assert "0.250" in text
+    assert "2/4" in text
+    assert re.search(r"\d:\d\d left", text)
