@@ -1,10 +1,8 @@
 """Checkpoints of a run (Orbax) and the configuration that the run belongs to.
 
-In: a step, a pytree of arrays (weights, optimizer, draft store, keys) and a JSON-able dict of what
-lives on the host (data position, curriculum). Out: the same, bit for bit, on this mesh or another.
-
-A checkpoint becomes visible only when it is complete: a save that was killed leaves a temporary
-folder, which `latest_step` does not see and the next `Checkpointer` removes.
+Takes a step, a pytree of arrays and a JSON-able dict of what lives on the host; gives them back bit
+for bit, on this mesh or another. A checkpoint is visible only when it is complete: a save that was
+killed leaves a temporary folder, which the next `Checkpointer` removes.
 """
 
 import contextlib
@@ -26,13 +24,10 @@ _METRIC = "metric"
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints below one directory, and keeps the last and the best.
+    """Saves and restores the checkpoints of one directory, a folder for each step.
 
-    Args:
-      directory: where the steps lie, one folder each; created when it is missing.
-      keep_last: how many of the newest steps are kept, >= 1.
-      keep_best: how many steps with the highest metric are kept besides, >= 0.
-      read_only: for reading beside a job that is writing: nothing is created or removed.
+    Keeps the `keep_last` newest steps and the `keep_best` with the highest metric. read_only: for
+    reading beside a job that is writing: nothing is created or removed.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class Checkpointer:
             raise ValueError(f"checkpoint.keep_best must be >= 0, got {keep_best}")
         self.directory = epath.Path(directory).resolve()
         _check_metrics(self.directory)
-        absl_logging.get_absl_handler().addFilter(_is_told)  # once, however often it is called
+        absl_logging.get_absl_handler().addFilter(_is_shown)  # once, however often it is called
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_LastAndBest(keep_last, keep_best),
             best_fn=_metric,  # has Orbax record the metric; the policy above decides what stays
@@ -68,22 +63,13 @@ class Checkpointer:
             )
 
     def save(self, step: int, arrays: Any, host: Mapping, *, metric: float | None = None) -> bool:
-        """Starts a save; files are written in the background while training goes on.
+        """Starts a save, in the background; False, and nothing is done, if the step is there.
 
-        When this returns the values are held on the host, so the arrays may be donated at once.
-        If the save before this one is still being written, it is waited for.
+        When this returns the host has the values: the arrays may be donated. Waits for the save
+        before this one. Raises OSError if the files of either could not be written.
 
-        Args:
-          step: the step that the arrays are from.
-          arrays: a pytree of arrays; PRNG keys (`jax.random.key`) may be among them.
-          host: JSON-able; tuples come back as lists.
-          metric: the held-out reward, higher is better; None or NaN counts only as "last".
-
-        Returns:
-          False if the step is there already; it is left as it is.
-
-        Raises:
-          OSError: the files of this save, or of the one before it, could not be written.
+        arrays: a pytree; may hold PRNG keys. host: JSON-able; tuples come back as lists. metric:
+        higher is better; None or NaN counts only as "last".
         """
         if step in self._manager.all_steps():
             return False
@@ -115,22 +101,17 @@ class Checkpointer:
         return max(scored)[1] if scored else None
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict]:
-        """Returns `(arrays, host)` of a step, each array laid out as its counterpart in `like`.
+        """(arrays, host) of a step, each array laid out as its counterpart in `like`.
 
-        Args:
-          step: one of the steps that are there.
-          like: the pytree of `save`, of arrays or of `jax.ShapeDtypeStruct` with shardings (those
-            that `jax.eval_shape` gives on explicit axes are taken on the mesh that is set).
-
-        Raises:
-          ValueError: no such step; its arrays are named, shaped or typed otherwise than `like`;
-            its files are damaged.
+        like: the pytree of `save`, of arrays or of `jax.ShapeDtypeStruct` with shardings (abstract
+        ones are taken on the mesh in use). Raises ValueError if there is no such step, its files
+        are damaged, or its arrays have other names, shapes or types.
         """
         self.wait()
         steps = sorted(self._manager.all_steps())
         if step not in steps:
-            found = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {found}")
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         where = self.directory / str(step)
         target = {name: _target(name, leaf) for name, leaf in _by_name(like).items()}
         with _one_line_errors(ValueError, _damaged(where)):
@@ -180,13 +161,8 @@ def check_run_config(
 ) -> bool:
     """Whether `workdir` holds a run of this config; False if it holds none.
 
-    Args:
-      workdir: the run's directory.
-      config: the resolved config, nested.
-      ignore: fields or sub-trees that may change between two starts, e.g. "log" or "train.steps".
-
-    Raises:
-      ValueError: the run there has other values; every such field is named, with both of them.
+    ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
+    run there has other values; names every such field, with both values.
     """
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
@@ -255,16 +231,15 @@ def _damaged(step: epath.Path) -> str:
     return f"{step} is damaged, delete this folder to go back to the step before"
 
 
-def _is_told(record: logging.LogRecord) -> bool:
-    """Whether a log record is to be shown: not the tracebacks that Orbax's threads log, one each,
-    of an error that reaches us as an exception too."""
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Not the tracebacks that Orbax's threads log of an error that we get as an exception too."""
     of_orbax = "orbax" in record.pathname or record.name == "asyncio"
     return not (of_orbax and record.exc_info) or bool(os.environ.get("SPECRL_TRACEBACK"))
 
 
 @contextlib.contextmanager
 def _one_line_errors(kind: type[Exception], summary: str) -> Iterator[None]:
-    """Turns whatever Orbax raises, often pages of text, into one line that says what to do."""
+    """Turns whatever Orbax raises into one line that says what to do."""
     try:
         yield
     except Exception as error:

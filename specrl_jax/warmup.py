@@ -1,9 +1,9 @@
-"""The supervised stage that gives a policy from nothing something to improve.
+"""The supervised stage before step 1: maximum likelihood on the answers of demonstrations.
 
-Maximum likelihood on demonstrations, answers only. It is part of the job, runs before step 1 and
-is a pure function of the configuration.
+It gives a policy from nothing something to improve, and is a pure function of the configuration.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +21,17 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, take_rows
 
 _CHUNK = 50  # steps per compiled call
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Demonstrations:
+    """N prompts with their answers, right-padded."""
+
+    prompts: np.ndarray | Array  # int32 [N, P]
+    prompt_lens: np.ndarray | Array  # int32 [N]
+    responses: np.ndarray | Array  # int32 [N, R], end of sequence included
+    response_lens: np.ndarray | Array  # int32 [N]
 
 
 def warm_up(
@@ -43,73 +54,52 @@ def warm_up(
         f"demonstrations, {settings.mistake_rate:.0%} of their digits wrong",
         flush=True,
     )
-    return supervise(
-        learner,
-        params,
+    data = Demonstrations(
         *_padded([p for p, _ in pairs], slots[0], tokenizer.pad_id),
         *_padded([a for _, a in pairs], slots[1], tokenizer.pad_id),
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        seed=config.seed,
-        report=lambda step, loss: print(f"  step {step}: {loss:.3f} nats/token", flush=True),
     )
+    return supervise(learner, params, data, settings, config.seed)
 
 
 def supervise(
-    learner: Learner,
-    params: Params,
-    prompts: np.ndarray,
-    prompt_lens: np.ndarray,
-    responses: np.ndarray,
-    response_lens: np.ndarray,
-    *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    seed: int,
-    report=None,
+    learner: Learner, params: Params, data: Demonstrations, settings, seed: int
 ) -> Params:
-    """Train `params` for `steps` on N demonstrations; returns the new parameters.
+    """Train `params` for `settings.steps` on the demonstrations; returns the new parameters.
 
-    prompts: int32 [N, P], responses: int32 [N, R] with their end of sequence, both right-padded;
-    lens: int32 [N]. report(step, loss) is called every 50 steps; loss in nats per token.
+    settings: `config.warmup`, of which steps, batch_size and learning_rate are read.
     """
-    schedule = optax.cosine_decay_schedule(learning_rate, steps, alpha=0.1)
+    steps, size, total = settings.steps, settings.batch_size, len(data.prompts)
+    schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    slots = responses.shape[1]
-    data = tuple(put(x, None) for x in (prompt_lens, response_lens))
-    data = (put(prompts, None, None), data[0], put(responses, None, None), data[1])
+    data = jax.tree.map(lambda x: put(x, *(None,) * x.ndim), data)
     state = TrainState.create(params, optimizer)
     rng = np.random.default_rng([seed, steps])
-    order = np.concatenate(
-        [rng.permutation(len(prompts)) for _ in range(-(-steps * batch_size // len(prompts)))]
-    )
-    order = order[: steps * batch_size].reshape(steps, batch_size).astype(np.int32)
+    order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
+    order = order[: steps * size].reshape(steps, size).astype(np.int32)
     for start in range(0, steps, _CHUNK):
-        state, losses = _run(learner, optimizer, slots, state, data, order[start : start + _CHUNK])
-        if report is not None:
-            report(min(start + _CHUNK, steps), float(losses[-1]))
+        state, losses = _run(learner, optimizer, state, data, order[start : start + _CHUNK])
+        step = min(start + _CHUNK, steps)
+        print(f"  step {step}: {float(losses[-1]):.3f} nats/token", flush=True)
     return state.params
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _run(
     learner: Learner,
     optimizer: optax.GradientTransformation,
-    slots: int,
     state: TrainState,
-    data: tuple[Array, Array, Array, Array],
+    data: Demonstrations,
     order: Array,
 ) -> tuple[TrainState, Array]:
+    slots = data.responses.shape[1]
+
     def step(state: TrainState, index: Array) -> tuple[TrainState, Array]:
-        rows = [take_rows(x, index, *(None,) * (x.ndim - 1)) for x in data]
-        prompts, prompt_lens, responses, response_lens = rows
-        tokens = pack(prompts, prompt_lens, responses, response_slots=slots)
-        mask = jnp.arange(slots)[None, :] < response_lens[:, None]
+        rows = jax.tree.map(lambda x: take_rows(x, index, *(None,) * (x.ndim - 1)), data)
+        tokens = pack(rows.prompts, rows.prompt_lens, rows.responses, response_slots=slots)
+        mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
 
         def loss(params: Params) -> Array:
-            scores = score(learner, params, None, tokens, prompt_lens, slots)
+            scores = score(learner, params, None, tokens, rows.prompt_lens, slots)
             return -masked_mean(scores.logprobs, mask)
 
         value, grads = jax.value_and_grad(loss)(state.params)

@@ -349,7 +349,7 @@ def test_tracebacks_of_orbaxs_threads_are_not_told(monkeypatch):
 
     def told(name: str, path: str, error: bool) -> bool:
         raised = (ValueError, ValueError("no room"), None) if error else None
-        return checkpoint._is_told(logging.LogRecord(name, 40, path, 1, "failed", (), raised))
+        return checkpoint._is_shown(logging.LogRecord(name, 40, path, 1, "failed", (), raised))
 
     future = "/lib/orbax/checkpoint/_src/futures/future.py"
     cases = [("absl", future, True), ("asyncio", "/lib/asyncio/base_events.py", True)]

@@ -107,9 +107,8 @@ def test_a_waiting_group_keeps_the_log_probs_of_the_policy_that_sampled_it(seen)
     assert stale > 0
 
 
-@pytest.mark.parametrize("name", ["dapo", "speed"])
-def test_no_prompt_is_rolled_out_twice_in_a_step(request, name):
-    rollouts = request.getfixturevalue({"dapo": "seen", "speed": "speed"}[name])[0].rollouts
+def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
+    rollouts = seen[0].rollouts
     for step in range(1, STEPS + 1):
         names = [e.prompt_id for s, x in rollouts if s == step for e in x.prompts.examples]
         assert len(set(names)) == len(names)

@@ -1,6 +1,7 @@
 """The supervised stage against a plain loop, and what it refuses."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import small_runs
 
 from specrl_jax import warmup
 from specrl_jax.algorithms.learner import make_learner
-from specrl_jax.data import prompts as data
+from specrl_jax.data import prompts
 from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
@@ -25,7 +26,7 @@ PROMPTS = np.array([[5, 0], [6, 5], [7, 0], [5, 8]], np.int32)
 PROMPT_LENS = np.array([1, 2, 1, 2], np.int32)
 RESPONSES = np.array([[5, 1, 0], [5, 1, 0], [7, 1, 0], [8, 1, 0]], np.int32)
 RESPONSE_LENS = np.array([2, 2, 2, 2], np.int32)
-DATA = (PROMPTS, PROMPT_LENS, RESPONSES, RESPONSE_LENS)
+DATA = warmup.Demonstrations(PROMPTS, PROMPT_LENS, RESPONSES, RESPONSE_LENS)
 
 
 @functools.cache
@@ -59,9 +60,8 @@ def _plain_loss(params, rows: tuple[int, ...]):
 
 
 def test_three_steps_are_those_of_a_plain_loop(mesh):
-    got = warmup.supervise(
-        _learner(), _params(), *DATA, steps=3, batch_size=2, learning_rate=0.01, seed=5
-    )
+    settings = types.SimpleNamespace(steps=3, batch_size=2, learning_rate=0.01)
+    got = warmup.supervise(_learner(), _params(), DATA, settings, seed=5)
     rng = np.random.default_rng([5, 3])
     order = np.concatenate([rng.permutation(4) for _ in range(2)])[:6].reshape(3, 2)
     rates = [0.01 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * n / 3))) for n in range(3)]
@@ -77,22 +77,21 @@ def test_three_steps_are_those_of_a_plain_loop(mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, params)
 
 
-def test_it_learns_and_reports(mesh):
-    told = []
-    inputs = {"steps": 60, "batch_size": 4, "learning_rate": 0.05, "seed": 0}
-    params = warmup.supervise(
-        _learner(), _params(), *DATA, **inputs, report=lambda *x: told.append(x)
-    )
-    assert [step for step, _ in told] == [50, 60]
-    assert told[-1][1] < 0.3 * float(_plain_loss(_params(), (0, 1, 2, 3)))
-    np.testing.assert_allclose(_plain_loss(params, (0, 1, 2, 3)), told[-1][1], atol=0.05)
+def test_it_learns_and_reports(mesh, capsys):
+    settings = types.SimpleNamespace(steps=60, batch_size=4, learning_rate=0.05)
+    params = warmup.supervise(_learner(), _params(), DATA, settings, seed=0)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [step for _, step, _, _ in lines] == ["50:", "60:"]
+    loss = float(lines[-1][2])
+    assert loss < 0.3 * float(_plain_loss(_params(), (0, 1, 2, 3)))
+    np.testing.assert_allclose(_plain_loss(params, (0, 1, 2, 3)), loss, atol=0.05)
 
 
 @pytest.fixture
 def parts(mesh):
     """(config, tokenizer, data set) of a small run with a short warm-up."""
     config = small_runs.small_config({"warmup.steps": 2, "warmup.mistake_rate": 0.5})
-    return config, CharacterTokenizer(config.tokenizer.alphabet), data.load_examples(config)
+    return config, CharacterTokenizer(config.tokenizer.alphabet), prompts.load_examples(config)
 
 
 def test_the_configured_stage_is_a_function_of_the_config(parts, capsys):
@@ -110,18 +109,19 @@ def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
     """They end with the end of sequence, which needs a slot too."""
     config, tokenizer, dataset = parts
     seen = []
-    monkeypatch.setattr(warmup, "supervise", lambda *args, **_: seen.append(args[2:]))
-    make = lambda prompt, answer: data.make_example(prompt, answer, "", {})  # noqa: E731
+    monkeypatch.setattr(warmup, "supervise", lambda *args: seen.append(args[2]))
+    make = lambda prompt, answer: prompts.make_example(prompt, answer, "", {})  # noqa: E731
     pairs = [("1>", "12345"), ("2>", "123456"), ("123>", "1"), ("3>", "")]
     monkeypatch.setattr(warmup, "load_warmup_examples", lambda *_: [make(*pair) for pair in pairs])
     config.warmup.mistake_rate = 0.0
     warmup.warm_up(config, None, None, tokenizer, dataset)
-    ((prompts, prompt_lens, responses, response_lens),) = seen
+    (data,) = seen
     one, three = tokenizer.encode("1>"), tokenizer.encode("3>")
-    np.testing.assert_array_equal(prompts, [[*one, 0], [*three, 0]])
-    np.testing.assert_array_equal(prompt_lens, [2, 2])
-    np.testing.assert_array_equal(responses, [[*tokenizer.encode("12345"), 1], [1, 0, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(response_lens, [6, 1])
+    np.testing.assert_array_equal(data.prompts, [[*one, 0], [*three, 0]])
+    np.testing.assert_array_equal(data.prompt_lens, [2, 2])
+    answers = [[*tokenizer.encode("12345"), 1], [1, 0, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(data.responses, answers)
+    np.testing.assert_array_equal(data.response_lens, [6, 1])
 
 
 def test_no_demonstration_that_fits_is_one_line(parts):
