@@ -8,6 +8,7 @@ sampling or screening (`group_buffer`) as many as fill the batch.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,19 @@ class ScoredRollout:
         return self.responses.result.draft_lens
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainBatch:
-    """What a step trains on: Q groups, G rows each."""
+class Groups(NamedTuple):
+    """Q groups, G rows each."""
 
     prompts: Prompts
     rollout: Rollout
     rewards: np.ndarray  # float32 [Q * G]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """What a step trains on, and how it came about."""
+
+    groups: Groups
     metrics: dict[str, float]
     rollouts: list[ScoredRollout]  # all of the step, whether trained on or not
     log_lenience: float  # nats, of the step's acceptance
@@ -76,16 +83,14 @@ def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
             rewards = rollouts[-1].responses.scores.rewards
             state.groups.add(ids, rewards.reshape(-1, trainer.rollout_spec.group_size))
     if state.groups is None:
-        batch, values = _whole_rollout(state, rollouts[0])
+        groups, values = _whole_rollout(state, rollouts[0])
     else:
-        batch, values = _full_batch(trainer, state, rollouts)
-    values |= _rollout_metrics(trainer, rollouts) | _store_metrics(state) | clocks.metrics()
-    if trainer.rollout_spec.group_size < trainer.config.rollout.group_size:  # rollouts of parts
-        whole = reward_metrics(batch[2], np.zeros(len(batch[2]), bool), trainer.trained_group_size)
-        values |= {name: whole[name] for name in GROUP_REWARDS}
+        groups, values = _full_batch(trainer, state, rollouts)
+    values |= _rollout_metrics(trainer, groups, rollouts) | clocks.metrics()
+    values |= _store_metrics(state)
     log_lenience = state.lenience.log
-    rejected_mass, reuse = _measure_reuse(trainer, state, batch[1], rollouts)
-    return TrainBatch(*batch, values | reuse, rollouts, log_lenience, rejected_mass)
+    rejected_mass, reuse_metrics = _measure_reuse(trainer, state, groups.rollout, rollouts)
+    return TrainBatch(groups, values | reuse_metrics, rollouts, log_lenience, rejected_mass)
 
 
 def generate_and_score(
@@ -233,10 +238,8 @@ def _concatenate_samples(
 
 # The batch ----------------------------------------------------------------------------------------
 
-_Batch = tuple[Prompts, Rollout, np.ndarray]
 
-
-def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[_Batch, dict[str, float]]:
+def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[Groups, dict[str, float]]:
     """All of a rollout; what it leaves to the next one goes into `state`."""
     result = scored.responses.result
     values = result.metrics()
@@ -248,12 +251,12 @@ def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[_Batch, 
             values["rollout/run_ahead_accepted"] = accepted / int(lens.sum())
         state.run_ahead = result.run_ahead or dataclasses.replace(begun, prompt_ids=())
     state.resumed = result.resumed
-    return (scored.prompts, scored.rollout, scored.responses.scores.rewards), values
+    return Groups(scored.prompts, scored.rollout, scored.responses.scores.rewards), values
 
 
 def _full_batch(
     trainer: Trainer, state: TrainerState, rollouts: list[ScoredRollout]
-) -> tuple[_Batch, dict[str, float]]:
+) -> tuple[Groups, dict[str, float]]:
     """The groups that the buffer gives; the rows of the others wait in `state`."""
     size = trainer.trained_group_size
     filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
@@ -267,7 +270,7 @@ def _full_batch(
     state.waiting_rows = WaitingRows(assemble(sources, state.groups.keep()))
     prompts = state.stream.find([group.prompt_id for group in groups])
     values |= Stats.total([x.responses.result.stats for x in rollouts]).metrics()
-    return (prompts, rollout, rewards_of(groups, size)), values
+    return Groups(prompts, rollout, rewards_of(groups, size)), values
 
 
 # Metrics ------------------------------------------------------------------------------------------
@@ -277,7 +280,9 @@ def _joined(arrays) -> np.ndarray:
     return np.concatenate(list(arrays))
 
 
-def _rollout_metrics(trainer: Trainer, rollouts: list[ScoredRollout]) -> dict[str, float]:
+def _rollout_metrics(
+    trainer: Trainer, groups: Groups, rollouts: list[ScoredRollout]
+) -> dict[str, float]:
     """Of all that was rolled out, whether it is trained on or not."""
     responses = [x.responses for x in rollouts]
     values = rollout_metrics(
@@ -296,7 +301,12 @@ def _rollout_metrics(trainer: Trainer, rollouts: list[ScoredRollout]) -> dict[st
         values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in responses)))
     rewards = _joined(x.scores.rewards for x in responses)
     failed = _joined(x.scores.failed for x in responses)
-    return values | reward_metrics(rewards, failed, trainer.rollout_spec.group_size)
+    values |= reward_metrics(rewards, failed, trainer.rollout_spec.group_size)
+    if trainer.rollout_spec.group_size < trainer.config.rollout.group_size:  # rollouts of parts
+        none_failed = np.zeros(len(groups.rewards), bool)
+        trained = reward_metrics(groups.rewards, none_failed, trainer.trained_group_size)
+        values |= {name: trained[name] for name in GROUP_REWARDS}
+    return values
 
 
 def _store_metrics(state: TrainerState) -> dict[str, float]:

@@ -20,24 +20,24 @@ from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import critic_values, logprob_gap, logprobs, micro_batches
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.build import Trainer, frozen_steps
-from specrl_jax.collect import TrainBatch
+from specrl_jax.collect import Groups, TrainBatch
 from specrl_jax.rollout import acceptance
 from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
 from specrl_jax.types import Batch
 
 
-def learn(trainer: Trainer, state: TrainerState, collected: TrainBatch) -> dict[str, float]:
+def learn(trainer: Trainer, state: TrainerState, train_batch: TrainBatch) -> dict[str, float]:
     """All updates of a step; changes `state.train`, returns their metrics."""
-    rewards, values = shaped_rewards(trainer, collected)
+    rewards, values = shaped_rewards(trainer, train_batch.groups)
     lengths = update_lengths(trainer.config.rollout.response_len)
-    batch = make_batch(collected.prompts, collected.rollout, lengths=lengths)
+    batch = make_batch(train_batch.groups.prompts, train_batch.groups.rollout, lengths=lengths)
     batch, advantage_metrics = with_advantages(trainer, state, batch, rewards)
     values |= advantage_metrics
     if trainer.config.algorithm.importance_cap:
-        batch = dataclasses.replace(batch, weights=_importance_weights(trainer, collected, batch))
+        batch = dataclasses.replace(batch, weights=_importance_weights(trainer, train_batch, batch))
     values |= update_policy(trainer, state, batch)
-    if collected.metrics.get("rollout/stale_fraction"):
+    if train_batch.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         values.pop("policy/rollout_train_logprob_gap")
     return values
@@ -46,15 +46,15 @@ def learn(trainer: Trainer, state: TrainerState, collected: TrainBatch) -> dict[
 # Rewards ------------------------------------------------------------------------------------------
 
 
-def shaped_rewards(trainer: Trainer, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
+def shaped_rewards(trainer: Trainer, groups: Groups) -> tuple[np.ndarray, dict[str, float]]:
     """The rewards trained on: those of the task, less what a response's length costs."""
     settings = trainer.config.reward
     if not settings.overlong_tokens:
-        return collected.rewards, {}
-    lens = np.asarray(jax.device_get(collected.rollout.lens))
+        return groups.rewards, {}
+    lens = np.asarray(jax.device_get(groups.rollout.lens))
     longest = trainer.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
-    rewards = (collected.rewards - penalty).astype(np.float32)
+    rewards = (groups.rewards - penalty).astype(np.float32)
     return rewards, {"reward/overlong": float(np.mean(penalty))}
 
 
@@ -82,11 +82,13 @@ def with_advantages(
 # Importance weights -------------------------------------------------------------------------------
 
 
-def _importance_weights(trainer: Trainer, collected: TrainBatch, batch: Batch) -> Array:
+def _importance_weights(trainer: Trainer, train_batch: TrainBatch, batch: Batch) -> Array:
     """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
-    inputs = (np.float32(collected.log_lenience), np.float32(collected.rejected_mass))
+    inputs = (np.float32(train_batch.log_lenience), np.float32(train_batch.rejected_mass))
     rule = acceptance.RULES[trainer.rollout_spec.program.accept]
-    weights = off_policy.importance_weights(collected.rollout, *inputs, rule.importance_weight)
+    weights = off_policy.importance_weights(
+        train_batch.groups.rollout, *inputs, rule.importance_weight
+    )
     return weights[:, : batch.old_logprobs.shape[1]]
 
 

@@ -49,7 +49,7 @@ def watch(config, workdir) -> Seen:
 
     def one_batch(trainer, state):
         batch = real_collect(trainer, state)
-        seen.batches.append((batch, jax.device_get(batch.rollout.policy_logprobs)))
+        seen.batches.append((batch, jax.device_get(batch.groups.rollout.policy_logprobs)))
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -70,8 +70,8 @@ def seen(tmp_path_factory, make_mesh):
 def test_a_batch_is_full_of_groups_with_signal_and_some_have_waited(seen):
     seen, workdir = seen
     for batch, _ in seen.batches:
-        assert len({e.prompt_id for e in batch.prompts.examples}) == Q
-        assert np.ptp(batch.rewards.reshape(Q, G), axis=1).all()
+        assert len({e.prompt_id for e in batch.groups.prompts.examples}) == Q
+        assert np.ptp(batch.groups.rewards.reshape(Q, G), axis=1).all()
     values = records(workdir)[1:]
     assert sum(r["rollout/gen_batches"] for r in values) == len(seen.rollouts)
     assert max(r["rollout/gen_batches"] for r in values) > 1
@@ -93,14 +93,14 @@ def test_a_waiting_group_keeps_the_log_probs_of_the_policy_that_sampled_it(seen)
     for step, ((batch, logprobs), record) in enumerate(
         zip(seen.batches, records(workdir)[1:], strict=True), start=1
     ):
-        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
+        tokens, lens = jax.device_get((batch.groups.rollout.tokens, batch.groups.rollout.lens))
         old = 0
-        for q, example in enumerate(batch.prompts.examples):
+        for q, example in enumerate(batch.groups.prompts.examples):
             rows = slice(q * G, q * G + G)
             key = example.prompt_id, tokens[rows].tobytes()
             origin, expected_logprobs, rewards = sampled.pop(key)  # each is trained on once
             np.testing.assert_array_equal(logprobs[rows], expected_logprobs)
-            np.testing.assert_array_equal(batch.rewards[rows], rewards)
+            np.testing.assert_array_equal(batch.groups.rewards[rows], rewards)
             old += int(lens[rows].sum()) * (origin < step)
         assert record["rollout/stale_fraction"] == old / int(lens.sum())
         stale += old
@@ -185,8 +185,8 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
     parts, stale = _parts(seen), 0
     assert {len(x.responses.lens) for _, x in seen.rollouts} == {Q * G}
     for step, (batch, _) in enumerate(seen.batches, start=1):
-        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
-        names = [e.prompt_id for e in batch.prompts.examples]
+        tokens, lens = jax.device_get((batch.groups.rollout.tokens, batch.groups.rollout.lens))
+        names = [e.prompt_id for e in batch.groups.prompts.examples]
         for q, name in enumerate(names):
             rows = slice(q * trained, q * trained + trained)
             assert 0 < parts[name][0][1].mean() < 1
@@ -194,7 +194,7 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
                 np.concatenate([parts[name][first][i] for first in range(0, G, N)]) for i in (1, 2)
             )
             np.testing.assert_array_equal(tokens[rows], expected[G - trained :])
-            np.testing.assert_array_equal(batch.rewards[rows], rewards[G - trained :])
+            np.testing.assert_array_equal(batch.groups.rewards[rows], rewards[G - trained :])
             stale += parts[name][0][0] < step
         old = sum(  # only first parts can be of an earlier step
             lens.reshape(Q, trained)[q, : trained - (G - N)].sum()
@@ -204,7 +204,7 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
         record = records(workdir)[step]
         assert record["rollout/stale_fraction"] == old / lens.sum()
         assert ("policy/rollout_train_logprob_gap" in record) == (old == 0)
-        no_signal = np.ptp(batch.rewards.reshape(Q, trained), axis=1) == 0
+        no_signal = np.ptp(batch.groups.rewards.reshape(Q, trained), axis=1) == 0
         assert record["reward/no_signal"] == np.mean(no_signal)
     assert stale > 0
     assert len(seen.batches) == STEPS
@@ -268,7 +268,7 @@ def test_length_costs_reward_in_the_update_alone(mesh, tmp_path):
     seen = watch(config, tmp_path / "run")
     (record,) = records(tmp_path / "run")[1:]
     ((batch, _),) = seen.batches
-    lens = np.asarray(jax.device_get(batch.rollout.lens))
+    lens = np.asarray(jax.device_get(batch.groups.rollout.lens))
     assert record["reward/overlong"] == pytest.approx(np.mean(lens / 6))
     rewards = np.concatenate([x.responses.scores.rewards for _, x in seen.rollouts])
     assert record["reward/mean"] == pytest.approx(rewards.mean())
