@@ -13,6 +13,7 @@ from small_runs import records, small_config
 from specrl_jax import episodes
 from specrl_jax import train as loop
 from specrl_jax.build import Trainer, build
+from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 
 # Issued at every step of every run.
 ALWAYS = {
@@ -45,8 +46,11 @@ def _reuse(workdir) -> list[float]:
     return [record[REUSE] for record in records(workdir)[1:]]
 
 
+EVALUATED = {"evaluate.every": 2, "log.rollouts": 1.0}
+
+
 def test_every_metric_of_every_step_once(run):
-    found = records(run({"evaluate.every": 2}), times=True)
+    found = records(run(EVALUATED), times=True)
     assert [r["step"] for r in found] == [0, 1, 2, 3, 4]
     assert [r["epoch"] for r in found] == [0, 1, 1, 2, 2]
     for record in found[1:]:
@@ -63,6 +67,19 @@ def test_every_metric_of_every_step_once(run):
     compilation = {"compile/built", "compile/read", "time/compile"}
     assert set(found[0]) == {"step", "epoch", "reward/eval", "time/eval"} | compilation
     assert [r["data/passes"] for r in found[1:]] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_held_out_responses_are_recorded_like_those_of_the_steps(run):
+    workdir = run(EVALUATED)
+    rewards = {r["step"]: r["reward/eval"] for r in records(workdir) if "reward/eval" in r}
+    assert recorded_steps(workdir) == [1, 2, 3, 4]
+    assert recorded_steps(workdir, "eval") == [0, 2, 4]
+    for step, reward in rewards.items():
+        lines = read_rollouts(workdir, step, "eval")
+        assert len({line["prompt_id"] for line in lines}) == 6  # those that fill the batch are not
+        assert np.mean([line["reward"] for line in lines]) == pytest.approx(reward)
+    trained = {line["prompt_id"] for line in read_rollouts(workdir, 1)}
+    assert not trained & {line["prompt_id"] for line in lines}
 
 
 def test_the_second_epoch_reuses_part_of_the_first(run):
