@@ -290,7 +290,7 @@ def _rollout_metrics(
         _joined(x.lens for x in responses),
         _joined(x.prefix_lens for x in rollouts),
         trainer.rollout_spec.program.eos_ids,
-        offered=_joined(x.draft_lens for x in rollouts),
+        draft_lens=_joined(x.draft_lens for x in rollouts),
         previous=(
             _joined(x.previous_tokens for x in rollouts),
             _joined(x.previous_lens for x in rollouts),

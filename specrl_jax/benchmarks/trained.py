@@ -150,7 +150,7 @@ def _metrics(run: Trainer, case: Case, timed: benchmark.Run, drafts: Drafts) -> 
         timed.lens,
         timed.prefix_lens,
         run.rollout_spec.program.eos_ids,
-        offered=None if case.drafts is None else written[1],
+        draft_lens=None if case.drafts is None else written[1],
         previous=written,
     )
 

@@ -12,7 +12,7 @@ def rollout_metrics(
     prefix_lens: np.ndarray,
     eos_ids: tuple[int, ...],
     *,
-    offered: np.ndarray | None = None,
+    draft_lens: np.ndarray | None = None,
     previous: tuple[np.ndarray, np.ndarray] | None = None,
     forced: np.ndarray | None = None,
 ) -> dict[str, float]:
@@ -22,7 +22,7 @@ def rollout_metrics(
         tokens: int32 [B, R], as in `types.Rollout`.
         lens, prefix_lens: int32 [B], as in `types.Rollout`.
         eos_ids: The tokens that end a response.
-        offered: int32 [B], lengths of the drafts; None without drafts.
+        draft_lens: int32 [B], lengths of the drafts; None without drafts.
         previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
             They need not be the drafts.
         forced: int [B], tokens of the responses that an environment gave; None: none.
@@ -45,8 +45,8 @@ def rollout_metrics(
     }
     if num_forced:
         values["rollout/tokens_forced"] = num_forced
-    if offered is not None and offered.any():
-        values["rollout/draft_accept_rate"] = reused / int(offered.sum())
+    if draft_lens is not None and draft_lens.any():
+        values["rollout/draft_accept_rate"] = reused / int(draft_lens.sum())
     if previous is not None and previous[1].any():
         overlap = overlap_rouge1(tokens, lens, *previous)
         values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))

@@ -39,7 +39,7 @@ def test_rollout_by_hand():
     tokens = [[5, 6, 1, 0, 0], [5, 9, 9, 0, 0], [3, 3, 4, 4, 0], [4] * 5]
     previous = make_drafts(tokens, [3, 3, 4, 0])
     assert rollout_metrics(
-        *make_rollout(), EOS, offered=DRAFTS[1], previous=previous
+        *make_rollout(), EOS, draft_lens=DRAFTS[1], previous=previous
     ) == pytest.approx(
         {
             "rollout/tokens_generated": 10,
@@ -56,7 +56,7 @@ def test_rollout_by_hand():
 
 
 def test_every_rollout_metric_has_a_value():
-    options = {"offered": DRAFTS[1], "previous": DRAFTS, "forced": np.array([2, 0, 0, 0])}
+    options = {"draft_lens": DRAFTS[1], "previous": DRAFTS, "forced": np.array([2, 0, 0, 0])}
     names = set(rollout_metrics(*make_rollout(), EOS, **options))
     # Costs, and rows and groups that cross steps: `RolloutResult` and `GroupBuffer` give these.
     others = """
@@ -73,8 +73,8 @@ def test_every_rollout_metric_has_a_value():
 @pytest.mark.parametrize("nothing", [None, make_drafts(np.ones((4, 5)), [0, 0, 0, 0])])
 def test_what_a_first_pass_lacks_is_absent(nothing):
     rollout = make_rollout(prefix_lens=[0] * 4)
-    offered = None if nothing is None else nothing[1]
-    values = rollout_metrics(*rollout, EOS, offered=offered, previous=nothing)
+    draft_lens = None if nothing is None else nothing[1]
+    values = rollout_metrics(*rollout, EOS, draft_lens=draft_lens, previous=nothing)
     assert not values.keys() & {"rollout/draft_accept_rate", "rollout/overlap_rouge1"}
     assert values["rollout/reuse_fraction"] == values["rollout/full_reuse_ratio"] == 0
     assert values["rollout/tokens_generated"] == 15
