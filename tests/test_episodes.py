@@ -162,8 +162,8 @@ RULES = {
     "match, trees": {"accept": "match", "tree": ref.TREE, "max_width": 4},
     "ratio": {"accept": "ratio"},
     "ratio, few rows": {"accept": "ratio", "max_rows": 8, "row_buckets": 3},
-    "ratio_residual": {"accept": "ratio_residual", "stored": 8},
-    "block": {"accept": "block", "stored": 8},
+    "ratio_residual": {"accept": "ratio_residual", "stored_logprobs": 8},
+    "block": {"accept": "block", "stored_logprobs": 8},
 }
 
 
