@@ -256,7 +256,7 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
     for reason in waits + partial_rows:
         from_rollout = config.updates.old_logprobs == "rollout"
         yield "updates.old_logprobs", f"rollout where {reason}", from_rollout
-        # A batch with importance weights may hold drafts that an earlier lenience has judged.
+        # A weighted batch may hold drafts that were verified with an earlier lenience.
         weighted = config.algorithm.importance_cap and config.rollout.lenience_auto
         rule = f"False where algorithm.importance_cap is > 0 and {reason}"
         yield "rollout.lenience_auto", rule, not weighted

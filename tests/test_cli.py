@@ -54,9 +54,9 @@ def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         results = pool.map(lambda arguments: _launch(arguments, folder), MISTAKES)
-        found = dict(zip(MISTAKES, results, strict=True))
+        answers = dict(zip(MISTAKES, results, strict=True))
     assert not list(folder.iterdir())  # a refused run leaves nothing behind
-    return found
+    return answers
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)

@@ -161,8 +161,8 @@ def test_ppo_and_dapo_hold_what_differs():
     grpo = dict(flatten(small_runs.preset("tiny")))
 
     def changed(algorithm):
-        found = dict(flatten(small_runs.preset("tiny", algorithm)))
-        return {name: value for name, value in found.items() if value != grpo[name]}
+        fields = dict(flatten(small_runs.preset("tiny", algorithm)))
+        return {name: value for name, value in fields.items() if value != grpo[name]}
 
     assert changed("ppo") == {
         "critic.kind": "network", "algorithm.clip_high": 0.2,

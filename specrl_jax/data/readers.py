@@ -82,11 +82,11 @@ def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list
         raise ValueError(f"{field} must be an existing file or directory, got {path!r}")
     have = sorted([*root.glob(f"*{suffix}"), *root.glob(f"data/*{suffix}")])
     name = re.compile(rf"{re.escape(split)}([-_.]\d.*)?")
-    found = [file for file in have if not split or name.fullmatch(file.stem)]
-    if not found:
+    chosen = [file for file in have if not split or name.fullmatch(file.stem)]
+    if not chosen:
         names = ", ".join(file.name for file in have[:8]) or "none"
         raise ValueError(f"{field} {path!r} must hold {split or '*'}{suffix}, its files: {names}")
-    return found
+    return chosen
 
 
 def _read_jsonl(files: Iterable[Path]) -> Rows:

@@ -253,11 +253,11 @@ def test_difficulty_from_the_metadata():
     stream = stream_of(
         "easy_to_hard", encoded, 1, 0, 6, difficulty="difficulty.numbers", width=1e-3
     )
-    found = []
+    taken = []
     for step in range(1, 7):
         stream.begin(step)
-        found += prompts_of(stream.next())
-    assert found == ["5>", "4>", "3>", "2>", "2>", "1>"]
+        taken += prompts_of(stream.next())
+    assert taken == ["5>", "4>", "3>", "2>", "2>", "1>"]
     for field in ("difficulty", "difficulty.other", "no.where"):
         with pytest.raises(ValueError, match=r"^curriculum\.difficulty must be prompt_len, answer"):
             stream_of("easy_to_hard", encoded, 1, difficulty=field)

@@ -79,12 +79,12 @@ def test_a_slow_or_broken_step_costs_its_own_row():
     answers = ["0", "0", "5", "0", "2", "7"]
     limits = {"timeout": 1.0, "memory_mib": 512, "workers": 2}
     with RewardPool("exact", environment="small_runs:Sums", **limits) as pool:
-        found = pool.score(episodes, answers, ["sums"] * 6, [{}] * 6)
+        scores = pool.score(episodes, answers, ["sums"] * 6, [{}] * 6)
         again = pool.score(episodes[:1], answers[:1], ["sums"], [{}])
-    assert found.observations == ("1", "", "5", "", "1", "7")
-    assert found.failed.tolist() == [False, True, False, True, False, False]
-    assert found.rewards.tolist() == [0, 0, 1, 0, 0, 1]
-    assert found.done.tolist() == [False, True, True, True, False, True]
-    assert "no result within 1 s" in found.reasons[1]
-    assert found.reasons[3] == "RuntimeError: nine"
+    assert scores.observations == ("1", "", "5", "", "1", "7")
+    assert scores.failed.tolist() == [False, True, False, True, False, False]
+    assert scores.rewards.tolist() == [0, 0, 1, 0, 0, 1]
+    assert scores.done.tolist() == [False, True, True, True, False, True]
+    assert "no result within 1 s" in scores.reasons[1]
+    assert scores.reasons[3] == "RuntimeError: nine"
     assert again.observations == ("1",)
