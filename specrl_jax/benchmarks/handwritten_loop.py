@@ -1,121 +1,57 @@
-"""A hand-written decode loop to hold the engine's against: what the arithmetic alone costs.
+"""A hand-written decode loop: what the arithmetic of a decode step costs without a scheduler.
 
 Plain `jnp` over the same weights and the same cache, layers unrolled, one token a step for rows at
-positions of their own, in one `jax.lax.while_loop`. It keeps what a rollout must keep (tokens,
-their log-probs, lengths, which rows are done) and nothing else: no drafts, no rungs, no
-end-of-sequence beyond a row's last slot. Weights that multiply the same input are joined.
+positions of their own, in one `jax.lax.scan`. It gives the tokens and their log-probs and nothing
+else: no drafts, no buckets, no end-of-sequence.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.benchmarks.sampling import gumbel, inverse_cdf, race
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.transformer import Params
+from specrl_jax.rollout.sampling import SamplingConfig, sample
 from specrl_jax.sharding import spec
 
-Sampler = Callable[[Array, Array, Array], Array]  # logits [B, V], seeds [B, 2], positions [B]
 
-SAMPLERS: dict[str, Sampler] = {
-    "race": race,  # the engine's
-    "gumbel": gumbel,
-    "inverse_cdf": inverse_cdf,
-    "argmax": lambda logits, seeds, positions: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Responses so far. tokens, logprobs: [B, R]; lens, last, prompt_lens: [B]; seeds: [B, 2]."""
-
-    tokens: Array
-    logprobs: Array
-    lens: Array
-    last: Array
-    prompt_lens: Array
-    seeds: Array
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def floor_weights(model: ModelConfig, weights: Params) -> Params:
-    """The rollout's weights as matrices."""
-
-    def layer(w: dict[str, Array]) -> dict[str, Array]:
-        norms = {name: w[name] for name in ("attn_norm", "mlp_norm")}
-        heads = {name: w[name] for name in ("q_norm", "k_norm") if name in w}
-        return (
-            norms
-            | heads
-            | {
-                "qkv": w["qkv_proj"].reshape(model.embed_dim, -1),
-                "o": w["o_proj"].reshape(-1, model.embed_dim),
-                "gate_up": jnp.concatenate([w["gate_up_proj"][:, i] for i in (0, 1)], axis=1),
-                "down": w["down_proj"],
-            }
-        )
-
-    head = weights["embed"] if model.tie_embeddings else weights["lm_head"]
-    return {
-        "embed": weights["embed"],
-        "head": head,
-        "final_norm": weights["final_norm"],
-        "layers": tuple(layer(w) for w in weights["layers"]),
-    }
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="cache")
 def decode(
-    model: ModelConfig, sampler: str, weights: Params, cache: KVCache, state: State, steps: Array
-) -> tuple[KVCache, State]:
-    """`steps` steps, or fewer where all rows are full. weights: of `floor_weights`."""
-    slots, room = cache_slots(cache), state.tokens.shape[1]
+    model: ModelConfig,
+    weights: Params,
+    cache: KVCache,
+    last: Array,
+    prompt_lens: Array,
+    seeds: Array,
+    *,
+    steps: int,
+) -> tuple[KVCache, Array, Array]:
+    """The cache after `steps` steps, the tokens drawn [steps, B] and their log-probs.
 
-    def go_on(carry) -> Array:
-        step, _, state = carry
-        return (step < steps) & jnp.any(state.lens < room)
+    last: int32 [B], the prompts' last tokens. seeds: uint32 [B, 2], of the rows' noise.
+    """
+    # Hand-written code names no layout; the loop's arrays keep theirs.
+    layouts = spec("batch", None), jax.tree.map(lambda x: jax.typeof(x).sharding.spec, cache)
+    run = jax.sharding.auto_axes(functools.partial(forward, model), out_sharding=layouts)
 
-    def step(carry):
-        count, cache, state = carry
-        position = jnp.clip(state.prompt_lens + state.lens - 1, 0, slots - 1)
-        # Hand-written code names no layout; the loop's arrays keep theirs.
-        layouts = spec("batch", None), jax.tree.map(lambda x: jax.typeof(x).sharding.spec, cache)
-        forward = jax.sharding.auto_axes(functools.partial(_forward, model), out_sharding=layouts)
-        logits, cache = forward(weights, cache, state.last, position)
-        token = SAMPLERS[sampler](logits, state.seeds, state.lens)
+    def step(carry, count: Array):
+        cache, last = carry
+        logits, cache = run(weights, cache, last, prompt_lens + count - 1)
+        token = sample(logits, seeds, jnp.full_like(last, count), SamplingConfig())
         score = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-        logprob = score - jax.nn.logsumexp(logits, axis=-1)
-        return count + 1, cache, _append(state, token, logprob)
+        return (cache, token), (token, score - jax.nn.logsumexp(logits, axis=-1))
 
-    _, cache, state = jax.lax.while_loop(go_on, step, (jnp.int32(0), cache, state))
-    return cache, state
-
-
-def _append(state: State, token: Array, logprob: Array) -> State:
-    going = state.lens < state.tokens.shape[1]
-    at = jnp.minimum(state.lens, state.tokens.shape[1] - 1)
-
-    def put(matrix: Array, new: Array) -> Array:
-        old = jnp.take_along_axis(matrix, at[:, None], axis=1)[:, 0]
-        return _write(matrix, jnp.where(going, new, old)[:, None], at)
-
-    return dataclasses.replace(
-        state,
-        tokens=put(state.tokens, token),
-        logprobs=put(state.logprobs, logprob),
-        lens=state.lens + going,
-        last=jnp.where(going, token, state.last),
-    )
+    (cache, _), (tokens, logprobs) = jax.lax.scan(step, (cache, last), jnp.arange(steps))
+    return cache, tokens, logprobs
 
 
-def _forward(model: ModelConfig, weights: Params, cache: KVCache, token: Array, position: Array):
-    """Scores float32 [B, V] behind one token a row, and the cache with its keys and values."""
+def forward(
+    model: ModelConfig, weights: Params, cache: KVCache, token: Array, position: Array
+) -> tuple[Array, KVCache]:
+    """Logits float32 [B, V] after one token a row, and the cache with its keys and values."""
     x = weights["embed"][token]
     half = model.head_dim // 2
     freqs = model.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -125,20 +61,21 @@ def _forward(model: ModelConfig, weights: Params, cache: KVCache, token: Array, 
     seen = places[None, :] <= position[:, None]
     new_cache = []
     for w, layer in zip(weights["layers"], cache):
-        attended, layer = _attention(model, w, _norm(model, x, w["attn_norm"]), turn, seen,
-                                     position, layer)  # fmt: skip
+        normed = _norm(model, x, w["attn_norm"])
+        attended, layer = _attention(model, w, normed, turn, seen, position, layer)
         x = x + attended
-        gate, up = jnp.split(_norm(model, x, w["mlp_norm"]) @ w["gate_up"], 2, axis=1)
-        x = x + (jax.nn.silu(gate) * up) @ w["down"]
+        gate, up = jnp.split(_norm(model, x, w["mlp_norm"]) @ _flat(w["gate_up_proj"]), 2, axis=1)
+        x = x + (jax.nn.silu(gate) * up) @ w["down_proj"]
         new_cache.append(layer)
     x = _norm(model, x, weights["final_norm"])
-    logits = jnp.einsum("BD,VD->BV", x, weights["head"], preferred_element_type=jnp.float32)
+    head = weights["embed"] if model.tie_embeddings else weights["lm_head"]
+    logits = jnp.einsum("BD,VD->BV", x, head, preferred_element_type=jnp.float32)
     return logits, tuple(new_cache)
 
 
 def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
     rows, heads, kv = x.shape[0], model.num_heads, model.num_kv_heads
-    qkv = (x @ w["qkv"]).reshape(rows, kv, heads // kv + 2, model.head_dim)
+    qkv = (x @ _flat(w["qkv_proj"])).reshape(rows, kv, heads // kv + 2, model.head_dim)
     q, k, v = qkv[:, :, :-2].reshape(rows, heads, model.head_dim), qkv[:, :, -2], qkv[:, :, -1]
     if model.qk_norm:
         q, k = _norm(model, q, w["q_norm"]), _norm(model, k, w["k_norm"])
@@ -152,7 +89,12 @@ def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
     scores = jnp.where(seen[:, None, None], scores * model.head_dim**-0.5, -1e30)
     share = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     out = jnp.einsum("BKGS,BKSH->BKGH", share, values)
-    return out.reshape(rows, -1) @ w["o"], layer
+    return out.reshape(rows, -1) @ w["o_proj"].reshape(-1, model.embed_dim), layer
+
+
+def _flat(weight: Array) -> Array:
+    """[D, ...] as a matrix, so that one product gives all that is multiplied with an input."""
+    return weight.reshape(weight.shape[0], -1)
 
 
 def _turn(x: Array, turn: tuple[Array, Array]) -> Array:

@@ -1,427 +1,207 @@
-"""The benchmark's arithmetic by hand, and the whole command at its smallest."""
+"""Every benchmark at its smallest through launch/benchmark.py, and its parts by hand."""
 
 import json
+import math
 import os
-import pathlib
+import runpy
 import subprocess
 import sys
-import types
 
-import jax
 import numpy as np
 import pytest
-import scipy.stats
-from small_runs import small_config
+from small_runs import ROOT
 
-from specrl_jax.benchmarks import handwritten_loop as benchmark_floor
-from specrl_jax.benchmarks import scenes as benchmark_scenes
-from specrl_jax.benchmarks import timing as benchmark
-from specrl_jax.benchmarks import trained as benchmark_trained
-from specrl_jax.benchmarks.policies import SIZES
-from specrl_jax.benchmarks.steps import forward_flops
-from specrl_jax.benchmarks.timing import Goal
-from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
-from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.types import Source
+from specrl_jax.benchmarks import reports
+from specrl_jax.benchmarks.policies import choose
+from specrl_jax.benchmarks.rollout import corrupt, long_tailed, make_drafts
+from specrl_jax.benchmarks.step import decode_bytes, forward_flops
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.types import Rollout
 
-ROOT = pathlib.Path(__file__).parents[2]
-SAMPLED, DRAFTED, REUSED = Source.SAMPLED, Source.DRAFTED, Source.REUSED
+LAUNCH = ROOT / "launch" / "benchmark.py"
+SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
+         "--row-buckets=2", "--cache-lengths=1", "--max-width=2")  # fmt: skip
 
 
-# Needed steps, ideal, predictions ------------------------------------------------------------
-
-
-def test_steps_begin_behind_the_tokens_that_ended_one():
-    """Row 0 was verified: 2 reused, one drawn by the pass, then a step of 3 tokens and one of 1.
-    Row 1 had no draft: steps of 1, 2 and 1 tokens. Row 2 was reused whole."""
-    sources = np.array([
-        [REUSED, REUSED, SAMPLED, DRAFTED, DRAFTED, SAMPLED, SAMPLED],
-        [SAMPLED, DRAFTED, SAMPLED, DRAFTED, SAMPLED, SAMPLED, SAMPLED],
-        [REUSED, REUSED, REUSED, SAMPLED, SAMPLED, SAMPLED, SAMPLED],
-    ])  # fmt: skip
-    run = types.SimpleNamespace(
-        stats=Stats(verified_tokens=21), lens=np.array([7, 4, 3]), prefix_lens=np.array([2, 0, 3])
-    )
-    drafts = types.SimpleNamespace(lens=np.array([5, 0, 3]))
-    first = benchmark.first_steps(run, drafts)
-    assert first.tolist() == [3, 0, 3]
-    starts = benchmark.step_starts(sources, run.lens, first, passes=True)
-    assert [np.flatnonzero(row).tolist() for row in starts] == [[3, 6], [0, 1, 3], []]
-    # Without passes every reused token was a step.
-    run.stats = Stats()
-    first = benchmark.first_steps(run, drafts)
-    starts = benchmark.step_starts(sources, run.lens, first, passes=False)
-    assert [np.flatnonzero(row).tolist() for row in starts] == [
-        [0, 1, 2, 3, 6],
-        [0, 1, 3],
-        [0, 1, 2],
-    ]
-
-
-LADDER = Buckets.build(4, 2, 4, row_buckets=2, cache_lengths=2, max_width=2)
-# Rows 4 and 2, windows of 2 and 4 response tokens: 4 and 6 slots.
-TABLE = StepCosts({
-    Point(4, 4, 1, False): 10.0, Point(4, 6, 1, False): 12.0, Point(4, 4, 2, True): 15.0,
-    Point(4, 6, 2, True): 18.0, Point(2, 4, 1, False): 6.0, Point(2, 6, 1, False): 8.0,
-    Point(2, 4, 2, True): 11.0, Point(2, 6, 2, True): 30.0,
-})  # fmt: skip
-
-
-def starts_of(*lens: int) -> np.ndarray:
-    """Rows that need a step for every one of their tokens."""
-    return np.arange(4)[None, :] < np.array(lens)[:, None]
-
-
-def test_ideal_worked_rows():
-    # Four rows of 1, 1, 2, 4 tokens: all at 10, two at 6, then one at 8 and 8 in the deeper window.
-    assert benchmark.ideal_seconds(starts_of(1, 1, 2, 4), [1] * 9, LADDER, TABLE) == 10 + 6 + 8 + 8
-    # A verified row begins in the deeper window.
-    late = np.array([[False, False, False, True], [True, False, False, False]])
-    assert benchmark.ideal_seconds(late, [1], LADDER, TABLE) == 8
-    # The rollout's widths: 2 at its first step, 1 from then on.
-    assert benchmark.ideal_seconds(starts_of(1, 1, 2), [2, 1], LADDER, TABLE) == 15 + 6
-    # The cheapest rung that holds the rows, here not the smallest.
-    assert benchmark.ideal_seconds(starts_of(0, 3), [2], LADDER, TABLE) == 11 + 11 + 18
-    # Six rows in rungs of four: 10 and 6.
-    assert benchmark.ideal_seconds(starts_of(*[1] * 6), [1], LADDER, TABLE) == 16
-    assert benchmark.ideal_seconds(starts_of(0, 0), [], LADDER, TABLE) == 0
-
-
-def test_prediction_worked_row():
-    stats = Stats(visits=[(4, 4, 1, 3), (2, 6, 1, 2), (4, 4, 2, 1)])
-    assert benchmark.predicted_seconds(stats, TABLE) == 3 * 10 + 2 * 8 + 15
-    assert benchmark.step_widths(stats) == [1, 1, 1, 1, 1, 2]
-
-
-def make_run(total: float, **changes) -> benchmark.Run:
-    seconds = dict.fromkeys(benchmark.PHASES, total) | {"total": total}
-    values = {
-        "tokens": np.zeros((2, 4), np.int32),
-        "lens": np.array([2, 4], np.int32),
-        "prefix_lens": np.zeros(2, np.int32),
-        "sources": np.zeros((2, 4), np.int8),
-        "sampling_logprobs": np.zeros((2, 4), np.float32),
-    }
-    return benchmark.Run(seconds, changes.pop("stats", Stats()), **values | changes)
-
-
-def test_a_case_worked_row():
-    """Two rows of 2 and 4 tokens, one token a step, all six row steps needed but two."""
-    stats = Stats(
-        decode_steps=4, row_steps=8, decode_seconds=40.0, visits=[(2, 4, 1, 2), (2, 6, 1, 2)]
-    )
-    case = benchmark.Case("plain", None, TABLE)
-    found = benchmark.describe(case, [make_run(s, stats=stats) for s in (50, 20, 40)], LADDER)
-    assert found["seconds"]["total"] == {"median": 40, "min": 20, "max": 50}
-    assert found["tokens"] == found["decoded_tokens"] == found["needed_row_steps"] == 6
-    assert found["tokens_per_second"] == 6 / 40
-    assert found["tokens_per_row_step"] == 6 / 8
-    assert found["steps_by_width"] == {"1": 4}
-    assert found["steps_by_rows"] == {"2": 4}
-    assert found["predicted_decode_seconds"] == found["ideal_decode_seconds"] == 6 + 6 + 8 + 8
-    assert found["predicted_over_actual"] == found["ideal_share"] == 28 / 40
-
-
-def test_ratios_are_taken_within_a_pass():
-    slow, fast = [make_run(s) for s in (10, 30, 20)], [make_run(s) for s in (5, 10, 20)]
-    expected = {"median": 2, "min": 1, "max": 3, "low": 1, "high": 3}
-    assert benchmark.ratios(slow, fast) == expected
-
-
-@pytest.mark.parametrize("count", [5, 6, 9, 21, 100, 3000])
-def test_the_interval_of_a_median_is_as_sure_as_it_says_and_no_wider(count):
-    """By scipy's binomial law: k - 1 or fewer of n values on one side, twice."""
-    values = np.random.default_rng(0).permutation(count)
-    low, high = benchmark.median_interval(values)
-    assert low + high == count - 1
-    assert low == max(scipy.stats.binom.ppf(0.025, count, 0.5) - 1, 0)
-    if count > 5:
-        assert 2 * scipy.stats.binom.cdf(low, count, 0.5) <= 0.05
-    surer, _ = benchmark.median_interval(values, 0.999)
-    assert surer == max(scipy.stats.binom.ppf(0.0005, count, 0.5) - 1, 0)
+# The commands --------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def named_runs(monkeypatch):
-    """Cases whose runs are their names, which have no arrays to share."""
-    monkeypatch.setattr(benchmark, "compiled", lambda: 0)
-    monkeypatch.setattr(benchmark, "run_case", lambda inputs, case: case.name)
-    monkeypatch.setattr(benchmark, "_sharing", lambda run, last: run)
+def run(mesh, tmp_path, capsys):
+    """Runs a command in this process: (cases of the JSON file, text)."""
+
+    def call(*arguments: str) -> tuple[list[dict], str]:
+        path = tmp_path / "figures.json"
+        runpy.run_path(str(LAUNCH))["main"]([*arguments, f"--json={path}"])
+        return json.loads(path.read_text())["cases"], capsys.readouterr().out
+
+    return call
 
 
-def test_cases_run_in_turn_and_a_run_that_compiled_does_not_count(monkeypatch, named_runs):
-    ran, programs = [], iter([0, 0, 0, 1, 1, 1, *[1] * 100])
-    monkeypatch.setattr(benchmark, "compiled", lambda: next(programs))
-    monkeypatch.setattr(
-        benchmark, "run_case", lambda inputs, case: ran.append(case.name) or case.name
-    )
-    a, b, c = (benchmark.Case(name, None, TABLE) for name in "abc")
-    beside = lambda: ran.append("|")  # noqa: E731
-    found = benchmark.time_blocks(None, [[a], [b, c], [b]], 2, lambda line: None, beside)
-    # Once each; then a without compiling, b again because it compiled, and so on; c before b next.
-    assert ran == [*"abc", *"|abbcb", *"|acbb"]
-    assert found == [[["a", "a"]], [["b", "b"], ["c", "c"]], [["b", "b"]]]
+def launch(*arguments: str) -> subprocess.CompletedProcess:
+    flags = "--xla_backend_optimization_level=0"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    command = [sys.executable, str(LAUNCH), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
 
 
-def test_runs_share_arrays_that_are_equal(monkeypatch):
-    """Of three runs the second has the first's arrays; the third drafted, and shares the rest."""
-    drafted = np.full((2, 4), DRAFTED, np.int8)
-    runs = iter([make_run(9), make_run(3), make_run(2), make_run(1, sources=drafted)])
-    monkeypatch.setattr(benchmark, "compiled", lambda: 0)
-    monkeypatch.setattr(benchmark, "run_case", lambda inputs, case: next(runs))
-    case = benchmark.Case("a", None, TABLE)
-    (((first, second, third),),) = benchmark.time_blocks(None, [[case]], 3, lambda line: None)
-    assert [run.seconds["total"] for run in (first, second, third)] == [3, 2, 1]
-    assert second.sources is first.sources
-    assert third.tokens is first.tokens
-    assert third.sources is drafted
+def test_rollout(run):
+    cases, text = run("rollout", *SMALL)
+    kinds = [f"{d}, {lost} lost" for lost in ("nothing", "half")
+             for d in ("previous", "tree", "previous+tree")]  # fmt: skip
+    assert [case["drafts"] for case in cases] == ["naive loop", "no drafts", *kinds]
+    by_name = {case["drafts"]: case for case in cases}
+    naive, plain = cases[:2]
+    assert naive["row_steps"] == 8 * 12  # every row to the longest length
+    assert plain["row_steps"] < naive["row_steps"]
+    ratio = naive["seconds"]["median"] / plain["seconds"]["median"]
+    assert plain["over_naive"]["median"] == pytest.approx(ratio)
+    assert naive["over_naive"]["median"] == plain["over_plain"]["max"] == 1
+    assert plain["reused"] == plain["drafted"] == 0
+    assert by_name["previous, nothing lost"]["reused"] == 1
+    assert 0 < by_name["previous, half lost"]["reused"] < 0.7
+    assert all(name in text for name in by_name)
 
 
-def test_cases_that_have_had_runs_enough_leave(named_runs):
-    a, b, c = (benchmark.Case(name, None, TABLE) for name in "abc")
-    enough, lines = [[1], [2, 3]], []
-
-    def leave(block: int, runs: list) -> list[int]:
-        return [i for i, of_case in enumerate(runs) if len(of_case) == enough[block][i]]
-
-    blocks = [[a], [b, c]]
-    found = benchmark.time_blocks(None, blocks, 9, lines.append, leave=leave)
-    assert found == [[["a"]], [["b"] * 2, ["c"] * 3]]
-    assert [line.split(", ")[-1] for line in lines[1:]] == [
-        f"{n} runs in the next" for n in (2, 1, 0)
-    ]
+def test_step(run):
+    cases, text = run("step", *SMALL)
+    (case,) = cases
+    assert (case["rows"], case["cache_slots"]) == (8, 15)
+    ratio = case["handwritten_ms"]["median"] / case["rollout_ms"]["median"]
+    assert case["handwritten_share"]["median"] == pytest.approx(ratio)
+    assert "handwritten share" in text
 
 
-def test_an_interrupt_leaves_the_passes_that_are_over(monkeypatch, named_runs):
-    ran: list[str] = []
-
-    def run_case(inputs, case):
-        if len(ran) == stop:
-            raise KeyboardInterrupt
-        ran.append(case.name)
-        return case.name
-
-    monkeypatch.setattr(benchmark, "run_case", run_case)
-    a, b = (benchmark.Case(name, None, TABLE) for name in "ab")
-    stop = 7  # after two runs to compile, two passes, and one run of the third
-    assert benchmark.time_blocks(None, [[a, b]], 9, lambda line: None) == [[["a"] * 2, ["b"] * 2]]
-    ran, stop = [], 3
-    with pytest.raises(KeyboardInterrupt):
-        benchmark.time_blocks(None, [[a, b]], 9, lambda line: None)
+def test_device(run):
+    (case,), text = run("device", *SMALL)
+    assert case["rows"] == 8
+    for share in ("share_of_bandwidth", "share_of_matmul"):
+        assert 0 < case[share]["median"] < math.inf
+    assert "TFLOP/s" in text
 
 
-# Goals ---------------------------------------------------------------------------------------
-
-
-def test_goals_are_met_at_their_bound():
-    assert Goal("x", 0.98, 0.98).met
-    assert not Goal("x", 0.979, 0.98).met
-    assert Goal("x", 0.3, 0.3, most=True).met
-    assert not Goal("x", 0.31, 0.3, most=True).met
-    assert Goal("x", 0.31, 0.3, most=True, note="8 rows").line() == (
-        "MISSED  x: 0.310 (<= 0.3; 8 rows)"
-    )
-    assert Goal("x", 1, 0.5).record()["met"]
-
-
-# Whole scenes --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """The command itself, its smallest sizes: (record, text)."""
-    path = tmp_path_factory.mktemp("benchmark") / "record.json"
-    done = run_command(
-        "rollout", "--scene=lengths,floor,verify", "--rows=8", "--prompt-len=3",
-        "--response-len=12", "--row-rungs=2", "--windows=1", "--max-width=2", "--rates=0,1",
-        "--repeats=1", f"--json={path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text()), done.stdout
-
-
-def run_command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "benchmark.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0",
-        },
-    )
-
-
-def test_the_command_measures_every_case(command):
-    record, _ = command
-    assert record["size"] == "tiny"
-    cells = record["scenes"]["lengths"]["cells"]
-    kinds = ["previous, match", "previous, ratio", "tree", "previous+tree"]
-    expected = [("naive", None), ("ladder", None)]
-    expected += [(kind, lost) for lost in (0.0, 1.0) for kind in kinds]
-    assert [(cell["name"], cell["lost"]) for cell in cells] == expected
-    assert len(record["scenes"]["lengths"]["over_itself"]) == 2  # the ladder's, once a rate
-    lens = record["scenes"]["lengths"]["setting"]["lens"]
-    assert lens["max"] == 12
-    for cell in cells:
-        assert cell["tokens"] == round(8 * lens["mean"])
-        assert cell["row_steps"] >= cell["needed_row_steps"]
-        assert sum(cell["steps_by_width"].values()) == cell["decode_steps"]
-        in_passes = cell["reused_tokens"] if cell["verified_tokens"] else 0
-        assert cell["decoded_tokens"] + in_passes <= cell["tokens"]
-
-
-def test_the_naive_loop_computes_every_row_to_the_end(command):
-    naive, ladder = command[0]["scenes"]["lengths"]["cells"][:2]
-    assert naive["row_steps"] == 8 * 12
-    assert naive["steps_by_rows"] == {"8": 12}
-    assert naive["needed_row_steps"] == ladder["needed_row_steps"] == naive["tokens"]
-    assert ladder["row_steps"] < naive["row_steps"]
-
-
-def test_drafts_that_lost_nothing_are_kept_and_others_are_not(command):
-    cells = command[0]["scenes"]["lengths"]["cells"]
-    previous = {(c["name"], c["lost"]): c for c in cells if c["name"].startswith("previous, ")}
-    for kind in ("previous, match", "previous, ratio"):
-        kept, lost = previous[kind, 0.0], previous[kind, 1.0]
-        assert kept["reused_tokens"] == kept["tokens"]
-        assert lost["reused_tokens"] < lost["tokens"] / 2
-    assert previous["previous, match", 1.0]["reused_tokens"] == 0
-
-
-def test_the_command_prints_cases_and_goals(command):
-    record, text = command
-    lines = text.splitlines()
-    for cell in record["scenes"]["lengths"]["cells"]:
-        lost = "-" if cell["lost"] is None else f"{cell['lost']:.0%}"
-        seconds = f"{cell['seconds']['total']['median']:.3f}"
-        assert [c for c in lines if c.startswith(cell["name"]) and f"{lost} " in c and seconds in c]
-    goals = [line for line in lines if line.startswith(("met ", "MISSED "))]
-    lengths, floors = record["scenes"]["lengths"], record["scenes"]["floor"]["rungs"]
-    pooled = lengths["as_ladder"] is not None  # whether any cell took the ladder's steps: by clocks
-    assert len(goals) == len(record["goals"]) == 2 + pooled + len(floors)
-    for line, goal in zip(goals, record["goals"]):
-        assert line.startswith("met" if goal["met"] else "MISSED")
-        assert goal["name"] in line
-
-
-def test_single_programs_add_up(command):
-    scenes = command[0]["scenes"]
-    (rung,) = scenes["floor"]["rungs"]
-    assert (rung["rows"], rung["slots"]) == (8, 15)
-    assert set(rung["step_seconds"]) == {"engine", *benchmark_floor.SAMPLERS}
-    (rung,) = scenes["verify"]["rungs"]
-    assert (rung["rows"], rung["slots"]) == (8, 3 + 128)
-    # Ratios are those of single passes, so that medians need not divide; extremes bound them.
-    for rule, cost in rung["verified_over_decoded"].items():
-        passes, steps = rung["pass_seconds"][rule], rung["step_seconds"]
-        assert cost["min"] >= passes["min"] / steps["max"] / 128
-        assert cost["max"] <= passes["max"] / steps["min"] / 128
-    # A pass of the same 8 x 128 tokens in products of 128 x 2 x 256 weights, each 2 operations.
-    ours, model = scenes["verify"]["rungs"][0], SIZES["tiny"].model
-    share = forward_flops(model, 1, 1, ours["slots"], head=True) / (2 * 128 * 2 * 256) / 128
-    product, steps, alone = (
-        ours[name] for name in ("product_seconds", "step_seconds", "products_over_decoded")
-    )
-    assert alone["min"] >= share * product["min"] / steps["max"] * (1 - 1e-9)
-    assert alone["max"] <= share * product["max"] / steps["min"] * (1 + 1e-9)
-
-
-@pytest.fixture(scope="module")
-def trained(make_mesh, tmp_path_factory):
-    """Two passes of a small run one large step after its drafts, read back from JSON."""
-    config = small_config({"rollout.draft": "previous", "updates.learning_rate": 0.1})
-    with jax.set_mesh(make_mesh(1, 1, 1)):
-        record, text = benchmark_scenes.trained(
-            config, repeats=2, drift=1, tables=tmp_path_factory.mktemp("tables"),
-            log=lambda line: None,
-        )  # fmt: skip
-    return json.loads(json.dumps(record, allow_nan=False))["scenes"]["trained"], text
-
-
-def test_trained_cases(trained):
-    record, text = trained
-    plain, *drafted = record["cells"]
-    assert [cell["name"] for cell in record["cells"]] == ["plain", "ℓ=1", "ℓ=inf"]
-    assert record["setting"]["drift_steps"] == 1
-    assert record["config"]["updates"]["learning_rate"] == 0.1
-    assert plain["reused_tokens"] == plain["verified_tokens"] == 0
-    assert 0 < drafted[0]["reused_tokens"] < drafted[1]["reused_tokens"]
-    written = record["setting"]["draft_len_mean"] * record["setting"]["rows"]
-    assert drafted[1]["reused_tokens"] == pytest.approx(written)
-    assert drafted[1]["metrics"]["rollout/draft_accept_rate"] == 1
-    heading = next(line for line in text.splitlines() if line.split()[:1] == ["plain"])
-    assert heading.split() == [cell["name"] for cell in record["cells"]]
-
-
-def test_trained_speedups_follow_from_their_parts(trained):
-    cells = trained[0]["cells"]
-    token = cells[0]["seconds"]["decode"]["median"] / cells[0]["tokens"]
-    dearest = max(cell["seconds"]["verify"]["median"] for cell in cells)
-    for cell in cells:
-        verify = cell["seconds"]["verify"]["median"]
-        if cell["reused_tokens"] and not cell["verified_tokens"]:
-            verify = dearest
-        parts = cell["seconds"]["prefill"]["median"] + verify
-        decoded = cell["tokens"] - cell["reused_tokens"]
-        best = cells[0]["seconds"]["total"]["median"] / (parts + decoded * token)
-        # At least 1: whoever has drafts may leave them alone.
-        assert cell["best_over_plain"] == pytest.approx(max(best, 1.0))
-    goals = benchmark_trained.goals(trained[0], "cpu")
-    shares = [c["over_plain"]["median"] / c["best_over_plain"] for c in cells[1:]]
-    assert [(goal.figure, goal.bound) for goal in goals] == [(share, 0.9) for share in shares]
-    assert "goals\n" in trained[1]
-    assert benchmark_trained.goals(trained[0], "gpu") == []
-
-
-def test_rules_keep_what_they_promise(make_mesh):
-    """Lenience keeps more, and block verification more than token by token, of the same drafts."""
-    config = small_config({"updates.learning_rate": 0.1, "rollout.stored_logprobs": 8})
-    with jax.set_mesh(make_mesh(1, 1, 1)):
-        record, text = benchmark_scenes.rules(config, repeats=4, drift=1, log=lambda line: None)
-    found = json.loads(json.dumps(record, allow_nan=False))["scenes"]["rules"]
-    lenient, strict, residual, block, match = (row["kept"] for row in found["rules"])
-    assert lenient > strict > match > 0
-    assert block > residual > match
-    for row, line in zip(found["rules"], text.splitlines()[-5:], strict=True):
-        assert line.startswith(row["rule"])
-        assert f"{row['kept']:.2f}" in line
-        assert row["least"] <= row["kept"] <= row["most"]
-        of_draft = row["kept"] / found["setting"]["draft_len_mean"]
-        assert row["kept_of_draft"] == pytest.approx(of_draft)
+def test_trained_and_rules(tmp_path):
+    """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved."""
+    paths = {name: tmp_path / f"{name}.json" for name in ("trained", "rules")}
+    flags = ("--config=tests/small_runs.py", "--config.updates.learning_rate=0.1",
+             "--config.rollout.lenience=1.65", "--config.rollout.stored_logprobs=8",
+             "--drift=1", "--repeats=2")  # fmt: skip
+    for name, path in paths.items():
+        done = launch(name, *flags, f"--json={path}")
+        assert done.returncode == 0, done.stderr
+    plain, strict, lenient, whole = json.loads(paths["trained"].read_text())["cases"]
+    assert plain["drafts"] == "none"
+    assert plain["reused"] == 0
+    kept = [case["kept_of_draft"] for case in (strict, lenient, whole)]
+    assert 0 < kept[0] < kept[1] < kept[2] == 1
+    kept = {x["rule"]: x["kept_of_draft"] for x in json.loads(paths["rules"].read_text())["cases"]}
+    assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["ratio_residual"] > kept["match"]
+    assert kept["block"] > kept["match"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["rollout", "--repeats=0"], "--repeats must be >= 1, got 0"),
-        (["rollout", "--lenience=nan"], "--lenience must be >= 0, got nan"),
-        (["rollout", "--preset=large"], "preset must be one of"),
-        (
-            ["rollout", "--scene=trained", "--config.rollout.group=4"],
-            "rollout.group is not a field of the config",
-        ),
-        (["rollout", "--scene=width"], "--scene must be of lengths, floor"),
-        (["rollout", "--scene=floor,trained"], "--scene=trained must go alone"),
-        (["rollout", "--scene=rules,floor"], "--scene=rules must go alone"),
-        (["rollout", "--scene=device"], "--scene=device needs a GPU or TPU"),
-        (["rollout", "--size=huge"], "--size must be one of"),
-        (["rollout", "--rates=few"], "--rates must be shares as in 0,0.25, got 'few'"),
-        (["rollout", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
-        (["rollout", "--until-sure"], "--until-sure needs --repeats >= 11: fewer passes tell"),
-        (["rollout", "--wide=4"], "unknown arguments: --wide=4\n"),
-        (
-            ["rollout", "--until-shure"],
-            "unknown arguments: --until-shure, did you mean --until-sure?",
-        ),
+        (["rollout", "--rows=12"], "--rows must be a multiple of 8, got 12"),
+        (["rollout", "--size=huge"], "--size must be one of tiny, 27m, smollm2, qwen3_1p7b"),
+        (["step", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
+        (["rollout", "--repeat=4"], "unknown arguments: --repeat=4, did you mean --repeats?"),
         (["speed"], "invalid choice: 'speed'"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, message):
-    done = run_command(*arguments)
+def test_a_mistake_is_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(LAUNCH))["main"](arguments)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_mistake_in_the_config_is_one_line():
+    done = launch("rules", "--config.rollout.group=4")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "rollout.group is not a field of the config" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+# Sizes, lengths, drafts, reports -------------------------------------------------------------
+
+
+def test_sizes_take_what_flags_give():
+    size = choose("27m", rows=8, prompt_len=None)
+    assert (size.rows, size.prompt_len, size.response_len) == (8, 64, 256)
+    assert size.model.dtype == "float32"
+    assert "26.75M" in size.describe() or "27" in size.describe()
+
+
+def test_lengths_worked_row():
+    """z of 1/8, 3/8, ...: -1.150, -0.319, ...; 4 · 8^(z / 1.150) is 0.5, 2.25, 7.12, 32."""
+    assert sorted(long_tailed(4, 32, 4.0).tolist()) == [1, 2, 7, 32]
+
+
+def test_lengths_are_lognormal_and_in_random_order():
+    found = long_tailed(4096, 8192, 1024.0)
+    lens = np.sort(found)
+    assert found.tolist() != lens.tolist()
+    # The last of 4096 lies at z = 3.6676.
+    for share, z in ((0.5, 0.0), (0.841345, 1.0), (0.158655, -1.0), (0.977250, 2.0)):
+        expected = 1024 * 8 ** (z / 3.6676)
+        assert lens[round(share * 4096)] == pytest.approx(expected, rel=3e-3)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_corruption_replaces_its_share_by_other_tokens(rate):
+    tokens = np.random.default_rng(0).integers(0, 7, (100, 400))
+    found = corrupt(tokens, rate, 7, np.random.default_rng(1))
+    assert set(np.unique(found)) <= set(range(7))
+    deviation = math.sqrt(rate * (1 - rate) / tokens.size)
+    assert abs(np.mean(found != tokens) - rate) <= 4 * deviation
+    if rate == 1.0:  # each of the six others alike, of 40,000
+        shifts = np.bincount(((found - tokens) % 7).ravel(), minlength=7)
+        assert np.sum((shifts[1:] - 40_000 / 6) ** 2 / (40_000 / 6)) < 20.5  # χ², 5 d.o.f., 0.999
+
+
+def test_previous_and_tree_drafts_are_copies_of_their_own(mesh):
+    rng = np.random.default_rng(0)
+    fields = dict.fromkeys(("prefix_lens", "policy_logprobs", "origin_logprobs", "origin_steps"))
+    rollout = Rollout(
+        tokens=rng.integers(0, 16, (16, 6)).astype(np.int32),
+        lens=np.arange(1, 17, dtype=np.int32).clip(max=6),
+        sampling_logprobs=-rng.random((16, 6)).astype(np.float32), sources=None, **fields,
+    )  # fmt: skip
+    drafts, (tokens, lens) = make_drafts(rollout, 0.5, 16, rng)
+    assert np.array_equal(drafts.lens, rollout.lens)
+    assert np.array_equal(drafts.sampling_logprobs, rollout.sampling_logprobs)
+    assert tokens.shape == (2, 8, 6)
+    assert np.array_equal(lens, rollout.lens.reshape(2, 8))
+    copies = (np.asarray(drafts.tokens), np.asarray(tokens).reshape(16, 6))
+    assert not np.array_equal(*copies)
+    assert all(0.2 < np.mean(copy != rollout.tokens) < 0.8 for copy in copies)
+
+
+def test_bytes_and_operations_worked_rows():
+    """2 layers of width 4: 4 x 8 + 2 x 4 x 4 + 8 x 4 + 3 x 4 x 6 = 168 weights, norms 8 a layer."""
+    model = ModelConfig(10, 4, 6, 2, 4, 2, 2, dtype="bfloat16")
+    # 2 layers x 3 rows x 5 slots x keys and values x 2 heads x 2 x 2 bytes.
+    cache = 2 * 3 * 5 * 2 * 2 * 2 * 2
+    weights = 2 * (168 + 8) + 40 + 4
+    for tied in (True, False):  # of an untied embedding only the head is read
+        shape = model.replace(tie_embeddings=tied)
+        assert decode_bytes(shape, 3, 5) == 2 * weights + cache
+        # 2 operations a weight and token; attention: scores and sums of 5 slots by 4 heads of 2.
+        assert forward_flops(shape, 21, 5) == 21 * (2 * weights + 2 * 2 * 2 * 5 * 4 * 2)
+
+
+def test_a_report(mesh):
+    rows = [{"case": "a", "seconds": reports.spread([1, 3, 20]), "tokens": 12_345},
+            {"case": "b", "over_plain": 2.0 / 3}]  # fmt: skip
+    report = reports.Report("title", rows)
+    title, _, *table = report.to_text().splitlines()
+    assert title == "title"
+    assert [line.split() for line in table] == [
+        ["case", "seconds", "tokens", "over", "plain"],
+        ["a", "3", "(1-20)", "12,345", "-"], ["b", "-", "-", "0.667"],
+    ]  # fmt: skip
+    assert json.loads(json.dumps(report.to_json()))["cases"] == rows

@@ -1,0 +1,127 @@
+"""Benchmark `rollout`: how fast a rollout is, and with which drafts.
+
+Responses have drawn lengths and end exactly there, so that every case decodes the same tokens. The
+naive loop computes a fixed batch until its longest response is done. Drafts are copies of the
+tokens that the policy will draw, in which none or half of the tokens are replaced. The rule is
+match: every case emits the tokens of the plain rollout, up to rounding.
+"""
+
+import functools
+import statistics
+
+import jax
+import numpy as np
+
+from specrl_jax.benchmarks.policies import GROUP, Size, random_prompts, random_weights
+from specrl_jax.benchmarks.reports import Report
+from specrl_jax.benchmarks.timing import Log, figures, make_speculation, run, run_in_turn
+from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
+from specrl_jax.rollout.engine.spec import ProgramSpec
+from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate, make_corpus
+from specrl_jax.rollout.sampling import SamplingConfig
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts, Rollout
+
+TREE = SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1)  # as configs/grpo.py
+LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
+_LONGEST = 8  # times the median
+_LENGTHS_SEED, _CORRUPTION_SEED = 1, 2
+
+
+def measure(name: str, size: Size, log: Log) -> Report:
+    """Seconds of the naive loop, of the plain rollout, and of every kind of draft."""
+    lens = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
+    inputs = (random_weights(size.model), random_prompts(size, size.rows))
+    inputs += (Noise(jax.random.key(0), 1),)
+    plain, tree = make_spec(size), make_spec(size, tree=True)
+    cases = {
+        "naive loop": functools.partial(
+            generate, make_spec(size, one_bucket=True), *inputs, max_lens=lens
+        ),
+        "no drafts": functools.partial(generate, plain, *inputs, max_lens=lens),
+    }
+    rollout, rng = run(cases["no drafts"]).rollout, np.random.default_rng(_CORRUPTION_SEED)
+    for lost, rate in LOST.items():
+        previous, stored = make_drafts(rollout, rate, size.model.vocab_size, rng)
+        suffixes = functools.partial(make_corpus, tree, *stored)
+        for kind, spec, drafts in (
+            ("previous", plain, DraftInputs(previous)),
+            ("tree", tree, DraftInputs(suffixes=suffixes)),
+            ("previous+tree", tree, DraftInputs(previous, suffixes=suffixes)),
+        ):
+            speculation = make_speculation(spec, inputs[0], size.rows, GROUP)
+            options = {"drafts": drafts, "max_lens": lens, "speculation": speculation}
+            cases[f"{kind}, {lost}"] = functools.partial(generate, spec, *inputs, **options)
+    runs = run_in_turn(cases, size.repeats, log)
+    against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
+    rows = [{"drafts": case} | figures(of_case, **against) for case, of_case in runs.items()]
+    title = f"rollout {name}: {size.describe()}, lengths {np.median(lens):.0f} in the median, "
+    title += f"{lens.mean():.0f} in the mean, {lens.max()} at most; median (min-max) of "
+    return Report(f"{title}{size.repeats}; over naive, over plain: times as fast", rows)
+
+
+def make_spec(
+    size: Size, *, accept: str = "match", tree: bool = False, one_bucket: bool = False
+) -> RolloutSpec:
+    """All rows are computed at once; the end-of-sequence lies outside the vocabulary."""
+    program = ProgramSpec(
+        model=size.model,
+        sampling=SamplingConfig(),
+        accept=accept,
+        eos_ids=(size.model.vocab_size,),
+        pad_id=0,
+        response_slots=size.response_len,
+        logits_chunk=64,
+        tree=TREE if tree else None,
+    )
+    return RolloutSpec(
+        program,
+        size.prompt_len,
+        GROUP,
+        row_buckets=1 if one_bucket else size.row_buckets,
+        cache_lengths=1 if one_bucket else size.cache_lengths,
+        max_width=size.max_width if tree else 1,
+        verify_width=128,
+    )
+
+
+# Lengths and drafts --------------------------------------------------------------------------
+
+
+def long_tailed(rows: int, longest: int, median: float, seed: int = _LENGTHS_SEED) -> np.ndarray:
+    """int32 [rows] response lengths: quantiles of a lognormal distribution, in random order.
+
+    Row i has the quantile (i + 1/2) / rows; the spread is such that the last is `longest`. So four
+    rows of median 4 and longest 32 have the lengths 1, 2, 7, 32.
+    """
+    normal = statistics.NormalDist()
+    scores = np.array([normal.inv_cdf((i + 0.5) / rows) for i in range(rows)])
+    sigma = np.log(longest / median) / scores[-1]
+    lens = np.maximum(np.round(median * np.exp(sigma * scores)), 1).astype(np.int32)
+    return np.random.default_rng(seed).permutation(lens)
+
+
+def corrupt(tokens: np.ndarray, rate: float, vocab: int, rng: np.random.Generator) -> np.ndarray:
+    """Tokens, each replaced by another one with probability `rate`."""
+    others = (tokens + rng.integers(1, vocab, tokens.shape)) % vocab
+    return np.where(rng.random(tokens.shape) < rate, others, tokens).astype(np.int32)
+
+
+def make_drafts(
+    rollout: Rollout, rate: float, vocab: int, rng: np.random.Generator
+) -> tuple[Drafts, tuple[jax.Array, jax.Array]]:
+    """Every response with a share `rate` of its tokens replaced, as its row's previous response;
+    and another such copy for tree drafts, see `by_prompt`."""
+    tokens, copies = (corrupt(rollout.tokens, rate, vocab, rng) for _ in range(2))
+    flat = ("batch", None)
+    logprobs, steps = put(rollout.sampling_logprobs, *flat), put(np.zeros_like(tokens), *flat)
+    lens = put(rollout.lens, "batch")
+    previous = Drafts(put(tokens, *flat), lens, logprobs, logprobs, steps)
+    return previous, by_prompt(copies, rollout.lens, GROUP)
+
+
+def by_prompt(tokens: np.ndarray, lens: np.ndarray, group: int) -> tuple[jax.Array, jax.Array]:
+    """Responses [B, R] and lengths [B] as tree drafts read them: [Q, G, R] and [Q, G]."""
+    shape = (len(lens) // group, group)
+    stored = put(tokens.reshape(*shape, -1), None, None, None)
+    return stored, put(lens.reshape(shape), None, None)

@@ -1,0 +1,80 @@
+"""Benchmark `selection`: how much more likely training makes what it was trained on.
+
+An acceptance rule is exact only for drafts that do not depend on the current weights, and the last
+epoch's drafts were trained on. So responses of one policy π_old are compared: to held-out prompts,
+of an evaluation, and to training prompts, of the step after it. The figure is the mean of
+log π / π_old a token, under a later policy π. Its gap is 0 for drafts that do not depend on π.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from specrl_jax import runtime
+from specrl_jax.algorithms.update import Learner, logprobs, micro_batches
+from specrl_jax.benchmarks.reports import Report
+from specrl_jax.build import build, resume
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.models.transformer import Params
+from specrl_jax.sharding import put, shards
+from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.types import Batch
+
+
+def measure(workdir: Path, step: int | None) -> Report:
+    """Figures of a run that recorded rollouts; step: of the checkpoint, None for the latest.
+
+    Raises ValueError in one line where the run has nothing to compare.
+    """
+    config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+    runtime.start(config)
+    trainer, params = build(config)
+    with Checkpointer(workdir / "checkpoints", read_only=True) as checkpoints:
+        step = checkpoints.latest_step() if step is None else step
+        params = resume(trainer, params, checkpoints, step).train.params
+    trained_on = recorded_steps(workdir)
+    old = [n for n in recorded_steps(workdir, "eval") if n < step and n + 1 in trained_on]
+    law, sampling = config.rollout, (config.rollout.temperature, 0, 1.0)
+    if not old or sampling != (config.evaluate.temperature, law.top_k, law.top_p):
+        needs = "log.rollouts, evaluate.every, evaluate.temperature = rollout.temperature, no top_k"
+        raise ValueError(f"{workdir}: nothing to compare at step {step}; a run needs {needs}")
+    prompts, rows = {}, []
+    for batch in (trainer.prompts, *(batch for batch, _ in trainer.held_out)):
+        for example, tokens, length in zip(batch.examples, batch.tokens, batch.lens):
+            prompts[example.prompt_id] = tokens[:length].tolist()
+    for name, which in {"trained on": (old[-1] + 1, "step"), "held out": (old[-1], "eval")}.items():
+        records = read_rollouts(workdir, *which)
+        ratios = log_ratios(trainer.learner, params, records, prompts)
+        rows.append({"responses": name, "count": len(records), "tokens": len(ratios)})
+        rows[-1]["nats_a_token"] = float(ratios.mean())
+    gap = rows[0]["nats_a_token"] - rows[1]["nats_a_token"]
+    title = f"selection {workdir}: log π / π_old; π of step {step}, π_old of step {old[-1]}"
+    return Report(title, [*rows, {"responses": "gap", "nats_a_token": gap}])
+
+
+def log_ratios(
+    learner: Learner, params: Params, records: list[dict], prompts: dict[str, list[int]]
+) -> np.ndarray:
+    """log π / π_old [tokens] of the tokens that the policy of the recorded step drew itself."""
+    size = shards("batch")  # rows of a micro-batch: few, so that they fit
+    slots = max(len(record["token_ids"]) for record in records)
+    shape = -(-len(records) // size) * size, max(map(len, prompts.values())) + slots
+    tokens, old = np.zeros(shape, np.int32), np.full((shape[0], slots), np.nan, np.float32)
+    prompt_lens, lens = np.ones(shape[0], np.int32), np.zeros(shape[0], np.int32)
+    for row, record in enumerate(records):
+        prompt, response = prompts[record["prompt_id"]], record["token_ids"]
+        prompt_lens[row], lens[row] = len(prompt), len(response)
+        tokens[row, : len(prompt) + len(response)] = prompt + response
+        drawn = np.array(record["origin_steps"]) == record["step"]
+        drawn &= np.array(list(record["sources"])) != "f"
+        old_logprobs = np.array(record["policy_logprobs"], np.float32)
+        old[row, : len(response)] = np.where(drawn, old_logprobs, np.nan)
+    per_row = put(prompt_lens, "batch"), put(lens, "batch")
+    unread = put(np.zeros_like(old), "batch", None)
+    batch = Batch(put(tokens, "batch", None), *per_row, unread, unread)
+    new = logprobs(learner, params, batch, micro_batches(len(tokens), size))
+    ratios = jax.device_get(new) - old
+    return ratios[np.isfinite(ratios)]
