@@ -16,10 +16,11 @@ from ml_collections import ConfigDict
 from specrl_jax import runtime
 from specrl_jax.algorithms.update import Learner, logprobs, micro_batches
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.build import build, resume
+from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, shards
+from specrl_jax.state import resume
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.types import Batch
 

@@ -16,11 +16,12 @@ from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.rollout import by_prompt
 from specrl_jax.benchmarks.timing import Case, Log, figures, make_speculation, run_in_turn
-from specrl_jax.build import Trainer, begin, build, policy_copy
+from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate, make_corpus
+from specrl_jax.state import init_state
 from specrl_jax.types import Drafts, Prompts
 
 _LONGEST_DRIFT = 16  # steps
@@ -61,14 +62,16 @@ def train_and_draft(trainer: Trainer, params: Params, drift: int | None) -> Draf
     settings = trainer.config.rollout
     if drift is None:
         drift = min(len(trainer.prompts.lens) // settings.prompts_per_step, _LONGEST_DRIFT)
-    state = begin(trainer, params)
+    state = init_state(trainer, params)
     older = policy_copy(trainer.model, state.train.params)
-    with trainer.pool:
+    with trainer.scorer.pool:
         for _ in range(drift):
             train.step(trainer, state)
     weights = policy_copy(trainer.model, state.train.params)
     prompts = PromptStream(trainer.prompts, settings.prompts_per_step, trainer.config.seed).next()
-    written = generate(without_trees(trainer.plan), older, prompts, Noise(trainer.key, 1)).rollout
+    written = generate(
+        without_trees(trainer.rollout_spec), older, prompts, Noise(trainer.key, 1)
+    ).rollout
     drafts = Drafts(**{f.name: getattr(written, f.name) for f in dataclasses.fields(Drafts)})
     return Drafted(weights, prompts, drafts, drift)
 
@@ -85,7 +88,7 @@ def without_trees(spec: RolloutSpec) -> RolloutSpec:
 
 def _cases(trainer: Trainer, drafted: Drafted) -> dict[str, Case]:
     """Plain, then with all that the config drafts from, at several leniences if there are any."""
-    settings, spec, drafts = trainer.config.rollout, trainer.plan, drafted.drafts
+    settings, spec, drafts = trainer.config.rollout, trainer.rollout_spec, drafted.drafts
     inputs = drafted.weights, drafted.prompts, Noise(trainer.key, drafted.drift + 2)
     previous = drafts if "previous" in settings.draft else None
     suffixes = None
@@ -112,11 +115,11 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     config.rollout.draft, config.rollout.accept = "previous", "block"
     trainer, params = build(config)
     drafted = train_and_draft(trainer, params, drift)
-    spec, rows = without_trees(trainer.plan), []
+    spec, rows = without_trees(trainer.rollout_spec), []
     lens = jax.device_get(drafted.drafts.lens)
     for name, rule in acceptance.RULES.items():
         of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=name))
-        for lenience in (1.0, config.rollout.lenience) if rule.lenience else (1.0,):
+        for lenience in sorted({1.0, config.rollout.lenience}) if rule.lenience else [1.0]:
             drafts, kept = DraftInputs(drafted.drafts, log_of(lenience)), []
             for number in range(repeats):
                 noise = Noise(trainer.key, drafted.drift + 2 + number)
