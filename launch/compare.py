@@ -7,8 +7,9 @@
         --case="PPO: configs/ppo.py rollout.draft=none"
 
 --vary takes values of one field, --case any number of fields and a configuration file, --config's
-where it names none. The same command again goes on where it was stopped. WORKDIR/compare.json holds
-all figures. Tokens are compared on the recorded responses: --config.log.rollouts=1.0 records all.
+where it names none. The same command again goes on where it was stopped. All figures are in
+WORKDIR/compare.json. Tokens are compared on recorded responses: --config.log.rollouts=1.0 records
+all.
 """
 
 import argparse
@@ -23,14 +24,16 @@ from specrl_jax import cli
 def parser() -> argparse.ArgumentParser:
     """The command line, but for --config.FIELD=VALUE."""
     formatter = argparse.RawDescriptionHelpFormatter
-    found = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    found.add_argument("--config", default="", help="configuration file[:preset]")
-    found.add_argument("--vary", default="", help="FIELD=VALUE,VALUE,...")
-    found.add_argument("--case", action="append", default=[], help="NAME: [CONFIG] FIELD=VALUE ...")
-    found.add_argument("--target", type=float, default=0.0, help="held-out reward to reach")
-    found.add_argument("--seeds", default="0", help="divided by commas (default: 0)")
-    found.add_argument("--workdir", type=Path, default=Path("runs", "compare"))
-    return found
+    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("--config", default="", help="configuration file[:preset]")
+    parser.add_argument("--vary", default="", help="FIELD=VALUE,VALUE,...")
+    parser.add_argument(
+        "--case", action="append", default=[], help="NAME: [CONFIG] FIELD=VALUE ..."
+    )
+    parser.add_argument("--target", type=float, default=0.0, help="held-out reward to reach")
+    parser.add_argument("--seeds", default="0", help="divided by commas (default: 0)")
+    parser.add_argument("--workdir", type=Path, default=Path("runs", "compare"))
+    return parser
 
 
 def _varied(args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -50,9 +53,9 @@ def _seeds(args: argparse.Namespace) -> list[int]:
         raise ValueError(f"--seeds must be whole numbers as in 0,1, got {args.seeds!r}") from None
 
 
-def _differ(name: str, several: list) -> None:
-    if len(set(several)) < len(several):
-        raise ValueError(f"{name} must not name anything twice, got {several}")
+def _check_distinct(flag: str, names: list) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{flag} must not name anything twice, got {names}")
 
 
 def main() -> None:
@@ -68,21 +71,21 @@ def main() -> None:
         if not args.config:
             raise ValueError("--vary needs --config=FILE[:PRESET]")
         heading, values = _varied(args)
-        _differ("--vary", values)
+        _check_distinct("--vary", values)
         cases = compare.varied(args.config, heading, values)
     else:
         heading, cases = "", [compare.parse_case(text, args.config) for text in args.case]
-        _differ("--case", [case.folder.replace("/", "_") for case in cases])
+        _check_distinct("--case", [case.folder.replace("/", "_") for case in cases])
     seeds = _seeds(args)
-    _differ("--seeds", seeds)
-    todo = compare.cells(cases, seeds, args.workdir, rest)
+    _check_distinct("--seeds", seeds)
+    runs = compare.training_runs(cases, seeds, args.workdir, rest)
     try:
-        compare.run(todo, lambda line: print(line, file=sys.stderr, flush=True))
+        compare.train_all(runs, lambda line: print(line, file=sys.stderr, flush=True))
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    found = compare.compare(todo, args.target)
-    (args.workdir / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(compare.table(heading, found))
+    figures = compare.compare(runs, args.target)
+    (args.workdir / "compare.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(compare.table(heading, figures))
 
 
 if __name__ == "__main__":

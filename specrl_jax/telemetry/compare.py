@@ -1,7 +1,7 @@
 """The same training run under several settings and seeds, side by side.
 
-Every run is a process of launch/train.py with a work directory of its own, so that a comparison
-that was stopped goes on where it was: finished runs are read, unfinished ones resumed.
+Every run is a process of launch/train.py with its own work directory. The same comparison again
+reads finished runs and resumes unfinished ones.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One setting. changes: FIELD=VALUE each. folder: what its work directories are called."""
+    """One setting."""
 
     name: str
-    config: str
-    changes: tuple[str, ...]
-    folder: str
+    config: str  # configuration file[:preset]
+    changes: tuple[str, ...]  # FIELD=VALUE
+    folder: str  # the beginning of its work directories' names
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
-    """One run, of the case `value`. flags: of launch/train.py, without --workdir."""
+class TrainingRun:
+    """One case with one seed."""
 
-    value: str
+    case: str
     seed: int
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # of launch/train.py, without --workdir
     workdir: Path
 
 
@@ -56,25 +56,27 @@ def parse_case(text: str, config: str) -> Case:
     return Case(name, files[0] if files else config, changes, name.replace(" ", "_"))
 
 
-def cells(cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest) -> list[Cell]:
+def training_runs(
+    cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest: Sequence[str]
+) -> list[TrainingRun]:
     """Every case with every seed; rest: further --config.FIELD=VALUE flags."""
-    found = []
+    runs = []
     for seed in seeds:
         for case in cases:
             changes = [f"--config.{x}" for x in case.changes]
             name = f"{case.folder},seed={seed}".replace("/", "_")
             # The last flag of a field counts: what is compared goes before what is shared.
             flags = (f"--config={case.config}", *rest, *changes, f"--config.seed={seed}")
-            found.append(Cell(case.name, seed, flags, folder / name))
-    return found
+            runs.append(TrainingRun(case.name, seed, flags, folder / name))
+    return runs
 
 
-def run(todo: Iterable[Cell], log: Callable[[str], None]) -> None:
-    """Train every cell to its end, one after another. Raises RuntimeError where one fails."""
-    for cell in todo:
-        cell.workdir.mkdir(parents=True, exist_ok=True)
-        output = cell.workdir / "output.txt"
-        command = [sys.executable, str(_TRAIN), *cell.flags, f"--workdir={cell.workdir}"]
+def train_all(runs: Iterable[TrainingRun], log: Callable[[str], None]) -> None:
+    """Train every run to its end, one after another. Raises RuntimeError where one fails."""
+    for run in runs:
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        output = run.workdir / "output.txt"
+        command = [sys.executable, str(_TRAIN), *run.flags, f"--workdir={run.workdir}"]
         with output.open("a") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file)
             try:
@@ -84,13 +86,13 @@ def run(todo: Iterable[Cell], log: Callable[[str], None]) -> None:
                 raise
         if code:
             raise RuntimeError(
-                f"{cell.workdir.name} ended with {code}: {_last_line(output)}; see {output}"
+                f"{run.workdir.name} ended with {code}: {_last_line(output)}; see {output}"
             )
-        log(f"{cell.workdir.name}: done")
+        log(f"{run.workdir.name}: done")
 
 
 def _last_line(path: Path) -> str:
-    """What a program that failed said at the end."""
+    """The last line of a program's output."""
     lines = path.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
     return last.strip().removeprefix("error: ")
@@ -100,15 +102,17 @@ def _last_line(path: Path) -> str:
 
 
 def figures(workdir: Path, target: float = 0.0) -> dict[str, float | None]:
-    """Of one run. Seconds are medians over the steps after the first epoch, tokens sums over them:
-    the first has no earlier responses to draft from. target: a held-out reward; what was generated
-    from the beginning until it was reached, None where it was not."""
+    """Figures of one run. Seconds are medians over the steps after the first epoch, tokens sums
+    over them: the first epoch has no earlier responses to draft from.
+
+    target: a held-out reward. Adds what was generated until it was reached, None where it was not.
+    """
     records = read_metrics(workdir)
     rewards = [r["reward/eval"] for r in records if "reward/eval" in r]
     steps = [r for r in records if "rollout/tokens_generated" in r]
     later = [r for r in steps if r["data/passes"] > 1.0] or steps
     last = [r for r in steps if r["data/passes"] > steps[-1]["data/passes"] - 1.0]
-    found = {
+    by_name = {
         "training reward, last epoch": statistics.fmean(r["reward/mean"] for r in last),
         "tokens generated": sum(r["rollout/tokens_generated"] for r in later),
         "tokens reused": sum(r["rollout/tokens_reused"] for r in later),
@@ -121,21 +125,23 @@ def figures(workdir: Path, target: float = 0.0) -> dict[str, float | None]:
         "whole step, s": statistics.median(r["time/step"] for r in later),
     }
     if rewards:
-        found = {"held-out reward, first": rewards[0], "held-out reward, last": rewards[-1]} | found
+        ends = {"held-out reward, first": rewards[0], "held-out reward, last": rewards[-1]}
+        by_name = ends | by_name
     if target:
         reached = [r["step"] for r in records if r.get("reward/eval", 0.0) >= target]
         until = [r for r in steps if reached and r["step"] <= reached[0]]
         tokens = sum(r["rollout/tokens_generated"] for r in until)
-        found[f"tokens generated to {target:g}"] = tokens if reached else None
+        by_name[f"tokens generated to {target:g}"] = tokens if reached else None
         seconds = sum(r["time/rollout"] for r in until)
-        found[f"rollouts to {target:g}, s"] = seconds if reached else None
-    return found
+        by_name[f"rollouts to {target:g}, s"] = seconds if reached else None
+    return by_name
 
 
 def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
-    """(the first step whose recorded responses are not the same tokens, None if there is none;
-    tokens that were compared up to its first difference). Responses that only one run has, of
-    another prompt or of a larger group, are left out."""
+    """(the first step whose recorded responses differ, or None; tokens compared until then).
+
+    Responses that only one of the runs has, of another prompt or of a larger group, do not count.
+    """
     compared = 0
     for step in sorted(set(recorded_steps(one)) & set(recorded_steps(other))):
         mine_all, theirs_all = (
@@ -151,30 +157,26 @@ def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
     return None, compared
 
 
-def compare(done: Sequence[Cell], target: float = 0.0) -> dict[str, Any]:
-    """All figures, by value, then seed; and where a run's tokens part from the first value's."""
-    first = {cell.seed: cell for cell in reversed(done)}
-    found: dict[str, Any] = {}
-    for cell in done:
-        step, tokens = first_difference(first[cell.seed].workdir, cell.workdir)
-        own = figures(cell.workdir, target) | {
-            "same tokens until step": step,
-            "tokens compared": tokens,
-        }
-        found.setdefault(cell.value, {})[str(cell.seed)] = own
-    return found
+def compare(runs: Sequence[TrainingRun], target: float = 0.0) -> dict[str, Any]:
+    """All figures by case, then seed, and where a run's tokens differ from the first case's."""
+    first = {run.seed: run for run in reversed(runs)}
+    by_case: dict[str, Any] = {}
+    for run in runs:
+        step, tokens = first_difference(first[run.seed].workdir, run.workdir)
+        compared = {"same tokens until step": step, "tokens compared": tokens}
+        seeds = by_case.setdefault(run.case, {})
+        seeds[str(run.seed)] = figures(run.workdir, target) | compared
+    return by_case
 
 
-def table(field: str, found: dict[str, Any]) -> str:
-    """A line a figure: mean and, of several seeds, standard deviation. Figures that some runs
-    do not have (held-out reward, without evaluation) are "-" there."""
-    names = list(dict.fromkeys(n for seeds in found.values() for x in seeds.values() for n in x))
-    lines = [f"{field:30}" + "".join(f"{value[:22]:>24}" for value in found)]
+def table(heading: str, by_case: dict[str, Any]) -> str:
+    """A line a figure: mean and, of several seeds, standard deviation; "-" where a case has none
+    (held-out reward, without evaluation)."""
+    names = dict.fromkeys(n for seeds in by_case.values() for x in seeds.values() for n in x)
+    lines = [f"{heading:30}" + "".join(f"{case[:22]:>24}" for case in by_case)]
     for name in names:
-        cells = [
-            [seed[name] for seed in seeds.values() if name in seed] for seeds in found.values()
-        ]
-        lines.append(f"{name:30}" + "".join(f"{_text(name, values):>24}" for values in cells))
+        columns = [[x[name] for x in seeds.values() if name in x] for seeds in by_case.values()]
+        lines.append(f"{name:30}" + "".join(f"{_text(name, values):>24}" for values in columns))
     return "\n".join(lines)
 
 

@@ -58,12 +58,12 @@ def test_where_tokens_part(tmp_path, others, expected):
 
 def test_the_table(tmp_path):
     cases = compare.varied("c.py", "rollout.draft", ["none", "tree"])
-    todo = compare.cells(cases, [0, 1], tmp_path, [])
-    for cell in todo:
-        last = 0.5 + 0.25 * cell.seed
-        rows = [[[1]], [[2 if (cell.value, cell.seed) == ("tree", 1) else 1]]]
-        write_run(cell.workdir, rows, rewards=(0.25, last))
-    found = compare.compare(todo)
+    runs = compare.training_runs(cases, [0, 1], tmp_path, [])
+    for run in runs:
+        last = 0.5 + 0.25 * run.seed
+        rows = [[[1]], [[2 if (run.case, run.seed) == ("tree", 1) else 1]]]
+        write_run(run.workdir, rows, rewards=(0.25, last))
+    found = compare.compare(runs)
     assert found["tree"]["1"]["same tokens until step"] == 2
     lines = {line[:30].strip(): line[30:].split() for line in
              compare.table("rollout.draft", found).splitlines()}  # fmt: skip
@@ -78,7 +78,7 @@ def test_cases_of_several_fields_and_files(tmp_path):
         compare.parse_case(text, "a.py:micro")
         for text in ("plain: rollout.draft=none", "PPO block: b.py rollout.accept=block x.y=2")
     ]
-    first, second, *_ = compare.cells(cases, [3, 4], tmp_path, ["--config.log.plots=False"])
+    first, second, *_ = compare.training_runs(cases, [3, 4], tmp_path, ["--config.log.plots=False"])
     assert first.flags == ("--config=a.py:micro", "--config.log.plots=False",
                            "--config.rollout.draft=none", "--config.seed=3")  # fmt: skip
     assert second.flags[2:4] == ("--config.rollout.accept=block", "--config.x.y=2")
