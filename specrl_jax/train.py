@@ -93,7 +93,7 @@ def loop(
     """Steps until the last one or a stop request; evaluates, records and saves on the way."""
     recorded = Compiled(0.0, 0, 0)  # the first record has what starting up took as well
     if state.step == 0:
-        values = held_out_metrics(trainer, state, records)
+        values = held_out_metrics(trainer, state, 0, records)
         log.write(0, 0, values | _compile_metrics(recorded))
         recorded = compiled()
         checkpoints.save(0, state.arrays(), state.host(), metric=values.get("reward/eval"))
@@ -105,7 +105,7 @@ def loop(
         last = state.step == trainer.total_steps
         every = trainer.config.evaluate.every
         if every and (state.step % every == 0 or last):
-            values |= held_out_metrics(trainer, state, records)
+            values |= held_out_metrics(trainer, state, epoch, records)
         # Recorded first: a checkpoint without its record would lose the step on a resume.
         log.write(state.step, epoch, values | _compile_metrics(recorded))
         recorded = compiled()
@@ -117,7 +117,7 @@ def loop(
 
 
 def held_out_metrics(
-    trainer: Trainer, state: TrainerState, records: RolloutRecords
+    trainer: Trainer, state: TrainerState, epoch: int, records: RolloutRecords
 ) -> dict[str, float]:
     """Mean reward on held-out prompts; nothing where the run has none. Records the responses."""
     if not trainer.held_out:
@@ -129,7 +129,7 @@ def held_out_metrics(
         reward, answered = evaluate(*inputs)
     if records.active:
         on_host = _on_host(answered, trainer.eval_spec.group_size)
-        records.write(state.step, state.epoch, *on_host, kind="eval")
+        records.write(state.step, epoch, *on_host, kind="eval")
     return {"reward/eval": reward, "time/eval": clock.seconds}
 
 

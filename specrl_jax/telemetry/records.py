@@ -30,7 +30,7 @@ FOLDER = "rollouts"
 #     "token_ids":[6,2,1],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2,"ended":true
 FIELDS = {
     "step": "the step of the rollout; as in the file's name",
-    "epoch": "the pass over the prompts that the step belongs to, >= 1",
+    "epoch": "the pass over the prompts that the step belongs to; 0 before the first step",
     "prompt_id": "16 hexadecimal digits, the same in every run on the same problem",
     "sample": "number of the response among the prompt's G, from 0 on",
     "prompt": "the policy's input, decoded, with chat template, without special tokens",
