@@ -1,4 +1,4 @@
-"""Step costs and draft chances that tests of the cost model share."""
+"""Step costs and draft chances that tests of speculation share."""
 
 import itertools
 
@@ -6,55 +6,49 @@ import numpy as np
 
 from specrl_jax.rollout.adaptive.speculation import Acceptance, VerifyPlan
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
+from specrl_jax.rollout.engine.buckets import Buckets
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
 CPU = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.3, 16: 3.6, 32: 6.5, 64: 12.9, 128: 23.7}
 MEMORY_BOUND = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.1, 16: 1.2, 32: 1.5}
-ROWS, SLOTS = (1, 16, 64, 128), (64, 128)
 
 
-def make_table(relative=CPU):
-    """A grid; plain steps of every width (verification), matching ones of the widths above 1."""
+def make_costs(relative=CPU, rows=(1, 16, 64, 128), slots=(64, 128)) -> StepCosts:
+    """A grid of plain steps and verifications of every width, and of matching steps above 1."""
     return StepCosts(
         {
-            Point(rows, slots, width, matching): 1e-3 * (2 + 0.3 * rows) * (1 + slots / 200) * c
-            for rows, slots, (width, c) in itertools.product(ROWS, SLOTS, relative.items())
+            Point(r, s, width, matching): 1e-3 * (2 + 0.3 * r) * (1 + s / 200) * factor
+            for r, s, (width, factor) in itertools.product(rows, slots, relative.items())
             for matching in ((False, True) if width > 1 else (False,))
         }
     )
 
 
-def make_acceptance(survival, row_steps=1e12):
+def make_acceptance(survival, row_steps=1e12) -> Acceptance:
     """So much evidence that the prior does not count: s_k = survival[k - 1]."""
-    shares = [1.0, *survival]
-    return Acceptance(
-        offered=[row_steps] * len(survival),
-        at_risk=[row_steps * s for s in shares[:-1]],
-        accepted=[row_steps * s for s in shares[1:]],
-    )
+    shares = [row_steps * s for s in (1.0, *survival)]
+    return Acceptance(reached=shares[:-1], accepted=shares[1:])
 
 
-def draw(rng, chances, row_steps, width):
+def draw(rng, chances, row_steps, width) -> np.ndarray:
     """Histogram of accepted tokens; chances[k]: to go on after k (the last one from there on)."""
     histogram, alive = np.zeros(width, int), row_steps
-    for a in range(width):
-        go_on = rng.binomial(alive, chances[min(a, len(chances) - 1)]) if a < width - 1 else 0
-        histogram[a], alive = alive - go_on, go_on
-    assert histogram.sum() == row_steps
+    for k in range(width):
+        go_on = rng.binomial(alive, chances[min(k, len(chances) - 1)]) if k < width - 1 else 0
+        histogram[k], alive = alive - go_on, go_on
     return histogram
 
 
-def true_survival(chances, tokens):
+def true_survival(chances, tokens) -> list[float]:
     padded = [*chances, *[chances[-1]] * tokens]
     return list(itertools.accumulate(padded[:tokens], lambda a, b: a * b))
 
 
-def make_pass(
-    draft_lens=(100,) * 64,
-    rows=64,
-    verify_width=4,
-    row_buckets=(16, 64),
-    cache_lengths=((50, 100),),
-    **more,
-):
-    return VerifyPlan(tuple(draft_lens), rows, 99, verify_width, row_buckets, cache_lengths, **more)
+def make_buckets(rows=(16, 64), responses=(100,), max_width=1, prompt_slots=0) -> Buckets:
+    rows = tuple(sorted(rows, reverse=True))
+    return Buckets(rows, rows, responses, (4,), prompt_slots, max_width)
+
+
+def make_plan(draft_lens=(100,) * 64, rows=64, verify_width=4, buckets=None, slots=99, **more):
+    buckets = buckets or make_buckets()
+    return VerifyPlan(tuple(draft_lens), rows, slots, verify_width, buckets, **more)

@@ -1,79 +1,45 @@
-"""Seconds of a rollout's programs on the device at hand, for the cost model.
+"""Measures seconds of a rollout's programs on the device at hand, one program when it is asked for.
 
-The programs at the ends of what the engine may choose among are run a few steps on made-up rows.
-What they compute does not matter: no shape depends on it. Tables are kept on disk, by everything
-that a step's cost depends on.
+A program runs a few steps on made-up rows; its shapes, and so its seconds, do not depend on what it
+computes. Seconds are kept on disk, so that the next run of the same programs on the same device
+reads them, as does a run that is resumed.
 """
 
 import dataclasses
+import functools
 import hashlib
+import json
+import logging
 import os
 import pathlib
 import time
+import uuid
 
 import jax
 import numpy as np
 
-from specrl_jax.models.kv_cache import cache_bytes, init_cache
+from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout import acceptance
-from specrl_jax.rollout.adaptive.step_costs import (
-    Calls,
-    Point,
-    StepCosts,
-    load_or_measure,
-    tabulate,
-)
-from specrl_jax.rollout.drafts import suffix_match as drafting
+from specrl_jax.rollout.adaptive.step_costs import Point
+from specrl_jax.rollout.drafts import suffix_match
+from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
 from specrl_jax.rollout.engine import decode
-from specrl_jax.rollout.engine import decode_state as rows
-from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition
+from specrl_jax.rollout.engine.decode_state import DecodeState, start_rows, with_drafts
 from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
-STEPS = 8  # of a decode loop, beyond the first
+_log = logging.getLogger(__name__)
 
-
-def cost_table(
-    plan: RolloutSpec,
-    weights: Params,
-    total_rows: int,
-    *,
-    sources: int,
-    directory: str | os.PathLike,
-) -> StepCosts:
-    """Measure the programs of a rollout of `total_rows` rows, or read what was measured before.
-
-    sources: stored responses of a prompt that tree drafts read. directory: where tables are kept.
-    """
-    ladder = plan.buckets(total_rows)
-    setup = plan.program_for(ladder)
-    key = machine() | {
-        "setup": repr(setup),
-        "ladder": repr(ladder),
-        "sources": sources,
-        "statistic": "lower quartile",
-        "code": code(),
-        "cache_bytes": plan.cache_bytes,
-    }
-    clock = _Clock(setup, ladder, weights, sources)
-    found = points(setup, ladder, plan.cache_bytes)
-    return load_or_measure(directory, key, found, clock)
-
-
-def code() -> str:
-    """A digest of the sources that a rollout's programs are made of: another version of them may
-    take other seconds for the same shapes."""
-    package = pathlib.Path(__file__).parents[2]
-    sources = sorted([*package.glob("models/*.py"), *package.glob("rollout/**/*.py")])
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+STEPS = 8  # of the longer of two calls, beyond those of the shorter
+ROUNDS = (3, 9)  # fewest and most rounds of calls, more than the fewest within SECONDS
+SECONDS = 0.2  # a call that takes longer is made once
+QUANTILE = 0.25  # a machine is now and then slower than itself, but never faster
 
 
 def machine() -> dict:
-    """What seconds depend on beside a rollout's programs, in values that JSON keeps."""
+    """What seconds depend on beside the programs, in values that JSON keeps."""
     device = jax.devices()[0]
     return {
         "device": f"{device.platform} {device.device_kind}",
@@ -84,137 +50,128 @@ def machine() -> dict:
     }
 
 
-def points(setup: ProgramSpec, ladder: Buckets, bound: float = 0.0) -> list[Point]:
-    """What is measured: every decode program at its shallowest and deepest window, and the
-    narrowest and widest verification at the fewest and most rows, of drafts as long as a pass and,
-    where they can be longer, as long as a response. bound: of the KV caches' bytes, 0 for any; what
-    it leaves no room for never runs."""
-    per_slot = cache_bytes(setup.model, 1, 1)
-
-    def fits(point: Point) -> bool:
-        if not bound or point.rows <= ladder.admissions[-1]:
-            return True
-        return point.rows * point.slots * per_slot <= bound
-
-    windows = [ladder.slots(r) for r in (ladder.responses[0], ladder.responses[-1])]
-    found = {
-        Point(size, slots, width, width > 1)
-        for size in ladder.rows
-        for slots in windows
-        for width in ladder.widths
-    }
-    if not acceptance.RULES[setup.accept].whole_draft:
-        for size in (ladder.admissions[0], ladder.admissions[-1]):
-            for width in (ladder.verify[0], ladder.verify[-1]):
-                for longest in {width, ladder.responses[-1]}:
-                    found.add(Point(size, ladder.verify_slots(width, longest), width, False))
-    return sorted(filter(fits, found))
+@functools.cache
+def code_digest() -> str:
+    """Of the sources of the programs: another version may take other seconds."""
+    package = pathlib.Path(__file__).parents[2]
+    sources = sorted([*package.glob("models/*.py"), *package.glob("rollout/**/*.py")])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
-class PlainSteps:
-    """Seconds of the plain steps of a rollout of `total_rows` rows, a round at a time between other
-    work, so that the machine is as fast in the mean for both."""
-
-    def __init__(self, plan: RolloutSpec, weights: Params, total_rows: int):
-        ladder = plan.buckets(total_rows)
-        self._clock = _Clock(plan.program_for(ladder), ladder, weights, sources=0)
-        self._points = [
-            Point(rows, slots, 1, False)
-            for rows in ladder.rows
-            for slots in sorted({ladder.slots(n) for n in ladder.responses})
-        ]
-        self._rounds: list[list[Calls]] = []
-        self._round()  # compiles
-
-    def _round(self) -> list[Calls]:
-        return [self._clock(*point) for point in self._points]
-
-    def time(self) -> None:
-        """One more round."""
-        self._rounds.append(self._round())
-
-    def table(self) -> StepCosts:
-        """Medians of the rounds."""
-        return tabulate(self._points, self._rounds, quantile=0.5)
-
-
-@dataclasses.dataclass
-class _Clock:
-    """time_calls of `cost_table.measure`."""
+@dataclasses.dataclass(frozen=True)
+class StepTimer:
+    """Seconds of a step of the programs of `setup`."""
 
     setup: ProgramSpec
-    ladder: Buckets
-    weights: Params
-    sources: int
+    sources: int  # stored responses of a prompt that suffix drafts read
+    directory: pathlib.Path  # of the files that keep seconds
 
-    def __call__(self, size: int, slots: int, width: int, matching: bool) -> Calls:
-        counts = (1,) if not matching and width > 1 else (1, 1 + STEPS)
-        return [(n, self._seconds(size, slots, width, n, matching)) for n in counts]
+    def __call__(self, weights: Params, point: Point) -> float:
+        """Seconds of one step: read from disk, or measured and kept there.
 
-    def _seconds(self, size: int, slots: int, width: int, steps: int, matching: bool) -> float:
-        """Wall-clock seconds of one call of so many steps."""
-        setup, wide = self.setup, width > 1 and not matching
-        board = self._rows(size)
-        if wide:
-            board = rows.with_drafts(board, self._drafts(size), setup.accept)
-        corpus = self._corpus(size) if matching else None
-        # Rows that come to their end go on as rows that are done, at the same cost.
-        limits = StopCondition(*(np.int32(x) for x in (-1, setup.response_slots, steps, size)))
-        cache = init_cache(setup.model, size, slots)
-        jax.block_until_ready((board, corpus, cache))
+        A damaged file is measured again; one that cannot be written is warned of.
+        """
+        label = {"setup": repr(self.setup), "sources": self.sources, "code": code_digest()}
+        label |= machine()
+        digest = hashlib.sha256(json.dumps(label, sort_keys=True).encode()).hexdigest()[:16]
+        path = self.directory / f"step_costs_{digest}.json"
+        if (kept := _read(path).get(point)) is not None:
+            return kept
+        seconds = self.measure(weights, point)
+        rows = [[*key, value] for key, value in (_read(path) | {point: seconds}).items()]
+        _write_whole(path, json.dumps({"label": label, "seconds": rows}))
+        return seconds
+
+    def measure(self, weights: Params, point: Point) -> float:
+        """Seconds of one step, without what a call of several steps takes itself."""
+        first = self._seconds(weights, point, 1)
+        if first > SECONDS:
+            # A program that was not compiled yet needs another call.
+            return min(first, self._seconds(weights, point, 1))
+        counts = (1,) if point.verifies else (1, 1 + STEPS)
+        rounds, spent = [], 0.0
+        while len(rounds) < ROUNDS[0] or (len(rounds) < ROUNDS[1] and spent < SECONDS):
+            rounds.append([self._seconds(weights, point, n) for n in counts])
+            spent += sum(rounds[-1])
+        calls = np.quantile(rounds, QUANTILE, axis=0).tolist()
+        # On a noisy machine the longer call may come out shorter: then its mean is the estimate.
+        step = (calls[-1] - calls[0]) / STEPS
+        return step if step > 0 else calls[-1] / counts[-1]
+
+    def _seconds(self, weights: Params, point: Point, steps: int) -> float:
+        """Wall-clock seconds of one call."""
+        setup, rows = self.setup, self._rows(point.rows)
+        if point.verifies:
+            rows = with_drafts(rows, self._drafts(point.rows), setup.accept)
+        suffixes = self._suffixes(point.rows) if point.matching else None
+        # Rows that end within these steps are computed on as rows that are done.
+        limits = StopCondition(
+            *(np.int32(x) for x in (-1, setup.response_slots, steps, point.rows))
+        )
+        cache = init_cache(setup.model, point.rows, point.slots)
+        jax.block_until_ready((rows, suffixes, cache))
+        wide = point.verifies and setup.accept != "match"
         start = time.perf_counter()
         jax.block_until_ready(
             decode.decode_steps(
-                setup,
-                self.weights,
-                cache,
-                board,
-                corpus,
-                limits,
-                width=width,
-                wide=wide and setup.accept != "match",
+                setup, weights, cache, rows, suffixes, limits, width=point.width, wide=wide
             )[-1]
         )
         return time.perf_counter() - start
 
-    def _rows(self, size: int) -> rows.DecodeState:
-        ones = put(np.ones(size, np.int32), "batch")
+    def _rows(self, size: int) -> DecodeState:
+        setup, ones = self.setup, put(np.ones(size, np.int32), "batch")
         seeds = np.random.default_rng(size).integers(0, 2**32, (2, size, 2), np.uint32)
-        caps = put(np.full(size, self.setup.response_slots, np.int32), "batch")
-        return rows.start_rows(
-            *(put(x, "batch", None) for x in seeds),
-            ones * min(self.ladder.prompt_slots, 1),
-            caps,
-            ones,
-            columns=self.setup.columns,
-            pad_id=self.setup.pad_id,
-            stored=self.setup.stored_logprobs,
-        )
+        seeds = (put(x, "batch", None) for x in seeds)
+        max_lens = put(np.full(size, setup.response_slots, np.int32), "batch")
+        sizes = {"columns": setup.columns, "pad_id": setup.pad_id, "stored": setup.stored_logprobs}
+        return start_rows(*seeds, ones, max_lens, ones, **sizes)
 
     def _drafts(self, size: int) -> Drafts:
         shape, k = (size, self.setup.response_slots), self.setup.stored_logprobs
         tokens = np.random.default_rng(0).integers(0, self.setup.model.vocab_size, shape)
-        flat, zeros = ("batch", None), np.zeros(shape, np.float32)
+        logprobs = put(np.zeros(shape, np.float32), "batch", None)
         top = np.zeros((*shape, k), np.float32)
         return Drafts(
-            tokens=put(tokens.astype(np.int32), *flat),
+            tokens=put(tokens.astype(np.int32), "batch", None),
             lens=put(np.full(size, shape[1], np.int32), "batch"),
-            sampling_logprobs=put(zeros, *flat),
-            origin_logprobs=put(zeros, *flat),
-            origin_steps=put(zeros.astype(np.int32), *flat),
-            top_ids=put(top.astype(np.int32), *flat, None) if k else None,
-            top_logprobs=put(top, *flat, None) if k else None,
+            sampling_logprobs=logprobs,
+            origin_logprobs=logprobs,
+            origin_steps=put(np.zeros(shape, np.int32), "batch", None),
+            top_ids=put(top.astype(np.int32), "batch", None, None) if k else None,
+            top_logprobs=put(top, "batch", None, None) if k else None,
         )
 
-    def _corpus(self, size: int) -> drafting.SuffixIndex:
-        setup = self.setup
-        prompts = -(-size // setup.group_size)
-        shape = (prompts, self.sources, setup.response_slots)
-        tokens = np.random.default_rng(1).integers(0, setup.model.vocab_size, shape)
-        return drafting.build(
+    def _suffixes(self, size: int) -> SuffixIndex:
+        group = self.setup.group_size
+        shape = (-(-size // group), self.sources, self.setup.response_slots)
+        tokens = np.random.default_rng(1).integers(0, self.setup.model.vocab_size, shape)
+        return suffix_match.build(
             put(tokens.astype(np.int32), None, None, None),
             put(np.full(shape[:2], shape[2], np.int32), None, None),
             put(np.ones(self.sources, np.float32), None),
-            live=setup.group_size,
-            depth=setup.tree.depth,
+            live=group,
+            depth=self.setup.tree.depth,
         )
+
+
+def _read(path: pathlib.Path) -> dict[Point, float]:
+    """Seconds that are kept in a file; none where it cannot be read."""
+    try:
+        rows = json.loads(path.read_text())["seconds"]
+        return {Point(r, s, w, m): float(seconds) for r, s, w, m, seconds in rows}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("cannot read %s (%s); measuring again", path, error)
+        return {}
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        _log.warning("cannot keep step costs in %s: %s", path, error)

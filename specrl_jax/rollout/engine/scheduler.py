@@ -9,6 +9,7 @@ width, how soon, or whether it was evicted and replayed. `flight.py` carries the
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -279,11 +280,8 @@ class Scheduler:
             draft_lens=tuple(drafts[drafts > 0].tolist()),
             held=begun,
             rows=size,
-            row_buckets=tuple(sorted(self.ladder.rows)),
-            # Windows of the same slots, as the widest step needs so many, count as the longest.
-            cache_lengths=tuple({self.ladder.slots(n): n for n in self.ladder.responses}.items()),
+            buckets=self.ladder,
             others_held=self.pool.longest if self.pool else 0,
-            step_widths=self.widths,
             others=len(self.fresh) * self.setup.group_size
             + (self.pool.unfinished if self.pool else 0),
             capacity=self.room.capacity(self.setup.response_slots),
@@ -323,8 +321,9 @@ class Scheduler:
                 batch, self.flight.limits(-1, steps=1), one.verify_width, wide=True
             )
             if self.cost:
+                run = dataclasses.replace(one, rows=batch.size, slots=batch.slots)
                 predicted = self.cost.record_verification(
-                    one, int(tally.accepted), int(tally.verified)
+                    run, int(tally.accepted), int(tally.verified)
                 )
                 self.stats.predicted_verify_seconds += predicted
             one = None
