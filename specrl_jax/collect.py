@@ -128,6 +128,8 @@ def generate_and_score(
             stop_after_groups=config.prompts_per_step if config.partial else 0,
         ),
     )
+    if state.speculation is not None:
+        state.speculation.measure_used(weights)
     result = responses.result
     prompts, rollout = select(prompts, result.groups), result.rollout
     prefix_lens, sources = jax.device_get((rollout.prefix_lens, rollout.sources))

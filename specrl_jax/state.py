@@ -5,7 +5,6 @@ A new part is a `types.StatePart`, a field of `TrainerState` and a line of `_new
 
 import dataclasses
 import math
-import time
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.learner import TrainState, abstract_train_state, init_train_state
-from specrl_jax.build import Trainer, policy_copy
+from specrl_jax.build import Trainer
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.group_buffer import GroupBuffer, GroupRules
@@ -128,10 +127,7 @@ def init_state(trainer: Trainer, params: Params) -> TrainerState:
         inputs = (config, trainer.learner, params, trainer.scorer.tokenizer, trainer.dataset)
         params = warm_up(*inputs)
     reference = jax.tree.map(jnp.copy, params) if config.algorithm.kl_coef else None
-    state = _new_state(trainer, init_train_state(trainer.learner, params), reference)
-    if state.speculation is not None:
-        state.speculation.table = measure_costs(trainer, state.train.params)
-    return state
+    return _new_state(trainer, init_train_state(trainer.learner, params), reference)
 
 
 def resume(trainer: Trainer, params: Params, checkpoints: Checkpointer, step: int) -> TrainerState:
@@ -143,7 +139,7 @@ def resume(trainer: Trainer, params: Params, checkpoints: Checkpointer, step: in
     state.restore(host, arrays)
     if state.speculation is not None and host["machine"] != measure_steps.machine():
         print(f"rollout: now on {measure_steps.machine()}, was on {host['machine']}")
-        state.speculation.table = measure_costs(trainer, state.train.params)
+        state.speculation.costs = StepCosts()
     print(f"resumed at step {step} of {trainer.total_steps}", flush=True)
     return state
 
@@ -162,7 +158,7 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))
     if trainer.is_adaptive:
-        state.speculation = Speculation(table=None)
+        state.speculation = new_speculation(trainer)
     if settings.run_ahead:
         state.run_ahead = RunAhead.empty(trainer.rows, slots)
     if settings.partial:
@@ -194,16 +190,10 @@ def _draft_store(trainer: Trainer) -> DraftStore:
     )
 
 
-def measure_costs(trainer: Trainer, params: Params) -> StepCosts:
-    """Seconds of the rollout's programs on the device at hand; read from disk where known."""
-    settings, start = trainer.config.rollout, time.perf_counter()
-    table = measure_steps.cost_table(
-        trainer.rollout_spec,
-        policy_copy(trainer.model, params),
-        trainer.rows,
-        sources=(settings.tree.history + settings.run_ahead) * settings.group_size,
-        directory=cache_folder() / "step_costs",
-    )
-    seconds = time.perf_counter() - start
-    print(f"rollout: cost of {len(table.to_json())} programs known in {seconds:.0f} s", flush=True)
-    return table
+def new_speculation(trainer: Trainer) -> Speculation:
+    """Choices that know nothing yet; a program is measured after the rollout that first used it."""
+    settings, spec = trainer.config.rollout, trainer.rollout_spec
+    program = spec.program_for(spec.buckets(trainer.rows))
+    sources = (settings.tree.history + settings.run_ahead) * settings.group_size
+    folder = cache_folder() / "step_costs"
+    return Speculation(timer=measure_steps.StepTimer(program, sources, folder))

@@ -26,6 +26,7 @@ from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Transformer, place_params
 from specrl_jax.rollout.adaptive import measure_steps as timing
+from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.rollout.sampling import Purpose, row_seeds, sample, temper
@@ -44,10 +45,10 @@ LONG = {
 TREES = LONG | {"rollout.draft": "previous+tree"}
 
 
-def costs(trainer, params) -> StepCosts:
-    """In the place of measured seconds: two tokens a step cost least, four are worth a trial."""
-    seconds = {(1, False): 1.0, (6, False): 1.0, (2, True): 0.88, (4, True): 1.0, (8, True): 1.3}
-    return StepCosts({Point(32, 9, *program): s for program, s in seconds.items()})
+def known_costs(trainer) -> Speculation:
+    """In the place of measured seconds: two tokens a step cost least, whatever is accepted."""
+    seconds = {(1, False): 1.0, (6, False): 1.0, (2, True): 0.8, (4, True): 1.0, (8, True): 1.3}
+    return Speculation(StepCosts({Point(32, 9, *program): s for program, s in seconds.items()}))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ from specrl_jax import sharding, train
 from specrl_jax import state as states
 from specrl_jax.rollout.engine.scheduler import Scheduler
 
-states.measure_costs = test_end_to_end.costs
+states.new_speculation = test_end_to_end.known_costs
 
 begin, visit, begun = Scheduler.run, Scheduler._visit, []
 
@@ -151,7 +152,7 @@ def test_killed_while_a_later_checkpoint_is_written(finished, tmp_path, mesh):
 
 def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh, monkeypatch):
     """Widths are chosen by what drafts have brought so far, and so are those of the resumed run."""
-    monkeypatch.setattr(states, "measure_costs", costs)
+    monkeypatch.setattr(states, "new_speculation", known_costs)
     loop.train(small_config(TREES), tmp_path / "finished")
     workdir = tmp_path / "run"
     _killed(workdir, process=_IN_A_ROLLOUT)
@@ -160,8 +161,7 @@ def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh, monke
     _same_run(workdir, tmp_path / "finished")
     assert sum(r.get("rollout/tokens_drafted", 0) for r in records(workdir)) > 0
     assert sum(r.get("rollout/tokens_reused", 0) for r in records(workdir)) > 0
-    widest = [r["rollout/width_max"] for r in records(workdir)[1:]]
-    assert widest == [4] + [2] * 7  # tried once: a model that had forgotten would try again
+    assert {r["rollout/width_max"] for r in records(workdir)[1:]} == {2}
     predicted = ("time/decode_predicted", "time/verify_predicted")
     one, two = (records(w, times=True) for w in (workdir, tmp_path / "finished"))
     for name in predicted:
@@ -174,16 +174,15 @@ def test_on_another_machine_costs_are_measured_again(finished, mesh, monkeypatch
     trainer, params = build(small_config(LONG))
     if moved:
         monkeypatch.setattr(timing, "machine", lambda: {"device": "another"})
-    monkeypatch.setattr(states, "measure_costs", costs)
     with trainer.scorer.pool, Checkpointer(finished / "checkpoints") as checkpoints:
         state = states.resume(trainer, params, checkpoints, 8)
         _, saved_state = checkpoints.restore(8, state.like())
-    assert (state.speculation.table.to_json() == costs(trainer, params).to_json()) == moved
     assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
     resumed, before = state.speculation.host(), saved_state["speculation"]
     assert resumed["acceptance"] == before["acceptance"]
-    assert resumed["acceptance"]["verified"] > 0
-    assert (resumed["table"] == before["table"]) != moved
+    assert resumed["acceptance"]["previous_verified"] > 0
+    assert before["costs"]
+    assert resumed["costs"] == ([] if moved else before["costs"])
 
 
 @pytest.mark.parametrize(

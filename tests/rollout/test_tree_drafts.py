@@ -327,7 +327,7 @@ class WideFrom:
 
     def plan_steps(self, size, slots, widths):
         width = widths[-1] if self.steps <= 0 else 1
-        return StepPlan(size, slots, width, width, max(self.steps, 0))
+        return StepPlan(size, slots, width, max(self.steps, 0))
 
     def record_steps(self, visit, steps, histogram=(), kept=0, judged=0):
         self.steps -= steps

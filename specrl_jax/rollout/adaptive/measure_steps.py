@@ -8,6 +8,7 @@ reads them, as does a run that is resumed.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -20,13 +21,13 @@ import numpy as np
 
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.adaptive.step_costs import Point
+from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState, start_rows, with_drafts
-from specrl_jax.rollout.engine.spec import ProgramSpec
+from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts
 
@@ -60,9 +61,9 @@ def code_digest() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimer:
-    """Seconds of a step of the programs of `setup`."""
+    """Seconds of a step of the programs of `program`."""
 
-    setup: ProgramSpec
+    program: ProgramSpec
     sources: int  # stored responses of a prompt that suffix drafts read
     directory: pathlib.Path  # of the files that keep seconds
 
@@ -71,7 +72,7 @@ class StepTimer:
 
         A damaged file is measured again; one that cannot be written is warned of.
         """
-        label = {"setup": repr(self.setup), "sources": self.sources, "code": code_digest()}
+        label = {"program": repr(self.program), "sources": self.sources, "code": code_digest()}
         label |= machine()
         digest = hashlib.sha256(json.dumps(label, sort_keys=True).encode()).hexdigest()[:16]
         path = self.directory / f"step_costs_{digest}.json"
@@ -100,36 +101,41 @@ class StepTimer:
 
     def _seconds(self, weights: Params, point: Point, steps: int) -> float:
         """Wall-clock seconds of one call."""
-        setup, rows = self.setup, self._rows(point.rows)
+        program, rows = self.program, self._rows(point.rows)
         if point.verifies:
-            rows = with_drafts(rows, self._drafts(point.rows), setup.accept)
+            rows = with_drafts(rows, self._drafts(point.rows), program.accept)
         suffixes = self._suffixes(point.rows) if point.matching else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition(
-            *(np.int32(x) for x in (-1, setup.response_slots, steps, point.rows))
+            *(np.int32(x) for x in (-1, program.response_slots, steps, point.rows))
         )
-        cache = init_cache(setup.model, point.rows, point.slots)
+        cache = init_cache(program.model, point.rows, point.slots)
         jax.block_until_ready((rows, suffixes, cache))
-        wide = point.verifies and setup.accept != "match"
+        wide = point.verifies and program.accept != "match"
         start = time.perf_counter()
         jax.block_until_ready(
             decode.decode_steps(
-                setup, weights, cache, rows, suffixes, limits, width=point.width, wide=wide
+                program, weights, cache, rows, suffixes, limits, width=point.width, wide=wide
             )[-1]
         )
         return time.perf_counter() - start
 
     def _rows(self, size: int) -> DecodeState:
-        setup, ones = self.setup, put(np.ones(size, np.int32), "batch")
+        program, ones = self.program, put(np.ones(size, np.int32), "batch")
         seeds = np.random.default_rng(size).integers(0, 2**32, (2, size, 2), np.uint32)
-        seeds = (put(x, "batch", None) for x in seeds)
-        max_lens = put(np.full(size, setup.response_slots, np.int32), "batch")
-        sizes = {"columns": setup.columns, "pad_id": setup.pad_id, "stored": setup.stored_logprobs}
-        return start_rows(*seeds, ones, max_lens, ones, **sizes)
+        return start_rows(
+            *(put(x, "batch", None) for x in seeds),
+            ones,
+            put(np.full(size, program.response_slots, np.int32), "batch"),
+            ones,
+            columns=program.columns,
+            pad_id=program.pad_id,
+            stored=program.stored_logprobs,
+        )
 
     def _drafts(self, size: int) -> Drafts:
-        shape, k = (size, self.setup.response_slots), self.setup.stored_logprobs
-        tokens = np.random.default_rng(0).integers(0, self.setup.model.vocab_size, shape)
+        shape, k = (size, self.program.response_slots), self.program.stored_logprobs
+        tokens = np.random.default_rng(0).integers(0, self.program.model.vocab_size, shape)
         logprobs = put(np.zeros(shape, np.float32), "batch", None)
         top = np.zeros((*shape, k), np.float32)
         return Drafts(
@@ -143,16 +149,35 @@ class StepTimer:
         )
 
     def _suffixes(self, size: int) -> SuffixIndex:
-        group = self.setup.group_size
-        shape = (-(-size // group), self.sources, self.setup.response_slots)
-        tokens = np.random.default_rng(1).integers(0, self.setup.model.vocab_size, shape)
+        group = self.program.group_size
+        shape = (-(-size // group), self.sources, self.program.response_slots)
+        tokens = np.random.default_rng(1).integers(0, self.program.model.vocab_size, shape)
         return suffix_match.build(
             put(tokens.astype(np.int32), None, None, None),
             put(np.full(shape[:2], shape[2], np.int32), None, None),
             put(np.ones(self.sources, np.float32), None),
             live=group,
-            depth=self.setup.tree.depth,
+            depth=self.program.tree.depth,
         )
+
+
+def cost_table(
+    spec: RolloutSpec, weights: Params, total_rows: int, *, sources: int, directory: os.PathLike
+) -> StepCosts:
+    """Seconds of programs at the ends of what a rollout of `total_rows` rows uses, for benchmarks
+    whose choices shall not wait for the first rollouts."""
+    buckets = spec.buckets(total_rows)
+    timer = StepTimer(spec.program_for(buckets), sources, pathlib.Path(directory))
+    ends = {buckets.responses[0], buckets.responses[-1]}
+    points = {
+        Point(rows, buckets.slots(end), width, width > 1)
+        for rows, end, width in itertools.product(buckets.rows, ends, buckets.widths)
+    } | {
+        Point(rows, buckets.verify_slots(width, buckets.responses[-1]), width, False)
+        for rows in (buckets.admissions[0], buckets.admissions[-1])
+        for width in (buckets.verify[0], buckets.verify[-1])
+    }
+    return StepCosts({point: timer(weights, point) for point in sorted(points)})
 
 
 def _read(path: pathlib.Path) -> dict[Point, float]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.types import StatePart
 
 if TYPE_CHECKING:
     from specrl_jax.rollout.adaptive.measure_steps import StepTimer
@@ -135,7 +136,7 @@ class StepPlan:
 
 
 @dataclasses.dataclass
-class Speculation:
+class Speculation(StatePart):
     """The choices of a run's rollouts. Methods that plan or choose change nothing.
 
     Until the seconds of a kind of program are known, decoding is plain but for probes, and drafts
@@ -306,7 +307,7 @@ class Speculation:
             "probes": self.probes,
         }
 
-    def restore(self, host: Mapping) -> "Speculation":
+    def restore(self, host: Mapping, arrays: object = None) -> "Speculation":
         """One that goes on where `host` was taken, with this one's timer."""
         costs, acceptance = StepCosts.from_json(host["costs"]), Acceptance(**host["acceptance"])
         parts = {**host, "costs": costs, "acceptance": acceptance}

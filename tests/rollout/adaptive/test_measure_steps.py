@@ -1,18 +1,24 @@
-"""Which programs are timed, how a step's seconds come out, and that tables are kept."""
+"""How a program's seconds are measured, and that they are kept on disk."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax.models.kv_cache import cache_bytes, cache_slots
-from specrl_jax.rollout.adaptive import measure_steps as timing
-from specrl_jax.rollout.adaptive import step_costs as cost_table
+from specrl_jax.models.kv_cache import cache_slots
+from specrl_jax.rollout.adaptive import measure_steps
+from specrl_jax.rollout.adaptive.measure_steps import STEPS, StepTimer
+from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.adaptive.step_costs import Point
+from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.runtime import compiled
 
 ROWS, P, R = 8, 3, 4
+PLAIN, MATCHING = Point(ROWS, P + R, 1, False), Point(ROWS, P + R, 2, True)
+VERIFICATION = Point(ROWS, P + R, R, False)
 
 
 def plan_of(**kwargs):
@@ -20,141 +26,121 @@ def plan_of(**kwargs):
     return ref.make_plan(ref.ONE_LAYER, slots=R, prompt_slots=P, group=2, **kwargs)
 
 
-def points_of(plan):
-    ladder = plan.buckets(ROWS)
-    return timing.points(plan.program_for(ladder), ladder)
-
-
-def test_points_by_hand(mesh):
-    # Two rungs, two windows (2 and 4 tokens), widths 1 and 2; verification of 4 tokens.
-    found = points_of(plan_of(row_buckets=2, cache_lengths=2))
-    decode = [
-        Point(rows, slots, width, width > 1)
-        for rows in (4, 8)
-        for slots in (P + 2, P + 4)
-        for width in (1, 2)
-    ]
-    verify = [Point(rows, P + 4, 4, False) for rows in (4, 8)]
-    assert found == sorted(decode + verify)
-    # Of three windows only the ends; one kind of step without tree drafts. Drafts of up to 2 tokens
-    # take one pass, of up to 4 two, the second of which begins behind 2.
-    found = points_of(plan_of(cache_lengths=3, tree=None, max_width=1, verify_width=2))
-    decode = [Point(8, P + 1, 1, False), Point(8, P + 4, 1, False)]
-    assert found == sorted([*decode, Point(8, P + 2, 2, False), Point(8, P + 4 + 2, 2, False)])
-    # Nothing that the bound has no room for, but the fewest rows in any case.
-    plan = plan_of(row_buckets=2, cache_lengths=1, tree=None, max_width=1)
-    ladder, per_slot = plan.buckets(ROWS), cache_bytes(ref.ONE_LAYER, 1, 1)
-    found = timing.points(plan.program_for(ladder), ladder, 7 * (P + 4) * per_slot)
-    assert {(p.rows, p.width) for p in found} == {(4, 1), (4, 4)}
-    found = timing.points(plan.program_for(ladder), ladder, 1.0)
-    assert {p.rows for p in found} == {ladder.admissions[-1]}
-    # Block verification is not a choice.
-    found = points_of(plan_of(accept="block", stored_logprobs=2))
-    assert found == [Point(8, P + R, 1, False), Point(8, P + R, 2, True)]
+def timer_of(directory, sources=0, **kwargs) -> StepTimer:
+    plan = plan_of(**kwargs)
+    return StepTimer(plan.program_for(plan.buckets(ROWS)), sources, directory)
 
 
 class Clock:
-    """Time that passes in visits alone: `start` seconds a call and `step` a step."""
+    """Time that passes in decode steps alone: `start` seconds a call and `step` a step."""
 
-    def __init__(self, start, step):
+    def __init__(self, monkeypatch, start, step):
         self.now, self.start, self.step, self.calls = 0.0, start, step, []
+        monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measure_steps.decode, "decode_steps", self.decode_steps)
 
-    def perf_counter(self):
-        return self.now
-
-    def visit(self, setup, weights, cache, board, corpus, limits, **kwargs):
-        self.now += self.start + self.step * int(limits.max_steps)
-        known = {"corpus": corpus is not None, **kwargs}
-        self.calls.append(
-            ((cache[0][0].shape[0], cache_slots(cache)), board.draft is not None, known)
-        )
-        return (cache, board, corpus, None, limits.max_steps)
+    def decode_steps(self, program, weights, cache, rows, suffixes, limits, **kwargs):
+        steps = int(limits.max_steps)
+        self.now += self.start + self.step * steps
+        shape = (cache[0][0].shape[0], cache_slots(cache))
+        self.calls.append((shape, steps, suffixes is not None, rows.draft is not None, kwargs))
+        return (cache, rows, suffixes, None, limits.max_steps)
 
 
-def timed(monkeypatch, plan, start, step):
-    """(clock, seconds a step by point) with that clock, kept nowhere."""
-    clock, ladder = Clock(start, step), plan.buckets(ROWS)
-    monkeypatch.setattr(timing.decode, "decode_steps", clock.visit)
-    monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
-    setup = plan.program_for(ladder)
-    found = timing.points(setup, ladder)
-    table = cost_table.measure(found, timing._Clock(setup, ladder, None, sources=2), repeats=(1, 1))
-    clock.calls = clock.calls[len(clock.calls) // 2 :]
-    return clock, {point: table.seconds(*point) for point in found}
+@pytest.mark.parametrize(
+    ("point", "seconds", "wide"),
+    [(PLAIN, 0.001, False), (MATCHING, 0.001, False), (VERIFICATION, 0.011, True)],
+)
+def test_a_step_is_measured_without_what_its_call_takes(
+    mesh, monkeypatch, tmp_path, point, seconds, wide
+):
+    """A verification is one call; of a decode loop only a step more is a step more."""
+    clock = Clock(monkeypatch, 0.01, 0.001)
+    timer = timer_of(tmp_path, accept="ratio_residual", stored_logprobs=2)
+    assert timer.measure(None, point) == pytest.approx(seconds)
+    shapes, steps, matching, drafted, kwargs = zip(*clock.calls)
+    assert set(shapes) == {(point.rows, point.slots)}
+    assert set(steps) == ({1} if point.verifies else {1, 1 + STEPS})
+    assert set(matching) == {point.matching}
+    assert set(drafted) == {point.verifies}
+    assert all(known == {"width": point.width, "wide": wide} for known in kwargs)
+    assert clock.now < 1.0
 
 
-def test_a_step_s_seconds_leave_the_call_s_own_out(mesh, monkeypatch):
-    clock, found = timed(
-        monkeypatch, plan_of(stored_logprobs=2, accept="ratio_residual"), 100.0, 0.5
-    )
-    verify = {p: s for p, s in found.items() if not p.matching and p.width > 1}
-    for point, seconds in found.items():
-        # A verification is one call; of a decode loop only a step more is a step more.
-        assert seconds == (100.5 if point in verify else 0.5)
-    assert len(verify) == 1
-    pending = [kwargs for _, pending, kwargs in clock.calls if pending]
-    assert pending == [{"corpus": False, "width": R, "wide": True}]
-    for shape, _, kwargs in clock.calls:
-        assert shape[0] == ROWS
-        assert kwargs["corpus"] == (kwargs["width"] == 2)
+def test_a_slow_program_is_called_no_more_than_twice(mesh, monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, 0.0, 5.0)
+    assert timer_of(tmp_path).measure(None, PLAIN) == 5.0
+    assert [call[1] for call in clock.calls] == [1, 1]
 
 
-def test_plain_steps_are_timed_between_other_work(mesh, monkeypatch):
-    """Every rung and window at width 1; medians of what was asked for, the first round apart."""
-    plan = plan_of(row_buckets=2, cache_lengths=2)
-    clock = Clock(100.0, 9.0)
-    monkeypatch.setattr(timing.decode, "decode_steps", clock.visit)
-    monkeypatch.setattr(timing.time, "perf_counter", clock.perf_counter)
-    steps = timing.PlainSteps(plan, None, ROWS)
-    for clock.step in (0.5, 4.0, 0.75):
-        steps.time()
-    found = [row[:4] for row in steps.table().to_json()]
-    assert found == [[rows, slots, 1, False] for rows in (4, 8) for slots in (P + 2, P + 4)]
-    assert {row[4] for row in steps.table().to_json()} == {0.75}
-    assert not any(pending or known["corpus"] for _, pending, known in clock.calls)
+def test_noise_that_turns_a_longer_call_shorter(mesh, monkeypatch, tmp_path):
+    Clock(monkeypatch, 0.1, -0.005)
+    assert timer_of(tmp_path).measure(None, PLAIN) == pytest.approx((0.1 - 0.045) / (1 + STEPS))
 
 
-def test_noise_that_turns_a_longer_call_shorter(mesh, monkeypatch):
-    _, found = timed(monkeypatch, plan_of(tree=None, max_width=1, verify_width=1), 9.0, -0.5)
-    # 1 + 8 steps took 4.5 seconds, one took 8.5.
-    assert set(found.values()) == {4.5 / (1 + timing.STEPS)}
+def test_seconds_are_measured_once_and_kept(make_mesh, tmp_path, monkeypatch, caplog):
+    Clock(monkeypatch, 0.01, 0.001)
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        timer, points = timer_of(tmp_path), (PLAIN, VERIFICATION)
+        found = [timer(None, point) for point in points]
+        Clock(monkeypatch, 0.01, 0.002)
+        assert [timer(None, point) for point in points] == found
+        # Another program, other sources, other code, another mesh, another machine.
+        program = dataclasses.replace(timer.program, logits_chunk=3)
+        others = [
+            dataclasses.replace(timer, program=program),
+            dataclasses.replace(timer, sources=3),
+        ]
+        assert all(other(None, PLAIN) == pytest.approx(0.002) for other in others)
+        for name in ("code_digest", "machine"):
+            with monkeypatch.context() as patch:
+                patch.setattr(measure_steps, name, lambda: {"device": "another"})
+                assert timer(None, PLAIN) == pytest.approx(0.002)
+    with jax.set_mesh(make_mesh(1, 2, 1)):
+        assert timer(None, PLAIN) == pytest.approx(0.002)
+    assert len(list(tmp_path.iterdir())) == 6
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"seconds": [[1, 2]]}', '{"seconds": 3}', "{"])
+def test_a_damaged_file_is_measured_again(mesh, tmp_path, monkeypatch, caplog, text):
+    Clock(monkeypatch, 0.01, 0.001)
+    timer = timer_of(tmp_path)
+    seconds = timer(None, PLAIN)
+    (path,) = tmp_path.iterdir()
+    path.write_text(text)
+    assert timer(None, PLAIN) == pytest.approx(seconds)
+    assert "measuring again" in caplog.text
+    assert json.loads(path.read_text())["seconds"] == [[*PLAIN, pytest.approx(seconds)]]
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of(mesh, tmp_path, monkeypatch, caplog):
+    Clock(monkeypatch, 0.01, 0.001)
+    (tmp_path / "file").write_text("")
+    assert timer_of(tmp_path / "file")(None, PLAIN) == pytest.approx(0.001)
+    assert "cannot keep step costs" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
-def test_programs_are_measured_once_and_kept(make_mesh, tmp_path, monkeypatch, shape):
-    plan = plan_of()
+@pytest.mark.parametrize("tree", [None, ref.TREE], ids=["plain", "tree"])
+def test_no_policy_program_is_compiled_to_measure_what_ran(make_mesh, tmp_path, shape, tree):
+    """After a rollout, the program that it used is measured without compiling it again."""
+    plan = plan_of(tree=tree, max_width=2 if tree else 1)
     with jax.set_mesh(make_mesh(*shape)):
         weights = ref.policy(model=ref.ONE_LAYER)[1]
-
-        def table(plan=plan, sources=2):
-            return timing.cost_table(plan, weights, ROWS, sources=sources, directory=tmp_path)
-
-        found = table().to_json()
-        assert [Point(*row[:4]) for row in found] == points_of(plan)
-        assert all(0 < row[4] < 60 for row in found)
-
-        def none(*args, **kwargs):
-            raise AssertionError("measured again")
-
-        monkeypatch.setattr(timing.decode, "decode_steps", none)
-        assert table().to_json() == found
-        law = dataclasses.replace(plan.program.sampling, top_k=3)
-        others = (
-            {"sources": 3},
-            {
-                "plan": dataclasses.replace(
-                    plan, program=dataclasses.replace(plan.program, sampling=law)
-                )
-            },
-        )
-        for changes in others:
-            with pytest.raises(AssertionError, match="measured again"):
-                table(**changes)
-        with monkeypatch.context() as patch:
-            patch.setattr(timing, "code", lambda: "another version")
-            with pytest.raises(AssertionError, match="measured again"):
-                table()
-    with jax.set_mesh(make_mesh(1, 2, 1)), pytest.raises(AssertionError, match="measured again"):
-        table()  # another mesh
-    assert len(list(tmp_path.iterdir())) == 1
-    assert np.isfinite([row[4] for row in found]).all()
+        prompts = ref.make_prompts([[2], [2, 1], [1], [1, 1]], P)
+        chooser = Speculation(timer=timer_of(tmp_path, tree=tree, max_width=2 if tree else 1))
+        generate(plan, weights, prompts, Noise(jax.random.key(0), 1), speculation=chooser)
+        before = measure_steps.decode.decode_steps._cache_size()
+        chooser.measure_used(weights)
+        assert measure_steps.decode.decode_steps._cache_size() == before
+        rows = chooser.costs.to_json()
+        assert rows
+        assert all(0 < row[-1] < 60 for row in rows)
+        assert np.isfinite([row[-1] for row in rows]).all()
+        before = compiled()
+        other = Speculation(timer=chooser.timer)
+        generate(plan, weights, prompts, Noise(jax.random.key(0), 1), speculation=other)
+        other.measure_used(weights)
+        assert other.costs.to_json() == rows
+        assert compiled() == before
