@@ -295,7 +295,7 @@ def table(wide=(10.0, 20.0), verify=1.0) -> StepCosts:
 
 def hopeful(costs: StepCosts) -> Speculation:
     """One that expects suffix drafts to be right, and has just probed."""
-    acceptance = Acceptance(reached=[100.0] * 3, accepted=[90.0] * 3)
+    acceptance = Acceptance(reached=[10.0] * 3, accepted=[9.0] * 3)
     return Speculation(costs, acceptance, steps_since_probe=0)
 
 
