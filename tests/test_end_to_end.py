@@ -161,7 +161,7 @@ def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh, monke
     _same_run(workdir, tmp_path / "finished")
     assert sum(r.get("rollout/tokens_drafted", 0) for r in records(workdir)) > 0
     assert sum(r.get("rollout/tokens_reused", 0) for r in records(workdir)) > 0
-    assert {r["rollout/width_max"] for r in records(workdir)[1:]} == {2}
+    assert max(r["rollout/width_max"] for r in records(workdir)[1:]) == 2
     predicted = ("time/decode_predicted", "time/verify_predicted")
     one, two = (records(w, times=True) for w in (workdir, tmp_path / "finished"))
     for name in predicted:
