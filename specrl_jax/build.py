@@ -17,6 +17,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.types import Prompts
@@ -46,7 +47,7 @@ class Trainer:
     def is_adaptive(self) -> bool:
         """Whether rollouts choose by measured cost."""
         settings = self.config.rollout
-        return settings.adaptive and (settings.draft != "none" or settings.run_ahead)
+        return settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead)
 
     @property
     def rows(self) -> int:

@@ -6,8 +6,7 @@ sampling or screening (`group_buffer`) as many as fill the batch.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,11 +19,10 @@ from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Clocks, Responses, respond
 from specrl_jax.group_buffer import KEPT, places_of, rewards_of
-from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.carry_over import CarryOver, WaitingRows, assemble
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.generate import DraftInputs, Noise, make_corpus
+from specrl_jax.rollout.generate import DraftInputs, Noise
 from specrl_jax.state import TrainerState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
@@ -111,7 +109,7 @@ def generate_and_score(
         drafts = DraftInputs(
             _drafts(trainer, state, prompts, previous),
             state.lenience.log,
-            _suffix_index(trainer, state, prompts, next_prompts),
+            _draft_history(trainer, state, prompts, next_prompts),
         )
     responses = respond(
         trainer.rollout_spec,
@@ -179,7 +177,7 @@ def _drafts(
     previous: the newest responses, which the store has given already.
     """
     config, drafts = trainer.config.rollout, None
-    if "previous" in config.draft:
+    if DRAFT_SOURCES[config.draft].previous:
         drafts = previous
         if config.draft_age > 1:
             group = trainer.rollout_spec.group_size
@@ -187,18 +185,18 @@ def _drafts(
     return drafts if state.run_ahead is None else state.run_ahead.drafts_for(prompts, drafts)
 
 
-def _suffix_index(
+def _draft_history(
     trainer: Trainer, state: TrainerState, prompts: Prompts, next_prompts: Prompts | None
-) -> Callable[[], SuffixIndex] | None:
-    """What makes the index that tree drafts are matched in; None without tree drafts.
+) -> DraftHistory | None:
+    """Stored responses for the draft source; None where it wants none.
 
-    The responses are read from the store at once. Begins to fetch what the next step will need.
+    Begins to fetch what the next step will need.
     """
-    config, batches = trainer.config.rollout, [prompts]
+    batches = [prompts]
     if next_prompts is not None:
         batches.append(next_prompts)
     stored = []
-    if "tree" in config.draft:
+    if trainer.rollout_spec.program.draft_history:
         stored = [_stored_responses(trainer, state, batch) for batch in batches]
         if state.run_ahead is not None:  # newest: a sibling may go on where one stopped
             begun = [state.run_ahead.sources(batch) for batch in batches]
@@ -208,8 +206,7 @@ def _suffix_index(
     if not stored:
         return None
     tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
-    form = config.tree.decay, config.group_size
-    return functools.partial(make_corpus, trainer.rollout_spec, tokens, lens, *form)
+    return DraftHistory.from_store(tokens, lens, trainer.config.rollout.group_size)
 
 
 def _stored_responses(
@@ -324,13 +321,13 @@ def _measure_reuse(
 ) -> tuple[float, dict[str, float]]:
     """The share of rejections, and the `reuse/*` metrics; adapts the next step's lenience."""
     config, rule = trainer.config.rollout, trainer.rollout_spec.program.accept
-    if rule == "match":
+    if rule.samples_anew:
         return 0.0, {}
     rejected_mass = off_policy.estimate_rejected_mass(
         _joined(x.prefix_lens for x in rollouts), _joined(x.draft_lens for x in rollouts)
     )
     values = off_policy.measure(batch, state.lenience.log, rejected_mass)
-    if not acceptance.RULES[rule].lenience:
+    if not rule.lenient:
         values.pop("reuse/lenient_fraction", None)
         return rejected_mass, values
     values["reuse/log_lenience"] = state.lenience.log

@@ -77,8 +77,8 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "model.family": "models.families:FAMILIES",
     "model.dtype": ("auto", "float32", "bfloat16"),
     "data.source": "data.readers:READERS",
-    "rollout.draft": ("none", "previous", "tree", "previous+tree"),
-    "rollout.accept": "rollout.acceptance:RULES",
+    "rollout.draft": "rollout.drafts.sources:DRAFT_SOURCES",
+    "rollout.accept": "rollout.acceptance:ACCEPTANCE_RULES",
     "rollout.store": ("device", "host"),
     "rollout.lenience_measure": "algorithms.off_policy:MEASURES",
     "algorithm.advantage": "algorithms.advantages:ADVANTAGE_NAMES",
@@ -217,26 +217,43 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     )
 
 
+def _draft_choice(config: ConfigDict):
+    return table(CHOICES["rollout.draft"])[config.rollout.draft]
+
+
+def _acceptance_rule(config: ConfigDict):
+    return table(CHOICES["rollout.accept"])[config.rollout.accept]
+
+
 def _drafts(config: ConfigDict) -> Iterator[Check]:
     rollout = config.rollout
-    accept, previous = rollout.accept, "previous" in rollout.draft
-    rule = "1 where rollout.draft is none"
-    yield "rollout.draft_age", rule, rollout.draft != "none" or rollout.draft_age == 1
+    drafts, accept = _draft_choice(config), _acceptance_rule(config)
+    rule = f"1 where rollout.draft is {rollout.draft}"
+    yield "rollout.draft_age", rule, drafts.drafts or rollout.draft_age == 1
     adapted = rollout.lenience_auto
     rule = "False where no previous drafts are verified by a rule with a lenience"
-    lenient = previous and table("rollout.acceptance:RULES")[accept].lenience
+    lenient = drafts.previous and accept.lenient
     yield "rollout.lenience_auto", rule, not adapted or lenient
     low, high = rollout.lenience_min, rollout.lenience_max
     rule = f"in [rollout.lenience_min, rollout.lenience_max] = [{low}, {high}] where it is adapted"
     yield "rollout.lenience", rule, not adapted or low <= rollout.lenience <= high
-    rule = "0 where rollout.accept is match (it samples every token anew)"
-    for field in ("draft_refresh", "token_age"):
-        yield f"rollout.{field}", rule, accept != "match" or not rollout[field]
+    where = f"where rollout.accept is {rollout.accept}"
+    rule = f"0 {where} (it samples every token anew)"
+    yield "rollout.draft_refresh", rule, not (rollout.draft_refresh and accept.samples_anew)
+    # The drafts of an exact rule must be samples of π_old. A cut that depends on which tokens were
+    # rejected before would leave samples of residuals.
+    rule = f"0 {where} (it needs drafts that are cut by no token's age)"
+    yield "rollout.token_age", rule, not (rollout.token_age and accept.exact)
+    weighted = accept.exact or accept.importance_weight is not None
+    rule = f"0 {where} (it is not exact and has no importance weight)"
+    cap = config.algorithm.importance_cap
+    yield "algorithm.importance_cap", rule, weighted or not (cap and drafts.previous)
     size = rollout.prompts_per_step
     rule = f"0 or >= rollout.prompts_per_step = {size}"
     yield "rollout.store_prompts", rule, not 0 < rollout.store_prompts < size
-    rule = "False where rollout.accept is not match (only that rule accepts its drafts exactly)"
-    yield "rollout.run_ahead", rule, not (rollout.run_ahead and previous and accept != "match")
+    rule = f"False {where} (it is not exact for responses that were not finished)"
+    ahead = rollout.run_ahead and drafts.previous
+    yield "rollout.run_ahead", rule, accept.samples_anew or not ahead
 
 
 def _carry_over(config: ConfigDict) -> Iterator[Check]:
@@ -265,14 +282,19 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
 def _environment(config: ConfigDict) -> Iterator[Check]:
     if not config.environment.name:
         return
-    rollout, previous = config.rollout, "previous" in config.rollout.draft
+    rollout, accept = config.rollout, _acceptance_rule(config)
+    previous = _draft_choice(config).previous
     yield "rollout.partial", "0 where environment.name is set", not rollout.partial
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
     rule = "another rule where environment.name is set (a random part of an episode is no turn)"
-    yield "rollout.accept", rule, not previous or rollout.accept != "random"
-    whole = previous and table("rollout.acceptance:RULES")[rollout.accept].whole_draft
+    yield "rollout.accept", rule, not (previous and accept.cuts_draft)
+    whole = previous and accept.whole_draft
     rule = "0 where environment.name is set and rollout.accept needs whole drafts"
-    yield "rollout.max_cache_gib", rule, not (whole and rollout.max_cache_gib)
+    yield (
+        "rollout.max_cache_gib",
+        rule,
+        not (whole and rollout.max_cache_gib),
+    )
 
 
 def _task(config: ConfigDict) -> Iterator[Check]:

@@ -99,8 +99,7 @@ def respond(
 ) -> Responses:
     """Responses to `prompts` and their rewards.
 
-    drafts, options: as of `generate`; with an environment `drafts.suffixes` must be a function,
-    since every rollout of an episode needs its own. clocks: are advanced, if given.
+    drafts, options: as of `generate`. clocks: are advanced, if given.
     """
     clocks = clocks or Clocks()
     if scorer.max_turns:

@@ -21,7 +21,6 @@ from specrl_jax.algorithms.scoring import critic_values, logprob_gap, logprobs, 
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.build import Trainer, frozen_steps
 from specrl_jax.collect import Groups, TrainBatch
-from specrl_jax.rollout import acceptance
 from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
 from specrl_jax.types import Batch
@@ -85,7 +84,7 @@ def with_advantages(
 def _importance_weights(trainer: Trainer, train_batch: TrainBatch, batch: Batch) -> Array:
     """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
     inputs = (np.float32(train_batch.log_lenience), np.float32(train_batch.rejected_mass))
-    rule = acceptance.RULES[trainer.rollout_spec.program.accept]
+    rule = trainer.rollout_spec.program.accept
     weights = off_policy.importance_weights(
         train_batch.groups.rollout, *inputs, rule.importance_weight
     )

@@ -182,7 +182,7 @@ def _draft_store(trainer: Trainer) -> DraftStore:
         spec.group_size,
         settings.response_len,
         settings.draft_age,
-        history=settings.tree.history if spec.program.tree else 0,
+        history=spec.program.draft_history,
         k=spec.program.stored_logprobs,
         max_age=settings.store_age,
         kind=settings.store,
@@ -194,6 +194,6 @@ def new_speculation(trainer: Trainer) -> Speculation:
     """Choices that know nothing yet; a program is measured after the rollout that first used it."""
     settings, spec = trainer.config.rollout, trainer.rollout_spec
     program = spec.program_for(spec.buckets(trainer.rows))
-    sources = (settings.tree.history + settings.run_ahead) * settings.group_size
+    sources = (program.draft_history + settings.run_ahead) * settings.group_size
     folder = cache_folder() / "step_costs"
     return Speculation(timer=measure_steps.StepTimer(program, sources, folder))

@@ -1,27 +1,32 @@
 """The acceptance rules as tests call them: jitted, on host arrays."""
 
+import functools
+
 import jax
 import numpy as np
 
-from specrl_jax.rollout import acceptance
+from specrl_jax.rollout import acceptance, sampling
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Residual, Verification
 from specrl_jax.sharding import put
 
-least_logprobs = jax.jit(acceptance.least_logprobs)
-random_cut = jax.jit(acceptance.random_cut)
-leading = jax.jit(acceptance.leading)
+accept_threshold = jax.jit(ACCEPTANCE_RULES["ratio"].accept_threshold)
+random_cut = jax.jit(ACCEPTANCE_RULES["random"].cut)
+count_leading = jax.jit(acceptance.count_leading)
 in_top = jax.jit(acceptance.in_top)
-ratio_residual = jax.jit(acceptance.ratio_residual)
-block = jax.jit(acceptance.block)
-residual_scores = jax.jit(acceptance.residual_scores)
-logprobs_at = jax.jit(acceptance.logprobs_at)
-likeliest_tokens = jax.jit(acceptance.likeliest_tokens, static_argnums=1)
+logprobs_at = jax.jit(sampling.logprobs_at)
+likeliest_tokens = jax.jit(sampling.likeliest_tokens, static_argnums=1)
+
+
+@jax.jit
+def residual_scores(scores, top_ids, top_logprobs, other_tokens, log_scale):
+    residual = Residual(other_tokens, log_scale)
+    return acceptance.residual_scores(scores, top_ids, top_logprobs, residual)
 
 
 def ratio(uniforms, logprobs, draft_logprobs, log_lenience) -> np.ndarray:
-    """Whether the ratio rule keeps a token, bool."""
-    return np.asarray(logprobs) >= np.asarray(
-        least_logprobs(uniforms, draft_logprobs, log_lenience)
-    )
+    """Whether the ratio rule accepts a token, bool."""
+    threshold = accept_threshold(uniforms, draft_logprobs, log_lenience)
+    return np.asarray(logprobs) >= np.asarray(threshold)
 
 
 def log(x) -> np.ndarray:
@@ -50,18 +55,22 @@ def softmax(scores) -> np.ndarray:
 
 def judge_ratio(uniforms, arguments, lens):
     """SPEC-RL at ℓ = 1: (kept, tail, log_scale); the next token from π itself."""
-    kept = np.asarray(leading(ratio(uniforms, *arguments[:2], log(1.0)), lens))
+    kept = np.asarray(count_leading(ratio(uniforms, *arguments[:2], log(1.0)), lens))
     return kept, np.zeros(len(lens), bool), np.full(len(lens), np.inf, np.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _judge(rule, uniforms, arguments, lens):
+    logprobs, *arguments = arguments
+    accept, residual_of = rule.accept(Verification(lens, logprobs, None, uniforms, *arguments))
+    kept = acceptance.count_leading(accept, lens)
+    residual = residual_of(kept)
+    return kept, residual.other_tokens, residual.log_scale
+
+
 def judge_ratio_residual(uniforms, arguments, lens):
-    accept, tail = (np.asarray(x) for x in ratio_residual(uniforms, *arguments))
-    kept = np.asarray(leading(accept, lens))
-    inside = kept < lens
-    tail = np.array([inside[i] and tail[i, kept[i]] for i in range(len(lens))])
-    return kept, tail, np.where(inside, 0.0, np.inf).astype(np.float32)
+    return jax.device_get(_judge(ACCEPTANCE_RULES["ratio_residual"], uniforms, arguments, lens))
 
 
 def judge_block(uniforms, arguments, lens):
-    got = block(uniforms, *arguments, lens)
-    return tuple(np.asarray(x) for x in (got.kept, got.tail, got.log_scale))
+    return jax.device_get(_judge(ACCEPTANCE_RULES["block"], uniforms, arguments, lens))

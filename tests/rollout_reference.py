@@ -17,10 +17,12 @@ import numpy as np
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import sampling
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.carry_over import CarryOver
+from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate, make_corpus
+from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source
@@ -31,7 +33,7 @@ MODEL = ModelConfig(
     qk_norm=True,
 )  # fmt: skip
 ONE_LAYER = MODEL.replace(num_layers=1)
-TREE = SuffixDraftConfig(depth=16, factor=1.0, offset=1.0, min_prob=0.1)
+TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=1.0, offset=1.0, min_prob=0.1))
 to_weights = jax.jit(transformer.rollout_weights, static_argnums=0)
 
 
@@ -118,20 +120,21 @@ def make_plan(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
               eos=(1, 2, 3, 4), row_buckets=2, cache_lengths=2, max_rows=0, tree=None,
               stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
     program = ProgramSpec(
-        model, sampling, accept, eos, 0, slots, 5, tree=tree, stored_logprobs=stored_logprobs
-    )
+        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, slots, 5, draft_source=tree,
+        stored_logprobs=stored_logprobs,
+    )  # fmt: skip
     return RolloutSpec(program, prompt_slots, group, row_buckets, cache_lengths, max_rows, **kwargs)
 
 
 def rollout(
     spec, weights, prompts, *, key=None, step=0, purpose=Purpose.SAMPLE, drafts=None,
-    log_lenience=0.0, suffixes=None, max_lens=None, speculation=None, **carry_over,
+    log_lenience=0.0, history=None, max_lens=None, speculation=None, **carry_over,
 ):  # fmt: skip
     """`generate` with all of its inputs by name."""
     key = jax.random.key(KEY) if key is None else key
     return generate(
         spec, weights, prompts, Noise(key, step, purpose),
-        drafts=DraftInputs(drafts, log_lenience, suffixes), max_lens=max_lens,
+        drafts=DraftInputs(drafts, log_lenience, history), max_lens=max_lens,
         speculation=speculation, carry_over=CarryOver(**carry_over),
     )  # fmt: skip
 
@@ -142,12 +145,13 @@ def run(spec, weights, prompts, step=0, **options):
     return result.rollout, result.stats
 
 
-def corpus_of(plan, tokens_BR, lens_B):
-    """What tree drafts read where these responses are stored, each group's for its prompt."""
+def history_of(plan, tokens_BR, lens_B):
+    """What a draft source reads where these responses are stored, each group's for its prompt."""
     slots = plan.program.response_slots
     tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, plan.group_size, slots)
     lens = np.asarray(lens_B, np.int32).reshape(-1, plan.group_size)
-    return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
+    tokens, lens = put(tokens, None, None, None), put(lens, None, None)
+    return DraftHistory.from_store(tokens, lens, plan.group_size)
 
 
 def put_rows(tree):

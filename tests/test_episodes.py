@@ -16,7 +16,7 @@ from specrl_jax.episodes import ResponseScorer, respond
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import PartialRows, WaitingRows, turn_drafts
-from specrl_jax.rollout.generate import DraftInputs, Noise, make_corpus
+from specrl_jax.rollout.generate import DraftInputs, Noise
 from specrl_jax.types import Drafts, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
@@ -133,12 +133,10 @@ def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
         source = run(pool, plan_of(accept="match"), weights, prompts, step=2)
     rollout = source.result.rollout
     options = {"previous": ref.as_drafts(rollout)}
-    if plan.program.tree:
+    if plan.program.draft_source:
         tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
-        options["suffixes"] = lambda: make_corpus(
-            plan, ref.put(tokens, None, None, None), ref.put(lens, None, None)
-        )
+        options["history"] = ref.history_of(plan, tokens, lens)
     found = run(pool, plan, weights, prompts, **options)
     new = host(found.result.rollout)
     check_equal(new, host(expected.result.rollout), but=("sources", "prefix_lens"))
@@ -198,7 +196,7 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     found = run(pool, plan, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(set(x.tolist())) > 1 for x in turns)
     new, old = (_without_laws_of_forced(host(x.result.rollout)) for x in (found, expected))
-    check_equal(new, old, but=("sources",) if plan.program.tree else ())
+    check_equal(new, old, but=("sources",) if plan.program.draft_source else ())
     for name in ("lens", "turns"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     np.testing.assert_array_equal(found.result.draft_lens, expected.result.draft_lens)

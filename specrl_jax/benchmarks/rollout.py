@@ -15,14 +15,17 @@ import numpy as np
 from specrl_jax.benchmarks.policies import GROUP, Size, random_prompts, random_weights
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.timing import Log, figures, make_speculation, run, run_in_turn
+from specrl_jax.rollout.acceptance import AcceptanceRule, Match
+from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate, make_corpus
+from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Rollout
 
-TREE = SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1)  # as configs/grpo.py
+# As configs/grpo.py.
+TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
 LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
 _LONGEST = 8  # times the median
 _LENGTHS_SEED, _CORRUPTION_SEED = 1, 2
@@ -43,11 +46,11 @@ def measure(name: str, size: Size, log: Log) -> Report:
     rollout, rng = run(cases["no drafts"]).rollout, np.random.default_rng(_CORRUPTION_SEED)
     for lost, rate in LOST.items():
         previous, stored = make_drafts(rollout, rate, size.model.vocab_size, rng)
-        suffixes = functools.partial(make_corpus, tree, *stored)
+        history = DraftHistory.from_store(*stored, GROUP)
         for kind, spec, drafts in (
             ("previous", plain, DraftInputs(previous)),
-            ("tree", tree, DraftInputs(suffixes=suffixes)),
-            ("previous+tree", tree, DraftInputs(previous, suffixes=suffixes)),
+            ("tree", tree, DraftInputs(history=history)),
+            ("previous+tree", tree, DraftInputs(previous, history=history)),
         ):
             speculation = make_speculation(spec, inputs[0], size.rows, GROUP)
             options = {"drafts": drafts, "max_lens": lens, "speculation": speculation}
@@ -61,7 +64,7 @@ def measure(name: str, size: Size, log: Log) -> Report:
 
 
 def make_spec(
-    size: Size, *, accept: str = "match", tree: bool = False, one_bucket: bool = False
+    size: Size, *, accept: AcceptanceRule = Match(), tree: bool = False, one_bucket: bool = False
 ) -> RolloutSpec:
     """All rows are computed at once; the end-of-sequence lies outside the vocabulary."""
     program = ProgramSpec(
@@ -72,7 +75,7 @@ def make_spec(
         pad_id=0,
         response_slots=size.response_len,
         logits_chunk=64,
-        tree=TREE if tree else None,
+        draft_source=TREE if tree else None,
     )
     return RolloutSpec(
         program,

@@ -19,8 +19,9 @@ from specrl_jax.benchmarks.timing import Case, Log, figures, make_speculation, r
 from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count
-from specrl_jax.rollout import acceptance
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate, make_corpus
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate
 from specrl_jax.state import init_state
 from specrl_jax.types import Drafts, Prompts
 
@@ -82,7 +83,7 @@ def log_of(lenience: float) -> float:
 
 def without_trees(spec: RolloutSpec) -> RolloutSpec:
     """The same rollout one token a step."""
-    program = dataclasses.replace(spec.program, tree=None)
+    program = dataclasses.replace(spec.program, draft_source=None)
     return dataclasses.replace(spec, program=program, max_width=1)
 
 
@@ -90,17 +91,18 @@ def _cases(trainer: Trainer, drafted: Drafted) -> dict[str, Case]:
     """Plain, then with all that the config drafts from, at several leniences if there are any."""
     settings, spec, drafts = trainer.config.rollout, trainer.rollout_spec, drafted.drafts
     inputs = drafted.weights, drafted.prompts, Noise(trainer.key, drafted.drift + 2)
-    previous = drafts if "previous" in settings.draft else None
-    suffixes = None
-    if spec.program.tree is not None:
+    previous = drafts if DRAFT_SOURCES[settings.draft].previous else None
+    history = None
+    if spec.program.draft_history:
         tokens, lens = jax.device_get((drafts.tokens, drafts.lens))
-        suffixes = functools.partial(make_corpus, spec, *by_prompt(tokens, lens, spec.group_size))
+        stored = by_prompt(tokens, lens, spec.group_size)
+        history = DraftHistory.from_store(*stored, spec.group_size)
     leniences = {1.0}
-    if previous is not None and acceptance.RULES[spec.program.accept].lenience:
+    if previous is not None and spec.program.accept.lenient:
         leniences = {1.0, settings.lenience, math.inf}
     found = {"none": functools.partial(generate, without_trees(spec), *inputs)}
     for lenience in sorted(leniences):
-        options = {"drafts": DraftInputs(previous, log_of(lenience), suffixes)}
+        options = {"drafts": DraftInputs(previous, log_of(lenience), history)}
         if settings.adaptive:
             rows = len(drafts.lens)
             options["speculation"] = make_speculation(spec, inputs[0], rows, spec.group_size)
@@ -111,22 +113,24 @@ def _cases(trainer: Trainer, drafted: Drafted) -> dict[str, Case]:
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     """Draft tokens kept by every rule, with the noise of `repeats` steps; see `measure_trained`."""
-    # Under this rule drafts keep the distributions of π_old that other rules need.
-    config.rollout.draft, config.rollout.accept = "previous", "block"
+    config.rollout.draft = next(n for n, choice in DRAFT_SOURCES.items() if choice.previous)
+    # Drafts then keep of π_old what any rule needs.
+    names = [name for name, rule in ACCEPTANCE_RULES.items() if rule.needs_distribution]
+    config.rollout.accept = names[0]
     trainer, params = build(config)
     drafted = train_and_draft(trainer, params, drift)
     spec, rows = without_trees(trainer.rollout_spec), []
     lens = jax.device_get(drafted.drafts.lens)
-    for name, rule in acceptance.RULES.items():
-        of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=name))
-        for lenience in sorted({1.0, config.rollout.lenience}) if rule.lenience else [1.0]:
+    for name, rule in ACCEPTANCE_RULES.items():
+        of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
+        for lenience in sorted({1.0, config.rollout.lenience}) if rule.lenient else [1.0]:
             drafts, kept = DraftInputs(drafted.drafts, log_of(lenience)), []
             for number in range(repeats):
                 noise = Noise(trainer.key, drafted.drift + 2 + number)
                 inputs = (drafted.weights, drafted.prompts, noise)
                 result = generate(of_rule, *inputs, drafts=drafts)
                 kept.append(jax.device_get(result.rollout.prefix_lens))
-            label = f"{name}, ℓ={lenience:.4g}" if rule.lenience else name
+            label = f"{name}, ℓ={lenience:.4g}" if rule.lenient else name
             log(f"{label}: {np.mean(kept):.2f} tokens kept")
             row = {"rule": label, "tokens_kept": spread(np.mean(kept, axis=1))}
             row["kept_of_draft"] = float(np.sum(kept) / (repeats * lens.sum()))

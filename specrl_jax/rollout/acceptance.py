@@ -1,95 +1,216 @@
-"""Which draft tokens are kept, and what the next token is drawn from.
+"""Which draft tokens are accepted, and what the token behind them is sampled from.
 
-All functions are of one position, or of rows of positions side by side: given the law at a
-position, a token is the draft's or a fresh one, however wide the program that computed the law.
-The first token that is not kept ends the *verified prefix*.
+An acceptance rule looks at one row's draft from left to right. The accepted tokens are the
+*verified prefix*; the token behind it is sampled from the policy π, or from a *residual* of it.
 
-`ratio` and `random_cut` are SPEC-RL (arXiv 2509.23232) and its ablation. `ratio_residual` and
-`block` (arXiv 2403.10444) emit exactly the current law π, if the draft came from π_old. They need
-more of π_old than the draft's own probabilities: its k likeliest tokens are kept one by one, the
-rest as one outcome, the *tail*. A draft ends with its first tail token: if that is accepted, a new
-token is drawn from the tail of π, and nothing behind it can be used.
+Rules that emit exactly π, if the draft was sampled from π_old, need more of π_old than the draft's
+own probabilities: its k likeliest tokens are kept one by one, all *other tokens* as one outcome.
 
-    stored law at one position, k = 2     7: 0.5   3: 0.3   tail: 0.2
-    draft token 3 is the outcome 3        accepted by π(3) / 0.3
-    draft token 9 is the outcome tail     accepted by (1 - π(7) - π(3)) / 0.2, then drawn from
-                                          π without 7 and 3
-
-Differs from the paper (SPEC-RL): the uniforms are fresh at every step (keyed by it). The published
-code seeds them once, so that a token accepted in one epoch meets the same number in the next. As
-published, `ratio` draws the token behind the prefix from π, not from the residual, so even at
-lenience 1 the emitted law is b = min(π_old, ℓ π) + d π with d = 1 - Σ min(π_old, ℓ π), not π.
+    stored at one position, k = 2    7: 0.5   3: 0.3   other tokens: 0.2
+    draft token 3                    accepted by π(3) / 0.3
+    draft token 9                    accepted by (1 - π(7) - π(3)) / 0.2; then a new token is
+                                     sampled from π without 7 and 3, and the draft ends
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.sharding import COMPUTE, reshard, spec
+from specrl_jax.rollout.sampling import add_at, logprobs_at
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """What a rule asks of the rollout.
+class Residual:
+    """What the token behind the verified prefix is sampled from, see `residual_scores`."""
 
-    needs_law: drafts carry the k likeliest tokens of their law, and the token behind the prefix is
-    drawn from `residual_scores`. whole_draft: nothing is decided before the draft is scored to its
-    end. lenience: log_lenience has a meaning. importance_weight: of accepted tokens, as in
-    `off_policy.importance_weights`; None where the rule emits exactly π.
+    other_tokens: Array  # bool [b], the draft's outcome "other tokens" was accepted
+    log_scale: Array  # float32 [b], log P of the verified prefix; inf: sample from π
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What a rule reads of W draft positions of b rows; log-probs are float32 nats."""
+
+    draft_len: Array  # int32 [b], draft tokens among these positions
+    logprobs: Array  # [b, W], of the draft tokens under π
+    accept_threshold: Array | None = None  # [b, W], from `AcceptanceRule.accept_threshold`
+    # Where the rule `needs_distribution`:
+    uniforms: Array | None = None  # float32 [b, W] in (0, 1]
+    old_logprobs: Array | None = None  # [b, W], of the draft tokens under π_old
+    top_logprobs: Array | None = None  # [b, W, k], under π, of the k likeliest tokens of π_old
+    old_top_logprobs: Array | None = None  # [b, W, k], of these under π_old
+    in_top: Array | None = None  # bool [b, W], the draft token is one of these
+
+
+# From the number of accepted tokens, int32 [b].
+ResidualOf = Callable[[Array], Residual]
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceRule:
+    """A rule of `ACCEPTANCE_RULES`: a hashable object, fixed in the compiled programs.
+
+    A rule that compares each draft token's log-prob with a number known beforehand overrides
+    `accept_threshold`; any other rule overrides `accept`. A rule that is not exact brings its
+    `importance_weight`, or cannot be used with `algorithm.importance_cap`.
     """
 
-    needs_law: bool = False
-    whole_draft: bool = False
-    lenience: bool = False
-    importance_weight: Callable[[Array, Array, Array], Array] | None = None
+    # Responses are distributed as π, whatever the draft.
+    exact = False
+    # Every token is sampled; a draft token is accepted where it is the sampled one.
+    samples_anew = False
+    # `log_lenience` has a meaning.
+    lenient = False
+    # Drafts carry the k likeliest tokens of π_old; `accept` returns a residual.
+    needs_distribution = False
+    # All of a draft is needed to accept any of it: it is verified in one pass.
+    whole_draft = False
+    # Drafts are cut by `cut` before anything is verified.
+    cuts_draft = False
+    # (log π(y) - log π_old(y), log ℓ, share of rejections) -> weight of an accepted token y, which
+    # turns means over emitted tokens into means under π; arrays [B, R], None: there is none.
+    importance_weight: ClassVar[Callable[[Array, Array, Array], Array] | None] = None
+
+    def cut(self, uniforms: Array, draft_lens: Array) -> Array:
+        """Draft tokens that are left of each draft, int32 [B]."""
+        return draft_lens
+
+    def accept_threshold(
+        self, uniforms: Array, draft_logprobs: Array, log_lenience: Array
+    ) -> Array:
+        """log π(y) from which on a draft token y is accepted, float32 [B, W].
+
+        draft_logprobs: log π_old(y) [B, W]. log_lenience: scalar in [-inf, inf].
+        """
+        raise NotImplementedError
+
+    def accept(self, step: Verification) -> tuple[Array, ResidualOf | None]:
+        """Whether each draft token is accepted if all before it are, bool [b, W]; the residual."""
+        return step.logprobs >= step.accept_threshold, None
 
 
-def ratio_weight(log_ratio: Array, log_lenience: Array, rejected_mass: Array) -> Array:
-    """(1 − d)·max(r, 1/ℓ)"""
-    return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -log_lenience))
+class Ratio(AcceptanceRule):
+    """SPEC-RL (arXiv 2509.23232, eq. 5): u <= min(1, ℓ π(y) / π_old(y)).
+
+    With r = π / π_old it emits min(π_old, ℓ π) + d π, d = 1 - Σ min(π_old, ℓ π): as published, the
+    token behind the prefix is sampled from π, not from a residual, so this is not π even at ℓ = 1.
+
+    Differs from the paper: uniforms are keyed by the step. The published code seeds them once, so
+    that a token accepted in one epoch meets the same number in the next.
+    """
+
+    lenient = True
+
+    def accept_threshold(self, uniforms, draft_logprobs, log_lenience):
+        threshold = jnp.log(uniforms) + draft_logprobs - log_lenience
+        # A token that the policy never samples is accepted by full reuse (ℓ = inf) alone.
+        lowest = jnp.where(jnp.isposinf(log_lenience), -jnp.inf, _LOWEST)
+        threshold = jnp.maximum(threshold, lowest)
+        return jnp.where(jnp.isneginf(log_lenience), jnp.inf, threshold)
+
+    @staticmethod
+    def importance_weight(log_ratio, log_lenience, rejected_mass):
+        """(1 - d) max(r, 1 / ℓ): π over the part of the emitted distribution that is accepted."""
+        return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -log_lenience))
 
 
-def random_weight(log_ratio: Array, log_lenience: Array, rejected_mass: Array) -> Array:
-    """r"""
-    return jnp.exp(log_ratio)
+class RandomCut(AcceptanceRule):
+    """SPEC-RL's ablation "random reuse": a uniformly random part of the draft is accepted."""
+
+    cuts_draft = True
+
+    def cut(self, uniforms, draft_lens):
+        cut = jnp.floor(uniforms * draft_lens).astype(jnp.int32)
+        return jnp.minimum(cut, jnp.maximum(draft_lens - 1, 0))
+
+    def accept_threshold(self, uniforms, draft_logprobs, log_lenience):
+        return jnp.full_like(draft_logprobs, -jnp.inf)
+
+    @staticmethod
+    def importance_weight(log_ratio, log_lenience, rejected_mass):
+        """r = π / π_old."""
+        return jnp.exp(log_ratio)
 
 
-RULES = {
-    "ratio": Rule(lenience=True, importance_weight=ratio_weight),
-    "random": Rule(importance_weight=random_weight),
-    "ratio_residual": Rule(needs_law=True),
-    "block": Rule(needs_law=True, whole_draft=True),
-    "match": Rule(),  # the drawn token against the draft's: nothing of it is here
+class RatioResidual(AcceptanceRule):
+    """Speculative sampling (arXiv 2211.17192, algorithm 1): u <= min(1, π(z) / π_old(z)) for the
+    outcome z; the token behind the prefix is sampled from (π - π_old)_+."""
+
+    exact = True
+    needs_distribution = True
+
+    def accept(self, step):
+        accept = jnp.log(step.uniforms) <= _outcome_log_ratio(step)
+        columns = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
+
+        def residual(accepted: Array) -> Residual:
+            rejected = accepted < step.draft_len
+            here = (columns == accepted[:, None]) & rejected[:, None]
+            others = jnp.any(here & accept & ~step.in_top, axis=1)
+            return Residual(others, jnp.where(rejected, 0.0, jnp.inf))
+
+        return accept & step.in_top, residual
+
+
+class Block(AcceptanceRule):
+    """Block verification of whole drafts (arXiv 2403.10444, algorithm 2).
+
+        P_0 = 1,  P_i = min(1, P_{i-1} π(z_i) / π_old(z_i))
+        s_i = Σ_x (P_i π(x) - π_old(x))_+ at position i + 1
+        h_i = s_i / (s_i + 1 - P_i),  h_T = P_T
+
+    The longest prefix with u_i <= h_i is accepted, i its length and u_i the uniform of its last
+    token. The token behind it is sampled ∝ (P_i π - π_old)_+, or from π if all is accepted.
+    """
+
+    exact = True
+    needs_distribution = True
+    whole_draft = True
+
+    def accept(self, step):
+        columns = jnp.arange(step.uniforms.shape[1], dtype=jnp.int32)[None, :]
+        log_p = _joint_log_ratio(_outcome_log_ratio(step))
+        # The token that ends the draft is an outcome still.
+        outcomes = jnp.minimum(count_leading(step.in_top, step.draft_len) + 1, step.draft_len)
+
+        # A prefix that may go on is decided with the distributions one column later.
+        log_p_before = jnp.pad(log_p[:, :-1], ((0, 0), (1, 0)))
+        uniforms_before = jnp.pad(step.uniforms[:, :-1], ((0, 0), (1, 0)))
+        keep = uniforms_before <= _keep_prob(log_p_before, step)
+        cut = jnp.max(jnp.where(keep & (columns < outcomes[:, None]), columns, 0), axis=1)
+
+        last = columns == outcomes[:, None] - 1
+        whole = jnp.any(last & (jnp.log(step.uniforms) <= log_p), axis=1) | (step.draft_len <= 0)
+        others = jnp.any(last & ~step.in_top, axis=1) & whole
+        accepted = jnp.where(whole, outcomes - others, cut)
+        log_scale = jnp.where(whole, jnp.inf, _at(log_p_before, cut))
+        return columns < accepted[:, None], lambda _: Residual(others, log_scale)
+
+
+class Match(AcceptanceRule):
+    """Every token is sampled from π; a draft saves the steps in which it says the same."""
+
+    exact = True
+    samples_anew = True
+
+
+# `rollout.accept`. The only place where a rule's name is written.
+ACCEPTANCE_RULES: dict[str, AcceptanceRule] = {
+    "ratio": Ratio(),
+    "random": RandomCut(),
+    "ratio_residual": RatioResidual(),
+    "block": Block(),
+    "match": Match(),
 }
 
 
-def least_logprobs(uniforms_BW: Array, draft_logprobs_BW: Array, log_lenience: Array) -> Array:
-    """Log π(y) from which on `ratio` keeps a token, float32 [B, W] nats: all of
-
-        u <= min(1, ℓ π(y) / π_old(y))    (arXiv 2509.23232, eq. 5)
-
-    that is known before the policy runs. draft_logprobs: of the draft tokens under the law they
-    were sampled or last kept by. log_lenience: scalar; inf keeps everything, -inf nothing.
-    """
-    least = jnp.log(uniforms_BW) + draft_logprobs_BW - log_lenience
-    # What the policy never draws is kept by full reuse alone.
-    least = jnp.maximum(least, jnp.where(jnp.isposinf(log_lenience), -jnp.inf, _LOWEST))
-    return jnp.where(jnp.isneginf(log_lenience), jnp.inf, least)
-
-
-def random_cut(uniforms_B: Array, lens_B: Array) -> Array:
-    """Rejection position uniform over the draft (SPEC-RL's ablation "random reuse"), int32 [B]."""
-    cut = jnp.floor(uniforms_B * lens_B).astype(jnp.int32)
-    return jnp.minimum(cut, jnp.maximum(lens_B - 1, 0))
-
-
-def leading(accept_BW: Array, lens_B: Array) -> Array:
+def count_leading(accept_BW: Array, lens_B: Array) -> Array:
     """Number of leading True within each row's first `lens` entries, int32 [B]."""
     width = accept_BW.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -97,204 +218,50 @@ def leading(accept_BW: Array, lens_B: Array) -> Array:
 
 
 def in_top(tokens: Array, top_ids: Array) -> Array:
-    """Whether tokens [...] are among top_ids [..., k], bool [...]; False: outcome "tail"."""
+    """Whether tokens [...] are among top_ids [..., k], bool [...]."""
     return jnp.any(tokens[..., None] == top_ids, axis=-1)
 
 
-def ratio_residual(
-    uniforms_BW: Array,
-    logprobs_BW: Array,
-    draft_logprobs_BW: Array,
-    now_top_BWk: Array,
-    old_top_BWk: Array,
-    in_top_BW: Array,
-) -> tuple[Array, Array]:
-    """Speculative sampling's rule, u <= min(1, π(z) / π_old(z)) for the coarse outcome z.
-
-    now_top, old_top: float32 [B, W, k] log-probs under π and π_old of the stored ids. Returns
-    (accept, tail), bool [B, W]: the draft token is kept; its tail outcome is accepted. At the first
-    position without `accept`, the token is drawn from `residual_scores(..., tail, log_scale=0)`.
-    Source: arXiv 2211.17192, algorithm 1; exact.
-    """
-    log_ratio = _coarse_ratio(logprobs_BW, draft_logprobs_BW, now_top_BWk, old_top_BWk, in_top_BW)
-    accept = jnp.log(uniforms_BW) <= log_ratio
-    return accept & in_top_BW, accept & ~in_top_BW
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """What block verification decides, arrays [B].
-
-    kept: int32, draft tokens to keep. log_scale: float32, log P of the kept prefix, for
-    `residual_scores`; inf where the whole draft is kept. tail: bool, the draft's last outcome was
-    the tail and is accepted (not counted in `kept`).
-    """
-
-    kept: Array
-    log_scale: Array
-    tail: Array
-
-
-def block(
-    uniforms_BW: Array,
-    logprobs_BW: Array,
-    draft_logprobs_BW: Array,
-    now_top_BWk: Array,
-    old_top_BWk: Array,
-    in_top_BW: Array,
-    lens_B: Array,
-) -> Block:
-    """Block verification of whole drafts (arXiv 2403.10444, algorithm 2).
-
-        P_0 = 1,  P_i = min(1, P_{i-1} π(z_i) / π_old(z_i))
-        s_i = Σ_x (P_i π(x) - π_old(x))_+ at position i + 1
-        h_i = s_i / (s_i + 1 - P_i),  h_T = P_T
-
-    The prefix that is kept is the longest of length i with u_i <= h_i, else 0; the token behind it
-    is drawn ∝ (P_i π - π_old)_+, or from π where the whole draft is kept.
-
-    uniforms: float32 [B, W], that of token i for the prefix that ends with it; the rest as in
-    `ratio_residual`. lens: int32 [B], lengths of the drafts, at most W.
-    """
-    columns = jnp.arange(uniforms_BW.shape[1], dtype=jnp.int32)[None, :]
-    log_p = _joint_ratio(
-        _coarse_ratio(logprobs_BW, draft_logprobs_BW, now_top_BWk, old_top_BWk, in_top_BW)
-    )
-    # The token that ends the draft is an outcome still.
-    outcomes = jnp.minimum(leading(in_top_BW, lens_B) + 1, lens_B)
-
-    # A prefix that may go on is judged by the law of the position behind it, one column later.
-    log_p_before = jnp.pad(log_p[:, :-1], ((0, 0), (1, 0)))
-    uniforms_before = jnp.pad(uniforms_BW[:, :-1], ((0, 0), (1, 0)))
-    keep = uniforms_before <= _keep_prob(log_p_before, now_top_BWk, old_top_BWk)
-    cut = jnp.max(jnp.where(keep & (columns < outcomes[:, None]), columns, 0), axis=1)
-
-    last = columns == outcomes[:, None] - 1
-    whole = jnp.any(last & (jnp.log(uniforms_BW) <= log_p), axis=1) | (lens_B <= 0)
-    tail = jnp.any(last & ~in_top_BW, axis=1) & whole
-    return Block(
-        kept=jnp.where(whole, outcomes - tail, cut),
-        log_scale=jnp.where(whole, jnp.inf, _at(log_p_before, cut)),
-        tail=tail,
-    )
-
-
 def residual_scores(
-    scores: Array, top_ids: Array, top_logprobs: Array, tail: Array, log_scale: Array
+    scores: Array, top_ids: Array, top_logprobs: Array, residual: Residual
 ) -> Array:
     """Log-weights [..., V] of the token behind the prefix, ∝ (P π - π_old)_+, unnormalised.
 
     scores: [..., V] of π, tempered and truncated. top_ids, top_logprobs: [..., k] of π_old at this
-    position. tail: bool [...], the draft's tail outcome was accepted: π without top_ids instead.
-    log_scale: [...] log P: 0 after `ratio_residual`; inf gives π itself. Where no token has any
-    weight, π itself as well.
+    position. Where other tokens were accepted: π without top_ids. π itself for P = inf, and where
+    no token has any weight.
     """
+    log_scale = residual.log_scale
     now = logprobs_at(scores, top_ids)
     # Over P, so that P = inf leaves π: log(π - π_old / P) = log π + log(1 - π_old / (P π)).
-    excess = _with_tail(top_logprobs) - log_scale[..., None] - _with_tail(now)
+    excess = _with_others(top_logprobs) - log_scale[..., None] - _with_others(now)
     factor = jnp.where(excess < 0, jnp.log1p(-jnp.exp(jnp.minimum(excess, 0.0))), -jnp.inf)
     factor = jnp.where(jnp.isposinf(log_scale)[..., None], 0.0, factor)  # also where π is 0
-    in_tail = jnp.where(tail, 0.0, factor[..., -1])
-    at_ids = jnp.where(tail[..., None], -jnp.inf, factor[..., :-1])
-    weights = _add_at(scores, top_ids, at_ids, elsewhere=in_tail)
+    elsewhere = jnp.where(residual.other_tokens, 0.0, factor[..., -1])
+    at_ids = jnp.where(residual.other_tokens[..., None], -jnp.inf, factor[..., :-1])
+    weights = add_at(scores, top_ids, at_ids, elsewhere=elsewhere)
     empty = jnp.max(weights, axis=-1, keepdims=True) == -jnp.inf
     return jnp.where(empty, scores, weights)
 
 
-def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
-    """log softmax(scores [..., V]) at ids [..., k], float32 nats; -inf where an id is -1.
-
-    log_z: [..., 1], log Σ exp(scores), where it is known.
-    """
-    inner = (None,) * (scores.ndim - 2)
-
-    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab", None))
-    def pick(scores: Array, ids: Array) -> Array:
-        local, here = _local(scores, ids)
-        values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
-        return jnp.where(here, values, 0.0)[..., None, :]
-
-    pieces = pick(reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None))
-    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
-    values = jnp.sum(pieces, axis=-2)
-    if log_z is None:
-        log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    return jnp.where(ids >= 0, values - log_z, -jnp.inf)
-
-
-def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple[Array, Array]:
-    """The k likeliest tokens of softmax(scores [..., V]), likeliest first.
-
-    Returns ids int32 and log-probs float32 nats, [..., k]; -1 and -inf where V < k. On a split
-    vocabulary every piece finds its own k first, so that scores are never gathered. log_z: as in
-    `logprobs_at`.
-    """
-    inner = (None,) * (scores.ndim - 2)
-
-    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab"))
-    def of_piece(scores: Array) -> tuple[Array, Array]:
-        size = scores.shape[-1]
-        values, ids = jax.lax.top_k(scores, min(k, size))
-        return values, ids + size * jax.lax.axis_index(COMPUTE["vocab"])
-
-    found = of_piece(reshard(scores, "batch", *inner, "vocab"))
-    values, ids = (reshard(x, "batch", *inner, None) for x in found)
-    values, order = jax.lax.top_k(values, min(k, values.shape[-1]))
-    ids = jnp.take_along_axis(ids, order, axis=-1)
-    if log_z is None:
-        log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    logprobs = values - log_z
-    pad = ((0, 0),) * (scores.ndim - 1) + ((0, k - ids.shape[-1]),)
-    return jnp.pad(ids, pad, constant_values=-1), jnp.pad(logprobs, pad, constant_values=-jnp.inf)
-
-
-def _add_at(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
-    """scores [..., V] + values [..., k] at ids, + elsewhere [...] at all other tokens."""
-    inner = (None,) * (scores.ndim - 2)
-
-    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab"))
-    def add(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
-        local, here = _local(scores, ids)
-        change = jnp.broadcast_to(elsewhere[..., None], scores.shape)
-        local = jnp.where(here, local, scores.shape[-1])  # dropped
-        return scores + jnp.put_along_axis(
-            change, local, values, axis=-1, mode="drop", inplace=False
-        )
-
-    return add(
-        reshard(scores, "batch", *inner, "vocab"),
-        reshard(ids, "batch", *inner, None),
-        reshard(values, "batch", *inner, None),
-        reshard(elsewhere, "batch", *inner),
-    )
-
-
-def _local(scores: Array, ids: Array) -> tuple[Array, Array]:
-    """Places of ids in this device's piece of the vocabulary, and whether they are in it."""
-    size = scores.shape[-1]
-    local = ids - size * jax.lax.axis_index(COMPUTE["vocab"])
-    return local, (ids >= 0) & (local >= 0) & (local < size)
-
-
-def _with_tail(top_logprobs: Array) -> Array:
+def _with_others(top_logprobs: Array) -> Array:
     """[..., k] → [..., k + 1]: the log-mass of all other tokens behind."""
     rest = 1.0 - jnp.sum(jnp.exp(top_logprobs), axis=-1, keepdims=True)
     return jnp.concatenate([top_logprobs, jnp.log(jnp.maximum(rest, 0.0))], axis=-1)
 
 
-def _coarse_ratio(logprobs, draft_logprobs, now_top, old_top, in_top) -> Array:
-    """log π(z) / π_old(z) of the draft's coarse outcomes [B, W]; -inf where π_old(z) is 0."""
-    now = jnp.where(in_top, logprobs, _with_tail(now_top)[..., -1])
-    old = jnp.where(in_top, draft_logprobs, _with_tail(old_top)[..., -1])
+def _outcome_log_ratio(step: Verification) -> Array:
+    """log π(z) / π_old(z) of the draft's outcomes [b, W]; -inf where π_old(z) is 0."""
+    now = jnp.where(step.in_top, step.logprobs, _with_others(step.top_logprobs)[..., -1])
+    old = jnp.where(step.in_top, step.old_logprobs, _with_others(step.old_top_logprobs)[..., -1])
     return jnp.where(old > -jnp.inf, now - old, -jnp.inf)
 
 
-def _joint_ratio(log_ratio: Array) -> Array:
-    """log P_i = min(0, log P_{i-1} + log_ratio_i) over [B, W], from log P_0 = 0.
+def _joint_log_ratio(log_ratio: Array) -> Array:
+    """log P_i = min(0, log P_{i-1} + log_ratio_i) over [b, W], from log P_0 = 0.
 
-    Token by token: cheap beside a pass of the model, and a difference of cumulative sums would lose
-    digits on long drafts.
+    Token by token: cheap beside the model, and a difference of cumulative sums loses digits on
+    long drafts.
     """
 
     def step(log_p: Array, change: Array) -> tuple[Array, Array]:
@@ -305,16 +272,16 @@ def _joint_ratio(log_ratio: Array) -> Array:
     return log_p.T
 
 
-def _keep_prob(log_p: Array, now_top: Array, old_top: Array) -> Array:
-    """h of prefixes with joint ratio P [B, W], from the laws of the positions behind them."""
-    gain = jnp.exp(log_p[..., None] + _with_tail(now_top)) - jnp.exp(_with_tail(old_top))
-    gain = jnp.sum(jnp.maximum(gain, 0.0), axis=-1)
-    whole = gain - jnp.expm1(log_p)
-    # 0 / 0: P = 1 and equal laws. The next token is then kept for certain, and so is the prefix.
-    return jnp.where(whole > 0, gain / whole, 1.0)
+def _keep_prob(log_p: Array, step: Verification) -> Array:
+    """h of prefixes with joint ratio P [b, W], from the distributions behind them."""
+    gain = jnp.exp(log_p[..., None] + _with_others(step.top_logprobs))
+    gain = jnp.sum(jnp.maximum(gain - jnp.exp(_with_others(step.old_top_logprobs)), 0.0), axis=-1)
+    total = gain - jnp.expm1(log_p)
+    # 0 / 0: P = 1 and equal distributions. The next token is then accepted, and so is the prefix.
+    return jnp.where(total > 0, gain / total, 1.0)
 
 
-def _at(values_BW: Array, columns_B: Array) -> Array:
+def _at(values_bW: Array, columns_b: Array) -> Array:
     """values at one column of each row."""
-    here = jnp.arange(values_BW.shape[1])[None, :] == columns_B[:, None]
-    return jnp.sum(jnp.where(here, values_BW, 0.0), axis=1)
+    here = jnp.arange(values_bW.shape[1])[None, :] == columns_b[:, None]
+    return jnp.sum(jnp.where(here, values_bW, 0.0), axis=1)

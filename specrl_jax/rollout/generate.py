@@ -7,7 +7,6 @@ the same without either.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax import Array
 
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.carry_over import (
     CarryOver,
@@ -30,8 +29,7 @@ from specrl_jax.rollout.carry_over import (
     take,
     widen,
 )
-from specrl_jax.rollout.drafts import suffix_match as drafting
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
+from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode_state as board_rows
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.kv_budget import KVBudget
@@ -58,13 +56,13 @@ class DraftInputs:
     """What a rollout may draft from.
 
     previous: earlier responses [B] that the acceptance rule verifies, or None. log_lenience: nats,
-    in [-inf, inf]. suffixes: stored responses of the prompts, and of the next step's behind them,
-    for tree drafts; or a function that makes them before the first step that drafts. None for none.
+    in [-inf, inf]. history: stored responses of the prompts, and of the next step's behind them,
+    for the draft source. None for none.
     """
 
     previous: Drafts | None = None
     log_lenience: float = 0.0
-    suffixes: SuffixIndex | Callable[[], SuffixIndex] | None = None
+    history: DraftHistory | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +124,7 @@ def generate(
     without it the widest are used.
     """
     plan, key, step, purpose = spec, noise.key, noise.step, noise.purpose
-    caps, cost, corpus, log_lenience = max_lens, speculation, drafts.suffixes, drafts.log_lenience
+    caps, cost, history, log_lenience = max_lens, speculation, drafts.history, drafts.log_lenience
     drafts, ahead, carried = drafts.previous, carry_over.next_prompts, carry_over.resumed
     wanted, held = carry_over.stop_after_groups, carry_over.partial_rows
     behind = carry_over.allow_unfinished
@@ -144,10 +142,12 @@ def generate(
     if drafts is not None:
         if held is None:
             drafts = _for_fresh(drafts, everyone, setup.group_size)
-        if (plan.refresh or plan.token_age) and setup.accept != "match":
+        if (plan.refresh or plan.token_age) and not setup.accept.samples_anew:
             drafts = _explored(plan, board.accept_seeds, drafts, np.int32(step))
         offered = np.maximum(jax.device_get(drafts.lens) - everyone.lens, 0)
-        drafts, log_lenience = _judged(setup, board, drafts, log_lenience)
+        if setup.accept.cuts_draft:
+            lens = _cut(setup.accept, board.accept_seeds, drafts.lens)
+            drafts = dataclasses.replace(drafts, lens=lens)
         draft_lens = np.asarray(jax.device_get(drafts.lens))
         drafts = drafts if draft_lens.any() else None
     engine = Scheduler(
@@ -161,7 +161,7 @@ def generate(
         draft_lens=draft_lens,
         held=everyone.lens,
         done=everyone.done,
-        corpus=corpus or functools.partial(_no_corpus, plan, len(everyone.begun)),
+        corpus=_source_state(setup, everyone.prompts, history),
         log_lenience=log_lenience,
         cost=cost,
         first=len(carried.steps) if carried else 0,
@@ -314,19 +314,12 @@ def _start(setup: ProgramSpec, purpose: int, key, steps, ids, samples, *numbers)
     )
 
 
-def _judged(setup: ProgramSpec, board: DecodeState, drafts: Drafts, log_lenience: float):
-    """Drafts and lenience as the engine takes them: random reuse is full reuse of a cut draft."""
-    if setup.accept != "random":
-        return drafts, log_lenience if acceptance.RULES[setup.accept].lenience else 0.0
-    return dataclasses.replace(drafts, lens=_random_cut(board.accept_seeds, drafts.lens)), np.inf
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _explored(plan: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
     """Drafts without those left out at random, cut at their first token that is too old."""
     lens = drafts.lens
     if plan.token_age:
-        lens = acceptance.leading(drafts.origin_steps >= step - plan.token_age, lens)
+        lens = count_leading(drafts.origin_steps >= step - plan.token_age, lens)
     if plan.refresh:
         # Noise of a position that no response has: the draft's fate must not sway its judgement.
         behind = jnp.full_like(lens, plan.program.response_slots)
@@ -334,30 +327,18 @@ def _explored(plan: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> D
     return dataclasses.replace(drafts, lens=lens)
 
 
-@jax.jit
-def _random_cut(seeds: Array, lens: Array) -> Array:
-    return acceptance.random_cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
+@functools.partial(jax.jit, static_argnums=0)
+def _cut(rule: AcceptanceRule, seeds: Array, lens: Array) -> Array:
+    return rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 
-def make_corpus(
-    plan: RolloutSpec, tokens: Array, lens: Array, decay: float = 1.0, generation: int = 0
-) -> SuffixIndex:
-    """What tree drafts read, from a store's `sources`: tokens [Q, E * G, R], lens [Q, E * G].
-
-    decay: weight of a response in the votes against one a generation newer. generation: G, where
-    it is not the plan's group.
-    """
-    ages = np.arange(tokens.shape[1]) // (generation or plan.group_size)
-    weights = put((decay**ages).astype(np.float32), None)
-    return drafting.build(
-        tokens, lens, weights, live=plan.group_size, depth=plan.program.tree.depth
-    )
-
-
-def _no_corpus(plan: RolloutSpec, prompts: int) -> SuffixIndex:
-    """Of responses in flight alone."""
-    tokens = np.zeros((prompts, 0, plan.program.response_slots), np.int32)
-    return make_corpus(plan, put(tokens, None, None, None), put(tokens[:, :, 0], None, None))
+def _source_state(setup: ProgramSpec, prompts: Prompts, history: DraftHistory | None):
+    """What makes the draft source's state, None without a source. Without a history it starts from
+    nothing stored."""
+    if setup.draft_source is None:
+        return None
+    history = history or DraftHistory.empty(len(prompts.lens), setup.response_slots)
+    return functools.partial(setup.draft_source.init, prompts, history, setup.group_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -384,7 +365,7 @@ def _read(
     now = jnp.full_like(board.tokens[:, :slots], 0) + step
     sampling = jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0)
     origin_logprobs, origin_steps, draft_logprobs = policy, now, sampling
-    if drafts is not None and setup.accept != "match":  # a match is drawn now
+    if drafts is not None and not setup.accept.samples_anew:  # a match is drawn now
         reused = inside & (board.sources[:, :slots] == Source.REUSED)
         origin_logprobs = jnp.where(reused, drafts.origin_logprobs, policy)
         origin_steps = jnp.where(reused, drafts.origin_steps, now)

@@ -1,4 +1,4 @@
-"""Keyed noise, truncated laws, and drawing a token.
+"""Keyed noise, truncated distributions, and sampling a token.
 
 Noise is a pure function of (run key, purpose, step, prompt id, sample, position[, candidate]): a
 token does not depend on batch composition, row order, program shape or restart. Row seeds come
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.logprobs import pick
-from specrl_jax.sharding import reshard, shards, spec
+from specrl_jax.sharding import COMPUTE, reshard, shards, spec
 
 SHORT = 1_024  # vocabularies below it race once
 MOST_ROWS = 384  # C, at most: 3 · 2^7, so that meshes that cut 3, 4, 8 ... heads cut it too
@@ -210,3 +210,81 @@ def _column(folded: Array, index: Array) -> Array:
 def temper(logits: Array, law: SamplingConfig) -> Array:
     """Logits divided by the temperature (unchanged for greedy decoding)."""
     return logits / law.temperature if law.temperature > 0 else logits
+
+
+# Single tokens of a distribution over a vocabulary that is split ----------------------------------
+
+
+def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
+    """log softmax(scores [..., V]) at ids [..., k], float32 nats; -inf where an id is -1.
+
+    log_z: [..., 1], log Σ exp(scores), where it is known.
+    """
+    inner = (None,) * (scores.ndim - 2)
+
+    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab", None))
+    def pick(scores: Array, ids: Array) -> Array:
+        local, here = _local(scores, ids)
+        values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
+        return jnp.where(here, values, 0.0)[..., None, :]
+
+    pieces = pick(reshard(scores, "batch", *inner, "vocab"), reshard(ids, "batch", *inner, None))
+    # Not `psum`, which stays in a CPU's program of one piece, as a collective operation.
+    values = jnp.sum(pieces, axis=-2)
+    if log_z is None:
+        log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    return jnp.where(ids >= 0, values - log_z, -jnp.inf)
+
+
+def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple[Array, Array]:
+    """The k likeliest tokens of softmax(scores [..., V]), likeliest first.
+
+    Returns ids int32 and log-probs float32 nats, [..., k]; -1 and -inf where V < k. On a split
+    vocabulary every piece finds its own k first, so that scores are never gathered. log_z: as in
+    `logprobs_at`.
+    """
+    inner = (None,) * (scores.ndim - 2)
+
+    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab"))
+    def of_piece(scores: Array) -> tuple[Array, Array]:
+        size = scores.shape[-1]
+        values, ids = jax.lax.top_k(scores, min(k, size))
+        return values, ids + size * jax.lax.axis_index(COMPUTE["vocab"])
+
+    found = of_piece(reshard(scores, "batch", *inner, "vocab"))
+    values, ids = (reshard(x, "batch", *inner, None) for x in found)
+    values, order = jax.lax.top_k(values, min(k, values.shape[-1]))
+    ids = jnp.take_along_axis(ids, order, axis=-1)
+    if log_z is None:
+        log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    logprobs = values - log_z
+    pad = ((0, 0),) * (scores.ndim - 1) + ((0, k - ids.shape[-1]),)
+    return jnp.pad(ids, pad, constant_values=-1), jnp.pad(logprobs, pad, constant_values=-jnp.inf)
+
+
+def add_at(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
+    """scores [..., V] + values [..., k] at ids, + elsewhere [...] at all other tokens."""
+    inner = (None,) * (scores.ndim - 2)
+
+    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab"))
+    def add(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
+        local, here = _local(scores, ids)
+        change = jnp.broadcast_to(elsewhere[..., None], scores.shape)
+        local = jnp.where(here, local, scores.shape[-1])  # dropped
+        return scores + jnp.put_along_axis(
+            change, local, values, axis=-1, mode="drop", inplace=False
+        )
+
+    return add(
+        reshard(scores, "batch", *inner, "vocab"),
+        reshard(ids, "batch", *inner, None),
+        reshard(values, "batch", *inner, None),
+        reshard(elsewhere, "batch", *inner),
+    )
+
+
+def _local(scores: Array, ids: Array) -> tuple[Array, Array]:
+    """Places of ids in this device's piece of the vocabulary, and whether they are in it."""
+    size = scores.shape[-1]
+    local = ids - size * jax.lax.axis_index(COMPUTE["vocab"])
+    return local, (ids >= 0) & (local >= 0) & (local < size)

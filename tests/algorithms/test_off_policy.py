@@ -12,7 +12,7 @@ from small_runs import records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.algorithms import off_policy
-from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.carry_over import _empty_rollout
 from specrl_jax.sharding import put
 from specrl_jax.types import Rollout, Source
@@ -53,7 +53,7 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
     chance = np.minimum(1, np.exp(log_lenience) * new / old) if rule == "ratio" else 0.4
     accepted_mass = old * chance
     mass = 1 - accepted_mass.sum()
-    weight = acceptance.RULES[rule].importance_weight
+    weight = ACCEPTANCE_RULES[rule].importance_weight
     inputs = (np.float32(log_lenience), np.float32(mass), weight)
     rollouts = (one_token_rollout(new, old, accepted) for accepted in (True, False))
     first, last = (off_policy.importance_weights(rollout, *inputs)[:, 0] for rollout in rollouts)
@@ -70,7 +70,7 @@ def test_exact_rules_have_weight_1(mesh, rule):
         one_token_rollout(*distributions(), accepted=True),
         np.float32(0.5),
         np.float32(0.2),
-        acceptance.RULES[rule].importance_weight,
+        ACCEPTANCE_RULES[rule].importance_weight,
     )
     np.testing.assert_array_equal(weights, 1)
 
@@ -83,7 +83,8 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     drafts = rng.choice(VOCAB, rows, p=old)
     noise = rng.random(rows).astype(np.float32)
     score = [np.log(x)[drafts].astype(np.float32)[:, None] for x in (new, old)]
-    least = acceptance.least_logprobs(noise[:, None], score[1], np.float32(log_lenience))
+    threshold = ACCEPTANCE_RULES["ratio"].accept_threshold
+    least = threshold(noise[:, None], score[1], np.float32(log_lenience))
     accepted = (score[0] >= np.asarray(least))[:, 0]
     empty = _empty_rollout(rows, 1, 0)
     rollout = dataclasses.replace(

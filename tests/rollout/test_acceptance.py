@@ -11,8 +11,8 @@ import pytest
 import rollout_reference as ref
 from rollout_reference import (
     as_drafts,
-    corpus_of,
     emitted,
+    history_of,
     make_plan,
     make_prompts,
     total_variation,
@@ -248,7 +248,7 @@ def test_plain_and_tree_rollouts_emit_the_policy(mesh):
         old = run(plain, other, prompts, 50 + step)
         one = run(plain, weights, prompts, step)
         two, cost = ref.run(
-            tree, weights, prompts, step, suffixes=corpus_of(tree, old.tokens, old.lens)
+            tree, weights, prompts, step, history=history_of(tree, old.tokens, old.lens)
         )
         ref.check_equal(two, one, but=("sources",))
         assert cost.drafted_tokens == np.sum(np.asarray(two.sources) == Source.DRAFTED)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from acceptance_reference import (
+    count_leading,
     in_top,
-    leading,
     likeliest_tokens,
     log,
     logprobs_at,
@@ -51,7 +51,7 @@ def test_ratio_against_a_loop(lenience):
         prefix.append(next((i for i in range(length) if not accept[row, i]), length))
     got = np.asarray(ratio(uniforms, logprobs, old, log(lenience)))
     np.testing.assert_array_equal(got, accept)
-    kept = np.asarray(leading(got, lens))
+    kept = np.asarray(count_leading(got, lens))
     np.testing.assert_array_equal(kept, prefix)
     assert kept.dtype == np.int32
     assert {0, 7} <= set(prefix)  # rejected at once, and accepted to the end of seven
@@ -86,7 +86,7 @@ def test_an_unchanged_policy_accepts_everything_at_lenience_one():
 
 def test_only_leading_tokens_count():
     accept = np.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]], bool)
-    got = leading(accept, np.array([4, 4, 4, 3], np.int32))
+    got = count_leading(accept, np.array([4, 4, 4, 3], np.int32))
     np.testing.assert_array_equal(np.asarray(got), [2, 0, 4, 3])
 
 

@@ -17,7 +17,7 @@ from rollout_reference import as_drafts, common_prefix, make_plan
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import place_params
-from specrl_jax.rollout.generate import make_corpus
+from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.sharding import put
 
 # The policy of the preset tiny with a vocabulary of 512.
@@ -51,7 +51,7 @@ def _flips(rollout, plain) -> tuple[int, int]:
 def _corpus(plan, rollout):
     tokens, lens = (np.asarray(x) for x in (rollout.tokens, rollout.lens))
     tokens, lens = tokens.reshape(-1, G, R), lens.reshape(-1, G)
-    return make_corpus(plan, put(tokens, None, None, None), put(lens, None, None))
+    return DraftHistory.from_store(put(tokens, None, None, None), put(lens, None, None), G)
 
 
 def _near(plain, vocab):

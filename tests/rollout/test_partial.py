@@ -112,7 +112,7 @@ def moving(make_mesh):
 def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
     """As long as the policy stays: whatever was carried, replayed, evicted, or drafted."""
     plan, (_, weights) = make_plan(accept="match", **changes), ref.policy()
-    carried, more = 0, ("sources",) if plan.program.tree else ()
+    carried, more = 0, ("sources",) if plan.program.draft_source else ()
     for step in steps(plan, [weights] * 4):
         outcome = step.outcome
         assert len(outcome.groups) == Q

@@ -11,7 +11,7 @@ from small_runs import interrupt, records, saved, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.rollout.carry_over import RunAhead
-from specrl_jax.rollout.generate import make_corpus
+from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Source
@@ -48,7 +48,7 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
     plan, (_, weights) = plan_for(changes), ref.policy()
     found = begin_ahead(plan, weights)
     assert found.groups.tolist() == list(range(8))
-    but = ("sources",) if plan.program.tree else ()
+    but = ("sources",) if plan.program.draft_source else ()
     check_equal(found.rollout, ref.run(plan, weights, NOW, 1)[0], but=but)
     later, drafts = host(ref.run(plan, weights, NEXT, 2)[0]), host(found.run_ahead.drafts)
     assert found.run_ahead.prompt_ids == tuple(e.prompt_id for e in NEXT.examples)
@@ -124,7 +124,7 @@ def test_trees_go_on_where_it_stopped_being_right(mesh):
     np.testing.assert_array_equal(np.asarray(lens).reshape(32), ahead.drafts.lens)
     assert not np.asarray(ahead.sources(NOW)[1]).any()
     plain = ref.run(plan, weights, NEXT, 2)
-    found = ref.run(plan, weights, NEXT, 2, suffixes=make_corpus(plan, tokens, lens))
+    found = ref.run(plan, weights, NEXT, 2, history=DraftHistory.from_store(tokens, lens, 4))
     check_equal(found[0], plain[0], but=("sources",))
     assert found[1].drafted_tokens > plain[1].drafted_tokens
 

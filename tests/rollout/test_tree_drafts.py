@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import check_equal, common_prefix, corpus_of, host, make_plan, run
+from rollout_reference import check_equal, common_prefix, history_of, host, make_plan, run
 
 from specrl_jax.rollout.adaptive.speculation import StepPlan
 from specrl_jax.rollout.sampling import SamplingConfig
@@ -77,7 +77,7 @@ def any_corpus(plan, plain, old):
     garbage = rng.integers(0, V, (B, R))
     tokens = np.select([kind == 0, kind == 1], [old.tokens, plain.tokens], garbage)
     lens = np.select([kind == 0, kind == 1, kind == 2], [old.lens[:, None], plain.lens[:, None], R])
-    return corpus_of(plan, tokens, lens[:, 0])
+    return history_of(plan, tokens, lens[:, 0])
 
 
 def check_sources(rollout, stats, plain, drafts=None):
@@ -134,7 +134,7 @@ def test_tree_drafts_at_any_width(mesh, base, width):
     prompts, plain, old = base
     plan = plan_of(width, **ONE_RUNG)
     corpus = any_corpus(plan_of(2), plain, old) if width > 1 else None
-    rollout, stats = run(plan, weights_of(), prompts, 1, suffixes=corpus)
+    rollout, stats = run(plan, weights_of(), prompts, 1, history=corpus)
     check_equal(rollout, plain, but=("sources",))
     drafted = check_sources(rollout, stats, plain)
     check_steps(rollout, stats, width)
@@ -177,7 +177,7 @@ def test_previous_and_tree_drafts_on_any_ladder(mesh, base, ladder):
             prompts,
             1,
             drafts=as_given(*offered) if offered else None,
-            suffixes=any_corpus(plan, plain, old),
+            history=any_corpus(plan, plain, old),
         )
         check_equal(rollout, plain, but=("prefix_lens", "sources"))
         assert check_sources(rollout, stats, plain, offered).any()
@@ -198,7 +198,7 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
         plan = plan_of(4, row_buckets=2, cache_lengths=1)
         corpus = any_corpus(plan, plain, old)
         rollout, stats = run(
-            plan, weights_of(), prompts, 1, drafts=as_given(*drafts), suffixes=corpus
+            plan, weights_of(), prompts, 1, drafts=as_given(*drafts), history=corpus
         )
     check_equal(rollout, plain, but=("prefix_lens", "sources"))
     assert check_sources(rollout, stats, plain, drafts).any()
@@ -210,7 +210,7 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
 def old_drafts(plan, prompts, mesh_is_other=False):
     """A rollout of an earlier policy; every fifth row has none."""
     plan = dataclasses.replace(
-        plan, program=dataclasses.replace(plan.program, tree=None), max_width=1, **ONE_RUNG
+        plan, program=dataclasses.replace(plan.program, draft_source=None), max_width=1, **ONE_RUNG
     )
     rollout, _ = run(plan, weights_of(0.1), prompts)
     return ref.as_drafts(rollout, np.where(np.arange(B) % 5 == 4, 0, rollout.lens))
@@ -229,7 +229,7 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
         plan = plan_of(width, accept=accept, stored_logprobs=stored, verify_width=chunk, **ONE_RUNG)
         drafts = old_drafts(plan, prompts)
         corpus = any_corpus(plan, plain, old) if width > 1 else None
-        found.append(run(plan, weights_of(), prompts, 1, drafts=drafts, suffixes=corpus,
+        found.append(run(plan, weights_of(), prompts, 1, drafts=drafts, history=corpus,
                          log_lenience=HALF))  # fmt: skip
     (alone, _), (both, stats) = found
     check_equal(both, alone, but=("sources",))
@@ -257,7 +257,7 @@ def test_a_residual_rule_on_a_mesh(make_mesh, base):
     for shape in ((1, 1, 1), (2, 2, 2)):
         with jax.set_mesh(make_mesh(*shape)):
             drafts, corpus = old_drafts(plan, prompts), any_corpus(plan, plain, old)
-            rollout, _ = run(plan, weights_of(), prompts, 1, drafts=drafts, suffixes=corpus)
+            rollout, _ = run(plan, weights_of(), prompts, 1, drafts=drafts, history=corpus)
             found.append(host(rollout))
     check_equal(found[1], found[0])
 
@@ -283,8 +283,8 @@ def test_a_known_response_takes_a_step_every_width_tokens(mesh):
     lens = [8, 6, 2, 8]
     known = np.array([[3, 4, 5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15, 0, 0],
                       [14, 15, 0, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 10, 11, 12]])  # fmt: skip
-    corpus = corpus_of(plan, np.repeat(known, 2, axis=0), np.repeat(lens, 2))
-    rollout, stats = run(plan, weights, prompts, suffixes=corpus)
+    corpus = history_of(plan, np.repeat(known, 2, axis=0), np.repeat(lens, 2))
+    rollout, stats = run(plan, weights, prompts, history=corpus)
     np.testing.assert_array_equal(np.asarray(rollout.tokens), np.repeat(known, 2, axis=0))
     np.testing.assert_array_equal(np.asarray(rollout.lens), np.repeat(lens, 2))
     for row, n in zip(np.asarray(rollout.sources).tolist(), np.repeat(lens, 2), strict=True):
@@ -299,8 +299,8 @@ def test_a_corpus_that_knows_nothing_saves_nothing(mesh):
     """Only unlikely tokens are stored, and no row repeats itself."""
     plan, weights = counting(slots=8, width=4)
     prompts = ref.make_prompts([[2], [1, 4]], 6)
-    corpus = corpus_of(plan, np.full((4, 8), 15), np.full(4, 8))
-    rollout, stats = run(plan, weights, prompts, suffixes=corpus)
+    corpus = history_of(plan, np.full((4, 8), 15), np.full(4, 8))
+    rollout, stats = run(plan, weights, prompts, history=corpus)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::2], [range(3, 11), range(5, 13)])
     assert not np.asarray(rollout.sources).any()
     assert (stats.decode_steps, stats.drafted_tokens) == (8, 0)

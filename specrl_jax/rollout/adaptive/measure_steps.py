@@ -15,6 +15,7 @@ import os
 import pathlib
 import time
 import uuid
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,14 +23,13 @@ import numpy as np
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
-from specrl_jax.rollout.drafts import suffix_match
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
+from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState, start_rows, with_drafts
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts
+from specrl_jax.types import Drafts, Prompts
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class StepTimer:
     """Seconds of a step of the programs of `program`."""
 
     program: ProgramSpec
-    sources: int  # stored responses of a prompt that suffix drafts read
+    sources: int  # stored responses of a prompt that the draft source reads
     directory: pathlib.Path  # of the files that keep seconds
 
     def __call__(self, weights: Params, point: Point) -> float:
@@ -104,19 +104,25 @@ class StepTimer:
         program, rows = self.program, self._rows(point.rows)
         if point.verifies:
             rows = with_drafts(rows, self._drafts(point.rows), program.accept)
-        suffixes = self._suffixes(point.rows) if point.matching else None
+        draft_state = self._draft_state(point.rows) if point.matching else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition(
             *(np.int32(x) for x in (-1, program.response_slots, steps, point.rows))
         )
         cache = init_cache(program.model, point.rows, point.slots)
-        jax.block_until_ready((rows, suffixes, cache))
-        wide = point.verifies and program.accept != "match"
+        jax.block_until_ready((rows, draft_state, cache))
         start = time.perf_counter()
         jax.block_until_ready(
             decode.decode_steps(
-                program, weights, cache, rows, suffixes, limits, width=point.width, wide=wide
-            )[-1]
+                program,
+                weights,
+                cache,
+                rows,
+                draft_state,
+                limits,
+                width=point.width,
+                verify=point.verifies,
+            )[-1]  # fmt: skip
         )
         return time.perf_counter() - start
 
@@ -148,17 +154,20 @@ class StepTimer:
             top_logprobs=put(top, "batch", None, None) if k else None,
         )
 
-    def _suffixes(self, size: int) -> SuffixIndex:
-        group = self.program.group_size
-        shape = (-(-size // group), self.sources, self.program.response_slots)
-        tokens = np.random.default_rng(1).integers(0, self.program.model.vocab_size, shape)
-        return suffix_match.build(
+    def _draft_state(self, size: int) -> Any:
+        """Of the draft source, for made-up prompts and stored responses."""
+        program, group = self.program, self.program.group_size
+        count = -(-size // group)
+        shape = (count, self.sources, program.response_slots)
+        tokens = np.random.default_rng(1).integers(0, program.model.vocab_size, shape)
+        history = DraftHistory.from_store(
             put(tokens.astype(np.int32), None, None, None),
             put(np.full(shape[:2], shape[2], np.int32), None, None),
-            put(np.ones(self.sources, np.float32), None),
-            live=group,
-            depth=self.program.tree.depth,
+            group,
         )
+        ids = np.zeros((count, 2), np.uint32)
+        prompts = Prompts(np.ones((count, 1), np.int32), np.ones(count, np.int32), ids, ())
+        return program.draft_source.init(prompts, history, group)
 
 
 def cost_table(

@@ -68,6 +68,7 @@ class SuffixIndex:
     tokens: Array
     weights: Array
     depth: int = dataclasses.field(metadata={"static": True})
+    live: int = dataclasses.field(metadata={"static": True})  # sources that rows are writing
 
     @property
     def slots(self) -> int:
@@ -95,7 +96,7 @@ def build(
         [(0, 0)] * (weights.ndim - 1) + [(0, live)],
         constant_values=1.0,
     )
-    return SuffixIndex(tokens, weights, depth)
+    return SuffixIndex(tokens, weights, depth, live)
 
 
 @functools.partial(jax.jit, donate_argnames="corpus")

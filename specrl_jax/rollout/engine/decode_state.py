@@ -1,8 +1,8 @@
-"""The rows of a rollout: what is known of each, and how they travel between rungs.
+"""The rows of a rollout: what is known of each, and how they move between decode batches.
 
-The *board* holds every row of the batch in order; a *rung* holds those that are being computed, in
-any order, each with its place on the board (`index`). Rows are picked onto a rung, joined with
-others, thinned out as they finish, and written back; no token visits the host.
+`all_rows` holds every row of the rollout in order. A decode batch holds those that are being
+computed, in any order; `index` is each row's place among all rows. Rows are gathered into a batch,
+inserted into another, thinned out as they finish, and scattered back; no token visits the host.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_rows
-from specrl_jax.rollout.acceptance import RULES, leading, least_logprobs
+from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import reshard, spec, take_rows
 from specrl_jax.types import Drafts, Rollout, Source
@@ -23,54 +23,40 @@ from specrl_jax.types import Drafts, Rollout, Source
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftToVerify:
-    """The part of a row's draft that an acceptance rule has yet to judge.
+    """The part of a row's draft that an acceptance rule has yet to verify. Only `lens` changes."""
 
-    tokens: int32 [b, C]. lens: int32 [b]; a row is *verifying* while it holds fewer tokens than
-    that. Only they change: to the place of the first token that was drawn, or on the board to 0
-    where a rung has dropped its drafts. What the rule compares a token's log-prob with is None
-    under match. Rules that need the law have logprobs: float32 [b, C], under the law that the token
-    was sampled from, and top_ids, top_logprobs: [b, C, k]; the others least: float32 [b, C], from
-    which on it is kept.
-    """
-
-    tokens: Array
+    tokens: Array  # int32 [b, C]
+    # int32 [b]: where the draft ends. A row is *verifying* while it holds fewer tokens. After a
+    # rejection the place of the sampled token; among all rows 0 once a batch dropped its drafts.
     lens: Array
-    logprobs: Array | None = None
-    least: Array | None = None
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
+    accept_threshold: Array | None = None  # float32 [b, C], log-prob from which on one is accepted
+    # Instead of it, for rules that need the distribution π_old:
+    logprobs: Array | None = None  # float32 [b, C], of the tokens
+    top_ids: Array | None = None  # int32 [b, C, k], its likeliest tokens
+    top_logprobs: Array | None = None  # float32 [b, C, k]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """b rows; C = R response columns and a margin that rows which are done write into.
+    """b rows; C = R response columns and a margin that rows which are done write into."""
 
-    index: int32 [b], each row's place on the board; a place outside it marks a filler. seeds,
-    accept_seeds: uint32 [b, 2]. prompt_lens, lens: int32 [b]. max_lens: int32 [b], the length at
-    which a response ends, at most R. last: int32 [b], the token that is not in the cache yet.
-    prefix_lens: int32 [b], tokens kept from pending drafts so far. done: bool [b]. tokens,
-    policy_logprobs, sampling_logprobs, sources: [b, C]; sources are SAMPLED from lens on. top_ids,
-    top_logprobs: [b, C, k] or None. pending: None once no row has any. prefix_lens and REUSED
-    sources are those of the last visit's end.
-    """
-
-    index: Array
-    seeds: Array
-    accept_seeds: Array
-    prompt_lens: Array
-    max_lens: Array
-    lens: Array
-    last: Array
-    prefix_lens: Array
-    done: Array
-    tokens: Array
-    policy_logprobs: Array
-    sampling_logprobs: Array
-    sources: Array
-    top_ids: Array | None = None
-    top_logprobs: Array | None = None
-    draft: DraftToVerify | None = None
+    index: Array  # int32 [b], place among all rows; one outside them marks a padding row
+    seeds: Array  # uint32 [b, 2], of sampling
+    accept_seeds: Array  # uint32 [b, 2], of acceptance
+    prompt_lens: Array  # int32 [b]
+    max_lens: Array  # int32 [b], where a response ends, at most R
+    lens: Array  # int32 [b], response tokens
+    last: Array  # int32 [b], the token that is not in the cache yet
+    prefix_lens: Array  # int32 [b], accepted tokens of drafts to verify; set after the steps
+    done: Array  # bool [b]
+    tokens: Array  # int32 [b, C]
+    policy_logprobs: Array  # float32 [b, C]
+    sampling_logprobs: Array  # float32 [b, C]
+    sources: Array  # int8 [b, C], SAMPLED from lens on; REUSED is set after the steps
+    top_ids: Array | None = None  # int32 [b, C, k], likeliest tokens, where they are stored
+    top_logprobs: Array | None = None  # float32 [b, C, k]
+    draft: DraftToVerify | None = None  # None once no row has any
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "stored", "pad_id"))
@@ -85,7 +71,7 @@ def start_rows(
     pad_id: int,
     stored: int = 0,
 ) -> DecodeState:
-    """A board of rows that hold only their prompts."""
+    """All rows, with only their prompts; stored: k likeliest tokens that are stored."""
     rows = prompt_lens.shape[0]
     lens = jnp.zeros_like(prompt_lens)
     wide = jnp.zeros((rows, columns), out_sharding=spec("batch", None))
@@ -110,19 +96,17 @@ def start_rows(
 
 
 def with_drafts(
-    board: DecodeState, drafts: Drafts, accept: str, log_lenience: float = 0.0
+    all_rows: DecodeState, drafts: Drafts, rule: AcceptanceRule, log_lenience: float = 0.0
 ) -> DecodeState:
-    """The board with `drafts` [B] to be judged by the rule `accept`; log_lenience: nats."""
-    lenience = np.float32(log_lenience)
-    pending = _pending(
-        drafts, board.accept_seeds, lenience, accept=accept, columns=board.tokens.shape[1]
-    )
-    return dataclasses.replace(board, draft=pending)
+    """All rows with `drafts` [B] for the rule to verify; log_lenience: nats."""
+    seeds, columns = all_rows.accept_seeds, all_rows.tokens.shape[1]
+    draft = _to_verify(drafts, seeds, np.float32(log_lenience), rule=rule, columns=columns)
+    return dataclasses.replace(all_rows, draft=draft)
 
 
-@functools.partial(jax.jit, static_argnames=("accept", "columns"))
-def _pending(
-    drafts: Drafts, seeds: Array, log_lenience: Array, *, accept: str, columns: int
+@functools.partial(jax.jit, static_argnames=("rule", "columns"))
+def _to_verify(
+    drafts: Drafts, seeds: Array, log_lenience: Array, *, rule: AcceptanceRule, columns: int
 ) -> DraftToVerify:
     def widen(x: Array | None) -> Array | None:
         if x is None:
@@ -130,86 +114,89 @@ def _pending(
         margin = columns - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, margin), *((0, 0),) * (x.ndim - 2)))
 
-    pending = DraftToVerify(tokens=widen(drafts.tokens), lens=drafts.lens)
-    if accept == "match":
-        return pending
+    draft = DraftToVerify(tokens=widen(drafts.tokens), lens=drafts.lens)
+    if rule.samples_anew:
+        return draft
     logprobs = drafts.sampling_logprobs
-    if RULES[accept].needs_law:
-        law = {name: widen(getattr(drafts, name)) for name in ("top_ids", "top_logprobs")}
-        return dataclasses.replace(pending, logprobs=widen(logprobs), **law)
+    if rule.needs_distribution:
+        top = {name: widen(getattr(drafts, name)) for name in ("top_ids", "top_logprobs")}
+        return dataclasses.replace(draft, logprobs=widen(logprobs), **top)
     # Once for all steps: each would take longer by what it computes for a token or two.
     positions = jnp.broadcast_to(jnp.arange(logprobs.shape[1]), logprobs.shape)
     noise = uniforms(seeds, reshard(positions, "batch", None))
-    least = least_logprobs(noise, logprobs, log_lenience)
-    return dataclasses.replace(pending, least=widen(least))
+    threshold = rule.accept_threshold(noise, logprobs, log_lenience)
+    return dataclasses.replace(draft, accept_threshold=widen(threshold))
 
 
 @jax.jit
 def verifying(rows: DecodeState) -> Array:
-    """bool [b]: rows whose next token is judged against their pending draft."""
+    """bool [b]: rows whose next token is one of a draft to verify."""
     if rows.draft is None:
         return jnp.zeros_like(rows.done)
     return ~rows.done & (rows.lens < rows.draft.lens)
 
 
 @jax.jit
-def gather(board: DecodeState, places: Array) -> DecodeState:
-    """The board's rows at `places` int32 [b], replicated; a place outside it gives a filler."""
-    size = board.lens.shape[0]
-    rows = _take(board, jnp.clip(places, 0, size - 1))
-    return _mark(rows, reshard((places >= 0) & (places < size), "batch"))
+def gather(all_rows: DecodeState, places: Array) -> DecodeState:
+    """The rows at `places` int32 [b], replicated; a place outside them gives a padding row."""
+    size = all_rows.lens.shape[0]
+    rows = _take(all_rows, jnp.clip(places, 0, size - 1))
+    return _pad(rows, reshard((places >= 0) & (places < size), "batch"))
 
 
-@functools.partial(jax.jit, donate_argnames="board")
-def scatter(rows: DecodeState, board: DecodeState) -> DecodeState:
-    """The board with the rung's rows written to their places; fillers are left out."""
-    batch, size = board.lens.shape[0], rows.lens.shape[0]
+@functools.partial(jax.jit, donate_argnames="all_rows")
+def scatter(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
+    """All rows with a decode batch's rows written to their places; padding is left out."""
+    total, size = all_rows.lens.shape[0], rows.lens.shape[0]
     index = reshard(rows.index, None)
-    place = jnp.full(batch, -1).at[index].set(jnp.arange(size), mode="drop")
+    place = jnp.full(total, -1).at[index].set(jnp.arange(size), mode="drop")
     here = reshard(place, "batch") >= 0
 
     def write(old: Array, new: Array) -> Array:
         new = take_rows(new, jnp.maximum(place, 0), *(None,) * (new.ndim - 1))
         return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-    pending = board.draft
-    if pending is not None:
-        # Where nothing is left to judge on the rung, nor may it be when a row comes back.
+    draft = all_rows.draft
+    if draft is not None:
+        # A batch that dropped its drafts has nothing left to verify, nor may its rows have later.
         lens = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens
-        pending = dataclasses.replace(pending, lens=write(pending.lens, lens))
-    written = jax.tree.map(write, without_drafts(board), without_drafts(rows))
-    return dataclasses.replace(written, index=board.index, draft=pending)
+        draft = dataclasses.replace(draft, lens=write(draft.lens, lens))
+    written = jax.tree.map(write, without_drafts(all_rows), without_drafts(rows))
+    return dataclasses.replace(written, index=all_rows.index, draft=draft)
 
 
-def compare(board: DecodeState, drafts: Drafts, held: Rollout | None) -> tuple[Array, Array, Array]:
-    """The board's prefix_lens and sources, from what it has of drafts that steps did not judge: the
-    leading tokens that are the draft's, behind those that rows held. And int32 [3]: the number of
-    these; that with the first token of each row that is not; and how many a tree drafted as well.
+def compare(
+    all_rows: DecodeState, drafts: Drafts, held: Rollout | None
+) -> tuple[Array, Array, Array]:
+    """What the rows have of drafts that no step verified: the leading tokens that are the draft's,
+    behind those that rows held at the start.
 
-    Worked row: of `5 6 7` the draft `5 6 9 1` has 2 tokens, 3 are judged.
+    Returns prefix_lens, sources, and int32 [3]: the number of these tokens; that with each row's
+    first token that differs; how many of these tokens the draft source proposed too. Worked row: of
+    `5 6 7` the draft `5 6 9 1` has 2 tokens, 3 are verified.
     """
     slots = drafts.tokens.shape[1]
     positions = jnp.arange(slots)[None, :]
-    begun = jnp.zeros_like(board.lens) if held is None else held.lens
-    before, ends = positions < begun[:, None], jnp.minimum(drafts.lens, board.lens)
-    run = leading(before | (board.tokens[:, :slots] == drafts.tokens), ends)
-    kept, judged = (jnp.maximum(jnp.minimum(n, ends) - begun, 0) for n in (run, run + 1))
-    reused = ~before & (positions < (begun + kept)[:, None])
-    reused = jnp.pad(reused, ((0, 0), (0, board.tokens.shape[1] - slots)))
-    sources = jnp.where(reused, jnp.int8(Source.REUSED), board.sources)
-    counted = (kept, judged, reused & (board.sources == Source.DRAFTED))
+    begun = jnp.zeros_like(all_rows.lens) if held is None else held.lens
+    before, ends = positions < begun[:, None], jnp.minimum(drafts.lens, all_rows.lens)
+    run = count_leading(before | (all_rows.tokens[:, :slots] == drafts.tokens), ends)
+    accepted, verified = (jnp.maximum(jnp.minimum(n, ends) - begun, 0) for n in (run, run + 1))
+    reused = ~before & (positions < (begun + accepted)[:, None])
+    reused = jnp.pad(reused, ((0, 0), (0, all_rows.tokens.shape[1] - slots)))
+    sources = jnp.where(reused, jnp.int8(Source.REUSED), all_rows.sources)
+    counted = (accepted, verified, reused & (all_rows.sources == Source.DRAFTED))
     counts = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in counted])
-    return kept if held is None else held.prefix_lens + kept, sources, counts
+    return accepted if held is None else held.prefix_lens + accepted, sources, counts
 
 
 def without_drafts(rows: DecodeState) -> DecodeState:
-    """For rungs where nothing is left to judge: their programs are simpler."""
+    """For batches where nothing is left to verify: their programs are simpler."""
     return dataclasses.replace(rows, draft=None)
 
 
 @jax.jit
 def with_empty_drafts(rows: DecodeState, like: DraftToVerify) -> DecodeState:
-    """Nothing to judge, said in the same form as `like`."""
+    """Nothing to verify, with arrays like those of `like`."""
     size = rows.lens.shape[0]
 
     def zeros(x: Array) -> Array:
@@ -221,27 +208,26 @@ def with_empty_drafts(rows: DecodeState, like: DraftToVerify) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("size", "slots"))
 def resize(
-    cache: KVCache, rows: DecodeState, wanted: Array, *, size: int, slots: int
+    cache: KVCache, rows: DecodeState, keep: Array, *, size: int, slots: int
 ) -> tuple[KVCache, DecodeState]:
-    """The rows marked in `wanted` bool [b], in order, on a rung of `size` rows and `slots` slots.
+    """The rows marked in `keep` bool [b], in order, in a batch of `size` rows and `slots` slots.
 
-    What is left of the rung is filled up with fillers. Write the rung's rows back first: those
-    that are not wanted are gone.
+    The rest is padding. Scatter the rows first: those that are not kept are gone.
     """
-    order, real = _front(reshard(wanted, None), size)
-    return gather_rows(cache, order, slots), _mark(_take(rows, order), real)
+    order, real = _front(reshard(keep, None), size)
+    return gather_rows(cache, order, slots), _pad(_take(rows, order), real)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))
 def insert(
-    cache: KVCache, rows: DecodeState, others: KVCache, other_rows: DecodeState, wanted: Array
+    cache: KVCache, rows: DecodeState, others: KVCache, other_rows: DecodeState, chosen: Array
 ) -> tuple[KVCache, DecodeState]:
-    """A rung with the rows marked in `wanted` bool [c] of another, in order, on its free places.
+    """A batch with the rows marked in `chosen` bool [c] of another, in order, in its free places.
 
-    Free are the places of rows that are done: write the rung's rows back first. There must be
-    enough of them; the other rung's window may be of any depth.
+    Free are the places of rows that are done: scatter the rows first. There must be enough of them;
+    the caches may differ in length.
     """
-    order, count = jnp.argsort(~reshard(wanted, None), stable=True), jnp.sum(wanted)
+    order, count = jnp.argsort(~reshard(chosen, None), stable=True), jnp.sum(chosen)
     free = reshard(rows.done, None)
     rank = jnp.cumsum(free) - 1
     taken = reshard(free & (rank < count), "batch")
@@ -256,19 +242,19 @@ def insert(
 
 @jax.jit
 def mark_padding(rows: DecodeState, unwanted: Array) -> DecodeState:
-    """Rows marked in `unwanted` bool [b] become fillers."""
-    return _mark(rows, ~unwanted)
+    """Rows marked in `unwanted` bool [b] become padding."""
+    return _pad(rows, ~unwanted)
 
 
-def _front(wanted: Array, size: int) -> tuple[Array, Array]:
-    """Indices [size] with the wanted rows in front, and which of them those are."""
-    order = jnp.argsort(~wanted, stable=True)[:size]
+def _front(keep: Array, size: int) -> tuple[Array, Array]:
+    """Indices [size] with the rows to keep in front, and which of them those are."""
+    order = jnp.argsort(~keep, stable=True)[:size]
     order = jnp.pad(order, (0, size - order.shape[0]))
-    return order, reshard(jnp.arange(size) < jnp.sum(wanted), "batch")
+    return order, reshard(jnp.arange(size) < jnp.sum(keep), "batch")
 
 
-def _mark(rows: DecodeState, real: Array) -> DecodeState:
-    """Rows that are not real become fillers."""
+def _pad(rows: DecodeState, real: Array) -> DecodeState:
+    """Rows that are not real become padding."""
     return dataclasses.replace(
         rows,
         index=jnp.where(real, rows.index, jnp.iinfo(jnp.int32).max),

@@ -7,15 +7,13 @@ Between visits of a rung the host reads six numbers and a tally; no token visits
 
 import dataclasses
 import time
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.drafts import suffix_match as drafting
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine import decode_state as rows
 from specrl_jax.rollout.engine.decode import StepCounts, StopCondition
@@ -70,7 +68,7 @@ class ModelRunner:
     """The board, the pool and the corpus of one rollout, and what they cost so far.
 
     board: all rows, the first `own` of which the rollout is for. drafts: of all rows, or None.
-    corpus: what tree drafts read, or a function that makes it before the first step that does.
+    corpus: makes the draft source's state before the first step that drafts, then that state.
     unread: whether rows hold tokens that it does not know. finished: bool [B], rows that are done;
     told: whether every visit keeps it up to date. prefilled: since when, and the cache, of prompts
     whose rows begin next. aside: shape of a rung held beside batch and pool for a moment.
@@ -83,7 +81,7 @@ class ModelRunner:
     own: int
     drafts: Drafts | None
     log_lenience: float
-    corpus: SuffixIndex | Callable[[], SuffixIndex]
+    corpus: Any
     unread: bool
     finished: np.ndarray
     told: bool
@@ -263,7 +261,7 @@ class ModelRunner:
         self, rung: DecodeBatch, limits: StopCondition, width: int, *, wide: bool = False
     ) -> StepCounts:
         """A visit (`decode.decode_steps`), recorded. wide: a verification pass."""
-        tree = self.setup.tree is not None and width > 1 and not wide
+        tree = self.setup.draft_source is not None and width > 1 and not wide
         corpus = self._read_rows(rung) if tree else None
         start = time.perf_counter()
         rung.cache, rung.rows, corpus, tally, numbers = decode.decode_steps(
@@ -274,7 +272,7 @@ class ModelRunner:
             corpus,
             limits,
             width=width,
-            wide=wide and self.setup.accept != "match",
+            verify=wide,
         )
         if tree:
             self.corpus = corpus
@@ -302,7 +300,7 @@ class ModelRunner:
         stats.decode_runs.append((*rung.shape, width, steps))
         return tally
 
-    def _read_rows(self, rung: DecodeBatch) -> SuffixIndex:
+    def _read_rows(self, rung: DecodeBatch) -> Any:
         """The corpus with all that rows hold, those on the rung too. Steps that take no drafts from
         it do not write to it either, nor is it made for them, so that they cost what they cost
         where there is none."""
@@ -310,7 +308,8 @@ class ModelRunner:
             self.corpus = self.corpus()
         if self.unread:
             self.collect(rung)
-            self.corpus = drafting.sync(self.corpus, self.board.tokens, self.board.lens)
+            source = self.setup.draft_source
+            self.corpus = source.sync(self.corpus, self.board.tokens, self.board.lens)
             self.unread = False
         return self.corpus
 

@@ -13,14 +13,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.runner import FOREVER, DecodeBatch, ModelRunner
@@ -57,7 +56,7 @@ class Scheduler:
         draft_lens: np.ndarray,
         held: np.ndarray,
         done: np.ndarray,
-        corpus: SuffixIndex | Callable[[], SuffixIndex],
+        corpus: Callable[[], Any],
         log_lenience: float = 0.0,
         cost: Speculation | None = None,
         first: int = 0,
@@ -73,7 +72,8 @@ class Scheduler:
         self.draft_lens, self.cost = draft_lens, cost
         self.widths = self.ladder.widths
         # Under match a draft changes no token: there only wide steps have a use for what is left.
-        self.steps_judge = drafts is not None and (setup.accept != "match" or self._may_widen())
+        widens = not setup.accept.samples_anew or self._may_widen()
+        self.steps_judge = drafts is not None and widens
         room.check()
         group = setup.group_size
         self.wanted, self.behind = wanted, behind
@@ -115,8 +115,8 @@ class Scheduler:
 
     def _may_widen(self) -> bool:
         """Whether steps wider than 1 are to be expected."""
-        if self.setup.tree is None or self.cost is None:
-            return self.setup.tree is not None
+        if self.setup.draft_source is None or self.cost is None:
+            return self.setup.draft_source is not None
         slots = sorted({self.ladder.slots(n) for n in self.ladder.responses})
         return self.cost.widens(itertools.product(self.ladder.rows, slots), self.widths)
 
@@ -183,7 +183,7 @@ class Scheduler:
         """Tokens for which groups that have not begun need a window: a draft that is kept takes it
         at once, and one that is verified whole or not at all takes the pass over it."""
         longest = int(self.draft_lens.reshape(-1, self.setup.group_size)[list(self.fresh)].max())
-        whole = acceptance.RULES[self.setup.accept].whole_draft
+        whole = self.setup.accept.whole_draft
         return self.ladder.verify_width(longest) if longest and whole else longest
 
     def _admit_ahead(self) -> bool:
@@ -255,7 +255,7 @@ class Scheduler:
         that is needed, as far as there is room for their caches. Of a rule that needs the whole
         draft the widest alone: `_window_needed` has seen to its room."""
         widest = self.ladder.verify_width(longest)
-        if acceptance.RULES[self.setup.accept].whole_draft:
+        if self.setup.accept.whole_draft:
             return [widest]
         shared, needed = self.ladder.slots_for(longest + 1), self.ladder.verify_slots
         widths = [width for width in self.ladder.verify if width <= widest]
@@ -290,7 +290,7 @@ class Scheduler:
             make(verify_width=w, slots=slots or self.ladder.verify_slots(w, longest))
             for w in widths
         ]
-        if self.cost is None or acceptance.RULES[self.setup.accept].whole_draft:
+        if self.cost is None or self.setup.accept.whole_draft:
             return passes[-1]
         return self.cost.choose_verification(passes)
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.rollout import acceptance
-from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, AcceptanceRule, Match
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftSource
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import shards
@@ -16,19 +16,24 @@ class ProgramSpec:
 
     model: ModelConfig
     sampling: SamplingConfig
-    accept: str  # a key of the table of acceptance rules
+    accept: AcceptanceRule  # of drafts to verify
     eos_ids: tuple[int, ...]
     pad_id: int
     response_slots: int  # R
     logits_chunk: int  # tokens whose logits are computed at once
     group_size: int = 1  # G, responses per prompt
-    tree: SuffixDraftConfig | None = None  # None: no tree drafts
+    draft_source: DraftSource | None = None  # proposes tokens in the decode steps
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     margin: int = 1  # columns behind the response slots, at least the widest step
 
     @property
     def columns(self) -> int:
         return self.response_slots + self.margin
+
+    @property
+    def draft_history(self) -> int:
+        """Generations of stored responses that the draft source wants."""
+        return self.draft_source.history if self.draft_source else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class RolloutSpec:
     row_buckets: int = 4  # batch sizes, each half the last
     cache_lengths: int = 2  # cache lengths, each half the next
     max_rows: int = 0  # rows computed at once, 0: all
-    max_width: int = 1  # most tokens that a decode step feeds; > 1 with tree drafts
+    max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source
     verify_width: int = 0  # draft tokens verified in one pass, 0: all
     cache_bytes: float = 0.0  # bound of the KV caches, 0: none
     refresh: float = 0.0  # share of the drafts that are left out
@@ -52,23 +57,18 @@ class RolloutSpec:
         cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
     ) -> "RolloutSpec":
         """The training rollout of a config."""
-        settings, tree = config.rollout, config.rollout.tree
-        trees = "tree" in settings.draft
-        rule = acceptance.RULES[settings.accept]
+        settings, drafts = config.rollout, DRAFT_SOURCES[config.rollout.draft]
+        rule = ACCEPTANCE_RULES[settings.accept] if drafts.previous else Match()
         program = ProgramSpec(
             model=model,
             sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p),
-            accept=settings.accept if _previous(settings) else "match",
+            accept=rule,
             eos_ids=eos_ids,
             pad_id=pad_id,
             response_slots=settings.response_len,
             logits_chunk=settings.logits_chunk,
-            tree=SuffixDraftConfig(tree.depth, tree.factor, tree.offset, tree.min_prob)
-            if trees
-            else None,
-            stored_logprobs=settings.stored_logprobs
-            if rule.needs_law and _previous(settings)
-            else 0,
+            draft_source=drafts.source(settings) if drafts.source else None,
+            stored_logprobs=settings.stored_logprobs if rule.needs_distribution else 0,
         )
         return cls(
             program=program,
@@ -81,7 +81,7 @@ class RolloutSpec:
             row_buckets=settings.row_buckets,
             cache_lengths=settings.cache_lengths,
             max_rows=settings.max_rows,
-            max_width=settings.max_width if trees else 1,
+            max_width=settings.max_width if drafts.source else 1,
             verify_width=settings.verify_width,
             cache_bytes=settings.max_cache_gib * 2**30,
             refresh=settings.draft_refresh,
@@ -93,8 +93,8 @@ class RolloutSpec:
         program = dataclasses.replace(
             self.program,
             sampling=SamplingConfig(temperature),
-            accept="match",
-            tree=None,
+            accept=Match(),
+            draft_source=None,
             stored_logprobs=0,
         )
         return dataclasses.replace(self, program=program, group_size=samples, max_width=1)
@@ -110,7 +110,6 @@ class RolloutSpec:
                 f"{self.group_size} rows, got room for {self.max_rows // self.group_size}; raise it"
             )
         # A rule that decides at the draft's end sees all of it in one pass.
-        whole = acceptance.RULES[self.program.accept].whole_draft
         return Buckets.build(
             min(rows, self.max_rows or rows),
             self.prompt_slots,
@@ -120,14 +119,10 @@ class RolloutSpec:
             multiple=shards("batch"),
             group_size=self.group_size,
             max_width=self.max_width,
-            verify_width=0 if whole else self.verify_width,
+            verify_width=0 if self.program.accept.whole_draft else self.verify_width,
         )
 
     def program_for(self, buckets: Buckets) -> ProgramSpec:
         """The program with what follows from the rollout's spec."""
         margin = max(self.max_width, buckets.verify[-1])
         return dataclasses.replace(self.program, group_size=self.group_size, margin=margin)
-
-
-def _previous(settings) -> bool:
-    return "previous" in settings.draft

@@ -63,7 +63,7 @@ def test_a_step_is_measured_without_what_its_call_takes(
     assert set(steps) == ({1} if point.verifies else {1, 1 + STEPS})
     assert set(matching) == {point.matching}
     assert set(drafted) == {point.verifies}
-    assert all(known == {"width": point.width, "wide": wide} for known in kwargs)
+    assert all(known == {"width": point.width, "verify": wide} for known in kwargs)
     assert clock.now < 1.0
 
 

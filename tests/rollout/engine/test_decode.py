@@ -177,7 +177,7 @@ def test_a_step_by_hand(mesh):
 def test_a_step_of_tree_drafts_by_hand(mesh):
     """Row steps are counted by the tree's candidates that were right, but for rows that verify."""
     setup, weights = counting()
-    setup = dataclasses.replace(setup, tree=ref.TREE)
+    setup = dataclasses.replace(setup, draft_source=ref.TREE)
     prompts = ref.make_prompts([[1]] * 4, P)
     drafts = np.zeros((4, R), np.int32)
     drafts[3, :4] = [2, 3, 4, 9]
@@ -188,7 +188,7 @@ def test_a_step_of_tree_drafts_by_hand(mesh):
     stored[:, 0, :5] = [[2, 3, 4, 5, 6], [2, 3, 9, 9, 9], [9, 9, 9, 9, 9], [2, 9, 9, 9, 9]]
     corpus = drafting.build(
         put(stored, None, None, None), put(np.full((4, 1), 5, np.int32), None, None),
-        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
     )  # fmt: skip
     corpus = drafting.sync(corpus, board.tokens, board.lens)
     _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1, corpus=corpus)
@@ -207,7 +207,7 @@ def test_a_step_of_tree_drafts_by_hand(mesh):
 def test_a_visit_in_which_rejected_drafts_are_followed_by_trees(mesh):
     """Two steps of width 3: the tree goes on behind the first token that was drawn."""
     setup, weights = counting()
-    setup = dataclasses.replace(setup, tree=ref.TREE)
+    setup = dataclasses.replace(setup, draft_source=ref.TREE)
     prompts = ref.make_prompts([[1]] * 4, P)
     drafts = np.zeros((4, R), np.int32)
     drafts[:, :6] = [[2, 3, 9, 9, 0, 0], [2, 3, 4, 5, 6, 7], [0] * 6, [9, 0, 0, 0, 0, 0]]
@@ -216,7 +216,7 @@ def test_a_visit_in_which_rejected_drafts_are_followed_by_trees(mesh):
     stored[:, 0] = [[2, 3, 4, 5, 6, 7, 8, 9]] * 3 + [[9] * R]
     corpus = drafting.build(
         put(stored, None, None, None), put(np.full((4, 1), R, np.int32), None, None),
-        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
     )  # fmt: skip
     _, board, tally, numbers = visit(setup, weights, cache, board, 3, stop=1, steps=2,
                                      corpus=corpus)  # fmt: skip
@@ -280,14 +280,14 @@ def test_a_window_s_end_parks_a_row(mesh):
 def test_a_wide_step_at_a_window_s_end_feeds_tokens_again(start, plain):
     """The window has no slots behind it; rows of all prompt lengths, `plain` tokens before."""
     _, weights, prompts = start
-    setup = make_setup(eos=(16,), tree=ref.TREE)
+    setup = make_setup(eos=(16,), draft_source=ref.TREE)
     assert len(set(prompts.lens.tolist())) > 1
     cache, board = begin(setup, weights, prompts, slots=P + R)
     _, expected, *_ = visit(setup, weights, cache, board, 1)
     truth = ref.host(expected)
     corpus = drafting.build(
         put(truth.tokens[:, None, :R], None, None, None), put(truth.lens[:, None], None, None),
-        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.depth,
+        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
     )  # fmt: skip
     cache, board = begin(setup, weights, prompts, slots=P + R)
     cache, board, *_ = visit(setup, weights, cache, board, 1, steps=plain)
@@ -305,7 +305,7 @@ def test_full_reuse_keeps_the_draft_with_the_forward_log_probs(start, width):
     _, weights, prompts = start
     lens, tokens = np.array([0, 1, 2, 3, width, width, 1, 2]), garbage()
     cache, board = begin(RATIO, weights, prompts, (tokens, lens), log_lenience=math.inf)
-    cache, board, tally, numbers = visit(RATIO, weights, cache, board, width, steps=1, wide=True)
+    cache, board, tally, numbers = visit(RATIO, weights, cache, board, width, steps=1, verify=True)
     got = ref.host(board)
     np.testing.assert_array_equal(got.prefix_lens, lens)
     np.testing.assert_array_equal(got.lens, np.minimum(lens + 1, width))  # and the token behind it
@@ -367,7 +367,7 @@ def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
     # Judged by the ratio rule in one wide pass with no reuse, and decoded from there.
     drafts = (garbage(), np.full(B, R))
     cache, board = begin(RATIO, weights, prompts, drafts, log_lenience=-math.inf)
-    cache, board, *_ = visit(RATIO, weights, cache, board, R, steps=1, wide=True)
+    cache, board, *_ = visit(RATIO, weights, cache, board, R, steps=1, verify=True)
     assert set(ref.host(board).lens) == {1}
     board = visit(RATIO, weights, cache, rows.without_drafts(board), 1)[1]
     check_rows(board, plain)

@@ -9,6 +9,7 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import decode_state as travel
 from specrl_jax.rollout.engine.decode_state import DecodeState, DraftToVerify
 from specrl_jax.rollout.sampling import uniforms
@@ -139,17 +140,18 @@ def test_what_a_rule_compares_with_waits_with_the_drafts(make_mesh, shape):
         placed, offered = ref.put_rows((board, drafts))
         noise = np.asarray(jax.jit(uniforms)(placed.accept_seeds, ref.put_rows(positions)))
         pending = {
-            accept: ref.host(travel.with_drafts(placed, offered, accept, 0.5).draft)
-            for accept in ("ratio", "match")
+            accept: ref.host(
+                travel.with_drafts(placed, offered, ACCEPTANCE_RULES[accept], 0.5).draft
+            )
+            for accept in ("ratio", "random", "match")
         }
-        full = ref.host(travel.with_drafts(placed, offered, "random", np.inf).draft)
-    assert pending["match"].least is pending["match"].logprobs is None
+    assert pending["match"].accept_threshold is pending["match"].logprobs is None
     assert pending["ratio"].logprobs is None
-    least = pending["ratio"].least
+    least = pending["ratio"].accept_threshold
     np.testing.assert_allclose(least[:, :3], np.log(noise) + logprobs - 0.5, rtol=1e-6, atol=1e-6)
     assert least.shape == (B, C)
     assert not least[:, 3:].any()
-    np.testing.assert_array_equal(full.least[:, :3], -np.inf)
+    np.testing.assert_array_equal(pending["random"].accept_threshold[:, :3], -np.inf)
 
 
 @SHAPES

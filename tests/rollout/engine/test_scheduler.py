@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import as_drafts, check_equal, corpus_of, host, make_plan, run
+from rollout_reference import as_drafts, check_equal, history_of, host, make_plan, run
 
 from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout.adaptive.speculation import Acceptance, Speculation, StepPlan
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
+from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import buckets as ladder
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine import decode_state as rows
@@ -307,7 +308,7 @@ def choosing(base, table, accept="match", width=4, offered=True):
     rollout, stats = go(
         plan,
         drafts=ref.put_rows(old) if offered else None,
-        suffixes=corpus_of(plan, endless.tokens, endless.lens) if width > 1 else None,
+        history=history_of(plan, endless.tokens, endless.lens) if width > 1 else None,
         speculation=cost,
         log_lenience=0.5,
     )
@@ -325,16 +326,19 @@ def test_widths_that_never_pay_are_left_alone(mesh, base):
 
 def test_a_corpus_is_made_for_the_first_step_that_reads_it(mesh, base):
     _, endless, _ = base
-    plan, made = plan_of(4, **ONE_RUNG), []
+    made = []
 
-    def make():
-        made.append(corpus_of(plan, endless.tokens, endless.lens))
-        return made[-1]
+    class Counted(SuffixDrafts):
+        def init(self, *args):
+            made.append(args)
+            return super().init(*args)
 
-    rollout, _ = go(plan, suffixes=make, speculation=hopeful(table()))
+    plan = plan_of(4, tree=Counted(ref.TREE.config), **ONE_RUNG)
+    history = history_of(plan, endless.tokens, endless.lens)
+    rollout, _ = go(plan, history=history, speculation=hopeful(table()))
     check_equal(rollout, base[0])
     assert not made
-    rollout, stats = go(plan, suffixes=make, speculation=hopeful(table(wide=(1.01, 1.02))))
+    rollout, stats = go(plan, history=history, speculation=hopeful(table(wide=(1.01, 1.02))))
     check_equal(rollout, base[0], but=("sources",))
     assert len(made) == 1
     assert stats.drafted_tokens > 0
@@ -524,8 +528,8 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
     widths, verdicts, evicted, programs = set(), set(), 0, set()
     for seed in range(4):
         whims = Whims(seed)
-        corpus = corpus_of(plan, endless.tokens, endless.lens)
-        rollout, stats = go(plan, drafts=ref.put_rows(old), suffixes=corpus, speculation=whims)
+        corpus = history_of(plan, endless.tokens, endless.lens)
+        rollout, stats = go(plan, drafts=ref.put_rows(old), history=corpus, speculation=whims)
         check_equal(rollout, expected, but=("sources",))
         sources = np.asarray(rollout.sources)
         reused = np.arange(R)[None, :] < np.asarray(rollout.prefix_lens)[:, None]

@@ -1,0 +1,147 @@
+"""Where drafts come from: `DRAFT_SOURCES`, the choices of `rollout.draft`.
+
+Two kinds, which go together:
+
+- *Verified drafts*: the prompts' earlier responses, verified by an acceptance rule (SPEC-RL).
+- A *draft source* proposes tokens inside the jitted decode step, for rows without a draft to
+  verify. A proposed token is accepted where the policy samples the same token, so no draft source
+  can change a response: it only saves steps.
+
+To add a draft source, write a class like `SuffixDrafts` and give it a line in `DRAFT_SOURCES`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.rollout.drafts import suffix_match
+from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, SuffixIndex
+from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.sharding import put
+from specrl_jax.types import Prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHistory:
+    """Stored responses of Q prompts, M of each, the newest generation first."""
+
+    tokens: Array  # int32 [Q, M, R], the same on every device
+    lens: Array  # int32 [Q, M], 0 where there is none
+    ages: np.ndarray  # int [M], 0 for the newest generation
+
+    @classmethod
+    def from_store(cls, tokens: Array, lens: Array, group_size: int) -> "DraftHistory":
+        """What `DraftStore.sources` returns, generations of group_size responses."""
+        return cls(tokens, lens, np.arange(tokens.shape[1]) // group_size)
+
+    @classmethod
+    def empty(cls, prompts: int, slots: int) -> "DraftHistory":
+        """No responses of `slots` tokens."""
+        tokens = np.zeros((prompts, 0, slots), np.int32)
+        tokens, lens = put(tokens, None, None, None), put(tokens[:, :, 0], None, None)
+        return cls(tokens, lens, np.zeros(0, int))
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSource:
+    """Proposes tokens in the decode step. Hashable: fixed in the compiled programs.
+
+    Its state is a pytree of arrays, made for one rollout. Only `propose` has to be written; a
+    source that reads nothing but the rows needs no state. `propose` and `observe` are traced. What
+    they cost is measured with the steps that call them.
+    """
+
+    # Generations of stored responses that `init` wants.
+    history: int = dataclasses.field(default=0, kw_only=True)
+
+    def init(self, prompts: Prompts, history: DraftHistory, group_size: int) -> Any:
+        """The state before the first step of a rollout of Q * group_size rows; row i is sample
+        i % group_size of prompt i // group_size."""
+        return ()
+
+    def propose(self, state: Any, rows: DecodeState, width: int) -> tuple[Array, Array]:
+        """Draft tokens int32 [b, width] that may come next, and how many of them count, int32 [b].
+
+        rows: b of the rollout's rows in any order, `rows.index` says which. Split over the batch,
+        as the results must be. A row with an index >= Q * group_size is padding.
+        """
+        raise NotImplementedError
+
+    def observe(self, state: Any, rows: DecodeState, tokens: Array, counts: Array) -> Any:
+        """The state after a step: the rows, as they were before it, got the first `counts` [b] of
+        `tokens` [b, W]."""
+        return state
+
+    def sync(self, state: Any, tokens: Array, lens: Array) -> Any:
+        """The state for all rows as they are: [Q * group_size, >= R] tokens, their lengths. Called
+        before a step, where rows got tokens that `observe` did not see."""
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixDrafts(DraftSource):
+    """What followed the row's last tokens elsewhere, in responses to its prompt (SRT, arXiv
+    2601.09083): stored ones, and those that its group is writing."""
+
+    config: SuffixDraftConfig
+    decay: float = 1.0  # weight of a response's votes against one a generation newer
+
+    @classmethod
+    def from_config(cls, settings) -> "SuffixDrafts":
+        """settings: `config.rollout`."""
+        tree = settings.tree
+        config = SuffixDraftConfig(tree.depth, tree.factor, tree.offset, tree.min_prob)
+        return cls(config, tree.decay, history=tree.history)
+
+    def init(self, prompts: Prompts, history: DraftHistory, group_size: int) -> SuffixIndex:
+        weights = put((self.decay**history.ages).astype(np.float32), None)
+        return suffix_match.build(
+            history.tokens, history.lens, weights, live=group_size, depth=self.config.depth
+        )
+
+    def propose(self, state: SuffixIndex, rows: DecodeState, width: int) -> tuple[Array, Array]:
+        return suffix_match.propose(
+            state, *_texts(state, rows.index), rows.lens, width, self.config
+        )
+
+    def observe(self, state: SuffixIndex, rows: DecodeState, tokens, counts) -> SuffixIndex:
+        texts = _texts(state, rows.index)
+        return suffix_match.append(state, *texts, rows.lens, tokens, counts)
+
+    def sync(self, state: SuffixIndex, tokens: Array, lens: Array) -> SuffixIndex:
+        return suffix_match.sync(state, tokens, lens)
+
+
+def _texts(state: SuffixIndex, index: Array) -> tuple[Array, Array]:
+    """Each row's prompt and its own text in the index; padding rows get some."""
+    prompts, texts = state.tokens.shape[:2]
+    index = jnp.minimum(index, prompts * state.live - 1)
+    return index // state.live, texts - state.live + index % state.live
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftChoice:
+    """What a choice of `rollout.draft` stands for."""
+
+    # Earlier responses are verified by `rollout.accept`.
+    previous: bool = False
+    # Makes the draft source from `config.rollout`.
+    source: Callable[[Any], DraftSource] | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there are drafts at all."""
+        return self.previous or self.source is not None
+
+
+# `rollout.draft`. The only place where a source's name is written.
+DRAFT_SOURCES: dict[str, DraftChoice] = {
+    "none": DraftChoice(),
+    "previous": DraftChoice(previous=True),
+    "tree": DraftChoice(source=SuffixDrafts.from_config),
+    "previous+tree": DraftChoice(previous=True, source=SuffixDrafts.from_config),
+}
