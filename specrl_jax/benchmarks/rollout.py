@@ -15,7 +15,7 @@ import numpy as np
 from specrl_jax.benchmarks.policies import GROUP, Size, random_prompts, random_weights
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.timing import Log, figures, make_speculation, run, run_in_turn
-from specrl_jax.rollout.acceptance import AcceptanceRule, Match
+from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
 from specrl_jax.rollout.engine.spec import ProgramSpec
@@ -64,7 +64,7 @@ def measure(name: str, size: Size, log: Log) -> Report:
 
 
 def make_spec(
-    size: Size, *, accept: AcceptanceRule = Match(), tree: bool = False, one_bucket: bool = False
+    size: Size, *, accept: AcceptanceRule = MATCH, tree: bool = False, one_bucket: bool = False
 ) -> RolloutSpec:
     """All rows are computed at once; the end-of-sequence lies outside the vocabulary."""
     program = ProgramSpec(

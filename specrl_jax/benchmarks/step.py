@@ -45,7 +45,7 @@ def measure_step(name: str, size: Size, log: Log) -> Report:
     return Report(f"{title}rollouts; share: of it that the hand-written loop takes", rows)
 
 
-def full_length(size: Size, weights: Params, rows: int, *, accept: str = "match") -> Case:
+def full_length(size: Size, weights: Params, rows: int, *, accept: AcceptanceRule = MATCH) -> Case:
     """A rollout of `rows` rows that all end at the longest length, in one bucket."""
     spec, noise = make_spec(size, accept=accept, one_bucket=True), Noise(jax.random.key(0), 1)
     lens = np.full(rows, size.response_len, np.int32)

@@ -200,13 +200,15 @@ class Match(AcceptanceRule):
     samples_anew = True
 
 
+MATCH = Match()
+
 # `rollout.accept`. The only place where a rule's name is written.
 ACCEPTANCE_RULES: dict[str, AcceptanceRule] = {
     "ratio": Ratio(),
     "random": RandomCut(),
     "ratio_residual": RatioResidual(),
     "block": Block(),
-    "match": Match(),
+    "match": MATCH,
 }
 
 

@@ -36,7 +36,7 @@ from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
+from specrl_jax.rollout.sampling import CUT_OFF_LOGPROB, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import put, reshard
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
@@ -364,6 +364,7 @@ def _read(
     policy = jnp.where(inside, board.policy_logprobs[:, :slots], 0.0)
     now = jnp.full_like(board.tokens[:, :slots], 0) + step
     sampling = jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0)
+    sampling = jnp.where(jnp.isneginf(sampling), CUT_OFF_LOGPROB, sampling)
     origin_logprobs, origin_steps, draft_logprobs = policy, now, sampling
     if drafts is not None and not setup.accept.samples_anew:  # a match is drawn now
         reused = inside & (board.sources[:, :slots] == Source.REUSED)

@@ -25,6 +25,9 @@ from specrl_jax.models.logprobs import pick
 from specrl_jax.sharding import COMPUTE, reshard, shards, spec
 
 SHORT = 1_024  # vocabularies below it race once
+# Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
+# are finite, and so are their exponentials.
+CUT_OFF_LOGPROB = -50.0
 MOST_ROWS = 384  # C, at most: 3 · 2^7, so that meshes that cut 3, 4, 8 ... heads cut it too
 
 

@@ -201,3 +201,18 @@ def test_recomputed_log_probs_are_weighed_against_the_rollouts(mesh, tmp_path):
         (record,) = records(workdir)[1:]
         assert record["policy/importance_mean"] == pytest.approx(expected, abs=1e-4)
         assert record["policy/importance_capped"] == float(cap < 1)
+
+
+@pytest.mark.parametrize("accept", ["ratio", "random"])
+def test_reuse_of_tokens_that_truncation_cuts_off_keeps_metrics_finite(mesh, tmp_path, accept):
+    """Full and random reuse accept what top-k would never sample: log-prob -inf, later 0 / 0."""
+    changes = {
+        "rollout.accept": accept, "rollout.lenience": math.inf, "rollout.top_k": 2,
+        "algorithm.importance_cap": 2.0, "updates.learning_rate": 0.3, "train.epochs": 3,
+    }  # fmt: skip
+    loop.train(small_config(changes), tmp_path / "run")
+    steps = records(tmp_path / "run")[1:]
+    assert steps[-1]["reuse/log_ratio_p05"] < -10  # some were cut off
+    for record in steps:
+        wrong = {n: x for n, x in record.items() if isinstance(x, float) and not math.isfinite(x)}
+        assert set(wrong) <= {"reuse/log_lenience"}  # the setting

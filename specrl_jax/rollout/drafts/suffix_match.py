@@ -11,11 +11,11 @@ themselves, afresh at every decode step: nothing has to be kept up to date but t
 2. `_places`: the best positions of each source; `_continuations`: what follows them.
 3. `_vote`: the continuation of which most tokens are expected to be accepted.
 
-Differs from the paper, each time for as many or more accepted tokens in tests/test_drafting.py:
-a source votes with its two best positions, not with all, and among equals with those that lie as
-far into the response as the row is; a vote counts more the more of the last tokens agree beyond the
-first mismatch, for a response that was changed in one place goes on as before, which a tree
-cannot see; the row's own text is continued by the draft itself.
+Differs from the paper, each time for as many or more accepted tokens in the replay of
+tests/rollout/drafts/test_suffix_match.py: a source votes with its two best positions, not
+with all, and among equals with those that lie as far into the response as the row is; a vote counts
+more the more of the last tokens agree beyond the first mismatch, for a response that was changed in
+one place goes on as before; the row's own text is continued by the draft itself.
 """
 
 import dataclasses
@@ -37,17 +37,12 @@ LENGTHS = (1, 2, 3, 6, 16, 32)  # matched lengths that are tried, and the depth;
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDraftConfig:
-    """How long a draft may be; hashable. Names and defaults: `config.rollout.tree`.
+    """How long a draft may be; hashable. Names and defaults: `config.rollout.tree`."""
 
-    depth: last tokens of a row that are looked up. factor, offset: after m matched tokens at most
-    ⌊factor · m + offset⌋ are drafted. min_prob: a draft ends where its path probability (its share
-    of the votes) falls below.
-    """
-
-    depth: int
-    factor: float
+    depth: int  # last tokens of a row that are looked up
+    factor: float  # after m matched tokens at most ⌊factor · m + offset⌋ are drafted
     offset: float
-    min_prob: float
+    min_prob: float  # a draft ends where its path probability, its share of the votes, is less
 
     def budget(self, matched: Array, width: int) -> Array:
         """Most tokens drafted after `matched` equal ones, within [0, width]; 0 after none."""
@@ -58,17 +53,15 @@ class SuffixDraftConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SuffixIndex:
-    """What is known of the responses to Q prompts: N sources each; replicated on every device.
+    """What is known of the responses to Q prompts: N sources each; the same on every device."""
 
-    tokens: int32 [Q, N, depth + R + 1]; column depth + j is response token j, the columns before it
-    hold BEGIN, what is not written EMPTY. The last column takes what is written by rows without a
-    place, and is never read. weights: float32 [N] or [Q, N], of a source's votes.
-    """
-
+    # int32 [Q, N, depth + R + 1]. Column depth + j is response token j; the columns before it hold
+    # BEGIN, what is not written EMPTY. The last column takes what padding rows write, and is never
+    # read.
     tokens: Array
-    weights: Array
+    weights: Array  # float32 [N] or [Q, N], of a source's votes
     depth: int = dataclasses.field(metadata={"static": True})
-    live: int = dataclasses.field(metadata={"static": True})  # sources that rows are writing
+    live: int = dataclasses.field(metadata={"static": True})  # sources, the last, that rows write
 
     @property
     def slots(self) -> int:
@@ -80,7 +73,7 @@ class SuffixIndex:
 def build(
     stored_QMR: Array, lens_QM: Array, weights: Array, *, live: int, depth: int
 ) -> SuffixIndex:
-    """A corpus of M stored responses a prompt and, behind them, `live` empty sources of weight 1.
+    """An index of M stored responses a prompt and, behind them, `live` empty sources of weight 1.
 
     stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: [M] or [Q, M].
     """
@@ -99,21 +92,21 @@ def build(
     return SuffixIndex(tokens, weights, depth, live)
 
 
-@functools.partial(jax.jit, donate_argnames="corpus")
-def sync(corpus: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
-    """The corpus with what all rows hold in its live sources; row i is sample i % G of prompt
-    i // G, for B = Q * G. Columns behind the response slots are left out."""
-    prompts = corpus.tokens.shape[0]
-    inside = jnp.arange(corpus.slots)[None, :] < lens_B[:, None]
-    held = jnp.where(inside, tokens_BC[:, : corpus.slots], EMPTY)
-    held = reshard(held, None, None).reshape(prompts, -1, corpus.slots)
-    first = corpus.tokens.shape[1] - held.shape[1]
-    tokens = corpus.tokens.at[:, first:, corpus.depth : corpus.depth + corpus.slots].set(held)
-    return dataclasses.replace(corpus, tokens=tokens)
+@functools.partial(jax.jit, donate_argnames="index")
+def sync(index: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
+    """The index with what all rows hold in its live sources; row i of B = Q * G is sample i % G of
+    prompt i // G. Columns behind the response slots are left out."""
+    prompts = index.tokens.shape[0]
+    inside = jnp.arange(index.slots)[None, :] < lens_B[:, None]
+    held = jnp.where(inside, tokens_BC[:, : index.slots], EMPTY)
+    held = reshard(held, None, None).reshape(prompts, -1, index.slots)
+    first = index.tokens.shape[1] - held.shape[1]
+    tokens = index.tokens.at[:, first:, index.depth : index.depth + index.slots].set(held)
+    return dataclasses.replace(index, tokens=tokens)
 
 
 def append(
-    corpus: SuffixIndex,
+    index: SuffixIndex,
     prompts_b: Array,
     sources_b: Array,
     starts_b: Array,
@@ -130,74 +123,74 @@ def append(
     )
     tokens = reshard(tokens_bW, None, None)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    dump = corpus.depth + corpus.slots
-    columns = jnp.minimum(corpus.depth + starts[:, None] + steps, dump)
+    dump = index.depth + index.slots
+    columns = jnp.minimum(index.depth + starts[:, None] + steps, dump)
     columns = jnp.where(steps < counts[:, None], columns, dump)
-    written = corpus.tokens.at[prompts[:, None], sources[:, None], columns].set(
+    written = index.tokens.at[prompts[:, None], sources[:, None], columns].set(
         tokens, mode="promise_in_bounds"
     )
-    return dataclasses.replace(corpus, tokens=written)
+    return dataclasses.replace(index, tokens=written)
 
 
 def propose(
-    corpus: SuffixIndex,
+    index: SuffixIndex,
     prompts_b: Array,
     sources_b: Array,
     lens_b: Array,
     width: int,
-    law: SuffixDraftConfig,
+    config: SuffixDraftConfig,
 ) -> tuple[Array, Array]:
     """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
 
     prompts, sources, lens: int32 [b], split over the batch, in any order. Returns drafts int32
-    [b, width] (0 behind their ends) and their lengths int32 [b]. Raises ValueError where the law
-    looks deeper than the corpus.
+    [b, width] (0 behind their ends) and their lengths int32 [b]. Raises ValueError where the
+    config looks deeper than the index.
     """
-    if law.depth > corpus.depth:
-        raise ValueError(f"TreeLaw.depth must be <= the corpus' {corpus.depth}, got {law.depth}")
-    # Every row is on its own and the corpus is everywhere: no device needs another.
+    if config.depth > index.depth:
+        raise ValueError(f"depth must be <= the index's {index.depth}, got {config.depth}")
+    # Every row is on its own and the index is everywhere: no device needs another.
     row = spec("batch")
-    whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), corpus)
+    whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), index)
     return jax.shard_map(
-        functools.partial(_propose, width=width, law=law),
+        functools.partial(_propose, width=width, config=config),
         in_specs=(whole, row, row, row),
         out_specs=(spec("batch", None), row),
-    )(corpus, prompts_b, sources_b, lens_b)
+    )(index, prompts_b, sources_b, lens_b)
 
 
-def _propose(corpus: SuffixIndex, prompts, sources, lens, *, width: int, law: SuffixDraftConfig):
-    steps = jnp.arange(law.depth, dtype=jnp.int32)[None, :]
-    columns = corpus.depth - 1 + lens[:, None] - steps
-    own_bD = corpus.tokens.at[prompts[:, None], sources[:, None], columns].get(
+def _propose(index: SuffixIndex, prompts, sources, lens, *, width: int, config: SuffixDraftConfig):
+    steps = jnp.arange(config.depth, dtype=jnp.int32)[None, :]
+    columns = index.depth - 1 + lens[:, None] - steps
+    own_bD = index.tokens.at[prompts[:, None], sources[:, None], columns].get(
         mode="promise_in_bounds"
     )
-    keys = _match(corpus.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, lens, corpus)
-    places, matched, aligned = _places(keys, lens, corpus.slots, law.depth)
-    tokens = _continuations(corpus, prompts, sources, lens, places, width)
-    weights = corpus.weights
+    keys = _match(index.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, lens, index)
+    places, matched, aligned = _places(keys, lens, index.slots, config.depth)
+    tokens = _continuations(index, prompts, sources, lens, places, width)
+    weights = index.weights
     weights = weights[None] if weights.ndim == 1 else weights.at[prompts].get()
     weights = jnp.tile(weights, (1, POSITIONS)) * ALIGNED ** aligned.astype(jnp.float32)
-    return _vote(tokens, matched, weights, corpus.tokens.shape[1], law)
+    return _vote(tokens, matched, weights, index.tokens.shape[1], config)
 
 
-def _match(text_bNC: Array, own_bD: Array, lens_b: Array, corpus: SuffixIndex) -> Array:
+def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) -> Array:
     """One number for each position: the larger, the better it matches; int32 [b, N, R], or -1.
 
     Column i is the place behind response token i - 1, which must be written: never the row's own
     newest. own: the row's last tokens, newest first. The number holds three: tokens matched without
     a gap, tokens matched at all, and the column, so that one maximum finds all of them.
     """
-    depth, slots = own_bD.shape[1], corpus.slots
+    depth, slots = own_bD.shape[1], index.slots
     run = jnp.ones((*text_bNC.shape[:2], slots), bool)
     matched = aligned = jnp.zeros(run.shape, jnp.int32)
     # Shifted comparisons in one fused loop; nothing of size [b, N, R, D] is ever in memory.
     for t in range(depth):
-        start = corpus.depth - 1 - t
+        start = index.depth - 1 - t
         equal = text_bNC[:, :, start : start + slots] == own_bD[:, t][:, None, None]
         run &= equal
         matched += run
         aligned += equal
-    written = text_bNC[:, :, corpus.depth : corpus.depth + slots] >= 0
+    written = text_bNC[:, :, index.depth : index.depth + slots] >= 0
     away = jnp.arange(slots, dtype=jnp.int32)[None, :] - lens_b[:, None]
     rank = 2 * slots - 2 * jnp.abs(away) + (away > 0)
     keys = (matched * (depth + 1) + aligned) * (2 * slots + 1) + rank[:, None, :]
@@ -234,7 +227,7 @@ def _fold(keys_bNR: Array) -> Array:
 
 
 def _continuations(
-    corpus: SuffixIndex, prompts, sources, lens, places_bP: Array, width: int
+    index: SuffixIndex, prompts, sources, lens, places_bP: Array, width: int
 ) -> Array:
     """The `width` tokens behind each place, int32 [b, P, W], EMPTY behind their ends.
 
@@ -242,20 +235,24 @@ def _continuations(
     goes round in a circle is followed round and round (`a b c a b c` and a match of `c` continue
     `a b c a b c …`).
     """
-    places = jnp.arange(places_bP.shape[1], dtype=jnp.int32) % corpus.tokens.shape[1]
+    places = jnp.arange(places_bP.shape[1], dtype=jnp.int32) % index.tokens.shape[1]
     own = places[None, :] == sources[:, None]
     period = jnp.where(own & (lens[:, None] > places_bP), lens[:, None] - places_bP, width)
     steps = jnp.arange(width, dtype=jnp.int32)[None, None] % period[:, :, None]
-    columns = places_bP[:, :, None] + corpus.depth + steps
-    dump = corpus.depth + corpus.slots
-    tokens = corpus.tokens.at[
+    columns = places_bP[:, :, None] + index.depth + steps
+    dump = index.depth + index.slots
+    tokens = index.tokens.at[
         prompts[:, None, None], places[None, :, None], jnp.minimum(columns, dump)
     ].get(mode="promise_in_bounds")
     return jnp.where(columns < dump, tokens, EMPTY)
 
 
 def _vote(
-    tokens_bPW: Array, matched_bP: Array, weights_bP: Array, candidates: int, law: SuffixDraftConfig
+    tokens_bPW: Array,
+    matched_bP: Array,
+    weights_bP: Array,
+    candidates: int,
+    config: SuffixDraftConfig,
 ) -> tuple[Array, Array]:
     """The draft of which most tokens are expected to be accepted: tokens [b, W], lengths [b].
 
@@ -266,13 +263,13 @@ def _vote(
     average. The best over m and the candidates; at equal scores the longest m, then the first.
     """
     rows, _, width = tokens_bPW.shape
-    lengths = {m for m in LENGTHS if m < law.depth} | {law.depth}
+    lengths = {m for m in LENGTHS if m < config.depth} | {config.depth}
     lengths = jnp.asarray(sorted(lengths, reverse=True))
     may_vote = matched_bP[:, None, :] >= lengths[None, :, None]
     votes = jnp.where(may_vote, weights_bP[:, None, :], 0.0)
     votes /= jnp.maximum(jnp.sum(votes, axis=2, keepdims=True), jnp.finfo(jnp.float32).tiny)
     agreed = _agreed(tokens_bPW, candidates)
-    budget = law.budget(matched_bP[:, :candidates], width)
+    budget = config.budget(matched_bP[:, :candidates], width)
     within = jnp.minimum(agreed, budget[:, None, :]).astype(jnp.float32)
     score = jnp.einsum("bmp,bpa->bma", votes, within, precision="highest")
     score = jnp.where(may_vote[:, :, :candidates], score, 0.0).reshape(rows, -1)
@@ -289,7 +286,7 @@ def _vote(
         axis=1,
     )
     budget = jnp.take_along_axis(budget, best_a[:, None], axis=1)
-    kept = (share > 0) & (share >= law.min_prob) & (steps < budget)
+    kept = (share > 0) & (share >= config.min_prob) & (steps < budget)
     return jnp.where(kept, pick(tokens_bPW, best_a), 0), jnp.sum(kept, axis=1, dtype=jnp.int32)
 
 

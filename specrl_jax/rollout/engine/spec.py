@@ -3,7 +3,7 @@
 import dataclasses
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, AcceptanceRule, Match
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftSource
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.sampling import SamplingConfig
@@ -58,7 +58,7 @@ class RolloutSpec:
     ) -> "RolloutSpec":
         """The training rollout of a config."""
         settings, drafts = config.rollout, DRAFT_SOURCES[config.rollout.draft]
-        rule = ACCEPTANCE_RULES[settings.accept] if drafts.previous else Match()
+        rule = ACCEPTANCE_RULES[settings.accept] if drafts.previous else MATCH
         program = ProgramSpec(
             model=model,
             sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p),
@@ -93,7 +93,7 @@ class RolloutSpec:
         program = dataclasses.replace(
             self.program,
             sampling=SamplingConfig(temperature),
-            accept=Match(),
+            accept=MATCH,
             draft_source=None,
             stored_logprobs=0,
         )

@@ -20,7 +20,7 @@ LAW = SuffixDraftConfig(depth=4, factor=1.0, offset=1.0, min_prob=0.1)
 OPEN = SuffixDraftConfig(
     depth=4, factor=9.0, offset=0.0, min_prob=0.0
 )  # neither budget nor cut binds
-_propose = jax.jit(propose, static_argnames=("width", "law"))
+_propose = jax.jit(propose, static_argnames=("width", "config"))
 _append = jax.jit(append)
 
 
@@ -57,7 +57,7 @@ def write(corpus, prompts, sources, starts, texts, counts=None):
 
 
 def drafts(corpus, prompts, sources, lens, width=4, law=OPEN) -> list[list[int]]:
-    tokens, counts = _propose(corpus, *rows_of(prompts, sources, lens), width=width, law=law)
+    tokens, counts = _propose(corpus, *rows_of(prompts, sources, lens), width=width, config=law)
     tokens, counts = np.asarray(tokens), np.asarray(counts)
     assert tokens.shape == (len(lens), width)
     behind = np.arange(width)[None, :] >= counts[:, None]
