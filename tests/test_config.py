@@ -62,10 +62,8 @@ IMPOSSIBLE = [
     (ADAPTED | {"rollout.accept": "block"}, "rollout.lenience_auto", "a rule with a lenience"),
     (ADAPTED | {"rollout.lenience": 0.5}, "rollout.lenience", r"in .* = \[1.0, 2.71\d*\]"),
     (MATCH | {"rollout.draft_refresh": 0.1}, "rollout.draft_refresh", "0 where .* is match"),
-    *(
-        ({"rollout.accept": name, "rollout.token_age": 3}, "rollout.token_age", f"0 where .* {name}")
-        for name in ("ratio_residual", "block", "match")
-    ),
+    *(({"rollout.accept": name, "rollout.token_age": 3}, "rollout.token_age", f"where .* {name}")
+      for name in ("ratio_residual", "block", "match")),
     ({"rollout.run_ahead": True}, "rollout.run_ahead", "False where rollout.accept is"),
     (MATCH | {"rollout.run_ahead": True, "rollout.partial": 2}, "rollout.run_ahead", "partial"),
     (MATCH | DAPO | {"rollout.run_ahead": True}, "rollout.run_ahead", "dynamic_sampling is True"),
