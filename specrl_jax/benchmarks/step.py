@@ -22,7 +22,7 @@ from specrl_jax.benchmarks.timing import Case, Log, run
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import cache_bytes, init_cache
 from specrl_jax.models.transformer import Params, param_count
-from specrl_jax.rollout.acceptance import Ratio
+from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule, Ratio
 from specrl_jax.rollout.generate import DraftInputs, Noise, generate
 from specrl_jax.sharding import put
 
