@@ -265,7 +265,7 @@ class Reference:
         self.whole = clean
 
     def _kept(self, noise, new, old, n, log_lenience) -> int:
-        if self.setup.accept == "random":
+        if self.setup.accept.cuts_draft:
             return min(int(noise[0] * n), max(n - 1, 0))
         for i in range(n):
             if log_lenience == -math.inf:

@@ -122,7 +122,7 @@ class StepTimer:
                 limits,
                 width=point.width,
                 verify=point.verifies,
-            )[-1]  # fmt: skip
+            )[-1]
         )
         return time.perf_counter() - start
 
