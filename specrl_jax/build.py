@@ -8,8 +8,14 @@ import numpy as np
 import optax
 
 from specrl_jax.algorithms.learner import Learner, make_learner, make_schedule
-from specrl_jax.data import prompts as data
 from specrl_jax.data.curriculum import PromptStream, make_stream
+from specrl_jax.data.prompts import (
+    Dataset,
+    EncodedDataset,
+    encode_prompts,
+    eval_batches,
+    load_examples,
+)
 from specrl_jax.data.tokenizer import load_tokenizer
 from specrl_jax.episodes import ResponseScorer
 from specrl_jax.group_buffer import trained_group_size
@@ -31,8 +37,8 @@ class Trainer:
     """What a configuration amounts to on the mesh in use."""
 
     config: Any
-    dataset: data.Dataset
-    prompts: data.EncodedDataset
+    dataset: Dataset
+    prompts: EncodedDataset
     held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are real
     model: ModelConfig
     rollout_spec: RolloutSpec
@@ -67,8 +73,8 @@ def build(config) -> tuple[Trainer, Params]:
     """
     tokenizer = load_tokenizer(config)
     scorer = ResponseScorer.from_config(config, _reward_pool(config), tokenizer)
-    dataset = data.load_examples(config)
-    prompts = data.encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
+    dataset = load_examples(config)
+    prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)
     _check_enough(config, stream, len(prompts.lens))
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
@@ -102,13 +108,13 @@ def _reward_pool(config) -> RewardPool:
     return RewardPool(config.reward.name, **fields)
 
 
-def _held_out(config, dataset: data.Dataset, tokenizer) -> list[tuple[Prompts, int]]:
+def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
     if not config.evaluate.every:
         return []
-    encoded = data.encode_prompts(dataset.eval, tokenizer, config.data.prompt_len)
+    encoded = encode_prompts(dataset.eval, tokenizer, config.data.prompt_len)
     if encoded.dropped:
         print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
-    return data.eval_batches(encoded, config.evaluate.batch_size)
+    return eval_batches(encoded, config.evaluate.batch_size)
 
 
 def _schedule(config, total_steps: int) -> optax.Schedule:

@@ -2,8 +2,10 @@
 
 import ast
 import io
+import itertools
 import math
 import re
+import runpy
 import tokenize
 
 import jax
@@ -134,28 +136,18 @@ def test_nan_is_refused_everywhere(field):
     assert _message({field: math.nan}) == f"{field} must be a number, got nan"
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dapo"])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [*itertools.product(PRESETS, ("grpo", "ppo", "dapo")), ("tiny", "multiturn")],
+)
 def test_every_preset_is_valid_and_has_the_same_fields(name, algorithm):
     config = small_runs.preset(name, algorithm)
     validate(config)
-    fields, tiny = dict(flatten(config)), dict(flatten(small_runs.preset("tiny")))
-    free = "data.options."  # what a task takes
-    assert {f for f in fields if not f.startswith(free)} == {
-        f for f in tiny if not f.startswith(free)
-    }
-
-
-def test_the_multi_turn_example_is_valid_and_has_the_same_fields():
-    config = small_runs.preset("tiny", "multiturn")
-    validate(config)
     fields, tiny = (
-        {name for name, _ in flatten(x) if not name.startswith("data.options.")}
+        {field for field, _ in flatten(x) if not field.startswith("data.options.")}  # of the task
         for x in (config, small_runs.preset("tiny"))
     )
     assert fields == tiny
-    with pytest.raises(ValueError, match=r"^preset must be tiny, got 'micro'"):
-        small_runs.preset("micro", "multiturn")
 
 
 def test_ppo_and_dapo_hold_what_differs():
@@ -182,10 +174,13 @@ def test_the_limits_of_lenience_are_values():
         validate(small_runs.small_config({"rollout.lenience": lenience}))
 
 
-def test_the_default_preset_and_an_unknown_one():
-    assert small_runs.preset("tiny").to_dict() == _get_config()().to_dict()
+def test_the_default_preset_and_unknown_ones():
+    get_config = runpy.run_path(str(small_runs.ROOT / "configs" / "grpo.py"))["get_config"]
+    assert small_runs.preset("tiny").to_dict() == get_config().to_dict()
     with pytest.raises(ValueError, match=f"^preset must be one of {', '.join(PRESETS)}, got 'big'"):
         small_runs.preset("big")
+    with pytest.raises(ValueError, match=r"^preset must be tiny, got 'micro'"):
+        small_runs.preset("micro", "multiturn")
 
 
 def test_sizes_of_an_own_policy_do_not_matter_to_a_pretrained_one():
@@ -219,12 +214,6 @@ def test_batches_that_the_mesh_cannot_cut(make_mesh, changes, field, fits, value
     check_mesh(
         small_runs.small_config(changes), jax.make_mesh((1, 1, 8), make_mesh(1, 1, 1).axis_names)
     )
-
-
-def _get_config():
-    import runpy
-
-    return runpy.run_path(str(small_runs.ROOT / "configs" / "grpo.py"))["get_config"]
 
 
 def test_every_field_has_a_comment():
