@@ -25,13 +25,10 @@ _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = (
     "rows", "prompt_len", "response_len", "repeats", "row_buckets", "cache_lengths", "max_width"
 )  # fmt: skip
-_OF_SIZE = {
-    "rollout": "rollout.measure",
-    "step": "step.measure_step",
-    "device": "step.measure_device",
-}
-_OF_CONFIG = {"trained": "trained.measure_trained", "rules": "trained.measure_rules"}
-_BENCHMARKS = _OF_SIZE | _OF_CONFIG | {"selection": "selection.measure"}
+# Benchmark → its module.
+_OF_SIZE = {"rollout": "rollout", "step": "step", "device": "step"}
+_OF_CONFIG = {"trained": "trained", "rules": "trained"}
+_BENCHMARKS = _OF_SIZE | _OF_CONFIG | {"selection": "selection"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,8 +71,8 @@ def measure(args: argparse.Namespace) -> None:
         inputs = flags.FLAGS.config, _log, args.repeats, args.drift
     else:
         inputs = args.run, args.step
-    module, function = _BENCHMARKS[args.benchmark].split(".")
-    report = getattr(import_module(f"specrl_jax.benchmarks.{module}"), function)(*inputs)
+    module = import_module(f"specrl_jax.benchmarks.{_BENCHMARKS[args.benchmark]}")
+    report = getattr(module, f"measure_{args.benchmark}")(*inputs)
     print(report.to_text())
     if args.json:
         args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")

@@ -64,7 +64,8 @@ def forward(
         normed = _norm(model, x, w["attn_norm"])
         attended, layer = _attention(model, w, normed, turn, seen, position, layer)
         x = x + attended
-        gate, up = jnp.split(_norm(model, x, w["mlp_norm"]) @ _flat(w["gate_up_proj"]), 2, axis=1)
+        gate_up = w["gate_up_proj"].reshape(model.embed_dim, -1)
+        gate, up = jnp.split(_norm(model, x, w["mlp_norm"]) @ gate_up, 2, axis=1)
         x = x + (jax.nn.silu(gate) * up) @ w["down_proj"]
         new_cache.append(layer)
     x = _norm(model, x, weights["final_norm"])
@@ -75,7 +76,9 @@ def forward(
 
 def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
     rows, heads, kv = x.shape[0], model.num_heads, model.num_kv_heads
-    qkv = (x @ _flat(w["qkv_proj"])).reshape(rows, kv, heads // kv + 2, model.head_dim)
+    qkv = (x @ w["qkv_proj"].reshape(model.embed_dim, -1)).reshape(
+        rows, kv, heads // kv + 2, model.head_dim
+    )
     q, k, v = qkv[:, :, :-2].reshape(rows, heads, model.head_dim), qkv[:, :, -2], qkv[:, :, -1]
     if model.qk_norm:
         q, k = _norm(model, q, w["q_norm"]), _norm(model, k, w["k_norm"])
@@ -90,11 +93,6 @@ def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
     share = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     out = jnp.einsum("BKGS,BKSH->BKGH", share, values)
     return out.reshape(rows, -1) @ w["o_proj"].reshape(-1, model.embed_dim), layer
-
-
-def _flat(weight: Array) -> Array:
-    """[D, ...] as a matrix, so that one product gives all that is multiplied with an input."""
-    return weight.reshape(weight.shape[0], -1)
 
 
 def _turn(x: Array, turn: tuple[Array, Array]) -> Array:

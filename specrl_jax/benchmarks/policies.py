@@ -41,8 +41,7 @@ class Size:
             raise ValueError(f"--rows must be a multiple of {GROUP}, got {self.rows}")
 
     def describe(self) -> str:
-        count = param_count(self.model) / 1e6
-        return f"{count:.2f}M random parameters, {self.model.dtype}, {self.rows} rows"
+        return f"{self.rows} rows, {param_count(self.model) / 1e6:.1f}M random {self.model.dtype}"
 
 
 SIZES = {
@@ -95,7 +94,6 @@ def random_weights(model: ModelConfig, seed: int = 0) -> Params:
 def random_prompts(size: Size, rows: int) -> Prompts:
     """Prompts of random tokens for `rows` rows."""
     count = rows // GROUP
-    shape = (count, size.prompt_len)
-    tokens = np.random.default_rng(0).integers(0, size.model.vocab_size, shape).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(size.model.vocab_size, size=(count, size.prompt_len))
     ids = np.stack([np.zeros(count), np.arange(count)], axis=1).astype(np.uint32)
-    return Prompts(tokens, np.full(count, size.prompt_len, np.int32), ids, ())
+    return Prompts(tokens.astype(np.int32), np.full(count, size.prompt_len, np.int32), ids, ())

@@ -38,11 +38,10 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """Where the figures come from."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "device": jax.devices()[0].device_kind,
         "devices": math.prod(jax.sharding.get_mesh().shape.values()),
-        "cores": cores,
+        "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
         "jax": jax.__version__,
     }

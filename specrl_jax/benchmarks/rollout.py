@@ -31,16 +31,15 @@ _LONGEST = 8  # times the median
 _LENGTHS_SEED, _CORRUPTION_SEED = 1, 2
 
 
-def measure(name: str, size: Size, log: Log) -> Report:
+def measure_rollout(name: str, size: Size, log: Log) -> Report:
     """Seconds of the naive loop, of the plain rollout, and of every kind of draft."""
     lens = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
-    inputs = (random_weights(size.model), random_prompts(size, size.rows))
-    inputs += (Noise(jax.random.key(0), 1),)
-    plain, tree = make_spec(size), make_spec(size, tree=True)
+    weights, prompts = random_weights(size.model), random_prompts(size, size.rows)
+    inputs = weights, prompts, Noise(jax.random.key(0), 1)
+    naive, plain = make_spec(size, one_bucket=True), make_spec(size)
+    tree = make_spec(size, tree=True)
     cases = {
-        "naive loop": functools.partial(
-            generate, make_spec(size, one_bucket=True), *inputs, max_lens=lens
-        ),
+        "naive loop": functools.partial(generate, naive, *inputs, max_lens=lens),
         "no drafts": functools.partial(generate, plain, *inputs, max_lens=lens),
     }
     rollout, rng = run(cases["no drafts"]).rollout, np.random.default_rng(_CORRUPTION_SEED)
@@ -52,7 +51,7 @@ def measure(name: str, size: Size, log: Log) -> Report:
             ("tree", tree, DraftInputs(history=history)),
             ("previous+tree", tree, DraftInputs(previous, history=history)),
         ):
-            speculation = make_speculation(spec, inputs[0], size.rows, GROUP)
+            speculation = make_speculation(spec, weights, size.rows, GROUP)
             options = {"drafts": drafts, "max_lens": lens, "speculation": speculation}
             cases[f"{kind}, {lost}"] = functools.partial(generate, spec, *inputs, **options)
     runs = run_in_turn(cases, size.repeats, log)

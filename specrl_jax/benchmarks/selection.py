@@ -25,7 +25,7 @@ from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.types import Batch
 
 
-def measure(workdir: Path, step: int | None) -> Report:
+def measure_selection(workdir: Path, step: int | None) -> Report:
     """Figures of a run that recorded rollouts; step: of the checkpoint, None for the latest.
 
     Raises ValueError in one line where the run has nothing to compare.
