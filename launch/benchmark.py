@@ -12,6 +12,7 @@ where it is left out; --config.FIELD=VALUE changes it. --json=FILE writes the fi
 """
 
 import argparse
+import functools
 import json
 import sys
 from importlib import import_module
@@ -61,14 +62,15 @@ def measure(args: argparse.Namespace) -> None:
     from specrl_jax.benchmarks.policies import choose
     from specrl_jax.sharding import make_mesh
 
+    log = functools.partial(print, file=sys.stderr, flush=True)
     if args.benchmark in _OF_SIZE:  # on the first device
         runtime.use_compilation_cache()
         jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))
         size = choose(args.size, **{name: getattr(args, name) for name in _NUMBERS})
-        inputs = args.size, size, _log
+        inputs = args.size, size, log
     elif args.benchmark in _OF_CONFIG:
         runtime.start(flags.FLAGS.config)
-        inputs = flags.FLAGS.config, _log, args.repeats, args.drift
+        inputs = flags.FLAGS.config, log, args.repeats, args.drift
     else:
         inputs = args.run, args.step
     module = import_module(f"specrl_jax.benchmarks.{_BENCHMARKS[args.benchmark]}")
@@ -76,10 +78,6 @@ def measure(args: argparse.Namespace) -> None:
     print(report.to_text())
     if args.json:
         args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> None:

@@ -20,19 +20,13 @@ from specrl_jax.sharding import spec
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="cache")
 def decode(
-    model: ModelConfig,
-    weights: Params,
-    cache: KVCache,
-    last: Array,
-    prompt_lens: Array,
-    seeds: Array,
-    *,
-    steps: int,
+    model: ModelConfig, weights: Params, cache: KVCache, rows: tuple[Array, ...], *, steps: int
 ) -> tuple[KVCache, Array, Array]:
     """The cache after `steps` steps, the tokens drawn [steps, B] and their log-probs.
 
-    last: int32 [B], the prompts' last tokens. seeds: uint32 [B, 2], of the rows' noise.
+    rows: the prompts' last tokens and lengths, int32 [B]; seeds of the noise, uint32 [B, 2].
     """
+    last, prompt_lens, seeds = rows
     # Hand-written code names no layout; the loop's arrays keep theirs.
     layouts = spec("batch", None), jax.tree.map(lambda x: jax.typeof(x).sharding.spec, cache)
     run = jax.sharding.auto_axes(functools.partial(forward, model), out_sharding=layouts)

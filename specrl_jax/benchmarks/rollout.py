@@ -87,9 +87,6 @@ def make_spec(
     )
 
 
-# Lengths and drafts --------------------------------------------------------------------------
-
-
 def long_tailed(rows: int, longest: int, median: float, seed: int = _LENGTHS_SEED) -> np.ndarray:
     """int32 [rows] response lengths: quantiles of a lognormal distribution, in random order.
 

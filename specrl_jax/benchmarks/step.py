@@ -2,8 +2,8 @@
 
 step: a decode step against the hand-written loop, on the same rows, cache slots and weights.
 device: on a GPU or TPU, a decode step against the bytes that it reads and verification against its
-multiplications, at the rates that simple programs reach: a copy of a large array, and a product of two
-large bfloat16 matrices.
+multiplications, at the rates of simple programs: a copy of a large array, a product of bfloat16
+matrices.
 """
 
 import functools
@@ -64,7 +64,7 @@ def _seconds_by_hand(size: Size, weights: Params, rows: int) -> float:
     ones, lens = np.ones(rows, np.int32), np.full(rows, size.prompt_len, np.int32)
     begin = put(ones, "batch"), put(lens, "batch"), put(seeds, "batch", None)
     cache = init_cache(size.model, rows, size.prompt_len + size.response_len)
-    inputs, steps = jax.block_until_ready((cache, *begin)), size.response_len
+    inputs, steps = jax.block_until_ready((cache, begin)), size.response_len
     loop = functools.partial(handwritten_loop.decode, size.model, weights, *inputs, steps=steps)
     return _seconds(loop) / steps
 
@@ -73,9 +73,6 @@ def _seconds(call: Callable[[], jax.Array]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
-
-
-# The device ----------------------------------------------------------------------------------
 
 
 def measure_device(name: str, size: Size, log: Log) -> Report:

@@ -36,11 +36,7 @@ class Drafted:
     prompts: Prompts
     drafts: Drafts
     drift: int
-
-    def describe(self, trainer: Trainer) -> str:
-        lens = jax.device_get(self.drafts.lens)
-        count = f"{param_count(trainer.model) / 1e6:.2f}M parameters, {trainer.model.dtype}; "
-        return f"{count}{len(lens)} drafts of {lens.mean():.1f} tokens, {self.drift} steps old"
+    title: str
 
 
 def measure_trained(config, log: Log, repeats: int, drift: int | None) -> Report:
@@ -56,7 +52,7 @@ def measure_trained(config, log: Log, repeats: int, drift: int | None) -> Report
     for case, of_case in runs.items():
         kept = {"kept_of_draft": float(of_case[-1].rollout.prefix_lens.sum() / lens.sum())}
         rows.append({"drafts": case} | figures(of_case, plain=runs["none"]) | kept)
-    return Report(f"trained: {drafted.describe(trainer)}; median (min-max) of {repeats}", rows)
+    return Report(f"trained: {drafted.title}; median (min-max) of {repeats}", rows)
 
 
 def train_and_draft(trainer: Trainer, params: Params, drift: int | None) -> Drafted:
@@ -74,11 +70,9 @@ def train_and_draft(trainer: Trainer, params: Params, drift: int | None) -> Draf
         without_trees(trainer.rollout_spec), older, prompts, Noise(trainer.key, 1)
     ).rollout
     drafts = Drafts(**{f.name: getattr(written, f.name) for f in dataclasses.fields(Drafts)})
-    return Drafted(weights, prompts, drafts, drift)
-
-
-def log_of(lenience: float) -> float:
-    return math.log(lenience) if lenience else -math.inf
+    lens, size = jax.device_get(written.lens), param_count(trainer.model) / 1e6
+    title = f"{size:.2f}M parameters; {len(lens)} drafts of {lens.mean():.1f} tokens, "
+    return Drafted(weights, prompts, drafts, drift, f"{title}{drift} steps old")
 
 
 def without_trees(spec: RolloutSpec) -> RolloutSpec:
@@ -99,10 +93,10 @@ def _cases(trainer: Trainer, drafted: Drafted) -> dict[str, Case]:
         history = DraftHistory.from_store(*stored, spec.group_size)
     leniences = {1.0}
     if previous is not None and spec.program.accept.lenient:
-        leniences = {1.0, settings.lenience, math.inf}
+        leniences = {1.0, settings.lenience or 1.0, math.inf}
     found = {"none": functools.partial(generate, without_trees(spec), *inputs)}
     for lenience in sorted(leniences):
-        options = {"drafts": DraftInputs(previous, log_of(lenience), history)}
+        options = {"drafts": DraftInputs(previous, math.log(lenience), history)}
         if settings.adaptive:
             rows = len(drafts.lens)
             options["speculation"] = make_speculation(spec, inputs[0], rows, spec.group_size)
@@ -123,8 +117,8 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     lens = jax.device_get(drafted.drafts.lens)
     for name, rule in ACCEPTANCE_RULES.items():
         of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
-        for lenience in sorted({1.0, config.rollout.lenience}) if rule.lenient else [1.0]:
-            drafts, kept = DraftInputs(drafted.drafts, log_of(lenience)), []
+        for lenience in sorted({1.0, config.rollout.lenience or 1.0}) if rule.lenient else [1.0]:
+            drafts, kept = DraftInputs(drafted.drafts, math.log(lenience)), []
             for number in range(repeats):
                 noise = Noise(trainer.key, drafted.drift + 2 + number)
                 inputs = (drafted.weights, drafted.prompts, noise)
@@ -135,5 +129,5 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
             row = {"rule": label, "tokens_kept": spread(np.mean(kept, axis=1))}
             row["kept_of_draft"] = float(np.sum(kept) / (repeats * lens.sum()))
             rows.append(row | {"kept_whole": float(np.mean(np.array(kept) == lens))})
-    title = f"rules: {drafted.describe(trainer)}; noise of {repeats} steps"
+    title = f"rules: {drafted.title}; noise of {repeats} steps"
     return Report(title, rows)

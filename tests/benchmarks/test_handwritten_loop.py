@@ -48,10 +48,9 @@ def test_it_draws_the_tokens_of_a_rollout(mesh):
         put(samples, "batch"),
     )  # fmt: skip
     last = put(np.repeat(prompts.tokens[:, 0], 4), "batch")
-    inputs = last, put(np.ones(rows, np.int32), "batch"), seeds
-    _, tokens, logprobs = handwritten_loop.decode(
-        model, weights, init_cache(model, rows, 1 + slots), *inputs, steps=slots
-    )
+    begin = last, put(np.ones(rows, np.int32), "batch"), seeds
+    cache = init_cache(model, rows, 1 + slots)
+    _, tokens, logprobs = handwritten_loop.decode(model, weights, cache, begin, steps=slots)
     assert np.array_equal(np.asarray(tokens).T, rollout.tokens)
     np.testing.assert_allclose(np.asarray(logprobs).T, rollout.policy_logprobs, atol=2e-5)
 
