@@ -14,7 +14,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from specrl_jax import runtime
-from specrl_jax.algorithms.update import Learner, logprobs, micro_batches
+from specrl_jax.algorithms.learner import Learner
+from specrl_jax.algorithms.scoring import logprobs, micro_batches
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer
