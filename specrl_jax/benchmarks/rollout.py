@@ -51,7 +51,7 @@ def measure_rollout(name: str, size: Size, log: Log) -> Report:
             ("tree", tree, DraftInputs(history=history)),
             ("previous+tree", tree, DraftInputs(previous, history=history)),
         ):
-            speculation = make_speculation(spec, weights, size.rows, GROUP)
+            speculation = make_speculation(spec, size.rows)
             options = {"drafts": drafts, "max_lens": lens, "speculation": speculation}
             cases[f"{kind}, {lost}"] = functools.partial(generate, spec, *inputs, **options)
     runs = run_in_turn(cases, size.repeats, log)

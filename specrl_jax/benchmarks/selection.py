@@ -29,7 +29,7 @@ from specrl_jax.types import Batch
 def measure_selection(workdir: Path, step: int | None) -> Report:
     """Figures of a run that recorded rollouts; step: of the checkpoint, None for the latest.
 
-    Raises ValueError in one line where the run has nothing to compare.
+    ValueError where the run has nothing to compare.
     """
     config = ConfigDict(json.loads((workdir / "config.json").read_text()))
     runtime.start(config)

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from specrl_jax.benchmarks.reports import spread
-from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.adaptive import measure_steps
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.engine.stats import Stats
@@ -74,11 +73,7 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
     return found | {"row_steps": stats.row_steps} | {k: float(v) for k, v in shares.items()}
 
 
-def make_speculation(spec: RolloutSpec, weights: Params, rows: int, sources: int) -> Speculation:
-    """Chooses widths by the measured seconds of the rollout's programs, and learns as in training.
-
-    sources: stored responses of a prompt that tree drafts read.
-    """
-    folder = cache_folder() / "step_costs"
-    table = measure_steps.cost_table(spec, weights, rows, sources=sources, directory=folder)
-    return Speculation(table)
+def make_speculation(spec: RolloutSpec, rows: int) -> Speculation:
+    """Chooses widths and learns as in training; a prompt has as many stored responses as rows."""
+    program, folder = spec.program_for(spec.buckets(rows)), cache_folder() / "step_costs"
+    return Speculation(timer=measure_steps.StepTimer(program, spec.group_size, folder))

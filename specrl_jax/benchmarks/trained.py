@@ -66,9 +66,8 @@ def train_and_draft(trainer: Trainer, params: Params, drift: int | None) -> Draf
             train.step(trainer, state)
     weights = policy_copy(trainer.model, state.train.params)
     prompts = PromptStream(trainer.prompts, settings.prompts_per_step, trainer.config.seed).next()
-    written = generate(
-        without_trees(trainer.rollout_spec), older, prompts, Noise(trainer.key, 1)
-    ).rollout
+    plain = without_trees(trainer.rollout_spec)
+    written = generate(plain, older, prompts, Noise(trainer.key, 1)).rollout
     drafts = Drafts(**{f.name: getattr(written, f.name) for f in dataclasses.fields(Drafts)})
     lens, size = jax.device_get(written.lens), param_count(trainer.model) / 1e6
     title = f"{size:.2f}M parameters; {len(lens)} drafts of {lens.mean():.1f} tokens, "
@@ -98,8 +97,7 @@ def _cases(trainer: Trainer, drafted: Drafted) -> dict[str, Case]:
     for lenience in sorted(leniences):
         options = {"drafts": DraftInputs(previous, math.log(lenience), history)}
         if settings.adaptive:
-            rows = len(drafts.lens)
-            options["speculation"] = make_speculation(spec, inputs[0], rows, spec.group_size)
+            options["speculation"] = make_speculation(spec, len(drafts.lens))
         name = f"{settings.draft}, ℓ={lenience:.4g}"
         found[name] = functools.partial(generate, spec, *inputs, **options)
     return found
@@ -109,8 +107,7 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     """Draft tokens kept by every rule, with the noise of `repeats` steps; see `measure_trained`."""
     config.rollout.draft = next(n for n, choice in DRAFT_SOURCES.items() if choice.previous)
     # Drafts then keep of π_old what any rule needs.
-    names = [name for name, rule in ACCEPTANCE_RULES.items() if rule.needs_distribution]
-    config.rollout.accept = names[0]
+    config.rollout.accept = next(n for n, x in ACCEPTANCE_RULES.items() if x.needs_distribution)
     trainer, params = build(config)
     drafted = train_and_draft(trainer, params, drift)
     spec, rows = without_trees(trainer.rollout_spec), []
@@ -129,5 +126,4 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
             row = {"rule": label, "tokens_kept": spread(np.mean(kept, axis=1))}
             row["kept_of_draft"] = float(np.sum(kept) / (repeats * lens.sum()))
             rows.append(row | {"kept_whole": float(np.mean(np.array(kept) == lens))})
-    title = f"rules: {drafted.title}; noise of {repeats} steps"
-    return Report(title, rows)
+    return Report(f"rules: {drafted.title}; noise of {repeats} steps", rows)

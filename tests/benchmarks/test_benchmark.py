@@ -9,13 +9,15 @@ import sys
 
 import numpy as np
 import pytest
-from small_runs import ROOT
+from small_runs import ROOT, small_config
 
+from specrl_jax import train
 from specrl_jax.benchmarks import reports
 from specrl_jax.benchmarks.policies import choose
 from specrl_jax.benchmarks.rollout import corrupt, long_tailed, make_drafts
 from specrl_jax.benchmarks.step import decode_bytes, forward_flops
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Rollout
 
 LAUNCH = ROOT / "launch" / "benchmark.py"
@@ -97,6 +99,23 @@ def test_trained_and_rules(tmp_path):
     kept = {x["rule"]: x["kept_of_draft"] for x in json.loads(paths["rules"].read_text())["cases"]}
     assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["ratio_residual"] > kept["match"]
     assert kept["block"] > kept["match"]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05])
+def test_selection(mesh, tmp_path, rate):
+    """The policy of evaluation 0 and step 1 against that of step 2; one that stays owes nothing."""
+    changes = {"updates.learning_rate": rate, "updates.weight_decay": 0.0, "train.steps": 2}
+    changes |= {"evaluate.every": 2, "log.rollouts": 1.0, "rollout.adaptive": False}
+    train.train(small_config(changes), tmp_path)
+    done = launch("selection", f"--run={tmp_path}", f"--json={tmp_path / 'figures.json'}")
+    assert done.returncode == 0, done.stderr
+    trained, held_out, gap = json.loads((tmp_path / "figures.json").read_text())["cases"]
+    assert (trained["count"], held_out["count"]) == (32, 6)
+    sampled = [len(x["token_ids"]) for x in read_rollouts(tmp_path, 1)]
+    assert trained["tokens"] == sum(sampled)  # in the first epoch nothing is reused
+    figures = [x["nats_a_token"] for x in (trained, held_out)]
+    assert gap["nats_a_token"] == pytest.approx(figures[0] - figures[1])
+    assert max(map(abs, figures)) < 1e-4 if rate == 0 else max(map(abs, figures)) > 1e-3
 
 
 @pytest.mark.parametrize(
