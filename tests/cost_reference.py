@@ -46,7 +46,11 @@ def true_survival(chances, tokens) -> list[float]:
 
 def make_buckets(rows=(16, 64), responses=(100,), max_width=1, prompt_slots=0) -> Buckets:
     rows = tuple(sorted(rows, reverse=True))
-    return Buckets(rows, rows, responses, (4,), prompt_slots, max_width)
+    sizes = (rows[0], prompt_slots, responses[-1], len(rows), len(responses))
+    buckets = Buckets(*sizes, max_width=max_width)
+    # These sizes, also where they do not halve.
+    vars(buckets).update(rows=rows, admissions=rows, responses=responses, verify=(4,))
+    return buckets
 
 
 def make_plan(draft_lens=(100,) * 64, rows=64, verify_width=4, buckets=None, slots=99, **more):

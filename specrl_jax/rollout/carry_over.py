@@ -156,10 +156,10 @@ def kept(held: PartialRows, places: Array, count: Array, *, rows: int) -> Partia
 
 
 @jax.jit
-def place(board: DecodeState, held: PartialRows) -> DecodeState:
-    """The board with what its rows hold already."""
+def restore(all_rows: DecodeState, held: PartialRows) -> DecodeState:
+    """The rows with what they hold already."""
     have = held.rollout.lens > 0
-    margin = board.tokens.shape[1] - held.rollout.tokens.shape[1]
+    margin = all_rows.tokens.shape[1] - held.rollout.tokens.shape[1]
 
     def write(old: Array, new: Array) -> Array:
         if new.ndim > 1:
@@ -167,13 +167,13 @@ def place(board: DecodeState, held: PartialRows) -> DecodeState:
         return _where(have, new, old)
 
     names = ["tokens", "policy_logprobs", "sampling_logprobs", "sources", "lens", "prefix_lens"]
-    if board.top_ids is not None:
+    if all_rows.top_ids is not None:
         names += ["top_ids", "top_logprobs"]
-    changes = {name: write(getattr(board, name), getattr(held.rollout, name)) for name in names}
-    is_last = jnp.arange(board.tokens.shape[1])[None, :] == changes["lens"][:, None] - 1
+    changes = {name: write(getattr(all_rows, name), getattr(held.rollout, name)) for name in names}
+    is_last = jnp.arange(all_rows.tokens.shape[1])[None, :] == changes["lens"][:, None] - 1
     last = jnp.sum(jnp.where(is_last, changes["tokens"], 0), axis=1)
     return dataclasses.replace(
-        board, **changes, last=jnp.where(have, last, board.last), done=held.done
+        all_rows, **changes, last=jnp.where(have, last, all_rows.last), done=held.done
     )
 
 

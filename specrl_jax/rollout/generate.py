@@ -1,8 +1,7 @@
 """One rollout: prompts and drafts in, responses with their log-probs out.
 
-`roll` lays every row on the board, lets the engine bring them to their end, and reads it. What it
-leaves to the next rollout, in `carry.py`: rows begun ahead, or rows not finished. `generate` is
-the same without either.
+`generate` starts all rows, lets the scheduler bring them to their end, and reads the result. What
+one rollout leaves to the next is in `carry_over.py`.
 """
 
 import dataclasses
@@ -15,7 +14,6 @@ from jax import Array
 
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.carry_over import (
     CarryOver,
@@ -25,81 +23,55 @@ from specrl_jax.rollout.carry_over import (
     as_drafts,
     in_front,
     kept,
-    place,
+    restore,
     take,
     widen,
 )
-from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.rollout.engine import decode_state as board_rows
-from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.rollout.drafts import suffix_match
+from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
 from specrl_jax.rollout.engine.kv_budget import KVBudget
+from specrl_jax.rollout.engine.requests import DraftInputs, Requests
+from specrl_jax.rollout.engine.rows import (
+    Noise,
+    drafts_for_rule,
+    read_rollout,
+    start_all_rows,
+    thin_out_drafts,
+)
+from specrl_jax.rollout.engine.runner import ModelRunner
 from specrl_jax.rollout.engine.scheduler import Scheduler
-from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.sampling import CUT_OFF_LOGPROB, Purpose, row_seeds, uniforms
-from specrl_jax.sharding import put, reshard
-from specrl_jax.types import Drafts, Prompts, Rollout, Source
-
-
-@dataclasses.dataclass(frozen=True)
-class Noise:
-    """What keys a rollout's noise, beside prompt, sample and position: the run's key, the step,
-    and what the rollout is for."""
-
-    key: Array
-    step: int
-    purpose: Purpose = Purpose.SAMPLE
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftInputs:
-    """What a rollout may draft from.
-
-    previous: earlier responses [B] that the acceptance rule verifies, or None. log_lenience: nats,
-    in [-inf, inf]. history: stored responses of the prompts, and of the next step's behind them,
-    for the draft source. None for none.
-    """
-
-    previous: Drafts | None = None
-    log_lenience: float = 0.0
-    history: DraftHistory | None = None
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts, Prompts, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutResult:
-    """A rollout, and what it leaves to the next one.
-
-    groups: int [Q], the places of the rollout's groups among the prompts that it was given. begun:
-    int [Q], the step whose noise each of them uses. offered: int32 [B], draft tokens that rows
-    were offered when they began. held: int32 [B], tokens that they held when this step began;
-    carried_tokens: the same, of all rows in flight. ahead: for the next step, None if there were
-    no prompts for it. carried: groups in flight, None unless the rollout is partial. finished: bool
-    [B], rows that are done, None for all.
-    """
+    """A rollout of Q groups, G rows each, and what it leaves to the next one."""
 
     rollout: Rollout
     stats: Stats
-    groups: np.ndarray
-    noise_steps: np.ndarray
-    draft_lens: np.ndarray
-    resumed_lens: np.ndarray
-    resumed_tokens: int = 0
-    run_ahead: RunAhead | None = None
-    resumed: Resumed | None = None
-    finished: np.ndarray | None = None
+    groups: np.ndarray  # int [Q], their places among the prompts that were given
+    noise_steps: np.ndarray  # int [Q], the step whose noise each group uses
+    draft_lens: np.ndarray  # int32 [Q * G], draft tokens that rows had when they began
+    resumed_lens: np.ndarray  # int32 [Q * G], tokens that rows held when this step began
+    resumed_tokens: int = 0  # the same in all, groups that are not done included
+    run_ahead: RunAhead | None = None  # None without prompts of the next step
+    resumed: Resumed | None = None  # groups that are not done; None unless the rollout is partial
+    finished: np.ndarray | None = None  # bool [Q * G], rows that are done; None: all
 
     @property
     def rows(self) -> np.ndarray:
-        """int32 [B], the places of the rollout's rows among those of the prompts."""
+        """int32 [Q * G], the places of the rollout's rows among those of the prompts."""
         return _rows_of(self.groups, len(self.rollout.lens) // len(self.groups))
 
     def metrics(self) -> dict[str, float]:
         """Under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
         if self.run_ahead is not None:
-            values["rollout/tokens_run_ahead"] = int(
-                np.sum(jax.device_get(self.run_ahead.drafts.lens))
-            )
+            begun = jax.device_get(self.run_ahead.drafts.lens)
+            values["rollout/tokens_run_ahead"] = int(np.sum(begun))
         if self.resumed is not None:
             total = int(np.sum(jax.device_get(self.rollout.lens)))
             values["rollout/tokens_resumed"] = self.resumed_tokens
@@ -118,165 +90,193 @@ def generate(
     speculation: Speculation | None = None,
     carry_over: CarryOver = CarryOver(),
 ) -> RolloutResult:
-    """Responses to Q prompts, G rows for each, side by side.
+    """Responses to Q prompts, G rows in a row for each.
 
-    max_lens: int32 [Q * G], lengths at which responses end, at most R. speculation: chooses widths;
-    without it the widest are used.
+    max_lens: int32 [Q * G], lengths at which responses end, at most R. speculation: chooses widths
+    and verifications; without it the widest are used.
     """
-    plan, key, step, purpose = spec, noise.key, noise.step, noise.purpose
-    caps, cost, history, log_lenience = max_lens, speculation, drafts.history, drafts.log_lenience
-    drafts, ahead, carried = drafts.previous, carry_over.next_prompts, carry_over.resumed
-    wanted, held = carry_over.stop_after_groups, carry_over.partial_rows
-    behind = carry_over.allow_unfinished
-    everyone = _everyone(prompts, plan.group_size, step, ahead, carried, held)
-    own = len(prompts.lens) * plan.group_size
-    # The same shapes at every step of a run, also where fewer groups are left to begin.
-    ladder = plan.buckets(
-        own if carried is None else wanted * plan.group_size + len(carried.rows.done)
+    begun = _begin(spec, prompts, noise.step, carry_over)
+    buckets = spec.buckets(begun.num_rows)
+    program = spec.program_for(buckets)
+    all_rows = start_all_rows(program, begun.prompts, noise, begun.noise_steps, max_lens)
+    if begun.held is not None:
+        all_rows = restore(all_rows, begun.held)
+    draft_lens = np.zeros_like(begun.held_lens)
+    if drafts.previous is not None:
+        previous = _drafts_of(begun, drafts.previous, carry_over, spec.group_size)
+        previous = thin_out_drafts(spec, all_rows, previous, noise.step)
+        draft_lens = np.maximum(jax.device_get(previous.lens) - begun.held_lens, 0)
+        drafts = dataclasses.replace(drafts, previous=previous)
+        drafts = drafts_for_rule(program, all_rows, drafts)
+    requests = _requests(begun, prompts, drafts.previous, carry_over, spec.group_size)
+    drafts = dataclasses.replace(
+        drafts,
+        previous=drafts.previous if requests.draft_lens.any() else None,
+        suffixes=drafts.suffixes or functools.partial(_no_suffixes, spec, len(begun.noise_steps)),
     )
-    setup = plan.program_for(ladder)
-    board = _board(setup, everyone.prompts, key, int(purpose), everyone.begun, caps)
-    if everyone.held is not None:
-        board = place(board, everyone.held)
-    offered = draft_lens = np.zeros_like(everyone.lens)
-    if drafts is not None:
-        if held is None:
-            drafts = _for_fresh(drafts, everyone, setup.group_size)
-        if (plan.refresh or plan.token_age) and not setup.accept.samples_anew:
-            drafts = _explored(plan, board.accept_seeds, drafts, np.int32(step))
-        offered = np.maximum(jax.device_get(drafts.lens) - everyone.lens, 0)
-        if setup.accept.cuts_draft:
-            lens = _cut(setup.accept, board.accept_seeds, drafts.lens)
-            drafts = dataclasses.replace(drafts, lens=lens)
-        draft_lens = np.asarray(jax.device_get(drafts.lens))
-        drafts = drafts if draft_lens.any() else None
-    engine = Scheduler(
-        setup,
-        KVBudget(setup.model, ladder, plan.max_rows, plan.cache_bytes),
-        weights,
-        board,
-        everyone.prompts.tokens,
-        own=own,
-        drafts=drafts,
-        draft_lens=draft_lens,
-        held=everyone.lens,
-        done=everyone.done,
-        corpus=_source_state(setup, everyone.prompts, history),
-        log_lenience=log_lenience,
-        cost=cost,
-        first=len(carried.steps) if carried else 0,
-        wanted=wanted,
-        behind=behind,
+    budget = KVBudget(program.model, buckets, spec.max_rows, spec.cache_bytes)
+    runner = ModelRunner(program, budget, weights, all_rows, requests, drafts)
+    scheduler = Scheduler(runner, speculation)
+    all_rows = scheduler.run()
+    compare = drafts.previous is not None and not scheduler.verify_while_decoding
+    rollout, counts = read_rollout(
+        program, all_rows, drafts.previous, begun.held, np.int32(noise.step), compare=compare
     )
-    board, stats = engine.run(), engine.stats
-    compares = drafts is not None and not engine.steps_judge
-    rollout, compared = _read(setup, compares, board, drafts, everyone.held, np.int32(step))
-    if compares:
-        kept, judged, twice = jax.device_get(compared).tolist()
-        stats.drafted_tokens -= twice
-        if cost is not None:
-            cost.record_drafts(kept - stats.accepted_tokens, judged - stats.verified_tokens)
-    found = RolloutResult(
+    if compare:
+        _record_compared(counts, runner.stats, speculation)
+    num_train = requests.num_train_rows
+    result = RolloutResult(
         rollout,
-        stats,
+        runner.stats,
         groups=np.arange(len(prompts.lens)),
-        noise_steps=everyone.begun[: len(prompts.lens)],
-        draft_lens=(offered + everyone.offered)[:own],
-        resumed_lens=everyone.lens[:own],
-        resumed_tokens=int(everyone.lens.sum()),
-        finished=engine.finished[:own] if behind else None,
+        noise_steps=begun.noise_steps[: len(prompts.lens)],
+        draft_lens=(draft_lens + begun.draft_lens)[:num_train],
+        resumed_lens=begun.held_lens[:num_train],
+        resumed_tokens=int(begun.held_lens.sum()),
+        finished=runner.finished[:num_train] if carry_over.allow_unfinished else None,
     )
-    if ahead is not None:
-        return _without_ahead(found, ahead)
-    if carried is not None:
-        return _completed(found, prompts, carried, engine.finished, wanted)
-    return found
+    if carry_over.next_prompts is not None:
+        return _without_next_step(result, carry_over.next_prompts)
+    if carry_over.resumed is not None:
+        return _without_unfinished(result, prompts, carry_over, runner.finished)
+    return result
+
+
+# --- in -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class _Everyone:
-    """Who is rolled out: groups of the step itself, then those ahead.
-
-    begun: int [groups], the steps whose noise they use. held: what own rows have, None for
-    nothing; on the host lens, done and offered of it, for all rows.
-    """
+class _Begun:
+    """All groups as they begin: those to train on, then those of the next step."""
 
     prompts: Prompts
-    begun: np.ndarray
-    held: PartialRows | None
-    lens: np.ndarray
+    noise_steps: np.ndarray  # int [groups]
+    num_rows: int  # for which there are buckets
+    held: PartialRows | None  # what train rows hold
+    # Of `held`, on the host and for all rows.
+    held_lens: np.ndarray
     done: np.ndarray
-    offered: np.ndarray
+    draft_lens: np.ndarray
 
 
-def _everyone(
-    prompts: Prompts,
-    group: int,
-    step: int,
-    ahead: Prompts | None,
-    carried: Resumed | None,
-    held: PartialRows | None,
-) -> _Everyone:
-    begun = np.full(len(prompts.lens), step)
-    if ahead is not None:
-        prompts = concatenate(prompts, ahead)
-        begun = np.append(begun, np.full(len(ahead.lens), step + 1))
-    rows, nothing = len(begun) * group, np.zeros(len(begun) * group, np.int32)
-    if carried is not None:
-        begun[: len(carried.steps)] = carried.steps
-        held = in_front(carried.rows, jnp.int32(len(carried.steps) * group), rows=rows)
-    if held is None:
-        return _Everyone(prompts, begun, None, nothing, nothing > 0, nothing)
-    known = jax.device_get((held.rollout.lens, held.done, held.draft_lens))
-    return _Everyone(prompts, begun, held, *known)
+def _begin(spec: RolloutSpec, prompts: Prompts, step: int, carry_over: CarryOver) -> _Begun:
+    resumed, group = carry_over.resumed, spec.group_size
+    num_rows = len(prompts.lens) * group
+    if resumed is not None:  # the same shapes at every step, also where fewer groups are left
+        num_rows = carry_over.stop_after_groups * group + len(resumed.rows.done)
+    noise_steps = np.full(len(prompts.lens), step)
+    if carry_over.next_prompts is not None:
+        prompts = concatenate(prompts, carry_over.next_prompts)
+        noise_steps = np.append(noise_steps, np.full(len(carry_over.next_prompts.lens), step + 1))
+    rows, held = len(noise_steps) * group, carry_over.partial_rows
+    if resumed is not None:
+        noise_steps[: len(resumed.steps)] = resumed.steps
+        held = in_front(resumed.rows, jnp.int32(len(resumed.steps) * group), rows=rows)
+    nothing = np.zeros(rows, np.int32)
+    known = nothing, nothing > 0, nothing
+    if held is not None:
+        known = jax.device_get((held.rollout.lens, held.done, held.draft_lens))
+    return _Begun(prompts, noise_steps, num_rows, held, *known)
 
 
-def _for_fresh(drafts: Drafts, everyone: _Everyone, group: int) -> Drafts:
-    """Drafts for all rows, of length 0 where a row's group holds tokens or is run ahead."""
-    if len(everyone.lens) > drafts.lens.shape[0]:
-        drafts = widen(drafts, rows=len(everyone.lens))
-    if not everyone.lens.any():
+def _drafts_of(begun: _Begun, drafts: Drafts, carry_over: CarryOver, group: int) -> Drafts:
+    """Drafts for all rows. Those of `partial_rows` begin with what is held; others are left out
+    where a group holds tokens."""
+    if carry_over.partial_rows is not None:
         return drafts
-    begun = everyone.lens.reshape(-1, group).any(axis=1)
-    begun = put(np.repeat(begun, group), "batch")
-    return dataclasses.replace(drafts, lens=jnp.where(begun, 0, drafts.lens))
+    if len(begun.held_lens) > drafts.lens.shape[0]:
+        drafts = widen(drafts, rows=len(begun.held_lens))
+    if not begun.held_lens.any():
+        return drafts
+    held = begun.held_lens.reshape(-1, group).any(axis=1)
+    held = put(np.repeat(held, group), "batch")
+    return dataclasses.replace(drafts, lens=jnp.where(held, 0, drafts.lens))
 
 
-def _without_ahead(found: RolloutResult, ahead: Prompts) -> RolloutResult:
-    """The rollout's own rows, and those of the next step's prompts as drafts."""
-    rows = np.arange(len(found.rollout.lens), dtype=np.int32)
-    mine, theirs = np.split(rows, [len(found.resumed_lens)])
-    names = tuple(example.prompt_id for example in ahead.examples)
-    drafts = as_drafts(take(found.rollout, put(theirs, None)))
-    rollout = take(found.rollout, put(mine, None))
-    return dataclasses.replace(found, rollout=rollout, run_ahead=RunAhead(drafts, names))
+def _requests(
+    begun: _Begun, prompts: Prompts, drafts: Drafts | None, carry_over: CarryOver, group: int
+) -> Requests:
+    lens = np.zeros_like(begun.held_lens) if drafts is None else jax.device_get(drafts.lens)
+    return Requests(
+        begun.prompts.tokens,
+        num_train_rows=len(prompts.lens) * group,
+        held_lens=begun.held_lens,
+        done=begun.done,
+        draft_lens=np.asarray(lens),
+        num_resumed=len(carry_over.resumed.steps) if carry_over.resumed else 0,
+        stop_after_groups=carry_over.stop_after_groups,
+        allow_unfinished=carry_over.allow_unfinished,
+    )
 
 
-def _completed(
-    found: RolloutResult, prompts: Prompts, carried: Resumed, done: np.ndarray, wanted: int
+def make_corpus(
+    spec: RolloutSpec, tokens: Array, lens: Array, decay: float = 1.0, generation: int = 0
+) -> SuffixIndex:
+    """What tree drafts read, from a store's `sources`: tokens [Q, E * G, R], lens [Q, E * G].
+
+    decay: weight of a response in the votes against one a generation newer. generation: G, where
+    it is not the spec's group.
+    """
+    ages = np.arange(tokens.shape[1]) // (generation or spec.group_size)
+    weights = put((decay**ages).astype(np.float32), None)
+    return suffix_match.build(
+        tokens, lens, weights, live=spec.group_size, depth=spec.program.tree.depth
+    )
+
+
+def _no_suffixes(spec: RolloutSpec, prompts: int) -> SuffixIndex:
+    """What tree drafts read where no response is stored."""
+    tokens = np.zeros((prompts, 0, spec.program.response_slots), np.int32)
+    return make_corpus(spec, put(tokens, None, None, None), put(tokens[:, :, 0], None, None))
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def _record_compared(counts: Array, stats: Stats, speculation: Speculation | None) -> None:
+    """Note what became of drafts that no step verified."""
+    accepted, verified, drafted_too = jax.device_get(counts).tolist()
+    stats.drafted_tokens -= drafted_too
+    if speculation is not None:
+        accepted, verified = accepted - stats.accepted_tokens, verified - stats.verified_tokens
+        speculation.record_drafts(accepted, verified)
+
+
+def _without_next_step(result: RolloutResult, next_prompts: Prompts) -> RolloutResult:
+    """The train rows; those of the next step's prompts as drafts."""
+    rows = np.arange(len(result.rollout.lens), dtype=np.int32)
+    train, ahead = np.split(rows, [len(result.resumed_lens)])
+    names = tuple(example.prompt_id for example in next_prompts.examples)
+    drafts = as_drafts(take(result.rollout, put(ahead, None)))
+    rollout = take(result.rollout, put(train, None))
+    return dataclasses.replace(result, rollout=rollout, run_ahead=RunAhead(drafts, names))
+
+
+def _without_unfinished(
+    result: RolloutResult, prompts: Prompts, carry_over: CarryOver, done: np.ndarray
 ) -> RolloutResult:
-    """The first `wanted` groups that are complete; all others are carried on."""
+    """The first groups that are done; all others are resumed in the next step."""
     group = len(done) // len(prompts.lens)
     # What is left of the drafts of rows that rejected nothing so far is lost, not rejected; rows
-    # that have not begun will be offered theirs again.
-    lens, kept_lens = jax.device_get((found.rollout.lens, found.rollout.prefix_lens))
-    judged = np.where(~done & (kept_lens == lens), kept_lens, found.draft_lens)
-    complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[:wanted]
+    # that have not begun get theirs again.
+    lens, prefix_lens = jax.device_get((result.rollout.lens, result.rollout.prefix_lens))
+    draft_lens = np.where(~done & (prefix_lens == lens), prefix_lens, result.draft_lens)
+    complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[: carry_over.stop_after_groups]
     others = np.setdiff1d(np.arange(len(prompts.lens)), complete)
-    mine, theirs = (_rows_of(groups, group) for groups in (complete, others))
-    held = PartialRows(found.rollout, put(done, "batch"), put(judged, "batch"))
-    rows = len(carried.rows.done)
+    train, left = (_rows_of(groups, group) for groups in (complete, others))
+    rows = PartialRows(result.rollout, put(done, "batch"), put(draft_lens, "batch"))
+    size = len(carry_over.resumed.rows.done)
     return dataclasses.replace(
-        found,
-        rollout=take(found.rollout, put(mine, None)),
+        result,
+        rollout=take(result.rollout, put(train, None)),
         groups=complete,
-        noise_steps=found.noise_steps[complete],
-        draft_lens=found.draft_lens[mine],
-        resumed_lens=found.resumed_lens[mine],
+        noise_steps=result.noise_steps[complete],
+        draft_lens=result.draft_lens[train],
+        resumed_lens=result.resumed_lens[train],
         resumed=Resumed(
-            kept(held, put(theirs, None), jnp.int32(len(theirs)), rows=rows),
+            kept(rows, put(left, None), jnp.int32(len(left)), rows=size),
             tuple(prompts.examples[g].prompt_id for g in others),
-            tuple(found.noise_steps[others].tolist()),
+            tuple(result.noise_steps[others].tolist()),
         ),
     )
 
@@ -284,113 +284,3 @@ def _completed(
 def _rows_of(groups: np.ndarray, group: int) -> np.ndarray:
     """int32 [groups * G], the rows of groups."""
     return (groups[:, None] * group + np.arange(group)).reshape(-1).astype(np.int32)
-
-
-def _board(
-    setup: ProgramSpec, prompts: Prompts, key, purpose: int, steps: np.ndarray, caps
-) -> DecodeState:
-    """Rows with only their prompts; steps: int [Q], whose noise they use."""
-    group = setup.group_size
-    last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
-    samples = np.tile(np.arange(group, dtype=np.int32), len(prompts.lens))
-    prompt_lens, last = (np.repeat(x.astype(np.int32), group) for x in (prompts.lens, last))
-    given, caps = caps, np.full(len(samples), setup.response_slots)
-    if given is not None:
-        caps[: len(given)] = given  # those ahead have none
-    ids, steps = np.repeat(prompts.ids, group, axis=0), np.repeat(steps, group).astype(np.uint32)
-    numbers = (np.asarray(x, np.int32) for x in (prompt_lens, caps, last))
-    return _start(setup, purpose, key, steps, ids, samples, *numbers)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(setup: ProgramSpec, purpose: int, key, steps, ids, samples, *numbers) -> DecodeState:
-    """`start_rows` of host arrays [B], ids [B, 2]: handed over with the call, as to place each by
-    itself takes longer."""
-    steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
-    ids = reshard(ids, "batch", None)
-    seeds = (row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT)))
-    return board_rows.start_rows(
-        *seeds, *numbers, columns=setup.columns, pad_id=setup.pad_id, stored=setup.stored_logprobs
-    )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _explored(plan: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
-    """Drafts without those left out at random, cut at their first token that is too old."""
-    lens = drafts.lens
-    if plan.token_age:
-        lens = count_leading(drafts.origin_steps >= step - plan.token_age, lens)
-    if plan.refresh:
-        # Noise of a position that no response has: the draft's fate must not sway its judgement.
-        behind = jnp.full_like(lens, plan.program.response_slots)
-        lens = jnp.where(uniforms(seeds, behind) <= plan.refresh, 0, lens)
-    return dataclasses.replace(drafts, lens=lens)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _cut(rule: AcceptanceRule, seeds: Array, lens: Array) -> Array:
-    return rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
-
-
-def _source_state(setup: ProgramSpec, prompts: Prompts, history: DraftHistory | None):
-    """What makes the draft source's state, None without a source. Without a history it starts from
-    nothing stored."""
-    if setup.draft_source is None:
-        return None
-    history = history or DraftHistory.empty(len(prompts.lens), setup.response_slots)
-    return functools.partial(setup.draft_source.init, prompts, history, setup.group_size)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _read(
-    setup: ProgramSpec,
-    compares: bool,
-    board: DecodeState,
-    drafts: Drafts | None,
-    held: PartialRows | None,
-    step: Array,
-) -> tuple[Rollout, Array | None]:
-    """The board as a rollout. compares: with what steps did not judge of the drafts, and the counts
-    of `rows.compare`."""
-    counts = None
-    if compares:
-        old = None if held is None else held.rollout
-        prefix_lens, sources, counts = board_rows.compare(board, drafts, old)
-        board = dataclasses.replace(board, prefix_lens=prefix_lens, sources=sources)
-    slots = setup.response_slots
-    positions = jnp.arange(slots)[None, :]
-    inside = positions < board.lens[:, None]
-    sources = jnp.where(inside, board.sources[:, :slots], jnp.int8(Source.SAMPLED))
-    policy = jnp.where(inside, board.policy_logprobs[:, :slots], 0.0)
-    now = jnp.full_like(board.tokens[:, :slots], 0) + step
-    sampling = jnp.where(inside, board.sampling_logprobs[:, :slots], 0.0)
-    sampling = jnp.where(jnp.isneginf(sampling), CUT_OFF_LOGPROB, sampling)
-    origin_logprobs, origin_steps, draft_logprobs = policy, now, sampling
-    if drafts is not None and not setup.accept.samples_anew:  # a match is drawn now
-        reused = inside & (board.sources[:, :slots] == Source.REUSED)
-        origin_logprobs = jnp.where(reused, drafts.origin_logprobs, policy)
-        origin_steps = jnp.where(reused, drafts.origin_steps, now)
-        draft_logprobs = jnp.where(reused, drafts.sampling_logprobs, sampling)
-    if held is not None:
-        before = positions < held.rollout.lens[:, None]
-        origin_logprobs = jnp.where(before, held.rollout.origin_logprobs, origin_logprobs)
-        origin_steps = jnp.where(before, held.rollout.origin_steps, origin_steps)
-        draft_logprobs = jnp.where(before, held.rollout.draft_logprobs, draft_logprobs)
-
-    def top(matrix: Array | None) -> Array | None:
-        return None if matrix is None else matrix[:, :slots]
-
-    rollout = Rollout(
-        tokens=jnp.where(inside, board.tokens[:, :slots], setup.pad_id),
-        lens=board.lens,
-        prefix_lens=board.prefix_lens,
-        policy_logprobs=policy,
-        sampling_logprobs=sampling,
-        origin_logprobs=jnp.where(inside, origin_logprobs, 0.0),
-        origin_steps=origin_steps,
-        sources=sources,
-        draft_logprobs=jnp.where(inside, draft_logprobs, 0.0),
-        top_ids=top(board.top_ids),
-        top_logprobs=top(board.top_logprobs),
-    )
-    return rollout, counts

@@ -110,7 +110,7 @@ def check_stats(plan, rollout, cost, drafts=None):
         ladder = plan.buckets(len(lens))
         if drafts is not None:
             # The pass draws a token behind every draft, unless the draft fills it.
-            width = ladder.verify_width(int(np.asarray(drafts.lens).max()))
+            width = ladder.verify_width_for(int(np.asarray(drafts.lens).max()))
             assert cost.verify_work == len(lens) * width
             drawn = np.maximum(lens - np.minimum(prefix + 1, width), 0)
         # Every step runs the smallest rung that fits.

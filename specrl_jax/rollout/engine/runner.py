@@ -1,327 +1,318 @@
-"""Rows in flight: how they get onto a rung, are computed there, travel, and come back to the board.
+"""Runs the model on batches of rows, moves rows between batches, and notes what it cost.
 
-The engine decides who, where and for how long; here it is carried out, and what it took is noted.
-Rows that decode share one rung, the *pool*; beside it there is for a moment a batch that begins.
-Between visits of a rung the host reads six numbers and a tally; no token visits it.
+Rows that decode share one batch, `running`; beside it there may be one more whose rows begin. All
+rows of the rollout are in `all_rows`, in order; a batch writes its rows back there. The scheduler
+decides which rows run, in which bucket and for how long.
+
+Between two runs the host reads a few counts; no token visits it.
 """
 
 import dataclasses
 import time
-from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.engine import decode
-from specrl_jax.rollout.engine import decode_state as rows
+from specrl_jax.rollout.drafts import suffix_match
+from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
+from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StepCounts, StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.kv_budget import KVBudget
+from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts
 
 FOREVER = np.iinfo(np.int32).max
+_COUNTS = ("train_rows", "active", "at_cache_limit", "verifying")
+_LENGTHS = ("longest", "longest_draft")
 
 
 @dataclasses.dataclass
 class DecodeBatch:
-    """Rows on a rung. own, active, parked, verifying, longest, longest_draft: as `decode_steps`
-    reports them. real: rows that are not fillers, but for those whose end is on the board."""
+    """Rows that are computed together."""
 
     cache: KVCache
     rows: DecodeState
-    size: int
-    slots: int
-    real: int
-    own: int = 0
+    size: int  # rows, padding included
+    slots: int  # of the cache
+    written_back: int  # rows that were unfinished when the batch was last written back
+    # As `decode.progress` reports them.
+    train_rows: int = 0  # train rows that are not done
     active: int = 0
-    parked: int = 0
+    at_cache_limit: int = 0  # rows that wait for a longer cache
     verifying: int = 0
-    longest: int = 0
-    longest_draft: int = 0
+    longest: int = 0  # tokens of the longest row that is not done
+    longest_draft: int = 0  # draft tokens left to verify
 
     @property
     def unfinished(self) -> int:
-        return self.active + self.parked
+        return self.active + self.at_cache_limit
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.size, self.slots
 
-    def report(self, numbers: np.ndarray) -> None:
-        """Take over what `decode.decode_steps` reported."""
-        names = ("own", "active", "parked", "verifying", "longest", "longest_draft")
-        for name, number in zip(names, numbers.tolist(), strict=True):
+    def update(self, progress: np.ndarray) -> None:
+        for name, number in zip((*_COUNTS, *_LENGTHS), progress.tolist(), strict=True):
             setattr(self, name, number)
 
-    def leave_drafts(self) -> None:
-        """Nothing is left to judge."""
-        self.rows, self.verifying, self.longest_draft = rows.without_drafts(self.rows), 0, 0
+    def drop_drafts(self) -> None:
+        self.rows, self.verifying, self.longest_draft = decode_state.without_drafts(self.rows), 0, 0
 
 
 @dataclasses.dataclass
 class ModelRunner:
-    """The board, the pool and the corpus of one rollout, and what they cost so far.
+    """The rows of one rollout, and its cost so far."""
 
-    board: all rows, the first `own` of which the rollout is for. drafts: of all rows, or None.
-    corpus: makes the draft source's state before the first step that drafts, then that state.
-    unread: whether rows hold tokens that it does not know. finished: bool [B], rows that are done;
-    told: whether every visit keeps it up to date. prefilled: since when, and the cache, of prompts
-    whose rows begin next. aside: shape of a rung held beside batch and pool for a moment.
-    """
-
-    setup: ProgramSpec
-    room: KVBudget
+    program: ProgramSpec
+    budget: KVBudget
     weights: Params
-    board: DecodeState
-    own: int
-    drafts: Drafts | None
-    log_lenience: float
-    corpus: Any
-    unread: bool
-    finished: np.ndarray
-    told: bool
-    pool: DecodeBatch | None = None
-    prefilled: tuple[float, KVCache] | None = None
-    aside: tuple[int, int] | None = None
+    all_rows: DecodeState
+    requests: Requests
+    drafts: DraftInputs
+    running: DecodeBatch | None = None
     stats: Stats = dataclasses.field(default_factory=Stats)
 
-    # Onto a rung and back --------------------------------------------------------------------
+    def __post_init__(self):
+        self.suffixes = self.drafts.suffixes
+        # Whether rows hold tokens that the suffix index has not read.
+        self.suffixes_stale = bool(self.requests.held_lens.any())
+        self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
+        self._prefilled: tuple[float, KVCache] | None = None  # since when, and the prompts' cache
+        self._extra_bucket: list[tuple[int, int]] = []  # held for a moment beside the batches
+
+    # Rows begin ------------------------------------------------------------------------------
 
     def prefill(self, prompts: np.ndarray) -> None:
         """Let the device compute prompts int32 [Q', P]; `begin` waits for it."""
         start = time.perf_counter()
-        self.prefilled = start, decode.prefill(self.setup, self.weights, prompts)
+        self._prefilled = start, decode.prefill(self.program, self.weights, prompts)
         self.stats.programs.add(("prefill", *prompts.shape))
 
     def begin(
-        self, places: np.ndarray, size: int, slots: int, draft_lens: np.ndarray
+        self, index: np.ndarray, size: int, slots: int, draft_lens: np.ndarray
     ) -> DecodeBatch:
-        """Rows at `places` int [n] of the board, which hold nothing yet and whose prompts were
-        prefilled, on a rung of this shape. draft_lens: int [n], tokens of their drafts that are to
-        be judged, 0 for all if none are."""
-        picked = self._pick(places, size, judged=draft_lens.any())
-        (start, cache), self.prefilled = self.prefilled, None  # not kept beside its copies
-        cache = decode.broadcast_prefill(cache, slots=slots, group_size=self.setup.group_size)
+        """A batch of the rows `index` int [n], which hold nothing yet and whose prompts were
+        prefilled. draft_lens: int [n], draft tokens to verify, 0 for all where none are."""
+        rows = self._gather(index, size, with_drafts=draft_lens.any())
+        (start, cache), self._prefilled = self._prefilled, None  # not kept beside its copies
+        cache = decode.broadcast_prefill(cache, slots=slots, group_size=self.program.group_size)
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
-        prompts = (size // self.setup.group_size, self.room.ladder.prompt_slots)
-        self.note_bytes(prompts, (size, slots), *self.pool_shape())
+        prompts = (size // self.program.group_size, self.budget.buckets.prompt_slots)
+        self.note_bytes(prompts, (size, slots), *self.running_shape())
         return DecodeBatch(
-            cache, picked, size, slots, len(places), active=len(places),
-            own=int(np.count_nonzero(places < self.own)),
+            cache, rows, size, slots, len(index), active=len(index),
+            train_rows=int(np.count_nonzero(index < self.requests.num_train_rows)),
             # Rows that hold nothing verify exactly where they have a draft.
             verifying=int(np.count_nonzero(draft_lens)), longest_draft=int(draft_lens.max()),
         )  # fmt: skip
 
-    def begin_again(
-        self, prompts: np.ndarray, places: np.ndarray, size: int, slots: int, width: int,
-        *, judged: bool,
-    ) -> DecodeBatch:  # fmt: skip
-        """Rows of the board that hold up to `width` tokens but have no cache: one pass over these
-        and prompts int32 [size, P]. judged: with what is left of their drafts."""
-        picked = self._pick(places, size, judged=judged)
+    def re_prefill(
+        self, index: np.ndarray, size: int, slots: int, width: int, *, with_drafts: bool
+    ) -> DecodeBatch:
+        """A batch of the rows `index`, which hold up to `width` tokens but have no cache: one pass
+        over prompts and tokens."""
+        rows = self._gather(index, size, with_drafts=with_drafts)
+        prompts = self.requests.prompts[np.resize(index, size) // self.program.group_size]
         start = time.perf_counter()
         cache = decode.re_prefill(
-            self.setup, self.weights, prompts, picked, slots=slots, width=width
+            self.program, self.weights, prompts, rows, slots=slots, width=width
         )
-        rung = DecodeBatch(cache, picked, size, slots, len(places))
-        self._look(rung)
+        batch = DecodeBatch(cache, rows, size, slots, len(index))
+        self._count(batch)
         self.stats.prefill_seconds += time.perf_counter() - start
-        self.stats.programs.add(("replay", *rung.shape, width))
-        self.note_bytes(rung.shape, *self.pool_shape())
-        return rung
+        self.stats.programs.add(("re_prefill", *batch.shape, width))
+        self.note_bytes(batch.shape, *self.running_shape())
+        return batch
 
-    def _pick(self, places: np.ndarray, size: int, *, judged: bool) -> DecodeState:
-        """Rows of the board on a rung of `size`; judged: with their drafts."""
-        if judged and self.board.draft is None:
-            accept, lenience = self.setup.accept, self.log_lenience
-            self.board = rows.with_drafts(self.board, self.drafts, accept, lenience)
+    def _gather(self, index: np.ndarray, size: int, *, with_drafts: bool) -> DecodeState:
+        if with_drafts and self.all_rows.draft is None:
+            previous, log_lenience = self.drafts.previous, self.drafts.log_lenience
+            self.all_rows = decode_state.with_drafts(
+                self.all_rows, previous, self.program.accept, log_lenience
+            )
         padded = np.full(size, -1, np.int32)
-        padded[: len(places)] = places
-        return rows.gather(self.board if judged else rows.without_drafts(self.board), padded)
+        padded[: len(index)] = index
+        rows = self.all_rows if with_drafts else decode_state.without_drafts(self.all_rows)
+        return decode_state.gather(rows, padded)
 
-    def _look(self, rung: DecodeBatch) -> None:
-        """Let a rung know what its rows are like."""
-        rung.report(np.asarray(decode.progress(rung.rows, self.limits(FOREVER))))
+    def _count(self, batch: DecodeBatch) -> None:
+        batch.update(np.asarray(decode.progress(batch.rows, self.stop_condition())))
 
-    def evict(self, out: np.ndarray) -> None:
-        """The pool's rows marked in `out` bool [b] give up their cache."""
-        pool = self.pool
-        self.stats.preempted += int(out.sum())
-        self.collect(pool)
-        pool.rows = rows.mark_padding(pool.rows, put(out, "batch"))
-        self._look(pool)
-        pool.real = pool.active
+    # Rows move -------------------------------------------------------------------------------
 
-    def land(self) -> None:
-        """The pool's rows, back on the board with what they hold; there is no pool then."""
-        self.collect(self.pool)
-        self.pool = None
-
-    def collect(self, rung: DecodeBatch) -> None:
-        """Write what the rung's rows hold to the board."""
-        self.board = rows.scatter(rung.rows, self.board)
-        rung.real = rung.unfinished
-
-    def _write_back(self, rung: DecodeBatch) -> None:
-        """Let the board know of rows that are done, before they leave the rung."""
-        if rung.unfinished < rung.real:
-            self.collect(rung)
-
-    # From rung to rung -----------------------------------------------------------------------
-
-    def _moved(self, rung: DecodeBatch, size: int, slots: int) -> DecodeBatch:
-        """Its unfinished rows on a rung of another shape."""
-        if (size, slots) == rung.shape:
-            return rung
-        self._write_back(rung)
-        cache, moved = rows.resize(rung.cache, rung.rows, ~rung.rows.done, size=size, slots=slots)
-        self.note_bytes(rung.shape, (size, slots))
-        return dataclasses.replace(rung, cache=cache, rows=moved, size=size, slots=slots)
-
-    def move_pool(self, size: int, slots: int) -> DecodeBatch:
-        """The pool, brought to another shape."""
-        self.pool = self._moved(self.pool, size, slots)
-        return self.pool
-
-    def join(self, batch: DecodeBatch) -> None:
-        """Put a batch's unfinished rows into the pool."""
+    def insert(self, batch: DecodeBatch) -> None:
+        """Put a batch's unfinished rows into the running batch."""
         if not batch.unfinished:
-            self._write_back(batch)
+            self._write_back_finished(batch)
             return
-        pool, (size, slots) = self.pool, self.joined_shape(batch.unfinished, batch.longest)
-        if pool is None:
-            self.pool = self._moved(batch, size, slots)
+        running, shape = self.running, self.inserted_shape(batch.unfinished, batch.longest)
+        if running is None:
+            self.running = self._resized(batch, *shape)
             return
-        self.note_bytes(batch.shape, *{pool.shape, (size, slots)})
-        self._write_back(batch)
-        self._write_back(pool)
-        pool = self.move_pool(size, slots)
-        pool, batch = _same_form(pool, batch)
-        cache, joined = rows.insert(
-            pool.cache, pool.rows, batch.cache, batch.rows, ~batch.rows.done
+        self.note_bytes(batch.shape, *{running.shape, shape})
+        self._write_back_finished(batch)
+        self._write_back_finished(running)
+        running = self.resize(*shape)
+        running, batch = _alike(running, batch)
+        cache, rows = decode_state.insert(
+            running.cache, running.rows, batch.cache, batch.rows, ~batch.rows.done
         )
-        counts = ("own", "active", "parked", "verifying")
-        sums = {n: getattr(pool, n) + getattr(batch, n) for n in counts}
-        most = {n: max(getattr(pool, n), getattr(batch, n)) for n in ("longest", "longest_draft")}
-        total = pool.unfinished + batch.unfinished
-        self.pool = DecodeBatch(cache, joined, size, slots, total, **sums, **most)
+        sums = {n: getattr(running, n) + getattr(batch, n) for n in _COUNTS}
+        most = {n: max(getattr(running, n), getattr(batch, n)) for n in _LENGTHS}
+        total = running.unfinished + batch.unfinished
+        self.running = DecodeBatch(cache, rows, *shape, total, **sums, **most)
 
-    def joined_shape(self, unfinished: int, longest: int) -> tuple[int, int]:
-        """(rows, slots) of the rung for the pool and `unfinished` rows more, the longest of which
-        holds `longest` tokens."""
-        if self.pool is not None:
-            unfinished += self.pool.unfinished
-            longest = max(longest, self.pool.longest)
-        return self.room.ladder.rows_for(unfinished), self.room.ladder.slots_for(longest + 1)
+    def inserted_shape(self, unfinished: int, longest: int) -> tuple[int, int]:
+        """(rows, slots) of the bucket for the running rows and `unfinished` more, the longest of
+        which holds `longest` tokens."""
+        if self.running is not None:
+            unfinished += self.running.unfinished
+            longest = max(longest, self.running.longest)
+        buckets = self.budget.buckets
+        return buckets.rows_for(unfinished), buckets.slots_for(longest + 1)
+
+    def resize(self, size: int, slots: int) -> DecodeBatch:
+        """The running batch, its unfinished rows compacted into another bucket."""
+        self.running = self._resized(self.running, size, slots)
+        return self.running
+
+    def _resized(self, batch: DecodeBatch, size: int, slots: int) -> DecodeBatch:
+        if (size, slots) == batch.shape:
+            return batch
+        self._write_back_finished(batch)
+        cache, rows = decode_state.resize(
+            batch.cache, batch.rows, ~batch.rows.done, size=size, slots=slots
+        )
+        self.note_bytes(batch.shape, (size, slots))
+        return dataclasses.replace(batch, cache=cache, rows=rows, size=size, slots=slots)
 
     def split(self, batch: DecodeBatch, size: int) -> DecodeBatch:
-        """Send rows that are not verifying into the pool, and return the others, on a rung of
-        `size`."""
-        judged = rows.verifying(batch.rows)
-        self._write_back(batch)
-        cache, moved = rows.resize(batch.cache, batch.rows, judged, size=size, slots=batch.slots)
-        self.aside = (size, batch.slots)
-        self.note_bytes(batch.shape, *self.pool_shape())
-        # Rows of the next step's prompts have no drafts: all that are here are the board's own.
-        rest = dataclasses.replace(batch, verifying=0)
-        rest.own = rest.active = rest.real = batch.active - batch.verifying
-        rest.rows = rows.without_drafts(rows.mark_padding(batch.rows, judged))
-        kept = dataclasses.replace(batch, cache=cache, rows=moved, size=size)
-        kept.own = kept.active = kept.real = batch.verifying
-        if rest.active:
-            self.join(rest)
-        self.aside = None
-        return kept
+        """Rows that are verifying, in a bucket of `size` rows; the others are inserted."""
+        verifying = decode_state.verifying(batch.rows)
+        self._write_back_finished(batch)
+        cache, rows = decode_state.resize(
+            batch.cache, batch.rows, verifying, size=size, slots=batch.slots
+        )
+        self._extra_bucket = [(size, batch.slots)]
+        self.note_bytes(batch.shape, *self.running_shape())
+        # Only train rows have drafts.
+        others = dataclasses.replace(batch, verifying=0)
+        others.train_rows = others.active = others.written_back = batch.active - batch.verifying
+        others.rows = decode_state.mark_padding(batch.rows, verifying)
+        others.rows = decode_state.without_drafts(others.rows)
+        left = dataclasses.replace(batch, cache=cache, rows=rows, size=size)
+        left.train_rows = left.active = left.written_back = batch.verifying
+        if others.active:
+            self.insert(others)
+        self._extra_bucket = []
+        return left
 
-    def pool_shape(self) -> list[tuple[int, int]]:
-        """Shapes of the rungs in flight beside a batch: one or none."""
-        return [self.pool.shape] if self.pool else []
+    def preempt(self, rows: np.ndarray) -> None:
+        """Running rows marked in `rows` bool [b] give up their cache."""
+        running = self.running
+        self.stats.preempted += int(rows.sum())
+        self.write_back(running)
+        running.rows = decode_state.mark_padding(running.rows, put(rows, "batch"))
+        self._count(running)
+        running.written_back = running.active
 
-    def note_bytes(self, *rungs: tuple[int, int]) -> None:
-        """KV caches of these shapes exist at once, beside what is aside."""
-        held = self.room.bytes(*rungs, *([self.aside] if self.aside else []))
+    def write_back_all(self) -> None:
+        """Write the running rows back; then none is running."""
+        self.write_back(self.running)
+        self.running = None
+
+    def write_back(self, batch: DecodeBatch) -> None:
+        self.all_rows = decode_state.scatter(batch.rows, self.all_rows)
+        batch.written_back = batch.unfinished
+
+    def _write_back_finished(self, batch: DecodeBatch) -> None:
+        """Write rows back that are done, before they leave the batch."""
+        if batch.unfinished < batch.written_back:
+            self.write_back(batch)
+
+    def running_shape(self) -> list[tuple[int, int]]:
+        """(rows, slots) of the running batch, if there is one."""
+        return [self.running.shape] if self.running else []
+
+    def note_bytes(self, *shapes: tuple[int, int]) -> None:
+        """KV caches of these (rows, slots) exist at once."""
+        held = self.budget.bytes(*shapes, *self._extra_bucket)
         self.stats.cache_bytes = max(self.stats.cache_bytes, held)
 
-    # On a rung -------------------------------------------------------------------------------
+    # The model runs --------------------------------------------------------------------------
 
-    def limits(self, stop: int, length: int | None = None, steps: int = FOREVER) -> StopCondition:
-        """Until at most `stop` own rows are active, up to `length` tokens a row (all), `steps`
-        steps at most."""
-        length = self.setup.response_slots if length is None else length
-        # NumPy's scalars: a device array for each would cost the host half a millisecond a visit.
-        return StopCondition(*(np.int32(x) for x in (min(stop, FOREVER), length, steps, self.own)))
+    def stop_condition(
+        self, max_active: int = FOREVER, max_len: int | None = None, max_steps: int = FOREVER
+    ) -> StopCondition:
+        """max_len: tokens of a row, by default all its slots."""
+        max_len = self.program.response_slots if max_len is None else max_len
+        # NumPy's scalars: a device array for each would cost the host half a millisecond a run.
+        numbers = (min(max_active, FOREVER), max_len, max_steps, self.requests.num_train_rows)
+        return StopCondition(*map(np.int32, numbers))
 
     def run(
-        self, rung: DecodeBatch, limits: StopCondition, width: int, *, wide: bool = False
+        self, batch: DecodeBatch, stop: StopCondition, width: int, *, verify: bool = False
     ) -> StepCounts:
-        """A visit (`decode.decode_steps`), recorded. wide: a verification pass."""
-        tree = self.setup.draft_source is not None and width > 1 and not wide
-        corpus = self._read_rows(rung) if tree else None
+        """`decode.decode_steps` on the batch; verify: a verification pass."""
+        drafting = self.program.tree is not None and width > 1 and not verify
+        suffixes = self._synced_suffixes(batch) if drafting else None
         start = time.perf_counter()
-        rung.cache, rung.rows, corpus, tally, numbers = decode.decode_steps(
-            self.setup,
+        batch.cache, batch.rows, suffixes, counts, progress = decode.decode_steps(
+            self.program,
             self.weights,
-            rung.cache,
-            rung.rows,
-            corpus,
-            limits,
+            batch.cache,
+            batch.rows,
+            suffixes,
+            stop,
             width=width,
-            verify=wide,
+            wide=verify and self.program.accept != "match",
         )
-        if tree:
-            self.corpus = corpus
+        if drafting:
+            self.suffixes = suffixes
         else:
-            self.unread = True
-        done = (rung.rows.index, rung.rows.done) if self.told else None
-        tally, numbers, done = jax.device_get((tally, numbers, done))
+            self.suffixes_stale = True
+        done = (batch.rows.index, batch.rows.done) if self.requests.ends_early else None
+        counts, progress, done = jax.device_get((counts, progress, done))
         seconds = time.perf_counter() - start
-        judges = rung.rows.draft is not None
-        self.stats.programs.add(("visit", *rung.shape, width, tree, wide, judges))
-        rung.report(numbers)
+        batch.update(progress)
         if done is not None:
-            self.finished[done[0][done[1] & (done[0] < self.own)]] = True
-        stats, steps = self.stats, int(tally.steps)
-        if wide:
-            stats.verify_seconds += seconds
-            stats.verify_work += rung.size * width
-            stats.verified_tokens += int(tally.verified)
-            stats.accepted_tokens += int(tally.accepted)
-            return tally
-        stats.decode_seconds += seconds
-        stats.decode_steps += steps
-        stats.row_steps += steps * rung.size
-        stats.drafted_tokens += int(tally.drafted)
-        stats.decode_runs.append((*rung.shape, width, steps))
-        return tally
+            index, done = done
+            self.finished[index[done & (index < self.requests.num_train_rows)]] = True
+        flags = (drafting, verify, batch.rows.draft is not None)
+        self.stats.programs.add(("decode_steps", *batch.shape, width, *flags))
+        if verify:
+            self.stats.add_verification(batch.size, width, counts, seconds)
+        else:
+            self.stats.add_decode(batch.shape, width, counts, seconds)
+        return counts
 
-    def _read_rows(self, rung: DecodeBatch) -> Any:
-        """The corpus with all that rows hold, those on the rung too. Steps that take no drafts from
-        it do not write to it either, nor is it made for them, so that they cost what they cost
-        where there is none."""
-        if callable(self.corpus):
-            self.corpus = self.corpus()
-        if self.unread:
-            self.collect(rung)
-            source = self.setup.draft_source
-            self.corpus = source.sync(self.corpus, self.board.tokens, self.board.lens)
-            self.unread = False
-        return self.corpus
+    def _synced_suffixes(self, batch: DecodeBatch) -> SuffixIndex:
+        """The suffix index with all that rows hold. Steps that do not draft from it do not write to
+        it, nor is it made for them, so that they cost as little as without it."""
+        if callable(self.suffixes):
+            self.suffixes = self.suffixes()
+        if self.suffixes_stale:
+            self.write_back(batch)
+            rows = self.all_rows
+            self.suffixes = suffix_match.sync(self.suffixes, rows.tokens, rows.lens)
+            self.suffixes_stale = False
+        return self.suffixes
 
 
-def _same_form(*rungs: DecodeBatch) -> list[DecodeBatch]:
-    """With pending drafts everywhere if anywhere: the two sides of a join need one form."""
-    like = next((r.rows.draft for r in rungs if r.rows.draft is not None), None)
+def _alike(*batches: DecodeBatch) -> list[DecodeBatch]:
+    """With drafts in all if in any, since two batches are joined by a map over their fields."""
+    like = next((x.rows.draft for x in batches if x.rows.draft is not None), None)
     if like is None:
-        return list(rungs)
+        return list(batches)
     return [
-        r
-        if r.rows.draft is not None
-        else dataclasses.replace(r, rows=rows.with_empty_drafts(r.rows, like))
-        for r in rungs
+        x
+        if x.rows.draft is not None
+        else dataclasses.replace(x, rows=decode_state.with_empty_drafts(x.rows, like))
+        for x in batches
     ]

@@ -1,407 +1,397 @@
-"""The scheduler of one rollout: who waits, who is computed at which shape, and for how long.
+"""The scheduler of one rollout: which rows run, in which bucket, and for how long.
 
-    waiting groups → prefill (each prompt once) → verify their drafts → join the pool
-                 pool of active rows: steps of the width that pays → smaller or deeper rung → …
-                 finished rows → the board, in batch order
+    waiting groups ── prefill, verify drafts ──→ insert ──→ running rows: decode, compact ──→ done
+          ↑                                                      │
+          └─ preempted, resumed: prefilled with their tokens ←───┘
 
-What a row emits does not depend on any choice made here: not on who is computed beside it, at which
-width, how soon, or whether it was evicted and replayed. `flight.py` carries the choices out.
+Nothing that is decided here changes a token of a row. `runner.py` carries the decisions out.
 """
 
 import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
-from specrl_jax.models.transformer import Params
+from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
 from specrl_jax.rollout.engine.decode_state import DecodeState
-from specrl_jax.rollout.engine.kv_budget import KVBudget
+from specrl_jax.rollout.engine.requests import Requests
 from specrl_jax.rollout.engine.runner import FOREVER, DecodeBatch, ModelRunner
-from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.types import Drafts
 
-LOOK_IN_AHEAD = 64  # steps after which idle places are looked for
-LOOK_IN_PARTIAL = 32  # most steps between two counts of complete groups
+STEPS_BETWEEN_INSERTS = 64  # of rows of the next step into idle places
+STEPS_BETWEEN_COUNTS = 32  # at most, of the groups that are done, where enough of them end it all
+
+# Tokens that a row holds, and its index.
+HeldRow = tuple[int, int]
+
+
+@dataclasses.dataclass
+class Starting:
+    """Rows that begin, beside those that are running."""
+
+    batch: DecodeBatch
+    drafts_left: np.ndarray  # int [n], draft tokens of each row that are not verified
+    plan: VerifyPlan | None  # the first verification pass
 
 
 class Scheduler:
-    """One rollout in progress; `run` brings every row of the board to its end.
+    """Runs all rows of a rollout to their end.
 
-    board: all rows, the first `own` of which the rollout is for; those behind them only use idle
-    places (run-ahead). prompts: int32 [Q, P] on the host. drafts: those of all rows, or None;
-    draft_lens: int32 [B] on the host, 0 where there is none. held: int32 [B], tokens that rows hold
-    already; done: bool [B]. first: groups that begin before all others. wanted: groups after which
-    `run` ends, 0 for all; the others then hold what they have. behind: rows of its own that `run`
-    leaves unfinished, holding what they have; fewer than are unfinished as it begins. corpus: what
-    tree drafts read, or a function that makes it before the first step that does.
+    Rows wait in four queues. `resumed` and `preempted` rows hold tokens, `waiting` groups hold
+    none; groups of `next_step` only use places that would be idle.
     """
 
-    def __init__(
-        self,
-        setup: ProgramSpec,
-        room: KVBudget,
-        weights: Params,
-        board: DecodeState,
-        prompts: np.ndarray,
-        *,
-        own: int,
-        drafts: Drafts | None,
-        draft_lens: np.ndarray,
-        held: np.ndarray,
-        done: np.ndarray,
-        corpus: Callable[[], Any],
-        log_lenience: float = 0.0,
-        cost: Speculation | None = None,
-        first: int = 0,
-        wanted: int = 0,
-        behind: int = 0,
-    ):
-        self.setup, self.room, self.ladder = setup, room, room.ladder
-        self.flight = ModelRunner(
-            setup, room, weights, board, own, drafts, log_lenience, corpus,
-            unread=bool(held.any()), finished=done.copy(), told=bool(wanted or behind),
-        )  # fmt: skip
-        self.prompts, self.own, self.held = prompts, own, held
-        self.draft_lens, self.cost = draft_lens, cost
-        self.widths = self.ladder.widths
-        # Under match a draft changes no token: there only wide steps have a use for what is left.
-        widens = not setup.accept.samples_anew or self._may_widen()
-        self.steps_judge = drafts is not None and widens
-        room.check()
-        group = setup.group_size
-        self.wanted, self.behind = wanted, behind
-        begun = held.reshape(-1, group).any(axis=1)
+    def __init__(self, runner: ModelRunner, speculation: Speculation | None = None):
+        self.runner, self.requests, self.speculation = runner, runner.requests, speculation
+        self.program, self.budget = runner.program, runner.budget
+        self.buckets = self.budget.buckets
+        self.rule = acceptance.RULES[self.program.accept]
+        # Under match a draft changes no token: only wide decode steps use what is left of it.
+        self.verify_while_decoding = runner.drafts.previous is not None and (
+            self.program.accept != "match" or self._may_draft()
+        )
+        self.starting: Starting | None = None
+        self.budget.check()
+        self._enqueue(self.requests)
+
+    def _enqueue(self, requests: Requests) -> None:
+        group, num_train = self.program.group_size, requests.num_train_rows
+        held = requests.held_lens.reshape(-1, group).any(axis=1)
         # Drafts of like length are verified together: a pass is as wide as its longest.
-        longest = draft_lens.reshape(-1, group).max(axis=1)
-        fresh = np.flatnonzero(~begun).tolist()
-        fresh.sort(key=lambda g: (g >= first, -longest[g], g))
-        self.fresh = collections.deque(g for g in fresh if g * group < own)
-        self.ahead = collections.deque(g for g in fresh if g * group >= own)
-        self.carried = [(int(held[i]), i) for i in range(own) if begun[i // group] and not done[i]]
-        self.back: list[tuple[int, int]] = []  # (tokens, row): evicted
+        longest = requests.draft_lens.reshape(-1, group).max(axis=1)
+        groups = np.flatnonzero(~held).tolist()
+        groups.sort(key=lambda g: (g >= requests.num_resumed, -longest[g], g))
+        self.waiting = collections.deque(g for g in groups if g * group < num_train)
+        self.next_step = collections.deque(g for g in groups if g * group >= num_train)
+        self.resumed: list[HeldRow] = [
+            (int(requests.held_lens[row]), row)
+            for row in range(num_train)
+            if held[row // group] and not requests.done[row]
+        ]
+        self.preempted: list[HeldRow] = []
 
     @property
-    def pool(self) -> DecodeBatch | None:
-        return self.flight.pool
-
-    @property
-    def stats(self) -> Stats:
-        return self.flight.stats
-
-    @property
-    def finished(self) -> np.ndarray:
-        """bool [B], rows that are done by now; kept where `wanted` or `behind` is given."""
-        return self.flight.finished
+    def running(self) -> DecodeBatch | None:
+        return self.runner.running
 
     def run(self) -> DecodeState:
-        """The board with every row of its own done."""
-        if not self._enough():
-            self._admit()
-        while self.pool is not None:
-            self._visit()
-            if self._enough() or not (self.pool.own or self._waits()):
+        """All rows, at their end unless the rollout may end early."""
+        while not self._may_end():
+            self._make_room()
+            while self._begin():
+                self._verify()
+                self.runner.insert(self.starting.batch)
+                self.starting = None
+            if self.running is None:
                 break
-            self._admit()
-        if self.pool is not None:
-            self.flight.land()
-        return self.flight.board
+            self._decode()
+            if not self.running.train_rows and not self._is_waiting():
+                break
+        if self.running is not None:
+            self.runner.write_back_all()
+        return self.runner.all_rows
 
-    def _may_widen(self) -> bool:
-        """Whether steps wider than 1 are to be expected."""
-        if self.setup.draft_source is None or self.cost is None:
-            return self.setup.draft_source is not None
-        slots = sorted({self.ladder.slots(n) for n in self.ladder.responses})
-        return self.cost.widens(itertools.product(self.ladder.rows, slots), self.widths)
-
-    def _enough(self) -> bool:
-        """Whether so much is complete that the others may wait for the next rollout."""
-        if self.behind and self.pool is not None and not self._waits():
-            return self.pool.own <= self.behind
-        if not self.wanted:
+    def _may_end(self) -> bool:
+        """Whether so much is done that the rest may wait for the next rollout."""
+        requests = self.requests
+        if requests.allow_unfinished and self.running is not None and not self._is_waiting():
+            return self.running.train_rows <= requests.allow_unfinished
+        if not requests.stop_after_groups:
             return False
-        groups = self.finished.reshape(-1, self.setup.group_size).all(axis=1)
-        return int(groups.sum()) >= self.wanted
+        groups = self.runner.finished.reshape(-1, self.program.group_size).all(axis=1)
+        return int(groups.sum()) >= requests.stop_after_groups
 
-    def _waits(self) -> bool:
-        """Whether rows of the board's own are not in flight yet, or not any more."""
-        return bool(self.carried or self.fresh or self.back)
+    def _is_waiting(self) -> bool:
+        """Whether train rows that are not done are not running."""
+        return bool(self.resumed or self.waiting or self.preempted)
 
-    # Admission -------------------------------------------------------------------------------
+    def _may_draft(self) -> bool:
+        """Whether decode steps wider than 1 are to be expected."""
+        if self.program.tree is None or self.speculation is None:
+            return self.program.tree is not None
+        slots = sorted({self.buckets.slots(n) for n in self.buckets.responses})
+        shapes = itertools.product(self.buckets.rows, slots)
+        return self.speculation.widens(shapes, self.buckets.widths)
 
-    def _admit(self) -> None:
-        """Begin waiting rows while there is room for them."""
-        if self.pool is not None and not self.pool.unfinished:
-            self.flight.land()
-        if self.pool is not None and self.room.cache_bytes and self._waits():
-            size = self.ladder.rows_for(self.pool.unfinished)  # bytes for those that join
-            self.flight.move_pool(size, self.pool.slots)
-        while self._admit_some():
-            pass
+    # Rows begin ------------------------------------------------------------------------------
 
-    def _admit_some(self) -> bool:
-        busy = self.pool.unfinished if self.pool else 0
-        again = self.carried or ([] if self.fresh else self.back)
-        held = max((n for n, _ in again), default=0)
-        if self.fresh and not again:
-            held = self._window_needed()
-        longest = max(held, self.pool.longest if self.pool else 0)
-        # As where they join: rows that filled a window come back to the next one.
-        capacity = self.room.capacity(self.ladder.response_for(longest + 1))
-        group = self.setup.group_size
-        waiting = len(again) or len(self.fresh) * group
-        room = capacity - busy
-        if not waiting:
-            return self._admit_ahead()
-        # Fillers are gone once rows have joined the pool: only a bound on bytes counts them.
-        whole = waiting <= room and not self.room.cache_bytes
-        size = self.ladder.admission(waiting, capacity if whole else room)
-        if not size or (busy and size < min(waiting, self.room.refill(capacity))):
+    def _make_room(self) -> None:
+        """Compact what is running, for rows that begin."""
+        if self.running is None:
+            return
+        if not self.running.unfinished:
+            self.runner.write_back_all()
+        elif self.budget.cache_bytes and self._is_waiting():
+            size = self.buckets.rows_for(self.running.unfinished)
+            self.runner.resize(size, self.running.slots)
+
+    def _begin(self) -> bool:
+        """Let waiting rows start, if there is room for any."""
+        if not self._is_waiting():
+            return self._begin_next_step()
+        held_rows = self.resumed or ([] if self.waiting else self.preempted)
+        size = self._num_admitted(held_rows)
+        if not size:
             return False
-        if busy and self._exceeds(size, min(size, waiting), longest):
-            return False
-        if self.carried:
-            chosen, self.carried = self.carried[:size], self.carried[size:]
-            batch = self._begin_again(chosen, size, drafted=True)
-        elif self.fresh:
-            groups = [self.fresh.popleft() for _ in range(min(size // group, len(self.fresh)))]
-            batch = self._begin_groups(groups, size)
+        if self.resumed:
+            chosen, self.resumed = self.resumed[:size], self.resumed[size:]
+            self.starting = self._re_prefill(chosen, size, with_drafts=True)
+        elif self.waiting:
+            count = min(size // self.program.group_size, len(self.waiting))
+            self.starting = self._prefill([self.waiting.popleft() for _ in range(count)], size)
         else:
-            self.back.sort()
-            chosen, self.back = self.back[:size], self.back[size:]
-            batch = self._begin_again(chosen, size)
-        self.flight.join(batch)
+            self.preempted.sort()
+            chosen, self.preempted = self.preempted[:size], self.preempted[size:]
+            self.starting = self._re_prefill(chosen, size)
         return True
 
-    def _window_needed(self) -> int:
-        """Tokens for which groups that have not begun need a window: a draft that is kept takes it
-        at once, and one that is verified whole or not at all takes the pass over it."""
-        longest = int(self.draft_lens.reshape(-1, self.setup.group_size)[list(self.fresh)].max())
-        whole = self.setup.accept.whole_draft
-        return self.ladder.verify_width(longest) if longest and whole else longest
+    def _num_admitted(self, held_rows: list[HeldRow]) -> int:
+        """Rows of the bucket in which rows begin, 0 for none: `held_rows`, else waiting groups."""
+        running = self.running.unfinished if self.running else 0
+        held = max((n for n, _ in held_rows), default=0) if held_rows else self._tokens_at_once()
+        longest = max(held, self.running.longest if self.running else 0)
+        # As where rows are inserted: rows that filled a cache come back to the next longer one.
+        capacity = self.budget.capacity(self.buckets.response_for(longest + 1))
+        count = len(held_rows) or len(self.waiting) * self.program.group_size
+        free = capacity - running
+        # Padding is gone once rows are inserted: only a bound on bytes counts it.
+        ignore_padding = count <= free and not self.budget.cache_bytes
+        size = self.buckets.admission(count, capacity if ignore_padding else free)
+        if running and size < min(count, self.budget.refill(capacity)):
+            return 0
+        if size and running and self._exceeds_budget(size, min(size, count), longest):
+            return 0
+        return size
 
-    def _admit_ahead(self) -> bool:
-        """Let rows of the next step into places that would stand idle."""
-        if not self.ahead or self.pool is None:
+    def _tokens_at_once(self) -> int:
+        """Tokens for which waiting groups need a cache at once: an accepted draft, or the pass over
+        a draft that is verified whole."""
+        group = self.program.group_size
+        longest = int(self.requests.draft_lens.reshape(-1, group)[list(self.waiting)].max())
+        whole = self.rule.whole_draft and longest
+        return self.buckets.verify_width_for(longest) if whole else longest
+
+    def _begin_next_step(self) -> bool:
+        """Let groups of the next step start in places that would be idle."""
+        if not self.next_step or self.running is None:
             return False
-        group, pool = self.setup.group_size, self.pool
-        capacity = self.room.capacity(self.ladder.response_for(pool.longest + 1))
-        count = min((min(pool.size, capacity) - pool.unfinished) // group, len(self.ahead))
-        count = min(count, self.ladder.admissions[0] // group)
-        if count * group < max(pool.size // 4, 1):  # not worth a prefill and a move
+        group, running = self.program.group_size, self.running
+        capacity = self.budget.capacity(self.buckets.response_for(running.longest + 1))
+        count = (min(running.size, capacity) - running.unfinished) // group
+        count = min(count, len(self.next_step), self.buckets.admissions[0] // group)
+        if count * group < max(running.size // 4, 1):  # not worth a prefill and a move
             return False
-        size = self.ladder.admission(count * group, self.ladder.admissions[0])
-        if self._exceeds(size, count * group, pool.longest):
+        size = self.buckets.admission(count * group, self.buckets.admissions[0])
+        if self._exceeds_budget(size, count * group, running.longest):
             return False
-        groups = [self.ahead.popleft() for _ in range(count)]
-        self.flight.join(self._begin_groups(groups, size))
+        self.starting = self._prefill([self.next_step.popleft() for _ in range(count)], size)
         return True
 
-    def _exceeds(self, size: int, real: int, longest: int) -> bool:
-        """Whether it would take more than the bound on bytes to join `real` rows, begun on a rung
-        of `size`, with the pool, up to `longest` tokens."""
-        joined = self.flight.joined_shape(real, longest)
-        longest_draft = int(self.draft_lens.max())
-        widths = self._verifiable(longest_draft) if longest_draft else []
-        begin = max([joined[1], *(self.ladder.verify_slots(w, longest_draft) for w in widths)])
-        return not self.room.holds((size, begin), *{*self.flight.pool_shape(), joined})
+    def _exceeds_budget(self, size: int, count: int, longest: int) -> bool:
+        """Whether `count` rows of up to `longest` tokens, begun in a bucket of `size`, and the
+        running rows would take too many bytes."""
+        joined = self.runner.inserted_shape(count, longest)
+        longest_draft = int(self.requests.draft_lens.max())
+        widths = self._widths_to_verify(longest_draft) if longest_draft else []
+        slots = max([joined[1], *(self.buckets.verify_slots(w, longest_draft) for w in widths)])
+        return not self.budget.holds((size, slots), *{*self.runner.running_shape(), joined})
 
-    def _begin_groups(self, groups: list[int], size: int) -> DecodeBatch:
-        """Prefill prompts, verify their drafts."""
-        group = self.setup.group_size
-        places = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
-        drafts = self.draft_lens[places]
-        self.flight.prefill(self.prompts[np.resize(groups, size // group)])
-        first = self._pass(drafts, size)  # while the device is at it
-        # Without a pass, the window that rows will share, so that they need not move to join.
-        slots = first.slots if first else self.flight.joined_shape(0, 0)[1]
-        judged = drafts if first or self.steps_judge else np.zeros_like(drafts)
-        return self._verified(self.flight.begin(places, size, slots, judged), drafts, first)
+    def _prefill(self, groups: list[int], size: int) -> Starting:
+        """Groups that hold nothing."""
+        group = self.program.group_size
+        index = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
+        drafts = self.requests.draft_lens[index]
+        self.runner.prefill(self.requests.prompts[np.resize(groups, size // group)])
+        plan = self._plan_verification(drafts, size)  # while the device computes
+        # Without a pass, the slots that rows will share, so that they need not move.
+        slots = plan.slots if plan else self.runner.inserted_shape(0, 0)[1]
+        verify = drafts if plan or self.verify_while_decoding else np.zeros_like(drafts)
+        return Starting(self.runner.begin(index, size, slots, verify), drafts, plan)
 
-    def _begin_again(
-        self, chosen: list[tuple[int, int]], size: int, drafted: bool = False
-    ) -> DecodeBatch:
-        """Rows that hold tokens but have no cache: one pass over prompt and tokens. drafted: what
-        is left of their drafts has not been judged yet."""
-        places = np.asarray([i for _, i in chosen])
-        width = self.ladder.response_for(max(n for n, _ in chosen))
-        slots, first, left = self.ladder.slots(width), None, np.zeros(len(places), np.int32)
-        if drafted:
-            left = np.maximum(self.draft_lens[places] - self.held[places], 0)
-            widest = self.ladder.verify_width(int(left.max()))
-            most = self.ladder.prompt_slots + width + widest
-            first = self._pass(left, size, most, max(n for n, _ in chosen))
-        if first:
-            needed = self.ladder.prompt_slots + width + first.verify_width
-            if self.room.verifies(needed, slots):
-                slots = max(slots, needed)
-            else:
-                first = None
-        prompts = self.prompts[np.resize(places, size) // self.setup.group_size]
-        judged = first is not None or self.steps_judge
-        batch = self.flight.begin_again(prompts, places, size, slots, width, judged=judged)
-        return self._verified(batch, left, first)
+    def _re_prefill(self, chosen: list[HeldRow], size: int, with_drafts: bool = False) -> Starting:
+        """Rows that hold tokens. with_drafts: they may have drafts left to verify."""
+        index, longest = np.asarray([row for _, row in chosen]), max(n for n, _ in chosen)
+        width = self.buckets.response_for(longest)
+        slots, plan, left = self.buckets.slots(width), None, np.zeros(len(index), np.int32)
+        begun = self.buckets.prompt_slots + width
+        if with_drafts:
+            left = np.maximum(self.requests.draft_lens[index] - self.requests.held_lens[index], 0)
+            widest = self.buckets.verify_width_for(int(left.max()))
+            plan = self._plan_verification(left, size, begun + widest, longest)
+        if plan and not self.budget.verifies(begun + plan.verify_width, slots):
+            plan = None
+        if plan:
+            slots = max(slots, begun + plan.verify_width)
+        verify = plan is not None or self.verify_while_decoding
+        batch = self.runner.re_prefill(index, size, slots, width, with_drafts=verify)
+        return Starting(batch, left, plan)
 
     # Verification ----------------------------------------------------------------------------
 
-    def _verifiable(self, longest: int) -> list[int]:
-        """Widths of a pass over drafts of at most `longest` tokens, ascending: up to the widest
-        that is needed, as far as there is room for their caches. Of a rule that needs the whole
-        draft the widest alone: `_window_needed` has seen to its room."""
-        widest = self.ladder.verify_width(longest)
-        if self.setup.accept.whole_draft:
+    def _widths_to_verify(self, longest: int) -> list[int]:
+        """Ascending widths of a pass over drafts of at most `longest` tokens: up to the widest that
+        is needed, as far as there is room. Of a rule that needs whole drafts the widest alone:
+        `_tokens_at_once` has seen to its room."""
+        widest = self.buckets.verify_width_for(longest)
+        if self.rule.whole_draft:
             return [widest]
-        shared, needed = self.ladder.slots_for(longest + 1), self.ladder.verify_slots
-        widths = [width for width in self.ladder.verify if width <= widest]
-        return [width for width in widths if self.room.verifies(needed(width, longest), shared)]
+        shared, slots = self.buckets.slots_for(longest + 1), self.buckets.verify_slots
+        widths = [width for width in self.buckets.verify if width <= widest]
+        return [width for width in widths if self.budget.verifies(slots(width, longest), shared)]
 
-    def _pass(
-        self, drafts: np.ndarray, size: int, slots: int = 0, begun: int = 0
+    def _plan_verification(
+        self, drafts_left: np.ndarray, size: int, slots: int = 0, held: int = 0
     ) -> VerifyPlan | None:
-        """The verification of rows whose drafts have `drafts` [n] tokens left that the cost model
-        chooses; without one the widest that is needed. None where there are no drafts, where they
-        are better left to decoding, or where there is no room. slots: of the rows' caches, where
-        they have any. begun: tokens that the longest of them holds."""
-        if not drafts.any():
+        """The next pass over rows with `drafts_left` [n] draft tokens; None where there is no draft
+        or no room, or where drafts are better left to decode steps. slots: of the rows' cache,
+        where there is one. held: tokens of the longest row."""
+        if not drafts_left.any():
             return None
-        longest = int(drafts.max())
-        needed = self.ladder.prompt_slots + begun  # a pass begins behind the longest response
-        widths = [w for w in self._verifiable(longest) if not slots or needed + w <= slots]
+        longest = int(drafts_left.max())
+        needed = self.buckets.prompt_slots + held
+        widths = [w for w in self._widths_to_verify(longest) if not slots or needed + w <= slots]
         if not widths:
             return None
-        make = functools.partial(
+        running, buckets = self.running, self.buckets
+        plan = functools.partial(
             VerifyPlan,
-            draft_lens=tuple(drafts[drafts > 0].tolist()),
-            held=begun,
+            draft_lens=tuple(drafts_left[drafts_left > 0].tolist()),
+            held=held,
             rows=size,
-            buckets=self.ladder,
-            others_held=self.pool.longest if self.pool else 0,
-            others=len(self.fresh) * self.setup.group_size
-            + (self.pool.unfinished if self.pool else 0),
-            capacity=self.room.capacity(self.setup.response_slots),
+            buckets=buckets,
+            others=len(self.waiting) * self.program.group_size
+            + (running.unfinished if running else 0),
+            others_held=running.longest if running else 0,
+            capacity=self.budget.capacity(self.program.response_slots),
         )
-        passes = [
-            make(verify_width=w, slots=slots or self.ladder.verify_slots(w, longest))
-            for w in widths
+        plans = [
+            plan(verify_width=w, slots=slots or buckets.verify_slots(w, longest)) for w in widths
         ]
-        if self.cost is None or self.setup.accept.whole_draft:
-            return passes[-1]
-        return self.cost.choose_verification(passes)
+        if self.speculation is None or self.rule.whole_draft:
+            return plans[-1]
+        return self.speculation.choose_verification(plans)
 
-    def _verified(
-        self, batch: DecodeBatch, drafts: np.ndarray, first: VerifyPlan | None
-    ) -> DecodeBatch:
-        """A batch with its drafts judged in wide passes, as long as that pays, and left to steps
-        where these judge."""
-        if first:
-            batch = self._verify(batch, drafts, first)
-        if not (self.steps_judge and batch.verifying):
-            batch.leave_drafts()
-        return batch
+    def _verify(self) -> None:
+        """Verification passes over the rows that start, as many as pay. Drafts that are left then
+        are for decode steps to verify, or dropped."""
+        starting, plan = self.starting, self.starting.plan
+        if plan:
+            self._split()
+        while plan is not None and starting.batch.verifying:
+            stop = self.runner.stop_condition(max_active=-1, max_steps=1)
+            counts = self.runner.run(starting.batch, stop, plan.verify_width, verify=True)
+            if self.speculation:
+                rows, slots = starting.batch.shape
+                done = dataclasses.replace(plan, rows=rows, slots=slots)
+                numbers = int(counts.accepted), int(counts.verified)
+                predicted = self.speculation.record_verification(done, *numbers)
+                self.runner.stats.predicted_verify_seconds += predicted
+            if verifying := starting.batch.verifying:
+                self._split()
+                # Rows that rejected nothing so far all have as many tokens less to verify.
+                left = starting.drafts_left
+                done = left.max() - starting.batch.longest_draft
+                left = np.maximum(np.sort(left)[-verifying:] - done, 1)
+                shape, held = starting.batch.shape, starting.batch.longest
+                plan = self._plan_verification(left, *shape, held)
+        if not (self.verify_while_decoding and starting.batch.verifying):
+            starting.batch.drop_drafts()
 
-    def _verify(self, batch: DecodeBatch, drafts: np.ndarray, first: VerifyPlan) -> DecodeBatch:
-        one: VerifyPlan | None = first
-        while batch.verifying:
-            size = self.ladder.rows_for(batch.verifying)
-            if self._may_split(batch, size):
-                batch = self.flight.split(batch, size)
-            if one is None:
-                # Rows that verified all passes so far have as many tokens less to verify.
-                left = np.sort(drafts)[-batch.verifying :] - (drafts.max() - batch.longest_draft)
-                one = self._pass(np.maximum(left, 1), batch.size, batch.slots, batch.longest)
-                if one is None:
-                    break
-            tally = self.flight.run(
-                batch, self.flight.limits(-1, steps=1), one.verify_width, wide=True
-            )
-            if self.cost:
-                run = dataclasses.replace(one, rows=batch.size, slots=batch.slots)
-                predicted = self.cost.record_verification(
-                    run, int(tally.accepted), int(tally.verified)
-                )
-                self.stats.predicted_verify_seconds += predicted
-            one = None
-        return batch
-
-    def _may_split(self, batch: DecodeBatch, size: int) -> bool:
-        """Whether those that are verifying fit on a smaller rung, and there is room for both and
-        for the one that the others join."""
+    def _split(self) -> None:
+        """Keep only the rows that are verifying, where they fit a smaller bucket and there is room
+        for both and for the batch into which the others are inserted."""
+        batch = self.starting.batch
+        size = self.buckets.rows_for(batch.verifying)
         if size >= batch.size:
-            return False
-        joined = self.flight.joined_shape(batch.active - batch.verifying, batch.longest)
-        rungs = (batch.shape, (size, batch.slots), *self.flight.pool_shape(), joined)
-        return self.room.holds(*rungs)
+            return
+        joined = self.runner.inserted_shape(batch.active - batch.verifying, batch.longest)
+        shapes = (batch.shape, (size, batch.slots), *self.runner.running_shape(), joined)
+        if self.budget.holds(*shapes):
+            self.starting.batch = self.runner.split(batch, size)
 
     # Decoding --------------------------------------------------------------------------------
 
-    def _visit(self) -> None:
-        """Bring the pool onto the rung that fits, and decode there for a while."""
-        pool, ladder = self.pool, self.ladder
-        response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
-        capacity = self.room.capacity(response)
-        if self._must_evict(capacity):
-            self._evict(capacity)
-            pool = self.pool
-            if not pool.unfinished:
+    def _decode(self) -> None:
+        """Compact the running rows into the bucket that fits, and decode for a while."""
+        capacity = self._running_capacity()
+        if self._should_preempt(capacity):
+            self._preempt(capacity)
+            if not self.running.unfinished:
                 return
-            response = ladder.response_for(min(pool.longest + 1, self.setup.response_slots))
-        if pool.rows.draft is not None and not pool.verifying:
-            pool.leave_drafts()
-        pool = self.flight.move_pool(ladder.rows_for(pool.unfinished), ladder.slots(response))
-        stop, steps = self._until(capacity)
-        if self.cost is None:
-            self.flight.run(pool, self.flight.limits(stop, response, steps), self.widths[-1])
+        running = self.running
+        if running.rows.draft is not None and not running.verifying:
+            running.drop_drafts()
+        response = self._running_response()
+        running = self.runner.resize(
+            self.buckets.rows_for(running.unfinished), self.buckets.slots(response)
+        )
+        max_active, max_steps = self._when_to_stop(capacity)
+        if self.speculation is None:
+            stop = self.runner.stop_condition(max_active, response, max_steps)
+            self.runner.run(running, stop, self.buckets.widths[-1])
             return
-        visit = self.cost.plan_steps(pool.size, pool.slots, self.widths)
-        limits = self.flight.limits(stop, response, min(steps, visit.max_steps or steps))
-        tally = self.flight.run(pool, limits, visit.width)
-        steps, judged = int(tally.steps), (int(tally.accepted), int(tally.verified))
-        seconds = self.cost.record_steps(visit, steps, tally.matched.tolist(), *judged)
-        self.stats.predicted_seconds += seconds
+        plan = self.speculation.plan_steps(running.size, running.slots, self.buckets.widths)
+        max_steps = min(max_steps, plan.max_steps or max_steps)
+        stop = self.runner.stop_condition(max_active, response, max_steps)
+        counts = self.runner.run(running, stop, plan.width)
+        numbers = int(counts.accepted), int(counts.verified)
+        self.runner.stats.predicted_seconds += self.speculation.record_steps(
+            plan, int(counts.steps), counts.matched.tolist(), *numbers
+        )
 
-    def _until(self, capacity: int) -> tuple[int, int]:
-        """Own rows left active, and steps, at which a visit of the pool ends."""
-        pool = self.pool
-        if self._waits():
-            # As many are free then as begin together; where even so nobody could, one more row.
-            stop = max(min(capacity - self.room.refill(capacity), pool.own - 1), 0)
+    def _running_response(self) -> int:
+        """Response tokens for which the running rows need a cache."""
+        longest = min(self.running.longest + 1, self.program.response_slots)
+        return self.buckets.response_for(longest)
+
+    def _running_capacity(self) -> int:
+        return self.budget.capacity(self._running_response())
+
+    def _when_to_stop(self, capacity: int) -> tuple[int, int]:
+        """Active train rows, and steps, at which decoding pauses."""
+        running, requests = self.running, self.requests
+        if self._is_waiting():
+            # As many places are free then as rows begin together; at least one more than now.
+            free = self.budget.refill(capacity)
+            max_active = max(min(capacity - free, running.train_rows - 1), 0)
         else:
-            stop = max(self.ladder.rows_below(pool.size), self.behind)
-        if self.wanted:
-            return stop, min(max(self.setup.response_slots // 8, 1), LOOK_IN_PARTIAL)
-        if pool.own < pool.unfinished:  # others use the idle places: the rung stays for them
-            return 0, LOOK_IN_AHEAD
-        return stop, LOOK_IN_AHEAD if self.ahead and not self._waits() else FOREVER
+            max_active = max(self.buckets.rows_below(running.size), requests.allow_unfinished)
+        if requests.stop_after_groups:
+            steps = max(self.program.response_slots // 8, 1)
+            return max_active, min(steps, STEPS_BETWEEN_COUNTS)
+        if running.train_rows < running.unfinished:  # the next step's rows keep the bucket as it is
+            return 0, STEPS_BETWEEN_INSERTS
+        insert = self.next_step and not self._is_waiting()
+        return max_active, STEPS_BETWEEN_INSERTS if insert else FOREVER
 
-    # Eviction --------------------------------------------------------------------------------
+    # Preemption ------------------------------------------------------------------------------
 
-    def _must_evict(self, capacity: int) -> bool:
-        if not self.room.cache_bytes:
+    def _should_preempt(self, capacity: int) -> bool:
+        if not self.budget.cache_bytes:
             return False
-        return self.pool.unfinished > capacity or self._makes_way()
+        return self.running.unfinished > capacity or self._limited_rows_block_waiting()
 
-    def _makes_way(self) -> bool:
-        """Whether rows at their window's end wait for those that have not begun. Not where the
-        first groups to be complete end the rollout: long rows would wait for ever."""
-        return bool(self.pool.parked and self.fresh and not self.wanted)
+    def _limited_rows_block_waiting(self) -> bool:
+        """Whether rows at the cache limit wait for groups that have yet to begin in a short cache.
+        Not where the first groups to be done end the rollout: long rows would wait for ever."""
+        return bool(
+            self.running.at_cache_limit and self.waiting and not self.requests.stop_after_groups
+        )
 
-    def _evict(self, capacity: int) -> None:
-        """Rows give up their cache and wait: those at their window's end while others are still
-        to begin at a shallower one, else those run ahead, which are over then, and the shortest,
-        which cost least to replay."""
-        pool = self.pool
-        index, lens, done = jax.device_get((pool.rows.index, pool.rows.lens, pool.rows.done))
-        if self._makes_way():
+    def _preempt(self, capacity: int) -> None:
+        """Rows give up their cache: those at the cache limit where groups are waiting; else rows of
+        the next step, which are over then, and the shortest, which cost least to prefill again."""
+        rows = self.running.rows
+        index, lens, done = jax.device_get((rows.index, rows.lens, rows.done))
+        num_train = self.requests.num_train_rows
+        if self._limited_rows_block_waiting():
             out = ~done & (lens == lens[~done].max())
         else:
-            order = np.lexsort((index, lens, index < self.own, done))
+            order = np.lexsort((index, lens, index < num_train, done))
             out = np.zeros(len(done), bool)
-            out[order[: pool.unfinished - capacity]] = True
-        self.back += [(int(n), int(i)) for n, i in zip(lens[out], index[out]) if i < self.own]
-        self.flight.evict(out)
+            out[order[: self.running.unfinished - capacity]] = True
+        self.preempted += [(int(n), int(i)) for n, i in zip(lens[out], index[out]) if i < num_train]
+        self.runner.preempt(out)

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from specrl_jax.rollout.engine.decode import StepCounts
+
 
 @dataclasses.dataclass
 class Stats:
@@ -26,6 +28,23 @@ class Stats:
     decode_runs: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
     # (name, shapes and flags) of the programs that ran the policy.
     programs: set[tuple] = dataclasses.field(default_factory=set)
+
+    def add_decode(
+        self, shape: tuple[int, int], width: int, counts: StepCounts, seconds: float
+    ) -> None:
+        """Steps of a batch of (rows, cache slots)."""
+        steps = int(counts.steps)
+        self.decode_seconds += seconds
+        self.decode_steps += steps
+        self.row_steps += steps * shape[0]
+        self.drafted_tokens += int(counts.drafted)
+        self.decode_runs.append((*shape, width, steps))
+
+    def add_verification(self, rows: int, width: int, counts: StepCounts, seconds: float) -> None:
+        self.verify_seconds += seconds
+        self.verify_work += rows * width
+        self.verified_tokens += int(counts.verified)
+        self.accepted_tokens += int(counts.accepted)
 
     @classmethod
     def total(cls, parts: Sequence["Stats"]) -> "Stats":

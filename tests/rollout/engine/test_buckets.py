@@ -14,14 +14,14 @@ SIZES = list(
 def build(rows, responses, row_buckets, windows, multiple, group):
     whole = multiple * group
     rows = -(-rows // whole) * whole  # a batch always divides over the mesh, in whole groups
-    ladder = Buckets.build(rows, 8, responses, row_buckets, windows, multiple=multiple,
+    ladder = Buckets(rows, 8, responses, row_buckets, windows, multiple=multiple,
                           group_size=group)  # fmt: skip
     return rows, ladder
 
 
 def test_worked_example():
     """That of the module's docstring."""
-    ladder = Buckets.build(64, 8, 32, 4, 2, multiple=2, group_size=4, max_width=4)
+    ladder = Buckets(64, 8, 32, 4, 2, multiple=2, group_size=4, max_width=4)
     assert ladder.rows == (64, 32, 16, 8)
     assert ladder.admissions == (64, 32, 16, 8)
     assert ladder.responses == (16, 32)
@@ -34,18 +34,18 @@ def test_worked_example():
 
 
 def test_a_window_holds_the_widest_step():
-    ladder = Buckets.build(4, 8, 6, 1, 3, max_width=4)
+    ladder = Buckets(4, 8, 6, 1, 3, max_width=4)
     assert ladder.responses == (2, 3, 6)
     assert [ladder.slots(r) for r in ladder.responses] == [8 + 4, 8 + 4, 8 + 6]
 
 
 def test_admissions_are_whole_groups_that_divide_over_the_mesh():
     # 40 rows, groups of 5, cut in 2: rows are even, admissions multiples of 10.
-    ladder = Buckets.build(40, 8, 6, 4, 1, multiple=2, group_size=5)
+    ladder = Buckets(40, 8, 6, 4, 1, multiple=2, group_size=5)
     assert ladder.rows == (40, 20, 10, 6)
     assert ladder.admissions == (40, 20, 10)
     # A batch of one group: nothing smaller is admitted, but rows that are left are gathered.
-    ladder = Buckets.build(4, 8, 6, 3, 1, group_size=4)
+    ladder = Buckets(4, 8, 6, 3, 1, group_size=4)
     assert ladder.rows == (4, 2, 1)
     assert ladder.admissions == (4,)
 
@@ -64,7 +64,7 @@ def test_admissions_are_whole_groups_that_divide_over_the_mesh():
     ],
 )
 def test_how_many_begin_together(waiting, room, admitted):
-    ladder = Buckets.build(64, 8, 32, 4, 2, multiple=2, group_size=4)
+    ladder = Buckets(64, 8, 32, 4, 2, multiple=2, group_size=4)
     assert ladder.admission(waiting, room) == admitted
 
 
@@ -82,11 +82,11 @@ def test_how_many_begin_together(waiting, room, admitted):
     ],
 )
 def test_widths_of_verification(slots, chunk, widths):
-    ladder = Buckets.build(8, 4, slots, 1, 1, verify_width=chunk)
+    ladder = Buckets(8, 4, slots, 1, 1, verify_width=chunk)
     assert ladder.verify == widths
     for longest in range(1, slots + 1):
         fits = [w for w in widths if w >= longest]
-        assert ladder.verify_width(longest) == (fits[0] if fits else widths[-1])
+        assert ladder.verify_width_for(longest) == (fits[0] if fits else widths[-1])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_widths_of_verification(slots, chunk, widths):
     [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))],
 )
 def test_widths_of_a_decode_step(widest, widths):
-    ladder = Buckets.build(8, 4, 16, 1, 1, max_width=widest)
+    ladder = Buckets(8, 4, 16, 1, 1, max_width=widest)
     assert ladder.widths == widths
     assert ladder.slots(16) == 4 + 16
 

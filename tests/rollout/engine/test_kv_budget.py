@@ -9,7 +9,7 @@ from specrl_jax.rollout.engine.kv_budget import KVBudget
 
 SLOT = cache_bytes(ref.ONE_LAYER, 1, 1)
 # Rows 16, 8, 4; prompts of 6 slots and windows of 4 and 8 tokens: 10 and 14 slots.
-LADDER = Buckets.build(16, 6, 8, 3, 2, group_size=4)
+LADDER = Buckets(16, 6, 8, 3, 2, group_size=4)
 
 
 def room(rows=0, cache_bytes=0.0) -> KVBudget:
@@ -37,7 +37,7 @@ def test_capacity_is_the_largest_rung_within_both_bounds(bounds, shallow, deep):
 
 def test_others_are_let_in_a_quarter_at_a_time():
     assert [room().refill(n) for n in (16, 8, 4)] == [4, 4, 4]
-    tall = KVBudget(ref.ONE_LAYER, Buckets.build(64, 6, 8, 5, 1, group_size=4))
+    tall = KVBudget(ref.ONE_LAYER, Buckets(64, 6, 8, 5, 1, group_size=4))
     assert [tall.refill(n) for n in (64, 32, 16)] == [16, 8, 4]
 
 

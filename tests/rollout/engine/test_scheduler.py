@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import types
 from itertools import product
 
 import jax
@@ -18,7 +17,7 @@ from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import buckets as ladder
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine import decode_state as rows
-from specrl_jax.rollout.engine.scheduler import Scheduler
+from specrl_jax.rollout.engine.runner import ModelRunner
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Source
@@ -124,13 +123,28 @@ def test_a_queue_refills_before_its_last_row_is_done(mesh, base):
     assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same rungs, without refilling
 
 
-def test_a_verification_never_splits_to_a_larger_rung():
-    """A group that begins alone may have fewer rows than the smallest rung of the pool."""
-    flight = types.SimpleNamespace(joined_shape=lambda *_: (2, 9), pool_shape=list)
-    room = types.SimpleNamespace(holds=lambda *rungs: True)
-    engine = types.SimpleNamespace(flight=flight, room=room)
-    batch = types.SimpleNamespace(size=4, slots=9, shape=(4, 9), active=4, verifying=3, longest=0)
-    assert [Scheduler._may_split(engine, batch, size) for size in (2, 4, 6)] == [True, False, False]
+def test_a_verification_never_splits_to_a_larger_bucket(mesh, base, monkeypatch):
+    """A group that begins alone may have fewer rows than the bucket for what is left of it."""
+    passes, splits, run_model, split = [], [], ModelRunner.run, ModelRunner.split
+
+    def seen_run(self, batch, stop, width, *, verify=False):
+        if verify:
+            passes.append((batch.size, batch.verifying))
+        return run_model(self, batch, stop, width, verify=verify)
+
+    def seen_split(self, batch, size):
+        splits.append((batch.size, size))
+        return split(self, batch, size)
+
+    monkeypatch.setattr(ModelRunner, "run", seen_run)
+    monkeypatch.setattr(ModelRunner, "split", seen_split)
+    # Buckets of 10, 8 and 5 rows; 8 or 4 begin together.
+    plan = plan_of(max_rows=10, row_buckets=2, cache_lengths=1, verify_width=2)
+    lens = np.where(np.arange(B) % 4 == 3, 1, R)
+    rollout, _ = go(plan, caps=None, drafts=as_drafts(base[1], lens))
+    check_equal(rollout, base[1], but=FOUND)
+    assert (4, 3) in passes
+    assert all(smaller < size for size, smaller in splits)
 
 
 # A bound of the caches' bytes
@@ -223,7 +237,7 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slo
         check_equal(rollout, right, but=FOUND)
         assert 0 < stats.cache_bytes == held_bytes[0] <= (one.cache_bytes or np.inf)
         assert stats.verify_work > 0
-    visits = [program for program in stats.programs if program[0] == "visit"]
+    visits = [program for program in stats.programs if program[0] == "decode_steps"]
     assert len({size for _, size, *_, wide, _ in visits if wide}) > 1  # parted
 
 
@@ -384,7 +398,7 @@ def test_steps_judge_alike_on_a_mesh(make_mesh, base):
             rollout, stats = go(plan, drafts=drafts, speculation=cost, log_lenience=-1.5)
             found.append(host(rollout))
         assert stats.verify_work == 0
-        assert {key[-1] for key in stats.programs if key[0] == "visit"} == {True, False}
+        assert {key[-1] for key in stats.programs if key[0] == "decode_steps"} == {True, False}
     check_equal(*found)
     assert found[0].prefix_lens.max() > 1
 
@@ -506,7 +520,7 @@ def every_program(ladder, group) -> set[tuple]:
     wide = product(ladder.rows, windows | passes, ladder.verify, [False], [True], flags)
     replays = product(ladder.admissions, windows | passes, ladder.responses)
     prefills = product([n // group for n in ladder.admissions], [ladder.prompt_slots])
-    named = {"visit": [*steps, *wide], "replay": replays, "prefill": prefills}
+    named = {"decode_steps": [*steps, *wide], "re_prefill": replays, "prefill": prefills}
     return {(name, *shape) for name, shapes in named.items() for shape in shapes}
 
 

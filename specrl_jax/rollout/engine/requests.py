@@ -1,0 +1,39 @@
+"""What one rollout asks of the scheduler and the model runner."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
+from specrl_jax.types import Drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftInputs:
+    """What a rollout may draft from."""
+
+    previous: Drafts | None = None  # [B], for the acceptance rule to verify
+    log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
+    # Stored responses for tree drafts, or a function that makes them before the first step that
+    # drafts from them.
+    suffixes: SuffixIndex | Callable[[], SuffixIndex] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """The B rows of a rollout as they begin, on the host; G rows in a row share a prompt."""
+
+    prompts: np.ndarray  # int32 [B / G, P]
+    num_train_rows: int  # rows behind these only use idle places (run-ahead)
+    held_lens: np.ndarray  # int32 [B], tokens that rows hold
+    done: np.ndarray  # bool [B], rows that need no more tokens
+    draft_lens: np.ndarray  # int32 [B], draft tokens to verify, what is held included
+    num_resumed: int = 0  # groups that begin before all others
+    # When the rollout may end before all rows are done; 0: not at all.
+    stop_after_groups: int = 0  # so many groups are done
+    allow_unfinished: int = 0  # so few train rows are not done
+
+    @property
+    def ends_early(self) -> bool:
+        return bool(self.stop_after_groups or self.allow_unfinished)

@@ -1,0 +1,149 @@
+"""All rows of a rollout: how they start, which drafts they verify, and what is read from them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.carry_over import PartialRows
+from specrl_jax.rollout.engine import decode_state
+from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.rollout.engine.requests import DraftInputs
+from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
+from specrl_jax.sharding import reshard
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """What keys a rollout's noise, beside prompt, sample and position."""
+
+    key: Array  # the run's
+    step: int
+    purpose: Purpose = Purpose.SAMPLE
+
+
+def start_all_rows(
+    program: ProgramSpec,
+    prompts: Prompts,
+    noise: Noise,
+    steps: np.ndarray,
+    max_lens: np.ndarray | None = None,
+) -> DecodeState:
+    """Rows that hold only their prompts. steps: int [Q], whose noise they use. max_lens: int32 of
+    the first rows; the others end at R."""
+    group = program.group_size
+    last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
+    samples = np.tile(np.arange(group, dtype=np.int32), len(prompts.lens))
+    prompt_lens, last = (np.repeat(x.astype(np.int32), group) for x in (prompts.lens, last))
+    ends = np.full(len(samples), program.response_slots)
+    if max_lens is not None:
+        ends[: len(max_lens)] = max_lens
+    keyed = np.repeat(steps, group).astype(np.uint32), np.repeat(prompts.ids, group, axis=0)
+    numbers = tuple(np.asarray(x, np.int32) for x in (prompt_lens, ends, last))
+    return _start(program, int(noise.purpose), noise.key, (*keyed, samples), numbers)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> DecodeState:
+    """`start_rows` of host arrays [B], ids [B, 2]: handed over with the call, as to place each by
+    itself takes longer."""
+    steps, ids, samples = keyed
+    steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
+    ids = reshard(ids, "batch", None)
+    seeds = (row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT)))
+    return decode_state.start_rows(
+        *seeds,
+        *numbers,
+        columns=program.columns,
+        pad_id=program.pad_id,
+        stored=program.stored_logprobs,
+    )
+
+
+def thin_out_drafts(spec: RolloutSpec, rows: DecodeState, drafts: Drafts, step: int) -> Drafts:
+    """Drafts without those that are left out at random, cut at their first token that is too old.
+    A match is sampled now, whatever the draft: nothing is left out then."""
+    if not (spec.refresh or spec.token_age) or spec.program.accept == "match":
+        return drafts
+    return _thin_out(spec, rows.accept_seeds, drafts, np.int32(step))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _thin_out(spec: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
+    lens = drafts.lens
+    if spec.token_age:
+        lens = acceptance.leading(drafts.origin_steps >= step - spec.token_age, lens)
+    if spec.refresh:
+        # Noise of a position that no response has: it must not sway what is accepted.
+        behind = jnp.full_like(lens, spec.program.response_slots)
+        lens = jnp.where(uniforms(seeds, behind) <= spec.refresh, 0, lens)
+    return dataclasses.replace(drafts, lens=lens)
+
+
+def drafts_for_rule(program: ProgramSpec, rows: DecodeState, drafts: DraftInputs) -> DraftInputs:
+    """Drafts and lenience as the rule takes them: random reuse is full reuse of a cut draft."""
+    previous = drafts.previous
+    if program.accept != "random":
+        lenient = acceptance.RULES[program.accept].lenience
+        return drafts if lenient else dataclasses.replace(drafts, log_lenience=0.0)
+    previous = dataclasses.replace(previous, lens=_random_cut(rows.accept_seeds, previous.lens))
+    return dataclasses.replace(drafts, previous=previous, log_lenience=np.inf)
+
+
+@jax.jit
+def _random_cut(seeds: Array, lens: Array) -> Array:
+    return acceptance.random_cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "compare"))
+def read_rollout(
+    program: ProgramSpec,
+    rows: DecodeState,
+    drafts: Drafts | None,
+    held: PartialRows | None,
+    step: Array,
+    *,
+    compare: bool,
+) -> tuple[Rollout, Array | None]:
+    """All rows as a rollout of this step; held: what they held before it. compare: no step verified
+    the drafts, so the result is compared with them; the counts of `decode_state.compare`."""
+    counts = None
+    if compare:
+        old = None if held is None else held.rollout
+        prefix_lens, sources, counts = decode_state.compare(rows, drafts, old)
+        rows = dataclasses.replace(rows, prefix_lens=prefix_lens, sources=sources)
+    slots = program.response_slots
+    positions = jnp.arange(slots)[None, :]
+    inside = positions < rows.lens[:, None]
+    sources = jnp.where(inside, rows.sources[:, :slots], jnp.int8(Source.SAMPLED))
+    policy = jnp.where(inside, rows.policy_logprobs[:, :slots], 0.0)
+    sampling = jnp.where(inside, rows.sampling_logprobs[:, :slots], 0.0)
+    now = jnp.full_like(rows.tokens[:, :slots], 0) + step
+    origin = {"origin_logprobs": policy, "origin_steps": now, "draft_logprobs": sampling}
+    if drafts is not None and program.accept != "match":  # a match is sampled now
+        reused = inside & (rows.sources[:, :slots] == Source.REUSED)
+        old = (drafts.origin_logprobs, drafts.origin_steps, drafts.sampling_logprobs)
+        origin = {n: jnp.where(reused, x, origin[n]) for n, x in zip(origin, old)}
+    if held is not None:
+        before = positions < held.rollout.lens[:, None]
+        origin = {n: jnp.where(before, getattr(held.rollout, n), x) for n, x in origin.items()}
+    for name in ("origin_logprobs", "draft_logprobs"):
+        origin[name] = jnp.where(inside, origin[name], 0.0)
+    tops = {n: getattr(rows, n) for n in ("top_ids", "top_logprobs")}
+    rollout = Rollout(
+        tokens=jnp.where(inside, rows.tokens[:, :slots], program.pad_id),
+        lens=rows.lens,
+        prefix_lens=rows.prefix_lens,
+        policy_logprobs=policy,
+        sampling_logprobs=sampling,
+        sources=sources,
+        **origin,
+        **{n: None if x is None else x[:, :slots] for n, x in tops.items()},
+    )
+    return rollout, counts
