@@ -1,18 +1,14 @@
-"""What a rollout leaves to the next: responses begun ahead, not finished, or not yet learnt from.
+"""What one rollout leaves to the next: `CarryOver` goes in, `RunAhead` and `Resumed` come out.
 
-*Run-ahead* (SRT, arXiv 2601.09083): places that a step's early finishers leave idle roll out the
-prompts of the next step, with that step's noise. What they have when the step ends are drafts: the
-match rule keeps of them what the next step's policy draws itself, so they change nothing.
+*Run-ahead* (SRT, arXiv 2601.09083): prompts of the next step are rolled out in places that would be
+idle, with that step's noise. Their tokens are drafts for the match rule, so they change nothing.
 
-*Partial rollouts* (CoPRIS, arXiv 2511.05589; APRIL, 2509.18521): Q + X groups are in flight, and
-the step ends as soon as Q of them are complete. The others keep tokens and log-probs and are
-finished in the next step, together with fresh ones. This is off-policy on purpose: a response's
-tokens are by the policies of all steps that it was in flight. Each keeps the log-prob of its own
-policy, so the update's ratio is its importance weight. No response is dropped; but within a step
-short responses finish first, and long ones are trained later than their batch.
+*Partial rollouts* (CoPRIS, arXiv 2511.05589; APRIL, 2509.18521): Q + X groups run, and the step
+ends once Q of them are done. The others keep tokens and log-probs and are resumed in the next step.
+This is off-policy: each token keeps the log-prob of the policy that sampled it, so the update's
+ratio is its importance weight. Within a step short responses are done first; none is dropped.
 
-*Waiting groups* (DAPO's dynamic sampling, arXiv 2503.14476): complete, but more than the step's
-batch holds. They are trained on later as they are, which is off-policy in the same way.
+*Waiting rows* (DAPO, arXiv 2503.14476; SPEED, 2506.09016): responses that a later batch trains on.
 """
 
 import dataclasses
@@ -33,14 +29,10 @@ from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
 
 @dataclasses.dataclass(frozen=True)
 class RunAhead(StatePart):
-    """Responses begun for the next step.
+    """Responses begun for the next step."""
 
-    drafts: [Q * G], length 0 where nothing was begun. prompt_ids: of the Q prompts, () before the
-    first.
-    """
-
-    drafts: Drafts
-    prompt_ids: tuple[str, ...] = ()
+    drafts: Drafts  # [Q * G], length 0 where nothing was begun
+    prompt_ids: tuple[str, ...] = ()  # of the Q prompts; () before the first step
 
     @classmethod
     def empty(cls, rows: int, slots: int) -> "RunAhead":
@@ -101,29 +93,22 @@ def widen(drafts: Drafts, *, rows: int) -> Drafts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialRows:
-    """What B rows have from earlier steps.
+    """What B rows hold."""
 
-    rollout: their responses so far, length 0 where there is none. done: bool [B], complete.
-    draft_lens: int32 [B], draft tokens that they were offered when they began; of rows that have
-    rejected none and are not done, those that they kept.
-    """
-
-    rollout: Rollout
-    done: Array
+    rollout: Rollout  # their responses so far
+    done: Array  # bool [B]
+    # int32 [B]: draft tokens that a row had when it began. Of a row that is not done and rejected
+    # none, those that it accepted.
     draft_lens: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed(StatePart):
-    """Groups in flight between two steps.
+    """Groups that are not done, between two steps."""
 
-    rows: X * G rows, of which the first len(steps) groups are in use. prompt_ids, steps: theirs;
-    the step in which a group began, whose noise it uses to its end.
-    """
-
-    rows: PartialRows
+    rows: PartialRows  # X * G, of which the first len(steps) groups are in use
     prompt_ids: tuple[str, ...] = ()
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()  # in which each group began, and whose noise it uses to its end
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
@@ -179,20 +164,15 @@ def restore(all_rows: DecodeState, held: PartialRows) -> DecodeState:
 
 @dataclasses.dataclass(frozen=True)
 class CarryOver:
-    """What a rollout takes up from earlier ones, and what it may leave to the next.
+    """What a rollout takes up from earlier ones, and what it may leave to the next."""
 
-    next_prompts: of step + 1, rolled out where places are idle (run-ahead). resumed: groups in
-    flight; their prompts come first among the rollout's, which ends once `stop_after_groups`
-    groups are complete. partial_rows: what the rows hold already, [Q * G]; those that are done
-    stay as they are, and drafts begin with what is held. allow_unfinished: rows that may be left
-    unfinished, for the next rollout's partial_rows; fewer than are not done.
-    """
-
-    next_prompts: Prompts | None = None
+    next_prompts: Prompts | None = None  # of step + 1, for run-ahead
+    # Their prompts come first among the rollout's, which ends once `stop_after_groups` are done.
     resumed: Resumed | None = None
     stop_after_groups: int = 0
+    # [Q * G]. Rows that are done stay as they are; drafts begin with what rows hold.
     partial_rows: PartialRows | None = None
-    allow_unfinished: int = 0
+    allow_unfinished: int = 0  # rows that may be left unfinished, for the next `partial_rows`
 
 
 # --- turns ----------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
             {"suffixes": _corpus(wide, near)},
         ),
         "previous+tree": (wide, {"drafts": as_drafts(near), "suffixes": _corpus(wide, old)}),
-        "run ahead": (plan(), {"drafts": begun.over(None, prompts)}),
+        "run ahead": (plan(), {"drafts": begun.drafts_for(prompts)}),
     }
     for name, (its_plan, drafted) in cases.items():
         rollout = ref.rollout(its_plan, weights, prompts, key=KEY, step=2, **drafted).rollout
