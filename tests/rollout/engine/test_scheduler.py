@@ -1,4 +1,4 @@
-"""The scheduler: queue, bounds, eviction and choices by cost. None of them changes a token."""
+"""The scheduler: queue, bounds, preemption and choices by cost. None of them changes a token."""
 
 import dataclasses
 import gc
@@ -13,8 +13,7 @@ from rollout_reference import as_drafts, check_equal, history_of, host, make_pla
 from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout.adaptive.speculation import Acceptance, Speculation, StepPlan
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
-from specrl_jax.rollout.drafts.sources import SuffixDrafts
-from specrl_jax.rollout.engine import buckets as ladder
+from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine import decode_state as rows
 from specrl_jax.rollout.engine.runner import ModelRunner
@@ -25,10 +24,10 @@ from specrl_jax.types import Source
 B, P, R = 32, 6, 8
 NEVER = (99,)  # an end of sequence outside the vocabulary: only caps end a response
 LAW = SamplingConfig(0.7, top_k=5, top_p=0.9)
-ONE_RUNG = {"row_buckets": 1, "cache_lengths": 1}
+ONE_BUCKET = {"row_buckets": 1, "cache_lengths": 1}
 PROMPTS = ref.random_prompts()
 CAPS = np.random.default_rng(1).integers(1, R + 1, B).astype(np.int32)
-FOUND = ("prefix_lens", "sources")  # what drafts change under the match rule
+DRAFT_FIELDS = ("prefix_lens", "sources")  # what drafts change under the match rule
 
 
 def plan_of(width=1, **kwargs):
@@ -47,7 +46,7 @@ def go(plan, caps=CAPS, prompts=PROMPTS, **kwargs):
 def base(make_mesh):
     """The plain rollout up to its caps and beyond, and a whole one of an earlier policy."""
     with jax.set_mesh(make_mesh(1, 1, 1)):
-        plan = plan_of(**ONE_RUNG)
+        plan = plan_of(**ONE_BUCKET)
         plain, _ = go(plan)
         endless, _ = go(plan, caps=None)
         old, _ = run(plan, ref.policy(0.1, ref.ONE_LAYER)[1], PROMPTS)
@@ -61,7 +60,7 @@ BYTES = cache_bytes(ref.ONE_LAYER, 1, 1)
 
 
 def bytes_for(count, width=1) -> float:
-    """A bound that holds so many rows at the deepest window, while they are moved."""
+    """A bound that holds so many rows at the longest cache, while they are moved."""
     return 2.5 * count * (P + R + width - 1) * BYTES
 
 
@@ -71,11 +70,11 @@ FEW_BYTES = {
     "cache_bytes": bytes_for(13),
 }  # 16 rows, 8 at the end
 QUEUES = {
-    "all at once": ONE_RUNG,
+    "all at once": ONE_BUCKET,
     "a queue": {"max_rows": 8, "cache_lengths": 2},
-    "a group at a time": {"max_rows": 4, **ONE_RUNG},
+    "a group at a time": {"max_rows": 4, **ONE_BUCKET},
     "few bytes": FEW_BYTES,
-    "tree drafts": {"width": 4, **ONE_RUNG},
+    "tree drafts": {"width": 4, **ONE_BUCKET},
 }
 
 
@@ -105,10 +104,10 @@ def test_a_queue_and_the_order_of_its_prompts(mesh, base):
     assert {size for size, *_ in stats.decode_runs} == {8, 4}
 
 
-def test_a_batch_that_fills_no_rung(mesh, base):
-    """Five groups of four rows on a rung of 32, at once and in parts: fillers are not seen."""
+def test_a_batch_that_fills_no_bucket(mesh, base):
+    """Five groups of four rows on a bucket of 32, at once and in parts: padding are not seen."""
     five = ref.select(PROMPTS, range(5))
-    for changes in (ONE_RUNG, {"max_rows": 8, "cache_lengths": 2}):
+    for changes in (ONE_BUCKET, {"max_rows": 8, "cache_lengths": 2}):
         rollout, _ = go(plan_of(**changes), caps=CAPS[:20], prompts=five)
         check_equal(rollout, base[0], slice(0, 20))
 
@@ -120,7 +119,7 @@ def test_a_queue_refills_before_its_last_row_is_done(mesh, base):
     rollout, stats = go(plan_of(max_rows=8, cache_lengths=1), caps=caps)
     np.testing.assert_array_equal(np.asarray(rollout.lens), caps)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
-    assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same rungs, without refilling
+    assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same buckets, without refilling
 
 
 def test_a_verification_never_splits_to_a_larger_bucket(mesh, base, monkeypatch):
@@ -142,7 +141,7 @@ def test_a_verification_never_splits_to_a_larger_bucket(mesh, base, monkeypatch)
     plan = plan_of(max_rows=10, row_buckets=2, cache_lengths=1, verify_width=2)
     lens = np.where(np.arange(B) % 4 == 3, 1, R)
     rollout, _ = go(plan, caps=None, drafts=as_drafts(base[1], lens))
-    check_equal(rollout, base[1], but=FOUND)
+    check_equal(rollout, base[1], but=DRAFT_FIELDS)
     assert (4, 3) in passes
     assert all(smaller < size for size, smaller in splits)
 
@@ -179,21 +178,21 @@ def held_bytes(monkeypatch):
     return most
 
 
-# (rows at the deepest window, tokens a step may check, longest draft)
+# (rows at the longest cache, tokens a step may check, longest draft)
 BOUNDS = [(13, 1, 0), (13, 1, 3), (13, 1, R), (8, 1, 0), (13, 4, 3)]
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=str)
 def test_rows_give_up_their_cache_and_come_back(mesh, base, held_bytes, bound):
-    """At the first window more rows fit than at the second: some must go, and none is lost."""
+    """At the first cache length more rows fit than at the second: some must go, and none is lost."""
     count, width, longest = bound
     plain, _, old = base
     drafts = as_drafts(old, np.minimum(old.lens, longest)) if longest else None
     plan = plan_of(width, **{**FEW_BYTES, "cache_bytes": bytes_for(count, width)})
     rollout, stats = go(plan, drafts=drafts)
-    check_equal(rollout, plain, but=FOUND)
+    check_equal(rollout, plain, but=DRAFT_FIELDS)
     assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
-    if longest < R:  # long drafts need the deepest window at once
+    if longest < R:  # long drafts need the longest cache at once
         assert stats.preempted > 0
     assert stats.metrics()["rollout/preempted"] == stats.preempted
     assert stats.metrics()["rollout/cache_gib"] == stats.cache_bytes / 2**30
@@ -216,7 +215,7 @@ def test_rows_come_back_to_the_window_behind_the_one_they_filled(mesh, held_byte
     assert 0 < stats.cache_bytes == held_bytes[0] <= plan.cache_bytes
     free = dataclasses.replace(plan, cache_bytes=0.0)
     check_equal(rollout, ref.run(free, weights, prompts)[0])
-    assert stats.preempted == 12  # 8 of the first window, and 4 more that fill it
+    assert stats.preempted == 12  # 8 of the first cache length, and 4 more that fill it
 
 
 @pytest.mark.parametrize("slots", [2, 48])
@@ -234,7 +233,7 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slo
     for one in (plan, free):
         held_bytes[0] = 0
         rollout, stats = ref.run(one, weights, prompts, drafts=drafts)
-        check_equal(rollout, right, but=FOUND)
+        check_equal(rollout, right, but=DRAFT_FIELDS)
         assert 0 < stats.cache_bytes == held_bytes[0] <= (one.cache_bytes or np.inf)
         assert stats.verify_work > 0
     visits = [program for program in stats.programs if program[0] == "decode_steps"]
@@ -245,7 +244,7 @@ def test_a_verification_that_splits_stays_within_the_bound(mesh, held_bytes, slo
     "fits", [pytest.param((16, 34), marks=pytest.mark.slow), (4, 34)], ids=["all", "few"]
 )
 def test_block_judges_whole_drafts_within_the_bound(mesh, held_bytes, fits):
-    """Short drafts, whose pass is wider than the window that they need; one of them longer."""
+    """Short drafts, whose pass is wider than the cache that they need; one of them longer."""
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
     plan = long_plan(fits=fits, row_buckets=3, cache_lengths=4, accept="block", stored_logprobs=3)
     free = dataclasses.replace(plan, cache_bytes=0.0, cache_lengths=1)
@@ -265,20 +264,20 @@ def test_block_judges_whole_drafts_within_the_bound(mesh, held_bytes, fits):
 
 
 @pytest.mark.parametrize("accept", ["ratio", "ratio_residual"])
-def test_eviction_in_the_midst_of_a_verification(mesh, base, accept):
+def test_preemption_in_the_midst_of_a_verification(mesh, base, accept):
     """Drafts that are left to decode steps wait on the board with their rows."""
     offered = ref.put_rows(base[2])
-    whole, _ = go(plan_of(accept=accept, **ONE_RUNG), drafts=offered)
+    whole, _ = go(plan_of(accept=accept, **ONE_BUCKET), drafts=offered)
     cost = hopeful(table(verify=1e6))
     rollout, stats = go(plan_of(accept=accept, **FEW_BYTES), drafts=offered, speculation=cost)
     check_equal(rollout, whole)
-    assert np.asarray(whole.prefix_lens).max() > 4  # the first window
+    assert np.asarray(whole.prefix_lens).max() > 4  # the first cache length
     assert stats.preempted > 0
     assert stats.verify_work == 0
     assert all(steps for *_, steps in stats.decode_runs)
 
 
-def test_no_bound_is_no_eviction(mesh, base, held_bytes):
+def test_no_bound_is_no_preemption(mesh, base, held_bytes):
     rollout, stats = go(plan_of(cache_lengths=2, row_buckets=3))
     check_equal(rollout, base[0])
     assert stats.preempted == 0
@@ -315,9 +314,9 @@ def hopeful(costs: StepCosts) -> Speculation:
 
 
 def choosing(base, table, accept="match", width=4, offered=True):
-    """(rollout, stats, cost model) on one rung, with tree drafts of the plain responses."""
+    """(rollout, stats, cost model) on one bucket, with tree drafts of the plain responses."""
     _, endless, old = base
-    plan = plan_of(width, accept=accept, **ONE_RUNG)
+    plan = plan_of(width, accept=accept, **ONE_BUCKET)
     cost = hopeful(table) if table else None
     rollout, stats = go(
         plan,
@@ -340,7 +339,7 @@ def test_widths_that_never_pay_are_left_alone(mesh, base):
 
 def test_a_corpus_is_made_for_the_first_step_that_reads_it(mesh, base):
     _, endless, _ = base
-    made = []
+    plan, made = plan_of(4, **ONE_BUCKET), []
 
     class Counted(SuffixDrafts):
         def init(self, *args):
@@ -390,8 +389,8 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
 
 
 def test_steps_judge_alike_on_a_mesh(make_mesh, base):
-    """A split batch and vocabulary; behind the last draft the same rung goes on without drafts."""
-    plan, found = plan_of(accept="ratio", **ONE_RUNG), []
+    """A split batch and vocabulary; behind the last draft the batch goes on without."""
+    plan, found = plan_of(accept="ratio", **ONE_BUCKET), []
     for shape in ((1, 1, 1), (2, 2, 2)):
         with jax.set_mesh(make_mesh(*shape)):
             drafts, cost = ref.put_rows(base[2]), hopeful(table(verify=1e6))
@@ -414,7 +413,7 @@ def test_drafts_without_a_pass_cost_no_step_under_match(mesh, base, right):
     plan = plan_of(row_buckets=3, cache_lengths=1)
     _, expected = go(plan, speculation=Speculation(cost.costs))
     got, stats = go(plan, speculation=cost, drafts=as_drafts(drafts))
-    check_equal(got, plain, but=FOUND)
+    check_equal(got, plain, but=DRAFT_FIELDS)
     assert (stats.decode_runs, stats.programs) == (expected.decode_runs, expected.programs)
     same = (plain.tokens == drafts.tokens) & (
         np.arange(R) < np.minimum(plain.lens, drafts.lens)[:, None]
@@ -442,7 +441,7 @@ def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, acc
     passes = []
     for _ in range(6):
         rollout, stats = go(plan, drafts=as_drafts(endless), speculation=cost, caps=None)
-        check_equal(rollout, endless, but=FOUND)
+        check_equal(rollout, endless, but=DRAFT_FIELDS)
         assert np.asarray(rollout.prefix_lens).sum() == B * R
         passes.append(stats.verify_work)
     assert passes[:2] == [0, 0]  # drafts of so bad a name are not worth a pass
@@ -451,7 +450,7 @@ def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, acc
 
 
 def test_what_a_pass_is_asked_for(mesh, base):
-    """Drafts of 8 tokens, all of them right, in windows of 4 and 8, 2 tokens a pass: each begins
+    """Drafts of 8 tokens, all right, in caches for 4 and 8 tokens, 2 tokens a pass: each begins
     behind what was kept. Rows without a draft come last, beside nobody who verifies."""
     seen = []
 
@@ -463,7 +462,7 @@ def test_what_a_pass_is_asked_for(mesh, base):
     plan = plan_of(row_buckets=1, cache_lengths=2, verify_width=2, max_rows=8)
     drafts = as_drafts(base[1], np.where(np.arange(B) < 8, 0, R))
     rollout, _ = go(plan, caps=None, drafts=drafts, speculation=Spy(0))
-    check_equal(rollout, base[1], but=FOUND)
+    check_equal(rollout, base[1], but=DRAFT_FIELDS)
     assert [one.held for one in seen] == [0, 2, 4, 6] * 3
     assert [one.draft_lens for one in seen] == [(R - one.held,) * 8 for one in seen]
     assert {one.others_held for one in seen} == {0}
@@ -486,7 +485,7 @@ class Whims:
         self.kept = self.judged = 0  # all that it was told
         self.wide = bool(seed % 2)
 
-    def widens(self, rungs, widths):
+    def widens(self, buckets, widths):
         return self.wide
 
     def record_drafts(self, kept, judged):
@@ -511,21 +510,21 @@ class Whims:
         return 0.0
 
 
-def every_program(ladder, group) -> set[tuple]:
+def every_program(buckets, group) -> set[tuple]:
     """Of the policy: all that there can be, whatever lengths, drafts and costs come."""
-    windows = {ladder.slots(length) for length in ladder.responses}
-    passes = {ladder.prompt_slots + n + w for n in (0, *ladder.responses) for w in ladder.verify}
+    lengths = {buckets.slots(length) for length in buckets.responses}
+    passes = {buckets.prompt_slots + n + w for n in (0, *buckets.responses) for w in buckets.verify}
     flags = (False, True)
-    steps = product(ladder.rows, windows, ladder.widths, flags, [False], flags)
-    wide = product(ladder.rows, windows | passes, ladder.verify, [False], [True], flags)
-    replays = product(ladder.admissions, windows | passes, ladder.responses)
-    prefills = product([n // group for n in ladder.admissions], [ladder.prompt_slots])
-    named = {"decode_steps": [*steps, *wide], "re_prefill": replays, "prefill": prefills}
+    steps = product(buckets.rows, lengths, buckets.widths, flags, [False], flags)
+    wide = product(buckets.rows, lengths | passes, buckets.verify, [False], [True], flags)
+    re_prefills = product(buckets.admissions, lengths | passes, buckets.responses)
+    prefills = product([n // group for n in buckets.admissions], [buckets.prompt_slots])
+    named = {"decode_steps": [*steps, *wide], "re_prefill": re_prefills, "prefill": prefills}
     return {(name, *shape) for name, shapes in named.items() for shape in shapes}
 
 
 WHIMS = {
-    "residual": ("ratio_residual", {"max_rows": 16, **ONE_RUNG}),
+    "residual": ("ratio_residual", {"max_rows": 16, **ONE_BUCKET}),
     "few bytes": (
         "match",
         {"max_rows": 16, "row_buckets": 1, "cache_lengths": 2, "cache_bytes": bytes_for(16, 4)},
@@ -535,11 +534,11 @@ WHIMS = {
 
 @pytest.mark.parametrize(("accept", "changes"), WHIMS.values(), ids=WHIMS)
 def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
-    monkeypatch.setattr(ladder, "NARROW", 1)  # passes of one token and of two
+    monkeypatch.setattr(bucket_sizes, "NARROW", 1)  # passes of one token and of two
     _, endless, old = base
-    expected, _ = go(plan_of(accept=accept, **ONE_RUNG), drafts=ref.put_rows(old))
+    expected, _ = go(plan_of(accept=accept, **ONE_BUCKET), drafts=ref.put_rows(old))
     plan = plan_of(4, accept=accept, verify_width=2, **changes)
-    widths, verdicts, evicted, programs = set(), set(), 0, set()
+    widths, verdicts, preempted, programs = set(), set(), 0, set()
     for seed in range(4):
         whims = Whims(seed)
         corpus = history_of(plan, endless.tokens, endless.lens)
@@ -554,10 +553,10 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
         assert whims.judged == np.minimum(prefixes + 1, ends).sum()
         widths |= {width for *_, width, _ in stats.decode_runs}
         verdicts |= whims.verdicts
-        evicted += stats.preempted
+        preempted += stats.preempted
         programs |= stats.programs
         assert stats.metrics()["rollout/programs"] == len(stats.programs)
     assert programs <= every_program(plan.buckets(B), plan.group_size)
     assert widths == {1, 2, 4}
     assert len(verdicts) > 1
-    assert (evicted > 0) == ("cache_bytes" in changes)
+    assert (preempted > 0) == ("cache_bytes" in changes)
