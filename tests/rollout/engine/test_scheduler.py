@@ -184,7 +184,7 @@ BOUNDS = [(13, 1, 0), (13, 1, 3), (13, 1, R), (8, 1, 0), (13, 4, 3)]
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=str)
 def test_rows_give_up_their_cache_and_come_back(mesh, base, held_bytes, bound):
-    """At the first cache length more rows fit than at the second: some must go, and none is lost."""
+    """More rows fit in the short cache than in the long one: some are preempted, none is lost."""
     count, width, longest = bound
     plain, _, old = base
     drafts = as_drafts(old, np.minimum(old.lens, longest)) if longest else None
@@ -207,7 +207,7 @@ def long_plan(**changes):
     return ref.make_plan(ref.ONE_LAYER, cache_bytes=bound, **options | changes)
 
 
-def test_rows_come_back_to_the_window_behind_the_one_they_filled(mesh, held_bytes):
+def test_rows_come_back_to_the_cache_behind_the_one_they_filled(mesh, held_bytes):
     """At 18 slots 8 rows fit, at 34 four: those that come back must not be begun as eight."""
     plan = long_plan(fits=(8, 18), row_buckets=4, cache_lengths=2)
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
