@@ -5,7 +5,6 @@ one rollout leaves to the next is in `carry_over.py`.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +26,11 @@ from specrl_jax.rollout.carry_over import (
     take,
     widen,
 )
-from specrl_jax.rollout.drafts import suffix_match
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.rows import (
     Noise,
-    drafts_for_rule,
+    cut_drafts,
     read_rollout,
     start_all_rows,
     thin_out_drafts,
@@ -106,14 +103,10 @@ def generate(
         previous = _drafts_of(begun, drafts.previous, carry_over, spec.group_size)
         previous = thin_out_drafts(spec, all_rows, previous, noise.step)
         draft_lens = np.maximum(jax.device_get(previous.lens) - begun.held_lens, 0)
-        drafts = dataclasses.replace(drafts, previous=previous)
-        drafts = drafts_for_rule(program, all_rows, drafts)
+        drafts = dataclasses.replace(drafts, previous=cut_drafts(program, all_rows, previous))
     requests = _requests(begun, prompts, drafts.previous, carry_over, spec.group_size)
-    drafts = dataclasses.replace(
-        drafts,
-        previous=drafts.previous if requests.draft_lens.any() else None,
-        suffixes=drafts.suffixes or functools.partial(_no_suffixes, spec, len(begun.noise_steps)),
-    )
+    if not requests.draft_lens.any():
+        drafts = dataclasses.replace(drafts, previous=None)
     budget = KVBudget(program.model, buckets, spec.max_rows, spec.cache_bytes)
     runner = ModelRunner(program, budget, weights, all_rows, requests, drafts)
     scheduler = Scheduler(runner, speculation)
@@ -198,7 +191,7 @@ def _requests(
 ) -> Requests:
     lens = np.zeros_like(begun.held_lens) if drafts is None else jax.device_get(drafts.lens)
     return Requests(
-        begun.prompts.tokens,
+        begun.prompts,
         num_train_rows=len(prompts.lens) * group,
         held_lens=begun.held_lens,
         done=begun.done,
@@ -207,27 +200,6 @@ def _requests(
         stop_after_groups=carry_over.stop_after_groups,
         allow_unfinished=carry_over.allow_unfinished,
     )
-
-
-def make_corpus(
-    spec: RolloutSpec, tokens: Array, lens: Array, decay: float = 1.0, generation: int = 0
-) -> SuffixIndex:
-    """What tree drafts read, from a store's `sources`: tokens [Q, E * G, R], lens [Q, E * G].
-
-    decay: weight of a response in the votes against one a generation newer. generation: G, where
-    it is not the spec's group.
-    """
-    ages = np.arange(tokens.shape[1]) // (generation or spec.group_size)
-    weights = put((decay**ages).astype(np.float32), None)
-    return suffix_match.build(
-        tokens, lens, weights, live=spec.group_size, depth=spec.program.tree.depth
-    )
-
-
-def _no_suffixes(spec: RolloutSpec, prompts: int) -> SuffixIndex:
-    """What tree drafts read where no response is stored."""
-    tokens = np.zeros((prompts, 0, spec.program.response_slots), np.int32)
-    return make_corpus(spec, put(tokens, None, None, None), put(tokens[:, :, 0], None, None))
 
 
 # --- out ------------------------------------------------------------------------------------------

@@ -78,14 +78,14 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     cases = {
         "previous": (plan(), {"drafts": as_drafts(near)}),
         "previous, of an older policy": (plan(), {"drafts": as_drafts(old)}),
-        "tree": (wide, {"suffixes": _corpus(wide, near)}),
-        "tree, of an older policy": (wide, {"suffixes": _corpus(wide, old)}),
+        "tree": (wide, {"history": _corpus(wide, near)}),
+        "tree, of an older policy": (wide, {"history": _corpus(wide, old)}),
         "tree, of siblings alone": (wide, {}),
         "tree, few rows in flight": (
             dataclasses.replace(wide, max_rows=few),
-            {"suffixes": _corpus(wide, near)},
+            {"history": _corpus(wide, near)},
         ),
-        "previous+tree": (wide, {"drafts": as_drafts(near), "suffixes": _corpus(wide, old)}),
+        "previous+tree": (wide, {"drafts": as_drafts(near), "history": _corpus(wide, old)}),
         "run ahead": (plan(), {"drafts": begun.drafts_for(prompts)}),
     }
     for name, (its_plan, drafted) in cases.items():
@@ -133,7 +133,7 @@ def test_bfloat16_parts_no_more_than_another_batch_size_does(mesh):
     cases = {
         "64 rows at a time": (plan(max_rows=64, row_buckets=1), {}),
         "previous": (plan(), {"drafts": as_drafts(near)}),
-        "tree": (wide, {"suffixes": _corpus(wide, near)}),
+        "tree": (wide, {"history": _corpus(wide, near)}),
     }
     found = {}
     for name, (its_plan, options) in cases.items():

@@ -1,12 +1,11 @@
 """What one rollout asks of the scheduler and the model runner."""
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
-from specrl_jax.types import Drafts
+from specrl_jax.rollout.drafts.sources import DraftHistory
+from specrl_jax.types import Drafts, Prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,16 +14,15 @@ class DraftInputs:
 
     previous: Drafts | None = None  # [B], for the acceptance rule to verify
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
-    # Stored responses for tree drafts, or a function that makes them before the first step that
-    # drafts from them.
-    suffixes: SuffixIndex | Callable[[], SuffixIndex] | None = None
+    # Stored responses of the prompts, and of the next step's behind them, for the draft source.
+    history: DraftHistory | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
     """The B rows of a rollout as they begin, on the host; G rows in a row share a prompt."""
 
-    prompts: np.ndarray  # int32 [B / G, P]
+    prompts: Prompts  # [B / G]
     num_train_rows: int  # rows behind these only use idle places (run-ahead)
     held_lens: np.ndarray  # int32 [B], tokens that rows hold
     done: np.ndarray  # bool [B], rows that need no more tokens

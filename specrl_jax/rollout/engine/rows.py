@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout import acceptance
+from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.carry_over import PartialRows
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.decode_state import DecodeState
-from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
-from specrl_jax.rollout.sampling import Purpose, row_seeds, uniforms
+from specrl_jax.rollout.sampling import CUT_OFF_LOGPROB, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import reshard
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
@@ -68,8 +67,8 @@ def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> De
 
 def thin_out_drafts(spec: RolloutSpec, rows: DecodeState, drafts: Drafts, step: int) -> Drafts:
     """Drafts without those that are left out at random, cut at their first token that is too old.
-    A match is sampled now, whatever the draft: nothing is left out then."""
-    if not (spec.refresh or spec.token_age) or spec.program.accept == "match":
+    Where every token is sampled anew, nothing is left out."""
+    if not (spec.refresh or spec.token_age) or spec.program.accept.samples_anew:
         return drafts
     return _thin_out(spec, rows.accept_seeds, drafts, np.int32(step))
 
@@ -78,7 +77,7 @@ def thin_out_drafts(spec: RolloutSpec, rows: DecodeState, drafts: Drafts, step: 
 def _thin_out(spec: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
     lens = drafts.lens
     if spec.token_age:
-        lens = acceptance.leading(drafts.origin_steps >= step - spec.token_age, lens)
+        lens = count_leading(drafts.origin_steps >= step - spec.token_age, lens)
     if spec.refresh:
         # Noise of a position that no response has: it must not sway what is accepted.
         behind = jnp.full_like(lens, spec.program.response_slots)
@@ -86,19 +85,17 @@ def _thin_out(spec: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> D
     return dataclasses.replace(drafts, lens=lens)
 
 
-def drafts_for_rule(program: ProgramSpec, rows: DecodeState, drafts: DraftInputs) -> DraftInputs:
-    """Drafts and lenience as the rule takes them: random reuse is full reuse of a cut draft."""
-    previous = drafts.previous
-    if program.accept != "random":
-        lenient = acceptance.RULES[program.accept].lenience
-        return drafts if lenient else dataclasses.replace(drafts, log_lenience=0.0)
-    previous = dataclasses.replace(previous, lens=_random_cut(rows.accept_seeds, previous.lens))
-    return dataclasses.replace(drafts, previous=previous, log_lenience=np.inf)
+def cut_drafts(program: ProgramSpec, rows: DecodeState, drafts: Drafts) -> Drafts:
+    """Drafts as far as the rule looks at them."""
+    if not program.accept.cuts_draft:
+        return drafts
+    lens = _cut(program.accept, rows.accept_seeds, drafts.lens)
+    return dataclasses.replace(drafts, lens=lens)
 
 
-@jax.jit
-def _random_cut(seeds: Array, lens: Array) -> Array:
-    return acceptance.random_cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
+@functools.partial(jax.jit, static_argnums=0)
+def _cut(rule: AcceptanceRule, seeds: Array, lens: Array) -> Array:
+    return rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "compare"))
@@ -124,9 +121,10 @@ def read_rollout(
     sources = jnp.where(inside, rows.sources[:, :slots], jnp.int8(Source.SAMPLED))
     policy = jnp.where(inside, rows.policy_logprobs[:, :slots], 0.0)
     sampling = jnp.where(inside, rows.sampling_logprobs[:, :slots], 0.0)
+    sampling = jnp.where(jnp.isneginf(sampling), CUT_OFF_LOGPROB, sampling)
     now = jnp.full_like(rows.tokens[:, :slots], 0) + step
     origin = {"origin_logprobs": policy, "origin_steps": now, "draft_logprobs": sampling}
-    if drafts is not None and program.accept != "match":  # a match is sampled now
+    if drafts is not None and not program.accept.samples_anew:
         reused = inside & (rows.sources[:, :slots] == Source.REUSED)
         old = (drafts.origin_logprobs, drafts.origin_steps, drafts.sampling_logprobs)
         origin = {n: jnp.where(reused, x, origin[n]) for n, x in zip(origin, old)}

@@ -9,14 +9,14 @@ Between two runs the host reads a few counts; no token visits it.
 
 import dataclasses
 import time
+from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.drafts import suffix_match
-from specrl_jax.rollout.drafts.suffix_match import SuffixIndex
+from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StepCounts, StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState
@@ -78,9 +78,9 @@ class ModelRunner:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
     def __post_init__(self):
-        self.suffixes = self.drafts.suffixes
-        # Whether rows hold tokens that the suffix index has not read.
-        self.suffixes_stale = bool(self.requests.held_lens.any())
+        self.draft_state = None  # of the draft source, made before the first step that drafts
+        # Whether rows hold tokens that the draft source has not seen.
+        self.draft_state_stale = bool(self.requests.held_lens.any())
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
         self._prefilled: tuple[float, KVCache] | None = None  # since when, and the prompts' cache
         self._extra_bucket: list[tuple[int, int]] = []  # held for a moment beside the batches
@@ -118,7 +118,7 @@ class ModelRunner:
         """A batch of the rows `index`, which hold up to `width` tokens but have no cache: one pass
         over prompts and tokens."""
         rows = self._gather(index, size, with_drafts=with_drafts)
-        prompts = self.requests.prompts[np.resize(index, size) // self.program.group_size]
+        prompts = self.requests.prompts.tokens[np.resize(index, size) // self.program.group_size]
         start = time.perf_counter()
         cache = decode.re_prefill(
             self.program, self.weights, prompts, rows, slots=slots, width=width
@@ -260,23 +260,23 @@ class ModelRunner:
         self, batch: DecodeBatch, stop: StopCondition, width: int, *, verify: bool = False
     ) -> StepCounts:
         """`decode.decode_steps` on the batch; verify: a verification pass."""
-        drafting = self.program.tree is not None and width > 1 and not verify
-        suffixes = self._synced_suffixes(batch) if drafting else None
+        drafting = self.program.draft_source is not None and width > 1 and not verify
+        draft_state = self._synced_draft_state(batch) if drafting else None
         start = time.perf_counter()
-        batch.cache, batch.rows, suffixes, counts, progress = decode.decode_steps(
+        batch.cache, batch.rows, draft_state, counts, progress = decode.decode_steps(
             self.program,
             self.weights,
             batch.cache,
             batch.rows,
-            suffixes,
+            draft_state,
             stop,
             width=width,
-            wide=verify and self.program.accept != "match",
+            verify=verify,
         )
         if drafting:
-            self.suffixes = suffixes
+            self.draft_state = draft_state
         else:
-            self.suffixes_stale = True
+            self.draft_state_stale = True
         done = (batch.rows.index, batch.rows.done) if self.requests.ends_early else None
         counts, progress, done = jax.device_get((counts, progress, done))
         seconds = time.perf_counter() - start
@@ -292,17 +292,21 @@ class ModelRunner:
             self.stats.add_decode(batch.shape, width, counts, seconds)
         return counts
 
-    def _synced_suffixes(self, batch: DecodeBatch) -> SuffixIndex:
-        """The suffix index with all that rows hold. Steps that do not draft from it do not write to
-        it, nor is it made for them, so that they cost as little as without it."""
-        if callable(self.suffixes):
-            self.suffixes = self.suffixes()
-        if self.suffixes_stale:
+    def _synced_draft_state(self, batch: DecodeBatch) -> Any:
+        """The draft source's state for all that rows hold. Steps that do not draft do not write to
+        it, nor is it made for them, so that they cost as little as without a draft source."""
+        source, prompts = self.program.draft_source, self.requests.prompts
+        if self.draft_state is None:
+            history = self.drafts.history
+            if history is None:
+                history = DraftHistory.empty(len(prompts.lens), self.program.response_slots)
+            self.draft_state = source.init(prompts, history, self.program.group_size)
+        if self.draft_state_stale:
             self.write_back(batch)
             rows = self.all_rows
-            self.suffixes = suffix_match.sync(self.suffixes, rows.tokens, rows.lens)
-            self.suffixes_stale = False
-        return self.suffixes
+            self.draft_state = source.sync(self.draft_state, rows.tokens, rows.lens)
+            self.draft_state_stale = False
+        return self.draft_state
 
 
 def _alike(*batches: DecodeBatch) -> list[DecodeBatch]:

@@ -15,7 +15,6 @@ import itertools
 import jax
 import numpy as np
 
-from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.requests import Requests
@@ -48,10 +47,10 @@ class Scheduler:
         self.runner, self.requests, self.speculation = runner, runner.requests, speculation
         self.program, self.budget = runner.program, runner.budget
         self.buckets = self.budget.buckets
-        self.rule = acceptance.RULES[self.program.accept]
-        # Under match a draft changes no token: only wide decode steps use what is left of it.
+        self.rule = self.program.accept
+        # Where every token is sampled anew, only wide decode steps use what is left of a draft.
         self.verify_while_decoding = runner.drafts.previous is not None and (
-            self.program.accept != "match" or self._may_draft()
+            not self.rule.samples_anew or self._may_draft()
         )
         self.starting: Starting | None = None
         self.budget.check()
@@ -110,8 +109,8 @@ class Scheduler:
 
     def _may_draft(self) -> bool:
         """Whether decode steps wider than 1 are to be expected."""
-        if self.program.tree is None or self.speculation is None:
-            return self.program.tree is not None
+        if self.program.draft_source is None or self.speculation is None:
+            return self.program.draft_source is not None
         slots = sorted({self.buckets.slots(n) for n in self.buckets.responses})
         shapes = itertools.product(self.buckets.rows, slots)
         return self.speculation.widens(shapes, self.buckets.widths)
@@ -204,7 +203,7 @@ class Scheduler:
         group = self.program.group_size
         index = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.requests.draft_lens[index]
-        self.runner.prefill(self.requests.prompts[np.resize(groups, size // group)])
+        self.runner.prefill(self.requests.prompts.tokens[np.resize(groups, size // group)])
         plan = self._plan_verification(drafts, size)  # while the device computes
         # Without a pass, the slots that rows will share, so that they need not move.
         slots = plan.slots if plan else self.runner.inserted_shape(0, 0)[1]

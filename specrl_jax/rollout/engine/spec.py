@@ -110,7 +110,6 @@ class RolloutSpec:
                 f"{self.group_size} rows, got room for {self.max_rows // self.group_size}; raise it"
             )
         # A rule that decides at the draft's end sees all of it in one pass.
-        whole = acceptance.RULES[self.program.accept].whole_draft
         return Buckets(
             min(rows, self.max_rows or rows),
             self.prompt_slots,

@@ -346,7 +346,7 @@ def test_a_corpus_is_made_for_the_first_step_that_reads_it(mesh, base):
             made.append(args)
             return super().init(*args)
 
-    plan = plan_of(4, tree=Counted(ref.TREE.config), **ONE_RUNG)
+    plan = plan_of(4, tree=Counted(ref.TREE.config), **ONE_BUCKET)
     history = history_of(plan, endless.tokens, endless.lens)
     rollout, _ = go(plan, history=history, speculation=hopeful(table()))
     check_equal(rollout, base[0])
