@@ -5,11 +5,11 @@ token does not depend on batch composition, row order, program shape or restart.
 from JAX's own threefry; the noise of a candidate is a counter hash of the row seed, far cheaper
 than threefry.
 
-A token is drawn as the winner of an exponential race, argmax p(x) / E(x) with E(x) ~ Exp(1):
-the same law as Gumbel-max, one logarithm less, and as robust to rounding (a draw flips only where
+A token is sampled as the winner of an exponential race, argmax p(x) / E(x) with E(x) ~ Exp(1): the
+same distribution as Gumbel-max, one logarithm less, as robust to rounding (a sample flips only if
 two candidates tie within the rounding error, unlike the inverse CDF). Long vocabularies race twice:
 seen as [C, N], token c·N + n at (c, n), first their N columns by mass, then the C tokens of the
-column that won. It is the same law, with noise for N + C candidates instead of V.
+column that won. It is the same distribution, with noise for N + C candidates, not V.
 """
 
 import dataclasses
@@ -106,20 +106,20 @@ def _to_unit(bits: Array) -> Array:
     return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
 
 
-def truncate(logits: Array, law: SamplingConfig) -> Array:
+def truncate(logits: Array, config: SamplingConfig) -> Array:
     """Logits [..., V] with the tokens outside top-k and top-p at -inf.
 
     Thresholds are found by bisection over the ordered bit patterns of float32: exact, no sort, and
     only reductions over the vocabulary. Ties at a threshold are kept together.
     """
-    if 0 < law.top_k < logits.shape[-1]:
+    if 0 < config.top_k < logits.shape[-1]:
         ranks = _ordered_bits(logits)
         count = lambda above: jnp.sum(above, axis=-1)  # noqa: E731
-        logits = _keep_above(logits, ranks, count, law.top_k)
-    if law.top_p < 1.0:
+        logits = _keep_above(logits, ranks, count, config.top_k)
+    if config.top_p < 1.0:
         probs = jax.nn.softmax(logits, axis=-1)
         mass = lambda above: jnp.sum(jnp.where(above, probs, 0.0), axis=-1)  # noqa: E731
-        logits = _keep_above(logits, _ordered_bits(logits), mass, law.top_p)
+        logits = _keep_above(logits, _ordered_bits(logits), mass, config.top_p)
     return logits
 
 
@@ -141,19 +141,19 @@ def _keep_above(logits: Array, ranks: Array, measure, target: float) -> Array:
     return jnp.where(ranks >= threshold[..., None], logits, -jnp.inf)
 
 
-def sample(logits: Array, seeds_B2: Array, positions: Array, law: SamplingConfig) -> Array:
+def sample(logits: Array, seeds_B2: Array, positions: Array, config: SamplingConfig) -> Array:
     """Token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at T = 0.
 
-    positions: int32 [B, ...], of the drawn tokens in their responses.
+    positions: int32 [B, ...], of the sampled tokens in their responses.
     """
-    return sample_scored(logits, seeds_B2, positions, law)[0]
+    return sample_scored(logits, seeds_B2, positions, config)[0]
 
 
 def sample_scored(
-    logits: Array, seeds_B2: Array, positions: Array, law: SamplingConfig
+    logits: Array, seeds_B2: Array, positions: Array, config: SamplingConfig
 ) -> tuple[Array, Array, Array]:
     """`sample`, the tokens' log-probs [B, ...] under softmax(logits), and log Σ exp(logits)."""
-    if law.temperature == 0:
+    if config.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         return tokens, pick(logits, tokens) - log_z, log_z
@@ -210,9 +210,9 @@ def _column(folded: Array, index: Array) -> Array:
     return jnp.take_along_axis(folded, index, axis=-1)[..., 0]
 
 
-def temper(logits: Array, law: SamplingConfig) -> Array:
+def temper(logits: Array, config: SamplingConfig) -> Array:
     """Logits divided by the temperature (unchanged for greedy decoding)."""
-    return logits / law.temperature if law.temperature > 0 else logits
+    return logits / config.temperature if config.temperature > 0 else logits
 
 
 # Single tokens of a distribution over a vocabulary that is split ----------------------------------

@@ -1,7 +1,7 @@
 """Earlier responses, kept as drafts, keyed by (prompt_id, sample).
 
 In: a batch's `Rollout` and the step it is from. Out: `Drafts` (SPEC-RL, arXiv 2509.23232) or all
-that is stored of a batch's prompts, as sources of tree drafts (SRT, arXiv 2601.09083).
+that is stored of a batch's prompts, for a draft source (SRT, arXiv 2601.09083).
 
 Which prompt has which slot of the arrays, and in which order they were stored, only the host
 knows. When all slots are taken, the prompt that was stored longest ago gives its slot up.
