@@ -32,16 +32,12 @@ _SLOTS = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The store's arrays, or a batch's rows of them.
+    """The store's arrays, or a batch's rows of them."""
 
-    tokens: int32 [E, N, G, R]. lens: int32 [E, N, G], 0 where nothing is stored. steps: int32
-    [E, N, G], when the response was stored. The others as in `Drafts`: [A, N, G, R] and
-    [A, N, G, R, k].
-    """
-
-    tokens: Array
-    lens: Array
-    steps: Array
+    tokens: Array  # int32 [E, N, G, R]
+    lens: Array  # int32 [E, N, G], 0 where nothing is stored
+    steps: Array  # int32 [E, N, G], when the response was stored
+    # As in `Drafts`, [A, N, G, R] and [A, N, G, R, k]:
     sampling_logprobs: Array
     origin_logprobs: Array
     origin_steps: Array
