@@ -21,7 +21,7 @@ HALF = 0.5
 
 def plan_of(width=1, **kwargs):
     """Tree drafts where steps are wider than 1; the match rule unless said."""
-    kwargs = {"law": LAW, "accept": "match", "max_width": width} | kwargs
+    kwargs = {"sampling": LAW, "accept": "match", "max_width": width} | kwargs
     return make_plan(ref.ONE_LAYER, tree=ref.TREE if width > 1 else None, **kwargs)
 
 
