@@ -174,9 +174,9 @@ def test_without_stored_responses(mesh):
     assert drafts(corpus, [0, 0, 1], [0, 1, 0], [2, 1, 0]) == [[], [4], []]
 
 
-def test_a_law_deeper_than_the_corpus_is_refused(mesh):
+def test_a_config_that_looks_deeper_than_the_index_is_refused(mesh):
     corpus = make_corpus([[[1]]], 4, depth=3)
-    with pytest.raises(ValueError, match=r"TreeLaw.depth must be <= the corpus' 3, got 4"):
+    with pytest.raises(ValueError, match="depth must be <= the index's 3, got 4"):
         propose(corpus, *rows_of([0], [1], [0]), 2, LAW)
 
 
@@ -331,7 +331,7 @@ def test_the_same_on_every_mesh(make_mesh, shape):
             found = drafts(corpus, q, 3 + np.arange(16), lens, law=LAW)
             assert corpus.tokens.sharding.is_fully_replicated
             tokens, counts = _propose(
-                corpus, *rows_of(q, 3 + np.arange(16), lens), width=4, law=LAW
+                corpus, *rows_of(q, 3 + np.arange(16), lens), width=4, config=LAW
             )
             assert tokens.sharding.spec == spec("batch", None)
             assert counts.sharding.spec == spec("batch")
@@ -439,7 +439,7 @@ def _replay(corpus, truth_BR, lens_B, *, law: SuffixDraftConfig, group: int):
         same = (tokens == ahead[:, :WIDTH]) & (jnp.arange(WIDTH)[None, :] < counts[:, None])
         accepted = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
         emitted = jnp.minimum(accepted + 1, lens_B - held)
-        corpus = record(corpus, *places, held, ahead, emitted)
+        corpus = append(corpus, *places, held, ahead, emitted)
         return corpus, held + emitted, steps + jnp.sum(held < lens_B)
 
     state = corpus, jnp.zeros_like(lens_B), jnp.int32(0)

@@ -110,7 +110,7 @@ def test_drafts_wait_on_the_board(mesh):
     )
     placed = ref.put_rows(dataclasses.replace(board, lens=np.array([0, 0, 2, 1, 0, 0, 1, 1])))
     offered = ref.put_rows(drafts)
-    got = ref.host(travel.with_drafts(placed, offered, "block"))
+    got = ref.host(travel.with_drafts(placed, offered, ACCEPTANCE_RULES["block"]))
     np.testing.assert_array_equal(got.draft.tokens[:, :3], drafts.tokens)
     np.testing.assert_array_equal(got.draft.logprobs[:, :3], drafts.sampling_logprobs)
     np.testing.assert_array_equal(got.draft.top_ids[:, :3], drafts.top_ids)
