@@ -1,0 +1,73 @@
+"""The recipes of docs/extending.md, each saved and run as its reader would."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from small_runs import ROOT
+
+from specrl_jax.telemetry.metrics import read_metrics
+
+TEXT = (ROOT / "docs" / "extending.md").read_text()
+RECIPES = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def run_recipe(text: str, folder) -> list[dict]:
+    """The metrics of the run that the recipe's commands start in `folder`."""
+    for name in ("configs", "launch"):
+        (folder / name).symlink_to(ROOT / name)
+    commands = "set -e\n"
+    for language, code in BLOCK.findall(text):
+        if language == "python":
+            (folder / re.match(r"# (\w+\.py)\n", code)[1]).write_text(code)
+        else:
+            commands += code
+    python = f'python() {{ "{sys.executable}" "$@"; }}\n'
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    commands = commands.replace("PYTHONPATH=.", f"PYTHONPATH=.:{ROOT}")
+    subprocess.run(["bash", "-c", python + commands], cwd=folder, env=environment, check=True)
+    (run,) = (folder / "runs").iterdir()
+    return read_metrics(run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short(name):
+    for _, code in BLOCK.findall(RECIPES[name]):
+        assert len(code.splitlines()) <= 60
+
+
+def test_a_task_with_a_reward(tmp_path):
+    last = run_recipe(RECIPES["A task with a reward"], tmp_path)[-1]
+    assert last["step"] == 6
+    assert 0 < last["reward/mean"] < 1
+    assert last["reward/failed"] == 0
+
+
+def test_an_environment(tmp_path):
+    last = run_recipe(RECIPES["An environment"], tmp_path)[-1]
+    assert last["step"] == 4
+    assert last["rollout/turns_mean"] > 1
+    assert last["reward/failed"] == 0
+
+
+def test_a_draft_source(tmp_path):
+    last = run_recipe(RECIPES["A draft source"], tmp_path)[-1]
+    assert last["rollout/tokens_drafted"] > 0
+
+
+def test_an_acceptance_rule(tmp_path):
+    last = run_recipe(RECIPES["An acceptance rule"], tmp_path)[-1]
+    assert 0 < last["rollout/draft_accept_rate"] < 1
+
+
+def test_an_advantage(tmp_path):
+    last = run_recipe(RECIPES["An advantage or objective"], tmp_path)[-1]
+    assert last["step"] == 6
+    assert last["update/grad_norm"] > 0
+
+
+def test_a_model_family(tmp_path):
+    assert run_recipe(RECIPES["A model family"], tmp_path)[-1]["step"] == 2
