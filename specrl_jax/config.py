@@ -72,7 +72,7 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
 ]  # fmt: skip
 RULES = {field: (rule, test) for rule, test, fields in _RULES for field in fields.split()}
 
-# Field → its names: those of a table ("module:TABLE" below specrl_jax), or all of them.
+# Field → its names. "module:TABLE" stands for those of a table below specrl_jax.
 CHOICES: dict[str, str | tuple[str, ...]] = {
     "model.family": "models.families:FAMILIES",
     "model.dtype": ("auto", "float32", "bfloat16"),
@@ -81,7 +81,7 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "rollout.accept": "rollout.acceptance:ACCEPTANCE_RULES",
     "rollout.store": ("device", "host"),
     "rollout.lenience_measure": "algorithms.off_policy:MEASURES",
-    "algorithm.advantage": "algorithms.advantages:ADVANTAGE_NAMES",
+    "algorithm.advantage": ("auto", "algorithms.advantages:ADVANTAGES"),
     "algorithm.objective": "algorithms.losses:OBJECTIVES",
     "algorithm.ratio": "algorithms.losses:RATIOS",
     "algorithm.aggregation": "algorithms.losses:AGGREGATIONS",
@@ -116,7 +116,8 @@ def validate(config: ConfigDict) -> None:
 def choices(field: str) -> tuple[str, ...]:
     """The names that a field may have."""
     names = CHOICES[field]
-    return tuple(table(names)) if isinstance(names, str) else names
+    names = (names,) if isinstance(names, str) else names
+    return tuple(n for name in names for n in (table(name) if ":" in name else [name]))
 
 
 def table(name: str) -> Mapping[str, Any]:

@@ -179,8 +179,6 @@ ADVANTAGES: dict[str, Advantage] = {
     "gae": Advantage(_estimate_by_gae, needs_critic=True),
 }
 
-ADVANTAGE_NAMES = ("auto", *ADVANTAGES)
-
 
 def choose_advantage(config) -> Advantage:
     """The advantage that `config.algorithm.advantage` names; "auto" is the first that fits.
