@@ -87,7 +87,7 @@ def make_spec(
     )
 
 
-def long_tailed(rows: int, longest: int, median: float, seed: int = _LENGTHS_SEED) -> np.ndarray:
+def long_tailed(rows: int, longest: int, median: float) -> np.ndarray:
     """int32 [rows] response lengths: quantiles of a lognormal distribution, in random order.
 
     Row i has the quantile (i + 1/2) / rows; the spread is such that the last is `longest`. So four
@@ -97,7 +97,7 @@ def long_tailed(rows: int, longest: int, median: float, seed: int = _LENGTHS_SEE
     scores = np.array([normal.inv_cdf((i + 0.5) / rows) for i in range(rows)])
     sigma = np.log(longest / median) / scores[-1]
     lens = np.maximum(np.round(median * np.exp(sigma * scores)), 1).astype(np.int32)
-    return np.random.default_rng(seed).permutation(lens)
+    return np.random.default_rng(_LENGTHS_SEED).permutation(lens)
 
 
 def corrupt(tokens: np.ndarray, rate: float, vocab: int, rng: np.random.Generator) -> np.ndarray:

@@ -27,10 +27,7 @@ from specrl_jax.types import Batch
 
 
 def measure_selection(workdir: Path, step: int | None) -> Report:
-    """Figures of a run that recorded rollouts; step: of the checkpoint, None for the latest.
-
-    ValueError where the run has nothing to compare.
-    """
+    """Figures of a run that recorded rollouts; step: of the checkpoint, None for the latest."""
     config = ConfigDict(json.loads((workdir / "config.json").read_text()))
     runtime.start(config)
     trainer, params = build(config)
@@ -39,8 +36,8 @@ def measure_selection(workdir: Path, step: int | None) -> Report:
         params = resume(trainer, params, checkpoints, step).train.params
     trained_on = recorded_steps(workdir)
     old = [n for n in recorded_steps(workdir, "eval") if n < step and n + 1 in trained_on]
-    law, sampling = config.rollout, (config.rollout.temperature, 0, 1.0)
-    if not old or sampling != (config.evaluate.temperature, law.top_k, law.top_p):
+    sampling = config.rollout.top_k, config.rollout.top_p, config.rollout.temperature
+    if not old or sampling != (0, 1, config.evaluate.temperature):
         needs = "log.rollouts, evaluate.every, evaluate.temperature = rollout.temperature, no top_k"
         raise ValueError(f"{workdir}: nothing to compare at step {step}; a run needs {needs}")
     prompts, rows = {}, []

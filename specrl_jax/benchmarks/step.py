@@ -77,8 +77,7 @@ def _seconds(call: Callable[[], jax.Array]) -> float:
 
 def measure_device(name: str, size: Size, log: Log) -> Report:
     """Shares of the measured bandwidth and of the measured rate of a matrix product."""
-    on_cpu = jax.default_backend() == "cpu"
-    bandwidth, rate = _peaks(*((2**24, 512) if on_cpu else (2**31, 8_192)))
+    bandwidth, rate = _peaks(*(2**24, 512) if jax.default_backend() == "cpu" else (2**31, 8_192))
     weights, rng, rows = random_weights(size.model), np.random.default_rng(0), []
     slots = size.prompt_len + size.response_len
     for count in sorted({GROUP, size.rows}):

@@ -66,11 +66,8 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
         found[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
     for phase in ("prefill", "verify", "decode"):
         found[phase] = float(np.median([getattr(run.stats, f"{phase}_seconds") for run in runs]))
-    shares = {
-        "reused": rollout.prefix_lens.sum() / tokens,
-        "drafted": stats.drafted_tokens / tokens,
-    }
-    return found | {"row_steps": stats.row_steps} | {k: float(v) for k, v in shares.items()}
+    found |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
+    return found | {"drafted": stats.drafted_tokens / tokens}
 
 
 def make_speculation(spec: RolloutSpec, rows: int) -> Speculation:
