@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     cli.define_config()
     named = any(flag.startswith("--config=") for flag in rest)
     sys.argv[1:] = [*([] if named else [f"--config={_CONFIG}:tiny"]), *rest]
-    return cli.run(lambda: measure(args))
+    return cli.run(functools.partial(measure, args))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 step: a decode step against the hand-written loop, on the same rows, cache slots and weights.
 device: on a GPU or TPU, a decode step against the bytes that it reads and verification against its
-multiplications, at the rates of simple programs: a copy of a large array, a product of bfloat16
-matrices.
+multiplications, at the rates of a copy of a large array and of a product of bfloat16 matrices.
 """
 
 import functools
