@@ -10,6 +10,7 @@ import rollout_reference as ref
 from rollout_reference import KEY, as_drafts, check_equal, host, log_softmax, make_plan, select
 from small_runs import interrupt, records, saved, small_config
 
+from specrl_jax import learn
 from specrl_jax import train as loop
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.models.kv_cache import cache_bytes
@@ -313,7 +314,7 @@ RUN = {
 def trained(tmp_path_factory, make_mesh):
     """The work directory of RUN, six steps, and (prompts, rollout, batch) of every step."""
     workdir, seen = tmp_path_factory.mktemp("partial") / "run", []
-    real = loop.make_batch
+    real = learn.make_batch
 
     def make_batch(prompts, rollout, *args, **kwargs):
         batch = real(prompts, rollout, *args, **kwargs)
@@ -321,7 +322,7 @@ def trained(tmp_path_factory, make_mesh):
         return batch
 
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(make_mesh(1, 1, 1)):
-        patch.setattr(loop, "make_batch", make_batch)
+        patch.setattr(learn, "make_batch", make_batch)
         loop.train(small_config(RUN), workdir)
     return workdir, seen
 
@@ -378,8 +379,8 @@ def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
     for name in one:
         assert one[name].tobytes() == two[name].tobytes(), name
     middle = saved(tmp_path / "run", 5)
-    assert middle["carried.rollout.lens"].any()
-    assert middle["carried.rollout.tokens"].shape == (16, 16)
+    assert middle["resumed.rollout.lens"].any()
+    assert middle["resumed.rollout.tokens"].shape == (16, 16)
 
 
 def test_with_everything_else_on(tmp_path, mesh):

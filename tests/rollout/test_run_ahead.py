@@ -240,5 +240,5 @@ def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
     for name in one:
         assert one[name].tobytes() == two[name].tobytes(), name
     middle = saved(tmp_path / "run", 2)
-    assert middle["ahead.lens"].any()
-    assert middle["ahead.tokens"].shape == (32, 16)
+    assert middle["run_ahead.lens"].any()
+    assert middle["run_ahead.tokens"].shape == (32, 16)
