@@ -13,6 +13,7 @@ from rollout_reference import as_drafts, check_equal, history_of, host, make_pla
 from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.rollout.adaptive.speculation import Acceptance, Speculation, StepPlan
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
+from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine import decode_state as rows
@@ -339,7 +340,7 @@ def test_widths_that_never_pay_are_left_alone(mesh, base):
 
 def test_a_corpus_is_made_for_the_first_step_that_reads_it(mesh, base):
     _, endless, _ = base
-    plan, made = plan_of(4, **ONE_BUCKET), []
+    made = []
 
     class Counted(SuffixDrafts):
         def init(self, *args):
