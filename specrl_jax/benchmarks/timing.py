@@ -1,9 +1,10 @@
 """Time rollouts side by side in one process.
 
-A case is a function that generates; it runs once to compile. Then the cases run in turn, round by
-round, so that other work on the machine slows all alike. A ratio of two is taken within a round.
+Cases run in turn, round by round, so that other work on the machine slows all of them alike. A
+ratio of two cases is taken within a round.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +16,13 @@ from specrl_jax.benchmarks.reports import spread
 from specrl_jax.rollout.adaptive import measure_steps
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.generate import RolloutResult, RolloutSpec
-from specrl_jax.runtime import cache_folder, compiled
+from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.runtime import cache_folder
 from specrl_jax.types import Rollout
 
 Log = Callable[[str], None]
-Case = Callable[[], RolloutResult]
-_MAX_TRIES = 3  # a run in which a program was compiled is repeated
+Case = functools.partial  # of `generate`: spec, weights, prompts, noise, and options by name
+_WARM_RUNS = 6  # of a case with choices
 
 
 class Run(NamedTuple):
@@ -33,25 +34,27 @@ class Run(NamedTuple):
 
 
 def run(case: Case) -> Run:
-    """One rollout that compiled nothing, if that can be had."""
-    for _ in range(_MAX_TRIES):
-        before, start = compiled(), time.perf_counter()
-        result = case()
-        jax.block_until_ready(result.rollout)
-        seconds = time.perf_counter() - start
-        if compiled() == before:
-            break
+    """One rollout; what its choices still need is measured after it, as in training."""
+    start = time.perf_counter()
+    result = case()
+    jax.block_until_ready(result.rollout)
+    seconds = time.perf_counter() - start
+    if (speculation := case.keywords.get("speculation")) is not None:
+        speculation.measure_used(case.args[1])
     return Run(seconds, result.stats, jax.device_get(result.rollout))
 
 
 def run_in_turn(cases: Mapping[str, Case], repeats: int, log: Log) -> dict[str, list[Run]]:
-    """`repeats` runs of every case."""
-    found: dict[str, list[Run]] = {name: [] for name in cases}
-    for number in range(repeats + 1):
-        for name, case in cases.items():
-            found[name].append(run(case))
-        log(f"round {number} of {repeats}")
-    return {name: runs[1:] for name, runs in found.items()}  # the first round compiles
+    """`repeats` runs of every case, after those in which it compiles and its choices settle."""
+    for name, case in cases.items():
+        for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
+            run(case)
+        log(f"{name}: ready")
+    rounds = []
+    for number in range(repeats):
+        rounds.append([run(case) for case in cases.values()])
+        log(f"round {number + 1} of {repeats}")
+    return dict(zip(cases, map(list, zip(*rounds))))
 
 
 def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
