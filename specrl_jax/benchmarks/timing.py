@@ -50,10 +50,7 @@ def run_in_turn(cases: Mapping[str, Case], repeats: int, log: Log) -> dict[str, 
         for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
             run(case)
         log(f"{name}: ready")
-    rounds = []
-    for number in range(repeats):
-        rounds.append([run(case) for case in cases.values()])
-        log(f"round {number + 1} of {repeats}")
+    rounds = [[run(case) for case in cases.values()] for _ in range(repeats)]
     return dict(zip(cases, map(list, zip(*rounds))))
 
 
