@@ -58,9 +58,15 @@ def test_a_draft_source(tmp_path):
     assert last["rollout/tokens_drafted"] > 0
 
 
+def test_a_draft_source_with_a_memory(tmp_path):
+    last = run_recipe(RECIPES["A draft source with a memory"], tmp_path)[-1]
+    assert last["rollout/tokens_drafted"] > 0
+
+
 def test_an_acceptance_rule(tmp_path):
     last = run_recipe(RECIPES["An acceptance rule"], tmp_path)[-1]
     assert 0 < last["rollout/draft_accept_rate"] < 1
+    assert 0.9 < last["policy/importance_mean"] < 1.1
 
 
 def test_an_advantage(tmp_path):

@@ -105,7 +105,7 @@ def _field(row: dict, path: str, field: str) -> Any:
     value: Any = row
     for part in [path] if path in row else path.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise ValueError(f"{field} must be one of {', '.join(row)}, got {path!r}")
+            raise ValueError(f"{field} must be one of the columns {', '.join(row)}, got {path!r}")
         value = value[part]
     return value
 

@@ -117,10 +117,10 @@ def load_environment(name: str) -> Callable[[], Environment]:
     """The class called `name`; ValueError in one line if there is none."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
-    known = f"one of {', '.join(ENVIRONMENTS)} or module:Class"
+    known = f"one of {', '.join(ENVIRONMENTS)} or module:Class of a module on PYTHONPATH"
     module, _, attribute = name.partition(":")
     if not module or not attribute or module == "__main__":
-        raise ValueError(f"environment.name must be {known} (importable), got {name!r}")
+        raise ValueError(f"environment.name must be {known} (not __main__), got {name!r}")
     try:
         environment = getattr(importlib.import_module(module), attribute)
         if not all(callable(getattr(environment, method, None)) for method in ("reset", "step")):

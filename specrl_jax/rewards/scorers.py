@@ -66,17 +66,17 @@ def load_scorer(name: str) -> Scorer:
         if package and importlib.util.find_spec(package) is None:
             raise ValueError(f"reward.name = {name} needs the package {package}; install it")
         return SCORERS[name]
-    known = f"one of {', '.join(SCORERS)} or module:function"
+    known = f"one of {', '.join(SCORERS)} or module:function of a module on PYTHONPATH"
     module, _, function = name.partition(":")
     if not module or not function or module == "__main__":
-        raise ValueError(f"reward.name must be {known} (importable, not __main__), got {name!r}")
+        raise ValueError(f"reward.name must be {known} (not __main__), got {name!r}")
     try:
         scorer = getattr(importlib.import_module(module), function)
         inspect.signature(scorer).bind("response", "answer", "task", {})
     except Exception as error:
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"reward.name must be {known} with (response, answer, task, metadata), "
+            f"reward.name must be {known}, with (response, answer, task, metadata), "
             f"got {name!r}: {line}"
         ) from None
     return scorer

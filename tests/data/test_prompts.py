@@ -134,7 +134,10 @@ def test_commas_leave_numbers_only(tmp_path):
         ({"path": ""}, r"^data\.path must be an existing .* got ''$"),
         ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: bad.jsonl, train"),
         ({"split": "bad"}, r"bad\.jsonl:2 must be a line of JSON"),
-        ({"prompt_field": "text"}, r"^data\.prompt_field must be one of question, answer, got"),
+        (
+            {"prompt_field": "text"},
+            r"^data\.prompt_field must be one of the columns question, answer, got",
+        ),
         ({"answer_pattern": "A: (.*)"}, r"^data\.answer_pattern must match every answer"),
         ({"eval_prompts": 6}, r"^data\.eval_prompts must be < the 6 rows .* got 6"),
         ({"render": "specrl_jax.data.prompts:nothing"}, r"^data\.render must be 'module:function'"),
