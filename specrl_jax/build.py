@@ -83,6 +83,8 @@ def build(config) -> tuple[Trainer, Params]:
     spec = RolloutSpec.from_config(
         config, model, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
     )
+    if stream.screens:  # a rollout has parts of groups
+        spec = dataclasses.replace(spec, group_size=config.curriculum.screening)
     trainer = Trainer(
         config=config,
         dataset=dataset,

@@ -194,6 +194,8 @@ def new_speculation(trainer: Trainer) -> Speculation:
     """Choices that know nothing yet; a program is measured after the rollout that first used it."""
     settings, spec = trainer.config.rollout, trainer.rollout_spec
     program = spec.program_for(spec.buckets(trainer.rows))
-    sources = (program.draft_history + settings.run_ahead) * settings.group_size
+    history = program.draft_history and program.draft_history + settings.run_ahead
+    sources = history * settings.group_size
+    prompts = trainer.rows // spec.group_size * (1 + settings.run_ahead)
     folder = cache_folder() / "step_costs"
-    return Speculation(timer=measure_steps.StepTimer(program, sources, folder))
+    return Speculation(timer=measure_steps.StepTimer(program, prompts, sources, folder))

@@ -73,4 +73,5 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
 def make_speculation(spec: RolloutSpec, rows: int) -> Speculation:
     """Chooses widths and learns as in training; a prompt has as many stored responses as rows."""
     program, folder = spec.program_for(spec.buckets(rows)), cache_folder() / "step_costs"
-    return Speculation(timer=measure_steps.StepTimer(program, spec.group_size, folder))
+    sizes = rows // spec.group_size, spec.group_size
+    return Speculation(timer=measure_steps.StepTimer(program, *sizes, folder))

@@ -8,7 +8,6 @@ reads them, as does a run that is resumed.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -22,12 +21,12 @@ import numpy as np
 
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
+from specrl_jax.rollout.adaptive.step_costs import Point
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState, start_rows, with_drafts
-from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts
 
@@ -64,7 +63,8 @@ class StepTimer:
     """Seconds of a step of the programs of `program`."""
 
     program: ProgramSpec
-    sources: int  # stored responses of a prompt that the draft source reads
+    prompts: int  # of a rollout, for which the draft source has a state
+    sources: int  # stored responses of each that it reads
     directory: pathlib.Path  # of the files that keep seconds
 
     def __call__(self, weights: Params, point: Point) -> float:
@@ -72,8 +72,8 @@ class StepTimer:
 
         A damaged file is measured again; one that cannot be written is warned of.
         """
-        label = {"program": repr(self.program), "sources": self.sources, "code": code_digest()}
-        label |= machine()
+        label = {"program": repr(self.program), "prompts": self.prompts, "sources": self.sources}
+        label |= {"code": code_digest(), **machine()}
         digest = hashlib.sha256(json.dumps(label, sort_keys=True).encode()).hexdigest()[:16]
         path = self.directory / f"step_costs_{digest}.json"
         if (kept := _read(path).get(point)) is not None:
@@ -86,9 +86,10 @@ class StepTimer:
     def measure(self, weights: Params, point: Point) -> float:
         """Seconds of one step, without what a call of several steps takes itself."""
         first = self._seconds(weights, point, 1)
-        if first > SECONDS:
-            # A program that was not compiled yet needs another call.
-            return min(first, self._seconds(weights, point, 1))
+        if first > SECONDS:  # it is slow, or was compiled
+            again = self._seconds(weights, point, 1)
+            if again > SECONDS:
+                return min(first, again)
         counts = (1,) if point.verifies else (1, 1 + STEPS)
         rounds, spent = [], 0.0
         while len(rounds) < ROUNDS[0] or (len(rounds) < ROUNDS[1] and spent < SECONDS):
@@ -104,7 +105,7 @@ class StepTimer:
         program, rows = self.program, self._rows(point.rows)
         if point.verifies:
             rows = with_drafts(rows, self._drafts(point.rows), program.accept)
-        draft_state = self._draft_state(point.rows) if point.matching else None
+        draft_state = self._draft_state() if point.matching else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition(
             *(np.int32(x) for x in (-1, program.response_slots, steps, point.rows))
@@ -154,39 +155,19 @@ class StepTimer:
             top_logprobs=put(top, "batch", None, None) if k else None,
         )
 
-    def _draft_state(self, size: int) -> Any:
+    def _draft_state(self) -> Any:
         """Of the draft source, for made-up prompts and stored responses."""
         program, group = self.program, self.program.group_size
-        count = -(-size // group)
-        shape = (count, self.sources, program.response_slots)
+        shape = (self.prompts, self.sources, program.response_slots)
         tokens = np.random.default_rng(1).integers(0, program.model.vocab_size, shape)
         history = DraftHistory.from_store(
             put(tokens.astype(np.int32), None, None, None),
             put(np.full(shape[:2], shape[2], np.int32), None, None),
             group,
         )
-        ids = np.zeros((count, 2), np.uint32)
-        prompts = Prompts(np.ones((count, 1), np.int32), np.ones(count, np.int32), ids, ())
+        ids, ones = np.zeros((self.prompts, 2), np.uint32), np.ones(self.prompts, np.int32)
+        prompts = Prompts(ones[:, None], ones, ids, ())
         return program.draft_source.init(prompts, history, group)
-
-
-def cost_table(
-    spec: RolloutSpec, weights: Params, total_rows: int, *, sources: int, directory: os.PathLike
-) -> StepCosts:
-    """Seconds of programs at the ends of what a rollout of `total_rows` rows uses, for benchmarks
-    whose choices shall not wait for the first rollouts."""
-    buckets = spec.buckets(total_rows)
-    timer = StepTimer(spec.program_for(buckets), sources, pathlib.Path(directory))
-    ends = {buckets.responses[0], buckets.responses[-1]}
-    points = {
-        Point(rows, buckets.slots(end), width, width > 1)
-        for rows, end, width in itertools.product(buckets.rows, ends, buckets.widths)
-    } | {
-        Point(rows, buckets.verify_slots(width, buckets.responses[-1]), width, False)
-        for rows in (buckets.admissions[0], buckets.admissions[-1])
-        for width in (buckets.verify[0], buckets.verify[-1])
-    }
-    return StepCosts({point: timer(weights, point) for point in sorted(points)})
 
 
 def _read(path: pathlib.Path) -> dict[Point, float]:

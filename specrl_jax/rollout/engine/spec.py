@@ -73,11 +73,7 @@ class RolloutSpec:
         return cls(
             program=program,
             prompt_slots=config.data.prompt_len,
-            group_size=(
-                config.curriculum.screening
-                if config.curriculum.name == "speed"
-                else settings.group_size
-            ),
+            group_size=settings.group_size,
             row_buckets=settings.row_buckets,
             cache_lengths=settings.cache_lengths,
             max_rows=settings.max_rows,

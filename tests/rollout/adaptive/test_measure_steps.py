@@ -28,7 +28,7 @@ def plan_of(**kwargs):
 
 def timer_of(directory, sources=0, **kwargs) -> StepTimer:
     plan = plan_of(**kwargs)
-    return StepTimer(plan.program_for(plan.buckets(ROWS)), sources, directory)
+    return StepTimer(plan.program_for(plan.buckets(ROWS)), ROWS // 2, sources, directory)
 
 
 class Clock:
@@ -71,6 +71,18 @@ def test_a_slow_program_is_called_no_more_than_twice(mesh, monkeypatch, tmp_path
     clock = Clock(monkeypatch, 0.0, 5.0)
     assert timer_of(tmp_path).measure(None, PLAIN) == 5.0
     assert [call[1] for call in clock.calls] == [1, 1]
+
+
+def test_the_call_that_compiles_is_not_measured(mesh, monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, 5.01, 0.001)  # seconds to compile
+
+    def compiled_once(*args, **kwargs):
+        result = clock.decode_steps(*args, **kwargs)
+        clock.start = 0.01
+        return result
+
+    monkeypatch.setattr(measure_steps.decode, "decode_steps", compiled_once)
+    assert timer_of(tmp_path).measure(None, PLAIN) == pytest.approx(0.001)
 
 
 def test_noise_that_turns_a_longer_call_shorter(mesh, monkeypatch, tmp_path):
@@ -144,3 +156,17 @@ def test_no_policy_program_is_compiled_to_measure_what_ran(make_mesh, tmp_path, 
         other.measure_used(weights)
         assert other.costs.to_json() == rows
         assert compiled() == before
+
+
+def test_no_program_is_compiled_to_measure_a_smaller_bucket(mesh, tmp_path):
+    """The draft source has a state for all prompts, however few rows are left."""
+    plan = plan_of(row_buckets=2)
+    weights, prompts = ref.policy(model=ref.ONE_LAYER)[1], ref.make_prompts([[2]] * 4, P)
+    ends = np.repeat([1, R], ROWS // 2)
+    result = generate(plan, weights, prompts, Noise(jax.random.key(0), 1), max_lens=ends)
+    before = measure_steps.decode.decode_steps._cache_size()
+    for size in {rows for rows, *_ in result.stats.decode_runs}:
+        timer = timer_of(tmp_path, row_buckets=2)
+        assert timer.measure(weights, Point(size, P + R, 2, True)) > 0
+    assert measure_steps.decode.decode_steps._cache_size() == before
+    assert len(result.stats.decode_runs) > 1
