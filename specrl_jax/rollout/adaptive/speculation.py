@@ -291,8 +291,12 @@ class Speculation(StatePart):
     def measure_used(self, weights: object) -> None:
         """Measure programs that the last rollout used for the first time: the first few of them, so
         that a resumed run knows as many. For between rollouts, when no KV cache takes memory."""
+        points = list(self._used)[:MEASURED_PER_ROLLOUT]
+        if points and all(p.verifies for p in points) and not self.costs.knows(1, False):
+            # Every draft was accepted to its end; decoding must be known to be compared with.
+            points.append(points[0]._replace(width=1, matching=False))
         if self.timer is not None:
-            for point in list(self._used)[:MEASURED_PER_ROLLOUT]:
+            for point in points:
                 self.costs.add(point, self.timer(weights, point))
         self._used = {}
 

@@ -284,6 +284,15 @@ def test_programs_are_measured_once_they_were_used_and_few_after_a_rollout():
     )
 
 
+def test_a_plain_step_is_measured_where_every_draft_was_accepted():
+    """Else nothing could tell that decoding costs less: drafts would be verified for ever."""
+    chooser, plan = Speculation(timer=Timer()), make_plan(verify_width=32)
+    assert chooser.choose_verification([plan]) == plan
+    chooser.record_verification(plan, accepted=100, verified=100)
+    chooser.measure_used(None)
+    assert chooser.timer.points == [plan.point, plan.point._replace(width=1)]
+
+
 def use(chooser, rng, rollouts) -> list:
     """Rollouts of changing drafts; every choice, and its expected seconds."""
     choices = []

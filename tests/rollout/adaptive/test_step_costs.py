@@ -48,7 +48,12 @@ def test_a_measured_machine_is_met_within_a_fourth(verifies):
     assert np.mean(errors) < math.log(1.25)
 
 
-def test_one_measurement_holds_for_all_of_its_kind():
+def test_one_verification_tells_what_a_token_costs():
+    costs = StepCosts({Point(8, 64, 32, False): 3.0})
+    assert costs.seconds(4, 99, 16, False) == pytest.approx(0.75)
+
+
+def test_one_measurement_of_steps_holds_for_all_of_its_kind():
     costs = StepCosts({Point(8, 64, 4, True): 3.0})
     assert costs.seconds(99, 9, 8, True) == pytest.approx(3.0)
     assert costs.knows(2, True)
