@@ -45,7 +45,7 @@ class ScoredRollout:
 
     @property
     def draft_lens(self) -> np.ndarray:
-        """int32 [B], draft tokens that the rows were offered."""
+        """int32 [B], draft tokens that the rows had to verify."""
         return self.responses.result.draft_lens
 
 

@@ -152,7 +152,7 @@ class _Episodes:
         """generate_turn: one rollout of all rows. drafts: earlier episodes."""
         held, stats, eos_ids = None, [], self.spec.program.eos_ids
         turn = None if drafts is None else turn_drafts(drafts, None, eos_ids)
-        offered = np.zeros_like(self.turn_starts)
+        counted = np.zeros_like(self.turn_starts)  # draft tokens so far
         while True:
             with self.clocks.rollout:
                 unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
@@ -173,11 +173,11 @@ class _Episodes:
             self.turn_starts = np.where(ended, lens + counts, self.turn_starts)
             if drafts is not None:
                 turn = turn_drafts(drafts, held, eos_ids, put(self.turn_starts, "batch"))
-                # What a row in the middle of its turn has left of its draft is offered again.
-                left = np.maximum(result.draft_lens - offered - (lens - result.resumed_lens), 0)
+                # The rest of the draft of a row in the middle of its turn is verified next time.
+                left = np.maximum(result.draft_lens - counted - (lens - result.resumed_lens), 0)
                 goes_on = ~ended & (np.asarray(jax.device_get(turn.lens)) > lens)
-                offered = result.draft_lens - np.where(goes_on, left, 0)
-                held = dataclasses.replace(held, draft_lens=put(offered, "batch"))
+                counted = result.draft_lens - np.where(goes_on, left, 0)
+                held = dataclasses.replace(held, draft_lens=put(counted, "batch"))
 
     def _responses(
         self, result: RolloutResult, stats: list[Stats], tokens: np.ndarray, lens: np.ndarray

@@ -21,7 +21,7 @@ from specrl_jax.rollout.adaptive import measure_steps
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.adaptive.step_costs import StepCosts
 from specrl_jax.rollout.carry_over import Resumed, RunAhead, WaitingRows
-from specrl_jax.rollout.drafts.store import DraftStore
+from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.runtime import cache_folder
 from specrl_jax.types import StatePart
 from specrl_jax.warmup import warm_up
@@ -177,13 +177,16 @@ def _draft_store(trainer: Trainer) -> DraftStore:
     sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
     policy = f"{trainer.config.model.source or 'from nothing'} ({model.family}, {sizes})"
     parts = settings.group_size // spec.group_size
-    return DraftStore(
-        (settings.store_prompts or len(trainer.prompts.lens)) * parts,
-        spec.group_size,
-        settings.response_len,
-        settings.draft_age,
+    shape = StoreShape(
+        prompts=(settings.store_prompts or len(trainer.prompts.lens)) * parts,
+        samples=spec.group_size,
+        response_slots=settings.response_len,
+        generations=settings.draft_age,
         history=spec.program.draft_history,
         k=spec.program.stored_logprobs,
+    )
+    return DraftStore(
+        shape,
         max_age=settings.store_age,
         kind=settings.store,
         owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},

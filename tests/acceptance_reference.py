@@ -53,7 +53,7 @@ def softmax(scores) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def judge_ratio(uniforms, arguments, lens):
+def accept_ratio(uniforms, arguments, lens):
     """SPEC-RL at ℓ = 1: (kept, tail, log_scale); the next token from π itself."""
     kept = np.asarray(count_leading(ratio(uniforms, *arguments[:2], log(1.0)), lens))
     return kept, np.zeros(len(lens), bool), np.full(len(lens), np.inf, np.float32)
@@ -68,9 +68,9 @@ def _judge(rule, uniforms, arguments, lens):
     return kept, residual.other_tokens, residual.log_scale
 
 
-def judge_ratio_residual(uniforms, arguments, lens):
+def accept_ratio_residual(uniforms, arguments, lens):
     return jax.device_get(_judge(ACCEPTANCE_RULES["ratio_residual"], uniforms, arguments, lens))
 
 
-def judge_block(uniforms, arguments, lens):
+def accept_block(uniforms, arguments, lens):
     return jax.device_get(_judge(ACCEPTANCE_RULES["block"], uniforms, arguments, lens))

@@ -65,7 +65,7 @@ def policy(nudge: float = 0.0, model: ModelConfig = MODEL):
 
 
 def table_policy(table_XV: np.ndarray):
-    """A model whose next token has law table[last token], whatever came before.
+    """A model whose next token has distribution table[last token], whatever came before.
 
     Attention and MLP write nothing; the final hidden state is the last token's one-hot row times
     sqrt(D), up to the norm's epsilon. Returns (model, parameters, rollout weights).
@@ -116,7 +116,7 @@ def select(prompts: Prompts, order) -> Prompts:
 _PLAIN = SamplingConfig()
 
 
-def make_plan(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
+def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
               eos=(1, 2, 3, 4), row_buckets=2, cache_lengths=2, max_rows=0, tree=None,
               stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
     program = ProgramSpec(
@@ -145,13 +145,13 @@ def run(spec, weights, prompts, step=0, **options):
     return result.rollout, result.stats
 
 
-def history_of(plan, tokens_BR, lens_B):
+def history_of(spec, tokens_BR, lens_B):
     """What a draft source reads where these responses are stored, each group's for its prompt."""
-    slots = plan.program.response_slots
-    tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, plan.group_size, slots)
-    lens = np.asarray(lens_B, np.int32).reshape(-1, plan.group_size)
+    slots = spec.program.response_slots
+    tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, spec.group_size, slots)
+    lens = np.asarray(lens_B, np.int32).reshape(-1, spec.group_size)
     tokens, lens = put(tokens, None, None, None), put(lens, None, None)
-    return DraftHistory.from_store(tokens, lens, plan.group_size)
+    return DraftHistory.from_store(tokens, lens, spec.group_size)
 
 
 def put_rows(tree):
@@ -203,14 +203,14 @@ LOGPROBS = ("policy_logprobs", "sampling_logprobs", "origin_logprobs", "draft_lo
 class Reference:
     """One rollout, token by token. Fields are those of `Rollout`, as NumPy arrays."""
 
-    def __init__(self, plan, params, prompts, *, step, drafts=None, log_lenience=0.0,
+    def __init__(self, spec, params, prompts, *, step, drafts=None, log_lenience=0.0,
                  purpose=Purpose.SAMPLE):  # fmt: skip
-        self.setup, self.params, self.step = plan.program, params, step
-        group, slots = plan.group_size, plan.program.response_slots
+        self.program, self.params, self.step = spec.program, params, step
+        group, slots = spec.group_size, spec.program.response_slots
         self.prompt_lens = np.repeat(prompts.lens, group)
         rows = len(self.prompt_lens)
-        self.whole = np.zeros((rows, prompts.tokens.shape[1] + slots), np.int32)
-        self.whole[:, : prompts.tokens.shape[1]] = np.repeat(prompts.tokens, group, axis=0)
+        self.sequences = np.zeros((rows, prompts.tokens.shape[1] + slots), np.int32)
+        self.sequences[:, : prompts.tokens.shape[1]] = np.repeat(prompts.tokens, group, axis=0)
         self.lens = np.zeros(rows, np.int32)
         self.done = np.zeros(rows, bool)
         for name in LOGPROBS:
@@ -227,31 +227,31 @@ class Reference:
         ends = np.arange(slots)[None, :] < self.lens[:, None]
         self.tokens = np.zeros((rows, slots), np.int32)
         for row, (start, n) in enumerate(zip(self.prompt_lens, self.lens, strict=True)):
-            self.tokens[row, :n] = self.whole[row, start : start + n]
+            self.tokens[row, :n] = self.sequences[row, start : start + n]
         self.inside = ends
 
-    def _laws(self):
+    def _distributions(self):
         """(policy, sampling) log-probs [B, T, V] and the truncated scores, of the whole rows."""
-        scores = full_logits(self.setup.model, self.params, self.whole)
-        law = self.setup.sampling
-        scores = scores / np.float32(law.temperature or 1.0)
-        cut = np.asarray(_truncate(scores, law))
+        scores = full_logits(self.program.model, self.params, self.sequences)
+        sampling = self.program.sampling
+        scores = scores / np.float32(sampling.temperature or 1.0)
+        cut = np.asarray(_truncate(scores, sampling))
         return log_softmax(scores), log_softmax(cut), cut
 
     def _verify(self, drafts, log_lenience):
         rows, slots = self.origin_steps.shape
         positions = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, slots))
         noise = np.asarray(_uniforms(self._seeds_for(Purpose.ACCEPT), jnp.asarray(positions)))
-        clean = self.whole.copy()
+        clean = self.sequences.copy()
         for row in range(rows):
             start, n = self.prompt_lens[row], drafts.lens[row]
-            self.whole[row, start : start + n] = drafts.tokens[row, :n]
-        policy, sampled, _ = self._laws()
+            self.sequences[row, start : start + n] = drafts.tokens[row, :n]
+        policy, sampled, _ = self._distributions()
         for row in range(rows):
             start, n = self.prompt_lens[row], drafts.lens[row]
             new = [sampled[row, start + i - 1, drafts.tokens[row, i]] for i in range(n)]
             old = drafts.sampling_logprobs[row]
-            keep = self._kept(noise[row], new, old, n, log_lenience)
+            keep = self._num_accepted(noise[row], new, old, n, log_lenience)
             for i in range(keep):
                 self.policy_logprobs[row, i] = policy[row, start + i - 1, drafts.tokens[row, i]]
                 self.sampling_logprobs[row, i] = new[i]
@@ -260,12 +260,12 @@ class Reference:
                 self.origin_steps[row, i] = drafts.origin_steps[row, i]
             clean[row, start : start + keep] = drafts.tokens[row, :keep]
             self.lens[row] = keep
-            ended = keep > 0 and drafts.tokens[row, keep - 1] in self.setup.eos_ids
+            ended = keep > 0 and drafts.tokens[row, keep - 1] in self.program.eos_ids
             self.done[row] = ended or keep == slots
-        self.whole = clean
+        self.sequences = clean
 
-    def _kept(self, noise, new, old, n, log_lenience) -> int:
-        if self.setup.accept.cuts_draft:
+    def _num_accepted(self, noise, new, old, n, log_lenience) -> int:
+        if self.program.accept.cuts_draft:
             return min(int(noise[0] * n), max(n - 1, 0))
         for i in range(n):
             if log_lenience == -math.inf:
@@ -275,21 +275,23 @@ class Reference:
         return n
 
     def _decode(self, seeds):
-        slots, every = self.setup.response_slots, np.arange(len(self.lens))
+        slots, every = self.program.response_slots, np.arange(len(self.lens))
         while not self.done.all():
-            policy, sampled, cut = self._laws()
+            policy, sampled, cut = self._distributions()
             at = self.prompt_lens + self.lens - 1
             scores = put(cut[every, at], "batch", "vocab")
-            tokens = np.asarray(_draw(scores, seeds, put(self.lens, "batch"), self.setup.sampling))
+            tokens = np.asarray(
+                _draw(scores, seeds, put(self.lens, "batch"), self.program.sampling)
+            )
             for row in np.flatnonzero(~self.done):
                 n, token = self.lens[row], tokens[row]
-                self.whole[row, at[row] + 1] = token
+                self.sequences[row, at[row] + 1] = token
                 logprob = policy[row, at[row], token]
                 self.policy_logprobs[row, n] = self.origin_logprobs[row, n] = logprob
                 self.sampling_logprobs[row, n] = sampled[row, at[row], token]
                 self.draft_logprobs[row, n] = self.sampling_logprobs[row, n]
                 self.lens[row] = n + 1
-                self.done[row] = token in self.setup.eos_ids or n + 1 == slots
+                self.done[row] = token in self.program.eos_ids or n + 1 == slots
 
 
 def check_same(rollout, reference, tolerance=1e-5):
@@ -326,32 +328,32 @@ def check_equal(rollout, other, rows=slice(None), *, but=()):
 
 def common_prefix(tokens_BR, lens_B, others_BR, other_lens_B) -> np.ndarray:
     """Leading tokens [B] that two sets of responses have in common."""
-    found = []
-    for one, n, other, m in zip(tokens_BR, lens_B, others_BR, other_lens_B, strict=True):
-        same = (one[: min(n, m)] == other[: min(n, m)]).tolist()
-        found.append([*same, False].index(False))
-    return np.array(found)
+    lens = []
+    for row, n, other, m in zip(tokens_BR, lens_B, others_BR, other_lens_B, strict=True):
+        same = (row[: min(n, m)] == other[: min(n, m)]).tolist()
+        lens.append([*same, False].index(False))
+    return np.array(lens)
 
 
 def responses(table, last: int, slots: int, eos) -> dict[tuple[int, ...], float]:
-    """Every response and its probability when the next token has law table[last token]."""
-    found = {}
+    """Every response and its probability when the next token has distribution table[last token]."""
+    probs = {}
 
     def grow(prefix, previous, prob):
         if len(prefix) == slots or (prefix and prefix[-1] in eos):
-            found[prefix] = prob
+            probs[prefix] = prob
             return
         for token, p in enumerate(table[previous]):
             if p > 0:
                 grow((*prefix, token), token, prob * p)
 
     grow((), last, 1.0)
-    return found
+    return probs
 
 
 def emitted(new, old, lenience: float, last: int, slots: int, eos) -> dict[tuple[int, ...], float]:
-    """Law of what SPEC-RL emits: a draft from `old`, its verified prefix, the rest from `new`."""
-    law = collections.defaultdict(float)
+    """Probabilities of what SPEC-RL emits: a verified prefix from `old`, the rest from `new`."""
+    probs = collections.defaultdict(float)
     for draft, prob in responses(old, last, slots, eos).items():
         for n, token in enumerate(draft):
             previous = draft[n - 1] if n else last
@@ -359,10 +361,10 @@ def emitted(new, old, lenience: float, last: int, slots: int, eos) -> dict[tuple
             accept = 1.0 if lenience == math.inf else min(1.0, lenience * ratio)
             rest = responses(new, previous, slots - n, eos)
             for suffix, p in rest.items():
-                law[draft[:n] + suffix] += prob * (1 - accept) * p
+                probs[draft[:n] + suffix] += prob * (1 - accept) * p
             prob *= accept
-        law[draft] += prob
-    return dict(law)
+        probs[draft] += prob
+    return dict(probs)
 
 
 def total_variation(p: dict, q: dict) -> float:

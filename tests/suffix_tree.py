@@ -1,8 +1,8 @@
 """SRT's draft model in plain Python: a tree over every substring, with weighted counts.
 
-What `drafting.py` is judged by (arXiv 2601.09083, section 3; counts, budget and cut are those of
-the suffix tree that its authors build on). One tree serves one prompt. Nodes are dictionaries of
-children; every appended token walks the paths of all suffixes.
+What `suffix_match.py` is compared with (arXiv 2601.09083, section 3; counts, budget and cut are
+those of the suffix tree that its authors build on). One tree serves one
+prompt. Nodes are dictionaries of children; every appended token walks the paths of all suffixes.
 
 Differs from the paper, with `literal` off, to make it stronger: occurrences of the matched suffix
 that nothing follows are not counted. The row's own newest one always is such; counted, it halves

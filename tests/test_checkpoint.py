@@ -87,9 +87,9 @@ def test_restore_is_bit_equal_on_any_mesh(tmp_path, make_mesh, restored_on):
         arrays, restored_host = checkpointer.restore(5, like)
     _assert_same_bits(arrays, saved)
     assert restored_host == host
-    for got, wanted in zip(jax.tree.leaves(arrays), jax.tree.leaves(like), strict=True):
-        assert got.sharding == wanted.sharding
-        assert got.dtype == wanted.dtype
+    for got, expected in zip(jax.tree.leaves(arrays), jax.tree.leaves(like), strict=True):
+        assert got.sharding == expected.sharding
+        assert got.dtype == expected.dtype
 
 
 def test_restore_onto_abstract_shapes_of_explicit_axes(tmp_path, make_mesh):
@@ -180,13 +180,13 @@ def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     killed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left = _names(tmp_path)
-    assert len(left) == 2
-    assert "tmp" in left[1]  # it was killed while writing
+    names = _names(tmp_path)
+    assert len(names) == 2
+    assert "tmp" in names[1]  # it was killed while writing
     x = jax.random.bits(jax.random.key(0), (2**23,))
     with Checkpointer(tmp_path, read_only=True) as reader:
         assert reader.latest_step() == 1
-    assert _names(tmp_path) == left  # it may be another job's save in progress
+    assert _names(tmp_path) == names  # it may be another job's save in progress
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:
         assert checkpointer.latest_step() == 1
         arrays, host = checkpointer.restore(1, {"x": x})
@@ -347,13 +347,13 @@ def test_a_damaged_run_config_is_named(tmp_path):
 def test_tracebacks_of_orbaxs_threads_are_not_told(monkeypatch):
     """Only they: the error that they are of is raised as well."""
 
-    def told(name: str, path: str, error: bool) -> bool:
+    def shown(name: str, path: str, error: bool) -> bool:
         raised = (ValueError, ValueError("no room"), None) if error else None
         return checkpoint._is_shown(logging.LogRecord(name, 40, path, 1, "failed", (), raised))
 
     future = "/lib/orbax/checkpoint/_src/futures/future.py"
     cases = [("absl", future, True), ("asyncio", "/lib/asyncio/base_events.py", True)]
     others = [("absl", future, False), ("absl", "/lib/jax/api.py", True)]
-    assert [told(*case) for case in cases + others] == [False, False, True, True]
+    assert [shown(*case) for case in cases + others] == [False, False, True, True]
     monkeypatch.setenv("SPECRL_TRACEBACK", "1")
-    assert all(told(*case) for case in cases)
+    assert all(shown(*case) for case in cases)

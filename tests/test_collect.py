@@ -115,7 +115,7 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "changes", "kept"),
+    ("algorithm", "changes", "prefix"),
     [
         # Groups wait under speed too.
         pytest.param("dapo", {}, "waiting_rows", marks=pytest.mark.slow),
@@ -130,7 +130,7 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
     ],
     ids=["dapo", "ppo", "speed", "mopps"],
 )
-def test_a_killed_run_goes_on_with_all_that_it_keeps(mesh, tmp_path, algorithm, changes, kept):
+def test_a_killed_run_goes_on_with_all_that_it_keeps(mesh, tmp_path, algorithm, changes, prefix):
     killed, plain, changes = tmp_path / "killed", tmp_path / "plain", CHANGES | changes
     inputs = (killed, algorithm, changes)
     child = multiprocessing.get_context("spawn").Process(target=_killed, args=inputs)
@@ -140,10 +140,10 @@ def test_a_killed_run_goes_on_with_all_that_it_keeps(mesh, tmp_path, algorithm, 
     for workdir in (killed, plain):
         loop.train(small_config(changes, algorithm=algorithm), workdir)
     assert records(killed) == records(plain)
-    one, other = saved(killed, STEPS), saved(plain, STEPS)
-    assert one.keys() == other.keys()
-    assert any(name.startswith(kept) and array.any() for name, array in one.items())
-    for name, array in one.items():
+    resumed, other = saved(killed, STEPS), saved(plain, STEPS)
+    assert resumed.keys() == other.keys()
+    assert any(name.startswith(prefix) and array.any() for name, array in resumed.items())
+    for name, array in resumed.items():
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
@@ -168,16 +168,16 @@ def speed(request, tmp_path_factory, make_mesh):
 
 def _parts(seen):
     """{prompt_id: {first sample: (step, rewards, tokens)}} of all that was rolled out."""
-    found = {}
+    entries = {}
     for step, scored in seen.rollouts:
         rewards = scored.responses.scores.rewards.reshape(-1, N)
         tokens = scored.responses.tokens.reshape(len(rewards), N, -1)
         for q, example in enumerate(scored.prompts.examples):
             name, _, first = example.prompt_id.partition("+")
-            parts = found.setdefault(name, {})
+            parts = entries.setdefault(name, {})
             assert int(first or 0) not in parts
             parts[int(first or 0)] = (step, rewards[q], tokens[q])
-    return found
+    return entries
 
 
 def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
@@ -215,15 +215,15 @@ def test_speeds_records_number_the_samples_of_a_prompt(speed):
     parts = _parts(seen)
     for step in range(1, STEPS + 1):
         lines = read_rollouts(workdir, step)
-        told = sorted((line["prompt_id"], line["sample"]) for line in lines)
+        written = sorted((line["prompt_id"], line["sample"]) for line in lines)
         expected = sorted(
             (name, first + i)
-            for name, found in parts.items()
-            for first, (at, _, _) in found.items()
+            for name, entries in parts.items()
+            for first, (at, _, _) in entries.items()
             for i in range(N)
             if at == step
         )
-        assert told == expected
+        assert written == expected
 
 
 def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
@@ -239,8 +239,8 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
         for q, example in enumerate(scored.prompts.examples):
             assert (draft_lens[q] > 0).all() == (example.prompt_id in met)
             met.add(example.prompt_id)
-    found = records(tmp_path / "run")[1:]
-    assert max(r.get("rollout/draft_accept_rate", 0) for r in found) > 0.999
+    entries = records(tmp_path / "run")[1:]
+    assert max(r.get("rollout/draft_accept_rate", 0) for r in entries) > 0.999
 
 
 def test_without_any_signal_the_batch_is_filled_and_nothing_is_learnt(mesh, tmp_path):

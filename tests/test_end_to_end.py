@@ -93,22 +93,24 @@ from pathlib import Path
 import conftest, jax, small_runs, test_end_to_end
 from specrl_jax import sharding, train
 from specrl_jax import state as states
+from specrl_jax.rollout.engine.runner import ModelRunner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 
 states.new_speculation = test_end_to_end.known_costs
 
-begin, visit, begun = Scheduler.run, Scheduler._visit, []
+begin, run_model, begun = Scheduler.run, ModelRunner.run, []
 
 def run(self):
     begun.append(self)
     return begin(self)
 
-def visit_and_die(self):
-    visit(self)
-    if len(begun) == 7:
+def decode_and_die(self, *args, verify=False, **kwargs):
+    counts = run_model(self, *args, verify=verify, **kwargs)
+    if len(begun) == 7 and not verify:
         os.kill(os.getpid(), signal.SIGKILL)
+    return counts
 
-Scheduler.run, Scheduler._visit = run, visit_and_die
+Scheduler.run, ModelRunner.run = run, decode_and_die
 with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
     train.train(small_runs.small_config(test_end_to_end.TREES), Path(sys.argv[1]))
 """
@@ -236,11 +238,11 @@ def test_where_and_how_it_is_recorded_may_change(finished, mesh, capsys):
 
 
 def test_checkpoints_kept_are_the_last_and_the_best(finished):
-    kept = {int(path.name) for path in (finished / "checkpoints").iterdir()}
+    steps = {int(path.name) for path in (finished / "checkpoints").iterdir()}
     rewards = {r["step"]: r["reward/eval"] for r in records(finished) if "reward/eval" in r}
     assert set(rewards) == {0, 3, 6, 8}
     best = max(rewards, key=lambda step: (rewards[step], step))
-    assert kept == {6, 8, best}
+    assert steps == {6, 8, best}
 
 
 def test_plots_and_a_summary_at_the_end(tmp_path, mesh, capsys):
@@ -338,7 +340,7 @@ def _telling(optimizer: optax.GradientTransformation) -> optax.GradientTransform
 def _draws(trainer, params, batch, prompts) -> np.ndarray:
     """Tokens [10, B, R] drawn after every prefix of the batch's rows, under ten steps' noise."""
     spec, slots = trainer.rollout_spec, batch.old_logprobs.shape[1]
-    law, group = spec.program.sampling, spec.group_size
+    sampling, group = spec.program.sampling, spec.group_size
     ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
     samples = put(np.tile(np.arange(group, dtype=np.int32), len(prompts.lens)), "batch")
     first = np.asarray(batch.prompt_lens) - 1
@@ -353,7 +355,7 @@ def _draws(trainer, params, batch, prompts) -> np.ndarray:
             chosen = jnp.arange(hidden.shape[1])[None, :, None] == at[:, None, None]
             logits = model.logits(jnp.sum(jnp.where(chosen, hidden, 0), axis=1))
             place = jnp.full_like(at, j)
-            tokens.append(sample(temper(logits, law), seeds, place, law))
+            tokens.append(sample(temper(logits, sampling), seeds, place, sampling))
         return jnp.stack(tokens, axis=1)
 
     seed = jax.jit(row_seeds)
@@ -405,10 +407,10 @@ def test_the_first_step_is_that_of_one_device(one_device, make_mesh, shape):
 
 
 def _check_whole_run(workdir) -> None:
-    found = records(workdir)
-    assert [r["step"] for r in found] == [0, 1, 2]
-    assert 0 < found[2]["rollout/reuse_fraction"] < 1
-    assert found[1]["policy/rollout_train_logprob_gap"] < 1e-5
+    lines = records(workdir)
+    assert [r["step"] for r in lines] == [0, 1, 2]
+    assert 0 < lines[2]["rollout/reuse_fraction"] < 1
+    assert lines[1]["policy/rollout_train_logprob_gap"] < 1e-5
 
 
 @pytest.mark.slow  # the next test is one, on the third mesh

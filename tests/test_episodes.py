@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import KEY, check_equal, host, log_softmax, make_plan
+from rollout_reference import KEY, check_equal, host, log_softmax, make_spec
 from small_runs import Sums, records, saved, small_config
 
 from specrl_jax import episodes
@@ -42,8 +42,8 @@ def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **drafts):
     return respond(spec, weights, prompts, noise, scorer, drafts=DraftInputs(**drafts))
 
 
-def plan_of(**changes):
-    return make_plan(slots=R, eos=(1, 2), **changes)
+def spec_of(**changes):
+    return make_spec(slots=R, eos=(1, 2), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +51,15 @@ def plain(pool, make_mesh):
     """(responses, parameters, weights) of the match rule without drafts."""
     with jax.set_mesh(make_mesh(1, 1, 1)):
         params, weights = ref.policy()
-        return run(pool, plan_of(accept="match"), weights, prompts_of()), params, weights
+        return run(pool, spec_of(accept="match"), weights, prompts_of()), params, weights
 
 
 def test_the_policys_turns_and_what_it_is_told_alternate(plain):
     """Cut at the forced tokens, a row's text is an episode that the environment itself confirms."""
-    found, _, _ = plain
-    rollout = host(found.result.rollout)
+    played, _, _ = plain
+    rollout = host(played.result.rollout)
     counts = set()
-    for row, n in enumerate(found.lens.tolist()):
+    for row, n in enumerate(played.lens.tolist()):
         texts, place = [], 0
         while place < n:
             ends = [i for i in range(place, n) if rollout.tokens[row, i] in (1, 2)]
@@ -67,36 +67,36 @@ def test_the_policys_turns_and_what_it_is_told_alternate(plain):
             assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
             texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
             step = play(Sums, texts, "3", "", {})
-            told = TOKENIZER.encode(step.observation)
-            over = step.done or len(texts) == TURNS or not ends or turn + len(told) >= R
+            observation = TOKENIZER.encode(step.observation)
+            over = step.done or len(texts) == TURNS or not ends or turn + len(observation) >= R
             assert over == (turn == n)
             if not over:
-                assert rollout.tokens[row, turn : turn + len(told)].tolist() == told
-                assert np.all(rollout.sources[row, turn : turn + len(told)] == Source.FORCED)
-                place = turn + len(told)
+                assert rollout.tokens[row, turn : turn + len(observation)].tolist() == observation
+                assert np.all(rollout.sources[row, turn : turn + len(observation)] == Source.FORCED)
+                place = turn + len(observation)
             else:
                 place = n
-        assert found.turns[row] == len(texts)
-        assert found.scores.rewards[row] == step.reward
+        assert played.turns[row] == len(texts)
+        assert played.scores.rewards[row] == step.reward
         counts.add((len(texts), step.done))
     assert {turns for turns, _ in counts} >= {1, 2, TURNS}
     assert {done for _, done in counts} == {True, False}
-    assert not found.scores.failed.any()
+    assert not played.scores.failed.any()
 
 
 def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     """Teacher-forced: forced tokens are read like all others, and have none themselves."""
-    found, params, _ = plain
-    rollout, prompts = host(found.result.rollout), prompts_of()
+    played, params, _ = plain
+    rollout, prompts = host(played.result.rollout), prompts_of()
     starts = np.repeat(prompts.lens, 4)
-    whole = np.zeros((len(starts), prompts.tokens.shape[1] + R), np.int32)
+    sequences = np.zeros((len(starts), prompts.tokens.shape[1] + R), np.int32)
     for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
-        whole[row, :start] = prompts.tokens[row // 4, :start]
-        whole[row, start : start + n] = rollout.tokens[row, :n]
-    laws = log_softmax(ref.full_logits(ref.MODEL, params, whole))
+        sequences[row, :start] = prompts.tokens[row // 4, :start]
+        sequences[row, start : start + n] = rollout.tokens[row, :n]
+    logprobs = log_softmax(ref.full_logits(ref.MODEL, params, sequences))
     for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
         forced = rollout.sources[row, :n] == Source.FORCED
-        expected = [laws[row, start + j - 1, rollout.tokens[row, j]] for j in range(n)]
+        expected = [logprobs[row, start + j - 1, rollout.tokens[row, j]] for j in range(n)]
         np.testing.assert_allclose(
             rollout.policy_logprobs[row, :n], np.where(forced, 0, expected), atol=1e-5
         )
@@ -127,32 +127,32 @@ CONTAINED = ("tree", "a bound of the cache")  # in the last
 def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
     """Right ones are kept to the end of every turn, over what the environment said in between."""
     expected, _, weights = plain
-    plan, prompts = plan_of(accept="match", **changes), prompts_of()
+    spec, prompts = spec_of(accept="match", **changes), prompts_of()
     source = expected
     if lost:
-        source = run(pool, plan_of(accept="match"), weights, prompts, step=2)
+        source = run(pool, spec_of(accept="match"), weights, prompts, step=2)
     rollout = source.result.rollout
     options = {"previous": ref.as_drafts(rollout)}
-    if plan.program.draft_source:
+    if spec.program.draft_source:
         tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
-        options["history"] = ref.history_of(plan, tokens, lens)
-    found = run(pool, plan, weights, prompts, **options)
-    new = host(found.result.rollout)
+        options["history"] = ref.history_of(spec, tokens, lens)
+    played = run(pool, spec, weights, prompts, **options)
+    new = host(played.result.rollout)
     check_equal(new, host(expected.result.rollout), but=("sources", "prefix_lens"))
-    np.testing.assert_array_equal(found.scores.rewards, expected.scores.rewards)
+    np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
     forced = np.sum(new.sources == Source.FORCED, axis=1)
     np.testing.assert_array_equal(
         new.sources == Source.FORCED,
         np.asarray(expected.result.rollout.sources) == Source.FORCED,
     )
-    kept = np.sum(new.sources == Source.REUSED, axis=1)
-    np.testing.assert_array_equal(kept, new.prefix_lens)
+    accepted = np.sum(new.sources == Source.REUSED, axis=1)
+    np.testing.assert_array_equal(accepted, new.prefix_lens)
     if lost:
-        assert 0 < kept.sum() < (found.lens - forced).sum() / 2
+        assert 0 < accepted.sum() < (played.lens - forced).sum() / 2
     else:
-        np.testing.assert_array_equal(kept, found.lens - forced)
-        np.testing.assert_array_equal(found.result.draft_lens, found.lens - forced)
+        np.testing.assert_array_equal(accepted, played.lens - forced)
+        np.testing.assert_array_equal(played.result.draft_lens, played.lens - forced)
 
 
 RULES = {
@@ -181,11 +181,11 @@ CASES = [
 @pytest.mark.parametrize(("rule", "drafted"), CASES)
 def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, drafted, monkeypatch):
     """Nobody waits for the slowest half: the same episodes, in more rollouts, for every rule."""
-    weights, plan, options = plain[2], plan_of(**RULES[rule]), {}
+    weights, spec, options = plain[2], spec_of(**RULES[rule]), {}
     if drafted:
-        older = run(pool, plan, ref.policy(0.15)[1], prompts_of())
+        older = run(pool, spec, ref.policy(0.15)[1], prompts_of())
         options = {"previous": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
-    expected = run(pool, plan, weights, prompts_of(), **options)
+    expected = run(pool, spec, weights, prompts_of(), **options)
     turns, step = [], episodes._Episodes._step
 
     def spy(self, tokens, lens, ended):
@@ -193,25 +193,25 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
         return step(self, tokens, lens, ended)
 
     monkeypatch.setattr(episodes._Episodes, "_step", spy)
-    found = run(pool, plan, weights, prompts_of(), allow_unfinished=0.5, **options)
+    played = run(pool, spec, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(set(x.tolist())) > 1 for x in turns)
-    new, old = (_without_laws_of_forced(host(x.result.rollout)) for x in (found, expected))
-    check_equal(new, old, but=("sources",) if plan.program.draft_source else ())
+    new, old = (_without_logprobs_of_forced(host(x.result.rollout)) for x in (played, expected))
+    check_equal(new, old, but=("sources",) if spec.program.draft_source else ())
     for name in ("lens", "turns"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    np.testing.assert_array_equal(found.result.draft_lens, expected.result.draft_lens)
-    np.testing.assert_array_equal(found.scores.rewards, expected.scores.rewards)
+        np.testing.assert_array_equal(getattr(played, name), getattr(expected, name))
+    np.testing.assert_array_equal(played.result.draft_lens, expected.result.draft_lens)
+    np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
 
 
-def _without_laws_of_forced(rollout):
+def _without_logprobs_of_forced(rollout):
     """No token was drawn there: anything may stand in their place."""
     if rollout.top_ids is None:
         return rollout
     forced = (rollout.sources == Source.FORCED)[:, :, None]
-    laws = {
+    logprobs = {
         name: np.where(forced, 0, getattr(rollout, name)) for name in ("top_ids", "top_logprobs")
     }
-    return dataclasses.replace(rollout, **laws)
+    return dataclasses.replace(rollout, **logprobs)
 
 
 def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
@@ -219,14 +219,14 @@ def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
     expected, _, weights = plain
     drafts = ref.as_drafts(expected.result.rollout)
     other = prompts_of("5")
-    without = run(pool, plan_of(accept="match"), weights, other)
-    found = run(pool, plan_of(accept="match"), weights, other, previous=drafts)
+    without = run(pool, spec_of(accept="match"), weights, other)
+    played = run(pool, spec_of(accept="match"), weights, other, previous=drafts)
     check_equal(
-        host(found.result.rollout), host(without.result.rollout), but=("sources", "prefix_lens")
+        host(played.result.rollout), host(without.result.rollout), but=("sources", "prefix_lens")
     )
-    longer = found.lens > expected.lens
+    longer = played.lens > expected.lens
     assert longer.any()
-    assert np.all(found.result.draft_lens[longer] < found.lens[longer])
+    assert np.all(played.result.draft_lens[longer] < played.lens[longer])
 
 
 def test_what_is_left_of_a_draft_by_hand(mesh, plain):
@@ -246,14 +246,14 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
         )
         return PartialRows(rollout, rollout.lens > 6, rollout.lens)
 
-    held = np.where(np.arange(6) < 3, tokens, 0)
-    held[2, 2] = 4
+    current = np.where(np.arange(6) < 3, tokens, 0)
+    current[2, 2] = 4
     np.testing.assert_array_equal(
-        turn_drafts(drafts, holding(held, [0, 3, 3]), (1,)).lens, [2, 6, 0]
+        turn_drafts(drafts, holding(current, [0, 3, 3]), (1,)).lens, [2, 6, 0]
     )
     # 7 is forced and held by the first; the second has all; the third what the draft begins with.
-    found = turn_drafts(drafts, holding(np.where(held == 4, 0, tokens), [3, 6, 2]), (1,))
-    np.testing.assert_array_equal(found.lens, [5, 0, 5])
+    played = turn_drafts(drafts, holding(np.where(current == 4, 0, tokens), [3, 6, 2]), (1,))
+    np.testing.assert_array_equal(played.lens, [5, 0, 5])
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -284,14 +284,14 @@ def test_a_run_with_drafts_is_the_run_without(mesh, tmp_path, algorithm):
     plain, drafted = tmp_path / "plain", tmp_path / "drafted"
     loop.train(_config({"rollout.draft": "none"}, algorithm), plain)
     loop.train(_config({"rollout.draft": "previous+tree"}, algorithm), drafted)
-    one, other = records(plain)[1:], records(drafted)[1:]
+    undrafted, other = records(plain)[1:], records(drafted)[1:]
     for name in ("reward/mean", "rollout/turns_mean", "rollout/tokens_forced"):
-        assert [r[name] for r in one] == [r[name] for r in other]
-    assert all(r["rollout/turns_mean"] > 1 for r in one)
+        assert [r[name] for r in undrafted] == [r[name] for r in other]
+    assert all(r["rollout/turns_mean"] > 1 for r in undrafted)
     assert other[-1]["rollout/draft_accept_rate"] > 0
-    steps = len(one)
+    steps = len(undrafted)
     weights = [saved(workdir, steps) for workdir in (plain, drafted)]
     for name, array in weights[0].items():
         if name.startswith("train.params"):
             np.testing.assert_allclose(array, weights[1][name], atol=2e-4, err_msg=name)
-    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in one)
+    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in undrafted)

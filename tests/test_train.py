@@ -50,10 +50,10 @@ EVALUATED = {"evaluate.every": 2, "log.rollouts": 1.0}
 
 
 def test_every_metric_of_every_step_once(run):
-    found = records(run(EVALUATED), times=True)
-    assert [r["step"] for r in found] == [0, 1, 2, 3, 4]
-    assert [r["epoch"] for r in found] == [0, 1, 1, 2, 2]
-    for record in found[1:]:
+    lines = records(run(EVALUATED), times=True)
+    assert [r["step"] for r in lines] == [0, 1, 2, 3, 4]
+    assert [r["epoch"] for r in lines] == [0, 1, 1, 2, 2]
+    for record in lines[1:]:
         assert set(record) >= ALWAYS
         assert "policy/kl" not in record
         assert (record.keys() >= WITH_DRAFTS) == (record["step"] > 2)
@@ -65,8 +65,8 @@ def test_every_metric_of_every_step_once(run):
         assert parts <= record["time/rollout"] <= record["time/step"]
         assert record["policy/rollout_train_logprob_gap"] < 1e-5
     compilation = {"compile/built", "compile/read", "time/compile"}
-    assert set(found[0]) == {"step", "epoch", "reward/eval", "time/eval"} | compilation
-    assert [r["data/passes"] for r in found[1:]] == [0.5, 1.0, 1.5, 2.0]
+    assert set(lines[0]) == {"step", "epoch", "reward/eval", "time/eval"} | compilation
+    assert [r["data/passes"] for r in lines[1:]] == [0.5, 1.0, 1.5, 2.0]
 
 
 def test_held_out_responses_are_recorded_like_those_of_the_steps(run):
@@ -151,37 +151,37 @@ def test_the_kl_to_the_reference_starts_at_0(run, estimator):
 )
 def test_choices_of_the_update_change_the_update_alone(run, changes):
     """The first rollout is the same, the metrics after the first update are not."""
-    found, plain = records(run(changes)), records(run())
+    lines, plain = records(run(changes)), records(run())
     shared = {name for name in plain[1] if name.startswith(("rollout/", "reward/"))}
-    assert {n: found[1][n] for n in shared} == {n: plain[1][n] for n in shared}
-    assert found[-1]["policy/loss"] != plain[-1]["policy/loss"]
+    assert {n: lines[1][n] for n in shared} == {n: plain[1][n] for n in shared}
+    assert lines[-1]["policy/loss"] != plain[-1]["policy/loss"]
     assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
 
 
 def test_truncated_laws_keep_an_untruncated_update(run):
     """With top-k 1 and top-p every token is the greedy one, its policy log-prob is not 0."""
     changes = {"rollout.top_k": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.8}
-    found = records(run(changes))
-    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in found[1:])
-    assert found[1]["policy/entropy"] > math.log(3)  # more than three tokens can carry
+    lines = records(run(changes))
+    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in lines[1:])
+    assert lines[1]["policy/entropy"] > math.log(3)  # more than three tokens can carry
     assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
 
 
 def test_recomputed_old_logprobs_are_the_rollouts_up_to_rounding(run):
-    found, plain = (records(run({"updates.old_logprobs": how})) for how in ("recompute", "rollout"))
-    assert 0 < found[1]["policy/rollout_train_logprob_gap"] < 1e-5
-    np.testing.assert_allclose(found[1]["policy/loss"], plain[1]["policy/loss"], atol=1e-5)
+    lines, plain = (records(run({"updates.old_logprobs": how})) for how in ("recompute", "rollout"))
+    assert 0 < lines[1]["policy/rollout_train_logprob_gap"] < 1e-5
+    np.testing.assert_allclose(lines[1]["policy/loss"], plain[1]["policy/loss"], atol=1e-5)
     np.testing.assert_allclose(
-        found[1]["update/grad_norm"], plain[1]["update/grad_norm"], rtol=1e-4
+        lines[1]["update/grad_norm"], plain[1]["update/grad_norm"], rtol=1e-4
     )
 
 
 def test_rows_in_flight_change_nothing(run):
     """Two halves of the batch one after the other: the same responses, up to rounding."""
-    found, plain = records(run({"rollout.max_rows": 16})), records(run())
+    lines, plain = records(run({"rollout.max_rows": 16})), records(run())
     for name in ("rollout/tokens_generated", "reward/mean", "rollout/response_len_mean"):
-        assert found[1][name] == plain[1][name]
-    assert found[1]["rollout/row_steps"] <= plain[1]["rollout/row_steps"]
+        assert lines[1][name] == plain[1][name]
+    assert lines[1]["rollout/row_steps"] <= plain[1]["rollout/row_steps"]
     assert all(0 < fraction < 1 for fraction in _reuse(run({"rollout.max_rows": 16}))[2:])
 
 
@@ -196,7 +196,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(run, tmp_path,
 
 
 def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
-    """What the second epoch is offered is what the first one returned for the same prompts."""
+    """The drafts of the second epoch are what the first one returned for the same prompts."""
     returned, real = {}, episodes.generate
 
     def generate(spec, weights, prompts, noise, *, drafts, **options):
@@ -206,13 +206,13 @@ def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
         drafts = drafts.previous
         for q, example in enumerate(prompts.examples):
             rows = slice(8 * q, 8 * q + 8)
-            offered = np.asarray(drafts.lens)[rows]
+            draft_lens = np.asarray(drafts.lens)[rows]
             before = returned.get(example.prompt_id)
             if before is None:
-                assert not offered.any()
+                assert not draft_lens.any()
             else:
                 lens, tokens = before
-                np.testing.assert_array_equal(offered, lens)
+                np.testing.assert_array_equal(draft_lens, lens)
                 np.testing.assert_array_equal(np.asarray(drafts.tokens)[rows], tokens)
             returned[example.prompt_id] = (
                 np.asarray(rollout.lens)[rows],
@@ -257,8 +257,8 @@ def test_costs_are_measured_where_there_is_a_choice(draft, run_ahead, adaptive):
     changes = {"rollout.draft": draft, "rollout.run_ahead": run_ahead}
     for asked in (True, False):
         config = small_config(changes | {"rollout.adaptive": asked})
-        found = Trainer.is_adaptive.fget(types.SimpleNamespace(config=config))
-        assert found == (adaptive and asked)
+        lines = Trainer.is_adaptive.fget(types.SimpleNamespace(config=config))
+        assert lines == (adaptive and asked)
 
 
 def test_too_few_rows_in_flight_for_a_group_is_one_line(mesh, tmp_path):

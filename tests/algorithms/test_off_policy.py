@@ -147,7 +147,7 @@ def test_the_controller_finds_its_target():
 def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
     """By the reference rollout: the same as with drafts that were cut beforehand."""
     (_, old), (_, new) = ref.policy(0.1), ref.policy()
-    plan, prompts = ref.make_plan(), ref.random_prompts(4)
+    plan, prompts = ref.make_spec(), ref.random_prompts(4)
     drafts = ref.as_drafts(ref.run(plan, old, prompts, 1)[0])
     steps = np.tile(np.arange(drafts.tokens.shape[1]), (len(drafts.lens), 1)) % 5 + 1
     drafts = dataclasses.replace(drafts, origin_steps=put(steps.astype(np.int32), "batch", None))

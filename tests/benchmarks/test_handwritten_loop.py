@@ -40,7 +40,7 @@ def test_it_draws_the_tokens_of_a_rollout(mesh):
     model, rows, slots = ref.MODEL, 8, 7
     _, weights = ref.policy(0.1)
     prompts = ref.make_prompts([[5], [9]], 1)
-    spec = ref.make_plan(model, slots=slots, prompt_slots=1, group=4, eos=(model.vocab_size,))
+    spec = ref.make_spec(model, slots=slots, prompt_slots=1, group=4, eos=(model.vocab_size,))
     rollout, _ = ref.run(spec, weights, prompts, step=3)
     ids, samples = np.repeat(prompts.ids, 4, axis=0), np.tile(np.arange(4, dtype=np.int32), 2)
     seeds = row_seeds(

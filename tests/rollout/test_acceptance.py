@@ -13,8 +13,8 @@ from rollout_reference import (
     as_drafts,
     emitted,
     history_of,
-    make_plan,
     make_prompts,
+    make_spec,
     total_variation,
 )
 from scipy import stats
@@ -29,33 +29,33 @@ NEW_TABLE = np.array([[0.25, 0.35, 0.4], [0.55, 0.3, 0.15], [1 / 3, 1 / 3, 1 / 3
 SLOTS = 3
 
 
-def run(plan, weights, prompts, step, **kwargs):
-    return ref.run(plan, weights, prompts, step, **kwargs)[0]
+def run(spec, weights, prompts, step, **kwargs):
+    return ref.run(spec, weights, prompts, step, **kwargs)[0]
 
 
-def cut_table(table, law):
-    """The law that is sampled from, by sorting."""
-    scores = np.log(table) / law.temperature
+def cut_table(table, sampling):
+    """The distribution that is sampled from, by sorting."""
+    scores = np.log(table) / sampling.temperature
     out = np.zeros_like(table)
     for row, score in zip(out, scores, strict=True):
-        order = np.argsort(-score)[: law.top_k or None]
+        order = np.argsort(-score)[: sampling.top_k or None]
         probs = np.exp(score[order]) / np.exp(score[order]).sum()
-        count = np.sum(np.cumsum(probs) < law.top_p) + 1 if law.top_p < 1 else len(order)
+        count = np.sum(np.cumsum(probs) < sampling.top_p) + 1 if sampling.top_p < 1 else len(order)
         row[order[:count]] = probs[:count] / probs[:count].sum()
     return out
 
 
-def monte_carlo(law, log_lenience, steps=1, reuse=True):
+def monte_carlo(sampling, log_lenience, steps=1, reuse=True):
     """Rollouts over drafts of the old policy: {first token + response: count}, and the last."""
     model, _, old = ref.table_policy(OLD_TABLE)
     _, _, new = ref.table_policy(NEW_TABLE)
-    plan = make_plan(model, sampling=law, slots=SLOTS, prompt_slots=2, group=512, eos=(2,),
+    spec = make_spec(model, sampling=sampling, slots=SLOTS, prompt_slots=2, group=512, eos=(2,),
                      row_buckets=1, cache_lengths=1)  # fmt: skip
     prompts = make_prompts([[0], [1], [2, 0], [0, 1]] * 8, 2)
     counts = collections.Counter()
     for step in range(steps):
-        drafts = as_drafts(run(plan, old, prompts, 2 * step)) if reuse else None
-        rollout = run(plan, new, prompts, 2 * step + 1, drafts=drafts,
+        drafts = as_drafts(run(spec, old, prompts, 2 * step)) if reuse else None
+        rollout = run(spec, new, prompts, 2 * step + 1, drafts=drafts,
                          log_lenience=log_lenience)  # fmt: skip
         count(counts, np.repeat([0, 1, 0, 1] * 8, 512), rollout)
     return counts, rollout, drafts
@@ -69,19 +69,19 @@ def count(counts, firsts, rollout):
     )
 
 
-def exact(law, lenience):
-    """Law of {first token + response} under SPEC-RL's rule."""
-    new, old = cut_table(NEW_TABLE, law), cut_table(OLD_TABLE, law)
+def exact(sampling, lenience):
+    """Probability of each {first token + response} under SPEC-RL's rule."""
+    new, old = cut_table(NEW_TABLE, sampling), cut_table(OLD_TABLE, sampling)
     parts = [emitted(new, old, lenience, last, SLOTS, (2,)) for last in (0, 1)]
     return {(x, *k): p / 2 for x in (0, 1) for k, p in parts[x].items() if p > 0}
 
 
-def p_value(counts, law):
-    """Of the counts under the law; outcomes that are expected less than five times are pooled."""
-    assert counts.keys() <= law.keys()  # nothing that cannot happen
+def p_value(counts, distribution):
+    """Of the counts; outcomes that are expected less than five times are pooled."""
+    assert counts.keys() <= distribution.keys()  # nothing that cannot happen
     total = sum(counts.values())
-    expected = np.array(list(law.values())) * total
-    observed = np.array([counts.get(k, 0) for k in law])
+    expected = np.array(list(distribution.values())) * total
+    observed = np.array([counts.get(k, 0) for k in distribution])
     rare = expected < 5
     if rare.any():
         expected = np.append(expected[~rare], expected[rare].sum())
@@ -89,22 +89,24 @@ def p_value(counts, law):
     return stats.chisquare(observed, expected).pvalue
 
 
-def distance(counts, law):
+def distance(counts, distribution):
     total = sum(counts.values())
-    return total_variation({k: n / total for k, n in counts.items()}, law)
+    return total_variation({k: n / total for k, n in counts.items()}, distribution)
 
 
-def expected_distance(law, count):
-    """Mean total variation of `count` draws from their own law."""
-    return sum((p * (1 - p) / (2 * math.pi * count)) ** 0.5 for p in law.values())
+def expected_distance(distribution, count):
+    """Mean total variation of `count` draws from their own distribution."""
+    return sum((p * (1 - p) / (2 * math.pi * count)) ** 0.5 for p in distribution.values())
 
 
 @pytest.mark.parametrize("lenience", [0.5, 1.0, math.exp(0.5)], ids=["half", "one", "exp-half"])
 def test_what_the_rollout_emits_is_b_not_the_policy(mesh, lenience):
-    law = exact(SamplingConfig(), lenience)
+    expected = exact(SamplingConfig(), lenience)
     counts, _, _ = monte_carlo(SamplingConfig(), math.log(lenience), steps=8)
-    assert distance(counts, law) < 1.5 * expected_distance(law, sum(counts.values())) < 0.009
-    assert p_value(counts, law) > 1e-3
+    assert (
+        distance(counts, expected) < 1.5 * expected_distance(expected, sum(counts.values())) < 0.009
+    )
+    assert p_value(counts, expected) > 1e-3
     plain = exact(SamplingConfig(), 0.0)
     assert distance(counts, plain) > 0.04  # it is not π
     assert p_value(counts, plain) < 1e-9
@@ -112,11 +114,11 @@ def test_what_the_rollout_emits_is_b_not_the_policy(mesh, lenience):
 
 def test_lenience_zero_emits_the_policy_and_infinity_the_drafts(mesh):
     counts, rollout, _ = monte_carlo(SamplingConfig(), -math.inf)
-    law = exact(SamplingConfig(), 0.0)
-    assert p_value(counts, law) > 1e-3
+    expected = exact(SamplingConfig(), 0.0)
+    assert p_value(counts, expected) > 1e-3
     for last in (0, 1):
         for response, p in ref.responses(NEW_TABLE, last, SLOTS, (2,)).items():
-            assert law[(last, *response)] == pytest.approx(p / 2)
+            assert expected[(last, *response)] == pytest.approx(p / 2)
     plain, other, _ = monte_carlo(SamplingConfig(), 0.0, reuse=False)
     assert plain == counts
     np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(other.tokens))
@@ -129,18 +131,20 @@ def test_lenience_zero_emits_the_policy_and_infinity_the_drafts(mesh):
 
 
 @pytest.mark.parametrize(
-    "law", [SamplingConfig(0.7, top_k=2), SamplingConfig(0.7, top_p=0.85)], ids=["top-k", "top-p"]
+    "sampling",
+    [SamplingConfig(0.7, top_k=2), SamplingConfig(0.7, top_p=0.85)],
+    ids=["top-k", "top-p"],
 )
-def test_drafts_are_accepted_by_the_law_that_is_sampled_from(mesh, law):
-    expected = exact(law, 1.0)
-    counts, rollout, _ = monte_carlo(law, 0.0, steps=8)
+def test_drafts_are_accepted_by_the_distribution_that_is_sampled_from(mesh, sampling):
+    expected = exact(sampling, 1.0)
+    counts, rollout, _ = monte_carlo(sampling, 0.0, steps=8)
     assert p_value(counts, expected) > 1e-3
     untruncated = exact(SamplingConfig(0.7), 1.0)
     assert total_variation(expected, untruncated) > 0.1
     # The update's log-probs keep the temperature and leave the truncation out.
     policy = ref.log_softmax(np.log(NEW_TABLE) / 0.7)
     with np.errstate(divide="ignore"):
-        sampled = np.log(cut_table(NEW_TABLE, law))
+        sampled = np.log(cut_table(NEW_TABLE, sampling))
     tokens, lens = np.asarray(rollout.tokens), np.asarray(rollout.lens)
     before = np.column_stack([np.repeat([0, 1, 0, 1] * 8, 512), tokens[:, :-1]])
     inside = np.arange(SLOTS)[None, :] < lens[:, None]
@@ -154,14 +158,14 @@ def test_drafts_are_accepted_by_the_law_that_is_sampled_from(mesh, law):
 # The exact rules, on five tokens of which two are stored one by one and the rest as their tail
 
 EOS = 4
-_ONE, _OTHER = np.random.default_rng(21).dirichlet(np.full(5, 1.2), (2, 5)) * 0.8 + 0.04
-TABLES = [_ONE, 0.4 * _ONE + 0.6 * _OTHER]
+_FIRST, _OTHER = np.random.default_rng(21).dirichlet(np.full(5, 1.2), (2, 5)) * 0.8 + 0.04
+TABLES = [_FIRST, 0.4 * _FIRST + 0.6 * _OTHER]
 TRUNCATED = SamplingConfig(0.8, top_k=4, top_p=0.95)
 FIRSTS = [0, 1]
 
 
-def five_plan(model, accept, law=SamplingConfig(), **kwargs):  # noqa: B008
-    return make_plan(model, sampling=law, slots=SLOTS, prompt_slots=1, group=8, eos=(EOS,),
+def five_spec(model, accept, sampling=SamplingConfig(), **kwargs):  # noqa: B008
+    return make_spec(model, sampling=sampling, slots=SLOTS, prompt_slots=1, group=8, eos=(EOS,),
                      stored_logprobs=2, accept=accept, row_buckets=1, cache_lengths=1,
                      **kwargs)  # fmt: skip
 
@@ -170,30 +174,30 @@ def five_prompts(count=2048):
     return make_prompts([[first] for first in FIRSTS] * (count // 2), 1)
 
 
-def policy_law(table, law=SamplingConfig()):  # noqa: B008
-    cut = cut_table(table, law)
+def policy_distribution(table, sampling=SamplingConfig()):  # noqa: B008
+    cut = cut_table(table, sampling)
     parts = [ref.responses(cut, first, SLOTS, (EOS,)) for first in FIRSTS]
     return {(x, *k): p / 2 for x in FIRSTS for k, p in parts[x].items()}
 
 
-def generations(accept, law=SamplingConfig(), steps=4, chunk=0):  # noqa: B008
+def generations(accept, sampling=SamplingConfig(), steps=4, verify_width=0):  # noqa: B008
     """Counts of three generations, each over the last one's responses: of tables 0, 1, 0."""
-    (model, _, one), (_, _, other) = (ref.table_policy(table) for table in TABLES)
-    plan, prompts = five_plan(model, accept, law, verify_width=chunk), five_prompts()
+    (model, _, first), (_, _, other) = (ref.table_policy(table) for table in TABLES)
+    spec, prompts = five_spec(model, accept, sampling, verify_width=verify_width), five_prompts()
     counts, last = [collections.Counter() for _ in range(3)], []
     for step in range(steps):
         drafts = None
-        for age, weights in enumerate((one, other, one)):
-            rollout = run(plan, weights, prompts, 3 * step + age, drafts=drafts)
+        for age, weights in enumerate((first, other, first)):
+            rollout = run(spec, weights, prompts, 3 * step + age, drafts=drafts)
             count(counts[age], np.repeat(FIRSTS * 1024, 8), rollout)
             drafts = as_drafts(rollout)
         last.append(ref.host(rollout))
     return counts, last
 
 
-# Every rule and every law once; the others with `-m slow`.
+# Every rule and every distribution once; the others with `-m slow`.
 @pytest.mark.parametrize(
-    ("accept", "law"),
+    ("accept", "sampling"),
     [
         pytest.param("ratio_residual", SamplingConfig(), id="ratio_residual"),
         pytest.param("block", TRUNCATED, id="block, truncated"),
@@ -201,60 +205,64 @@ def generations(accept, law=SamplingConfig(), steps=4, chunk=0):  # noqa: B008
         pytest.param("block", SamplingConfig(), marks=pytest.mark.slow, id="block"),
     ],
 )
-def test_exact_rules_emit_the_policy(mesh, accept, law):
+def test_exact_rules_emit_the_policy(mesh, accept, sampling):
     """Whatever policy the drafts are from, and the drafts' own drafts."""
-    counts, rollouts = generations(accept, law)
-    for age, found in enumerate(counts):
-        expected = policy_law(TABLES[age % 2], law)
-        total = sum(found.values())
-        assert p_value(found, expected) > 1e-3, age
-        assert distance(found, expected) < 1.25 * expected_distance(expected, total)
-        assert distance(found, policy_law(TABLES[1 - age % 2], law)) > 0.2
+    counts, rollouts = generations(accept, sampling)
+    for age, counted in enumerate(counts):
+        expected = policy_distribution(TABLES[age % 2], sampling)
+        total = sum(counted.values())
+        assert p_value(counted, expected) > 1e-3, age
+        assert distance(counted, expected) < 1.25 * expected_distance(expected, total)
+        assert distance(counted, policy_distribution(TABLES[1 - age % 2], sampling)) > 0.2
     for rollout in rollouts:  # much is kept, much is not, and tails are met
         prefix = rollout.prefix_lens
         assert 0.2 < np.mean(prefix) / np.mean(rollout.lens) < 0.8
         in_top = (rollout.tokens[:, :, None] == rollout.top_ids).any(axis=2)
         inside = np.arange(SLOTS)[None, :] < rollout.lens[:, None]
         assert 0.1 < np.mean(~in_top[inside]) < 0.5
-        kept = np.arange(SLOTS)[None, :] < prefix[:, None]
-        np.testing.assert_array_equal(rollout.sources == Source.REUSED, kept)
+        accepted = np.arange(SLOTS)[None, :] < prefix[:, None]
+        np.testing.assert_array_equal(rollout.sources == Source.REUSED, accepted)
 
 
 def test_the_ratio_rule_does_not_and_the_same_test_tells(mesh):
     counts, _ = generations("ratio")
-    assert p_value(counts[0], policy_law(TABLES[0])) > 1e-3  # no drafts
+    assert p_value(counts[0], policy_distribution(TABLES[0])) > 1e-3  # no drafts
     for age in (1, 2):
-        expected = policy_law(TABLES[age % 2])
+        expected = policy_distribution(TABLES[age % 2])
         assert p_value(counts[age], expected) < 1e-9
         total = sum(counts[age].values())
         assert distance(counts[age], expected) > 2 * expected_distance(expected, total)
 
 
 def test_chunks_of_a_residual_verification_change_nothing(mesh):
-    whole = generations("ratio_residual", steps=1)[1]
-    parts = generations("ratio_residual", steps=1, chunk=2)[1]
-    for one, other in zip(whole, parts, strict=True):
-        ref.check_equal(one, other)
+    at_once = generations("ratio_residual", steps=1)[1]
+    parts = generations("ratio_residual", steps=1, verify_width=2)[1]
+    for first, other in zip(at_once, parts, strict=True):
+        ref.check_equal(first, other)
 
 
 def test_plain_and_tree_rollouts_emit_the_policy(mesh):
     """Exact probabilities of every response; the drafts are another policy's."""
     (model, _, weights), (_, _, other) = (ref.table_policy(table) for table in TABLES)
-    prompts, law, firsts = five_prompts(), policy_law(TABLES[0]), np.repeat(FIRSTS * 1024, 8)
-    plain = five_plan(model, "match")
-    tree = five_plan(model, "match", tree=ref.TREE, max_width=4)
+    prompts, expected, firsts = (
+        five_prompts(),
+        policy_distribution(TABLES[0]),
+        np.repeat(FIRSTS * 1024, 8),
+    )
+    plain = five_spec(model, "match")
+    tree = five_spec(model, "match", tree=ref.TREE, max_width=4)
     counts = [collections.Counter() for _ in range(2)]
     for step in range(3):
         old = run(plain, other, prompts, 50 + step)
-        one = run(plain, weights, prompts, step)
-        two, cost = ref.run(
+        first = run(plain, weights, prompts, step)
+        with_tree, stats = ref.run(
             tree, weights, prompts, step, history=history_of(tree, old.tokens, old.lens)
         )
-        ref.check_equal(two, one, but=("sources",))
-        assert cost.drafted_tokens == np.sum(np.asarray(two.sources) == Source.DRAFTED)
-        assert cost.drafted_tokens > 0.2 * np.sum(np.asarray(two.lens))
-        for found, rollout in zip(counts, (one, two), strict=True):
-            count(found, firsts, rollout)
-    for found in counts:
-        assert p_value(found, law) > 1e-3
-        assert p_value(found, policy_law(TABLES[1])) < 1e-9
+        ref.check_equal(with_tree, first, but=("sources",))
+        assert stats.drafted_tokens == np.sum(np.asarray(with_tree.sources) == Source.DRAFTED)
+        assert stats.drafted_tokens > 0.2 * np.sum(np.asarray(with_tree.lens))
+        for counted, rollout in zip(counts, (first, with_tree), strict=True):
+            count(counted, firsts, rollout)
+    for counted in counts:
+        assert p_value(counted, expected) > 1e-3
+        assert p_value(counted, policy_distribution(TABLES[1])) < 1e-9

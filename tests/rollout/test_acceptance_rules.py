@@ -1,4 +1,4 @@
-"""The acceptance rules one position at a time, and the stored law that they read."""
+"""The acceptance rules one position at a time, and the stored log-probs that they read."""
 
 import functools
 import math
@@ -51,9 +51,9 @@ def test_ratio_against_a_loop(lenience):
         prefix.append(next((i for i in range(length) if not accept[row, i]), length))
     got = np.asarray(ratio(uniforms, logprobs, old, log(lenience)))
     np.testing.assert_array_equal(got, accept)
-    kept = np.asarray(count_leading(got, lens))
-    np.testing.assert_array_equal(kept, prefix)
-    assert kept.dtype == np.int32
+    accepted = np.asarray(count_leading(got, lens))
+    np.testing.assert_array_equal(accepted, prefix)
+    assert accepted.dtype == np.int32
     assert {0, 7} <= set(prefix)  # rejected at once, and accepted to the end of seven
     assert any(0 < n < limit for n, limit in zip(prefix, lens, strict=True))
 
@@ -129,16 +129,16 @@ def test_what_one_position_emits(lenience):
     """b = min(π_old, ℓ π) + d π with d = 1 - Σ min(π_old, ℓ π), from the rule's own decisions."""
     accept = accept_probs(lenience)
     rejected = np.sum(OLD * (1 - accept))
-    law = OLD * accept + rejected * NEW
-    kept = np.minimum(OLD, lenience * NEW)
-    closed = kept + (1 - kept.sum()) * NEW
-    np.testing.assert_allclose(law, closed, atol=2e-5)
+    emission = OLD * accept + rejected * NEW
+    accepted = np.minimum(OLD, lenience * NEW)
+    closed = accepted + (1 - accepted.sum()) * NEW
+    np.testing.assert_allclose(emission, closed, atol=2e-5)
     by_hand = {0.0: NEW, 0.5: [0.23, 0.345, 0.425], 1.0: [0.28, 0.42, 0.3], math.inf: OLD}
-    np.testing.assert_allclose(law, by_hand.get(lenience, law), atol=2e-5)
-    assert np.abs(law - NEW).sum() / 2 > 0.07 or lenience == 0  # not π, not even at lenience 1
+    np.testing.assert_allclose(emission, by_hand.get(lenience, emission), atol=2e-5)
+    assert np.abs(emission - NEW).sum() / 2 > 0.07 or lenience == 0  # not π, not even at lenience 1
 
 
-# The stored law
+# The stored log-probs
 
 
 # Small, and with a split vocabulary
@@ -147,7 +147,7 @@ MESHES = [(1, 1, 1), (2, 2, 2), (1, 1, 8)]
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize(("lead", "k"), [((8,), 3), ((4, 5), 1), ((8,), 19)], ids=str)
-def test_top_law_against_a_sort(make_mesh, shape, lead, k):
+def test_stored_tokens_against_a_sort(make_mesh, shape, lead, k):
     scores = np.random.default_rng(0).normal(0, 2, (*lead, 16)).astype(np.float32)
     scores[0, ..., 5:] = -np.inf  # truncated
     scores[1] = np.round(scores[1]) + 0.0  # ties: the lower id first (and no -0)
@@ -180,7 +180,7 @@ def test_in_top():
 
 
 def residual_by_hand(new, old, ids, tail, scale):
-    """Law [V] of the next token in float64; π_old is known at `ids` and as a sum elsewhere."""
+    """Probabilities [V] of the next token, float64; π_old is known at `ids`, else as a sum."""
     ids = [i for i in ids if i >= 0]
     others = [x for x in range(len(new)) if x not in ids]
     weights = np.zeros(len(new))
@@ -226,7 +226,7 @@ def test_residual_at_its_ends(mesh):
     for arguments in (
         (ids, logprobs, nowhere, infinite),
         (ids, logprobs, nowhere, minus),  # P = 0
-        (same_ids, same, nowhere, zero),  # equal laws
+        (same_ids, same, nowhere, zero),  # equal policies
         (*likeliest_tokens(scores, 6), ~nowhere, zero),  # an accepted tail of nothing
     ):
         got = residual_scores(scores, *arguments)

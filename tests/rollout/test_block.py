@@ -5,12 +5,12 @@ import math
 import jax
 import numpy as np
 import pytest
-from acceptance_reference import count_leading, judge_block, judge_ratio_residual, log
+from acceptance_reference import accept_block, accept_ratio_residual, count_leading, log
 
 from specrl_jax.rollout import acceptance
 
 
-def random_laws(rows, width, vocab=5, k=3, seed=0, concentration=20.0):
+def random_policies(rows, width, vocab=5, k=3, seed=0, concentration=20.0):
     """Drafts from π_old and what the rules read of them; π lies near it. All on the host."""
     rng = np.random.default_rng(seed)
     old = rng.dirichlet(np.ones(vocab), (rows, width))
@@ -28,95 +28,97 @@ def random_laws(rows, width, vocab=5, k=3, seed=0, concentration=20.0):
 def block_by_hand(uniforms, arguments, lens):
     """kept, tail, log_scale of each row in float64, and the margin of its closest decision."""
     logprobs, old, now_top, old_top = (np.asarray(x, np.float64) for x in arguments[:-1])
-    found = []
+    outcomes = []
     for row, length in enumerate(lens):
-        laws = []
+        pairs = []
         for i in range(length):
             now, before = np.exp(now_top[row, i]), np.exp(old_top[row, i])
-            laws.append((np.append(now, 1 - now.sum()), np.append(before, 1 - before.sum())))
+            pairs.append((np.append(now, 1 - now.sum()), np.append(before, 1 - before.sum())))
         p, joint = 1.0, []
         for i in range(length):
             listed = arguments[-1][row, i]
-            quotient = laws[i][0][-1] / laws[i][1][-1]
+            quotient = pairs[i][0][-1] / pairs[i][1][-1]
             if listed:
                 quotient = math.exp(logprobs[row, i] - old[row, i])
             p = min(1.0, p * quotient)
             joint.append(p)
             if not listed:
                 break
-        kept, tail, scale, margin = 0, False, (1.0 if joint else math.inf), math.inf
+        accepted, tail, scale, margin = 0, False, (1.0 if joint else math.inf), math.inf
         for i, p in enumerate(joint, start=1):
             if i == len(joint):
                 h = p
             else:
-                gain = np.maximum(p * laws[i][0] - laws[i][1], 0).sum()
+                gain = np.maximum(p * pairs[i][0] - pairs[i][1], 0).sum()
                 h = gain / (gain + 1 - p)
             margin = min(margin, abs(uniforms[row, i - 1] - h))
             if uniforms[row, i - 1] <= h:
                 tail = i == len(joint) and not arguments[-1][row, i - 1]
-                kept, scale = i - tail, math.inf if i == len(joint) else p
-        found.append((kept, tail, math.log(scale), margin))
-    return tuple(np.array(x) for x in zip(*found, strict=True))
+                accepted, scale = i - tail, math.inf if i == len(joint) else p
+        outcomes.append((accepted, tail, math.log(scale), margin))
+    return tuple(np.array(x) for x in zip(*outcomes, strict=True))
 
 
 def test_block_against_a_loop():
-    uniforms, arguments = random_laws(2000, 12)
+    uniforms, arguments = random_policies(2000, 12)
     lens = np.random.default_rng(5).integers(0, 13, 2000).astype(np.int32)
-    kept, tail, log_scale = judge_block(uniforms, arguments, lens)
+    accepted, tail, log_scale = accept_block(uniforms, arguments, lens)
     expected = block_by_hand(uniforms, arguments, lens)
     clear = expected[-1] > 1e-5  # float32 decides as float64 does, but where they tie
     assert clear.mean() > 0.99
-    np.testing.assert_array_equal(kept[clear], expected[0][clear])
+    np.testing.assert_array_equal(accepted[clear], expected[0][clear])
     np.testing.assert_array_equal(tail[clear], expected[1][clear])
     np.testing.assert_allclose(log_scale[clear], expected[2][clear], atol=1e-5)
-    assert kept.dtype == np.int32
-    assert set(range(12)) <= set(kept)
+    assert accepted.dtype == np.int32
+    assert set(range(12)) <= set(accepted)
     assert 0.02 < tail.mean() < 0.9
     assert (np.isinf(log_scale) & ~tail & (lens > 0)).any()
-    assert (log_scale[kept == 0] == 0).any()
+    assert (log_scale[accepted == 0] == 0).any()
 
 
-def test_nothing_is_kept_behind_an_impossible_token():
-    """P stays 0, whatever the laws behind it are."""
-    uniforms, arguments = random_laws(200, 8, k=5)
+def test_nothing_is_accepted_after_an_impossible_token():
+    """P stays 0, whatever the policies say after it."""
+    uniforms, arguments = random_policies(200, 8, k=5)
     arguments[0][:, 4] = -np.inf
     lens = np.full(200, 8, np.int32)
     tiny = np.full_like(uniforms, 1e-20)
-    kept, tail, log_scale = judge_block(tiny, arguments, lens)
-    assert kept.max() == 4
+    accepted, tail, log_scale = accept_block(tiny, arguments, lens)
+    assert accepted.max() == 4
     assert np.isfinite(log_scale).all()
     assert not tail.any()
     arguments[1][:, 4] = -np.inf  # 0 / 0: impossible for both
-    assert judge_block(tiny, arguments, lens)[0].max() == 4
+    assert accept_block(tiny, arguments, lens)[0].max() == 4
     listed = np.asarray(count_leading(arguments[-1], np.full(200, 4, np.int32)))
-    kept, tail, _ = judge_ratio_residual(tiny, arguments, lens)
-    np.testing.assert_array_equal(kept, listed)
+    accepted, tail, _ = accept_ratio_residual(tiny, arguments, lens)
+    np.testing.assert_array_equal(accepted, listed)
     np.testing.assert_array_equal(tail, listed < 4)
 
 
 @pytest.mark.parametrize("uniform", [1.0, 0.5, 1e-9])
-def test_equal_laws_keep_everything(uniform):
+def test_equal_policies_accept_everything(uniform):
     """h = 0 / 0 at every position: the whole draft is kept, up to its tail token."""
-    _, (_, old, _, old_top, listed) = random_laws(300, 40, vocab=6, k=5)
+    _, (_, old, _, old_top, listed) = random_policies(300, 40, vocab=6, k=5)
     lens = np.random.default_rng(7).integers(0, 41, 300).astype(np.int32)
     uniforms = np.full(old.shape, uniform, np.float32)
     arguments = (old, old, old_top, old_top, listed)
     expected = np.asarray(count_leading(listed, lens))
-    for judge in (judge_block, judge_ratio_residual):
-        kept, tail, _ = judge(uniforms, arguments, lens)
-        np.testing.assert_array_equal(kept, expected)
+    for rule in (accept_block, accept_ratio_residual):
+        accepted, tail, _ = rule(uniforms, arguments, lens)
+        np.testing.assert_array_equal(accepted, expected)
         np.testing.assert_array_equal(tail, expected < lens)
-    assert np.isposinf(judge_block(uniforms, arguments, lens)[2]).all()
+    assert np.isposinf(accept_block(uniforms, arguments, lens)[2]).all()
     assert {0, 40} <= set(expected)
 
 
-def test_laws_equal_up_to_rounding_keep_nearly_everything():
-    uniforms, (_, old, _, old_top, listed) = random_laws(100, 2048, vocab=4, k=4)
+def test_policies_equal_up_to_rounding_accept_nearly_everything():
+    uniforms, (_, old, _, old_top, listed) = random_policies(100, 2048, vocab=4, k=4)
     rng = np.random.default_rng(8)
     noisy = lambda x: x + rng.normal(0, 1e-6, x.shape).astype(np.float32)  # noqa: E731
     lens = np.full(100, 2048, np.int32)
-    kept, _, _ = judge_block(uniforms, (noisy(old), old, noisy(old_top), old_top, listed), lens)
-    assert (kept == 2048).mean() >= 0.99
+    accepted, _, _ = accept_block(
+        uniforms, (noisy(old), old, noisy(old_top), old_top, listed), lens
+    )
+    assert (accepted == 2048).mean() >= 0.99
 
 
 @pytest.mark.parametrize("drift", [-0.01, 0.0, 0.01])
@@ -153,12 +155,12 @@ def toy(distance: float, width: int, rows: int, seed: int = 0):
     arguments = (logprobs, old, log(new), np.full(new.shape, log(0.25)), old < 0)
     uniforms = (1 - rng.random((rows, width))).astype(np.float32)
     lens = np.full(rows, width, np.int32)
-    return tuple(judge(uniforms, arguments, lens)[0].mean()
-                 for judge in (judge_ratio_residual, judge_block))  # fmt: skip
+    return tuple(rule(uniforms, arguments, lens)[0].mean()
+                 for rule in (accept_ratio_residual, accept_block))  # fmt: skip
 
 
 def test_block_keeps_much_more_of_long_drafts():
-    single, whole = toy(0.015, 512, 2000)
+    single, block = toy(0.015, 512, 2000)
     stay = 1 - 0.015
     assert single == pytest.approx(stay * (1 - stay**512) / 0.015, rel=0.06)
-    assert whole > 5 * single
+    assert block > 5 * single

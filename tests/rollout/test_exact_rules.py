@@ -2,7 +2,7 @@
 
 Every draft of a small vocabulary is given to the package's jitted functions with every pattern of
 accepting and rejecting uniforms, each weighted with its exact probability. Nothing is random, so a
-law that is emitted exactly differs from π by float32 rounding alone, some 1e-7 a position.
+distribution that is emitted exactly differs from π by float32 rounding alone, some 1e-7 a position.
 """
 
 import collections
@@ -13,10 +13,10 @@ import itertools
 import numpy as np
 import pytest
 from acceptance_reference import (
+    accept_block,
+    accept_ratio,
+    accept_ratio_residual,
     in_top,
-    judge_block,
-    judge_ratio,
-    judge_ratio_residual,
     likeliest_tokens,
     log,
     logprobs_at,
@@ -30,7 +30,7 @@ from acceptance_reference import (
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Policies on V tokens whose law depends on the whole prefix; responses have T slots.
+    """Policies on V tokens whose distribution depends on the whole prefix; responses have T slots.
 
     k: stored tokens. eos: ends a response. drop: share of the probabilities that truncation takes
     away. draft_slots: drafts are cut there.
@@ -45,24 +45,24 @@ class World:
     draft_slots: int = 9
     seed: int = 0
 
-    def laws(self, policy: int) -> dict[tuple[int, ...], np.ndarray]:
+    def distributions(self, policy: int) -> dict[tuple[int, ...], np.ndarray]:
         """{prefix: probabilities of the next token}."""
         rng = np.random.default_rng([self.seed, policy])
-        found = {}
+        probs_by_response = {}
         for length in range(self.slots):
             for prefix in itertools.product(range(self.vocab), repeat=length):
                 probs = rng.dirichlet(np.full(self.vocab, self.sharpness))
                 lost = rng.random(self.vocab) < self.drop
                 lost[np.argmax(probs)] = False
-                found[prefix] = np.where(lost, 0.0, probs) / probs[~lost].sum()
-        return found
+                probs_by_response[prefix] = np.where(lost, 0.0, probs) / probs[~lost].sum()
+        return probs_by_response
 
     def ended(self, prefix) -> bool:
         return len(prefix) == self.slots or (len(prefix) > 0 and prefix[-1] == self.eos)
 
 
 WORLDS = {
-    "whole-law": World(3, 3, k=3),
+    "all-stored": World(3, 3, k=3),
     "k-above-v": World(3, 3, k=5, eos=2, seed=26),
     "tail": World(3, 3, k=2, seed=2),
     "tail-eos": World(3, 3, k=2, eos=2, seed=3),
@@ -76,16 +76,16 @@ WORLDS = {
 }
 
 
-def responses(world: World, laws, prefix=()) -> dict[tuple[int, ...], float]:
+def responses(world: World, distributions, prefix=()) -> dict[tuple[int, ...], float]:
     """Every response that begins with `prefix`, and its probability given that."""
     if world.ended(prefix):
         return {prefix: 1.0}
-    found = {}
-    for token, p in enumerate(laws[prefix]):
+    probs_by_response = {}
+    for token, p in enumerate(distributions[prefix]):
         if p > 0:
-            for response, rest in responses(world, laws, (*prefix, token)).items():
-                found[response] = p * rest
-    return found
+            for response, rest in responses(world, distributions, (*prefix, token)).items():
+                probs_by_response[response] = p * rest
+    return probs_by_response
 
 
 @dataclasses.dataclass
@@ -105,11 +105,11 @@ class Scored:
 
 @functools.cache
 def score(world: World) -> Scored:
-    new, old = world.laws(0), world.laws(1)
-    law = collections.defaultdict(float)
+    new, old = world.distributions(0), world.distributions(1)
+    emission = collections.defaultdict(float)
     for response, p in responses(world, old).items():
-        law[response[: world.draft_slots]] += p
-    drafts = [*law, *[()] * (96 - len(law))]
+        emission[response[: world.draft_slots]] += p
+    drafts = [*emission, *[()] * (96 - len(emission))]
     shape = (len(drafts), world.slots)
     tokens = np.zeros(shape, np.int32)
     scores, old_scores = np.zeros((*shape, world.vocab)), np.zeros((*shape, world.vocab))
@@ -123,7 +123,7 @@ def score(world: World) -> Scored:
     now_top = np.asarray(logprobs_at(put_scores(scores), ids))
     return Scored(
         drafts,
-        np.array([law.get(d, 0.0) for d in drafts]),
+        np.array([emission.get(d, 0.0) for d in drafts]),
         np.array([len(d) for d in drafts], np.int32),
         scores,
         (np.asarray(ids), np.asarray(logprobs)),
@@ -137,32 +137,32 @@ def score(world: World) -> Scored:
     )
 
 
-JUDGES = {
-    "ratio": judge_ratio,
-    "ratio_residual": judge_ratio_residual,
-    "block": judge_block,
+RULES = {
+    "ratio": accept_ratio,
+    "ratio_residual": accept_ratio_residual,
+    "block": accept_block,
 }
 
 
-def thresholds(judge, scored: Scored) -> np.ndarray:
+def thresholds(decide, scored: Scored) -> np.ndarray:
     """[D, T]: the uniform of each position up to which it accepts, by bisection of the rule.
 
     A prefix that ends with position i is asked about alone: uniforms before it accept, if they
     matter at all, and those behind it reject.
     """
     shape = scored.arguments[0].shape
-    found = np.zeros(shape)
+    probs_by_response = np.zeros(shape)
     for i in range(shape[1]):
         low, high = np.zeros(shape[0]), np.ones(shape[0])
         for _ in range(30):
             middle = (low + high) / 2
             uniforms = np.full(shape, 1e-30, np.float32)
             uniforms[:, i], uniforms[:, i + 1 :] = middle, np.float32(np.finfo(np.float32).max)
-            kept, tail, _ = judge(uniforms, scored.arguments, scored.lens)
-            yes = kept + tail >= i + 1
+            accepted, tail, _ = decide(uniforms, scored.arguments, scored.lens)
+            yes = accepted + tail >= i + 1
             low, high = np.where(yes, middle, low), np.where(yes, high, middle)
-        found[:, i] = low
-    return found
+        probs_by_response[:, i] = low
+    return probs_by_response
 
 
 @functools.cache
@@ -171,39 +171,39 @@ def verdicts(world: World, rule: str):
 
     One row for each draft and each pattern of uniforms below and above the thresholds.
     """
-    judge, scored = JUDGES[rule], score(world)
-    limits = thresholds(judge, scored)
-    found = []
+    decide, scored = RULES[rule], score(world)
+    bounds = thresholds(decide, scored)
+    probs_by_response = []
     for pattern in itertools.product([True, False], repeat=world.slots):
         below = np.array(pattern)
-        uniforms = np.where(below, limits / 2, (1 + limits) / 2).astype(np.float32)
-        probs = scored.probs * np.where(below, limits, 1 - limits).prod(axis=1)
-        verdict = judge(uniforms, scored.arguments, scored.lens)
-        found += zip(itertools.count(), *verdict, probs)
-    return found
+        uniforms = np.where(below, bounds / 2, (1 + bounds) / 2).astype(np.float32)
+        probs = scored.probs * np.where(below, bounds, 1 - bounds).prod(axis=1)
+        verdict = decide(uniforms, scored.arguments, scored.lens)
+        probs_by_response += zip(itertools.count(), *verdict, probs)
+    return probs_by_response
 
 
 def emitted(world: World, rule: str) -> dict[tuple[int, ...], float]:
-    """Law of whole responses: verified prefix, token behind it, the rest from π."""
-    scored, new = score(world), world.laws(0)
-    rows, kept, tail, log_scale, probs = map(np.array, zip(*verdicts(world, rule), strict=True))
-    at = np.minimum(kept, world.slots - 1)
+    """Probabilities of whole responses: verified prefix, token behind it, the rest from π."""
+    scored, new = score(world), world.distributions(0)
+    rows, accepted, tail, log_scale, probs = map(np.array, zip(*verdicts(world, rule), strict=True))
+    at = np.minimum(accepted, world.slots - 1)
     ids, logprobs = (x[rows, at] for x in scored.top)
     scores = put_scores(scored.scores[rows, at])
     nexts = softmax(residual_scores(scores, *put_rows(ids, logprobs, tail, log_scale)))
     rest = {prefix: responses(world, new, prefix) for prefix in reachable(world)}
-    law = collections.defaultdict(float)
-    for row, n, p, following in zip(rows, kept, probs, nexts, strict=True):
+    emission = collections.defaultdict(float)
+    for row, n, p, following in zip(rows, accepted, probs, nexts, strict=True):
         prefix = scored.drafts[row][:n]
         if p == 0:
             continue
         if world.ended(prefix):
-            law[prefix] += p
+            emission[prefix] += p
             continue
         for token in np.flatnonzero(following):
             for response, q in rest[(*prefix, int(token))].items():
-                law[response] += p * following[token] * q
-    return dict(law)
+                emission[response] += p * following[token] * q
+    return dict(emission)
 
 
 def reachable(world: World):
@@ -214,7 +214,7 @@ def reachable(world: World):
                 yield prefix
 
 
-# Float32 rounds laws and thresholds at 6e-8 each, and 1 - Σ of the stored probabilities too.
+# Float32 rounds probabilities, thresholds and 1 - Σ of the stored probabilities at 6e-8 each.
 EXACT = 1e-6
 
 
@@ -222,23 +222,23 @@ EXACT = 1e-6
 @pytest.mark.parametrize("name", WORLDS)
 def test_what_is_emitted_is_the_policy(mesh, name, rule):
     world = WORLDS[name]
-    law = emitted(world, rule)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-6)
-    assert total_variation(law, responses(world, world.laws(0))) < EXACT
+    emission = emitted(world, rule)
+    assert sum(emission.values()) == pytest.approx(1, abs=1e-6)
+    assert total_variation(emission, responses(world, world.distributions(0))) < EXACT
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_the_plain_ratio_rule_does_not_emit_the_policy(mesh, name):
     """It emits b at the first position, even at lenience 1, and so not π."""
     world = WORLDS[name]
-    law = emitted(world, "ratio")
-    new, old = world.laws(0)[()], world.laws(1)[()]
+    emission = emitted(world, "ratio")
+    new, old = world.distributions(0)[()], world.distributions(1)[()]
     b = np.minimum(old, new) + (1 - np.minimum(old, new).sum()) * new
     first = np.zeros(world.vocab)
-    for response, p in law.items():
+    for response, p in emission.items():
         first[response[0]] += p
     np.testing.assert_allclose(first, b, atol=1e-6)
-    distance = total_variation(law, responses(world, world.laws(0)))
+    distance = total_variation(emission, responses(world, world.distributions(0)))
     assert distance > (0.05 if name != "near" else 0.01)
 
 
@@ -251,20 +251,20 @@ def coarse_prefixes(world: World, row: int):
     return [tuple(outcomes[: n + 1]) for n in range(end)]
 
 
-def kept_probs(world: World, rule: str) -> dict[tuple[int, ...], float]:
+def accept_probs(world: World, rule: str) -> dict[tuple[int, ...], float]:
     """{prefix of coarse outcomes: probability that it is drafted and kept}."""
-    found = collections.defaultdict(float)
-    for row, kept, tail, _, p in verdicts(world, rule):
-        for prefix in coarse_prefixes(world, row)[: kept + tail]:
-            found[prefix] += p
-    return found
+    probs_by_response = collections.defaultdict(float)
+    for row, accepted, tail, _, p in verdicts(world, rule):
+        for prefix in coarse_prefixes(world, row)[: accepted + tail]:
+            probs_by_response[prefix] += p
+    return probs_by_response
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_block_keeps_every_prefix_as_often_as_any_rule_can(mesh, name):
     """P(prefix kept | drafted) = P_i, and that is never less than Π min(1, π / π_old)."""
     world = WORLDS[name]
-    whole, single = kept_probs(world, "block"), kept_probs(world, "ratio_residual")
+    block, single = accept_probs(world, "block"), accept_probs(world, "ratio_residual")
     scored = score(world)
     logprobs, old, now_top, old_top, listed = (x.astype(np.float64) for x in scored.arguments)
     tails = [np.log(np.maximum(1 - np.exp(x).sum(axis=-1), 1e-300)) for x in (now_top, old_top)]
@@ -279,7 +279,7 @@ def test_block_keeps_every_prefix_as_often_as_any_rule_can(mesh, name):
             joint[prefix] += p * block_p
             product[prefix] += p * ratio_p
     for prefix in joint:
-        assert whole.get(prefix, 0.0) == pytest.approx(joint[prefix], abs=EXACT)
+        assert block.get(prefix, 0.0) == pytest.approx(joint[prefix], abs=EXACT)
         assert single.get(prefix, 0.0) == pytest.approx(product[prefix], abs=EXACT)
-        assert whole.get(prefix, 0.0) >= single.get(prefix, 0.0) - EXACT
-    assert sum(whole.values()) > sum(single.values()) + (1e-3 if name != "near" else 1e-4)
+        assert block.get(prefix, 0.0) >= single.get(prefix, 0.0) - EXACT
+    assert sum(block.values()) > sum(single.values()) + (1e-3 if name != "near" else 1e-4)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import as_drafts, common_prefix, make_plan
+from rollout_reference import as_drafts, common_prefix, make_spec
 
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
@@ -34,10 +34,10 @@ def _prompts(count, vocab):
     return ref.make_prompts([rng.integers(5, vocab, 1 + i % P) for i in range(count)], P)
 
 
-def _plan(model, **changes):
+def _spec(model, **changes):
     options = {"group": G, "slots": R, "prompt_slots": P, "row_buckets": 5, "cache_lengths": 1}
     options["eos"] = tuple(range(1, 30))
-    return make_plan(model, accept="match", **options | changes)
+    return make_spec(model, accept="match", **options | changes)
 
 
 def _flips(rollout, plain) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def _flips(rollout, plain) -> tuple[int, int]:
     return int(parted.sum()), int(same.sum() + parted.sum())
 
 
-def _corpus(plan, rollout):
+def _history(spec, rollout):
     tokens, lens = (np.asarray(x) for x in (rollout.tokens, rollout.lens))
     tokens, lens = tokens.reshape(-1, G, R), lens.reshape(-1, G)
     return DraftHistory.from_store(put(tokens, None, None, None), put(lens, None, None), G)
@@ -65,31 +65,37 @@ def _near(plain, vocab):
 def _every_kind(model, weights, older, prompts, *, width: int, few: int, **options) -> None:
     """Tokens that part, by kind of draft. older: weights of an earlier policy. width: of decode
     steps. few: rows in flight in one kind. options: of all plans."""
-    plan = functools.partial(_plan, model, **options)
-    plain = ref.rollout(plan(), weights, prompts, key=KEY, step=2).rollout
-    old = ref.rollout(plan(), older, prompts, key=KEY, step=1).rollout
+    spec = functools.partial(_spec, model, **options)
+    plain = ref.rollout(spec(), weights, prompts, key=KEY, step=2).rollout
+    old = ref.rollout(spec(), older, prompts, key=KEY, step=1).rollout
     near = _near(plain, model.vocab_size)
-    wide = plan(tree=ref.TREE, max_width=width)
+    wide = spec(tree=ref.TREE, max_width=width)
     # At the step before, under the older policy, in places that its own rows left early.
-    caps = np.random.default_rng(2).integers(1, R + 1, len(prompts.lens) * G).astype(np.int32)
+    max_lens = np.random.default_rng(2).integers(1, R + 1, len(prompts.lens) * G).astype(np.int32)
     begun = ref.rollout(
-        plan(row_buckets=2), older, prompts, key=KEY, step=1, next_prompts=prompts, max_lens=caps
+        spec(row_buckets=2),
+        older,
+        prompts,
+        key=KEY,
+        step=1,
+        next_prompts=prompts,
+        max_lens=max_lens,
     ).run_ahead
     cases = {
-        "previous": (plan(), {"drafts": as_drafts(near)}),
-        "previous, of an older policy": (plan(), {"drafts": as_drafts(old)}),
-        "tree": (wide, {"history": _corpus(wide, near)}),
-        "tree, of an older policy": (wide, {"history": _corpus(wide, old)}),
+        "previous": (spec(), {"drafts": as_drafts(near)}),
+        "previous, of an older policy": (spec(), {"drafts": as_drafts(old)}),
+        "tree": (wide, {"history": _history(wide, near)}),
+        "tree, of an older policy": (wide, {"history": _history(wide, old)}),
         "tree, of siblings alone": (wide, {}),
         "tree, few rows in flight": (
             dataclasses.replace(wide, max_rows=few),
-            {"history": _corpus(wide, near)},
+            {"history": _history(wide, near)},
         ),
-        "previous+tree": (wide, {"drafts": as_drafts(near), "history": _corpus(wide, old)}),
-        "run ahead": (plan(), {"drafts": begun.drafts_for(prompts)}),
+        "previous+tree": (wide, {"drafts": as_drafts(near), "history": _history(wide, old)}),
+        "run ahead": (spec(), {"drafts": begun.drafts_for(prompts)}),
     }
-    for name, (its_plan, drafted) in cases.items():
-        rollout = ref.rollout(its_plan, weights, prompts, key=KEY, step=2, **drafted).rollout
+    for name, (its_spec, drafted) in cases.items():
+        rollout = ref.rollout(its_spec, weights, prompts, key=KEY, step=2, **drafted).rollout
         reused = int(np.sum(np.asarray(rollout.sources) > 0))
         parted, compared = _flips(rollout, plain)
         print(f"{name}: {parted} of {compared} tokens part, {reused} were drafted", flush=True)
@@ -125,21 +131,21 @@ def test_drafts_of_every_kind_under_smollm2(mesh):
 def test_bfloat16_parts_no_more_than_another_batch_size_does(mesh):
     """Rounding to 8 bits moves draws; drafts must not add to what the batch size does anyway."""
     model = TINY.replace(dtype="bfloat16")
-    prompts, plan = _prompts(256, model.vocab_size), functools.partial(_plan, model)
+    prompts, spec = _prompts(256, model.vocab_size), functools.partial(_spec, model)
     _, weights = ref.policy(model=model)
-    wide = plan(tree=ref.TREE, max_width=8)
-    plain = ref.rollout(plan(), weights, prompts, key=KEY, step=2).rollout
+    wide = spec(tree=ref.TREE, max_width=8)
+    plain = ref.rollout(spec(), weights, prompts, key=KEY, step=2).rollout
     near = _near(plain, model.vocab_size)
     cases = {
-        "64 rows at a time": (plan(max_rows=64, row_buckets=1), {}),
-        "previous": (plan(), {"drafts": as_drafts(near)}),
-        "tree": (wide, {"history": _corpus(wide, near)}),
+        "64 rows at a time": (spec(max_rows=64, row_buckets=1), {}),
+        "previous": (spec(), {"drafts": as_drafts(near)}),
+        "tree": (wide, {"history": _history(wide, near)}),
     }
-    found = {}
-    for name, (its_plan, options) in cases.items():
-        rollout = ref.rollout(its_plan, weights, prompts, key=KEY, step=2, **options).rollout
-        found[name] = parted, compared = _flips(rollout, plain)
+    flips = {}
+    for name, (its_spec, options) in cases.items():
+        rollout = ref.rollout(its_spec, weights, prompts, key=KEY, step=2, **options).rollout
+        flips[name] = parted, compared = _flips(rollout, plain)
         print(f"bfloat16, {name}: {parted} of {compared} tokens part", flush=True)
-    parted, compared = found.pop("64 rows at a time")
-    for ours, of in found.values():  # counts: no more than chance above
+    parted, compared = flips.pop("64 rows at a time")
+    for ours, of in flips.values():  # counts: no more than chance above
         assert ours / of <= (parted + 3 * parted**0.5) / compared

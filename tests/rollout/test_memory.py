@@ -46,7 +46,7 @@ def measure(cache_bytes: float) -> dict[str, float]:
 
     jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))
     model = ModelConfig(16, 64, 64, 4, 4, 4, 64)
-    plan = ref.make_plan(
+    spec = ref.make_spec(
         model,
         accept="match",
         slots=256,
@@ -56,26 +56,26 @@ def measure(cache_bytes: float) -> dict[str, float]:
         cache_bytes=cache_bytes,
     )
     weights, prompts = ref.policy(0.0, model)[1], ref.random_prompts(32)
-    caps = np.random.default_rng(0).integers(16, 257, 128).astype(np.int32)
+    max_lens = np.random.default_rng(0).integers(16, 257, 128).astype(np.int32)
     for _ in range(2):  # the first compiles
         before = _resident()
         peak = _Peak()
         peak.start()
-        rollout, stats = ref.run(plan, weights, prompts, max_lens=caps)
+        rollout, stats = ref.run(spec, weights, prompts, max_lens=max_lens)
         tokens = np.asarray(rollout.tokens)
         peak.over.set()
         peak.join()
     return {
         "added": peak.most - before,
         "counted": stats.cache_bytes,
-        "evicted": stats.preempted,
+        "preempted": stats.preempted,
         "checksum": int((tokens * np.arange(1, 257)).sum()),
     }
 
 
 @pytest.mark.slow
 def test_the_process_stays_under_the_bound():
-    found = {}
+    measured = {}
     for bound in (0, BOUND):
         # Large arrays go back to the system as soon as they are freed.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -83,12 +83,12 @@ def test_the_process_stays_under_the_bound():
             [sys.executable, __file__, str(bound)],
             env=environment, capture_output=True, text=True, timeout=900, check=True,
         )  # fmt: skip
-        found[bound] = json.loads(done.stdout)
-        print(bound, found[bound])
-    assert found[0]["checksum"] == found[BOUND]["checksum"]
-    assert found[0]["added"] > 2 * BOUND  # without a bound it would not have fitted
-    assert found[BOUND]["counted"] <= BOUND
-    assert found[BOUND]["added"] <= BOUND + SLACK
+        measured[bound] = json.loads(done.stdout)
+        print(bound, measured[bound])
+    assert measured[0]["checksum"] == measured[BOUND]["checksum"]
+    assert measured[0]["added"] > 2 * BOUND  # without a bound it would not have fitted
+    assert measured[BOUND]["counted"] <= BOUND
+    assert measured[BOUND]["added"] <= BOUND + SLACK
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Partial rollouts: what is carried to the next step, under whose policy, and that none is lost."""
+"""Partial rollouts: what goes on in the next step, under whose policy, and that none is lost."""
 
 import collections
 import dataclasses
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import KEY, as_drafts, check_equal, host, log_softmax, make_plan, select
+from rollout_reference import KEY, as_drafts, check_equal, host, log_softmax, make_spec, select
 from small_runs import interrupt, records, saved, small_config
 
 from specrl_jax import learn
@@ -21,7 +21,7 @@ from specrl_jax.types import Source
 Q, X, G, R = 4, 2, 4, 8
 EVERY = ref.random_prompts(24)
 PLANS = {
-    "two rungs": {},
+    "two buckets": {},
     "few rows": {"max_rows": 8, "row_buckets": 3},
     "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
     "a bound of the cache": {
@@ -39,22 +39,22 @@ MARKED = [
 
 def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
     """It was carried without having begun; the groups behind it have drafts of full length."""
-    plan = make_plan(slots=32, group=2, cache_lengths=4, row_buckets=4, accept="match", eos=(16,))
-    bound = 2.5 * 16 * 10 * cache_bytes(ref.MODEL, 1, 1)  # 16 rows at the first window
-    plan = dataclasses.replace(plan, cache_bytes=bound)
+    spec = make_spec(slots=32, group=2, cache_lengths=4, row_buckets=4, accept="match", eos=(16,))
+    bound = 2.5 * 16 * 10 * cache_bytes(ref.MODEL, 1, 1)  # 16 rows at the first cache length
+    spec = dataclasses.replace(spec, cache_bytes=bound)
     prompts, (_, weights) = ref.random_prompts(), ref.policy()
-    free = dataclasses.replace(plan, cache_bytes=0.0, cache_lengths=1, row_buckets=1)
+    free = dataclasses.replace(spec, cache_bytes=0.0, cache_lengths=1, row_buckets=1)
     plain = ref.run(free, weights, prompts, 1)[0]
     lens = np.where(np.arange(16) < 2, 1, np.asarray(plain.lens))
     first = dataclasses.replace(
         Resumed.empty(2, 32), prompt_ids=(prompts.examples[0].prompt_id,), steps=(1,)
     )
-    found = ref.rollout(
-        plan, weights, prompts, key=jax.random.key(ref.KEY), step=1,
+    result = ref.rollout(
+        spec, weights, prompts, key=jax.random.key(ref.KEY), step=1,
         drafts=as_drafts(plain, lens), resumed=first, stop_after_groups=7,
     )  # fmt: skip
-    assert 0 < found.stats.cache_bytes <= plan.cache_bytes
-    check_equal(found.rollout, plain, found.rows, but=("prefix_lens", "sources"))
+    assert 0 < result.stats.cache_bytes <= spec.cache_bytes
+    check_equal(result.rollout, plain, result.rows, but=("prefix_lens", "sources"))
 
 
 @dataclasses.dataclass
@@ -75,29 +75,29 @@ class Step:
         return select(self.prompts, self.outcome.groups)
 
 
-def steps(plan, policies, **options) -> list[Step]:
+def steps(spec, policies, **options) -> list[Step]:
     """A run's steps 1, 2, ...: Q + X groups in flight, fresh ones from EVERY in order."""
-    carried, taken, found = Resumed.empty(X * G, R), 0, []
+    resumed, taken, done = Resumed.empty(X * G, R), 0, []
     for number, weights in enumerate(policies, start=1):
         by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
-        count = Q + X - len(carried.steps)
-        fresh = select(EVERY, range(taken, taken + count))
-        prompts = concatenate(select(EVERY, [by_id[p] for p in carried.prompt_ids]), fresh)
+        count = Q + X - len(resumed.steps)
+        new = select(EVERY, range(taken, taken + count))
+        prompts = concatenate(select(EVERY, [by_id[p] for p in resumed.prompt_ids]), new)
         key = jax.random.key(KEY)
         more = {name: make(prompts) for name, make in options.items()}
         outcome = ref.rollout(
-            plan,
+            spec,
             weights,
             prompts,
             key=key,
             step=number,
-            resumed=carried,
+            resumed=resumed,
             stop_after_groups=Q,
             **more,
         )
-        found.append(Step(number, outcome, prompts, carried))
-        carried, taken = outcome.resumed, taken + count
-    return found
+        done.append(Step(number, outcome, prompts, resumed))
+        resumed, taken = outcome.resumed, taken + count
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -105,36 +105,36 @@ def moving(make_mesh):
     """Five steps whose policy moves in between; (steps, parameters by step)."""
     with jax.set_mesh(make_mesh(1, 1, 1)):
         policies = [ref.policy(nudge) for nudge in (0.3, 0.2, 0.1, 0.05, 0.0)]
-        found = steps(make_plan(), [weights for _, weights in policies])
-    return found, [params for params, _ in policies]
+        done = steps(make_spec(), [weights for _, weights in policies])
+    return done, [params for params, _ in policies]
 
 
 @pytest.mark.parametrize("changes", MARKED)
 def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
-    """As long as the policy stays: whatever was carried, replayed, evicted, or drafted."""
-    plan, (_, weights) = make_plan(accept="match", **changes), ref.policy()
-    carried, more = 0, ("sources",) if plan.program.draft_source else ()
-    for step in steps(plan, [weights] * 4):
+    """As long as the policy stays: whatever was resumed, re-prefilled, preempted, or drafted."""
+    spec, (_, weights) = make_spec(accept="match", **changes), ref.policy()
+    resumed, more = 0, ("sources",) if spec.program.draft_source else ()
+    for step in steps(spec, [weights] * 4):
         outcome = step.outcome
         assert len(outcome.groups) == Q
         assert len(outcome.resumed.steps) == X
         for begun in set(outcome.noise_steps.tolist()):
             mine = np.flatnonzero(outcome.noise_steps == begun)
             rows = (mine[:, None] * G + np.arange(G)).reshape(-1)
-            plain = host(ref.run(plan, weights, step.chosen, begun)[0])
+            plain = host(ref.run(spec, weights, step.chosen, begun)[0])
             part = jax.tree.map(lambda x: x[rows], step.rollout)  # noqa: B023
             check_equal(part, plain, rows, but=("origin_steps", *more))
-        carried += int(outcome.resumed_lens.sum())
-    assert carried > 20
-    if plan.cache_bytes:
-        assert outcome.stats.cache_bytes <= plan.cache_bytes
+        resumed += int(outcome.resumed_lens.sum())
+    assert resumed > 20
+    if spec.cache_bytes:
+        assert outcome.stats.cache_bytes <= spec.cache_bytes
 
 
 def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
     """In order: carried groups, then the batch's. What is over is carried, complete or not."""
-    found, _ = moving
+    result, _ = moving
     surplus = 0
-    for step in found:
+    for step in result:
         outcome, n = step.outcome, len(step.before.steps)
         assert step.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
         assert outcome.groups.tolist() == sorted(outcome.groups)
@@ -164,40 +164,40 @@ def test_responses_are_complete(moving):
 
 
 def test_no_group_is_lost_and_none_comes_twice(moving):
-    found, _ = moving
-    came = [e.prompt_id for step in found for e in step.chosen.examples]
-    assert len(set(came)) == len(came) == Q * len(found)
-    left = found[-1].outcome.resumed.prompt_ids
-    assert set(came) | set(left) == {_id(q) for q in range(Q * len(found) + X)}
+    result, _ = moving
+    came = [e.prompt_id for step in result for e in step.chosen.examples]
+    assert len(set(came)) == len(came) == Q * len(result)
+    resumed = result[-1].outcome.resumed.prompt_ids
+    assert set(came) | set(resumed) == {_id(q) for q in range(Q * len(result) + X)}
 
 
 def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, moving):
     """Teacher-forced under the parameters of the step that `origin_steps` names."""
-    found, params = moving
+    result, params = moving
     stale = 0
-    for step in found:
+    for step in result:
         rollout, prompts = step.rollout, step.chosen
-        held = step.outcome.resumed_lens
-        whole = np.zeros((Q * G, prompts.tokens.shape[1] + R), np.int32)
+        resumed_lens = step.outcome.resumed_lens
+        sequences = np.zeros((Q * G, prompts.tokens.shape[1] + R), np.int32)
         starts = np.repeat(prompts.lens, G)
         for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
-            whole[row, :start] = prompts.tokens[row // G, :start]
-            whole[row, start : start + n] = rollout.tokens[row, :n]
-        laws = [log_softmax(ref.full_logits(ref.MODEL, p, whole)) for p in params]
+            sequences[row, :start] = prompts.tokens[row // G, :start]
+            sequences[row, start : start + n] = rollout.tokens[row, :n]
+        logprobs = [log_softmax(ref.full_logits(ref.MODEL, p, sequences)) for p in params]
         for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
             origins = rollout.origin_steps[row, :n]
             assert np.all(np.diff(origins) >= 0)
-            np.testing.assert_array_equal(origins < step.number, np.arange(n) < held[row])
+            np.testing.assert_array_equal(origins < step.number, np.arange(n) < resumed_lens[row])
             expected = [
-                laws[origin - 1][row, start + j - 1, rollout.tokens[row, j]]
+                logprobs[origin - 1][row, start + j - 1, rollout.tokens[row, j]]
                 for j, origin in enumerate(origins)
             ]
             for name in ("policy_logprobs", "sampling_logprobs", "origin_logprobs"):
                 mine = getattr(rollout, name)[row, :n]
                 np.testing.assert_allclose(mine, expected, atol=1e-5, err_msg=name)
-            stale += held[row]
+            stale += resumed_lens[row]
         values = step.outcome.metrics()
-        share = held.sum() / rollout.lens.sum()
+        share = resumed_lens.sum() / rollout.lens.sum()
         assert values["rollout/stale_fraction"] == pytest.approx(share)
         assert values["rollout/tokens_resumed"] == int(np.sum(step.before.rows.rollout.lens))
     assert stale > 40
@@ -205,88 +205,88 @@ def test_every_token_keeps_the_logprob_of_the_policy_that_sampled_it(mesh, movin
 
 def test_earlier_responses_are_drafts_of_groups_that_begin(mesh):
     """Under the ratio rule; a group that holds tokens goes on by itself."""
-    plan, (_, older), (_, weights) = make_plan(), ref.policy(0.2), ref.policy()
+    spec, (_, older), (_, weights) = make_spec(), ref.policy(0.2), ref.policy()
 
     def drafts(prompts):
-        return ref.as_drafts(ref.run(plan, older, prompts, 0)[0])
+        return ref.as_drafts(ref.run(spec, older, prompts, 0)[0])
 
-    for step in steps(plan, [weights] * 3, drafts=drafts, log_lenience=lambda _: 0.3):
+    for step in steps(spec, [weights] * 3, drafts=drafts, log_lenience=lambda _: 0.3):
         rollout, outcome = step.rollout, step.outcome
         lens = np.asarray(drafts(step.chosen).lens)
         np.testing.assert_array_equal(outcome.draft_lens, lens)
         assert (rollout.prefix_lens <= outcome.draft_lens).all()
-        kept = np.arange(R)[None, :] < rollout.prefix_lens[:, None]
-        np.testing.assert_array_equal(rollout.sources == Source.REUSED, kept)
+        accepted = np.arange(R)[None, :] < rollout.prefix_lens[:, None]
+        np.testing.assert_array_equal(rollout.sources == Source.REUSED, accepted)
         # Kept tokens are older than the step they were kept in, the others of it or later.
-        assert np.all(rollout.origin_steps[kept] == 0)
+        assert np.all(rollout.origin_steps[accepted] == 0)
         inside = np.arange(R)[None, :] < rollout.lens[:, None]
         begun = np.repeat(outcome.noise_steps, G)[:, None]
-        assert np.all((rollout.origin_steps >= begun) | kept | ~inside)
+        assert np.all((rollout.origin_steps >= begun) | accepted | ~inside)
         if step.number == 1:
-            whole = ref.run(plan, weights, step.prompts, 1, drafts=drafts(step.prompts),
+            expected = ref.run(spec, weights, step.prompts, 1, drafts=drafts(step.prompts),
                             log_lenience=0.3)[0]  # fmt: skip
             rows = (outcome.groups[:, None] * G + np.arange(G)).reshape(-1)
-            check_equal(rollout, whole, rows)
+            check_equal(rollout, expected, rows)
 
 
 def test_what_was_not_judged_yet_is_not_rejected(mesh):
-    """Drafts that are kept whole, of rows that begin, wait and go on; some are offered twice."""
-    plan, (_, weights) = make_plan(max_rows=8, row_buckets=3), ref.policy()
+    """Drafts that are kept whole, of rows that begin, wait and go on; some are verified twice."""
+    spec, (_, weights) = make_spec(max_rows=8, row_buckets=3), ref.policy()
 
     def drafts(prompts):
-        whole = ref.run(plan, weights, prompts, 0)[0]
-        return ref.as_drafts(whole, np.minimum(np.asarray(whole.lens), 3))
+        expected = ref.run(spec, weights, prompts, 0)[0]
+        return ref.as_drafts(expected, np.minimum(np.asarray(expected.lens), 3))
 
-    found = steps(plan, [weights] * 4, drafts=drafts, log_lenience=lambda _: np.inf)
-    waited = sum(int((np.asarray(s.before.rows.rollout.lens) == 0).sum()) for s in found[1:])
+    result = steps(spec, [weights] * 4, drafts=drafts, log_lenience=lambda _: np.inf)
+    waited = sum(int((np.asarray(s.before.rows.rollout.lens) == 0).sum()) for s in result[1:])
     assert waited > 0
-    for step in found:
+    for step in result:
         np.testing.assert_array_equal(step.outcome.draft_lens, step.rollout.prefix_lens)
         assert step.rollout.prefix_lens.any()
 
 
 def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     """As many as are wanted are in flight: the carried ones and Q - X more."""
-    plan, (_, weights) = make_plan(), ref.policy()
-    (step,) = steps(plan, [weights])
-    carried = step.outcome.resumed
+    spec, (_, weights) = make_spec(), ref.policy()
+    (step,) = steps(spec, [weights])
+    resumed = step.outcome.resumed
     by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
-    prompts = select(EVERY, [*(by_id[p] for p in carried.prompt_ids), 10, 11])
-    found = ref.rollout(
-        plan,
+    prompts = select(EVERY, [*(by_id[p] for p in resumed.prompt_ids), 10, 11])
+    result = ref.rollout(
+        spec,
         weights,
         prompts,
         key=jax.random.key(KEY),
         step=2,
-        resumed=carried,
+        resumed=resumed,
         stop_after_groups=Q,
     )
-    assert found.groups.tolist() == [0, 1, 2, 3]
-    assert found.resumed.prompt_ids == found.resumed.steps == ()
-    assert not np.asarray(found.resumed.rows.rollout.lens).any()
-    fresh = ref.run(plan, weights, select(EVERY, [10, 11]), 2)[0]
+    assert result.groups.tolist() == [0, 1, 2, 3]
+    assert result.resumed.prompt_ids == result.resumed.steps == ()
+    assert not np.asarray(result.resumed.rows.rollout.lens).any()
+    new = ref.run(spec, weights, select(EVERY, [10, 11]), 2)[0]
     rows = slice(2 * G, 4 * G)
-    check_equal(jax.tree.map(lambda x: x[rows], host(found.rollout)), fresh)
+    check_equal(jax.tree.map(lambda x: x[rows], host(result.rollout)), new)
 
 
 def test_more_extra_groups_than_wanted_ones(mesh):
     """Of ten groups in flight, two are wanted: the others wait for up to three steps."""
-    plan, (_, weights) = make_plan(row_buckets=3), ref.policy()
-    prompts, carried, came = select(EVERY, range(10)), Resumed.empty(8 * G, R), []
+    spec, (_, weights) = make_spec(row_buckets=3), ref.policy()
+    prompts, resumed, came = select(EVERY, range(10)), Resumed.empty(8 * G, R), []
     for number in range(1, 5):
-        found = ref.rollout(
-            plan,
+        result = ref.rollout(
+            spec,
             weights,
             prompts,
             key=jax.random.key(KEY),
             step=number,
-            resumed=carried,
+            resumed=resumed,
             stop_after_groups=2,
         )
-        came += [prompts.examples[g].prompt_id for g in found.groups]
-        others = [g for g in range(len(prompts.lens)) if g not in found.groups]
-        prompts, carried = select(prompts, others), found.resumed
-        assert set(carried.steps) <= {1}
+        came += [prompts.examples[g].prompt_id for g in result.groups]
+        others = [g for g in range(len(prompts.lens)) if g not in result.groups]
+        prompts, resumed = select(prompts, others), result.resumed
+        assert set(resumed.steps) <= {1}
     assert len(set(came)) == 8
     assert len(prompts.lens) == 2
 
@@ -294,12 +294,12 @@ def test_more_extra_groups_than_wanted_ones(mesh):
 @pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
-        plan, (_, weights) = make_plan(cache_lengths=1), ref.policy()
-        for step in steps(plan, [weights] * 2):
+        spec, (_, weights) = make_spec(cache_lengths=1), ref.policy()
+        for step in steps(spec, [weights] * 2):
             for place, begun in enumerate(step.outcome.noise_steps.tolist()):
                 rows = slice(place * G, place * G + G)
-                whole = host(ref.run(plan, weights, step.chosen, begun)[0])
-                np.testing.assert_array_equal(step.rollout.tokens[rows], whole.tokens[rows])
+                expected = host(ref.run(spec, weights, step.chosen, begun)[0])
+                np.testing.assert_array_equal(step.rollout.tokens[rows], expected.tokens[rows])
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -352,16 +352,16 @@ def test_the_update_weighs_against_the_policy_that_sampled(trained):
 
 
 def test_what_the_run_records(trained):
-    found = records(trained[0])
-    assert [r["epoch"] for r in found] == [0, 1, 1, 2, 2, 3, 3]
-    assert [r["data/passes"] for r in found[1:]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
-    assert found[1]["rollout/tokens_resumed"] == found[1]["rollout/stale_fraction"] == 0
-    for record in found[2:]:
+    result = records(trained[0])
+    assert [r["epoch"] for r in result] == [0, 1, 1, 2, 2, 3, 3]
+    assert [r["data/passes"] for r in result[1:]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert result[1]["rollout/tokens_resumed"] == result[1]["rollout/stale_fraction"] == 0
+    for record in result[2:]:
         assert record["rollout/tokens_resumed"] > 0
         assert 0 < record["rollout/stale_fraction"] < 1
         # Carried tokens have log-probs of another policy, which are no measure of arithmetic.
         assert "policy/rollout_train_logprob_gap" not in record
-    assert found[1]["policy/rollout_train_logprob_gap"] < 1e-5
+    assert result[1]["policy/rollout_train_logprob_gap"] < 1e-5
 
 
 def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
@@ -374,10 +374,10 @@ def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
         assert len(records(tmp_path / "run")) == number + 1
     loop.train(small_config(RUN), tmp_path / "run")
     assert records(tmp_path / "run") == records(trained[0])
-    one, two = saved(tmp_path / "run", 6), saved(trained[0], 6)
-    assert one.keys() == two.keys()
-    for name in one:
-        assert one[name].tobytes() == two[name].tobytes(), name
+    stopped, straight = saved(tmp_path / "run", 6), saved(trained[0], 6)
+    assert stopped.keys() == straight.keys()
+    for name in stopped:
+        assert stopped[name].tobytes() == straight[name].tobytes(), name
     middle = saved(tmp_path / "run", 5)
     assert middle["resumed.rollout.lens"].any()
     assert middle["resumed.rollout.tokens"].shape == (16, 16)
@@ -391,9 +391,9 @@ def test_with_everything_else_on(tmp_path, mesh):
         "rollout.adaptive": False, "rollout.max_width": 4,
     }  # fmt: skip
     loop.train(small_config(changes), tmp_path / "run")
-    found = records(tmp_path / "run")
-    assert [r["rollout/tokens_resumed"] > 0 for r in found[1:]] == [False, True, True]
-    assert all(0 <= r.get("rollout/draft_accept_rate", 0) <= 1 for r in found[1:])
+    result = records(tmp_path / "run")
+    assert [r["rollout/tokens_resumed"] > 0 for r in result[1:]] == [False, True, True]
+    assert all(0 <= r.get("rollout/draft_accept_rate", 0) <= 1 for r in result[1:])
 
 
 def test_too_few_prompts_for_so_many_in_flight_are_one_line(mesh, tmp_path):

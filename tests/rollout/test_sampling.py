@@ -1,4 +1,4 @@
-"""Keyed noise and drawing: laws against exact probabilities, truncation against a float64 sort."""
+"""Keyed noise and drawing against exact probabilities; truncation against a float64 sort."""
 
 import functools
 
@@ -43,20 +43,20 @@ def make_seeds(rows, *, purpose=Purpose.SAMPLE, step=0, ids=None, samples=None, 
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _draw_same(seeds, positions, law, logits):
+def _draw_same(seeds, positions, config, logits):
     logits = jnp.broadcast_to(logits[None, :], (seeds.shape[0], logits.shape[0]))
-    return sampling.sample(logits, seeds, positions, law)
+    return sampling.sample(logits, seeds, positions, config)
 
 
 def draw_same(probs, seeds, positions):
-    """One token a row, all rows from the same law."""
+    """One token a row, all rows from the same distribution."""
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
     positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), seeds.shape[:1])
     return np.asarray(_draw_same(seeds, positions, SamplingConfig(), logits))
 
 
 def goodness(tokens, probs) -> float:
-    """p-value of the tokens under the law; rare tokens are pooled into one."""
+    """p-value of the tokens under the distribution; rare tokens are pooled into one."""
     counts = np.bincount(tokens, minlength=len(probs)).astype(float)
     expected = probs * len(tokens)
     rare = expected < 5
@@ -71,20 +71,20 @@ def independence(a, b) -> float:
     return goodness(a * len(PROBS) + b, np.outer(PROBS, PROBS).ravel())
 
 
-def test_draws_over_rows_follow_the_law(mesh):
+def test_draws_over_rows_follow_the_distribution(mesh):
     tokens = draw_same(PROBS, make_seeds(50_000), 3)
     assert goodness(tokens, PROBS) > P_VALUE
-    assert goodness(tokens, np.roll(PROBS, 1)) < 1e-9  # the test can tell laws apart
+    assert goodness(tokens, np.roll(PROBS, 1)) < 1e-9  # the test can tell distributions apart
 
 
-def test_draws_over_the_positions_of_one_row_follow_the_law(mesh):
+def test_draws_over_the_positions_of_one_row_follow_the_distribution(mesh):
     seeds = make_seeds(50_000, ids=np.full((50_000, 2), 9))
     assert goodness(draw_same(PROBS, seeds, np.arange(50_000)), PROBS) > P_VALUE
 
 
 # One race; two, over columns of 128, 6 and 1 tokens.
 @pytest.mark.parametrize("size", [1_000, 1_280, 1_026, 1_025])
-def test_draws_from_a_thousand_tokens_follow_the_law(mesh, size):
+def test_draws_from_a_thousand_tokens_follow_the_distribution(mesh, size):
     probs = 1 / np.arange(1, size + 1)
     probs = np.random.default_rng(0).permutation(probs / probs.sum())
     seeds = make_seeds(20_000, samples=np.arange(20_000) % 8)
@@ -118,8 +118,8 @@ def test_uniforms(mesh):
     for x, y in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1])):
         assert abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) < 4 / x.size**0.5
     assert len(np.unique(numbers)) > 0.98 * numbers.size  # float32 has few values near 1
-    one = np.asarray(uniforms(seeds, positions[:, 5]))
-    np.testing.assert_array_equal(one, numbers[:, 5])
+    alone = np.asarray(uniforms(seeds, positions[:, 5]))
+    np.testing.assert_array_equal(alone, numbers[:, 5])
 
 
 def test_the_ends_of_the_uniforms():
@@ -179,10 +179,10 @@ def test_a_token_does_not_depend_on_its_batch(mesh):
             sample(logits[rows], seeds, jnp.asarray(positions[rows]), SamplingConfig())
         )
 
-    whole = run(np.arange(64))
-    assert len(np.unique(whole)) > 20
+    together = run(np.arange(64))
+    assert len(np.unique(together)) > 20
     for rows in (rng.permutation(64), np.arange(40, 3, -1), np.array([17])):
-        np.testing.assert_array_equal(run(rows), whole[rows])
+        np.testing.assert_array_equal(run(rows), together[rows])
 
 
 def test_many_positions_of_a_row_at_once(mesh):
@@ -191,12 +191,12 @@ def test_many_positions_of_a_row_at_once(mesh):
     logits = rng.normal(size=(40, 5, 30)).astype(np.float32)
     positions = rng.integers(0, 500, (40, 5)).astype(np.int32)
     seeds = make_seeds(40)
-    for law in (SamplingConfig(), SamplingConfig(temperature=0.0)):
-        whole = np.asarray(sample(logits, seeds, positions, law))
-        assert whole.shape == (40, 5)
+    for config in (SamplingConfig(), SamplingConfig(temperature=0.0)):
+        together = np.asarray(sample(logits, seeds, positions, config))
+        assert together.shape == (40, 5)
         for t in range(5):
-            one = np.asarray(sample(logits[:, t], seeds, positions[:, t], law))
-            np.testing.assert_array_equal(whole[:, t], one)
+            alone = np.asarray(sample(logits[:, t], seeds, positions[:, t], config))
+            np.testing.assert_array_equal(together[:, t], alone)
     noise = np.asarray(exponentials(seeds, positions, 30))
     assert noise.shape == (40, 5, 30)
     for t in range(5):
@@ -220,61 +220,61 @@ def test_rows_of_several_steps(mesh):
         assert (mixed != alone).any()
 
 
-def reference_truncate(logits, law):
+def reference_truncate(logits, config):
     """(kept, close): a float64 sort per row; close rows have a mass within rounding of top_p."""
-    kept, close = np.zeros(logits.shape, bool), np.zeros(len(logits), bool)
+    likely, close = np.zeros(logits.shape, bool), np.zeros(len(logits), bool)
     for i, row in enumerate(logits.astype(np.float64)):
         ranked = np.sort(row)[::-1]
-        if 0 < law.top_k < len(row):
-            row = np.where(row >= ranked[law.top_k - 1], row, -np.inf)
+        if 0 < config.top_k < len(row):
+            row = np.where(row >= ranked[config.top_k - 1], row, -np.inf)
         probs = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
         values = np.unique(row)[::-1]  # ties stand or fall together
         mass = np.cumsum([probs[row == v].sum() for v in values])
-        close[i] = law.top_p < 1 and np.any(np.abs(mass[:-1] - law.top_p) < 2e-6)
-        count = len(values) if law.top_p == 1 else int(np.sum(mass[:-1] < law.top_p)) + 1
-        kept[i] = (row >= values[min(count, len(values)) - 1]) & (row > -np.inf)
-    return kept, close
+        close[i] = config.top_p < 1 and np.any(np.abs(mass[:-1] - config.top_p) < 2e-6)
+        count = len(values) if config.top_p == 1 else int(np.sum(mass[:-1] < config.top_p)) + 1
+        likely[i] = (row >= values[min(count, len(values)) - 1]) & (row > -np.inf)
+    return likely, close
 
 
-LAWS = [
+CONFIGS = [
     *(SamplingConfig(top_k=k) for k in (1, 2, 7, 29)),
     *(SamplingConfig(top_p=p) for p in (1e-9, 0.3, 0.9, 0.99)),
     *(SamplingConfig(top_k=k, top_p=p) for k, p in ((5, 0.8), (12, 0.5))),
 ]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: f"k{law.top_k}-p{law.top_p}")
-def test_truncate_against_a_sort(mesh, law):
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"k{config.top_k}-p{config.top_p}")
+def test_truncate_against_a_sort(mesh, config):
     rng = np.random.default_rng(2)
     smooth = rng.normal(size=(200, 30)) * rng.uniform(0.1, 6, (200, 1))
     ties = rng.integers(-3, 3, (200, 30)) * 0.5 + 0.25
     holes = np.where(rng.random((200, 30)) < 0.6, -np.inf, smooth)
     holes[:, 0] = 1.0  # at least one token is possible
     logits = np.concatenate([smooth, ties, holes]).astype(np.float32)
-    out = np.asarray(truncate(logits, law))
-    kept, close = reference_truncate(logits, law)
+    out = np.asarray(truncate(logits, config))
+    likely, close = reference_truncate(logits, config)
     assert close.mean() < 0.02
     sure = ~close
-    np.testing.assert_array_equal(np.isfinite(out)[sure], kept[sure])
-    np.testing.assert_array_equal(out[kept & sure[:, None]], logits[kept & sure[:, None]])
+    np.testing.assert_array_equal(np.isfinite(out)[sure], likely[sure])
+    np.testing.assert_array_equal(out[likely & sure[:, None]], logits[likely & sure[:, None]])
     assert np.all(np.isfinite(out).any(axis=1))
-    assert (kept.sum(axis=1) < np.isfinite(logits).sum(axis=1)).any()  # something was cut
+    assert (likely.sum(axis=1) < np.isfinite(logits).sum(axis=1)).any()  # something was cut
 
 
 def test_truncate_that_cuts_nothing(mesh):
     logits = np.random.default_rng(3).normal(size=(3, 4, 6)).astype(np.float32)
-    for law in (SamplingConfig(), SamplingConfig(top_k=6), SamplingConfig(top_k=100)):
-        np.testing.assert_array_equal(np.asarray(truncate(logits, law)), logits)
+    for config in (SamplingConfig(), SamplingConfig(top_k=6), SamplingConfig(top_k=100)):
+        np.testing.assert_array_equal(np.asarray(truncate(logits, config)), logits)
     wide = np.asarray(truncate(logits, SamplingConfig(top_k=2)))
     np.testing.assert_array_equal(np.isfinite(wide).sum(axis=-1), np.full((3, 4), 2))
 
 
-def test_draws_from_a_truncated_law(mesh):
-    law = SamplingConfig(top_k=3, top_p=0.9)
+def test_draws_from_a_truncated_distribution(mesh):
+    config = SamplingConfig(top_k=3, top_p=0.9)
     logits = jnp.log(jnp.asarray(PROBS, jnp.float32))[None, :]  # top 3: .59, .24, .18; none cut
-    kept = np.asarray(truncate(logits, law))[0]
-    np.testing.assert_array_equal(np.isfinite(kept), [1, 1, 1, 0, 0])
-    tokens = draw_same(np.exp(kept), make_seeds(20_000), 0)
+    likely = np.asarray(truncate(logits, config))[0]
+    np.testing.assert_array_equal(np.isfinite(likely), [1, 1, 1, 0, 0])
+    tokens = draw_same(np.exp(likely), make_seeds(20_000), 0)
     assert tokens.max() == 2
     assert goodness(tokens, PROBS[:3] / PROBS[:3].sum()) > P_VALUE
 
@@ -286,14 +286,14 @@ def test_an_impossible_token_is_never_drawn(mesh):
 
 
 def test_greedy_takes_the_best_whatever_the_noise(mesh):
-    law = SamplingConfig(temperature=0.0)
+    config = SamplingConfig(temperature=0.0)
     logits = np.random.default_rng(4).normal(size=(100, 9)).astype(np.float32)
     logits[:50, 3] = logits[:50, 7] = 9.0  # a tie goes to the first
     for step in (0, 1):
         seeds = make_seeds(100, step=step)
-        tokens = np.asarray(sample(logits, seeds, jnp.zeros(100, jnp.int32), law))
+        tokens = np.asarray(sample(logits, seeds, jnp.zeros(100, jnp.int32), config))
         np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
-    np.testing.assert_array_equal(np.asarray(sampling.temper(logits, law)), logits)
+    np.testing.assert_array_equal(np.asarray(sampling.temper(logits, config)), logits)
 
 
 def test_temperature_divides_the_logits():
@@ -313,31 +313,33 @@ def test_temperature_divides_the_logits():
 def test_the_mesh_changes_no_draw(make_mesh, size, shape):
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(64, size)).astype(np.float32) * 2
-    law, results = SamplingConfig(0.8, top_k=9, top_p=0.9), []
+    config, results = SamplingConfig(0.8, top_k=9, top_p=0.9), []
     for sizes in ((1, 1, 1), shape):
         with jax.set_mesh(make_mesh(*sizes)):
-            cut = truncate(put(logits, "batch", "vocab"), law)
-            tokens = sample(cut, make_seeds(64), put(np.arange(64, dtype=np.int32), "batch"), law)
+            cut = truncate(put(logits, "batch", "vocab"), config)
+            tokens = sample(
+                cut, make_seeds(64), put(np.arange(64, dtype=np.int32), "batch"), config
+            )
             wide = put(np.stack([logits, logits[::-1], -logits], axis=1), "batch", None, "vocab")
             positions = put(np.arange(192, dtype=np.int32).reshape(64, 3), "batch", None)
-            many, *scores = sample_scored(wide, make_seeds(64), positions, law)
+            many, *scores = sample_scored(wide, make_seeds(64), positions, config)
             results.append([np.asarray(x) for x in (cut, tokens, many, *scores)])
-    for one, other in zip(*(exact for *exact, _, _ in results), strict=True):
-        np.testing.assert_array_equal(one, other)
-    for one, other in zip(*(scores[3:] for scores in results), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for alone, other in zip(*(exact for *exact, _, _ in results), strict=True):
+        np.testing.assert_array_equal(alone, other)
+    for alone, other in zip(*(scores[3:] for scores in results), strict=True):
+        np.testing.assert_allclose(alone, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [50, 1_536, 1_025])
 def test_log_probs_of_what_is_drawn(mesh, size):
-    """Against float64, [B, T] positions, of a truncated law too and of the greedy one."""
+    """Against float64, [B, T] positions, of a truncated distribution too and of the greedy one."""
     rng = np.random.default_rng(7)
     logits = rng.normal(size=(6, 5, size)).astype(np.float32) * 2
     positions = np.arange(30, dtype=np.int32).reshape(6, 5)
-    for law in (SamplingConfig(), SamplingConfig(top_k=7), SamplingConfig(temperature=0.0)):
-        cut = np.asarray(truncate(logits, law))
-        tokens, scores, log_z = sample_scored(cut, make_seeds(6), positions, law)
-        np.testing.assert_array_equal(tokens, sample(cut, make_seeds(6), positions, law))
+    for config in (SamplingConfig(), SamplingConfig(top_k=7), SamplingConfig(temperature=0.0)):
+        cut = np.asarray(truncate(logits, config))
+        tokens, scores, log_z = sample_scored(cut, make_seeds(6), positions, config)
+        np.testing.assert_array_equal(tokens, sample(cut, make_seeds(6), positions, config))
         expected = scipy.special.log_softmax(cut.astype(np.float64), axis=-1)
         expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], axis=-1)[..., 0]
         np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)

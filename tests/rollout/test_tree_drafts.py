@@ -1,4 +1,4 @@
-"""Speculation changes no token: any draft, width, ladder and mesh against the plain rollout."""
+"""Speculation changes no token: any draft, width, buckets and mesh against the plain rollout."""
 
 import dataclasses
 import math
@@ -7,22 +7,22 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import check_equal, common_prefix, history_of, host, make_plan, run
+from rollout_reference import check_equal, common_prefix, history_of, host, make_spec, run
 
 from specrl_jax.rollout.adaptive.speculation import StepPlan
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.types import Drafts, Source
 
 B, R, V = 32, 8, ref.MODEL.vocab_size
-ONE_RUNG = {"row_buckets": 1, "cache_lengths": 1}
-LAW = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
+ONE_BUCKET = {"row_buckets": 1, "cache_lengths": 1}
+SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
 HALF = 0.5
 
 
-def plan_of(width=1, **kwargs):
+def spec_of(width=1, **kwargs):
     """Tree drafts where steps are wider than 1; the match rule unless said."""
-    kwargs = {"sampling": LAW, "accept": "match", "max_width": width} | kwargs
-    return make_plan(ref.ONE_LAYER, tree=ref.TREE if width > 1 else None, **kwargs)
+    kwargs = {"sampling": SAMPLING, "accept": "match", "max_width": width} | kwargs
+    return make_spec(ref.ONE_LAYER, tree=ref.TREE if width > 1 else None, **kwargs)
 
 
 def weights_of(nudge=0.0):
@@ -34,8 +34,8 @@ def base(make_mesh):
     """Prompts, the plain rollout, and one of an earlier policy."""
     with jax.set_mesh(make_mesh(1, 1, 1)):
         prompts = ref.random_prompts()
-        plain, _ = run(plan_of(), weights_of(), prompts, 1)
-        old, _ = run(plan_of(), weights_of(0.1), prompts, 0)
+        plain, _ = run(spec_of(), weights_of(), prompts, 1)
+        old, _ = run(spec_of(), weights_of(0.1), prompts, 0)
         yield prompts, host(plain), host(old)
 
 
@@ -44,7 +44,7 @@ def any_drafts(plain, old) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(7)
     garbage = rng.integers(0, V, (B, R))
     every, columns = np.arange(B), np.arange(R)[None, :]
-    behind = np.where(columns < plain.lens[:, None], plain.tokens, garbage)
+    longer = np.where(columns < plain.lens[:, None], plain.tokens, garbage)
     wrong = plain.tokens.copy()
     last = np.maximum(plain.lens - 1, 0)
     wrong[every, last] = (wrong[every, last] + 1) % V
@@ -54,13 +54,13 @@ def any_drafts(plain, old) -> tuple[np.ndarray, np.ndarray]:
         (garbage, full),
         (plain.tokens, plain.lens),
         (plain.tokens, np.minimum(plain.lens, 2)),  # too short
-        (behind, full),  # goes on behind the response's end
+        (longer, full),  # goes on behind the response's end
         (garbage, np.zeros(B)),  # none
         (wrong, plain.lens),  # wrong at the very end
         (garbage, rng.integers(1, R, B)),
     ]
     kind = every // 4 % 2 * 4 + every % 4  # all kinds in every other group
-    tokens, lens = (np.stack([one[i] for one in kinds]) for i in (0, 1))
+    tokens, lens = (np.stack([drafts[i] for drafts in kinds]) for i in (0, 1))
     return tokens[kind, every].astype(np.int32), lens[kind, every].astype(np.int32)
 
 
@@ -70,14 +70,14 @@ def as_given(tokens, lens) -> Drafts:
     return ref.put_rows(Drafts(tokens, lens, nothing, nothing, np.full(tokens.shape, -9, np.int32)))
 
 
-def any_corpus(plan, plain, old):
+def any_history(spec, plain, old):
     """Of every prompt an old response, its own, garbage, and nothing."""
     rng = np.random.default_rng(8)
     kind = (np.arange(B) % 4)[:, None]
     garbage = rng.integers(0, V, (B, R))
     tokens = np.select([kind == 0, kind == 1], [old.tokens, plain.tokens], garbage)
     lens = np.select([kind == 0, kind == 1, kind == 2], [old.lens[:, None], plain.lens[:, None], R])
-    return history_of(plan, tokens, lens[:, 0])
+    return history_of(spec, tokens, lens[:, 0])
 
 
 def check_sources(rollout, stats, plain, drafts=None):
@@ -97,7 +97,7 @@ def check_sources(rollout, stats, plain, drafts=None):
 
 
 def check_steps(rollout, stats, width):
-    """Of rows that begin together on one rung: a step draws one token or ends in a drafted one."""
+    """Of rows that begin together: a step draws one token or ends in a drafted one."""
     got = host(rollout)
     inside = np.arange(R)[None, :] < got.lens[:, None]
     drafted = got.sources == Source.DRAFTED
@@ -113,12 +113,12 @@ def check_steps(rollout, stats, width):
 # The match rule
 
 
-@pytest.mark.parametrize("chunk", [0, 3])
-def test_previous_responses_of_any_kind(mesh, base, chunk):
+@pytest.mark.parametrize("verify_width", [0, 3])
+def test_previous_responses_of_any_kind(mesh, base, verify_width):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
-    plan = plan_of(verify_width=chunk, **ONE_RUNG)
-    rollout, stats = run(plan, weights_of(), prompts, 1, drafts=as_given(*drafts))
+    spec = spec_of(verify_width=verify_width, **ONE_BUCKET)
+    rollout, stats = run(spec, weights_of(), prompts, 1, drafts=as_given(*drafts))
     check_equal(rollout, plain, but=("prefix_lens", "sources"))
     assert not check_sources(rollout, stats, plain, drafts).any()
     prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(rollout.lens)
@@ -132,9 +132,9 @@ def test_previous_responses_of_any_kind(mesh, base, chunk):
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
 def test_tree_drafts_at_any_width(mesh, base, width):
     prompts, plain, old = base
-    plan = plan_of(width, **ONE_RUNG)
-    corpus = any_corpus(plan_of(2), plain, old) if width > 1 else None
-    rollout, stats = run(plan, weights_of(), prompts, 1, history=corpus)
+    spec = spec_of(width, **ONE_BUCKET)
+    history = any_history(spec_of(2), plain, old) if width > 1 else None
+    rollout, stats = run(spec, weights_of(), prompts, 1, history=history)
     check_equal(rollout, plain, but=("sources",))
     drafted = check_sources(rollout, stats, plain)
     check_steps(rollout, stats, width)
@@ -144,15 +144,15 @@ def test_tree_drafts_at_any_width(mesh, base, width):
 def test_siblings_in_flight_alone(mesh, base):
     """No stored response: a row learns from its group and from itself."""
     prompts, plain, _ = base
-    plan = plan_of(4, **ONE_RUNG)
-    rollout, stats = run(plan, weights_of(), prompts, 1)
+    spec = spec_of(4, **ONE_BUCKET)
+    rollout, stats = run(spec, weights_of(), prompts, 1)
     check_equal(rollout, plain, but=("sources",))
     assert check_sources(rollout, stats, plain).any()
     check_steps(rollout, stats, 4)
 
 
-# (row rungs, windows, rows in flight, tokens verified at once)
-LADDERS = [
+# (row buckets, cache lengths, rows in flight, tokens verified at once)
+BUCKETS = [
     (1, 1, 0, 0),
     # The parts of these are in the first and the last.
     pytest.param((3, 2, 0, 3), marks=pytest.mark.slow),
@@ -162,25 +162,29 @@ LADDERS = [
 ]
 
 
-@pytest.mark.parametrize("ladder", LADDERS, ids=str)
-def test_previous_and_tree_drafts_on_any_ladder(mesh, base, ladder):
+@pytest.mark.parametrize("sizes", BUCKETS, ids=str)
+def test_previous_and_tree_drafts_on_any_buckets(mesh, base, sizes):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
-    row_buckets, windows, max_rows, chunk = ladder
-    plan = plan_of(
-        4, row_buckets=row_buckets, cache_lengths=windows, max_rows=max_rows, verify_width=chunk
+    row_buckets, cache_lengths, max_rows, verify_width = sizes
+    spec = spec_of(
+        4,
+        row_buckets=row_buckets,
+        cache_lengths=cache_lengths,
+        max_rows=max_rows,
+        verify_width=verify_width,
     )
-    for offered in (drafts, None):
+    for given in (drafts, None):
         rollout, stats = run(
-            plan,
+            spec,
             weights_of(),
             prompts,
             1,
-            drafts=as_given(*offered) if offered else None,
-            history=any_corpus(plan, plain, old),
+            drafts=as_given(*given) if given else None,
+            history=any_history(spec, plain, old),
         )
         check_equal(rollout, plain, but=("prefix_lens", "sources"))
-        assert check_sources(rollout, stats, plain, offered).any()
+        assert check_sources(rollout, stats, plain, given).any()
 
 
 @pytest.mark.parametrize(
@@ -195,10 +199,10 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
     with jax.set_mesh(make_mesh(*shape)):
-        plan = plan_of(4, row_buckets=2, cache_lengths=1)
-        corpus = any_corpus(plan, plain, old)
+        spec = spec_of(4, row_buckets=2, cache_lengths=1)
+        history = any_history(spec, plain, old)
         rollout, stats = run(
-            plan, weights_of(), prompts, 1, drafts=as_given(*drafts), history=corpus
+            spec, weights_of(), prompts, 1, drafts=as_given(*drafts), history=history
         )
     check_equal(rollout, plain, but=("prefix_lens", "sources"))
     assert check_sources(rollout, stats, plain, drafts).any()
@@ -207,12 +211,15 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
 # The other rules: tree drafts go by the match rule, behind the prefix, and change nothing
 
 
-def old_drafts(plan, prompts, mesh_is_other=False):
+def old_drafts(spec, prompts, mesh_is_other=False):
     """A rollout of an earlier policy; every fifth row has none."""
-    plan = dataclasses.replace(
-        plan, program=dataclasses.replace(plan.program, draft_source=None), max_width=1, **ONE_RUNG
+    spec = dataclasses.replace(
+        spec,
+        program=dataclasses.replace(spec.program, draft_source=None),
+        max_width=1,
+        **ONE_BUCKET,
     )
-    rollout, _ = run(plan, weights_of(0.1), prompts)
+    rollout, _ = run(spec, weights_of(0.1), prompts)
     return ref.as_drafts(rollout, np.where(np.arange(B) % 5 == 4, 0, rollout.lens))
 
 
@@ -223,15 +230,17 @@ RULES = [("ratio", 0, 0), ("random", 0, 0), ("ratio_residual", 3, 0), ("ratio_re
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules_with_and_without_tree_drafts(mesh, base, rule):
     prompts, plain, old = base
-    accept, stored, chunk = rule
-    found = []
+    accept, stored, verify_width = rule
+    results = []
     for width in (1, 4):
-        plan = plan_of(width, accept=accept, stored_logprobs=stored, verify_width=chunk, **ONE_RUNG)
-        drafts = old_drafts(plan, prompts)
-        corpus = any_corpus(plan, plain, old) if width > 1 else None
-        found.append(run(plan, weights_of(), prompts, 1, drafts=drafts, history=corpus,
+        spec = spec_of(
+            width, accept=accept, stored_logprobs=stored, verify_width=verify_width, **ONE_BUCKET
+        )
+        drafts = old_drafts(spec, prompts)
+        history = any_history(spec, plain, old) if width > 1 else None
+        results.append(run(spec, weights_of(), prompts, 1, drafts=drafts, history=history,
                          log_lenience=HALF))  # fmt: skip
-    (alone, _), (both, stats) = found
+    (alone, _), (both, stats) = results
     check_equal(both, alone, but=("sources",))
     reused = np.arange(R)[None, :] < np.asarray(alone.prefix_lens)[:, None]
     sources = np.asarray(both.sources)
@@ -243,23 +252,23 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
     assert (np.asarray(both.tokens) != plain.tokens).any()  # reuse is not plain here
     if stored:
         inside = np.arange(R)[None, :] < lens[:, None]
-        laws = np.exp(np.asarray(both.top_logprobs)[inside]).sum(axis=1)
-        assert np.all(laws < 1 + 1e-5)
-        assert laws.min() < 0.95  # something is left for the tail
+        masses = np.exp(np.asarray(both.top_logprobs)[inside]).sum(axis=1)
+        assert np.all(masses < 1 + 1e-5)
+        assert masses.min() < 0.95  # something is left for the tail
 
 
 @pytest.mark.slow
 def test_a_residual_rule_on_a_mesh(make_mesh, base):
-    """Stored laws and residuals over a vocabulary that is split."""
+    """Stored log-probs and residuals over a vocabulary that is split."""
     prompts, plain, old = base
-    plan = plan_of(4, accept="ratio_residual", stored_logprobs=3, **ONE_RUNG)
-    found = []
+    spec = spec_of(4, accept="ratio_residual", stored_logprobs=3, **ONE_BUCKET)
+    results = []
     for shape in ((1, 1, 1), (2, 2, 2)):
         with jax.set_mesh(make_mesh(*shape)):
-            drafts, corpus = old_drafts(plan, prompts), any_corpus(plan, plain, old)
-            rollout, _ = run(plan, weights_of(), prompts, 1, drafts=drafts, history=corpus)
-            found.append(host(rollout))
-    check_equal(found[1], found[0])
+            drafts, history = old_drafts(spec, prompts), any_history(spec, plain, old)
+            rollout, _ = run(spec, weights_of(), prompts, 1, drafts=drafts, history=history)
+            results.append(host(rollout))
+    check_equal(results[1], results[0])
 
 
 # What drafts save, on a policy that counts: after token x comes x + 1
@@ -269,22 +278,22 @@ def counting(slots, width, cycle=16, group=2):
     table = np.full((16, 16), 1e-12)
     table[np.arange(16), (np.arange(16) + 1) % cycle] = 1.0
     model, _, weights = ref.table_policy(table)
-    plan = make_plan(model, slots=slots, group=group, accept="match", eos=(15,), tree=ref.TREE,
-                     max_width=width, **ONE_RUNG)  # fmt: skip
-    return plan, weights
+    spec = make_spec(model, slots=slots, group=group, accept="match", eos=(15,), tree=ref.TREE,
+                     max_width=width, **ONE_BUCKET)  # fmt: skip
+    return spec, weights
 
 
 PATTERN = [Source.DRAFTED, Source.DRAFTED, Source.DRAFTED, Source.SAMPLED]
 
 
 def test_a_known_response_takes_a_step_every_width_tokens(mesh):
-    plan, weights = counting(slots=8, width=4)
+    spec, weights = counting(slots=8, width=4)
     prompts = ref.make_prompts([[2], [9], [13], [1, 4]], 6)
     lens = [8, 6, 2, 8]
     known = np.array([[3, 4, 5, 6, 7, 8, 9, 10], [10, 11, 12, 13, 14, 15, 0, 0],
                       [14, 15, 0, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 10, 11, 12]])  # fmt: skip
-    corpus = history_of(plan, np.repeat(known, 2, axis=0), np.repeat(lens, 2))
-    rollout, stats = run(plan, weights, prompts, history=corpus)
+    history = history_of(spec, np.repeat(known, 2, axis=0), np.repeat(lens, 2))
+    rollout, stats = run(spec, weights, prompts, history=history)
     np.testing.assert_array_equal(np.asarray(rollout.tokens), np.repeat(known, 2, axis=0))
     np.testing.assert_array_equal(np.asarray(rollout.lens), np.repeat(lens, 2))
     for row, n in zip(np.asarray(rollout.sources).tolist(), np.repeat(lens, 2), strict=True):
@@ -295,12 +304,12 @@ def test_a_known_response_takes_a_step_every_width_tokens(mesh):
     assert stats.metrics()["rollout/width_mean"] == 4.0
 
 
-def test_a_corpus_that_knows_nothing_saves_nothing(mesh):
+def test_a_history_that_knows_nothing_saves_nothing(mesh):
     """Only unlikely tokens are stored, and no row repeats itself."""
-    plan, weights = counting(slots=8, width=4)
+    spec, weights = counting(slots=8, width=4)
     prompts = ref.make_prompts([[2], [1, 4]], 6)
-    corpus = history_of(plan, np.full((4, 8), 15), np.full(4, 8))
-    rollout, stats = run(plan, weights, prompts, history=corpus)
+    history = history_of(spec, np.full((4, 8), 15), np.full(4, 8))
+    rollout, stats = run(spec, weights, prompts, history=history)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::2], [range(3, 11), range(5, 13)])
     assert not np.asarray(rollout.sources).any()
     assert (stats.decode_steps, stats.drafted_tokens) == (8, 0)
@@ -308,9 +317,9 @@ def test_a_corpus_that_knows_nothing_saves_nothing(mesh):
 
 def test_a_row_that_repeats_itself_is_its_own_draft(mesh):
     """0 1 2 0 1 2 ... without a stored response: from the second round on steps are saved."""
-    plan, weights = counting(slots=24, width=4, cycle=3)
+    spec, weights = counting(slots=24, width=4, cycle=3)
     prompts = ref.make_prompts([[2], [2, 1]], 6)
-    rollout, stats = run(plan, weights, prompts)
+    rollout, stats = run(spec, weights, prompts)
     tokens = np.asarray(rollout.tokens)
     np.testing.assert_array_equal(tokens[0], np.arange(24) % 3)
     np.testing.assert_array_equal(tokens[2], (np.arange(24) + 2) % 3)
@@ -329,16 +338,16 @@ class WideFrom:
         width = widths[-1] if self.steps <= 0 else 1
         return StepPlan(size, slots, width, max(self.steps, 0))
 
-    def record_steps(self, visit, steps, histogram=(), kept=0, judged=0):
+    def record_steps(self, plan, steps, histogram=(), accepted=0, verified=0):
         self.steps -= steps
         return 0.0
 
 
 def test_drafts_know_what_plain_steps_wrote(mesh):
-    """They write to no corpus; without their six tokens nothing of a row or its group matches."""
-    plan, weights = counting(slots=24, width=4, cycle=3)
+    """They write to no index; without their six tokens nothing of a row or its group matches."""
+    spec, weights = counting(slots=24, width=4, cycle=3)
     prompts = ref.make_prompts([[2], [2, 1]], 6)
-    rollout, stats = run(plan, weights, prompts, speculation=WideFrom(6))
+    rollout, stats = run(spec, weights, prompts, speculation=WideFrom(6))
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[0], np.arange(24) % 3)
     sources = np.asarray(rollout.sources)
     assert not sources[:, :6].any()
@@ -351,8 +360,8 @@ def test_the_draft_s_log_probs_are_not_asked_by_a_match(mesh, base):
     """Lenience has no meaning for it either."""
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
-    plan = plan_of(**ONE_RUNG)
+    spec = spec_of(**ONE_BUCKET)
     for log_lenience in (-math.inf, math.inf):
-        rollout, _ = run(plan, weights_of(), prompts, 1, drafts=as_given(*drafts),
+        rollout, _ = run(spec, weights_of(), prompts, 1, drafts=as_given(*drafts),
                          log_lenience=log_lenience)  # fmt: skip
         check_equal(rollout, plain, but=("prefix_lens", "sources"))

@@ -165,10 +165,10 @@ class Speculation(StatePart):
         best = max(widths, key=speeds.__getitem__)
         return best if speeds[best] >= WIDTH_MARGIN * speeds[1] else 1
 
-    def widens(self, rungs: Iterable[tuple[int, int]], widths: Iterable[int]) -> bool:
-        """Whether steps are wider than 1 in any bucket of these (rows, slots)."""
+    def widens(self, shapes: Iterable[tuple[int, int]], widths: Iterable[int]) -> bool:
+        """Whether steps are wider than 1 in any bucket of these shapes (rows, slots)."""
         widths = tuple(widths)
-        return any(self.choose_width(rows, slots, widths) > 1 for rows, slots in rungs)
+        return any(self.choose_width(rows, slots, widths) > 1 for rows, slots in shapes)
 
     def plan_steps(self, rows: int, slots: int, widths: Iterable[int]) -> StepPlan:
         """The next decode steps in this bucket: the best width, or a probe of one of the next two

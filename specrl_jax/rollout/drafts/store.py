@@ -7,6 +7,7 @@ Which prompt has which slot of the arrays, and in which order they were stored, 
 knows. When all slots are taken, the prompt that was stored longest ago gives its slot up.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,18 @@ KINDS = {"device": DeviceMemory, "host": HostMemory}
 _NEVER = np.iinfo(np.int32).max
 
 
+@dataclasses.dataclass(frozen=True)
+class StoreShape:
+    """What a store keeps of how many prompts."""
+
+    prompts: int  # no less than a batch has
+    samples: int  # G, responses of each prompt
+    response_slots: int  # R
+    generations: int = 1  # A, responses of each sample kept with log-probs: `get` up to this age
+    history: int = 0  # responses of each sample that `sources` returns; 0: A
+    k: int = 0  # likeliest tokens whose log-probs are kept
+
+
 class DraftStore(StatePart):
     """The last responses of every prompt and sample.
 
@@ -35,13 +48,8 @@ class DraftStore(StatePart):
     step whose rollout is drafted or stored.
 
     Args:
-      prompts: how many prompts are kept; no less than a batch has.
-      samples: G, responses kept of each.
-      response_slots: R.
-      generations: A, responses of each sample that are kept whole, for `get` up to this age.
-      history: of each sample, for `sources`; what is kept of more than A is tokens. 0: A.
-      k: likeliest tokens whose log-probs are kept; 0: none.
-      max_age: steps after which a response is not offered any more; 0: never.
+      shape: how much is kept.
+      max_age: steps after which a response is not a draft any more; 0: never.
       kind: "device" or "host", the memory that the arrays live in. Results are the same.
       owner: what the tokens and log-probs are of, e.g. {"tokenizer": ..., "model": ...}
         fingerprints; a saved store of another owner is refused.
@@ -49,13 +57,8 @@ class DraftStore(StatePart):
 
     def __init__(
         self,
-        prompts: int,
-        samples: int,
-        response_slots: int,
-        generations: int = 1,
+        shape: StoreShape,
         *,
-        history: int = 0,
-        k: int = 0,
         max_age: int = 0,
         kind: str = "device",
         owner: Mapping[str, str] | None = None,
@@ -63,15 +66,15 @@ class DraftStore(StatePart):
         if kind not in KINDS:
             raise ValueError(f"rollout.store must be one of {', '.join(KINDS)}, got {kind}")
         self._shape = {
-            "generations": max(history, generations),
-            "generations with log-probs": generations,
-            "prompts": prompts,
-            "samples": samples,
-            "slots": response_slots,
-            "k": k,
+            "generations": max(shape.history, shape.generations),
+            "generations with log-probs": shape.generations,
+            "prompts": shape.prompts,
+            "samples": shape.samples,
+            "slots": shape.response_slots,
+            "k": shape.k,
         }
         self._max_age, self._owner = max_age, dict(owner or {})
-        self._read = (history or generations) * samples
+        self._read = (shape.history or shape.generations) * shape.samples
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._memory = KINDS[kind](abstract_stored(*self._shape.values()))
 
@@ -176,7 +179,7 @@ class DraftStore(StatePart):
         return np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
 
     def _oldest(self, slots: np.ndarray, step: int) -> Array:
-        """The earliest step, int32 [Q], whose responses are offered; none of unknown prompts."""
+        """The earliest step, int32 [Q], whose responses are drafts; none of unknown prompts."""
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
         return put(np.where(slots >= 0, oldest, _NEVER).astype(np.int32), "batch")
 

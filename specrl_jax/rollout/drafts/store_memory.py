@@ -178,7 +178,7 @@ def pick_drafts(
     Args:
       stored: arrays that hold the prompts' rows.
       index: int32 [Q], places of the rows in them; None: they are the rows, in this order.
-      oldest: int32 [Q], the earliest step whose responses are offered, the rest is zero.
+      oldest: int32 [Q], the earliest step whose responses are drafts, the rest is zero.
       group_size: samples are cut or padded to so many.
       age: the generation, 1 the newest.
     """
@@ -189,10 +189,10 @@ def pick_drafts(
             return array[age - 1]
         return array.at[age - 1, index].get(out_sharding=spec("batch", *rest))
 
-    offered = pick(stored.steps) >= oldest[:, None]
+    young = pick(stored.steps) >= oldest[:, None]
 
     def draft(array: Array) -> Array:
-        rows = _keep(pick(array), offered)[:, :group_size]
+        rows = _keep(pick(array), young)[:, :group_size]
         missing = group_size - rows.shape[1]
         rows = jnp.pad(rows, [(0, 0), (0, missing)] + [(0, 0)] * (rows.ndim - 2))
         return merge_rows(rows, *(None,) * (rows.ndim - 2))
@@ -213,8 +213,8 @@ def pick_sources(stored: Stored, index: Array | None, oldest: Array) -> tuple[Ar
         rows = jnp.swapaxes(_whole(array), 0, 1)
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
-    offered = pick(stored.steps) >= _whole(oldest)[:, None]
-    return _keep(pick(stored.tokens), offered), _keep(pick(stored.lens), offered)
+    young = pick(stored.steps) >= _whole(oldest)[:, None]
+    return _keep(pick(stored.tokens), young), _keep(pick(stored.lens), young)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -85,7 +85,7 @@ class RolloutSpec:
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
-        """The same rollout without drafts, `samples` responses a prompt, an untruncated law."""
+        """The same rollout without drafts, `samples` responses a prompt, without truncation."""
         program = dataclasses.replace(
             self.program,
             sampling=SamplingConfig(temperature),

@@ -21,14 +21,14 @@ PLAIN, MATCHING = Point(ROWS, P + R, 1, False), Point(ROWS, P + R, 2, True)
 VERIFICATION = Point(ROWS, P + R, R, False)
 
 
-def plan_of(**kwargs):
+def spec_of(**kwargs):
     kwargs = {"row_buckets": 1, "cache_lengths": 1, "tree": ref.TREE, "max_width": 2} | kwargs
-    return ref.make_plan(ref.ONE_LAYER, slots=R, prompt_slots=P, group=2, **kwargs)
+    return ref.make_spec(ref.ONE_LAYER, slots=R, prompt_slots=P, group=2, **kwargs)
 
 
 def timer_of(directory, sources=0, **kwargs) -> StepTimer:
-    plan = plan_of(**kwargs)
-    return StepTimer(plan.program_for(plan.buckets(ROWS)), ROWS // 2, sources, directory)
+    spec = spec_of(**kwargs)
+    return StepTimer(spec.program_for(spec.buckets(ROWS)), ROWS // 2, sources, directory)
 
 
 class Clock:
@@ -94,9 +94,9 @@ def test_seconds_are_measured_once_and_kept(make_mesh, tmp_path, monkeypatch, ca
     Clock(monkeypatch, 0.01, 0.001)
     with jax.set_mesh(make_mesh(1, 1, 1)):
         timer, points = timer_of(tmp_path), (PLAIN, VERIFICATION)
-        found = [timer(None, point) for point in points]
+        seconds = [timer(None, point) for point in points]
         Clock(monkeypatch, 0.01, 0.002)
-        assert [timer(None, point) for point in points] == found
+        assert [timer(None, point) for point in points] == seconds
         # Another program, other sources, other code, another mesh, another machine.
         program = dataclasses.replace(timer.program, logits_chunk=3)
         others = [
@@ -137,12 +137,12 @@ def test_a_folder_that_cannot_be_written_is_warned_of(mesh, tmp_path, monkeypatc
 @pytest.mark.parametrize("tree", [None, ref.TREE], ids=["plain", "tree"])
 def test_no_policy_program_is_compiled_to_measure_what_ran(make_mesh, tmp_path, shape, tree):
     """After a rollout, the program that it used is measured without compiling it again."""
-    plan = plan_of(tree=tree, max_width=2 if tree else 1)
+    spec = spec_of(tree=tree, max_width=2 if tree else 1)
     with jax.set_mesh(make_mesh(*shape)):
         weights = ref.policy(model=ref.ONE_LAYER)[1]
         prompts = ref.make_prompts([[2], [2, 1], [1], [1, 1]], P)
         chooser = Speculation(timer=timer_of(tmp_path, tree=tree, max_width=2 if tree else 1))
-        generate(plan, weights, prompts, Noise(jax.random.key(0), 1), speculation=chooser)
+        generate(spec, weights, prompts, Noise(jax.random.key(0), 1), speculation=chooser)
         before = measure_steps.decode.decode_steps._cache_size()
         chooser.measure_used(weights)
         assert measure_steps.decode.decode_steps._cache_size() == before
@@ -152,7 +152,7 @@ def test_no_policy_program_is_compiled_to_measure_what_ran(make_mesh, tmp_path, 
         assert np.isfinite([row[-1] for row in rows]).all()
         before = compiled()
         other = Speculation(timer=chooser.timer)
-        generate(plan, weights, prompts, Noise(jax.random.key(0), 1), speculation=other)
+        generate(spec, weights, prompts, Noise(jax.random.key(0), 1), speculation=other)
         other.measure_used(weights)
         assert other.costs.to_json() == rows
         assert compiled() == before

@@ -316,9 +316,9 @@ def use(chooser, rng, rollouts) -> list:
 @pytest.mark.parametrize("costs", [None, make_costs()], ids=["measured later", "known"])
 @pytest.mark.parametrize("stop", [0, 1, 5, 23])
 def test_a_resumed_run_chooses_alike(stop, costs):
-    whole = Speculation(StepCosts.from_json(costs.to_json()) if costs else StepCosts())
-    whole.timer, rng = Timer(), np.random.default_rng(9)
-    expected = use(whole, rng, range(60))
+    straight = Speculation(StepCosts.from_json(costs.to_json()) if costs else StepCosts())
+    straight.timer, rng = Timer(), np.random.default_rng(9)
+    expected = use(straight, rng, range(60))
     assert {choice.width for choice in expected if isinstance(choice, StepPlan)} >= {1, 2, 4}
 
     first = Speculation(StepCosts.from_json(costs.to_json()) if costs else StepCosts())
@@ -328,7 +328,7 @@ def test_a_resumed_run_chooses_alike(stop, costs):
     resumed = Speculation(timer=Timer()).restore(json.loads(text))
     assert json.dumps(resumed.host()) == text
     assert choices + use(resumed, rng, range(stop, 60)) == expected
-    assert resumed.host() == whole.host()
+    assert resumed.host() == straight.host()
 
 
 def test_planning_changes_nothing():

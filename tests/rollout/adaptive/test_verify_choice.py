@@ -120,12 +120,12 @@ BUCKETS = make_buckets((16, 32, 64, 128), (128, 256), prompt_slots=24)
 def rollout_seconds(chooser, choose, lens, right):
     """Of a batch whose drafts have `right` tokens right: verifications as they are chosen, then
     steps, each in the smallest bucket and cache that hold what is active."""
-    held, begun, slots, seconds = np.zeros_like(lens), 0, 0, 0.0
+    lens_now, begun, slots, seconds = np.zeros_like(lens), 0, 0, 0.0
     verifying, costs = np.full(len(lens), True), chooser.costs
     while verifying.any():
-        size, left = BUCKETS.rows_for(int(verifying.sum())), lens[verifying] - begun
+        size, remaining = BUCKETS.rows_for(int(verifying.sum())), lens[verifying] - begun
         plans = [
-            make_plan(left.tolist(), size, width, BUCKETS, slots or 280 + width, held=begun)
+            make_plan(remaining.tolist(), size, width, BUCKETS, slots or 280 + width, held=begun)
             for width in (32, 64, 96, 128)
             if not slots or 24 + begun + width <= slots
         ]
@@ -134,12 +134,14 @@ def rollout_seconds(chooser, choose, lens, right):
         slots, end = plan.slots, begun + plan.verify_width
         seconds += costs.seconds(size, slots, plan.verify_width, False)
         # The first that is wrong is drawn anew by the verification itself.
-        held = np.where(verifying, np.minimum(np.minimum(right, end) + (right < end), lens), held)
+        lens_now = np.where(
+            verifying, np.minimum(np.minimum(right, end) + (right < end), lens), lens_now
+        )
         begun, verifying = end, verifying & (right >= end) & (lens > end)
-    while (active := held < lens).any():
-        slots = BUCKETS.slots_for(int(held[active].max()) + 1)
+    while (active := lens_now < lens).any():
+        slots = BUCKETS.slots_for(int(lens_now[active].max()) + 1)
         seconds += costs.seconds(BUCKETS.rows_for(int(active.sum())), slots, 1, False)
-        held = held + active
+        lens_now = lens_now + active
     return seconds
 
 

@@ -65,11 +65,11 @@ def _write(state, index, before, after, counts):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("source", [RepeatLast(), Bigrams()], ids=lambda x: type(x).__name__)
 def test_a_new_source_changes_no_token_and_saves_steps(make_mesh, shape, source):
-    plan = ref.make_plan(accept="match", slots=24, eos=(16,))
-    drafted = ref.make_plan(accept="match", slots=24, eos=(16,), tree=source, max_width=3)
+    spec = ref.make_spec(accept="match", slots=24, eos=(16,))
+    drafted = ref.make_spec(accept="match", slots=24, eos=(16,), tree=source, max_width=3)
     with jax.set_mesh(make_mesh(*shape)):
         (_, weights), prompts = ref.policy(), ref.random_prompts()
-        plain, steps = ref.run(plan, weights, prompts)
+        plain, steps = ref.run(spec, weights, prompts)
         rollout, stats = ref.run(drafted, weights, prompts)
     ref.check_equal(rollout, plain, but=("sources",))
     assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED) > 20
@@ -79,17 +79,17 @@ def test_a_new_source_changes_no_token_and_saves_steps(make_mesh, shape, source)
 def test_verified_drafts_and_a_new_source_go_together(mesh):
     """Where a draft was rejected, the source goes on; tokens are the rule's own."""
     (_, older), (_, weights), prompts = ref.policy(0.3), ref.policy(), ref.random_prompts()
-    plans = [ref.make_plan(slots=24, eos=(16,)) for _ in "ab"]
-    plans[1] = dataclasses.replace(
-        plans[1],
-        program=dataclasses.replace(plans[1].program, draft_source=Bigrams()),
+    specs = [ref.make_spec(slots=24, eos=(16,)) for _ in "ab"]
+    specs[1] = dataclasses.replace(
+        specs[1],
+        program=dataclasses.replace(specs[1].program, draft_source=Bigrams()),
         max_width=3,
     )
-    old = ref.run(plans[0], older, prompts)[0]
-    found = [ref.run(plan, weights, prompts, 1, drafts=ref.as_drafts(old)) for plan in plans]
-    ref.check_equal(found[1][0], found[0][0], but=("sources",))
-    assert np.asarray(found[0][0].prefix_lens).any()
-    assert found[1][1].drafted_tokens > 0
+    old = ref.run(specs[0], older, prompts)[0]
+    results = [ref.run(spec, weights, prompts, 1, drafts=ref.as_drafts(old)) for spec in specs]
+    ref.check_equal(results[1][0], results[0][0], but=("sources",))
+    assert np.asarray(results[0][0].prefix_lens).any()
+    assert results[1][1].drafted_tokens > 0
 
 
 def test_a_source_is_chosen_by_its_name(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.checkpoint import Checkpointer
-from specrl_jax.rollout.drafts.store import KINDS, DraftStore
+from specrl_jax.rollout.drafts.store import KINDS, DraftStore, StoreShape
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Rollout
 
@@ -80,14 +80,14 @@ def check_drafts(drafts, shelf, names, group, age, step) -> int:
     """Compare every field of every row; returns the number of rows that have a draft."""
     drafts = {f: np.asarray(x) for f in FIELDS if (x := getattr(drafts, f)) is not None}
     assert drafts["lens"].shape == (len(names) * group,)
-    found = 0
+    count = 0
     for row, (name, g) in enumerate(itertools.product(names, range(group))):
         expected = shelf.get(name, g, age, step)
-        found += expected is not None
+        count += expected is not None
         for field, array in drafts.items():
-            wanted = 0 if expected is None else expected[field]
-            np.testing.assert_array_equal(array[row], wanted, field)
-    return found
+            value = 0 if expected is None else expected[field]
+            np.testing.assert_array_equal(array[row], value, field)
+    return count
 
 
 def check_sources(sources, shelf, names, step) -> int:
@@ -130,7 +130,7 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_read_no_more_than_their_history(mesh, kind):
     """Where more generations are kept, for drafts of an earlier age."""
-    rng, store = np.random.default_rng(5), DraftStore(4, 2, R, 3, history=1, kind=kind)
+    rng, store = np.random.default_rng(5), DraftStore(StoreShape(4, 2, R, 3, history=1), kind=kind)
     older, newest = Shelf(4, 2, 3), Shelf(4, 2)
     for step in (1, 2, 3):
         rollout = make_rollout(rng, 8)
@@ -143,7 +143,7 @@ def test_trees_read_no_more_than_their_history(mesh, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_store_offers_nothing(mesh, kind):
-    store = DraftStore(4, 2, R, kind=kind)
+    store = DraftStore(StoreShape(4, 2, R), kind=kind)
     assert check(store, Shelf(4, 2), "abcd", 2) == 0
     assert check_sources(store.sources(make_prompts("ab"), step=1), Shelf(4, 2), "ab", 1) == 0
 
@@ -154,18 +154,19 @@ def test_random_operations_like_a_dictionary_in_both_memories(
     make_mesh, shape, generations, history, k, max_age
 ):
     """Twelve prompts, ten kept, batches of eight: prompts come back, give way and grow old."""
-    settings = {"generations": generations, "history": history, "max_age": max_age}
     with jax.set_mesh(make_mesh(*shape)):
-        rng, shelf = np.random.default_rng(k), Shelf(10, 2, **settings)
-        stores = [DraftStore(10, 2, R, k=k, kind=kind, **settings) for kind in KINDS]
-        step = found = read = 0
+        rng = np.random.default_rng(k)
+        shelf = Shelf(10, 2, generations, history, max_age)
+        shape = StoreShape(10, 2, R, generations, history, k)
+        stores = [DraftStore(shape, max_age=max_age, kind=kind) for kind in KINDS]
+        step = count = read = 0
         batch = rng.permutation(list("abcdefghijkl"))[:8]
         for _ in range(16):
             step += int(rng.integers(1, 4))
             prompts, group = make_prompts(batch), int(rng.choice([1, 3]))
             age = int(rng.integers(1, generations + 1))
             drafts = [s.get(prompts, group, age, step=step) for s in stores]
-            found += check_drafts(drafts[0], shelf, batch, group, age, step)
+            count += check_drafts(drafts[0], shelf, batch, group, age, step)
             assert_same_bits(*drafts)
             sources = [s.sources(prompts, step=step) for s in stores]
             read += check_sources(sources[0], shelf, batch, step)
@@ -178,7 +179,7 @@ def test_random_operations_like_a_dictionary_in_both_memories(
                 [s.put(prompts, rollout, step=step) for s in stores]
                 shelf.put(batch, rollout, step)
             batch = following
-        assert found > 60
+        assert count > 60
         assert read > 60
         assert stores[0].host() == stores[1].host()
         # float32 and int32 beside each other: tokens are there once for both depths.
@@ -190,7 +191,7 @@ def test_random_operations_like_a_dictionary_in_both_memories(
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_group_size(mesh, kind):
     rng, shelf = np.random.default_rng(1), Shelf(4, 3, 2)
-    store = DraftStore(4, 3, R, 2, kind=kind)
+    store = DraftStore(StoreShape(4, 3, R, 2), kind=kind)
     store_both(store, shelf, "ab", rng, 3)
     assert check(store, shelf, "ab", 5) == 6  # samples 3 and 4 have no draft
     assert check(store, shelf, "ba", 2) == 4
@@ -204,7 +205,7 @@ def test_another_group_size(mesh, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_prompt_stored_longest_ago_gives_way(mesh, kind):
     rng, shelf = np.random.default_rng(2), Shelf(3, 2, 2)
-    store = DraftStore(3, 2, R, 2, kind=kind)
+    store = DraftStore(StoreShape(3, 2, R, 2), kind=kind)
     for names in ("ab", "c", "a"):
         store_both(store, shelf, names, rng, 2)
     assert check(store, shelf, "abc", 2) == 6
@@ -224,7 +225,7 @@ def test_the_prompt_stored_longest_ago_gives_way(mesh, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_response_grows_too_old(mesh, kind):
     rng, shelf = np.random.default_rng(3), Shelf(4, 2, 2, max_age=3)
-    store = DraftStore(4, 2, R, 2, max_age=3, kind=kind)
+    store = DraftStore(StoreShape(4, 2, R, 2), max_age=3, kind=kind)
     store_both(store, shelf, "ab", rng, 2, step=1)
     store_both(store, shelf, "bc", rng, 1, step=3)  # of b's samples only the first
     for step, newest, before in ((4, 5, 1), (5, 2, 0), (6, 2, 0), (7, 0, 0)):
@@ -235,7 +236,7 @@ def test_a_response_grows_too_old(mesh, kind):
 
 
 def test_batches_that_cannot_be_stored(mesh):
-    store, rng = DraftStore(2, 2, R, k=3), np.random.default_rng(4)
+    store, rng = DraftStore(StoreShape(2, 2, R, k=3)), np.random.default_rng(4)
     for names, k, message in (
         ("aba", 3, "twice"),
         ("abc", 3, r"rollout\.store_prompts must be .*got 2 for a batch of 3"),
@@ -248,17 +249,16 @@ def test_batches_that_cannot_be_stored(mesh):
     with pytest.raises(ValueError, match="up to age 1, asked for 2"):
         store.get(make_prompts("a"), 2, age=2, step=1)
     with pytest.raises(ValueError, match=r"rollout\.store must be one of device, host, got disk"):
-        DraftStore(2, 2, R, kind="disk")
+        DraftStore(StoreShape(2, 2, R), kind="disk")
 
 
 @pytest.mark.parametrize(("saved_as", "restored_as"), list(itertools.product(KINDS, KINDS)))
 def test_checkpoints_of_either_memory_go_into_either(tmp_path, make_mesh, saved_as, restored_as):
-    settings = {"generations": 1, "history": 2, "max_age": 9}
-    rng, shelf = np.random.default_rng(5), Shelf(10, 2, **settings)
+    rng, shelf = np.random.default_rng(5), Shelf(10, 2, generations=1, history=2, max_age=9)
     owner = {"tokenizer": "t", "model": "m"}
 
     def new(kind):
-        return DraftStore(10, 2, R, kind=kind, owner=owner, **settings)
+        return DraftStore(StoreShape(10, 2, R, 1, 2), max_age=9, kind=kind, owner=owner)
 
     with Checkpointer(tmp_path) as checkpoints:
         with jax.set_mesh(make_mesh(2, 2, 2)):
@@ -284,7 +284,7 @@ def test_checkpoints_of_either_memory_go_into_either(tmp_path, make_mesh, saved_
 def test_a_host_store_may_change_while_it_is_being_saved(tmp_path, mesh):
     """32 MiB of tokens and log-probs: writing them takes longer than the next `put`."""
     slots, names = 2**14, [f"{i}" for i in range(64)]
-    rng, store = np.random.default_rng(6), DraftStore(64, 2, slots, kind="host")
+    rng, store = np.random.default_rng(6), DraftStore(StoreShape(64, 2, slots), kind="host")
     first = make_rollout(rng, 128, slots=slots)
     store.put(make_prompts(names), first, step=1)
     with Checkpointer(tmp_path) as checkpoints:
@@ -299,7 +299,7 @@ def test_a_host_store_may_change_while_it_is_being_saved(tmp_path, mesh):
 def test_a_store_of_another_owner_or_shape_is_refused(mesh):
     def new(prompts=3, k=0, generations=1, tokenizer="t1", model="m1"):
         owner = {"tokenizer": tokenizer, "model": model}
-        return DraftStore(prompts, 2, R, generations, k=k, owner=owner)
+        return DraftStore(StoreShape(prompts, 2, R, generations, k=k), owner=owner)
 
     saved = new()
     state = json.loads(json.dumps(saved.host()))

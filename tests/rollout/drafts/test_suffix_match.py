@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from suffix_tree import SuffixTree
 
-from specrl_jax.rollout.drafts import suffix_match as drafting
+from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, append, build, propose
 from specrl_jax.sharding import put, spec
 
-LAW = SuffixDraftConfig(depth=4, factor=1.0, offset=1.0, min_prob=0.1)
+CONFIG = SuffixDraftConfig(depth=4, factor=1.0, offset=1.0, min_prob=0.1)
 OPEN = SuffixDraftConfig(
     depth=4, factor=9.0, offset=0.0, min_prob=0.0
 )  # neither budget nor cut binds
@@ -24,7 +24,7 @@ _propose = jax.jit(propose, static_argnames=("width", "config"))
 _append = jax.jit(append)
 
 
-def make_corpus(stored, slots, weights=None, live=1, depth=4):
+def make_index(stored, slots, weights=None, live=1, depth=4):
     """From [Q][M] lists of tokens."""
     count = len(stored[0])
     tokens = np.full((len(stored), count, slots), 99, np.int32)  # what lies behind is not read
@@ -46,31 +46,31 @@ def rows_of(*columns):
     return tuple(put(np.asarray(column, np.int32), "batch") for column in columns)
 
 
-def write(corpus, prompts, sources, starts, texts, counts=None):
-    """Record one list of tokens a row."""
+def write(index, prompts, sources, starts, texts, counts=None):
+    """Append one list of tokens a row."""
     tokens = np.full((len(texts), max(len(text) for text in texts) or 1), 77, np.int32)
     for row, text in zip(tokens, texts):
         row[: len(text)] = text
     counts = [len(text) for text in texts] if counts is None else counts
     places = rows_of(prompts, sources, starts)
-    return _append(corpus, *places, put(tokens, "batch", None), *rows_of(counts))
+    return _append(index, *places, put(tokens, "batch", None), *rows_of(counts))
 
 
-def drafts(corpus, prompts, sources, lens, width=4, law=OPEN) -> list[list[int]]:
-    tokens, counts = _propose(corpus, *rows_of(prompts, sources, lens), width=width, config=law)
+def drafts(index, prompts, sources, lens, width=4, config=OPEN) -> list[list[int]]:
+    tokens, counts = _propose(index, *rows_of(prompts, sources, lens), width=width, config=config)
     tokens, counts = np.asarray(tokens), np.asarray(counts)
     assert tokens.shape == (len(lens), width)
-    behind = np.arange(width)[None, :] >= counts[:, None]
-    assert (tokens[behind] == 0).all()
+    unused = np.arange(width)[None, :] >= counts[:, None]
+    assert (tokens[unused] == 0).all()
     return [row[:n].tolist() for row, n in zip(tokens, counts)]
 
 
-def draft_of(stored, own, slots=12, weights=None, width=4, law=OPEN) -> list[int]:
+def draft_of(stored, tokens, slots=12, weights=None, width=4, config=OPEN) -> list[int]:
     """The draft of a single row that holds `own`, beside stored responses."""
-    corpus = make_corpus([stored], slots, weights)
+    index = make_index([stored], slots, weights)
     source = len(stored)
-    corpus = write(corpus, [0], [source], [0], [own])
-    return drafts(corpus, [0], [source], [len(own)], width, law)[0]
+    index = write(index, [0], [source], [0], [tokens])
+    return drafts(index, [0], [source], [len(tokens)], width, config)[0]
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ def test_votes_are_weighted_by_age(mesh):
 
 def test_weights_may_differ_by_prompt(mesh):
     stored = [[5, 1, 2, 3], [6, 1, 7, 8]]
-    corpus = make_corpus([stored, stored], 6, weights=[[1.0, 0.1], [0.1, 1.0]])
-    corpus = write(corpus, [0, 1], [2, 2], [0, 0], [[9, 1], [9, 1]])
-    assert drafts(corpus, [1, 0], [2, 2], [2, 2], width=2) == [[7, 8], [2, 3]]
+    index = make_index([stored, stored], 6, weights=[[1.0, 0.1], [0.1, 1.0]])
+    index = write(index, [0, 1], [2, 2], [0, 0], [[9, 1], [9, 1]])
+    assert drafts(index, [1, 0], [2, 2], [2, 2], width=2) == [[7, 8], [2, 3]]
 
 
 def test_aligned_context_outweighs_one_more_vote(mesh):
@@ -116,25 +116,25 @@ def test_among_equals_the_nearest_position_is_meant(mesh):
     ("factor", "offset", "length"), [(1, 1, 3), (1, 0, 2), (2, 1, 5), (0, 0, 0)]
 )
 def test_budget_follows_the_matched_length(mesh, factor, offset, length):
-    law = SuffixDraftConfig(depth=4, factor=factor, offset=offset, min_prob=0.0)
+    config = SuffixDraftConfig(depth=4, factor=factor, offset=offset, min_prob=0.0)
     stored = [[7, 1, 2, 3, 4, 5, 6, 8]]  # two tokens match
-    assert draft_of(stored, [9, 1, 2], width=6, law=law) == [3, 4, 5, 6, 8][:length]
+    assert draft_of(stored, [9, 1, 2], width=6, config=config) == [3, 4, 5, 6, 8][:length]
 
 
 def test_a_match_counts_no_more_than_the_depth(mesh):
-    law = SuffixDraftConfig(depth=2, factor=1.0, offset=0.0, min_prob=0.0)
+    config = SuffixDraftConfig(depth=2, factor=1.0, offset=0.0, min_prob=0.0)
     stored = [[1, 2, 3, 4, 5, 6, 8]]
-    corpus = make_corpus([stored], 8)  # of depth 4
-    corpus = write(corpus, [0], [1], [0], [[1, 2, 3]])
-    assert drafts(corpus, [0], [1], [3], width=6, law=law) == [[4, 5]]
+    index = make_index([stored], 8)  # of depth 4
+    index = write(index, [0], [1], [0], [[1, 2, 3]])
+    assert drafts(index, [0], [1], [3], width=6, config=config) == [[4, 5]]
 
 
 @pytest.mark.parametrize(("min_prob", "draft"), [(0.0, [2, 3, 4]), (0.5, [2, 3]), (0.8, [2])])
 def test_a_draft_ends_below_the_path_probability(mesh, min_prob, draft):
     # After 1: all say 2, two of three 3, one of them 4. Positions and contexts are alike.
     stored = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 6]]
-    law = SuffixDraftConfig(depth=1, factor=9.0, offset=0.0, min_prob=min_prob)
-    assert draft_of(stored, [1], width=3, law=law) == draft
+    config = SuffixDraftConfig(depth=1, factor=9.0, offset=0.0, min_prob=min_prob)
+    assert draft_of(stored, [1], width=3, config=config) == draft
 
 
 def test_a_row_does_not_match_its_own_newest_position(mesh):
@@ -155,39 +155,39 @@ def test_the_first_token_is_drafted_from_the_begin(mesh):
 
 
 def test_siblings_see_fresh_tokens(mesh):
-    corpus = make_corpus([[[]]], 8, live=3)
-    corpus = write(corpus, [0, 0, 0], [1, 2, 3], [0, 0, 0], [[4, 5], [4], [6]])
-    assert drafts(corpus, [0, 0, 0], [1, 2, 3], [2, 1, 1]) == [[], [5], []]
-    corpus = write(corpus, [0, 0], [3, 1], [1, 2], [[4, 5, 8], [7]])
-    assert drafts(corpus, [0, 0], [2, 1], [1, 3], width=2) == [[5, 7], []]
+    index = make_index([[[]]], 8, live=3)
+    index = write(index, [0, 0, 0], [1, 2, 3], [0, 0, 0], [[4, 5], [4], [6]])
+    assert drafts(index, [0, 0, 0], [1, 2, 3], [2, 1, 1]) == [[], [5], []]
+    index = write(index, [0, 0], [3, 1], [1, 2], [[4, 5, 8], [7]])
+    assert drafts(index, [0, 0], [2, 1], [1, 3], width=2) == [[5, 7], []]
 
 
 def test_no_prompt_sees_another(mesh):
-    corpus = make_corpus([[[1, 2, 3]], [[1, 4, 5]]], 6)
-    corpus = write(corpus, [1, 0], [1, 1], [0, 0], [[1], [1]])
-    assert drafts(corpus, [1, 0], [1, 1], [1, 1], width=2) == [[4, 5], [2, 3]]
+    index = make_index([[[1, 2, 3]], [[1, 4, 5]]], 6)
+    index = write(index, [1, 0], [1, 1], [0, 0], [[1], [1]])
+    assert drafts(index, [1, 0], [1, 1], [1, 1], width=2) == [[4, 5], [2, 3]]
 
 
 def test_without_stored_responses(mesh):
-    corpus = make_corpus([[], []], 6, live=2)
-    corpus = write(corpus, [0, 0], [0, 1], [0, 0], [[3, 4], [3]])
-    assert drafts(corpus, [0, 0, 1], [0, 1, 0], [2, 1, 0]) == [[], [4], []]
+    index = make_index([[], []], 6, live=2)
+    index = write(index, [0, 0], [0, 1], [0, 0], [[3, 4], [3]])
+    assert drafts(index, [0, 0, 1], [0, 1, 0], [2, 1, 0]) == [[], [4], []]
 
 
 def test_a_config_that_looks_deeper_than_the_index_is_refused(mesh):
-    corpus = make_corpus([[[1]]], 4, depth=3)
+    index = make_index([[[1]]], 4, depth=3)
     with pytest.raises(ValueError, match="depth must be <= the index's 3, got 4"):
-        propose(corpus, *rows_of([0], [1], [0]), 2, LAW)
+        propose(index, *rows_of([0], [1], [0]), 2, CONFIG)
 
 
 # --- recording ------------------------------------------------------------------------------------
 
 
-def test_record_writes_what_is_counted_and_nothing_else(mesh):
-    corpus = make_corpus([[[1, 2]], [[3]]], 5, live=2, depth=3)
-    before = np.array(corpus.tokens)
+def test_append_writes_what_is_counted_and_nothing_else(mesh):
+    index = make_index([[[1, 2]], [[3]]], 5, live=2, depth=3)
+    before = np.array(index.tokens)
     texts, counts = [[5, 6, 7], [8, 8, 8], [9, 9, 9], [4, 4, 4]], [2, 0, 3, 3]
-    after = write(corpus, [0, 1, 1, 0], [1, 1, 2, 2], [0, 2, 1, 4], texts, counts)
+    after = write(index, [0, 1, 1, 0], [1, 1, 2, 2], [0, 2, 1, 4], texts, counts)
     expected = before.copy()
     expected[0, 1, 3:5] = [5, 6]
     expected[1, 2, 4:7] = 9
@@ -195,15 +195,15 @@ def test_record_writes_what_is_counted_and_nothing_else(mesh):
     np.testing.assert_array_equal(np.asarray(after.tokens)[:, :, :-1], expected[:, :, :-1])
 
 
-def test_read_replaces_what_live_sources_hold(mesh):
+def test_sync_replaces_what_live_sources_hold(mesh):
     """Samples 0 and 1 of prompts 0 and 1; columns behind the response slots are left out."""
     stored = [[[6, 7]], [[8]]]
-    corpus = make_corpus(stored, slots=4, live=2)
-    corpus = write(corpus, [0], [2], [0], [[9, 9, 9, 9]])
+    index = make_index(stored, slots=4, live=2)
+    index = write(index, [0], [2], [0], [[9, 9, 9, 9]])
     tokens = np.array([[1, 2, 3, 4, 15], [5, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0] * 5], np.int32)
     lens = np.array([4, 1, 2, 0], np.int32)
-    got = drafting.sync(corpus, put(tokens, "batch", None), put(lens, "batch"))
-    expected = make_corpus(stored, slots=4, live=2)
+    got = suffix_match.sync(index, put(tokens, "batch", None), put(lens, "batch"))
+    expected = make_index(stored, slots=4, live=2)
     for row in range(4):
         text = [tokens[row, : lens[row]].tolist()]
         expected = write(expected, [row // 2], [1 + row % 2], [0], text)
@@ -214,40 +214,40 @@ def test_read_replaces_what_live_sources_hold(mesh):
 
 def test_rows_without_a_place_are_never_read(mesh):
     stored = [[1, 2, 3, 4]]  # as long as there are slots
-    corpus = make_corpus([stored], 4)
-    corpus = write(corpus, [0] * 2, [0, 1], [4, 0], [[5], [9, 9, 9, 3]], counts=[0, 0])
-    corpus = write(corpus, [0], [1], [0], [[9, 2]])
-    assert drafts(corpus, [0], [1], [2], width=4) == [[3, 4]]
-    corpus = write(corpus, [0], [1], [2], [[3, 4]])
-    assert drafts(corpus, [0], [1], [4], width=4) == [[]]  # a full row
+    index = make_index([stored], 4)
+    index = write(index, [0] * 2, [0, 1], [4, 0], [[5], [9, 9, 9, 3]], counts=[0, 0])
+    index = write(index, [0], [1], [0], [[9, 2]])
+    assert drafts(index, [0], [1], [2], width=4) == [[3, 4]]
+    index = write(index, [0], [1], [2], [[3, 4]])
+    assert drafts(index, [0], [1], [4], width=4) == [[]]  # a full row
 
 
 # --- against plain loops --------------------------------------------------------------------------
 
 
-def brute_votes(texts, weights, source, width, law):
+def brute_votes(texts, weights, source, width, config):
     """[(continuation, matched, vote)]: the first of each source, then the second of each."""
-    own = texts[source]
-    history = ([drafting.BEGIN] * law.depth + own)[-law.depth :][::-1]
+    tokens = texts[source]
+    history = ([suffix_match.BEGIN] * config.depth + tokens)[-config.depth :][::-1]
     first, second = [], []
     for n, text in enumerate(texts):
-        found = []
+        candidates = []
         for place in range(len(text)):
-            before = ([drafting.BEGIN] * law.depth + text[:place])[-law.depth :][::-1]
+            before = ([suffix_match.BEGIN] * config.depth + text[:place])[-config.depth :][::-1]
             same = [a == b for a, b in zip(before, history)]
             matched = [*same, False].index(False)
-            away = place - len(own)
-            found.append(((matched, sum(same), -abs(away), away > 0), place))
-        found = sorted((f for f in found if f[0][0] > 0), reverse=True)[:2]
+            away = place - len(tokens)
+            candidates.append(((matched, sum(same), -abs(away), away > 0), place))
+        candidates = sorted((f for f in candidates if f[0][0] > 0), reverse=True)[:2]
         for rank, votes in enumerate((first, second)):
-            if rank >= len(found):
+            if rank >= len(candidates):
                 votes.append(([], 0, 0.0))
                 continue
-            (matched, aligned, *_), place = found[rank]
+            (matched, aligned, *_), place = candidates[rank]
             rest = text[place:]
             if n == source:
                 rest = rest * width
-            votes.append((rest[:width], matched, weights[n] * drafting.ALIGNED**aligned))
+            votes.append((rest[:width], matched, weights[n] * suffix_match.ALIGNED**aligned))
     return first + second
 
 
@@ -261,25 +261,25 @@ def path_probabilities(votes, draft, matched):
     ]
 
 
-def brute_drafts(texts, weights, source, width, law):
+def brute_drafts(texts, weights, source, width, config):
     """Every draft of (almost) the largest score, cut."""
-    votes = brute_votes(texts, weights, source, width, law)
-    found = []
-    for matched in {m for m in drafting.LENGTHS if m < law.depth} | {law.depth}:
+    votes = brute_votes(texts, weights, source, width, config)
+    candidates = []
+    for matched in {m for m in suffix_match.LENGTHS if m < config.depth} | {config.depth}:
         for rest, own_matched, _ in votes[: len(texts)]:
             if own_matched < matched:
                 continue
-            budget = int(law.factor * own_matched + law.offset + 1e-6)
+            budget = int(config.factor * own_matched + config.offset + 1e-6)
             probs = path_probabilities(votes, rest[:budget], matched)
-            kept = [p for p in probs if p >= law.min_prob]
-            found.append((sum(probs), rest[: len(kept)]))
-    best = max((score for score, _ in found), default=0.0)
-    return [draft for score, draft in found if score > best - 1e-5] or [[]]
+            likely = [p for p in probs if p >= config.min_prob]
+            candidates.append((sum(probs), rest[: len(likely)]))
+    best = max((score for score, _ in candidates), default=0.0)
+    return [draft for score, draft in candidates if score > best - 1e-5] or [[]]
 
 
-@pytest.mark.parametrize("law", [LAW, OPEN, SuffixDraftConfig(7, 0.5, 1.0, 0.35)])
+@pytest.mark.parametrize("config", [CONFIG, OPEN, SuffixDraftConfig(7, 0.5, 1.0, 0.35)])
 @pytest.mark.parametrize("alphabet", [2, 4])
-def test_drafts_are_those_of_plain_loops(mesh, alphabet, law):
+def test_drafts_are_those_of_plain_loops(mesh, alphabet, config):
     rng = np.random.default_rng(alphabet)
     prompts, stored, live, slots, width = 6, 3, 4, 20, 5
 
@@ -289,28 +289,28 @@ def test_drafts_are_those_of_plain_loops(mesh, alphabet, law):
     old = [[text(0) for _ in range(stored)] for _ in range(prompts)]
     fresh = [[text(0) for _ in range(live)] for _ in range(prompts)]
     weights = rng.uniform(0.2, 1.0, stored)
-    corpus = make_corpus(old, slots, weights, live, law.depth)
+    index = make_index(old, slots, weights, live, config.depth)
     order = rng.permutation(prompts * live)
     q, g = order // live, order % live
     texts = [fresh[a][b] for a, b in zip(q, g)]
-    corpus = write(corpus, q, stored + g, np.zeros_like(q), texts)
-    found = drafts(corpus, q, stored + g, [len(t) for t in texts], width, law)
+    index = write(index, q, stored + g, np.zeros_like(q), texts)
+    proposed = drafts(index, q, stored + g, [len(t) for t in texts], width, config)
     votes = [*weights, *[1.0] * live]
-    for a, b, draft in zip(q, g, found):
-        assert draft in brute_drafts(old[a] + fresh[a], votes, stored + b, width, law)
-    assert sum(map(len, found)) > len(found)
+    for a, b, draft in zip(q, g, proposed):
+        assert draft in brute_drafts(old[a] + fresh[a], votes, stored + b, width, config)
+    assert sum(map(len, proposed)) > len(proposed)
 
 
 def test_the_longest_match_is_found_in_long_responses(mesh):
     # More slots than are looked at one by one: the best position still is the one that is meant.
     rng = np.random.default_rng(0)
     stored = rng.permutation(2000)[:300].tolist()
-    corpus = make_corpus([[stored]], 300, live=8)
+    index = make_index([[stored]], 300, live=8)
     places = rng.integers(4, 290, 8)
     lives = [[*rng.integers(2000, 3000, 50), *stored[p - 3 : p]] for p in places]
-    corpus = write(corpus, [0] * 8, range(1, 9), [0] * 8, lives)
-    found = drafts(corpus, [0] * 8, range(1, 9), [53] * 8)
-    assert found == [stored[p : p + 4] for p in places]
+    index = write(index, [0] * 8, range(1, 9), [0] * 8, lives)
+    proposed = drafts(index, [0] * 8, range(1, 9), [53] * 8)
+    assert proposed == [stored[p : p + 4] for p in places]
 
 
 # --- meshes ---------------------------------------------------------------------------------------
@@ -325,19 +325,19 @@ def test_the_same_on_every_mesh(make_mesh, shape):
     by_mesh = []
     for sizes in ((1, 1, 1), shape):
         with jax.set_mesh(make_mesh(*sizes)):
-            corpus = make_corpus(old, 14, live=16)
-            corpus = write(corpus, q, 3 + np.arange(16), np.zeros(16), texts)
+            index = make_index(old, 14, live=16)
+            index = write(index, q, 3 + np.arange(16), np.zeros(16), texts)
             lens = [len(text) for text in texts]
-            found = drafts(corpus, q, 3 + np.arange(16), lens, law=LAW)
-            assert corpus.tokens.sharding.is_fully_replicated
+            proposed = drafts(index, q, 3 + np.arange(16), lens, config=CONFIG)
+            assert index.tokens.sharding.is_fully_replicated
             tokens, counts = _propose(
-                corpus, *rows_of(q, 3 + np.arange(16), lens), width=4, config=LAW
+                index, *rows_of(q, 3 + np.arange(16), lens), width=4, config=CONFIG
             )
             assert tokens.sharding.spec == spec("batch", None)
             assert counts.sharding.spec == spec("batch")
-            by_mesh.append((np.asarray(corpus.tokens)[:, :, :-1].tolist(), found))
+            by_mesh.append((np.asarray(index.tokens)[:, :, :-1].tolist(), proposed))
     assert by_mesh[0] == by_mesh[1]
-    assert any(found for found in by_mesh[0][1])
+    assert any(proposed for proposed in by_mesh[0][1])
 
 
 # --- replay: emitted tokens per decode step, against the tree -------------------------------------
@@ -383,7 +383,7 @@ def recorded(seed: int, prompts: int, alphabet: int, order: int):
 
     Siblings are variants of one text; every epoch changes 5 to 30 % of the last one's tokens.
     """
-    rng, found = np.random.default_rng(seed), []
+    rng, epochs_by_prompt = np.random.default_rng(seed), []
     for _ in range(prompts):
         chain = Chain(rng, alphabet, order)
         base = chain.text(rng.integers(10, 60))
@@ -391,8 +391,8 @@ def recorded(seed: int, prompts: int, alphabet: int, order: int):
         while len(epochs) < EPOCHS:
             rate = rng.uniform(0.05, 0.3)
             epochs.append([chain.corrupt(text, rate) for text in epochs[-1]])
-        found.append([[[*text, 0] for text in epoch] for epoch in epochs])
-    return found
+        epochs_by_prompt.append([[[*text, 0] for text in epoch] for epoch in epochs])
+    return epochs_by_prompt
 
 
 def agreeing(draft, text) -> int:
@@ -410,55 +410,56 @@ def replay_tree(data, literal: bool = False) -> float:
                 tree.add((age, g), text, DECAY**age)
         for g in range(len(truth)):
             tree.add(g, [])
-        left = dict(enumerate(truth))
-        while left:
-            law = SRT.factor, SRT.offset, SRT.min_prob
+        unfinished = dict(enumerate(truth))
+        while unfinished:
+            options = SRT.factor, SRT.offset, SRT.min_prob
             emitted = {
-                g: text[: agreeing(tree.propose(g, *law), text) + 1] for g, text in left.items()
+                g: text[: agreeing(tree.propose(g, *options), text) + 1]
+                for g, text in unfinished.items()
             }
             for g, tokens in emitted.items():
                 tree.add(g, tokens)
                 steps, total = steps + 1, total + len(tokens)
-            left = {g: text[len(emitted[g]) :] for g, text in left.items()}
-            left = {g: text for g, text in left.items() if text}
+            unfinished = {g: text[len(emitted[g]) :] for g, text in unfinished.items()}
+            unfinished = {g: text for g, text in unfinished.items() if text}
     return total / steps
 
 
-@functools.partial(jax.jit, static_argnames=("law", "group"))
-def _replay(corpus, truth_BR, lens_B, *, law: SuffixDraftConfig, group: int):
+@functools.partial(jax.jit, static_argnames=("config", "group"))
+def _replay(index, truth_BR, lens_B, *, config: SuffixDraftConfig, group: int):
     rows = jax.sharding.reshard(jnp.arange(len(lens_B), dtype=jnp.int32), spec("batch"))
-    places = rows // group, corpus.tokens.shape[1] - group + rows % group
+    places = rows // group, index.tokens.shape[1] - group + rows % group
     truth = jnp.pad(truth_BR, ((0, 0), (0, WIDTH + 1)), constant_values=-9)
 
     def step(state):
-        corpus, held, steps = state
-        tokens, counts = propose(corpus, *places, held, WIDTH, law)
-        ahead = jax.vmap(lambda text, at: jax.lax.dynamic_slice(text, (at,), (WIDTH + 1,)))(
-            truth, held
+        index, row_lens, steps = state
+        tokens, counts = propose(index, *places, row_lens, WIDTH, config)
+        following = jax.vmap(lambda text, at: jax.lax.dynamic_slice(text, (at,), (WIDTH + 1,)))(
+            truth, row_lens
         )
-        same = (tokens == ahead[:, :WIDTH]) & (jnp.arange(WIDTH)[None, :] < counts[:, None])
+        same = (tokens == following[:, :WIDTH]) & (jnp.arange(WIDTH)[None, :] < counts[:, None])
         accepted = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
-        emitted = jnp.minimum(accepted + 1, lens_B - held)
-        corpus = append(corpus, *places, held, ahead, emitted)
-        return corpus, held + emitted, steps + jnp.sum(held < lens_B)
+        emitted = jnp.minimum(accepted + 1, lens_B - row_lens)
+        index = append(index, *places, row_lens, following, emitted)
+        return index, row_lens + emitted, steps + jnp.sum(row_lens < lens_B)
 
-    state = corpus, jnp.zeros_like(lens_B), jnp.int32(0)
+    state = index, jnp.zeros_like(lens_B), jnp.int32(0)
     return jax.lax.while_loop(lambda s: jnp.any(s[1] < lens_B), step, state)[2]
 
 
-def replay_device(data, law: SuffixDraftConfig = SRT) -> float:
+def replay_device(data, config: SuffixDraftConfig = SRT) -> float:
     old = [[text for epoch in reversed(epochs[:-1]) for text in epoch] for epochs in data]
     truths = [text for epochs in data for text in epochs[-1]]
     slots = max(len(text) for epochs in data for epoch in epochs for text in epoch)
     group = len(data[0][-1])
     weights = np.repeat(DECAY ** np.arange(len(data[0]) - 1), group)
-    corpus = make_corpus(old, slots, weights, live=group, depth=law.depth)
+    index = make_index(old, slots, weights, live=group, depth=config.depth)
     truth = np.full((len(truths), slots), -9, np.int32)
     for row, text in zip(truth, truths):
         row[: len(text)] = text
     lens = np.array([len(text) for text in truths], np.int32)
     truth, lens_B = put(truth, "batch", None), put(lens, "batch")
-    steps = _replay(corpus, truth, lens_B, law=law, group=group)
+    steps = _replay(index, truth, lens_B, config=config, group=group)
     return lens.sum() / int(steps)
 
 

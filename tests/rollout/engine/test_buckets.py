@@ -12,8 +12,8 @@ SIZES = list(
 
 
 def build(rows, responses, row_buckets, cache_lengths, multiple, group):
-    whole = multiple * group
-    rows = -(-rows // whole) * whole  # a batch always divides over the mesh, in whole groups
+    granule = multiple * group
+    rows = -(-rows // granule) * granule  # a batch always divides over the mesh, in whole groups
     buckets = Buckets(rows, 8, responses, row_buckets, cache_lengths, multiple=multiple,
                           group_size=group)  # fmt: skip
     return rows, buckets
@@ -126,7 +126,7 @@ def test_the_longest_cache_holds_the_longest_response():
         assert all(b <= 2 * a for a, b in itertools.pairwise(buckets.responses))
 
 
-def test_a_rung_holds_what_it_is_asked_for_and_no_smaller_one_does():
+def test_a_bucket_holds_what_it_is_asked_for_and_no_smaller_one_does():
     for size in SIZES:
         total, buckets = build(*size)
         for active in range(1, total + 1):

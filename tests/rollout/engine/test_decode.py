@@ -1,4 +1,4 @@
-"""The jitted pieces of a rollout that run the policy: prefill, replay, and a step of any width."""
+"""The jitted pieces of a rollout: prefill, re-prefill, and a step of any width."""
 
 import dataclasses
 import functools
@@ -14,9 +14,8 @@ import rollout_reference as ref
 
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer, place_params
-from specrl_jax.rollout.drafts import suffix_match as drafting
-from specrl_jax.rollout.engine import decode
-from specrl_jax.rollout.engine import decode_state as rows
+from specrl_jax.rollout.drafts import suffix_match
+from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import put
@@ -27,56 +26,51 @@ FOREVER = np.iinfo(np.int32).max
 S, D, U = Source.SAMPLED, Source.DRAFTED, Source.REUSED
 
 
-def make_setup(model=ref.ONE_LAYER, accept="match", eos=(END, 3), **changes):
-    setup = ref.make_plan(model, group=1, eos=eos, accept=accept).program
-    return dataclasses.replace(setup, margin=R, **changes)
+def make_spec(model=ref.ONE_LAYER, accept="match", eos=(END, 3), **changes):
+    spec = ref.make_spec(model, group=1, eos=eos, accept=accept).program
+    return dataclasses.replace(spec, margin=R, **changes)
 
 
-MATCH, RATIO = make_setup(), make_setup(accept="ratio")
+MATCH, RATIO = make_spec(), make_spec(accept="ratio")
 
 
-def begin(setup, weights, prompts, drafts=None, caps=None, slots=P + R + 3, log_lenience=0.0):
+def begin(spec, weights, prompts, drafts=None, max_lens=None, slots=P + R + 3, log_lenience=0.0):
     """A cache that holds the prompts, and rows with nothing else; drafts are (tokens, lens)."""
     size = len(prompts.lens)
     last = prompts.tokens[np.arange(size), prompts.lens - 1]
     seeds = np.random.default_rng(0).integers(0, 2**32, (2, size, 2), dtype=np.uint32)
-    caps = np.full(size, setup.response_slots) if caps is None else caps
-    board = rows.start_rows(
+    max_lens = np.full(size, spec.response_slots) if max_lens is None else max_lens
+    rows = decode_state.start_rows(
         *(put(x, "batch", None) for x in seeds),
-        *(put(np.asarray(x, np.int32), "batch") for x in (prompts.lens, caps, last)),
-        columns=setup.columns,
-        pad_id=setup.pad_id,
+        *(put(np.asarray(x, np.int32), "batch") for x in (prompts.lens, max_lens, last)),
+        columns=spec.columns,
+        pad_id=spec.pad_id,
     )
     if drafts is not None:
         tokens, lens = (np.asarray(x, np.int32) for x in drafts)
         zeros = np.zeros(tokens.shape, np.float32)
-        offered = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
-        board = rows.with_drafts(board, offered, setup.accept, log_lenience)
+        placed = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
+        rows = decode_state.with_drafts(rows, placed, spec.accept, log_lenience)
     tokens = put(prompts.tokens, "batch", None)
-    return prefill(setup, weights, tokens, slots), board
+    return prefill(spec, weights, tokens, slots), rows
 
 
-def prefill(setup, weights, prompts_QP, slots, group_size=1):
+def prefill(spec, weights, prompts_QP, slots, group_size=1):
     """The prompts' cache [Q * G, slots], as the engine makes it."""
-    cache = decode.prefill(setup, weights, prompts_QP)
+    cache = decode.prefill(spec, weights, prompts_QP)
     return decode.broadcast_prefill(cache, slots=slots, group_size=group_size)
 
 
-def visit(setup, weights, cache, board, width, *, stop=0, length=R, steps=FOREVER, own=FOREVER,
-          corpus=None, **kwargs):  # fmt: skip
-    """(cache, rows, tally, numbers) after a visit; the last two on the host."""
-    limits = StopCondition(*(jnp.int32(x) for x in (stop, length, steps, own)))
-    cache, board, _, tally, numbers = decode.decode_steps(
-        setup,
-        weights,
-        cache,
-        board,
-        corpus,
-        limits,
-        width=width,
-        **kwargs,
+def run_steps(
+    spec, weights, cache, rows, width, *, stop=0, length=R, steps=FOREVER,
+    num_train_rows=FOREVER, index=None, **kwargs,
+):  # fmt: skip
+    """(cache, rows, counts, numbers) after these decode steps; the last two on the host."""
+    until = StopCondition(*(jnp.int32(x) for x in (stop, length, steps, num_train_rows)))
+    cache, rows, _, counts, numbers = decode.decode_steps(
+        spec, weights, cache, rows, index, until, width=width, **kwargs
     )
-    return cache, board, ref.host(tally), np.asarray(numbers).tolist()
+    return cache, rows, ref.host(counts), np.asarray(numbers).tolist()
 
 
 @pytest.fixture
@@ -91,41 +85,43 @@ def garbage(seed=1):
 
 def forward_logprobs(params, prompts, tokens):
     """Log-probs [B, R] of responses under the plain forward pass."""
-    whole = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
+    sequences = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
     for row, n in enumerate(prompts.lens):
-        whole[row, n : n + R] = tokens[row]
-    laws = ref.log_softmax(ref.full_logits(ref.ONE_LAYER, params, whole))
+        sequences[row, n : n + R] = tokens[row]
+    logprobs = ref.log_softmax(ref.full_logits(ref.ONE_LAYER, params, sequences))
     at = prompts.lens[:, None] - 1 + np.arange(R)[None, :]
-    return laws[np.arange(B)[:, None], at, tokens]
+    return logprobs[np.arange(B)[:, None], at, tokens]
 
 
-def check_forward(start, board):
+def check_forward(start, rows):
     """What the rows hold has the log-probs of the plain forward pass."""
     params, _, prompts = start
-    got = ref.host(board)
+    got = ref.host(rows)
     inside = np.arange(R)[None, :] < got.lens[:, None]
     expected = forward_logprobs(params, prompts, got.tokens[:, :R])
     np.testing.assert_allclose(got.policy_logprobs[:, :R][inside], expected[inside], atol=1e-5)
     np.testing.assert_array_equal(got.sampling_logprobs, got.policy_logprobs)
 
 
-def check_rows(board, other, rows_=slice(None)):
+def check_rows(rows, other, which=slice(None)):
     """The same responses, so far."""
-    one, other = ref.host(board), ref.host(other)
-    np.testing.assert_array_equal(one.lens[rows_], other.lens[rows_])
-    np.testing.assert_array_equal(one.done[rows_], other.done[rows_])
-    np.testing.assert_array_equal(one.last[rows_], other.last[rows_])
-    inside = np.arange(one.tokens.shape[1])[None, :] < one.lens[rows_][:, None]
+    got, other = ref.host(rows), ref.host(other)
+    np.testing.assert_array_equal(got.lens[which], other.lens[which])
+    np.testing.assert_array_equal(got.done[which], other.done[which])
+    np.testing.assert_array_equal(got.last[which], other.last[which])
+    inside = np.arange(got.tokens.shape[1])[None, :] < got.lens[which][:, None]
     for name in ("tokens", "policy_logprobs", "sampling_logprobs"):
-        mine, theirs = getattr(one, name)[rows_][inside], getattr(other, name)[rows_][inside]
+        mine, theirs = getattr(got, name)[which][inside], getattr(other, name)[which][inside]
         np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
 
 
 def test_prefill_computes_a_prompt_once_for_its_group(start):
     _, weights, prompts = start
     tokens = put(prompts.tokens, "batch", None)
-    one, three = (prefill(MATCH, weights, tokens, P + R, group_size=g) for g in (1, 3))
-    for single, group in zip(ref.by_slot(one), ref.by_slot(three), strict=True):
+    single_cache, group_cache = (
+        prefill(MATCH, weights, tokens, P + R, group_size=g) for g in (1, 3)
+    )
+    for single, group in zip(ref.by_slot(single_cache), ref.by_slot(group_cache), strict=True):
         assert single.shape == (B, P + R, 2, 4)
         np.testing.assert_array_equal(group, np.repeat(single, 3, axis=0))
         assert single[:, :P].any()
@@ -139,18 +135,18 @@ def counting(eos=(15,)):
     table = np.full((16, 16), 1e-12)
     table[np.arange(16), (np.arange(16) + 1) % 16] = 1.0
     model, _, weights = ref.table_policy(table)
-    return make_setup(model, eos=eos), weights
+    return make_spec(model, eos=eos), weights
 
 
 def test_a_step_by_hand(mesh):
     """Accepted from the left; the first that is drawn ends the step."""
-    setup, weights = counting()
+    spec, weights = counting()
     prompts = ref.make_prompts([[1, 2, 3]] * 4, P)
     drafts = np.zeros((4, R), np.int32)
     drafts[:3, :5] = [[4, 5, 6, 7, 9], [4, 9, 6, 7, 8], [9, 5, 6, 7, 8]]
-    cache, board = begin(setup, weights, prompts, (drafts, [5, 2, 3, 0]))
-    cache, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1)
-    got = ref.host(board)
+    cache, rows = begin(spec, weights, prompts, (drafts, [5, 2, 3, 0]))
+    cache, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, steps=1)
+    got = ref.host(rows)
     np.testing.assert_array_equal(got.lens, [3, 2, 1, 1])
     assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
         [4, 5, 6], [4, 5], [4], [4]]  # fmt: skip
@@ -159,115 +155,117 @@ def test_a_step_by_hand(mesh):
     np.testing.assert_array_equal(got.last, [6, 5, 4, 4])
     np.testing.assert_array_equal(got.prefix_lens, [3, 1, 0, 0])
     np.testing.assert_array_equal(got.draft.lens, [5, 1, 0, 0])  # the first still verifies
-    assert tally.steps == 1
-    assert (tally.verified, tally.accepted) == (3 + 2 + 1, 3 + 1)
+    assert counts.steps == 1
+    assert (counts.verified, counts.accepted) == (3 + 2 + 1, 3 + 1)
     assert numbers == [4, 4, 0, 1, 3, 2]
 
-    _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1)
-    got = ref.host(board)
+    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, steps=1)
+    got = ref.host(rows)
     np.testing.assert_array_equal(got.lens, [5, 3, 2, 2])
     np.testing.assert_array_equal(got.tokens[0, :5], [4, 5, 6, 7, 8])
     np.testing.assert_array_equal(got.sources[0, :5], [U, U, U, U, S])
     np.testing.assert_array_equal(got.prefix_lens, [4, 1, 0, 0])
-    assert (tally.verified, tally.accepted) == (2, 1)
+    assert (counts.verified, counts.accepted) == (2, 1)
     assert numbers == [4, 4, 0, 0, 5, 0]
     assert not got.done.any()
 
 
 def test_a_step_of_tree_drafts_by_hand(mesh):
     """Row steps are counted by the tree's candidates that were right, but for rows that verify."""
-    setup, weights = counting()
-    setup = dataclasses.replace(setup, draft_source=ref.TREE)
+    spec, weights = counting()
+    spec = dataclasses.replace(spec, draft_source=ref.TREE)
     prompts = ref.make_prompts([[1]] * 4, P)
     drafts = np.zeros((4, R), np.int32)
     drafts[3, :4] = [2, 3, 4, 9]
-    cache, board = begin(setup, weights, prompts, (drafts, [0, 0, 0, 4]))
-    cache, board, tally, _ = visit(setup, weights, cache, board, 1, steps=1)
-    assert (tally.verified, tally.accepted, tally.drafted) == (1, 1, 0)
+    cache, rows = begin(spec, weights, prompts, (drafts, [0, 0, 0, 4]))
+    cache, rows, counts, _ = run_steps(spec, weights, cache, rows, 1, steps=1)
+    assert (counts.verified, counts.accepted, counts.drafted) == (1, 1, 0)
     stored = np.zeros((4, 1, R), np.int32)
     stored[:, 0, :5] = [[2, 3, 4, 5, 6], [2, 3, 9, 9, 9], [9, 9, 9, 9, 9], [2, 9, 9, 9, 9]]
-    corpus = drafting.build(
+    index = suffix_match.build(
         put(stored, None, None, None), put(np.full((4, 1), 5, np.int32), None, None),
         put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
     )  # fmt: skip
-    corpus = drafting.sync(corpus, board.tokens, board.lens)
-    _, board, tally, numbers = visit(setup, weights, cache, board, 3, steps=1, corpus=corpus)
-    got = ref.host(board)
+    index = suffix_match.sync(index, rows.tokens, rows.lens)
+    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, steps=1, index=index)
+    got = ref.host(rows)
     np.testing.assert_array_equal(got.lens, [4, 3, 2, 4])
     assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
         [S, D, D, S], [S, D, S], [S, S], [U, U, U, S]]  # fmt: skip
-    np.testing.assert_array_equal(tally.matched, [1, 1, 1])
-    assert (tally.drafted, tally.verified, tally.accepted) == (2 + 1, 3, 2)
+    np.testing.assert_array_equal(counts.matched, [1, 1, 1])
+    assert (counts.drafted, counts.verified, counts.accepted) == (2 + 1, 3, 2)
     np.testing.assert_array_equal(got.prefix_lens, [0, 0, 0, 3])
     np.testing.assert_array_equal(got.draft.lens, [0, 0, 0, 3])
     assert numbers == [4, 4, 0, 0, 4, 0]
     assert [got.sources[row, n:].any() for row, n in enumerate(got.lens)] == [False] * 4
 
 
-def test_a_visit_in_which_rejected_drafts_are_followed_by_trees(mesh):
+def test_rejected_drafts_are_followed_by_trees(mesh):
     """Two steps of width 3: the tree goes on behind the first token that was drawn."""
-    setup, weights = counting()
-    setup = dataclasses.replace(setup, draft_source=ref.TREE)
+    spec, weights = counting()
+    spec = dataclasses.replace(spec, draft_source=ref.TREE)
     prompts = ref.make_prompts([[1]] * 4, P)
     drafts = np.zeros((4, R), np.int32)
     drafts[:, :6] = [[2, 3, 9, 9, 0, 0], [2, 3, 4, 5, 6, 7], [0] * 6, [9, 0, 0, 0, 0, 0]]
-    cache, board = begin(setup, weights, prompts, (drafts, [4, 6, 0, 1]))
+    cache, rows = begin(spec, weights, prompts, (drafts, [4, 6, 0, 1]))
     stored = np.zeros((4, 1, R), np.int32)
     stored[:, 0] = [[2, 3, 4, 5, 6, 7, 8, 9]] * 3 + [[9] * R]
-    corpus = drafting.build(
+    index = suffix_match.build(
         put(stored, None, None, None), put(np.full((4, 1), R, np.int32), None, None),
         put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
     )  # fmt: skip
-    _, board, tally, numbers = visit(setup, weights, cache, board, 3, stop=1, steps=2,
-                                     corpus=corpus)  # fmt: skip
-    got = ref.host(board)
+    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, stop=1, steps=2,
+                                     index=index)  # fmt: skip
+    got = ref.host(rows)
     assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
         [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3]]  # fmt: skip
     assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
         [U, U, S, D, D, S], [U] * 6, [D, D, S] * 2, [S, S]]  # fmt: skip
-    assert (tally.steps, tally.verified, tally.accepted) == (2, 3 + 6 + 1, 2 + 6)
-    np.testing.assert_array_equal(tally.matched, [1, 0, 3])  # row steps that did not judge
-    assert tally.drafted == 6
+    assert (counts.steps, counts.verified, counts.accepted) == (2, 3 + 6 + 1, 2 + 6)
+    np.testing.assert_array_equal(counts.matched, [1, 0, 3])  # row steps that did not verify
+    assert counts.drafted == 6
     np.testing.assert_array_equal(got.prefix_lens, [2, 6, 0, 0])
     np.testing.assert_array_equal(got.draft.lens, [2, 6, 0, 0])
     assert numbers == [4, 4, 0, 0, 6, 0]
 
 
-def test_a_step_ends_at_an_end_of_sequence_and_at_the_cap(mesh):
+def test_a_step_ends_at_an_end_of_sequence_and_at_the_longest_length(mesh):
     """Candidates behind either are not taken, right or wrong."""
-    setup, weights = counting(eos=(5, 9))
+    spec, weights = counting(eos=(5, 9))
     prompts = ref.make_prompts([[3], [3], [9], [9], [9], [7]], P)
     drafts = np.array([[4, 5, 6, 7]] * 2 + [[10, 11, 12, 13]] * 3 + [[1, 1, 1, 1]])
-    caps = [R, 1, 2, 4, R, 2]
-    cache, board = begin(setup, weights, prompts, (np.pad(drafts, ((0, 0), (0, 4))), [4] * 6), caps)
-    _, board, tally, numbers = visit(setup, weights, cache, board, 4, steps=1)
-    got = ref.host(board)
+    max_lens = [R, 1, 2, 4, R, 2]
+    cache, rows = begin(
+        spec, weights, prompts, (np.pad(drafts, ((0, 0), (0, 4))), [4] * 6), max_lens
+    )
+    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 4, steps=1)
+    got = ref.host(rows)
     np.testing.assert_array_equal(got.lens, [2, 1, 2, 4, 4, 1])
     np.testing.assert_array_equal(got.done, [1, 1, 1, 1, 0, 0])
     np.testing.assert_array_equal(got.prefix_lens, [2, 1, 2, 4, 4, 0])
     np.testing.assert_array_equal(got.last, [5, 4, 11, 13, 13, 8])
-    assert tally.accepted == 13
+    assert counts.accepted == 13
     assert numbers == [2, 2, 0, 0, 4, 0]
 
 
-def test_a_window_s_end_parks_a_row(mesh):
-    """It stops there and verifies on, from where it stands, once the window is deeper."""
-    setup, weights = counting()
+def test_a_row_waits_at_its_cache_limit(mesh):
+    """It stops there, and goes on verifying once the cache is longer."""
+    spec, weights = counting()
     prompts = ref.make_prompts([[1], [1], [1]], P)
     drafts = np.array(
         [[2, 3, 4, 5, 6, 9, 0, 0], [2, 3, 4, 9, 0, 0, 0, 0], [2, 9, 0, 0, 0, 0, 0, 0]]
     )
-    cache, board = begin(setup, weights, prompts, (drafts, [6, 4, 2]))
-    cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3, steps=1)
-    got = ref.host(board)
+    cache, rows = begin(spec, weights, prompts, (drafts, [6, 4, 2]))
+    cache, rows, _, numbers = run_steps(spec, weights, cache, rows, 4, length=3, steps=1)
+    got = ref.host(rows)
     np.testing.assert_array_equal(got.lens, [3, 3, 2])
     np.testing.assert_array_equal(got.prefix_lens, [3, 3, 1])
-    np.testing.assert_array_equal(got.draft.lens, [6, 4, 1])  # what was cut off is judged again
+    np.testing.assert_array_equal(got.draft.lens, [6, 4, 1])  # what was cut off is verified again
     assert numbers == [3, 1, 2, 2, 3, 3]
-    cache, board, _, numbers = visit(setup, weights, cache, board, 4, length=3)
+    cache, rows, _, numbers = run_steps(spec, weights, cache, rows, 4, length=3)
     assert numbers == [3, 0, 3, 2, 3, 3]  # all wait
-    _, board, _, numbers = visit(setup, weights, cache, board, 4, length=R, steps=1)
-    got = ref.host(board)
+    _, rows, _, numbers = run_steps(spec, weights, cache, rows, 4, length=R, steps=1)
+    got = ref.host(rows)
     np.testing.assert_array_equal(got.lens, [6, 4, 4])
     np.testing.assert_array_equal(got.prefix_lens, [5, 3, 1])
     assert numbers == [3, 3, 0, 0, 6, 0]
@@ -277,72 +275,74 @@ def test_a_window_s_end_parks_a_row(mesh):
 
 
 @pytest.mark.parametrize("plain", [R - 1, R - 2, R - 3, 1])
-def test_a_wide_step_at_a_window_s_end_feeds_tokens_again(start, plain):
-    """The window has no slots behind it; rows of all prompt lengths, `plain` tokens before."""
+def test_a_wide_step_at_the_cache_limit_feeds_tokens_again(start, plain):
+    """The cache has no slots after it; rows of all prompt lengths, `plain` tokens before."""
     _, weights, prompts = start
-    setup = make_setup(eos=(16,), draft_source=ref.TREE)
+    spec = make_spec(eos=(16,), draft_source=ref.TREE)
     assert len(set(prompts.lens.tolist())) > 1
-    cache, board = begin(setup, weights, prompts, slots=P + R)
-    _, expected, *_ = visit(setup, weights, cache, board, 1)
+    cache, rows = begin(spec, weights, prompts, slots=P + R)
+    _, expected, *_ = run_steps(spec, weights, cache, rows, 1)
     truth = ref.host(expected)
-    corpus = drafting.build(
+    index = suffix_match.build(
         put(truth.tokens[:, None, :R], None, None, None), put(truth.lens[:, None], None, None),
         put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
     )  # fmt: skip
-    cache, board = begin(setup, weights, prompts, slots=P + R)
-    cache, board, *_ = visit(setup, weights, cache, board, 1, steps=plain)
-    corpus = drafting.sync(corpus, board.tokens, board.lens)
-    _, board, tally, numbers = visit(setup, weights, cache, board, 4, corpus=corpus)
-    check_rows(board, expected)
-    check_forward(start, board)
+    cache, rows = begin(spec, weights, prompts, slots=P + R)
+    cache, rows, *_ = run_steps(spec, weights, cache, rows, 1, steps=plain)
+    index = suffix_match.sync(index, rows.tokens, rows.lens)
+    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 4, index=index)
+    check_rows(rows, expected)
+    check_forward(start, rows)
     assert numbers[0] == 0
-    assert tally.drafted > 0
-    assert tally.drafted == np.sum(ref.host(board).sources == D)
+    assert counts.drafted > 0
+    assert counts.drafted == np.sum(ref.host(rows).sources == D)
 
 
 @pytest.mark.parametrize("width", [4, R])
 def test_full_reuse_keeps_the_draft_with_the_forward_log_probs(start, width):
     _, weights, prompts = start
     lens, tokens = np.array([0, 1, 2, 3, width, width, 1, 2]), garbage()
-    cache, board = begin(RATIO, weights, prompts, (tokens, lens), log_lenience=math.inf)
-    cache, board, tally, numbers = visit(RATIO, weights, cache, board, width, steps=1, verify=True)
-    got = ref.host(board)
+    cache, rows = begin(RATIO, weights, prompts, (tokens, lens), log_lenience=math.inf)
+    cache, rows, counts, numbers = run_steps(
+        RATIO, weights, cache, rows, width, steps=1, verify=True
+    )
+    got = ref.host(rows)
     np.testing.assert_array_equal(got.prefix_lens, lens)
     np.testing.assert_array_equal(got.lens, np.minimum(lens + 1, width))  # and the token behind it
-    kept = np.arange(R)[None, :] < lens[:, None]
-    np.testing.assert_array_equal(got.tokens[:, :R][kept], tokens[kept])
-    np.testing.assert_array_equal(got.sources[:, :R] == U, kept)
-    check_forward(start, board)
+    accepted = np.arange(R)[None, :] < lens[:, None]
+    np.testing.assert_array_equal(got.tokens[:, :R][accepted], tokens[accepted])
+    np.testing.assert_array_equal(got.sources[:, :R] == U, accepted)
+    check_forward(start, rows)
     ended = np.isin(got.tokens[np.arange(B), got.lens - 1], (END, 3))
     np.testing.assert_array_equal(got.done, ended | (got.lens == R))
-    assert (tally.verified, tally.accepted) == (lens.sum(), lens.sum())
+    assert (counts.verified, counts.accepted) == (lens.sum(), lens.sum())
     assert numbers[1] == np.sum(~got.done)
     # The token behind the draft is drawn where plain decoding would draw it.
-    check_draws(start, board, lens)
+    check_draws(start, rows, lens)
 
 
-def check_draws(start, board, positions):
-    """Tokens at `positions` [B] are the draws from the forward pass's laws, where there are any."""
+def check_draws(start, rows, positions):
+    """Tokens at `positions` [B] are the draws from the forward pass, where there are any."""
     params, _, prompts = start
-    got = ref.host(board)
-    whole = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
+    got = ref.host(rows)
+    sequences = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
     for row, n in enumerate(prompts.lens):
-        whole[row, n : n + R] = got.tokens[row, :R]
-    scores = ref.full_logits(ref.ONE_LAYER, params, whole)
+        sequences[row, n : n + R] = got.tokens[row, :R]
+    scores = ref.full_logits(ref.ONE_LAYER, params, sequences)
     scores = scores[np.arange(B), prompts.lens + positions - 1]
-    drawn = ref._draw(put(scores, "batch", "vocab"), put(got.seeds, "batch", None),
+    sampled = ref._draw(put(scores, "batch", "vocab"), put(got.seeds, "batch", None),
                       put(positions.astype(np.int32), "batch"), SamplingConfig())  # fmt: skip
     here = positions < got.lens
     assert here.sum() > B / 2
     np.testing.assert_array_equal(
-        np.asarray(drawn)[here], got.tokens[np.arange(B), positions][here]
+        np.asarray(sampled)[here], got.tokens[np.arange(B), positions][here]
     )
 
 
 def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
     """Every width gives the plain responses, whatever was rejected on the way."""
     _, weights, prompts = start
-    plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
+    plain = run_steps(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
     check_forward(start, plain)
     lens = ref.host(plain).lens
     assert len(set(lens)) > 2
@@ -350,81 +350,83 @@ def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
     right = np.arange(R)[None, :] < (np.arange(B) % 4)[:, None]
     drafts = np.where(right, ref.host(plain).tokens[:, :R], garbage())
     for width in (1, 2, 4):
-        cache, board = begin(MATCH, weights, prompts, (drafts, np.full(B, R)))
-        cache, board, tally, numbers = visit(MATCH, weights, cache, board, width)
-        assert not np.asarray(rows.verifying(board)).any()  # the visit's end
+        cache, rows = begin(MATCH, weights, prompts, (drafts, np.full(B, R)))
+        cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, width)
+        assert not np.asarray(decode_state.verifying(rows)).any()  # when the steps end
         assert numbers[1] > numbers[3] == 0
-        assert tally.steps < R
-        board = visit(MATCH, weights, cache, rows.without_drafts(board), width)[1]
-        check_rows(board, plain)
+        assert counts.steps < R
+        rows = run_steps(MATCH, weights, cache, decode_state.without_drafts(rows), width)[1]
+        check_rows(rows, plain)
         prefix = ref.common_prefix(drafts, np.full(B, R), ref.host(plain).tokens, lens)
-        got, columns = ref.host(board), np.arange(R)[None, :]
+        got, columns = ref.host(rows), np.arange(R)[None, :]
         np.testing.assert_array_equal(got.prefix_lens, prefix)
-        assert tally.accepted == prefix.sum() > B / 2
-        assert tally.verified == np.minimum(prefix + 1, lens).sum()
+        assert counts.accepted == prefix.sum() > B / 2
+        assert counts.verified == np.minimum(prefix + 1, lens).sum()
         expected = np.where(columns < prefix[:, None], U, S)  # SAMPLED behind the end as well
         np.testing.assert_array_equal(got.sources[:, :R], expected)
-    # Judged by the ratio rule in one wide pass with no reuse, and decoded from there.
+    # Verified by the ratio rule in one wide pass with no reuse, and decoded from there.
     drafts = (garbage(), np.full(B, R))
-    cache, board = begin(RATIO, weights, prompts, drafts, log_lenience=-math.inf)
-    cache, board, *_ = visit(RATIO, weights, cache, board, R, steps=1, verify=True)
-    assert set(ref.host(board).lens) == {1}
-    board = visit(RATIO, weights, cache, rows.without_drafts(board), 1)[1]
-    check_rows(board, plain)
-    assert not ref.host(board).prefix_lens.any()
+    cache, rows = begin(RATIO, weights, prompts, drafts, log_lenience=-math.inf)
+    cache, rows, *_ = run_steps(RATIO, weights, cache, rows, R, steps=1, verify=True)
+    assert set(ref.host(rows).lens) == {1}
+    rows = run_steps(RATIO, weights, cache, decode_state.without_drafts(rows), 1)[1]
+    check_rows(rows, plain)
+    assert not ref.host(rows).prefix_lens.any()
 
 
-def test_a_visit_stops_at_its_limits_and_goes_on_from_there(start):
+def test_steps_stop_at_their_condition_and_go_on_from_there(start):
     _, weights, prompts = start
-    whole = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)
-    lens = ref.host(whole[1]).lens
-    assert whole[3] == [0, 0, 0, 0, 0, 0]
-    assert whole[2].steps == R
+    expected = run_steps(MATCH, weights, *begin(MATCH, weights, prompts), 1)
+    lens = ref.host(expected[1]).lens
+    assert expected[3] == [0, 0, 0, 0, 0, 0]
+    assert expected[2].steps == R
 
-    cache, board = begin(MATCH, weights, prompts)
-    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, length=3)
-    assert tally.steps == 3
-    parked = np.sum((lens > 3) | ((lens == 3) & ~ref.host(board).done))
-    assert numbers == [parked, 0, parked, 0, 3, 0]
-    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, stop=parked - 1)
-    assert numbers[0] <= parked - 1
+    cache, rows = begin(MATCH, weights, prompts)
+    cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, 1, length=3)
+    assert counts.steps == 3
+    waiting = np.sum((lens > 3) | ((lens == 3) & ~ref.host(rows).done))
+    assert numbers == [waiting, 0, waiting, 0, 3, 0]
+    cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, 1, stop=waiting - 1)
+    assert numbers[0] <= waiting - 1
     # One step earlier more rows than that were active.
-    assert np.sum(lens > 3 + int(tally.steps) - 1) > parked - 1
-    limits = StopCondition(*(jnp.int32(x) for x in (0, R, 0, B)))
-    assert np.asarray(decode.progress(board, limits)).tolist() == numbers
-    cache, board, tally, numbers = visit(MATCH, weights, cache, board, 1, steps=1)
-    assert tally.steps == 1
-    board = visit(MATCH, weights, cache, board, 1)[1]
-    check_rows(board, whole[1])
+    assert np.sum(lens > 3 + int(counts.steps) - 1) > waiting - 1
+    until = StopCondition(*(jnp.int32(x) for x in (0, R, 0, B)))
+    assert np.asarray(decode.progress(rows, until)).tolist() == numbers
+    cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, 1, steps=1)
+    assert counts.steps == 1
+    rows = run_steps(MATCH, weights, cache, rows, 1)[1]
+    check_rows(rows, expected[1])
 
 
-def test_only_rows_of_its_own_keep_a_visit_going(start):
+def test_only_rows_to_train_on_keep_the_steps_going(start):
     _, weights, prompts = start
-    own, caps = 3, np.array([3] * 3 + [R] * 5)
-    whole = visit(MATCH, weights, *begin(MATCH, weights, prompts, caps=caps), 1)[1]
-    lens = ref.host(whole).lens
-    start_again = begin(MATCH, weights, prompts, caps=caps)
-    board, tally, numbers = visit(MATCH, weights, *start_again, 1, own=own)[1:]
-    assert tally.steps == lens[:own].max() < R
-    assert numbers[:3] == [0, np.sum(lens > tally.steps), 0]
-    check_rows(board, whole, slice(0, own))
-    np.testing.assert_array_equal(ref.host(board).lens, np.minimum(lens, tally.steps))
+    num_train_rows, max_lens = 3, np.array([3] * 3 + [R] * 5)
+    expected = run_steps(MATCH, weights, *begin(MATCH, weights, prompts, max_lens=max_lens), 1)[1]
+    lens = ref.host(expected).lens
+    start_again = begin(MATCH, weights, prompts, max_lens=max_lens)
+    rows, counts, numbers = run_steps(
+        MATCH, weights, *start_again, 1, num_train_rows=num_train_rows
+    )[1:]
+    assert counts.steps == lens[:num_train_rows].max() < R
+    assert numbers[:3] == [0, np.sum(lens > counts.steps), 0]
+    check_rows(rows, expected, slice(0, num_train_rows))
+    np.testing.assert_array_equal(ref.host(rows).lens, np.minimum(lens, counts.steps))
 
 
-def test_replay_gives_the_cache_that_decoding_left(start):
+def test_re_prefill_gives_the_cache_that_decoding_left(start):
     _, weights, prompts = start
-    cache, board = begin(MATCH, weights, prompts, slots=P + 4)
-    cache, board, *_ = visit(MATCH, weights, cache, board, 1, length=4)
+    cache, rows = begin(MATCH, weights, prompts, slots=P + 4)
+    cache, rows, *_ = run_steps(MATCH, weights, cache, rows, 1, length=4)
     tokens = put(prompts.tokens, "batch", None)
-    again = decode.re_prefill(MATCH, weights, tokens, board, slots=P + 4, width=4)
-    held = ref.host(board)
-    written = np.arange(P + 4)[None, :] < (prompts.lens + held.lens - 1)[:, None]  # last: not yet
+    again = decode.re_prefill(MATCH, weights, tokens, rows, slots=P + 4, width=4)
+    got = ref.host(rows)
+    written = np.arange(P + 4)[None, :] < (prompts.lens + got.lens - 1)[:, None]  # last: not yet
     for mine, theirs in zip(ref.by_slot(again), ref.by_slot(cache), strict=True):
         assert mine.shape == theirs.shape
         np.testing.assert_allclose(mine[written], theirs[written], atol=1e-5)
-    deep = decode.re_prefill(MATCH, weights, tokens, board, slots=P + R + 3, width=4)
-    rest = visit(MATCH, weights, deep, board, 1)[1]
-    plain = visit(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
+    deep = decode.re_prefill(MATCH, weights, tokens, rows, slots=P + R + 3, width=4)
+    rest = run_steps(MATCH, weights, deep, rows, 1)[1]
+    plain = run_steps(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
     check_rows(rest, plain)
 
 
@@ -434,9 +436,9 @@ def test_replay_gives_the_cache_that_decoding_left(start):
 @functools.partial(jax.jit, static_argnames=("model", "width"))
 def _draws_at(model, weights, prompts_BP, prompt_lens, tokens_BR, seeds, *, width):
     """Tokens [B, R] that would be drawn where steps of one width are fed `tokens_BR`."""
-    policy, law, slots = Transformer(model, weights), SamplingConfig(), tokens_BR.shape[1]
-    setup = make_setup(model)
-    cache = prefill(setup, weights, prompts_BP, prompts_BP.shape[1] + slots)
+    policy, config, slots = Transformer(model, weights), SamplingConfig(), tokens_BR.shape[1]
+    spec = make_spec(model)
+    cache = prefill(spec, weights, prompts_BP, prompts_BP.shape[1] + slots)
     last = jnp.sum(
         jnp.where(
             jnp.arange(prompts_BP.shape[1])[None, :] == prompt_lens[:, None] - 1, prompts_BP, 0
@@ -450,11 +452,11 @@ def _draws_at(model, weights, prompts_BP, prompt_lens, tokens_BR, seeds, *, widt
         cache, at = carry
         hidden, cache = policy(piece, prompt_lens - 1 + at, cache)
         positions = at + jnp.zeros_like(prompt_lens)[:, None] + jnp.arange(width)[None, :]
-        logits = truncate(temper(policy.logits(hidden), law), law)
-        return (cache, at + width), sample(logits, seeds, positions, law)
+        logits = truncate(temper(policy.logits(hidden), config), config)
+        return (cache, at + width), sample(logits, seeds, positions, config)
 
-    _, drawn = jax.lax.scan(step, (cache, jnp.int32(0)), pieces)
-    return jnp.moveaxis(drawn, 0, 1).reshape(fed.shape)
+    _, sampled = jax.lax.scan(step, (cache, jnp.int32(0)), pieces)
+    return jnp.moveaxis(sampled, 0, 1).reshape(fed.shape)
 
 
 def flips(model, weights, prompts, tokens, seeds) -> dict[int, float]:
@@ -475,7 +477,7 @@ def test_widths_hardly_flip_a_draw(mesh):
     weights = ref.policy(model=model)[1]
     rng = np.random.default_rng(5)
     prompts = ref.make_prompts([rng.integers(0, 512, 1 + i % P) for i in range(128)], P)
-    plan = ref.make_plan(model, slots=64, group=1, accept="match", eos=(512,), row_buckets=1,
+    plan = ref.make_spec(model, slots=64, group=1, accept="match", eos=(512,), row_buckets=1,
                          cache_lengths=1, tree=ref.TREE, max_width=4)  # fmt: skip
     rollout, stats = ref.run(plan, weights, prompts)
     tokens = np.asarray(rollout.tokens)
@@ -502,7 +504,7 @@ def test_widths_hardly_flip_a_draw_of_smollm2(mesh):
     prompts = ref.make_prompts(
         [stored[f"tokens_{i}"][: int(stored[f"prompt_len_{i}"])].tolist() for i in range(4)], 33
     )
-    plan = ref.make_plan(config, slots=64, prompt_slots=33, group=8, accept="match",
+    plan = ref.make_spec(config, slots=64, prompt_slots=33, group=8, accept="match",
                          eos=(config.vocab_size,), row_buckets=1, cache_lengths=1, tree=ref.TREE,
                          max_width=4)  # fmt: skip
     rollout, stats = ref.run(plan, weights, prompts)

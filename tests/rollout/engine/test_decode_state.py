@@ -1,4 +1,4 @@
-"""Rows that travel between board and rungs, as permutations against NumPy."""
+"""Moves of rows between all rows and batches, as permutations against NumPy."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.engine import decode_state as travel
+from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.decode_state import DecodeState, DraftToVerify
 from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import put
@@ -21,7 +21,7 @@ FILLER = np.iinfo(np.int32).max
 SHAPES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2)])
 
 
-def board_of(size=B, pending=True, stored=K, seed=3) -> DecodeState:
+def random_rows(size=B, drafting=True, stored=K, seed=3) -> DecodeState:
     """Rows of random values on the host; `index` is the place."""
     rng = np.random.default_rng(seed)
 
@@ -45,7 +45,7 @@ def board_of(size=B, pending=True, stored=K, seed=3) -> DecodeState:
         sources=numbers(size, C).astype(np.int8),
         top_ids=top[0],
         top_logprobs=top[1],
-        draft=waits if pending else None,
+        draft=waits if drafting else None,
     )
 
 
@@ -67,7 +67,7 @@ def check(rows, expected, real=None):
 
 
 def cache_of(host, places, slots=6):
-    """A cache whose every entry is its row's place on the board, and a half."""
+    """A cache whose every entry is its row's index, and a half."""
     marks = jnp.asarray(np.asarray(places, np.float32) + 0.5)[:, None, None, None]
     return jax.tree.map(lambda x: x + marks, init_cache(ref.ONE_LAYER, len(host.lens), slots))
 
@@ -81,25 +81,27 @@ def check_cache(cache, places, slots, filled):
         assert not x[:, filled:].any()
 
 
-def test_a_board_begins_with_prompts_only(mesh):
+def test_rows_begin_with_prompts_only(mesh):
     seeds = put(np.ones((4, 2), np.uint32), "batch", None)
     numbers = [put(np.array(x, np.int32), "batch") for x in ([3, 1, 2, 2], [6, 6, 2, 6], [9] * 4)]
-    board = ref.host(travel.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7, stored=K))
-    np.testing.assert_array_equal(board.index, np.arange(4))
-    np.testing.assert_array_equal(board.prompt_lens, [3, 1, 2, 2])
-    np.testing.assert_array_equal(board.max_lens, [6, 6, 2, 6])
-    np.testing.assert_array_equal(board.last, [9] * 4)
-    np.testing.assert_array_equal(board.tokens, np.full((4, C), 7))
+    all_rows = ref.host(
+        decode_state.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7, stored=K)
+    )
+    np.testing.assert_array_equal(all_rows.index, np.arange(4))
+    np.testing.assert_array_equal(all_rows.prompt_lens, [3, 1, 2, 2])
+    np.testing.assert_array_equal(all_rows.max_lens, [6, 6, 2, 6])
+    np.testing.assert_array_equal(all_rows.last, [9] * 4)
+    np.testing.assert_array_equal(all_rows.tokens, np.full((4, C), 7))
     for name in ("lens", "prefix_lens", "done", "policy_logprobs", "sampling_logprobs", "sources"):
-        assert not getattr(board, name).any()
-    assert board.top_ids.shape == board.top_logprobs.shape == (4, C, K)
-    assert board.draft is None
-    plain = travel.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7)
+        assert not getattr(all_rows, name).any()
+    assert all_rows.top_ids.shape == all_rows.top_logprobs.shape == (4, C, K)
+    assert all_rows.draft is None
+    plain = decode_state.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7)
     assert plain.top_ids is None
 
 
-def test_drafts_wait_on_the_board(mesh):
-    board = board_of(pending=False)
+def test_drafts_wait_with_their_rows(mesh):
+    all_rows = random_rows(drafting=False)
     drafts = Drafts(
         np.arange(B * 3, dtype=np.int32).reshape(B, 3),
         np.array([0, 1, 2, 3, 3, 2, 1, 0], np.int32),
@@ -108,50 +110,52 @@ def test_drafts_wait_on_the_board(mesh):
         np.full((B, 3, K), 4, np.int32),
         np.full((B, 3, K), 0.5, np.float32),
     )
-    placed = ref.put_rows(dataclasses.replace(board, lens=np.array([0, 0, 2, 1, 0, 0, 1, 1])))
-    offered = ref.put_rows(drafts)
-    got = ref.host(travel.with_drafts(placed, offered, ACCEPTANCE_RULES["block"]))
+    placed = ref.put_rows(dataclasses.replace(all_rows, lens=np.array([0, 0, 2, 1, 0, 0, 1, 1])))
+    placed_drafts = ref.put_rows(drafts)
+    got = ref.host(decode_state.with_drafts(placed, placed_drafts, ACCEPTANCE_RULES["block"]))
     np.testing.assert_array_equal(got.draft.tokens[:, :3], drafts.tokens)
     np.testing.assert_array_equal(got.draft.logprobs[:, :3], drafts.sampling_logprobs)
     np.testing.assert_array_equal(got.draft.top_ids[:, :3], drafts.top_ids)
     np.testing.assert_array_equal(got.draft.top_logprobs[:, :3], drafts.top_logprobs)
     for x in (got.draft.tokens, got.draft.logprobs, got.draft.top_ids):
-        assert x.shape[1] == C  # as wide as the board's own columns
+        assert x.shape[1] == C  # as wide as the rows' own columns
         assert not x[:, 3:].any()
     np.testing.assert_array_equal(got.draft.lens, drafts.lens)
-    waits = np.asarray(travel.verifying(ref.put_rows(got)))
+    waits = np.asarray(decode_state.verifying(ref.put_rows(got)))
     np.testing.assert_array_equal(waits, [0, 1, 0, 1, 1, 1, 0, 0])
     done = dataclasses.replace(got, done=np.arange(B) == 3)
-    np.testing.assert_array_equal(np.asarray(travel.verifying(ref.put_rows(done))),
+    np.testing.assert_array_equal(np.asarray(decode_state.verifying(ref.put_rows(done))),
                                   [0, 1, 0, 0, 1, 1, 0, 0])  # fmt: skip
-    nothing = travel.without_drafts(placed)
-    assert not np.asarray(travel.verifying(nothing)).any()
+    nothing = decode_state.without_drafts(placed)
+    assert not np.asarray(decode_state.verifying(nothing)).any()
 
 
 @SHAPES
 def test_what_a_rule_compares_with_waits_with_the_drafts(make_mesh, shape):
     """Under ratio what is known of its bound before the policy runs; under match nothing."""
-    board = board_of(pending=False)
+    all_rows = random_rows(drafting=False)
     logprobs = np.random.default_rng(1).normal(-2, 1, (B, 3)).astype(np.float32)
     zeros, lens = np.zeros((B, 3), np.float32), np.full(B, 3, np.int32)
     drafts = Drafts(zeros.astype(np.int32), lens, logprobs, zeros, zeros.astype(np.int32))
     positions = np.broadcast_to(np.arange(3), (B, 3))
     with jax.set_mesh(make_mesh(*shape)):
-        placed, offered = ref.put_rows((board, drafts))
+        placed, placed_drafts = ref.put_rows((all_rows, drafts))
         noise = np.asarray(jax.jit(uniforms)(placed.accept_seeds, ref.put_rows(positions)))
-        pending = {
+        drafting = {
             accept: ref.host(
-                travel.with_drafts(placed, offered, ACCEPTANCE_RULES[accept], 0.5).draft
+                decode_state.with_drafts(placed, placed_drafts, ACCEPTANCE_RULES[accept], 0.5).draft
             )
             for accept in ("ratio", "random", "match")
         }
-    assert pending["match"].accept_threshold is pending["match"].logprobs is None
-    assert pending["ratio"].logprobs is None
-    least = pending["ratio"].accept_threshold
-    np.testing.assert_allclose(least[:, :3], np.log(noise) + logprobs - 0.5, rtol=1e-6, atol=1e-6)
-    assert least.shape == (B, C)
-    assert not least[:, 3:].any()
-    np.testing.assert_array_equal(pending["random"].accept_threshold[:, :3], -np.inf)
+    assert drafting["match"].accept_threshold is drafting["match"].logprobs is None
+    assert drafting["ratio"].logprobs is None
+    threshold = drafting["ratio"].accept_threshold
+    np.testing.assert_allclose(
+        threshold[:, :3], np.log(noise) + logprobs - 0.5, rtol=1e-6, atol=1e-6
+    )
+    assert threshold.shape == (B, C)
+    assert not threshold[:, 3:].any()
+    np.testing.assert_array_equal(drafting["random"].accept_threshold[:, :3], -np.inf)
 
 
 @SHAPES
@@ -164,112 +168,114 @@ def test_compare_worked_rows(make_mesh, shape, begun):
     sources = np.array([[0, 1, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0]], np.int8)
     many = lambda x: np.concatenate([x] * (B // 4))  # noqa: E731
     wide = lambda x: np.pad(many(x), ((0, 0), (0, C - 4)))  # noqa: E731
-    board = dataclasses.replace(
-        board_of(pending=False), tokens=wide(tokens), lens=many(lens), sources=wide(sources)
+    all_rows = dataclasses.replace(
+        random_rows(drafting=False), tokens=wide(tokens), lens=many(lens), sources=wide(sources)
     )
     zeros = np.zeros((B, 4), np.float32)
-    offered = Drafts(many(drafts), many(draft_lens), zeros, zeros, zeros.astype(np.int32))
-    held = None
+    placed_drafts = Drafts(many(drafts), many(draft_lens), zeros, zeros, zeros.astype(np.int32))
+    resumed = None
     if begun:  # one token, which the first row had from a draft
         ones, prefixes = np.ones(B, np.int32), many(np.array([1, 0, 0, 0], np.int32))
-        held = Rollout(*(many(tokens), ones, prefixes), *(zeros,) * 4, many(sources))
+        resumed = Rollout(*(many(tokens), ones, prefixes), *(zeros,) * 4, many(sources))
     with jax.set_mesh(make_mesh(*shape)):
-        prefix_lens, found, counts = ref.host(travel.compare(*ref.put_rows((board, offered, held))))
-    kept = np.array([2, 2, 3, 0]) - begun * np.array([1, 1, 1, 0])
-    np.testing.assert_array_equal(prefix_lens, many(kept + begun * np.array([1, 0, 0, 0])))
+        prefix_lens, new_sources, counts = ref.host(
+            decode_state.compare(*ref.put_rows((all_rows, placed_drafts, resumed)))
+        )
+    accepted = np.array([2, 2, 3, 0]) - begun * np.array([1, 1, 1, 0])
+    np.testing.assert_array_equal(prefix_lens, many(accepted + begun * np.array([1, 0, 0, 0])))
     expected = sources.copy()
-    for row, n in enumerate(kept):
+    for row, n in enumerate(accepted):
         expected[row, begun : begun + n] = Source.REUSED
-    np.testing.assert_array_equal(found, wide(expected))
-    judged = [3 - begun, 2 - begun, 3 - begun, 0]
-    assert counts.tolist() == [kept.sum() * B // 4, sum(judged) * B // 4, B // 4]
+    np.testing.assert_array_equal(new_sources, wide(expected))
+    verified = [3 - begun, 2 - begun, 3 - begun, 0]
+    assert counts.tolist() == [accepted.sum() * B // 4, sum(verified) * B // 4, B // 4]
 
 
 @SHAPES
-@pytest.mark.parametrize("pending", [True, False])
-def test_pick(make_mesh, shape, pending):
-    board = board_of(pending=pending)
+@pytest.mark.parametrize("drafting", [True, False])
+def test_gather(make_mesh, shape, drafting):
+    all_rows = random_rows(drafting=drafting)
     with jax.set_mesh(make_mesh(*shape)):
-        placed = ref.put_rows(board)
-        picked = travel.gather(placed, put(np.array([6, 1, 3, -1], np.int32), None))
-        check(picked, take(board, [6, 1, 3]), real=3)
-        beyond = travel.gather(placed, put(np.array([0, B], np.int32), None))
-        check(beyond, take(board, [0]), real=1)
+        placed = ref.put_rows(all_rows)
+        picked = decode_state.gather(placed, put(np.array([6, 1, 3, -1], np.int32), None))
+        check(picked, take(all_rows, [6, 1, 3]), real=3)
+        beyond = decode_state.gather(placed, put(np.array([0, B], np.int32), None))
+        check(beyond, take(all_rows, [0]), real=1)
 
 
 @SHAPES
-def test_collect(make_mesh, shape):
-    """What a rung changed comes to its places; fillers and other rows leave the board alone."""
-    board, change = board_of(), board_of(seed=4)
+def test_scatter(make_mesh, shape):
+    """What a batch changed is written to its places; padding and other rows change nothing."""
+    all_rows, change = random_rows(), random_rows(seed=4)
     places = [5, 2, 7]
-    rung = dataclasses.replace(
+    batch = dataclasses.replace(
         take(change, [0, 1, 2, 3]), index=np.array([*places, FILLER], np.int32)
     )
     with jax.set_mesh(make_mesh(*shape)):
-        got = travel.scatter(ref.put_rows(rung), ref.put_rows(board))
+        got = decode_state.scatter(ref.put_rows(batch), ref.put_rows(all_rows))
 
     def write(old, new):
         old = old.copy()
         old[places] = new[:3]
         return old
 
-    expected = jax.tree.map(write, board, rung)
+    expected = jax.tree.map(write, all_rows, batch)
     # Of drafts only their ends change, so nothing else of them is written.
-    pending = dataclasses.replace(board.draft, lens=expected.draft.lens)
-    check(got, dataclasses.replace(expected, index=board.index, draft=pending))
+    drafting = dataclasses.replace(all_rows.draft, lens=expected.draft.lens)
+    check(got, dataclasses.replace(expected, index=all_rows.index, draft=drafting))
 
 
 @SHAPES
-def test_collect_from_a_rung_where_nothing_is_left_to_judge(make_mesh, shape):
+def test_scatter_from_a_batch_without_drafts(make_mesh, shape):
     """The rows that come back have nothing pending; those that were elsewhere still have."""
-    board, change = board_of(), board_of(pending=False, seed=4)
-    rung = dataclasses.replace(take(change, [0, 1]), index=np.array([4, 0], np.int32))
+    all_rows, change = random_rows(), random_rows(drafting=False, seed=4)
+    batch = dataclasses.replace(take(change, [0, 1]), index=np.array([4, 0], np.int32))
     with jax.set_mesh(make_mesh(*shape)):
-        got = ref.host(travel.scatter(ref.put_rows(rung), ref.put_rows(board)))
-    lens = board.draft.lens.copy()
+        got = ref.host(decode_state.scatter(ref.put_rows(batch), ref.put_rows(all_rows)))
+    lens = all_rows.draft.lens.copy()
     lens[[4, 0]] = 0
     np.testing.assert_array_equal(got.draft.lens, lens)
-    np.testing.assert_array_equal(got.draft.tokens, board.draft.tokens)
-    np.testing.assert_array_equal(got.tokens[[4, 0]], rung.tokens)
+    np.testing.assert_array_equal(got.draft.tokens, all_rows.draft.tokens)
+    np.testing.assert_array_equal(got.tokens[[4, 0]], batch.tokens)
     others = np.setdiff1d(np.arange(B), [4, 0])
-    np.testing.assert_array_equal(got.tokens[others], board.tokens[others])
+    np.testing.assert_array_equal(got.tokens[others], all_rows.tokens[others])
 
 
 @SHAPES
-@pytest.mark.parametrize("pending", [True, False])
-def test_move(make_mesh, shape, pending):
-    board = board_of(pending=pending)
-    wanted = np.array([0, 1, 0, 0, 1, 0, 1, 0], bool)
+@pytest.mark.parametrize("drafting", [True, False])
+def test_resize(make_mesh, shape, drafting):
+    all_rows = random_rows(drafting=drafting)
+    chosen = np.array([0, 1, 0, 0, 1, 0, 1, 0], bool)
     with jax.set_mesh(make_mesh(*shape)):
-        placed, cache = ref.put_rows(board), cache_of(board, board.index)
-        small, rows = travel.resize(cache, placed, put(wanted, "batch"), size=4, slots=9)
-        check(rows, take(board, [1, 4, 6]), real=3)
+        placed, cache = ref.put_rows(all_rows), cache_of(all_rows, all_rows.index)
+        small, rows = decode_state.resize(cache, placed, put(chosen, "batch"), size=4, slots=9)
+        check(rows, take(all_rows, [1, 4, 6]), real=3)
         check_cache(small, [1, 4, 6], slots=9, filled=6)
-        large, rows = travel.resize(cache, placed, put(wanted, "batch"), size=12, slots=4)
-        check(rows, take(board, [1, 4, 6]), real=3)
+        large, rows = decode_state.resize(cache, placed, put(chosen, "batch"), size=12, slots=4)
+        check(rows, take(all_rows, [1, 4, 6]), real=3)
         check_cache(large, [1, 4, 6], slots=4, filled=4)
 
 
 @SHAPES
 @pytest.mark.parametrize("deeper", [False, True])
-def test_add(make_mesh, shape, deeper):
-    """Rows go where others are done, whatever the window they come from."""
-    board = board_of(12)
-    left, right = take(board, [9, 0, 4, 7, 10, 6]), take(board, [3, 11, 2, 5])
+def test_insert(make_mesh, shape, deeper):
+    """Rows go where others are done, whatever the length of the cache they come from."""
+    all_rows = random_rows(12)
+    left, right = take(all_rows, [9, 0, 4, 7, 10, 6]), take(all_rows, [3, 11, 2, 5])
     left = dataclasses.replace(left, done=np.array([1, 0, 1, 0, 1, 1], bool))
-    wanted, slots = np.array([1, 0, 0, 1], bool), 9 if deeper else 3
+    chosen, slots = np.array([1, 0, 0, 1], bool), 9 if deeper else 3
     expected = [3, 0, 5, 7, 10, 6]
     with jax.set_mesh(make_mesh(*shape)):
-        cache, rows = travel.insert(
+        cache, rows = decode_state.insert(
             cache_of(left, left.index, 6), ref.put_rows(left),
-            cache_of(right, right.index, slots), ref.put_rows(right), put(wanted, "batch"),
+            cache_of(right, right.index, slots), ref.put_rows(right), put(chosen, "batch"),
         )  # fmt: skip
     got = ref.host(rows)
     np.testing.assert_array_equal(got.index, expected)
     np.testing.assert_array_equal(got.done, [right.done[0], 0, right.done[3], 0, 1, 1])
     for name in ("tokens", "lens", "policy_logprobs", "seeds"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(take(board, expected), name))
-    np.testing.assert_array_equal(got.draft.tokens, take(board, expected).draft.tokens)
+        np.testing.assert_array_equal(getattr(got, name), getattr(take(all_rows, expected), name))
+    np.testing.assert_array_equal(got.draft.tokens, take(all_rows, expected).draft.tokens)
     for x in ref.by_slot(cache):
         assert x.shape == (6, 6, 2, 4)
         marks = np.array(expected) + 0.5
@@ -279,58 +285,58 @@ def test_add(make_mesh, shape, deeper):
 
 
 @SHAPES
-def test_nothing_to_add(make_mesh, shape):
-    board = board_of(12)
-    left, right = take(board, [9, 0, 4, 7]), take(board, [3, 11])
+def test_nothing_to_insert(make_mesh, shape):
+    all_rows = random_rows(12)
+    left, right = take(all_rows, [9, 0, 4, 7]), take(all_rows, [3, 11])
     left = dataclasses.replace(left, done=np.zeros(4, bool))  # nowhere to put it, either
     with jax.set_mesh(make_mesh(*shape)):
-        _, rows = travel.insert(
+        _, rows = decode_state.insert(
             cache_of(left, left.index), ref.put_rows(left),
             cache_of(right, right.index), ref.put_rows(right), put(np.zeros(2, bool), "batch"),
         )  # fmt: skip
     np.testing.assert_array_equal(ref.host(rows).index, [9, 0, 4, 7])
 
 
-def test_both_rungs_need_one_form(mesh):
-    """Rows without anything to judge are added as rows whose drafts are empty."""
-    with_drafts, without = board_of(4), board_of(4, pending=False, seed=9)
-    plain = travel.with_empty_drafts(ref.put_rows(without), ref.put_rows(with_drafts).draft)
+def test_both_batches_need_the_same_form(mesh):
+    """Rows without anything to verify are inserted as rows whose drafts are empty."""
+    with_drafts, without = random_rows(4), random_rows(4, drafting=False, seed=9)
+    plain = decode_state.with_empty_drafts(ref.put_rows(without), ref.put_rows(with_drafts).draft)
     assert jax.tree.structure(plain) == jax.tree.structure(with_drafts)
     got = ref.host(plain)
     assert not got.draft.lens.any()
-    assert not np.asarray(travel.verifying(plain)).any()
+    assert not np.asarray(decode_state.verifying(plain)).any()
     np.testing.assert_array_equal(got.tokens, without.tokens)
     assert got.draft.top_ids.shape == (4, C, K)
 
 
 @SHAPES
-def test_drop(make_mesh, shape):
-    """Dropped rows are fillers: they never reach the board."""
-    board, change = board_of(), board_of(seed=4)
+def test_mark_padding(make_mesh, shape):
+    """Rows marked as padding are never written back."""
+    all_rows, change = random_rows(), random_rows(seed=4)
     unwanted = np.array([1, 0, 0, 1, 1, 0, 0, 1], bool)
     with jax.set_mesh(make_mesh(*shape)):
-        left = travel.mark_padding(ref.put_rows(change), put(unwanted, "batch"))
+        left = decode_state.mark_padding(ref.put_rows(change), put(unwanted, "batch"))
         rows = ref.host(left)
         np.testing.assert_array_equal(rows.index, np.where(unwanted, FILLER, np.arange(B)))
         np.testing.assert_array_equal(rows.done, unwanted)
-        got = ref.host(travel.scatter(left, ref.put_rows(board)))
-    expected = np.where(unwanted[:, None], board.tokens, change.tokens)
+        got = ref.host(decode_state.scatter(left, ref.put_rows(all_rows)))
+    expected = np.where(unwanted[:, None], all_rows.tokens, change.tokens)
     np.testing.assert_array_equal(got.tokens, expected)
 
 
 def test_a_round_trip_through_all_of_it(mesh):
-    """pick, move, add, drop, collect: every row ends at its place, changed where it was."""
-    board = board_of()
-    placed = ref.put_rows(board)
-    first = travel.gather(placed, put(np.array([7, 2, 5, 0], np.int32), None))
-    second = travel.gather(placed, put(np.array([1, 4, -1, -1], np.int32), None))
+    """Every row ends at its place, changed where it was."""
+    all_rows = random_rows()
+    placed = ref.put_rows(all_rows)
+    first = decode_state.gather(placed, put(np.array([7, 2, 5, 0], np.int32), None))
+    second = decode_state.gather(placed, put(np.array([1, 4, -1, -1], np.int32), None))
     caches = [cache_of(ref.host(side), np.zeros(4)) for side in (first, second)]
     keep = put(np.array([1, 0, 1, 1], bool), "batch")
-    cache, rows = travel.resize(caches[0], first, keep, size=6, slots=6)  # 7, 5, 0
-    cache, rows = travel.insert(cache, rows, caches[1], second, ~second.done)  # 7, 5, 0, 1, 4
-    rows = travel.mark_padding(rows, put(np.arange(6) == 1, "batch"))  # without 5
+    cache, rows = decode_state.resize(caches[0], first, keep, size=6, slots=6)  # 7, 5, 0
+    cache, rows = decode_state.insert(cache, rows, caches[1], second, ~second.done)  # 7, 5, 0, 1, 4
+    rows = decode_state.mark_padding(rows, put(np.arange(6) == 1, "batch"))  # without 5
     rows = dataclasses.replace(rows, lens=rows.lens + 1000)
-    got = ref.host(travel.scatter(rows, placed))
+    got = ref.host(decode_state.scatter(rows, placed))
     grown = np.isin(np.arange(B), [7, 0, 1, 4])
-    np.testing.assert_array_equal(got.lens, board.lens + 1000 * grown)
-    np.testing.assert_array_equal(got.tokens, board.tokens)
+    np.testing.assert_array_equal(got.lens, all_rows.lens + 1000 * grown)
+    np.testing.assert_array_equal(got.tokens, all_rows.tokens)
