@@ -138,29 +138,3 @@ def test_the_joint_ratio_of_thousands_of_tokens(drift):
     assert walk < 1e-3
     np.testing.assert_allclose(got[finite], expected[finite], atol=walk)
     assert np.isneginf(got[0, 5000:]).all()
-
-
-def toy(distance: float, width: int, rows: int, seed: int = 0):
-    """Drafts of `width` tokens with TV(π, π_old) = distance at every position: tokens kept.
-
-    Four tokens; π moves half of them up and the other half down, at random in each position.
-    Returns the mean kept by `ratio_residual` and by `block`.
-    """
-    rng = np.random.default_rng(seed)
-    signs = rng.permuted(np.broadcast_to([1, 1, -1, -1], (rows, width, 4)), axis=-1)
-    new = 0.25 * (1 + 2 * distance * signs)
-    tokens = rng.integers(0, 4, (rows, width, 1))
-    logprobs = log(np.take_along_axis(new, tokens, axis=-1)[..., 0])
-    old = np.full((rows, width), log(0.25))
-    arguments = (logprobs, old, log(new), np.full(new.shape, log(0.25)), old < 0)
-    uniforms = (1 - rng.random((rows, width))).astype(np.float32)
-    lens = np.full(rows, width, np.int32)
-    return tuple(rule(uniforms, arguments, lens)[0].mean()
-                 for rule in (accept_ratio_residual, accept_block))  # fmt: skip
-
-
-def test_block_keeps_much_more_of_long_drafts():
-    single, block = toy(0.015, 512, 2000)
-    stay = 1 - 0.015
-    assert single == pytest.approx(stay * (1 - stay**512) / 0.015, rel=0.06)
-    assert block > 5 * single

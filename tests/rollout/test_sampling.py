@@ -167,24 +167,6 @@ def test_no_two_keys_share_a_stream(mesh):
     assert len(np.unique(np.concatenate(every), axis=0)) == 3200 * 9
 
 
-def test_a_token_does_not_depend_on_its_batch(mesh):
-    rng = np.random.default_rng(1)
-    logits = rng.normal(size=(64, 50)).astype(np.float32)
-    ids = rng.integers(0, 2**32, (64, 2), dtype=np.uint32)
-    samples, positions = rng.integers(0, 8, 64), rng.integers(0, 999, 64)
-
-    def run(rows):
-        seeds = make_seeds(len(rows), ids=ids[rows], samples=samples[rows])
-        return np.asarray(
-            sample(logits[rows], seeds, jnp.asarray(positions[rows]), SamplingConfig())
-        )
-
-    together = run(np.arange(64))
-    assert len(np.unique(together)) > 20
-    for rows in (rng.permutation(64), np.arange(40, 3, -1), np.array([17])):
-        np.testing.assert_array_equal(run(rows), together[rows])
-
-
 def test_many_positions_of_a_row_at_once(mesh):
     """[B, T] positions in one call: the draws of T calls, exactly."""
     rng = np.random.default_rng(6)

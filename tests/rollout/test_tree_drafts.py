@@ -113,12 +113,14 @@ def check_steps(rollout, stats, width):
 # The match rule
 
 
-@pytest.mark.parametrize("verify_width", [0, 3])
-def test_previous_responses_of_any_kind(mesh, base, verify_width):
+@pytest.mark.parametrize(("verify_width", "log_lenience"), [(0, -math.inf), (3, math.inf)])
+def test_previous_responses_of_any_kind(mesh, base, verify_width, log_lenience):
+    """Whatever the lenience: a match asks for no log-probs."""
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
     spec = spec_of(verify_width=verify_width, **ONE_BUCKET)
-    rollout, stats = run(spec, weights_of(), prompts, 1, drafts=as_given(*drafts))
+    given = as_given(*drafts)
+    rollout, stats = run(spec, weights_of(), prompts, 1, drafts=given, log_lenience=log_lenience)
     check_equal(rollout, plain, but=("prefix_lens", "sources"))
     assert not check_sources(rollout, stats, plain, drafts).any()
     prefix, lens = np.asarray(rollout.prefix_lens), np.asarray(rollout.lens)
@@ -354,14 +356,3 @@ def test_drafts_know_what_plain_steps_wrote(mesh):
     assert sources[:, 6:9].tolist() == [[Source.DRAFTED] * 3] * 4
     # Six plain steps, and as few wide ones as 18 tokens take.
     assert [(width, steps) for *_, width, steps in stats.decode_runs] == [(1, 6), (4, 5)]
-
-
-def test_the_draft_s_log_probs_are_not_asked_by_a_match(mesh, base):
-    """Lenience has no meaning for it either."""
-    prompts, plain, old = base
-    drafts = any_drafts(plain, old)
-    spec = spec_of(**ONE_BUCKET)
-    for log_lenience in (-math.inf, math.inf):
-        rollout, _ = run(spec, weights_of(), prompts, 1, drafts=as_given(*drafts),
-                         log_lenience=log_lenience)  # fmt: skip
-        check_equal(rollout, plain, but=("prefix_lens", "sources"))

@@ -141,13 +141,6 @@ def test_trees_read_no_more_than_their_history(mesh, kind):
     assert check_sources(store.sources(make_prompts("abcd"), step=4), newest, "abcd", 4) == 8
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_store_offers_nothing(mesh, kind):
-    store = DraftStore(StoreShape(4, 2, R), kind=kind)
-    assert check(store, Shelf(4, 2), "abcd", 2) == 0
-    assert check_sources(store.sources(make_prompts("ab"), step=1), Shelf(4, 2), "ab", 1) == 0
-
-
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize(("generations", "history", "k", "max_age"), [(2, 2, 0, 0), (1, 3, 2, 5)])
 def test_random_operations_like_a_dictionary_in_both_memories(
@@ -186,53 +179,6 @@ def test_random_operations_like_a_dictionary_in_both_memories(
         row = 4 * (history * (R + 2) + generations * R * (3 + 2 * k))
         assert stores[0].nbytes() == {"device": 64 * 2 * row, "host": 0}
         assert stores[1].nbytes()["host"] == 64 * 2 * row
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_group_size(mesh, kind):
-    rng, shelf = np.random.default_rng(1), Shelf(4, 3, 2)
-    store = DraftStore(StoreShape(4, 3, R, 2), kind=kind)
-    store_both(store, shelf, "ab", rng, 3)
-    assert check(store, shelf, "ab", 5) == 6  # samples 3 and 4 have no draft
-    assert check(store, shelf, "ba", 2) == 4
-    store_both(store, shelf, "bc", rng, 2)  # a smaller group leaves sample 2 of b as it was
-    assert check(store, shelf, "abc", 3) == 8
-    assert check(store, shelf, "abc", 3, age=2) == 2
-    store_both(store, shelf, "ca", rng, 5)  # samples beyond the store's are not kept
-    assert check(store, shelf, "abc", 5) == 9
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_prompt_stored_longest_ago_gives_way(mesh, kind):
-    rng, shelf = np.random.default_rng(2), Shelf(3, 2, 2)
-    store = DraftStore(StoreShape(3, 2, R, 2), kind=kind)
-    for names in ("ab", "c", "a"):
-        store_both(store, shelf, names, rng, 2)
-    assert check(store, shelf, "abc", 2) == 6
-    store.get(make_prompts("b"), 2, step=1)  # reading does not keep a prompt
-    # A smaller group than b's: what is left of b must not come back under d's name.
-    store_both(store, shelf, "d", rng, 1)
-    assert list(shelf.rows) == ["c", "a", "d"]
-    assert check(store, shelf, "abcd", 2) == 5
-    assert check(store, shelf, "abcd", 2, age=2) == 2  # a's first
-    # c is the oldest, but in the batch: a gives way, and c keeps what it had.
-    store_both(store, shelf, "ec", rng, 2)
-    assert list(shelf.rows) == ["d", "e", "c"]
-    assert check(store, shelf, "abcde", 2) == 5
-    assert check(store, shelf, "abcde", 2, age=2) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_response_grows_too_old(mesh, kind):
-    rng, shelf = np.random.default_rng(3), Shelf(4, 2, 2, max_age=3)
-    store = DraftStore(StoreShape(4, 2, R, 2), max_age=3, kind=kind)
-    store_both(store, shelf, "ab", rng, 2, step=1)
-    store_both(store, shelf, "bc", rng, 1, step=3)  # of b's samples only the first
-    for step, newest, before in ((4, 5, 1), (5, 2, 0), (6, 2, 0), (7, 0, 0)):
-        assert check(store, shelf, "abc", 2, 1, step) == newest
-        assert check(store, shelf, "abc", 2, 2, step) == before
-        sources = store.sources(make_prompts("abc"), step=step)
-        assert check_sources(sources, shelf, "abc", step) == newest + before
 
 
 def test_batches_that_cannot_be_stored(mesh):

@@ -81,11 +81,6 @@ def test_follows_the_longest_match(mesh):
     assert draft_of([[1, 2, 3, 4, 5], [9, 3, 7, 7, 7]], [8, 2, 3]) == [4, 5]
 
 
-def test_most_votes_win_where_matches_are_equally_long(mesh):
-    stored = [[5, 1, 2, 3], [6, 1, 7, 8], [4, 1, 7, 8]]
-    assert draft_of(stored, [9, 1], width=2) == [7, 8]
-
-
 def test_votes_are_weighted_by_age(mesh):
     stored = [[5, 1, 2, 3], [6, 1, 7, 8], [4, 1, 7, 8]]
     assert draft_of(stored, [9, 1], width=2, weights=[1.0, 0.6, 0.6]) == [7, 8]
