@@ -1,6 +1,5 @@
 """The acceptance rules one position at a time, and the stored log-probs that they read."""
 
-import functools
 import math
 
 import jax
@@ -22,11 +21,6 @@ from acceptance_reference import (
 )
 from scipy import special, stats
 
-OLD = np.array([0.6, 0.3, 0.1])
-NEW = np.array([0.2, 0.3, 0.5])
-LENIENCES = [0.0, 0.5, 1.0, math.exp(0.5), math.inf]
-
-
 # The ratio rule and the random cut, against plain loops
 
 
@@ -40,7 +34,7 @@ def case(seed=0, rows=300, width=7, impossible=0.0):
     return uniforms, logprobs, old, rng.integers(0, width + 1, rows).astype(np.int32)
 
 
-@pytest.mark.parametrize("lenience", LENIENCES[1:-1])
+@pytest.mark.parametrize("lenience", [0.5, 1.0, math.exp(0.5)])
 def test_ratio_against_a_loop(lenience):
     uniforms, logprobs, old, lens = case()
     accept, prefix = np.zeros(uniforms.shape, bool), []
@@ -107,35 +101,6 @@ def test_random_at_the_ends():
     cut = np.asarray(random_cut(uniforms, np.array([0, 1, 6, 6], np.int32)))
     np.testing.assert_array_equal(cut, [0, 0, 5, 0])
     assert cut.dtype == np.int32
-
-
-@functools.cache
-def accept_probs(lenience: float, count: int = 200_000) -> np.ndarray:
-    """Probability that `ratio` accepts each of the three tokens: exact to 1 / count.
-
-    The uniforms are an even grid instead of random numbers.
-    """
-    grid = ((np.arange(count) + 0.5) / count).astype(np.float32)[:, None]
-
-    def accepted(new: float, old: float) -> float:
-        new, old = np.full_like(grid, log(new)), np.full_like(grid, log(old))
-        return np.asarray(ratio(grid, new, old, log(lenience))).mean()
-
-    return np.array([accepted(new, old) for new, old in zip(NEW, OLD, strict=True)])
-
-
-@pytest.mark.parametrize("lenience", LENIENCES)
-def test_what_one_position_emits(lenience):
-    """b = min(π_old, ℓ π) + d π with d = 1 - Σ min(π_old, ℓ π), from the rule's own decisions."""
-    accept = accept_probs(lenience)
-    rejected = np.sum(OLD * (1 - accept))
-    emission = OLD * accept + rejected * NEW
-    accepted = np.minimum(OLD, lenience * NEW)
-    closed = accepted + (1 - accepted.sum()) * NEW
-    np.testing.assert_allclose(emission, closed, atol=2e-5)
-    by_hand = {0.0: NEW, 0.5: [0.23, 0.345, 0.425], 1.0: [0.28, 0.42, 0.3], math.inf: OLD}
-    np.testing.assert_allclose(emission, by_hand.get(lenience, emission), atol=2e-5)
-    assert np.abs(emission - NEW).sum() / 2 > 0.07 or lenience == 0  # not π, not even at lenience 1
 
 
 # The stored log-probs
