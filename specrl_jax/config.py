@@ -32,11 +32,14 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     (">= 1", lambda x: x >= 1, """
         data.prompt_len reward.memory_mib rollout.prompts_per_step rollout.group_size
         rollout.response_len rollout.stored_logprobs rollout.tree.history rollout.tree.depth
-        rollout.max_width rollout.verify_width rollout.row_buckets rollout.cache_lengths
+        rollout.max_width rollout.row_buckets rollout.cache_lengths
         rollout.logits_chunk algorithm.max_gen_batches environment.max_turns
         curriculum.screening curriculum.candidates updates.mini_batch_size updates.passes
         warmup.batch_size warmup.examples evaluate.samples evaluate.batch_size checkpoint.every
         checkpoint.keep_last
+    """),
+    (">= 2", lambda x: x >= 2, """
+        rollout.verify_width
     """),
     ("> 0 and finite", lambda x: 0 < x < math.inf, """
         reward.timeout rollout.temperature rollout.lenience_target rollout.lenience_gain

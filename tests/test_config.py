@@ -28,6 +28,7 @@ PRESETS = ("tiny", "micro", "smollm2", "gsm8k", "qwen3_1p7b")
 BROKEN = {
     ">= 0": [-1],
     ">= 1": [0],
+    ">= 2": [1],
     "> 0": [0.0],
     "finite": [math.inf, -math.inf],
     ">= 0 and finite": [-0.1, math.inf],

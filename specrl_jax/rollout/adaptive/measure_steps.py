@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pathlib
+import sys
 import time
 import uuid
 from typing import Any
@@ -51,10 +52,12 @@ def machine() -> dict:
 
 
 @functools.cache
-def code_digest() -> str:
-    """Of the sources of the programs: another version may take other seconds."""
+def code_digest(*modules: str) -> str:
+    """Of the sources of the programs and of these modules: other code may take other seconds."""
     package = pathlib.Path(__file__).parents[2]
-    sources = sorted([*package.glob("models/*.py"), *package.glob("rollout/**/*.py")])
+    files = (getattr(sys.modules[module], "__file__", None) for module in modules)
+    sources = {*package.glob("models/*.py"), *package.glob("rollout/**/*.py")}
+    sources = sorted(sources | {pathlib.Path(file) for file in files if file})
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
@@ -73,7 +76,8 @@ class StepTimer:
         A damaged file is measured again; one that cannot be written is warned of.
         """
         label = {"program": repr(self.program), "prompts": self.prompts, "sources": self.sources}
-        label |= {"code": code_digest(), **machine()}
+        own = (type(self.program.draft_source).__module__, type(self.program.accept).__module__)
+        label |= {"code": code_digest(*own), **machine()}
         digest = hashlib.sha256(json.dumps(label, sort_keys=True).encode()).hexdigest()[:16]
         path = self.directory / f"step_costs_{digest}.json"
         if (kept := _read(path).get(point)) is not None:
