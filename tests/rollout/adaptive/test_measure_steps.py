@@ -160,10 +160,10 @@ def test_no_policy_program_is_compiled_to_measure_what_ran(make_mesh, tmp_path, 
 
 def test_no_program_is_compiled_to_measure_a_smaller_bucket(mesh, tmp_path):
     """The draft source has a state for all prompts, however few rows are left."""
-    plan = plan_of(row_buckets=2)
+    spec = spec_of(row_buckets=2)
     weights, prompts = ref.policy(model=ref.ONE_LAYER)[1], ref.make_prompts([[2]] * 4, P)
     ends = np.repeat([1, R], ROWS // 2)
-    result = generate(plan, weights, prompts, Noise(jax.random.key(0), 1), max_lens=ends)
+    result = generate(spec, weights, prompts, Noise(jax.random.key(0), 1), max_lens=ends)
     before = measure_steps.decode.decode_steps._cache_size()
     for size in {rows for rows, *_ in result.stats.decode_runs}:
         timer = timer_of(tmp_path, row_buckets=2)
