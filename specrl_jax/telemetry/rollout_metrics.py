@@ -76,9 +76,6 @@ def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> 
     }
 
 
-_PADDING = 2**30 - 1  # above every token id, and 2 · _PADDING + 1 still fits an int32
-
-
 def overlap_rouge1(
     tokens_a: np.ndarray, lens_a: np.ndarray, tokens_b: np.ndarray, lens_b: np.ndarray
 ) -> np.ndarray:
@@ -89,41 +86,24 @@ def overlap_rouge1(
     For example, [5 5 7] and [5 7 7 9] share one 5 and one 7: 2·2 / (3 + 4) = 0.571.
 
     Args:
-        tokens_a, tokens_b: int32 [B, R] (the two R may differ), ids in [0, 2^30 − 1).
+        tokens_a, tokens_b: int32 [B, R] (the two R may differ), ids >= 0.
         lens_a, lens_b: int32 [B], tokens.
     """
+    from scipy.sparse import csr_array
+
     lens_a, lens_b = np.asarray(lens_a), np.asarray(lens_b)
-    rows = len(lens_a)
-    shared = np.zeros(rows)
-    keys_a = _keys(tokens_a, lens_a, side=0)
-    keys_b = _keys(tokens_b, lens_b, side=1)
-    width = keys_a.shape[1] + keys_b.shape[1]
-    chunk = max(1, 2**22 // max(width, 1))  # 16 MB at a time
-    for start in range(0, rows if width else 0, chunk):
-        part = slice(start, start + chunk)
-        shared[part] = _shared(np.concatenate([keys_a[part], keys_b[part]], axis=1))
+    vocab = 1 + max(np.max(tokens_a, initial=0), np.max(tokens_b, initial=0))
+
+    def counts(tokens: np.ndarray, lens: np.ndarray) -> csr_array:
+        """How often a row has each token, [B, vocab]."""
+        inside = np.arange(tokens.shape[1]) < lens[:, None]
+        found = csr_array(
+            (np.ones(lens.sum(), np.int32), tokens[inside], np.cumsum([0, *lens])),
+            shape=(len(lens), vocab),
+        )
+        found.sum_duplicates()
+        return found
+
+    shared = counts(tokens_a, lens_a).minimum(counts(tokens_b, lens_b)).sum(axis=1)
     with np.errstate(invalid="ignore"):
         return np.where(lens_b > 0, 2 * shared / (lens_a + lens_b), np.nan)
-
-
-def _keys(tokens: np.ndarray, lens: np.ndarray, side: int) -> np.ndarray:
-    """2·token + side: after a sort, equal tokens of both sides form one run, a's first."""
-    longest = int(lens.max(initial=0))
-    tokens = np.asarray(tokens)[:, :longest].astype(np.int32)
-    inside = np.arange(longest) < lens[:, None]
-    return 2 * np.where(inside, tokens, np.int32(_PADDING)) + np.int32(side)
-
-
-def _shared(keys: np.ndarray) -> np.ndarray:
-    """The size of the intersection of a row's two multisets, for every row."""
-    rows, width = keys.shape
-    keys = np.sort(keys, axis=1)
-    tokens = keys >> 1
-    first = np.ones(keys.shape, bool)
-    first[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
-    starts = np.flatnonzero(first)
-    from_b = np.add.reduceat(keys.ravel() & 1, starts)
-    run_lens = np.diff(starts, append=keys.size)
-    both = np.minimum(from_b, run_lens - from_b)
-    both[tokens.ravel()[starts] == _PADDING] = 0
-    return np.bincount(starts // width, weights=both, minlength=rows)
