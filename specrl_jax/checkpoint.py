@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 from etils import epath
 
-from specrl_jax.config import check_names
+from specrl_jax.config import check_names, flatten
 
 _METRIC = "metric"
 
@@ -90,16 +90,6 @@ class Checkpointer:
         self.wait()
         return self._manager.latest_step()
 
-    def best_step(self) -> int | None:
-        """The kept step with the highest metric (the later of equals), or None."""
-        self.wait()
-        scored = [
-            (score, step)
-            for step in self._manager.all_steps()
-            if (score := _metric(self._manager.metrics(step))) > -math.inf
-        ]
-        return max(scored)[1] if scored else None
-
     def restore(self, step: int, like: Any) -> tuple[Any, dict]:
         """(arrays, host) of a step, each array laid out as its counterpart in `like`.
 
@@ -152,7 +142,7 @@ def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
     folder = epath.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(_plain(config), indent=2) + "\n")
+    partial.write_text(json.dumps(config, default=dict, indent=2) + "\n")
     partial.replace(folder / "config.json")
 
 
@@ -168,14 +158,14 @@ def check_run_config(
     if not path.exists():
         return False
     try:
-        before = _fields(json.loads(path.read_text()))
+        before = dict(flatten(json.loads(path.read_text())))
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
     try:
         check_names(before)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; give another --workdir") from None
-    now = _fields(json.loads(json.dumps(_plain(config))))
+    now = dict(flatten(config))
     changed = [
         f"{name} was {_show(before, name)}, now {_show(now, name)}"
         for name in sorted(before.keys() | now.keys())
@@ -286,26 +276,6 @@ def _check_same(where: os.PathLike, saved: Mapping, target: Mapping) -> None:
                 f"{where}: {name} is {old_dtype}{list(old_shape)}, "
                 f"this run needs {dtype}{list(shape)}; {advice}"
             )
-
-
-def _plain(config: Any) -> Any:
-    """Nested mappings (a ConfigDict is one in all but name) as dicts."""
-    if hasattr(config, "to_dict"):
-        return config.to_dict()
-    if isinstance(config, Mapping):
-        return {key: _plain(value) for key, value in config.items()}
-    return config
-
-
-def _fields(config: Mapping, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    fields = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            fields.update(_fields(value, f"{prefix}{key}."))
-        else:
-            fields[f"{prefix}{key}"] = value
-    return fields
 
 
 def _show(fields: Mapping, name: str) -> str:

@@ -25,7 +25,7 @@ class PromptStream(StatePart):
     the `leftover` prompts behind them are left out of that epoch, others of the next. `epoch` and
     `step` (within it) are those of the next batch.
 
-    settings: `config.curriculum`. total_steps: of the run. Some curricula need them.
+    settings: `config.curriculum`. total_steps: of the run.
     """
 
     foresees = True  # `peek` knows the next batch
@@ -49,6 +49,7 @@ class PromptStream(StatePart):
         self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
         self.epoch, self.step = 0, 0
         self._encoded, self._size, self._seed = encoded, prompts_per_step, seed
+        self._settings, self._total_steps = settings, total_steps
         self._digest = hashlib.blake2b(encoded.ids.tobytes(), digest_size=8).hexdigest()
         self._order = self._shuffle()
         self._waiting: list[int] = []  # drawn by `take`, not given out yet
@@ -209,11 +210,8 @@ class ByPassRate(_Chooser):
 
     _moving = (*_Chooser._moving, "posterior")
 
-    def __init__(
-        self, encoded: EncodedDataset, prompts_per_step: int, seed: int, settings: Any, *_: Any
-    ):
-        super().__init__(encoded, prompts_per_step, seed)
-        self._settings = settings
+    def __init__(self, encoded: EncodedDataset, *args: Any):
+        super().__init__(encoded, *args)
         self._posterior = np.ones((len(encoded.examples), 2))
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
@@ -253,29 +251,23 @@ class EasyToHard(_Chooser):
     exp(−(q − p)² / 2σ²). σ is `settings.width`.
     """
 
-    def __init__(
-        self,
-        encoded: EncodedDataset,
-        prompts_per_step: int,
-        seed: int,
-        settings: Any,
-        total_steps: int,
-    ):
-        super().__init__(encoded, prompts_per_step, seed)
+    def __init__(self, encoded: EncodedDataset, *args: Any):
+        super().__init__(encoded, *args)
+        field = self._settings.difficulty
         keys = [
-            (_difficulty(example, int(length), settings.difficulty), example.prompt_id)
+            (_difficulty(example, int(length), field), example.prompt_id)
             for example, length in zip(encoded.examples, encoded.lens, strict=True)
         ]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self._ranks = np.empty(len(keys))
         self._ranks[order] = np.linspace(0, 1, len(keys))
-        self._width, self._total, self._progress = settings.width, total_steps, 0.0
+        self._progress = 0.0
 
     def begin(self, step: int) -> None:
-        self._progress = min((step - 1) / max(self._total, 1), 1.0)
+        self._progress = min((step - 1) / max(self._total_steps, 1), 1.0)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
-        scores = -np.square(self._ranks[free] - self._progress) / (2 * self._width**2)
+        scores = -np.square(self._ranks[free] - self._progress) / (2 * self._settings.width**2)
         # The highest scores with Gumbel noise are a draw without replacement.
         return np.argsort(-(scores + rng.gumbel(size=len(free))), kind="stable")[:count]
 
