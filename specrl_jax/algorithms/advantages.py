@@ -29,13 +29,8 @@ class AdvantageConfig:
     @classmethod
     def from_config(cls, config, group_size: int) -> "AdvantageConfig":
         algorithm, critic = config.algorithm, config.critic
-        return cls(
-            group_size=group_size,
-            normalize_std=algorithm.normalize_std,
-            leave_one_out=algorithm.leave_one_out,
-            gamma=critic.gamma,
-            gae_lambda=critic.gae_lambda,
-        )
+        by_group = algorithm.normalize_std, algorithm.leave_one_out
+        return cls(group_size, *by_group, critic.gamma, critic.gae_lambda)
 
 
 class Estimate(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.data.prompts import EncodedDataset, batch_of, words
+from specrl_jax.data.prompts import EncodedDataset, select, words
 from specrl_jax.types import Example, Prompts, StatePart
 
 
@@ -92,7 +92,7 @@ class PromptStream(StatePart):
                     taken.append(row)
                     out.add(name)
             if len(taken) == count:
-                return batch_of(self._encoded, taken)
+                return select(self._encoded, taken)
             drawn = self._draw()
 
     def _check_count(self, count: int) -> None:
@@ -108,7 +108,7 @@ class PromptStream(StatePart):
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
         """The prompts of these ids, in this order."""
-        return batch_of(self._encoded, [self._rows[name] for name in prompt_ids])
+        return select(self._encoded, [self._rows[name] for name in prompt_ids])
 
     @functools.cached_property
     def _rows(self) -> dict[str, int]:
@@ -176,7 +176,7 @@ class _Chooser(PromptStream):
         rng = np.random.default_rng([self._seed, 1, self._draws])
         chosen = free[self._choose(rng, free, count)]
         self._draws, self._taken = self._draws + 1, self._taken + count
-        return batch_of(self._encoded, chosen)
+        return select(self._encoded, chosen)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
         """`count` distinct places in `free`."""

@@ -32,13 +32,9 @@ class Dataset:
 
 
 @dataclasses.dataclass(frozen=True)
-class EncodedDataset:
-    """N encoded problems (NumPy, on the host)."""
+class EncodedDataset(Prompts):
+    """All N problems of a dataset, as one batch."""
 
-    tokens: np.ndarray  # int32 [N, P], right-padded
-    lens: np.ndarray  # int32 [N]
-    ids: np.ndarray  # uint32 [N, 2], high word first
-    examples: tuple[Example, ...]
     dropped: int  # problems left out, as they were longer than P tokens
 
 
@@ -216,11 +212,6 @@ def words(ids: Sequence[str]) -> np.ndarray:
     return np.array(pairs, np.uint32).reshape(len(pairs), 2)
 
 
-def batch_of(encoded: EncodedDataset, rows: Sequence[int] | np.ndarray) -> Prompts:
-    """The problems at these row indices, in this order."""
-    return select(Prompts(encoded.tokens, encoded.lens, encoded.ids, encoded.examples), rows)
-
-
 def concatenate(*batches: Prompts) -> Prompts:
     """The prompts of all batches, [Q1 + Q2 + ...]."""
     arrays = (
@@ -244,17 +235,12 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
     """
     total = len(encoded.examples)
     missing = -total % size
-    filler = [make_example("", str(i), "padding", {}) for i in range(missing)]
+    filler = tuple(make_example("", str(i), "padding", {}) for i in range(missing))
     tokens = np.full((missing, encoded.tokens.shape[1]), encoded.tokens[0, 0], np.int32)
-    padded = EncodedDataset(
-        tokens=np.concatenate([encoded.tokens, tokens]),
-        lens=np.concatenate([encoded.lens, np.ones(missing, np.int32)]),
-        ids=np.concatenate([encoded.ids, words([e.prompt_id for e in filler])]),
-        examples=(*encoded.examples, *filler),
-        dropped=0,
-    )
+    ids = words([example.prompt_id for example in filler])
+    padded = concatenate(encoded, Prompts(tokens, np.ones(missing, np.int32), ids, filler))
     starts = range(0, total, size)
-    return [(batch_of(padded, range(s, s + size)), min(size, total - s)) for s in starts]
+    return [(select(padded, range(s, s + size)), min(size, total - s)) for s in starts]
 
 
 # --- the tiny sorting task ------------------------------------------------------------------------

@@ -31,20 +31,12 @@ def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
 
 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
-    model = config.model
+    own = config.model.keys() - {"source", "dtype", "remat"}
     return ModelConfig(
         vocab_size=vocab_size,
-        embed_dim=model.embed_dim,
-        mlp_dim=model.mlp_dim,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        family=model.family,
-        rope_theta=model.rope_theta,
         max_positions=config.data.prompt_len + config.rollout.response_len,
-        tie_embeddings=model.tie_embeddings,
-        **FAMILIES[model.family].switches({}),
+        **{name: config.model[name] for name in own},
+        **FAMILIES[config.model.family].switches({}),
     )
 
 

@@ -8,7 +8,6 @@ import pytest
 from ml_collections import ConfigDict
 
 from specrl_jax.data.prompts import (
-    batch_of,
     concatenate,
     demonstrations,
     encode_prompts,
@@ -256,7 +255,7 @@ def test_nothing_left_to_encode():
 
 
 def test_batch_of_takes_rows_in_order():
-    batch = batch_of(encoded_set(5), [4, 1])
+    batch = select(encoded_set(5), [4, 1])
     assert [e.prompt for e in batch.examples] == ["4>", "1>"]
     np.testing.assert_array_equal(batch.tokens[:, :2], [[6, 14], [3, 14]])
 
@@ -267,7 +266,7 @@ def prompts_of(batch):
 
 def test_batches_are_joined_and_picked_from():
     encoded = encoded_set(5)
-    both = concatenate(batch_of(encoded, [4, 1]), batch_of(encoded, [0]))
+    both = concatenate(select(encoded, [4, 1]), select(encoded, [0]))
     assert prompts_of(both) == ["4>", "1>", "0>"]
     assert prompts_of(select(both, [2, 0])) == ["0>", "4>"]
     for name in ("tokens", "lens", "ids"):
