@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
@@ -163,15 +164,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _flat_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return _flatten(param_shapes(config))
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        inner = _flatten(value, f"{prefix}{name}/") if isinstance(value, Mapping) else None
-        flat |= {prefix + name: value} if inner is None else inner
-    return flat
+    return flatten_dict(param_shapes(config), sep="/")
 
 
 class _Slot(NamedTuple):
@@ -225,8 +218,7 @@ def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> Params:
     leaves = {k: np.empty(s, np.float32) for k, s in _flat_shapes(config).items()}
     for name, slot in slots.items():
         slot.view(leaves)[...] = _checked(checkpoint, name, slot.shape).reshape(slot.sizes)
-    layers = {k.removeprefix("layers/"): v for k, v in leaves.items() if k.startswith("layers/")}
-    return {k: v for k, v in leaves.items() if "/" not in k} | {"layers": layers}
+    return unflatten_dict(leaves, sep="/")
 
 
 def _checked(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -247,7 +239,7 @@ def _check_tied(checkpoint: Checkpoint) -> None:
 
 
 def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    shapes, leaves = _flat_shapes(config), _flatten(params)
+    shapes, leaves = _flat_shapes(config), flatten_dict(params, sep="/")
     if wrong := sorted(shapes.keys() ^ leaves.keys()):
         kind = "missing" if wrong[0] in shapes else "unknown"
         raise ValueError(f"params: {kind} array {wrong[0]} ({len(wrong)} in all)")
@@ -260,34 +252,27 @@ def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[str,
 def _save_weights(
     path: Path, config: ModelConfig, leaves: Mapping[str, np.ndarray], max_shard_bytes: int
 ) -> None:
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.numpy import save_file
 
-    shards: list[dict[str, _Slot]] = [{}]
-    size = 0
-    for name, slot in _slots(config):
-        tensor_bytes = 4 * math.prod(slot.shape)
-        if shards[-1] and size + tensor_bytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = slot
-        size += tensor_bytes
-    total = len(shards)
-    names = [f"model-{i + 1:05}-of-{total:05}.safetensors" for i in range(total)]
-    names = ["model.safetensors"] if total == 1 else names
-    for file, shard in zip(names, shards, strict=True):
+    split = split_state_dict_into_shards_factory(
+        slots := dict(_slots(config)),
+        get_storage_size=lambda slot: 4 * math.prod(slot.shape),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         tensors = {
-            name: np.ascontiguousarray(slot.view(leaves)).reshape(slot.shape)
-            for name, slot in shard.items()
+            name: np.ascontiguousarray(slots[name].view(leaves)).reshape(slots[name].shape)
+            for name in names
         }
         save_file(tensors, path / file, metadata={"format": "pt"})
-    for stale in {*path.glob("model*.safetensors"), path / _INDEX} - {path / n for n in names}:
+    written = {path / file for file in split.filename_to_tensors}
+    for stale in {*path.glob("model*.safetensors"), path / _INDEX} - written:
         stale.unlink(missing_ok=True)
-    if total > 1:
-        weight_map = {n: f for f, shard in zip(names, shards, strict=True) for n in shard}
-        total_size = 4 * sum(leaf.size for leaf in leaves.values())
-        _write_json(
-            path / _INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(path / _INDEX, index)
 
 
 # --- tokenizer files -----------------------------------------------------------------------------

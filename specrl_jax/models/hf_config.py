@@ -10,6 +10,18 @@ from typing import Any
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.families import FAMILIES
 
+# Hugging Face's name → ours.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embed_dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_positions",
+}
+
 
 def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
     """The `ModelConfig` of a config.json (transformers 4 or 5); errors name `file`."""
@@ -27,18 +39,11 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
     values.setdefault("head_dim", embed_dim // num_heads)
     theta, scaling = _rope(values, file)
     config = ModelConfig(
-        vocab_size=_size(values, "vocab_size", file),
-        embed_dim=embed_dim,
-        mlp_dim=_size(values, "intermediate_size", file),
-        num_layers=_size(values, "num_hidden_layers", file),
-        num_heads=num_heads,
-        num_kv_heads=_size(values, "num_key_value_heads", file),
-        head_dim=_size(values, "head_dim", file),
+        **{ours: _size(values, theirs, file) for theirs, ours in _SIZES.items()},
         family=name,
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(values["rms_norm_eps"]),
-        max_positions=_size(values, "max_position_embeddings", file),
         tie_embeddings=bool(values["tie_word_embeddings"]),
         **family.switches(values),
     )
@@ -55,16 +60,9 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     values = {
         "architectures": [family.architecture],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope_theta,
         "torch_dtype": "float32",

@@ -31,11 +31,12 @@ def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
 
 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
-    own = config.model.keys() - {"source", "dtype", "remat"}
+    sizes = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    same = (*sizes, "family", "rope_theta", "tie_embeddings")
     return ModelConfig(
         vocab_size=vocab_size,
         max_positions=config.data.prompt_len + config.rollout.response_len,
-        **{name: config.model[name] for name in own},
+        **{name: config.model[name] for name in same},
         **FAMILIES[config.model.family].switches({}),
     )
 
