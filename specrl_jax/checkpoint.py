@@ -38,10 +38,6 @@ class Checkpointer:
         keep_best: int = 0,
         read_only: bool = False,
     ):
-        if keep_last < 1:
-            raise ValueError(f"checkpoint.keep_last must be >= 1, got {keep_last}")
-        if keep_best < 0:
-            raise ValueError(f"checkpoint.keep_best must be >= 0, got {keep_best}")
         self.directory = epath.Path(directory).resolve()
         _check_metrics(self.directory)
         absl_logging.get_absl_handler().addFilter(_is_shown)  # once, however often it is called

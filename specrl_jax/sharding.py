@@ -75,9 +75,17 @@ def reshard(array: jax.Array, *axes: str | None) -> jax.Array:
     return jax.sharding.reshard(array, spec(*axes))
 
 
-def take_rows(array: jax.Array, index: jax.Array, *axes: str | None) -> jax.Array:
-    """`array[index]` along the first, batch-sharded axis; the result's other axes are `axes`."""
-    return array.at[index].get(out_sharding=spec("batch", *axes), mode="promise_in_bounds")
+def take_rows(tree, index: jax.Array, *axes: str | None):
+    """`array[index]` along the first, batch-sharded axis of every array in a pytree.
+
+    axes: the results' other axes; if left out, those are not split.
+    """
+
+    def take(array: jax.Array) -> jax.Array:
+        out = spec("batch", *(axes or (None,) * (array.ndim - 1)))
+        return array.at[index].get(out_sharding=out, mode="promise_in_bounds")
+
+    return jax.tree.map(take, tree)
 
 
 def merge_rows(array: jax.Array, *axes: str | None) -> jax.Array:

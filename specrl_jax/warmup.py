@@ -94,7 +94,7 @@ def _run(
     slots = data.responses.shape[1]
 
     def step(state: TrainState, index: Array) -> tuple[TrainState, Array]:
-        rows = jax.tree.map(lambda x: take_rows(x, index, *(None,) * (x.ndim - 1)), data)
+        rows = take_rows(data, index)
         tokens = pack(rows.prompts, rows.prompt_lens, rows.responses, response_slots=slots)
         mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
 

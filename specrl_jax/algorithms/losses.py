@@ -168,18 +168,6 @@ KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k1": k1, "k2": k2, "k3": 
 # Aggregation --------------------------------------------------------------------------------
 
 
-def _sum_tokens(per_token: Array, mask: Array, max_len: int) -> Array:
-    return masked_sum(per_token, mask)
-
-
-def _sum_row_means(per_token: Array, mask: Array, max_len: int) -> Array:
-    return jnp.sum(masked_mean(per_token, mask, axis=-1))
-
-
-def _sum_over_max_len(per_token: Array, mask: Array, max_len: int) -> Array:
-    return masked_sum(per_token / max_len, mask)
-
-
 def _count_tokens(mask: Array) -> Array:
     return jnp.sum(mask, dtype=jnp.int32)
 
@@ -210,14 +198,14 @@ class Aggregation:
         return self.sum(per_token, mask, max_len) / jnp.maximum(normalizer, 1)
 
 
-TOKEN_MEAN = Aggregation(_sum_tokens, _count_tokens)
+TOKEN_MEAN = Aggregation(lambda x, mask, _: masked_sum(x, mask), _count_tokens)
 AGGREGATIONS: dict[str, Aggregation] = {
     # Σ over all tokens / number of tokens: DAPO, arXiv 2503.14476, eq. 8
     "token": TOKEN_MEAN,
     # Σ over rows of the row's mean / number of rows: GRPO, arXiv 2402.03300, eq. 3
-    "sequence": Aggregation(_sum_row_means, _count_rows),
+    "sequence": Aggregation(lambda x, mask, _: jnp.sum(masked_mean(x, mask, axis=-1)), _count_rows),
     # Σ over all tokens / (number of rows · max_len): Dr. GRPO, arXiv 2503.20783, section 3.2
-    "constant": Aggregation(_sum_over_max_len, _count_rows),
+    "constant": Aggregation(lambda x, mask, n: masked_sum(x / n, mask), _count_rows),
 }
 
 

@@ -105,11 +105,6 @@ def micro_batches(rows: int, size: int) -> np.ndarray:
     return np.arange(rows, dtype=np.int32).reshape(-1, size or rows)
 
 
-def take_batch_rows(batch: Batch, index: Array) -> Batch:
-    """The rows `index` of a batch."""
-    return jax.tree.map(lambda x: take_rows(x, index, *(None,) * (x.ndim - 1)), batch)
-
-
 def _response_hidden(
     model: Transformer, tokens_BT: Array, prompt_lens: Array, response_slots: int
 ) -> Array:
@@ -131,7 +126,7 @@ def _map_micro_batches(function: Callable[[Batch], Array], batch: Batch, index_M
     """`function(rows)` [m, R] over micro-batches, as [B, R]."""
 
     def step(_, index: Array) -> tuple[None, Array]:
-        return None, function(take_batch_rows(batch, index))
+        return None, function(take_rows(batch, index))
 
     _, results = jax.lax.scan(step, None, index_Mm)
     flat = jax.sharding.reshard(results, jax.P(None, None, None)).reshape(-1, results.shape[-1])

@@ -15,9 +15,9 @@ from jax import Array
 
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
-from specrl_jax.algorithms.scoring import pack, score, take_batch_rows
+from specrl_jax.algorithms.scoring import pack, score
 from specrl_jax.models.transformer import Params
-from specrl_jax.sharding import put
+from specrl_jax.sharding import put, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 Sums = dict[str, Array]  # float32 scalars, added over micro-batches
@@ -96,11 +96,11 @@ def _gradients(
         return total, sums
 
     def accumulate(total: tuple[Weights, Sums], index: Array):
-        rows = take_batch_rows(batch, index)
+        rows = take_rows(batch, index)
         (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(weights, rows)
         return jax.tree.map(jnp.add, total, (grads, sums)), None
 
-    _, shapes = jax.eval_shape(lambda: loss(weights, take_batch_rows(batch, index_Mm[0])))
+    _, shapes = jax.eval_shape(lambda: loss(weights, take_rows(batch, index_Mm[0])))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     start = (jax.tree.map(jnp.zeros_like, weights), zeros)
     return jax.lax.scan(accumulate, start, index_Mm)[0]

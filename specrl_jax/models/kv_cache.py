@@ -91,5 +91,5 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
 def gather_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:
     """The rows of an index array, in `slots` slots (cut or padded with zeros)."""
     cut = resize(cache, min(slots, cache_slots(cache)))  # before the gather: fewer bytes to move
-    gathered = jax.tree.map(lambda x: take_rows(x, rows, *_AXES[1:]), cut)
+    gathered = take_rows(cut, rows, *_AXES[1:])
     return resize(gathered, slots)

@@ -275,7 +275,7 @@ def _fill(found: Rollout, part: Rollout, index: Array, here: Array) -> Rollout:
 @jax.jit
 def take(tree, places: Array):
     """Rows of a pytree of [B, ...] at `places`, int32 and replicated."""
-    return jax.tree.map(lambda x: take_rows(x, places, *(None,) * (x.ndim - 1)), tree)
+    return take_rows(tree, places)
 
 
 def _first(count: int | Array, rows: int) -> Array:

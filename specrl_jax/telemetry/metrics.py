@@ -223,8 +223,7 @@ class MetricsLog:
         config_dict: The resolved config, as plain Python, for wandb.
         console: Print a line a step.
 
-    Raises:
-        ValueError: Unknown `wandb_mode`, or a damaged `metrics.jsonl`.
+    Raises ValueError for a damaged `metrics.jsonl`.
     """
 
     def __init__(

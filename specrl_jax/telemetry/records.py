@@ -130,7 +130,7 @@ class RolloutRecords:
 
     Args:
         workdir: Holds `rollouts/`; the first write makes it.
-        share: Share of the prompts, in [0, 1]; otherwise ValueError.
+        share: Share of the prompts, in [0, 1].
         decode: Token ids → text, without special tokens.
         eos_ids: The tokens that end a response.
         enabled: False in processes that write and remove nothing (another process does).
@@ -145,8 +145,6 @@ class RolloutRecords:
         eos_ids: Sequence[int],
         enabled: bool = True,
     ):
-        if not 0 <= share <= 1:
-            raise ValueError(f"log.rollouts must be in [0, 1], got {share}")
         self.active = enabled and share > 0  # False: `write` ignores its arguments
         self._workdir, self._share, self._enabled = Path(workdir), share, enabled
         self._decode, self._eos_ids = decode, frozenset(int(i) for i in eos_ids)

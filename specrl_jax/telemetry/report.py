@@ -5,7 +5,9 @@ metrics are skipped. Gives text for the console and PNG files.
 """
 
 import math
+import operator
 import os
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,19 +42,19 @@ def _epochs(records: Sequence[Record]) -> dict[int, list[Record]]:
 # Table --------------------------------------------------------------------------------------
 
 
-def _mean(records: Sequence[Record], name: str) -> float | None:
-    _, values = _series(records, name)
-    return math.fsum(values) / len(values) if values else None
+# From an epoch's records and a metric's name to one number; None where there is no value.
+Summary = Callable[[Sequence[Record], str], float | None]
 
 
-def _total(records: Sequence[Record], name: str) -> float | None:
-    _, values = _series(records, name)
-    return math.fsum(values) if values else None
+def _by(reduce: Callable[[list[float]], float]) -> Summary:
+    def summarize(records: Sequence[Record], name: str) -> float | None:
+        _, values = _series(records, name)
+        return reduce(values) if values else None
+
+    return summarize
 
 
-def _last(records: Sequence[Record], name: str) -> float | None:
-    _, values = _series(records, name)
-    return values[-1] if values else None
+_mean, _total, _last = map(_by, (statistics.fmean, math.fsum, operator.itemgetter(-1)))
 
 
 def _reuse(records: Sequence[Record], _: str) -> float | None:
@@ -63,7 +65,7 @@ def _reuse(records: Sequence[Record], _: str) -> float | None:
 
 
 # Heading, metric, how an epoch's steps become one number, format.
-_COLUMNS: tuple[tuple[str, str, Callable[[Sequence[Record], str], float | None], str], ...] = (
+_COLUMNS: tuple[tuple[str, str, Summary, str], ...] = (
     ("reward", "reward/mean", _mean, "{:.3f}"),
     ("eval", "reward/eval", _last, "{:.3f}"),
     ("reuse", "rollout/reuse_fraction", _reuse, "{:.1%}"),

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-WANDB_MODES = ("off", "offline", "online", "auto")
-
 _log = logging.getLogger(__name__)
 
 
@@ -27,12 +25,7 @@ def _logged_in() -> bool:
 
 
 def resolve_wandb_mode(mode: str) -> str:
-    """The mode to use; "auto" is $WANDB_MODE if set, else online if logged in, else offline.
-
-    Raises ValueError unless `mode` is one of `WANDB_MODES`.
-    """
-    if mode not in WANDB_MODES:
-        raise ValueError(f"log.wandb must be one of {', '.join(WANDB_MODES)}, got {mode!r}")
+    """The mode to use; "auto" is $WANDB_MODE if set, else online if logged in, else offline."""
     if mode != "auto":
         return mode
     if environment_mode := os.environ.get("WANDB_MODE", ""):
