@@ -72,6 +72,11 @@ class Drafts:
     top_ids: Array | None = None  # int32 [B, R, k]
     top_logprobs: Array | None = None  # float32 [B, R, k]
 
+    @classmethod
+    def of(cls, responses: Any) -> "Drafts":
+        """The fields of a `Rollout`, or of stored responses, that a draft has too."""
+        return cls(**{f.name: getattr(responses, f.name) for f in dataclasses.fields(cls)})
+
 
 class Source(enum.IntEnum):
     """Where a token of a response came from."""

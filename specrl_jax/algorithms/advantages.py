@@ -64,12 +64,10 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     gets exactly 0. Worked row, G = 4: rewards 1 0 0 1 have mean 0.5 and std √(1/3) = 0.577, hence
     advantages 0.866 −0.866 −0.866 0.866, or ±0.5 without the division.
 
-    Args:
-        rewards: float32 [B], not split; the rows of a group are contiguous (B = Q·G).
-        epsilon: ε, in units of reward.
+    rewards: float32 [B], not split; the rows of a group are contiguous (B = Q·G).
+    epsilon: ε, in units of reward.
 
-    Raises:
-        ValueError: G < 2, or B is not a multiple of G.
+    Raises ValueError where G < 2, or B is not a multiple of G.
     """
     size, rows = config.group_size, rewards.shape[0]
     if size < 2:
@@ -99,13 +97,11 @@ def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> 
     γ = λ = 1 is reward − V(sₜ). Worked row, γ = 1, λ = 0.5, reward 1, values 0.2 0.4 0.6: δ = 0.2
     0.2 0.4, A = 0.4 0.4 0.4, R = 0.6 0.8 1.
 
-    Args:
-        rewards: float32 [B].
-        values: float32 [B, R], of the state before each token.
-        mask: bool [B, R], the policy's tokens; an environment's tokens may lie between them.
+    rewards: float32 [B].
+    values: float32 [B, R], of the state before each token.
+    mask: bool [B, R], the policy's tokens; an environment's tokens may lie between them.
 
-    Returns:
-        Advantages and returns [B, R], 0 outside the mask.
+    Returns advantages and returns [B, R], 0 outside the mask.
     """
     values = jnp.where(mask, values, 0)
 
@@ -178,8 +174,7 @@ ADVANTAGES: dict[str, Advantage] = {
 def choose_advantage(config) -> Advantage:
     """The advantage that `config.algorithm.advantage` names; "auto" is the first that fits.
 
-    Raises:
-        ValueError: The advantage needs a critic and there is none, or the other way round.
+    Raises ValueError where the advantage needs a critic and there is none, or the other way round.
     """
     name, has_critic = config.algorithm.advantage, config.critic.kind != "none"
     fitting = {n: a for n, a in ADVANTAGES.items() if a.needs_critic == has_critic}
@@ -199,9 +194,8 @@ def overlong_penalty(lens: Array, max_len: int, buffer: int) -> Array:
     0 up to max_len − buffer tokens, then rising evenly to 1 at `max_len`. Worked row, max_len 10,
     buffer 4: lengths 6, 7, 8, 10 cost 0, 0.25, 0.5, 1.
 
-    Args:
-        lens: int [B], tokens.
-        max_len: Tokens at which responses are cut off.
-        buffer: Tokens, >= 1.
+    lens: int [B], tokens.
+    max_len: Tokens at which responses are cut off.
+    buffer: Tokens, >= 1.
     """
     return jnp.clip((lens - (max_len - buffer)) / buffer, 0, 1)

@@ -60,14 +60,12 @@ def clipped_surrogate(
     Worked row, ε = 0.2, c = 3: (r, A) = (1.5, 1) → −1.2, clipped; (1.5, −1) → 1.5, not clipped;
     (0.5, −1) → 0.8, clipped; (9, −1) → 3, clipped.
 
-    Args:
-        log_ratio: log r [B, R], one of RATIOS; carries the gradient.
-        logprobs: log π(y) [B, R]; not used here.
-        advantages: A [B, R].
+    log_ratio: log r [B, R], one of RATIOS; carries the gradient.
+    logprobs: log π(y) [B, R]; not used here.
+    advantages: A [B, R].
 
-    Returns:
-        loss [B, R], and bool [B, R]: a clip (low, high or dual) holds this token's loss constant,
-        so that it has no gradient.
+    Returns the loss [B, R], and bool [B, R]: a clip (low, high or dual) holds this token's loss
+    constant, so that it has no gradient.
     """
     ratio = _exp(log_ratio)
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -188,11 +186,10 @@ class Aggregation:
     ) -> Array:
         """Scalar; 0 where there are no tokens.
 
-        Args:
-            per_token: [B, R]; may hold anything outside the mask.
-            mask: bool [B, R].
-            max_len: Tokens of the longest possible response.
-            normalizer: `count` of the mini-batch that these rows are a part of; None: of these.
+        per_token: [B, R]; may hold anything outside the mask.
+        mask: bool [B, R].
+        max_len: Tokens of the longest possible response.
+        normalizer: `count` of the mini-batch that these rows are a part of; None: of these.
         """
         normalizer = self.count(mask) if normalizer is None else normalizer
         return self.sum(per_token, mask, max_len) / jnp.maximum(normalizer, 1)
@@ -223,19 +220,16 @@ def policy_loss(
 
         loss = mean(w·surrogate + β·KL(π ‖ π_ref) − η·H(π))       arXiv 2402.03300, eq. 3
 
-    Args:
-        logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
-        batch: `old_logprobs`, `advantages`, `ref_logprobs`, `weights` (w) and `mask` are read.
-            What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
-        normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
+    logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
+    batch: `old_logprobs`, `advantages`, `ref_logprobs`, `weights` (w) and `mask` are read.
+        What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
+    normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
 
-    Returns:
-        The loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
-        `entropy`, `logprob_gap` (|log π − log π_old|) and, with a reference, `kl`, which is always
-        k3. Add them over micro-batches, then `policy_metrics`.
+    Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
+    `entropy`, `logprob_gap` (|log π − log π_old|) and, with a reference, `kl`, which is always
+    k3. Add them over micro-batches, then `policy_metrics`.
 
-    Raises:
-        ValueError: kl_coef without a reference.
+    Raises ValueError for a kl_coef without a reference.
     """
     if config.kl_coef and batch.ref_logprobs is None:
         raise ValueError(f"kl_coef must be 0 without reference log-probs, got {config.kl_coef}")
@@ -291,16 +285,14 @@ def value_loss(
     gradient. Worked row, c = 0.2, V_old = 0, R = 1: V = 0.1 → 0.405; V = 0.5 → 0.32, the error of
     0.2, clipped; V = −0.5 → 1.125.
 
-    Args:
-        values: V [B, R], in units of reward; carries the gradient.
-        batch: `values` (V_old), `returns` (R) and `mask` are read. What lies outside the mask
-            reaches neither loss, gradient nor sums.
-        clip: c; 0 turns the clip off. A Python number.
-        normalizer: Tokens of the whole mini-batch; None if these rows are all of it.
+    values: V [B, R], in units of reward; carries the gradient.
+    batch: `values` (V_old), `returns` (R) and `mask` are read. What lies outside the mask
+        reaches neither loss, gradient nor sums.
+    clip: c; 0 turns the clip off. A Python number.
+    normalizer: Tokens of the whole mini-batch; None if these rows are all of it.
 
-    Returns:
-        The loss, and float sums over these tokens: `critic_loss` (already divided, so the parts
-        add up) and `critic_clipped`, tokens whose loss the clip holds constant.
+    Returns the loss, and float sums over these tokens: `critic_loss` (already divided, so the parts
+    add up) and `critic_clipped`, tokens whose loss the clip holds constant.
     """
     mask = batch.mask
     values, old, returns = (jnp.where(mask, x, 0) for x in (values, batch.values, batch.returns))

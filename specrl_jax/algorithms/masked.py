@@ -12,11 +12,10 @@ Axes = int | tuple[int, ...] | None
 def masked_sum(values: Array, mask: Array, axis: Axes = None) -> Array:
     """Σ of `values` where `mask` holds; 0 where it holds nowhere.
 
-    Args:
-        values: Any shape. What lies under a false mask may be anything, nan and inf included: it
-            reaches neither the sum nor the gradient with respect to `values`.
-        mask: bool, the shape of `values`.
-        axis: The axes to reduce; all of them if None.
+    values: Any shape. What lies under a false mask may be anything, nan and inf included: it
+        reaches neither the sum nor the gradient with respect to `values`.
+    mask: bool, the shape of `values`.
+    axis: The axes to reduce; all of them if None.
     """
     return jnp.sum(jnp.where(mask, values, 0), axis=axis)
 

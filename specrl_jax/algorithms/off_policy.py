@@ -95,10 +95,9 @@ def importance_weights(
     rollout's mean, and a token that was accepted before counts as sampled from the policy that
     accepted it last. Rows verified in earlier steps have this step's d.
 
-    Args:
-        log_lenience: log ℓ in nats, in [-inf, inf].
-        rejected_mass: d.
-        weight: Of the acceptance rule in force; None where the rule emits exactly π.
+    log_lenience: log ℓ in nats, in [-inf, inf].
+    rejected_mass: d.
+    weight: Of the acceptance rule in force; None where the rule emits exactly π.
     """
     if weight is None:
         return jnp.ones_like(rollout.sampling_logprobs)

@@ -68,7 +68,7 @@ def train_and_draft(trainer: Trainer, params: Params, drift: int | None) -> Draf
     prompts = PromptStream(trainer.prompts, settings.prompts_per_step, trainer.config.seed).next()
     plain = without_trees(trainer.rollout_spec)
     written = generate(plain, older, prompts, Noise(trainer.key, 1)).rollout
-    drafts = Drafts(**{f.name: getattr(written, f.name) for f in dataclasses.fields(Drafts)})
+    drafts = Drafts.of(written)
     lens, size = jax.device_get(written.lens), param_count(trainer.model) / 1e6
     title = f"{size:.2f}M parameters; {len(lens)} drafts of {lens.mean():.1f} tokens, "
     return Drafted(weights, prompts, drafts, drift, f"{title}{drift} steps old")

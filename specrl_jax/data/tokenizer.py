@@ -51,19 +51,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; nothing is added at either end."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, without special tokens."""
-        ...
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
         """Ids of a whole prompt, up to the response's first token."""
-        ...
 
     def encode_turn(self, text: str) -> list[int]:
         """Ids of a user's answer, from a response's end to the next response's first token."""
-        ...
 
 
 def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...]) -> str:
@@ -113,7 +109,6 @@ class CharacterTokenizer:
         return self.encode(prompt)
 
     def encode_turn(self, text: str) -> list[int]:
-        """Ids of an answer to a response. Raises ValueError on an unknown character."""
         return self.encode(text)
 
 
@@ -152,17 +147,14 @@ class HuggingFaceTokenizer:
         self._prefix = added[:1] if added and added[0] == bos else []
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, without special tokens."""
         return self._tokenizer.decode(
             [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
-        """Ids of a prompt with chat template or BOS, see the class."""
         if not self._chat:
             if not isinstance(prompt, str):
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
@@ -176,7 +168,6 @@ class HuggingFaceTokenizer:
         )
 
     def encode_turn(self, text: str) -> list[int]:
-        """Ids of a user's answer, through the chat template where `chat` is set."""
         if not self._chat:
             return self.encode(text)
         said = "\u241e"  # stands for the response, whose tokens are there already
@@ -294,6 +285,7 @@ def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> 
 
 def _from_gguf(path: Path) -> tuple[Any, list[int]]:
     from gguf import GGUFReader
+    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     fields = GGUFReader(str(path)).fields
@@ -312,7 +304,8 @@ def _from_gguf(path: Path) -> tuple[Any, list[int]]:
     pre = read("ggml.pre", "default")
     backend = _byte_level_bpe(tokens, types, read("ggml.merges"), pre)
     if read("ggml.add_bos_token", pre in ("llama-bpe", "llama3")):
-        _add_bos(backend, tokens[bos], bos)
+        pair = f"{tokens[bos]}:0 $A:0", f"{tokens[bos]}:0 $A:0 $B:1"
+        backend.post_processor = TemplateProcessing(*pair, special_tokens=[(tokens[bos], bos)])
     roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     ids = {role: read(f"ggml.{key}_token_id") for role, key in roles.items()}
     named = {role: tokens[index] for role, index in ids.items() if index is not None}
@@ -357,12 +350,4 @@ def _pre_tokenizer(pre: str) -> Any:
     raise ValueError(
         f"tokenizer.ggml.pre is {pre!r}, known are {known}; "
         "set tokenizer.source to the model's directory or hub id"
-    )
-
-
-def _add_bos(backend: Any, token: str, index: int) -> None:
-    from tokenizers import processors
-
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=[(token, index)]
     )

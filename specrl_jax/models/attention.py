@@ -16,10 +16,9 @@ QUERIES_AT_ONCE = 512  # bounds the scores in memory to [B, N, 512, S]
 def attention(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
     """Grouped-query attention (arXiv 2305.13245), [B, T, N, H].
 
-    Args:
-        q_BTNH: Queries, already scaled by H^-1/2.
-        k_BKHS, v_BKSH: Keys and values of S slots, in the layout of `kv_cache`.
-        mask_BTS: bool, True where a query sees a slot.
+    q_BTNH: Queries, already scaled by H^-1/2.
+    k_BKHS, v_BKSH: Keys and values of S slots, in the layout of `kv_cache`.
+    mask_BTS: bool, True where a query sees a slot.
 
     Many queries go in pieces. The backward pass recomputes the scores of a piece.
     """

@@ -62,9 +62,9 @@ def find(source: str) -> Path | None:
 def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndarray]]:
     """config.json's fields, Hugging Face's tensor names, and a function that reads one tensor."""
     reader = _open(file)
-    metadata = {
-        name: field.contents() for name, field in reader.fields.items() if not _skipped(name)
-    }
+    slow = ("tokenizer.", "GGUF.")  # vocabularies are slow to unpack
+    fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
+    metadata = {name: field.contents() for name, field in fields.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, metadata, stored)
     names = {_rename(file, name): name for name in stored if name != _ROPE_DIVISORS}
@@ -111,10 +111,6 @@ def _open(file: Path) -> Any:
     except (ValueError, KeyError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{file} must be a whole GGUF file: {reason}") from error
-
-
-def _skipped(name: str) -> bool:
-    return name.startswith(("tokenizer.", "GGUF."))  # vocabularies are slow to unpack
 
 
 def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:

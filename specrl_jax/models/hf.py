@@ -75,13 +75,12 @@ def save(
 ) -> None:
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    Args:
-        path: The directory; made if absent. A model in it is replaced.
-        config: Its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
-        params: The tree of `load`: NumPy or fully addressable JAX arrays, written as float32.
-        tokenizer_source: A source of `load`. The ids of its end, begin and padding tokens are
-            written, and the tokenizer's files copied if it is a directory or hub id.
-        max_shard_bytes: A larger model is split into shards.
+    path: The directory; made if absent. A model in it is replaced.
+    config: Its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
+    params: The tree of `load`: NumPy or fully addressable JAX arrays, written as float32.
+    tokenizer_source: A source of `load`. The ids of its end, begin and padding tokens are
+        written, and the tokenizer's files copied if it is a directory or hub id.
+    max_shard_bytes: A larger model is split into shards.
 
     Raises ValueError if the family cannot express the config, or `params` does not fit it.
     """

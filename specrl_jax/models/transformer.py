@@ -42,10 +42,9 @@ class Transformer(nnx.Module):
     ) -> tuple[Array, KVCache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
-        Args:
-            tokens_BT: int32 [B, T], left-aligned.
-            start_B: int32 [B], position of each row's first token (None: 0); needs a cache.
-            cache: Keys and values of all earlier positions. Without it the tokens see each other.
+        tokens_BT: int32 [B, T], left-aligned.
+        start_B: int32 [B], position of each row's first token (None: 0); needs a cache.
+        cache: Keys and values of all earlier positions. Without it the tokens see each other.
         """
         rows, width = tokens_BT.shape
         if start_B is None:

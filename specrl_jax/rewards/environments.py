@@ -29,11 +29,9 @@ class Environment(Protocol):
 
     def reset(self, answer: str, task: str, metadata: dict) -> None:
         """Begin the episode of a problem."""
-        ...
 
     def step(self, response: str) -> Step:
         """Answer the policy's next response. An exception ends the episode with reward 0."""
-        ...
 
 
 class Guess:

@@ -36,7 +36,7 @@ class RunAhead(StatePart):
 
     @classmethod
     def empty(cls, rows: int, slots: int) -> "RunAhead":
-        return cls(as_drafts(_empty_rollout(rows, slots, 0)))
+        return cls(as_drafts(empty_rollout(rows, slots, 0)))
 
     def arrays(self) -> Drafts:
         return self.drafts
@@ -69,8 +69,7 @@ def _as_sources(drafts: Drafts, own: Array, *, prompts: int) -> tuple[Array, Arr
 
 def as_drafts(rollout: Rollout) -> Drafts:
     """Responses as drafts for the match rule, which reads tokens and lengths alone."""
-    names = ("tokens", "lens", "sampling_logprobs", "origin_logprobs", "origin_steps")
-    return Drafts(**{name: getattr(rollout, name) for name in names})
+    return dataclasses.replace(Drafts.of(rollout), top_ids=None, top_logprobs=None)
 
 
 @jax.jit
@@ -113,7 +112,7 @@ class Resumed(StatePart):
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
         """For X * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
-        rollout = _empty_rollout(rows, slots, k)
+        rollout = empty_rollout(rows, slots, k)
         return cls(PartialRows(rollout, rollout.lens > 0, rollout.lens))
 
     def arrays(self) -> PartialRows:
@@ -238,7 +237,7 @@ class WaitingRows(StatePart):
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "WaitingRows":
         """`rows` rows of `slots` response slots and the k likeliest tokens."""
-        return cls(_empty_rollout(rows, slots, k))
+        return cls(empty_rollout(rows, slots, k))
 
     def arrays(self) -> Rollout:
         return self.rollout
@@ -255,7 +254,7 @@ def assemble(parts: Sequence[Rollout], places: np.ndarray) -> Rollout:
     """
     first = parts[0]
     k = 0 if first.top_ids is None else first.top_ids.shape[-1]
-    found = _empty_rollout(len(places), first.tokens.shape[1], k)
+    found = empty_rollout(len(places), first.tokens.shape[1], k)
     for number, part in enumerate(parts):
         here = places[:, 0] == number
         if here.any():
@@ -291,7 +290,7 @@ def _where(rows: Array, one: Array, other: Array) -> Array:
     return jnp.where(rows.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
 
 
-def _empty_rollout(rows: int, slots: int, k: int) -> Rollout:
+def empty_rollout(rows: int, slots: int, k: int) -> Rollout:
     """Responses of no tokens."""
 
     def zeros(dtype, *rest: int) -> Array:

@@ -215,13 +215,12 @@ def _scalar(name: str, value: Any) -> float | int:
 class MetricsLog:
     """Writes a run's metrics; a context manager.
 
-    Args:
-        workdir: Holds `metrics.jsonl`, `wandb_id` and `wandb/`; made if missing.
-        total_steps: Steps of the whole run, for progress and time left.
-        wandb_mode: "off", "offline", "online" or "auto" (see `resolve_wandb_mode`).
-        run_name: The run's name on wandb.
-        config_dict: The resolved config, as plain Python, for wandb.
-        console: Print a line a step.
+    workdir: Holds `metrics.jsonl`, `wandb_id` and `wandb/`; made if missing.
+    total_steps: Steps of the whole run, for progress and time left.
+    wandb_mode: "off", "offline", "online" or "auto" (see `resolve_wandb_mode`).
+    run_name: The run's name on wandb.
+    config_dict: The resolved config, as plain Python, for wandb.
+    console: Print a line a step.
 
     Raises ValueError for a damaged `metrics.jsonl`.
     """
@@ -268,13 +267,11 @@ class MetricsLog:
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Writes one step; on return the record is on the disk.
 
-        Args:
-            step: Greater than every step in the file.
-            epoch: The pass over the prompts that the step belongs to.
-            values: Scalars (Python, NumPy or JAX) by name.
+        step: Greater than every step in the file.
+        epoch: The pass over the prompts that the step belongs to.
+        values: Scalars (Python, NumPy or JAX) by name.
 
-        Raises:
-            ValueError: A name that is not in `METRICS`, a value that is no scalar, an old step.
+        Raises ValueError for a name that is not in `METRICS`, no scalar, or an old step.
         """
         if step <= self._last_step:
             raise ValueError(

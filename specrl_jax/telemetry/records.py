@@ -128,12 +128,11 @@ def _damaged(path: Path, number: int, rule: str) -> ValueError:
 class RolloutRecords:
     """Writes the responses to a share of the prompts, one file a step.
 
-    Args:
-        workdir: Holds `rollouts/`; the first write makes it.
-        share: Share of the prompts, in [0, 1].
-        decode: Token ids → text, without special tokens.
-        eos_ids: The tokens that end a response.
-        enabled: False in processes that write and remove nothing (another process does).
+    workdir: Holds `rollouts/`; the first write makes it.
+    share: Share of the prompts, in [0, 1].
+    decode: Token ids → text, without special tokens.
+    eos_ids: The tokens that end a response.
+    enabled: False in processes that write and remove nothing (another process does).
     """
 
     def __init__(
@@ -179,14 +178,13 @@ class RolloutRecords:
     ) -> None:
         """Writes or replaces a step's file; on return it is on the disk.
 
-        Args:
-            step, epoch: As in `metrics.jsonl`.
-            prompts: The Q prompts.
-            rollout: B = Q·G responses in NumPy arrays, the G of a prompt side by side. Only tokens,
-                lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
-            rewards: float32 [B].
-            failed: bool [B], answers that hit a scoring limit or raised.
-            kind: One of `KINDS`.
+        step, epoch: As in `metrics.jsonl`.
+        prompts: The Q prompts.
+        rollout: B = Q·G responses in NumPy arrays, the G of a prompt side by side. Only tokens,
+            lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
+        rewards: float32 [B].
+        failed: bool [B], answers that hit a scoring limit or raised.
+        kind: One of `KINDS`.
 
         Raises ValueError for arrays without B = Q·G rows, OSError if the file cannot be written.
         """

@@ -18,14 +18,13 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """The `rollout/*` metrics of the contents of B responses.
 
-    Args:
-        tokens: int32 [B, R], as in `types.Rollout`.
-        lens, prefix_lens: int32 [B], as in `types.Rollout`.
-        eos_ids: The tokens that end a response.
-        draft_lens: int32 [B], lengths of the drafts; None without drafts.
-        previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
-            They need not be the drafts.
-        forced: int [B], tokens of the responses that an environment gave; None: none.
+    tokens: int32 [B, R], as in `types.Rollout`.
+    lens, prefix_lens: int32 [B], as in `types.Rollout`.
+    eos_ids: The tokens that end a response.
+    draft_lens: int32 [B], lengths of the drafts; None without drafts.
+    previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
+        They need not be the drafts.
+    forced: int [B], tokens of the responses that an environment gave; None: none.
     """
     policy_lens = lens if forced is None else lens - forced
     total, reused = int(policy_lens.sum()), int(prefix_lens.sum())
@@ -60,10 +59,9 @@ GROUP_REWARDS = ("reward/solved_all", "reward/solved_none", "reward/no_signal")
 def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> dict[str, float]:
     """The `reward/*` metrics of B responses, the `group_size` responses of a prompt side by side.
 
-    Args:
-        rewards: float32 [B]. A response is right if its reward is at least 1.
-        failed: bool [B], answers that hit a scoring limit or raised.
-        group_size: G, responses per prompt; divides B.
+    rewards: float32 [B]. A response is right if its reward is at least 1.
+    failed: bool [B], answers that hit a scoring limit or raised.
+    group_size: G, responses per prompt; divides B.
     """
     solved = (rewards >= 1).reshape(-1, group_size)
     return {
@@ -85,9 +83,8 @@ def overlap_rouge1(
 
     For example, [5 5 7] and [5 7 7 9] share one 5 and one 7: 2·2 / (3 + 4) = 0.571.
 
-    Args:
-        tokens_a, tokens_b: int32 [B, R] (the two R may differ), ids >= 0.
-        lens_a, lens_b: int32 [B], tokens.
+    tokens_a, tokens_b: int32 [B, R] (the two R may differ), ids >= 0.
+    lens_a, lens_b: int32 [B], tokens.
     """
     from scipy.sparse import csr_array
 

@@ -23,6 +23,7 @@ import numpy as np
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.adaptive.step_costs import Point
+from specrl_jax.rollout.carry_over import empty_rollout
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine.decode import StopCondition
@@ -145,18 +146,13 @@ class StepTimer:
         )
 
     def _drafts(self, size: int) -> Drafts:
-        shape, k = (size, self.program.response_slots), self.program.stored_logprobs
-        tokens = np.random.default_rng(0).integers(0, self.program.model.vocab_size, shape)
-        logprobs = put(np.zeros(shape, np.float32), "batch", None)
-        top = np.zeros((*shape, k), np.float32)
-        return Drafts(
+        program, shape = self.program, (size, self.program.response_slots)
+        drafts = Drafts.of(empty_rollout(*shape, program.stored_logprobs))
+        tokens = np.random.default_rng(0).integers(0, program.model.vocab_size, shape)
+        return dataclasses.replace(
+            drafts,
             tokens=put(tokens.astype(np.int32), "batch", None),
             lens=put(np.full(size, shape[1], np.int32), "batch"),
-            sampling_logprobs=logprobs,
-            origin_logprobs=logprobs,
-            origin_steps=put(np.zeros(shape, np.int32), "batch", None),
-            top_ids=put(top.astype(np.int32), "batch", None, None) if k else None,
-            top_logprobs=put(top, "batch", None, None) if k else None,
         )
 
     def _draft_state(self) -> Any:

@@ -175,12 +175,11 @@ def pick_drafts(
 ) -> Drafts:
     """Drafts [Q * group_size] of a generation.
 
-    Args:
-      stored: arrays that hold the prompts' rows.
-      index: int32 [Q], places of the rows in them; None: they are the rows, in this order.
-      oldest: int32 [Q], the earliest step whose responses are drafts, the rest is zero.
-      group_size: samples are cut or padded to so many.
-      age: the generation, 1 the newest.
+    stored: arrays that hold the prompts' rows.
+    index: int32 [Q], places of the rows in them; None: they are the rows, in this order.
+    oldest: int32 [Q], the earliest step whose responses are drafts, the rest is zero.
+    group_size: samples are cut or padded to so many.
+    age: the generation, 1 the newest.
     """
 
     def pick(array: Array) -> Array:
@@ -197,8 +196,7 @@ def pick_drafts(
         rows = jnp.pad(rows, [(0, 0), (0, missing)] + [(0, 0)] * (rows.ndim - 2))
         return merge_rows(rows, *(None,) * (rows.ndim - 2))
 
-    kept = {f.name: getattr(stored, f.name) for f in dataclasses.fields(Drafts)}
-    return Drafts(**jax.tree.map(draft, kept))
+    return jax.tree.map(draft, Drafts.of(stored))
 
 
 @jax.jit
