@@ -13,7 +13,7 @@ from small_runs import records, small_config
 from specrl_jax import train as loop
 from specrl_jax.algorithms import off_policy
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.carry_over import _empty_rollout
+from specrl_jax.rollout.carry_over import empty_rollout
 from specrl_jax.sharding import put
 from specrl_jax.types import Rollout, Source
 
@@ -30,7 +30,7 @@ def distributions(seed=0):
 
 def one_token_rollout(new, old, accepted: bool) -> Rollout:
     """A row for every token of the vocabulary, accepted or sampled."""
-    empty = _empty_rollout(VOCAB, 2, 0)
+    empty = empty_rollout(VOCAB, 2, 0)
 
     def fill(values):
         return jnp.stack([jnp.asarray(values, jnp.float32), jnp.zeros(VOCAB)], axis=1)
@@ -86,7 +86,7 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     threshold = ACCEPTANCE_RULES["ratio"].accept_threshold
     least = threshold(noise[:, None], score[1], np.float32(log_lenience))
     accepted = (score[0] >= np.asarray(least))[:, 0]
-    empty = _empty_rollout(rows, 1, 0)
+    empty = empty_rollout(rows, 1, 0)
     rollout = dataclasses.replace(
         empty,
         lens=jnp.ones(rows, jnp.int32),
