@@ -129,6 +129,12 @@ def table(name: str) -> Mapping[str, Any]:
     return getattr(importlib.import_module(f"specrl_jax.{module}"), attribute)
 
 
+def _chosen(config: ConfigDict, field: str) -> Any:
+    """What the name in `field` stands for."""
+    section, _, name = field.partition(".")
+    return table(CHOICES[field])[config[section][name]]
+
+
 def check_names(fields: Iterable[str]) -> None:
     """Raise ValueError in one line where a field has an old name."""
     for field in fields:
@@ -176,7 +182,7 @@ def _require(field: str, rule: str, holds: bool, value: Any) -> None:
 
 def _batches(config: ConfigDict) -> Iterator[Check]:
     group = config.rollout.group_size
-    if _curriculum(config).screens and not config.curriculum.reuse_screening:
+    if _chosen(config, "curriculum.name").screens and not config.curriculum.reuse_screening:
         group -= config.curriculum.screening
     rows = config.rollout.prompts_per_step * group
     mini, micro = config.updates.mini_batch_size, config.updates.micro_batch_size
@@ -205,7 +211,7 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     yield "rollout.group_size", rule, not compares or group >= 2
     rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"
     yield "rollout.group_size", rule, not config.algorithm.dynamic_sampling or group >= 2
-    if not _curriculum(config).screens:
+    if not _chosen(config, "curriculum.name").screens:
         return
     first = settings.screening
     where = f"where curriculum.name is {settings.name}"
@@ -221,17 +227,9 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     )
 
 
-def _draft_choice(config: ConfigDict):
-    return table(CHOICES["rollout.draft"])[config.rollout.draft]
-
-
-def _acceptance_rule(config: ConfigDict):
-    return table(CHOICES["rollout.accept"])[config.rollout.accept]
-
-
 def _drafts(config: ConfigDict) -> Iterator[Check]:
     rollout = config.rollout
-    drafts, accept = _draft_choice(config), _acceptance_rule(config)
+    drafts, accept = _chosen(config, "rollout.draft"), _chosen(config, "rollout.accept")
     rule = f"1 where rollout.draft is {rollout.draft}"
     yield "rollout.draft_age", rule, drafts.drafts or rollout.draft_age == 1
     adapted = rollout.lenience_auto
@@ -263,9 +261,9 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
 def _carry_over(config: ConfigDict) -> Iterator[Check]:
     """What excludes rows and groups that wait for a later step."""
     partial, settings = config.rollout.partial, config.curriculum
-    waits = _curriculum(config).screens * [f"curriculum.name is {settings.name}"]
+    waits = _chosen(config, "curriculum.name").screens * [f"curriculum.name is {settings.name}"]
     waits = config.algorithm.dynamic_sampling * ["algorithm.dynamic_sampling is True"] + waits
-    unforeseen = waits or (not _curriculum(config).foresees) * [
+    unforeseen = waits or (not _chosen(config, "curriculum.name").foresees) * [
         f"curriculum.name is {settings.name}"
     ]
     for reason in unforeseen:
@@ -286,8 +284,8 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
 def _environment(config: ConfigDict) -> Iterator[Check]:
     if not config.environment.name:
         return
-    rollout, accept = config.rollout, _acceptance_rule(config)
-    previous = _draft_choice(config).previous
+    rollout, accept = config.rollout, _chosen(config, "rollout.accept")
+    previous = _chosen(config, "rollout.draft").previous
     yield "rollout.partial", "0 where environment.name is set", not rollout.partial
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
     rule = "another rule where environment.name is set (a random part of an episode is no turn)"
@@ -327,7 +325,3 @@ def _sizes(config: ConfigDict) -> Iterator[Check]:
     rule = f"a divisor of model.num_heads = {model.num_heads}"
     yield "model.num_kv_heads", rule, model.num_heads % model.num_kv_heads == 0
     yield "model.head_dim", "even (rotary halves)", model.head_dim % 2 == 0
-
-
-def _curriculum(config: ConfigDict) -> Any:
-    return table("data.curriculum:CURRICULA")[config.curriculum.name]
