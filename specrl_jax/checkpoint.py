@@ -23,7 +23,7 @@ from specrl_jax.config import check_names, flatten
 _METRIC = "metric"
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of one directory, a folder for each step.
 
     Keeps the `keep_last` newest steps and the `keep_best` with the highest metric. read_only: for
@@ -125,9 +125,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._manager.close()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

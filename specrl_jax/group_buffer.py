@@ -32,9 +32,6 @@ class Group:
     def joined(self, other: "Group") -> "Group":
         return Group(self.prompt_id, self.places + other.places, self.rewards + other.rewards)
 
-    def without_first(self, count: int) -> "Group":
-        return Group(self.prompt_id, self.places[count:], self.rewards[count:])
-
 
 @dataclasses.dataclass(frozen=True)
 class GroupRules:
@@ -158,7 +155,8 @@ class GroupBuffer(StatePart):
         return worth
 
     def _finish(self, group: Group) -> None:
-        group = group.without_first(len(group.rewards) - self.rules.trained_size)
+        first = len(group.rewards) - self.rules.trained_size
+        group = Group(group.prompt_id, group.places[first:], group.rewards[first:])
         has_signal = min(group.rewards) < max(group.rewards)
         learns = has_signal or not self.rules.dynamic_sampling
         (self.ready if learns else self.no_signal).append(group)

@@ -117,17 +117,14 @@ def init_train_state(learner: Learner, params: Params) -> TrainState:
     state = TrainState.create(params, learner.optimizer)
     if learner.critic is None:
         return state
-    return _add_critic(
-        state, learner, value.init_critic(learner.model, learner.critic.kind, params)
-    )
+    critic = value.init_critic(learner.model, learner.critic.kind, params)
+    opt_state = TrainState.create(critic, learner.critic.optimizer).opt_state
+    return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
 
 
 def abstract_train_state(learner: Learner, params: Any) -> TrainState:
     """Shapes and layouts of `init_train_state(learner, params)`, for abstract parameters."""
-    state = jax.eval_shape(lambda p: TrainState.create(p, learner.optimizer), params)
-    if learner.critic is not None:
-        critic = value.abstract_critic(learner.model, learner.critic.kind)
-        state = jax.eval_shape(lambda s, c: _add_critic(s, learner, c), state, critic)
+    state = jax.eval_shape(lambda p: init_train_state(learner, p), params)
     replicated = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
 
     def with_layout(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -137,8 +134,3 @@ def abstract_train_state(learner: Learner, params: Any) -> TrainState:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
     return jax.tree.map(with_layout, state)
-
-
-def _add_critic(state: TrainState, learner: Learner, critic: Params) -> TrainState:
-    opt_state = TrainState.create(critic, learner.critic.optimizer).opt_state
-    return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)

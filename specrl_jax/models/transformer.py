@@ -8,6 +8,7 @@ The update scans the stacked layers, to compile faster. The rollout uses unstack
 (`rollout_weights`), because a scan would cost overhead at every token.
 """
 
+import functools
 import math
 import zlib
 
@@ -124,14 +125,7 @@ def param_count(config: ModelConfig) -> int:
 
 def abstract_params(config: ModelConfig) -> dict:
     """Shape, type and stored layout of every parameter on the mesh in use, without the arrays."""
-    mesh = jax.sharding.get_mesh()
-
-    def leaf(shape: tuple[int, ...], partition: jax.P) -> jax.ShapeDtypeStruct:
-        sharding = jax.sharding.NamedSharding(mesh, partition)
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return jax.tree.map(leaf, param_shapes(config), param_specs(config), is_leaf=is_shape)
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
 def param_specs(config: ModelConfig) -> dict:
@@ -184,12 +178,8 @@ def init_params(config: ModelConfig, key: Array) -> Params:
 
 def place_params(config: ModelConfig, params: dict) -> Params:
     """Host weights → device arrays in the stored layout of the mesh in use."""
-    mesh = jax.sharding.get_mesh()
-    return jax.tree.map(
-        lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s)),
-        params,
-        param_specs(config),
-    )
+    place = functools.partial(jax.sharding.NamedSharding, jax.sharding.get_mesh())
+    return jax.device_put(params, jax.tree.map(place, param_specs(config)))
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.transformer import Params, Transformer, abstract_params
-from specrl_jax.sharding import put, spec
+from specrl_jax.models.transformer import Params, Transformer
+from specrl_jax.sharding import spec
 
 # Kind → whether the critic has a decoder of its own, or reads the policy's hidden states.
 KINDS = {"head": False, "network": True}
@@ -18,18 +18,10 @@ KINDS = {"head": False, "network": True}
 
 def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
     """The critic's first parameters; `params` are the policy's."""
-    critic = {"head": put(jnp.zeros(model.embed_dim), None, stored=True)}
+    critic = {"head": jnp.zeros(model.embed_dim, out_sharding=spec(None, stored=True))}
     if KINDS[kind]:
-        critic["decoder"] = jax.tree.map(jnp.copy, _decoder(params))
-    return critic
-
-
-def abstract_critic(model: ModelConfig, kind: str) -> Params:
-    """Shapes, types and stored layouts of `init_critic` on the mesh in use."""
-    sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec(None, stored=True))
-    critic = {"head": jax.ShapeDtypeStruct((model.embed_dim,), jnp.float32, sharding=sharding)}
-    if KINDS[kind]:
-        critic["decoder"] = _decoder(abstract_params(model))
+        own = {name: x for name, x in params.items() if name != "lm_head"}
+        critic["decoder"] = jax.tree.map(jnp.copy, own)
     return critic
 
 
@@ -43,8 +35,3 @@ def decoder(model: ModelConfig, critic: Params) -> Transformer | None:
     if "decoder" not in critic:
         return None
     return Transformer(model.replace(tie_embeddings=True), critic["decoder"])
-
-
-def _decoder(params: Params) -> Params:
-    """A policy's parameters without the output head."""
-    return {name: x for name, x in params.items() if name != "lm_head"}

@@ -43,10 +43,10 @@ class Scores:
     observations: tuple[str, ...]  # B texts: the environment's answers where not done
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager):
     """Scores batches; a worker that an answer hangs is killed and replaced.
 
-    A context manager. Calls are safe from several threads; batches are scored one at a time.
+    Calls are safe from several threads; batches are scored one at a time.
 
     name: of `SCORERS`, or module:function.
     timeout: wall-clock seconds per answer.
@@ -80,9 +80,6 @@ class RewardPool:
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._closed = False
-
-    def __enter__(self) -> "RewardPool":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

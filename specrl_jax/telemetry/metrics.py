@@ -212,7 +212,7 @@ def _scalar(name: str, value: Any) -> float | int:
     return int(value) if isinstance(value, bool) else value
 
 
-class MetricsLog:
+class MetricsLog(contextlib.AbstractContextManager):
     """Writes a run's metrics; a context manager.
 
     workdir: Holds `metrics.jsonl`, `wandb_id` and `wandb/`; made if missing.
@@ -297,9 +297,6 @@ class MetricsLog:
         self._wandb.close()
         with contextlib.suppress(OSError):  # `write` reported a full disk
             self._file.close()
-
-    def __enter__(self) -> "MetricsLog":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
