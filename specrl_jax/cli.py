@@ -38,11 +38,10 @@ def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
     raise ValueError(f"unknown arguments: {' '.join(unknown)}{hint}")
 
 
-def define_config(default: str | None = None) -> None:
+def define_config() -> None:
     """Define the flags --config (file[:preset], must come first) and --config.FIELD=VALUE."""
-    config_flags.DEFINE_config_file("config", default, "configuration file[:preset]")
-    if default is None:
-        flags.mark_flag_as_required("config")
+    config_flags.DEFINE_config_file("config", None, "configuration file[:preset]")
+    flags.mark_flag_as_required("config")
 
 
 def config_name() -> str:

@@ -64,9 +64,9 @@ def shards(axis: str, mesh: jax.sharding.AbstractMesh | None = None, stored: boo
     return int(np.prod([mesh.shape[name] for name in names], dtype=np.int64))
 
 
-def put(array, *axes: str | None, stored: bool = False) -> jax.Array:
+def put(array, *axes: str | None) -> jax.Array:
     """Host array → device array with these logical axes on the mesh in use."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), spec(*axes, stored=stored))
+    sharding = NamedSharding(jax.sharding.get_mesh(), spec(*axes))
     return jax.device_put(np.asarray(array), sharding)
 
 

@@ -78,11 +78,11 @@ def choose(name: str, **changes: Any) -> Size:
     return dataclasses.replace(SIZES[name], model=SIZES[name].model.replace(dtype=dtype), **given)
 
 
-def random_weights(model: ModelConfig, seed: int = 0) -> Params:
+def random_weights(model: ModelConfig) -> Params:
     """The rollout's copy of random weights whose logits have a std near 2 and do not repeat."""
 
     def build() -> Params:
-        params = init_params(model, jax.random.key(seed))
+        params = init_params(model, jax.random.key(0))
         # So small that the residual stream is what the layers write, not the last token.
         params["embed"] *= _EMBED_STD * model.embed_dim**0.5
         params["final_norm"] *= _LOGIT_STD / (_EMBED_STD * model.embed_dim**0.5)

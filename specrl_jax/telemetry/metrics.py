@@ -220,7 +220,6 @@ class MetricsLog(contextlib.AbstractContextManager):
     wandb_mode: "off", "offline", "online" or "auto" (see `resolve_wandb_mode`).
     run_name: The run's name on wandb.
     config_dict: The resolved config, as plain Python, for wandb.
-    console: Print a line a step.
 
     Raises ValueError for a damaged `metrics.jsonl`.
     """
@@ -233,7 +232,6 @@ class MetricsLog(contextlib.AbstractContextManager):
         wandb_mode: str,
         run_name: str,
         config_dict: Mapping[str, Any],
-        console: bool = True,
     ):
         mode = resolve_wandb_mode(wandb_mode)
         workdir = Path(workdir)
@@ -242,7 +240,7 @@ class MetricsLog(contextlib.AbstractContextManager):
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
         self._last_step = -1
         self.restore(None)
-        self._console = Console(total_steps) if console else None
+        self._console = Console(total_steps)
         self._wandb = WandbRun(workdir, mode, run_name, config_dict)
 
     def restore(self, step: int | None) -> int:
@@ -286,14 +284,12 @@ class MetricsLog(contextlib.AbstractContextManager):
         except OSError as error:
             raise OSError(f"{self._path}: {error.strerror}; free space and run again") from error
         self._last_step = step
-        if self._console is not None:
-            self._console.show(step, epoch, scalars)
+        self._console.show(step, epoch, scalars)
         self._wandb.log(step, epoch, scalars)
 
     def close(self) -> None:
         """Ends the progress bar and the wandb run. Nothing can be written after it."""
-        if self._console is not None:
-            self._console.close()
+        self._console.close()
         self._wandb.close()
         with contextlib.suppress(OSError):  # `write` reported a full disk
             self._file.close()

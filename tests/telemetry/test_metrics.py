@@ -149,18 +149,20 @@ def test_every_written_step_survives_kill_9(tmp_path):
     script = (
         "import sys; from specrl_jax.telemetry.metrics import MetricsLog\n"
         "log = MetricsLog(sys.argv[1], total_steps=9, wandb_mode='off', run_name='',"
-        " config_dict={}, console=False)\n"
+        " config_dict={})\n"
         "for step in range(1, 10**9):\n"
-        "    log.write(step, 1, {'reward/mean': step / 7}); print(step, flush=True)\n"
+        "    log.write(step, 1, {'reward/mean': step / 7})\n"
+        "    print(step, file=sys.stderr, flush=True)\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", script, tmp_path]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     printed = 0
     while printed < 20:
-        printed = int(child.stdout.readline())
+        printed = int(child.stderr.readline())
     child.kill()
-    rest = child.stdout.read().split()
+    rest = child.stderr.read().split()
     child.wait()
-    child.stdout.close()
+    child.stderr.close()
     printed = int(rest[-1]) if rest else printed
     written = steps(tmp_path)
     assert written == list(range(1, len(written) + 1))
