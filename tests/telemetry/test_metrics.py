@@ -19,7 +19,6 @@ def open_log(workdir, **overrides):
         "wandb_mode": "off",
         "run_name": "test",
         "config_dict": {"seed": 0},
-        "console": False,
     }
     return MetricsLog(workdir, **options | overrides)
 

@@ -97,7 +97,7 @@ def test_wandb_failures_are_one_line_and_the_step_is_written(
     fake_wandb(monkeypatch, init_fails={"offline"} if failure == "init" else (), broken=True)
     if failure == "missing":
         monkeypatch.setitem(sys.modules, "wandb", None)
-    options = {"total_steps": 96, "run_name": "test", "config_dict": {}, "console": False}
+    options = {"total_steps": 96, "run_name": "test", "config_dict": {}}
     with MetricsLog(tmp_path, wandb_mode="offline", **options) as log:
         log.write(1, 1, {"reward/mean": 0.5})
         log.write(2, 1, {"reward/mean": 0.5})
