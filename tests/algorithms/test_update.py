@@ -26,6 +26,7 @@ from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer
+from specrl_jax.rollout.acceptance import Ratio
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.generate import Noise, RolloutSpec, generate
 from specrl_jax.rollout.sampling import SamplingConfig
@@ -342,7 +343,7 @@ def test_the_gap_is_a_mean_over_response_tokens(mesh):
 def fresh(mesh):
     """(learner, parameters, batch) of a rollout that the parameters have just made."""
     params, sampling = _params(), SamplingConfig(0.8, top_k=6)
-    setup = ProgramSpec(MODEL, sampling, "ratio", (1,), 0, RESPONSE, 3)
+    setup = ProgramSpec(MODEL, sampling, Ratio(), (1,), 0, RESPONSE, 3)
     plan = RolloutSpec(setup, PROMPT, group_size=2, row_buckets=2, cache_lengths=1)
     host = _host_batch()
     inside = np.arange(PROMPT) < host.prompt_lens[:, None]
