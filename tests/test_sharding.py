@@ -79,7 +79,7 @@ def test_put_and_reshard_lay_out_by_name(make_mesh):
     with jax.set_mesh(make_mesh(2, 2, 2)):
         split = put(rows, "batch", "mlp")
         whole = sharding.reshard(split, None, None)
-        stored = put(rows, "vocab", "embed", stored=False)
+        stored = put(rows, "vocab", "embed")
     assert split.sharding.spec == jax.P(("data", "fsdp"), "tensor")
     assert {shard.data.shape for shard in split.addressable_shards} == {(2, 4)}
     assert stored.sharding.spec[0] == "tensor"
