@@ -22,6 +22,7 @@ from specrl_jax.config import (
     flatten,
     validate,
 )
+from specrl_jax.rollout import acceptance
 
 PRESETS = ("tiny", "micro", "smollm2", "gsm8k", "qwen3_1p7b")
 # rule → values that break it
@@ -240,3 +241,14 @@ def test_every_field_has_a_comment():
     assert len(fields) > 70
     bare = [ast.unparse(node) for node in fields if node.lineno not in commented]
     assert bare == []
+
+
+def test_a_lossy_rule_without_a_weight_is_refused_with_importance_cap(monkeypatch):
+    class Lossy(acceptance.AcceptanceRule):
+        pass
+
+    monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "lossy", Lossy())
+    validate(small_runs.small_config({"rollout.accept": "lossy"}))
+    message = _message({"rollout.accept": "lossy", "algorithm.importance_cap": 2.0})
+    assert message.startswith("algorithm.importance_cap must be 0 ")
+    assert "\n" not in message
