@@ -41,8 +41,13 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.directory = epath.Path(directory).resolve()
         _check_metrics(self.directory)
         absl_logging.get_absl_handler().addFilter(_is_shown)  # once, however often it is called
+        policies = ocp.checkpoint_managers
+        latest = policies.LatestN(keep_last)
+        best = policies.BestN(
+            n=keep_best, get_metric_fn=_metric, keep_checkpoints_without_metrics=False
+        )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_LastAndBest(keep_last, keep_best),
+            preservation_policy=policies.AnyPreservationPolicy([latest, best]),
             best_fn=_metric,  # has Orbax record the metric; the policy above decides what stays
             cleanup_tmp_directories=not read_only,
             create=not read_only,
@@ -65,7 +70,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         before this one. Raises OSError if the files of either could not be written.
 
         arrays: a pytree; may hold PRNG keys. host: JSON-able; tuples come back as lists. metric:
-        higher is better; None or NaN counts only as "last".
+        higher is better; None or NaN is below all others.
         """
         if step in self._manager.all_steps():
             return False
@@ -99,10 +104,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         where = self.directory / str(step)
-        target = {name: _target(name, leaf) for name, leaf in _by_name(like).items()}
+        target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
         with _one_line_errors(ValueError, _damaged(where)):
-            metadata = self._manager.item_metadata(step)["arrays"]
-            saved = {name: (tuple(x.shape), x.dtype) for name, x in dict(metadata).items()}
+            saved = dict(self._manager.item_metadata(step)["arrays"])
         _check_same(where, saved, target)
         with _one_line_errors(ValueError, _damaged(where)):
             read = self._manager.restore(
@@ -173,23 +177,8 @@ def check_run_config(
     return True
 
 
-class _LastAndBest:
-    """Orbax's preservation policy: which checkpoints stay, given all of them by step."""
-
-    def __init__(self, keep_last: int, keep_best: int):
-        self._keep_last, self._keep_best = keep_last, keep_best
-
-    def should_preserve(self, checkpoints: Sequence, *, context: object) -> list[bool]:
-        del context
-        scores = [(_metric(info.metrics), info.step) for info in checkpoints]
-        scored = sorted((s for s in scores if s[0] > -math.inf), reverse=True)
-        kept = {step for _, step in scored[: self._keep_best]}
-        kept |= {step for _, step in scores[-self._keep_last :]}
-        return [info.step in kept for info in checkpoints]
-
-
-def _metric(metrics: Mapping | None) -> float:
-    return (metrics or {}).get(_METRIC, -math.inf)
+def _metric(metrics: Mapping) -> float:
+    return metrics.get(_METRIC, -math.inf)
 
 
 def _check_metrics(directory: epath.Path) -> None:
@@ -239,11 +228,9 @@ def _by_name(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and the devices' layout that an array is restored to."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        raise ValueError(f"{name} has no sharding, restore needs one for every array")
+    sharding = leaf.sharding
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding.spec)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -251,24 +238,18 @@ def _target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _check_same(where: os.PathLike, saved: Mapping, target: Mapping) -> None:
     """Raises ValueError unless both hold arrays of the same names, shapes and dtypes."""
-    wanted = {name: (tuple(x.shape), x.dtype) for name, x in target.items()}
-    advice = "resume with the config of the run that saved it"
-    for what, names in (
-        ("lacks", wanted.keys() - saved.keys()),
-        ("has besides", saved.keys() - wanted.keys()),
-    ):
-        if names:
-            listed = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            raise ValueError(f"{where} {what} {listed}; {advice}")
-    for name, (shape, dtype) in wanted.items():
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            continue  # Orbax describes a key by its raw words
-        if saved[name] != (shape, dtype):
-            old_shape, old_dtype = saved[name]
+    for name in sorted(saved.keys() | target.keys()):
+        there, wanted = _described(saved.get(name)), _described(target.get(name))
+        is_key = name in target and jax.dtypes.issubdtype(target[name].dtype, jax.dtypes.prng_key)
+        if there != wanted and not (is_key and name in saved):  # Orbax has a key's raw words
             raise ValueError(
-                f"{where}: {name} is {old_dtype}{list(old_shape)}, "
-                f"this run needs {dtype}{list(shape)}; {advice}"
+                f"{where}: {name} is {there}, this run needs {wanted}; "
+                "resume with the config of the run that saved it"
             )
+
+
+def _described(array: Any) -> str:
+    return "no array" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 def _show(fields: Mapping, name: str) -> str:
