@@ -316,10 +316,4 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.warmup.steps = 0
 
 
-PRESETS = {
-    "tiny": tiny,
-    "micro": micro,
-    "smollm2": smollm2,
-    "gsm8k": gsm8k,
-    "qwen3_1p7b": qwen3_1p7b,
-}
+PRESETS = {preset.__name__: preset for preset in (tiny, micro, smollm2, gsm8k, qwen3_1p7b)}

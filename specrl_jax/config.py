@@ -36,7 +36,8 @@ _RULES: list[tuple[str, Callable[[Any], bool], str]] = [
         rollout.logits_chunk algorithm.max_gen_batches environment.max_turns
         curriculum.screening curriculum.candidates updates.mini_batch_size updates.passes
         warmup.batch_size warmup.examples evaluate.samples evaluate.batch_size checkpoint.every
-        checkpoint.keep_last
+        checkpoint.keep_last model.embed_dim model.mlp_dim model.num_layers model.num_heads
+        model.num_kv_heads model.head_dim
     """),
     (">= 2", lambda x: x >= 2, """
         rollout.verify_width
@@ -82,14 +83,14 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "data.source": "data.readers:READERS",
     "rollout.draft": "rollout.drafts.sources:DRAFT_SOURCES",
     "rollout.accept": "rollout.acceptance:ACCEPTANCE_RULES",
-    "rollout.store": ("device", "host"),
+    "rollout.store": "rollout.drafts.store:KINDS",
     "rollout.lenience_measure": "algorithms.off_policy:MEASURES",
     "algorithm.advantage": ("auto", "algorithms.advantages:ADVANTAGES"),
     "algorithm.objective": "algorithms.losses:OBJECTIVES",
     "algorithm.ratio": "algorithms.losses:RATIOS",
     "algorithm.aggregation": "algorithms.losses:AGGREGATIONS",
     "algorithm.kl_estimator": "algorithms.losses:KL_ESTIMATORS",
-    "critic.kind": ("none", "head", "network"),
+    "critic.kind": ("none", "models.value:KINDS"),
     "curriculum.name": "data.curriculum:CURRICULA",
     "updates.schedule": "algorithms.learner:SCHEDULES",
     "updates.old_logprobs": ("rollout", "recompute"),
@@ -157,13 +158,6 @@ def check_mesh(config: ConfigDict, mesh: Any) -> None:
         fits = f"{below} or {above} fits" if below else f"{above} fits"
         rule = f"divisible by mesh.data x mesh.fsdp = {shards} ({fits})"
         _require(field, rule, size % shards == 0, size)
-    rows = config.rollout.max_rows
-    for field, group in (
-        ("rollout.group_size", config.rollout.group_size),
-        ("evaluate.samples", config.evaluate.samples),
-    ):
-        rule = f"0 or >= mesh.data x mesh.fsdp x {field} = {shards * group}"
-        _require("rollout.max_rows", rule, not 0 < rows < shards * group, rows)
 
 
 def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -219,12 +213,6 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
     rule = f"a divisor of rollout.group_size = {group} and less"
     yield "curriculum.screening", rule, group % first == 0 and first < group
     yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
-    rule = f"<= rollout.group_size - 2 = {group - 2} where curriculum.reuse_screening is False"
-    yield (
-        "curriculum.screening",
-        rule,
-        not compares or settings.reuse_screening or group - first >= 2,
-    )
 
 
 def _drafts(config: ConfigDict) -> Iterator[Check]:
@@ -260,17 +248,16 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
 
 def _carry_over(config: ConfigDict) -> Iterator[Check]:
     """What excludes rows and groups that wait for a later step."""
-    partial, settings = config.rollout.partial, config.curriculum
-    waits = _chosen(config, "curriculum.name").screens * [f"curriculum.name is {settings.name}"]
-    waits = config.algorithm.dynamic_sampling * ["algorithm.dynamic_sampling is True"] + waits
-    unforeseen = waits or (not _chosen(config, "curriculum.name").foresees) * [
-        f"curriculum.name is {settings.name}"
-    ]
+    partial, curriculum = config.rollout.partial, _chosen(config, "curriculum.name")
+    by_name = f"curriculum.name is {config.curriculum.name}"
+    waits = ["algorithm.dynamic_sampling is True"] if config.algorithm.dynamic_sampling else []
+    if curriculum.screens:
+        waits.append(by_name)
+    unforeseen = waits or ([] if curriculum.foresees else [by_name])
     for reason in unforeseen:
         yield "rollout.partial", f"0 where {reason}", not partial
-        yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
-    partial_rows = bool(partial) * ["rollout.partial is > 0"]
-    for reason in partial_rows:
+    partial_rows = ["rollout.partial is > 0"] if partial else []
+    for reason in unforeseen + partial_rows:
         yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
     for reason in waits + partial_rows:
         from_rollout = config.updates.old_logprobs == "rollout"
@@ -292,36 +279,25 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
     yield "rollout.accept", rule, not (previous and accept.cuts_draft)
     whole = previous and accept.whole_draft
     rule = "0 where environment.name is set and rollout.accept needs whole drafts"
-    yield (
-        "rollout.max_cache_gib",
-        rule,
-        not (whole and rollout.max_cache_gib),
-    )
+    yield "rollout.max_cache_gib", rule, not (whole and rollout.max_cache_gib)
 
 
 def _task(config: ConfigDict) -> Iterator[Check]:
     source, model = config.tokenizer.source, config.model.source
-    rule = 'given where model.source is "" (tokenizer.source = "characters" is one)'
-    yield "tokenizer.source", rule, bool(source or model)
-    by_character = source == "characters"
+    by_character = source in table("data.tokenizer:OF_ALPHABET")
     rule = f'"" or of a model where model.source is {model!r}'
     yield "tokenizer.source", rule, not (model and by_character)
-    rule = "False where tokenizer.source is characters"
+    rule = f"False where tokenizer.source is {source}"
     yield "tokenizer.chat", rule, not (by_character and config.tokenizer.chat)
-    data = config.data.source
-    endless = table("data.readers:READERS")[data].endless
+    data, reward = config.data.source, config.reward.name
     rule = f"0 where data.source is {data} (it has no problems for demonstrations)"
-    yield "warmup.steps", rule, endless or not config.warmup.steps
-    rule = f"another one where data.source is {data} (reasoning_gym scores only its own tasks)"
-    yield "reward.name", rule, config.reward.name != "reasoning_gym" or data == "reasoning_gym"
+    yield "warmup.steps", rule, _chosen(config, "data.source").endless or not config.warmup.steps
+    rule = f"another one where data.source is {data} ({reward} scores only its own tasks)"
+    yield "reward.name", rule, table("rewards.scorers:OWN_TASKS").get(reward, data) == data
 
 
 def _sizes(config: ConfigDict) -> Iterator[Check]:
     model = config.model
-    if model.source:
-        return
-    for field in ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-        yield f"model.{field}", ">= 1", model[field] >= 1
     rule = f"a divisor of model.num_heads = {model.num_heads}"
     yield "model.num_kv_heads", rule, model.num_heads % model.num_kv_heads == 0
     yield "model.head_dim", "even (rotary halves)", model.head_dim % 2 == 0

@@ -36,18 +36,14 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise ValueError(f"mesh.{name} must be -1 (the rest) or >= 1, got {size}")
-    free = [name for name, size in sizes.items() if size == -1]
-    known = int(np.prod([size for size in sizes.values() if size != -1]))
-    if len(free) > 1:
-        raise ValueError(f"mesh: only one size may be -1, got -1 for {' and '.join(free)}")
-    if len(devices) % known or (not free and known != len(devices)):
-        shape = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"mesh: {shape} does not fit {len(devices)} devices; set one size to -1")
-    for name in free:
-        sizes[name] = len(devices) // known
-    return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, (AxisType.Explicit,) * 3, devices=devices
-    )
+    try:
+        shape = np.empty(len(devices)).reshape(data, fsdp, tensor).shape
+    except ValueError:
+        given = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"mesh: {given} does not fit {len(devices)} devices; set one size to -1"
+        ) from None
+    return jax.make_mesh(shape, MESH_AXES, (AxisType.Explicit,) * 3, devices=devices)
 
 
 def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:

@@ -183,14 +183,18 @@ class HuggingFaceTokenizer:
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
 
+# Tokenizers of config.tokenizer.alphabet alone: they have no chat template and fit no model.
+OF_ALPHABET = {"characters": CharacterTokenizer}
+
+
 def load_tokenizer(config: Any) -> Tokenizer:
     """The tokenizer that `config.tokenizer` names; the model's own where its source is "".
 
     Raises ValueError in one line where there is none.
     """
     settings = config.tokenizer
-    if settings.source == "characters":
-        return CharacterTokenizer(settings.alphabet)
+    if settings.source in OF_ALPHABET:
+        return OF_ALPHABET[settings.source](settings.alphabet)
     if settings.source:
         return HuggingFaceTokenizer(settings.source, settings.chat)
     if not config.model.source:

@@ -56,6 +56,8 @@ SCORERS: dict[str, Scorer] = {
     "math": score_math,
     "reasoning_gym": score_reasoning_gym,
 }
+# Scorer → the data.source whose problems alone it can score.
+OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
 PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}  # imported when first used
 
 
