@@ -23,7 +23,6 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rewards.workers import RewardPool
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.types import Prompts
@@ -50,12 +49,6 @@ class Trainer:
     key: jax.Array
 
     @property
-    def is_adaptive(self) -> bool:
-        """Whether rollouts choose by measured cost."""
-        settings = self.config.rollout
-        return settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead)
-
-    @property
     def rows(self) -> int:
         """Rows of a step's rollout."""
         settings = self.config.rollout
@@ -72,7 +65,9 @@ def build(config) -> tuple[Trainer, Params]:
     Raises ValueError in one line where something is missing or does not fit.
     """
     tokenizer = load_tokenizer(config)
-    scorer = ResponseScorer.from_config(config, _reward_pool(config), tokenizer)
+    max_turns = config.environment.max_turns if config.environment.name else 0
+    unfinished = config.environment.allow_unfinished
+    scorer = ResponseScorer(_reward_pool(config), tokenizer, max_turns, unfinished)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)

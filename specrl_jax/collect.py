@@ -6,7 +6,6 @@ sampling or screening (`group_buffer`) as many as fill the batch.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from specrl_jax.algorithms import off_policy
 from specrl_jax.build import Trainer, policy_copy
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
-from specrl_jax.episodes import Clocks, Responses, respond
+from specrl_jax.episodes import Responses, respond, timed
 from specrl_jax.group_buffer import KEPT, places_of, rewards_of
 from specrl_jax.rollout.carry_over import CarryOver, WaitingRows, assemble
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
@@ -36,8 +35,7 @@ class ScoredRollout:
     responses: Responses
     prefix_lens: np.ndarray  # int32 [B]
     forced: np.ndarray  # int [B], tokens that were not the policy's
-    previous_tokens: np.ndarray  # int32 [B, R], the rows' last responses
-    previous_lens: np.ndarray  # int32 [B]
+    previous: tuple[np.ndarray, np.ndarray]  # the rows' last responses, int32 [B, R], and lengths
 
     @property
     def rollout(self) -> Rollout:
@@ -70,12 +68,11 @@ class TrainBatch:
 
 def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
     """The batch of the step that begins (`state.step` counts it); changes `state`."""
-    clocks = Clocks()
     state.stream.begin(state.step)
-    rollouts = []
+    rollouts, times = [], {}
     while not rollouts or (state.groups is not None and state.groups.wants_rollout()):
         prompts, next_prompts = _next_prompts(trainer, state)
-        rollouts.append(generate_and_score(trainer, state, prompts, next_prompts, clocks))
+        rollouts.append(generate_and_score(trainer, state, prompts, next_prompts, times))
         if state.groups is not None:
             ids = [example.prompt_id for example in prompts.examples]
             rewards = rollouts[-1].responses.scores.rewards
@@ -84,7 +81,7 @@ def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
         groups, values = _whole_rollout(state, rollouts[0])
     else:
         groups, values = _full_batch(trainer, state, rollouts)
-    values |= _rollout_metrics(trainer, groups, rollouts) | clocks.metrics()
+    values |= _rollout_metrics(trainer, groups, rollouts) | times
     values |= _store_metrics(state)
     log_lenience = state.lenience.log
     rejected_mass, reuse_metrics = _measure_reuse(trainer, state, groups.rollout, rollouts)
@@ -96,14 +93,15 @@ def generate_and_score(
     state: TrainerState,
     prompts: Prompts,
     next_prompts: Prompts | None,
-    clocks: Clocks,
+    times: dict[str, float],
 ) -> ScoredRollout:
     """Rolls `prompts` out, scores the responses and stores them as drafts.
 
-    next_prompts: those of the next step, to be run ahead where places are idle.
+    next_prompts: those of the next step, to be run ahead where places are idle. times: gets the
+    seconds of the rollout and of the rewards.
     """
     config, group = trainer.config.rollout, trainer.rollout_spec.group_size
-    with clocks.rollout:
+    with timed(times, "time/rollout"):
         previous = state.store.get(prompts, group, step=state.step)
         weights = policy_copy(trainer.model, state.train.params)
         drafts = DraftInputs(
@@ -111,6 +109,8 @@ def generate_and_score(
             state.lenience.log,
             _draft_history(trainer, state, prompts, next_prompts),
         )
+        if state.resumed is None and state.groups is None and state.stream.foresees:
+            state.store.prefetch(state.stream.peek())
     responses = respond(
         trainer.rollout_spec,
         weights,
@@ -118,7 +118,7 @@ def generate_and_score(
         Noise(trainer.key, state.step),
         trainer.scorer,
         drafts=drafts,
-        clocks=clocks,
+        metrics=times,
         speculation=state.speculation,
         carry_over=CarryOver(
             next_prompts=next_prompts,
@@ -131,11 +131,12 @@ def generate_and_score(
     result = responses.result
     prompts, rollout = select(prompts, result.groups), result.rollout
     prefix_lens, sources = jax.device_get((rollout.prefix_lens, rollout.sources))
-    before = [x[result.rows] for x in jax.device_get((previous.tokens, previous.lens))]
+    tokens, lens = jax.device_get((previous.tokens, previous.lens))
     state.store.put(prompts, rollout, step=state.step)
     state.stream.observe(prompts, responses.scores.rewards.reshape(-1, group))
     forced = np.sum(sources == Source.FORCED, axis=1)
-    return ScoredRollout(prompts, responses, prefix_lens, forced, *before)
+    last_responses = tokens[result.rows], lens[result.rows]
+    return ScoredRollout(prompts, responses, prefix_lens, forced, last_responses)
 
 
 # Prompts ------------------------------------------------------------------------------------------
@@ -188,30 +189,21 @@ def _drafts(
 def _draft_history(
     trainer: Trainer, state: TrainerState, prompts: Prompts, next_prompts: Prompts | None
 ) -> DraftHistory | None:
-    """Stored responses for the draft source; None where it wants none.
-
-    Begins to fetch what the next step will need.
-    """
-    batches = [prompts]
-    if next_prompts is not None:
-        batches.append(next_prompts)
-    stored = []
-    if trainer.rollout_spec.program.draft_history:
-        stored = [_stored_responses(trainer, state, batch) for batch in batches]
-        if state.run_ahead is not None:  # newest: a sibling may go on where one stopped
-            begun = [state.run_ahead.sources(batch) for batch in batches]
-            stored = [_concatenate_samples(parts) for parts in zip(begun, stored)]
-    if state.resumed is None and state.groups is None and state.stream.foresees:
-        state.store.prefetch(state.stream.peek())
-    if not stored:
+    """Stored responses for the draft source; None where it wants none."""
+    if not trainer.rollout_spec.program.draft_history:
         return None
+    batches = [prompts] if next_prompts is None else [prompts, next_prompts]
+    stored = [_stored_responses(trainer, state, batch) for batch in batches]
+    if state.run_ahead is not None:  # newest: a sibling may go on where one stopped
+        begun = [state.run_ahead.sources(batch) for batch in batches]
+        stored = [[jnp.concatenate(x, axis=1) for x in zip(*pair)] for pair in zip(begun, stored)]
     tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
     return DraftHistory.from_store(tokens, lens, trainer.config.rollout.group_size)
 
 
 def _stored_responses(
     trainer: Trainer, state: TrainerState, prompts: Prompts
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
 
     Groups that are rolled out in parts are stored in parts: these are put together.
@@ -222,17 +214,14 @@ def _stored_responses(
         return state.store.sources(prompts, step=state.step)
     whole = state.stream.find([base_id(example.prompt_id) for example in prompts.examples])
     parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
-    by_generation = [
-        tuple(x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays) for arrays in parts
-    ]
-    joined = _concatenate_samples(by_generation, axis=2)
-    return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]) for x in joined)
 
+    def joined(arrays: tuple[jax.Array, ...]) -> jax.Array:
+        """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
+        by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
+        samples = jnp.concatenate(by_generation, axis=2)
+        return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
 
-def _concatenate_samples(
-    parts: Sequence[tuple[jax.Array, jax.Array]], axis: int = 1
-) -> tuple[jax.Array, ...]:
-    return tuple(jnp.concatenate(arrays, axis=axis) for arrays in zip(*parts))
+    return tuple(joined(arrays) for arrays in zip(*parts))
 
 
 # The batch ----------------------------------------------------------------------------------------
@@ -290,10 +279,7 @@ def _rollout_metrics(
         _joined(x.prefix_lens for x in rollouts),
         trainer.rollout_spec.program.eos_ids,
         draft_lens=_joined(x.draft_lens for x in rollouts),
-        previous=(
-            _joined(x.previous_tokens for x in rollouts),
-            _joined(x.previous_lens for x in rollouts),
-        ),
+        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
         forced=_joined(x.forced for x in rollouts),
     )
     if trainer.scorer.max_turns:

@@ -10,9 +10,10 @@ Rows need not be in the same turn. Once few rows still generate (`allow_unfinish
 answered, and the next rollout goes on with all of them.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -29,29 +30,12 @@ from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts
 
 
-class Clock:
-    """Seconds spent in its `with` blocks."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def __enter__(self) -> "Clock":
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.seconds += time.perf_counter() - self._start
-
-
-@dataclasses.dataclass(frozen=True)
-class Clocks:
-    """The two parts of `respond`."""
-
-    rollout: Clock = dataclasses.field(default_factory=Clock)
-    reward: Clock = dataclasses.field(default_factory=Clock)
-
-    def metrics(self) -> dict[str, float]:
-        return {"time/rollout": self.rollout.seconds, "time/reward": self.reward.seconds}
+@contextlib.contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the seconds spent in the `with` block to a metric."""
+    start = time.perf_counter()
+    yield
+    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +47,6 @@ class ResponseScorer:
     max_turns: int = 0  # of an episode with the pool's environment; 0: there is none
     # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
     allow_unfinished: float = 0.0
-
-    @classmethod
-    def from_config(cls, config, pool: RewardPool, tokenizer: Tokenizer) -> "ResponseScorer":
-        settings = config.environment
-        max_turns = settings.max_turns if settings.name else 0
-        return cls(pool, tokenizer, max_turns, settings.allow_unfinished)
 
     def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Scores:
         """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
@@ -94,16 +72,16 @@ def respond(
     scorer: ResponseScorer,
     *,
     drafts: DraftInputs = DraftInputs(),
-    clocks: Clocks | None = None,
+    metrics: dict[str, float] | None = None,
     **options,
 ) -> Responses:
     """Responses to `prompts` and their rewards.
 
-    drafts, options: as of `generate`. clocks: are advanced, if given.
+    drafts, options: as of `generate`. metrics: gets `time/rollout` and `time/reward`, if given.
     """
-    clocks = clocks or Clocks()
+    metrics = {} if metrics is None else metrics
     if scorer.max_turns:
-        return _Episodes(spec, prompts, scorer, clocks).play(
+        return _Episodes(spec, prompts, scorer, metrics).play(
             lambda turn_drafts, carry_over: generate(
                 spec,
                 weights,
@@ -114,10 +92,10 @@ def respond(
             ),
             drafts.previous,
         )
-    with clocks.rollout:
+    with timed(metrics, "time/rollout"):
         result = generate(spec, weights, prompts, noise, drafts=drafts, **options)
         tokens, lens = jax.device_get((result.rollout.tokens, result.rollout.lens))
-    with clocks.reward:
+    with timed(metrics, "time/reward"):
         scores = scorer.score(select(prompts, result.groups), tokens, lens)
     return Responses(result, tokens, lens, scores, np.ones_like(lens))
 
@@ -136,8 +114,8 @@ def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
 class _Episodes:
     """Episodes in progress, one a row."""
 
-    def __init__(self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, clocks: Clocks):
-        self.spec, self.prompts, self.scorer, self.clocks = spec, prompts, scorer, clocks
+    def __init__(self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, metrics: dict):
+        self.spec, self.prompts, self.scorer, self.metrics = spec, prompts, scorer, metrics
         rows = len(prompts.lens) * spec.group_size
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
         self.rewards, self.reasons = np.zeros(rows, np.float32), [""] * rows
@@ -154,7 +132,7 @@ class _Episodes:
         turn = None if drafts is None else turn_drafts(drafts, None, eos_ids)
         counted = np.zeros_like(self.turn_starts)  # draft tokens so far
         while True:
-            with self.clocks.rollout:
+            with timed(self.metrics, "time/rollout"):
                 unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
                 result = generate_turn(
                     turn, CarryOver(partial_rows=held, allow_unfinished=unfinished)
@@ -163,7 +141,7 @@ class _Episodes:
                 rollout = result.rollout
                 tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
                 ended = ~self.over if result.finished is None else result.finished & ~self.over
-            with self.clocks.reward:
+            with timed(self.metrics, "time/reward"):
                 answers = self._step(tokens, lens, ended)
             if self.over.all():
                 return self._responses(result, stats, tokens, lens)

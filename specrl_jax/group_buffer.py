@@ -11,6 +11,7 @@ the next step, first in first out; they keep the log-probs of the policy that sa
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -199,18 +200,17 @@ class GroupBuffer(StatePart):
 
     def host(self) -> dict[str, list]:
         groups = {"ready": self.ready, "unfinished": self.unfinished.values()}
-        return {name: [[x.prompt_id, x.rewards] for x in found] for name, found in groups.items()}
+        return {name: [[x.prompt_id, x.rewards] for x in held] for name, held in groups.items()}
 
     def restore(self, host, arrays=None) -> "GroupBuffer":
-        row = 0
-        groups = {"ready": [], "unfinished": []}
-        for name, found in groups.items():
-            for prompt_id, rewards in host[name]:
-                places = tuple((KEPT, row + i) for i in range(len(rewards)))
-                found.append(Group(prompt_id, places, tuple(rewards)))
-                row += len(rewards)
-        self.ready = groups["ready"]
-        self.unfinished = {group.prompt_id: group for group in groups["unfinished"]}
+        kept_row = itertools.count()
+
+        def with_places(prompt_id: str, rewards: Sequence[float]) -> Group:
+            places = tuple((KEPT, next(kept_row)) for _ in rewards)
+            return Group(prompt_id, places, tuple(rewards))
+
+        self.ready = [with_places(*group) for group in host["ready"]]
+        self.unfinished = {group[0]: with_places(*group) for group in host["unfinished"]}
         self.begin_step()
         return self
 

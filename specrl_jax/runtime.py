@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
@@ -22,7 +21,7 @@ def start(config) -> None:
     """Check `config` and set its mesh for this process; ValueError in one line."""
     validate(config)
     use_compilation_cache()
-    compiled()  # counts from here on
+    compile_metrics()  # counts from here on
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, mesh)
     jax.set_mesh(mesh)
@@ -44,18 +43,17 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-class Compiled(NamedTuple):
-    """What a process has compiled."""
+def compile_metrics() -> dict[str, float]:
+    """What was compiled since the last call in this process.
 
-    seconds: float  # of building programs and of reading them from the compilation cache
-    built: int  # programs
-    read: int  # programs
-
-
-def compiled() -> Compiled:
-    """What was compiled since the first call in this process."""
+    Seconds of building programs and of reading them from the compilation cache, and counts of both.
+    """
     seconds, hits = _compilations()
-    return Compiled(sum(seconds), len(seconds) - len(hits), len(hits))
+    built, read = len(seconds) - len(hits), len(hits)
+    values = {"time/compile": sum(seconds), "compile/built": built, "compile/read": read}
+    seconds.clear()
+    hits.clear()
+    return values
 
 
 @functools.cache

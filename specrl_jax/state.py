@@ -21,6 +21,7 @@ from specrl_jax.rollout.adaptive import measure_steps
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.adaptive.step_costs import StepCosts
 from specrl_jax.rollout.carry_over import Resumed, RunAhead, WaitingRows
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.runtime import cache_folder
 from specrl_jax.types import StatePart
@@ -157,7 +158,7 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
     )
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))
-    if trainer.is_adaptive:
+    if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
         state.speculation = new_speculation(trainer)
     if settings.run_ahead:
         state.run_ahead = RunAhead.empty(trainer.rows, slots)

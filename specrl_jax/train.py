@@ -13,12 +13,12 @@ from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import collect
 from specrl_jax.data.prompts import concatenate
-from specrl_jax.episodes import Clock, Responses
+from specrl_jax.episodes import Responses, timed
 from specrl_jax.evaluate import evaluate
 from specrl_jax.learn import learn
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.runtime import Compiled, StopRequest, compiled, only_process
+from specrl_jax.runtime import StopRequest, compile_metrics, only_process
 from specrl_jax.state import TrainerState, init_state, resume
 from specrl_jax.telemetry import report
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
@@ -39,11 +39,12 @@ def step(
     if records is not None and records.active:
         rollouts = [(x.prompts, x.responses) for x in batch.rollouts]
         records.write(state.step, epoch, *_on_host(rollouts, trainer.rollout_spec.group_size))
-    with Clock() as clock:
+    times = {}
+    with timed(times, "time/update"):
         values = learn(trainer, state, batch)
     seen = state.prompts_seen
     values |= {"data/prompts_seen": seen, "data/passes": seen / len(trainer.prompts.lens)}
-    return values | batch.metrics | {"time/update": clock.seconds}
+    return values | batch.metrics | times
 
 
 def train(config, workdir: Path) -> None:
@@ -91,11 +92,9 @@ def loop(
     stop: StopRequest,
 ) -> None:
     """Steps until the last one or a stop request; evaluates, records and saves on the way."""
-    recorded = Compiled(0.0, 0, 0)  # the first record has what starting up took as well
     if state.step == 0:
         values = held_out_metrics(trainer, state, 0, records)
-        log.write(0, 0, values | _compile_metrics(recorded))
-        recorded = compiled()
+        log.write(0, 0, values | compile_metrics())
         checkpoints.save(0, state.arrays(), state.host(), metric=values.get("reward/eval"))
     while state.step < trainer.total_steps and not stop:
         epoch, start = state.epoch, time.perf_counter()
@@ -107,8 +106,7 @@ def loop(
         if every and (state.step % every == 0 or last):
             values |= held_out_metrics(trainer, state, epoch, records)
         # Recorded first: a checkpoint without its record would lose the step on a resume.
-        log.write(state.step, epoch, values | _compile_metrics(recorded))
-        recorded = compiled()
+        log.write(state.step, epoch, values | compile_metrics())
         if state.step % trainer.config.checkpoint.every == 0 or last:
             metric = values.get("reward/eval")
             checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
@@ -122,15 +120,16 @@ def held_out_metrics(
     """Mean reward on held-out prompts; nothing where the run has none. Records the responses."""
     if not trainer.held_out:
         return {}
-    with Clock() as clock:
+    values = {}
+    with timed(values, "time/eval"):
         weights = policy_copy(trainer.model, state.train.params)
         noise = Noise(trainer.key, state.step, Purpose.EVALUATE)
         inputs = (trainer.eval_spec, weights, trainer.held_out, noise, trainer.scorer)
-        reward, answered = evaluate(*inputs)
+        values["reward/eval"], answered = evaluate(*inputs)
     if records.active:
         on_host = _on_host(answered, trainer.eval_spec.group_size)
         records.write(state.step, epoch, *on_host, kind="eval")
-    return {"reward/eval": reward, "time/eval": clock.seconds}
+    return values
 
 
 def _on_host(rollouts: Sequence[tuple[Prompts, Responses]], group_size: int) -> tuple:
@@ -148,16 +147,6 @@ def _on_host(rollouts: Sequence[tuple[Prompts, Responses]], group_size: int) -> 
         parts.append(jax.tree.map(lambda x, rows=rows: x[:rows], on_host))
     prompts = concatenate(*(prompts for prompts, _ in rollouts))
     return prompts, *jax.tree.map(lambda *x: np.concatenate(x), *parts)
-
-
-def _compile_metrics(before: Compiled) -> dict[str, float]:
-    """What the process has compiled since."""
-    new = Compiled(*(now - then for now, then in zip(compiled(), before)))
-    return {
-        "time/compile": new.seconds,
-        "compile/built": new.built,
-        "compile/read": new.read,
-    }
 
 
 def _check_finite(values: dict[str, float], step: int, checkpoints: Checkpointer) -> None:

@@ -93,14 +93,14 @@ def _cases(trainer: Trainer, drafted: Drafted) -> dict[str, Case]:
     leniences = {1.0}
     if previous is not None and spec.program.accept.lenient:
         leniences = {1.0, settings.lenience or 1.0, math.inf}
-    found = {"none": functools.partial(generate, without_trees(spec), *inputs)}
+    cases = {"none": functools.partial(generate, without_trees(spec), *inputs)}
     for lenience in sorted(leniences):
         options = {"drafts": DraftInputs(previous, math.log(lenience), history)}
         if settings.adaptive:
             options["speculation"] = make_speculation(spec, len(drafts.lens))
         name = f"{settings.draft}, ℓ={lenience:.4g}"
-        found[name] = functools.partial(generate, spec, *inputs, **options)
-    return found
+        cases[name] = functools.partial(generate, spec, *inputs, **options)
+    return cases
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
