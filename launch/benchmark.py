@@ -35,8 +35,8 @@ _BENCHMARKS = _OF_SIZE | _OF_CONFIG | {"selection": "selection"}
 def parser() -> argparse.ArgumentParser:
     """The command line, but for --config and --config.FIELD=VALUE."""
     formatter = argparse.RawDescriptionHelpFormatter
-    found = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    commands = found.add_subparsers(dest="benchmark", required=True)
+    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="benchmark", required=True)
     for name in _BENCHMARKS:
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("--json", type=Path, help="write the figures to this file")
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("--run", type=Path, required=True, help="its work directory")
             command.add_argument("--step", type=int, help="of the checkpoint; the latest")
-    return found
+    return parser
 
 
 def measure(args: argparse.Namespace) -> None:
