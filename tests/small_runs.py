@@ -5,10 +5,13 @@ the one digit of the prompt; the last digit of a response counts, so that even a
 right one time in ten and has advantages to learn from.
 """
 
+import multiprocessing
 import os
 import pathlib
 import runpy
 import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -93,9 +96,9 @@ def records(workdir, times: bool = False) -> list[dict]:
     """The run's metrics by step, without those of the clock and the compiler unless asked for."""
     from specrl_jax.telemetry.metrics import read_metrics
 
-    found = read_metrics(workdir)
     left_out = () if times else ("time/", "compile/")
-    return [{k: v for k, v in r.items() if not k.startswith(left_out)} for r in found]
+    lines = read_metrics(workdir)
+    return [{k: v for k, v in r.items() if not k.startswith(left_out)} for r in lines]
 
 
 def saved(workdir, step: int) -> dict[str, np.ndarray]:
@@ -131,3 +134,44 @@ def interrupt(owner: type, method: str, step: int, number: int = signal.SIGKILL)
         return result
 
     setattr(owner, method, call)
+
+
+def launch(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs `python PROGRAM ARGUMENTS` in the repository; `environment` is added to this one."""
+    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
+    return subprocess.run(
+        [sys.executable, program, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def run_until_killed(target, *inputs) -> None:
+    """target(*inputs) on one device, in a process of its own that must die of SIGKILL."""
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=_on_one_device, args=(target, inputs))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def _on_one_device(target, inputs) -> None:
+    from specrl_jax.sharding import make_mesh
+
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # as the tests compile
+    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
+        target(*inputs)
+
+
+def assert_same_run(workdir, other, step: int) -> None:
+    """Metrics apart from wall-clock times, and all that a checkpoint holds, bit for bit."""
+    assert records(workdir) == records(other)
+    arrays, expected = saved(workdir, step), saved(other, step)
+    assert arrays.keys() == expected.keys()
+    for name, array in arrays.items():
+        assert array.tobytes() == expected[name].tobytes(), name

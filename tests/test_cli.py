@@ -1,16 +1,12 @@
 """What a user sees who types something wrong: one line, exit code 2, no traceback."""
 
 import concurrent.futures
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from small_runs import ROOT, launch
 
 from specrl_jax import cli
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = "--config=configs/grpo.py"
 # arguments → the line after "error: "
 MISTAKES = {
@@ -37,25 +33,15 @@ MISTAKES = {
 }  # fmt: skip
 
 
-def _launch(arguments: tuple[str, ...], folder: pathlib.Path) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "launch/train.py", *arguments]
-    if arguments and not any(a.startswith("--workdir") for a in arguments):
-        command.append(f"--workdir={folder / 'run'}")
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """All mistakes made at once."""
-    folder = tmp_path_factory.mktemp("runs")
+    workdir = tmp_path_factory.mktemp("runs") / "run"
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        results = pool.map(lambda arguments: _launch(arguments, folder), MISTAKES)
-        answers = dict(zip(MISTAKES, results, strict=True))
-    assert not list(folder.iterdir())  # a refused run leaves nothing behind
+        commands = ((*arguments, f"--workdir={workdir}") for arguments in MISTAKES)
+        answers = pool.map(lambda arguments: launch("launch/train.py", *arguments), commands)
+        answers = dict(zip(MISTAKES, answers, strict=True))
+    assert not workdir.exists()  # a refused run leaves nothing behind
     return answers
 
 

@@ -1,16 +1,20 @@
 """What a step collects: DAPO's and SPEED's batches against all that was rolled out; kills."""
 
 import dataclasses
-import multiprocessing
-import os
-import signal
 
 import jax
 import numpy as np
 import pytest
-from small_runs import interrupt, records, saved, small_config
+from small_runs import (
+    assert_same_run,
+    interrupt,
+    records,
+    run_until_killed,
+    saved,
+    small_config,
+)
 
-from specrl_jax import collect, sharding
+from specrl_jax import collect
 from specrl_jax import train as loop
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.telemetry.metrics import MetricsLog
@@ -117,41 +121,24 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
 @pytest.mark.parametrize(
     ("algorithm", "changes", "prefix"),
     [
-        # Groups wait under speed too.
-        pytest.param("dapo", {}, "waiting_rows", marks=pytest.mark.slow),
         ("ppo", {}, "train.critic"),
         ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "waiting_rows"),
-        pytest.param(
-            "grpo",
-            {"curriculum.name": "mopps", "rollout.draft": "previous"},
-            "store",
-            marks=pytest.mark.slow,  # its state alone: test_curriculum.py
-        ),
     ],
-    ids=["dapo", "ppo", "speed", "mopps"],
+    ids=["ppo", "speed"],
 )
 def test_a_killed_run_goes_on_with_all_that_it_keeps(mesh, tmp_path, algorithm, changes, prefix):
     killed, plain, changes = tmp_path / "killed", tmp_path / "plain", CHANGES | changes
-    inputs = (killed, algorithm, changes)
-    child = multiprocessing.get_context("spawn").Process(target=_killed, args=inputs)
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
+    run_until_killed(_killed, killed, algorithm, changes)
     for workdir in (killed, plain):
         loop.train(small_config(changes, algorithm=algorithm), workdir)
-    assert records(killed) == records(plain)
-    resumed, other = saved(killed, STEPS), saved(plain, STEPS)
-    assert resumed.keys() == other.keys()
+    assert_same_run(killed, plain, STEPS)
+    resumed = saved(killed, STEPS)
     assert any(name.startswith(prefix) and array.any() for name, array in resumed.items())
-    for name, array in resumed.items():
-        np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
 def _killed(workdir, algorithm, changes):
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # as this process compiles
     interrupt(MetricsLog, "write", 3)
-    with jax.set_mesh(sharding.make_mesh(1, 1, 1, jax.devices()[:1])):
-        loop.train(small_config(changes, algorithm=algorithm), workdir)
+    loop.train(small_config(changes, algorithm=algorithm), workdir)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["reused", "to choose prompts alone"])

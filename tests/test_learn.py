@@ -39,12 +39,12 @@ def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mes
         "checkpoint.keep_last": 9, "updates.schedule_warmup": 2,
     }  # fmt: skip
     loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
-    found = records(tmp_path / "run")[1:]
-    assert found[0]["critic/value_mean"] == 0
-    assert found[1]["critic/value_mean"] != 0
-    assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in found)
+    steps = records(tmp_path / "run")[1:]
+    assert steps[0]["critic/value_mean"] == 0
+    assert steps[1]["critic/value_mean"] != 0
+    assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in steps)
     # Two updates a step: the schedule begins with the first step that is not frozen.
-    np.testing.assert_allclose([r["update/lr"] for r in found], [0, 0, 0.02, 0.02], rtol=1e-6)
+    np.testing.assert_allclose([r["update/lr"] for r in steps], [0, 0, 0.02, 0.02], rtol=1e-6)
     arrays = [saved(tmp_path / "run", step) for step in (0, 2, 4)]
     policies, moments, critics = (
         [{n: x for n, x in step.items() if n.startswith(prefix)} for step in arrays]
@@ -64,6 +64,6 @@ def test_a_critic_needs_no_group(mesh, tmp_path):
     changes |= {"reward.name": "small_runs:score_first_letter", "reward.extract": ""}
     changes["seed"] = 1  # some of these responses are right, some are not
     loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
-    found = records(tmp_path / "run")[1:]
-    assert [r["data/prompts_seen"] for r in found] == [8, 16]
-    assert all(r["critic/loss"] > 0 and r["update/grad_norm"] > 0 for r in found)
+    steps = records(tmp_path / "run")[1:]
+    assert [r["data/prompts_seen"] for r in steps] == [8, 16]
+    assert all(r["critic/loss"] > 0 and r["update/grad_norm"] > 0 for r in steps)

@@ -13,6 +13,7 @@ from specrl_jax.state import Lenience, TrainerState, init_state
 from specrl_jax.types import StatePart
 
 ALWAYS = {"stream", "store", "lenience"}
+ADAPTIVE = {"rollout.adaptive": True}
 
 
 def _states(changes: dict, algorithm: str = "grpo") -> tuple[TrainerState, TrainerState]:
@@ -29,8 +30,16 @@ def _states(changes: dict, algorithm: str = "grpo") -> tuple[TrainerState, Train
         ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", {"run_ahead"}),
         ({"rollout.partial": 2}, "grpo", {"resumed"}),
         ({"rollout.draft": "none"}, "dapo", {"groups", "waiting_rows"}),
+        (ADAPTIVE, "grpo", {"speculation"}),
+        (ADAPTIVE | {"rollout.draft": "none"}, "grpo", set()),  # there is no choice
+        # What was begun ahead is verified or left to decode steps.
+        (
+            ADAPTIVE
+            | {"rollout.draft": "none", "rollout.run_ahead": True, "rollout.accept": "match"},
+            "grpo",
+            {"speculation", "run_ahead"},
+        ),
     ],
-    ids=["nothing", "reference", "run-ahead", "partial", "dapo"],
 )
 def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
     mesh, changes, algorithm, on

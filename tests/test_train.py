@@ -3,16 +3,13 @@
 import functools
 import math
 import pathlib
-import types
 
 import jax
 import numpy as np
 import pytest
 from small_runs import records, small_config
 
-from specrl_jax import episodes
 from specrl_jax import train as loop
-from specrl_jax.build import Trainer, build
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 
 # Issued at every step of every run.
@@ -176,53 +173,10 @@ def test_recomputed_old_logprobs_are_the_rollouts_up_to_rounding(run):
     )
 
 
-def test_rows_in_flight_change_nothing(run):
-    """Two halves of the batch one after the other: the same responses, up to rounding."""
-    lines, plain = records(run({"rollout.max_rows": 16})), records(run())
-    for name in ("rollout/tokens_generated", "reward/mean", "rollout/response_len_mean"):
-        assert lines[1][name] == plain[1][name]
-    assert lines[1]["rollout/row_steps"] <= plain[1]["rollout/row_steps"]
-    assert all(0 < fraction < 1 for fraction in _reuse(run({"rollout.max_rows": 16}))[2:])
-
-
-def test_a_number_of_steps_instead_of_epochs(run):
-    assert [r["step"] for r in records(run({"train.steps": 3}))] == [0, 1, 2, 3]
-
-
 def test_the_same_seed_gives_the_same_run_and_another_one_another(run, tmp_path, mesh):
     loop.train(small_config(), tmp_path / "again")
     assert records(tmp_path / "again") == records(run())
     assert records(run(seed=1))[1] != records(run())[1]
-
-
-def test_the_rollout_is_given_the_stores_drafts(mesh, tmp_path, monkeypatch):
-    """The drafts of the second epoch are what the first one returned for the same prompts."""
-    returned, real = {}, episodes.generate
-
-    def generate(spec, weights, prompts, noise, *, drafts, **options):
-        outcome = real(spec, weights, prompts, noise, drafts=drafts, **options)
-        rollout = outcome.rollout
-        assert drafts.log_lenience == math.log(2.0)
-        drafts = drafts.previous
-        for q, example in enumerate(prompts.examples):
-            rows = slice(8 * q, 8 * q + 8)
-            draft_lens = np.asarray(drafts.lens)[rows]
-            before = returned.get(example.prompt_id)
-            if before is None:
-                assert not draft_lens.any()
-            else:
-                lens, tokens = before
-                np.testing.assert_array_equal(draft_lens, lens)
-                np.testing.assert_array_equal(np.asarray(drafts.tokens)[rows], tokens)
-            returned[example.prompt_id] = (
-                np.asarray(rollout.lens)[rows],
-                np.asarray(rollout.tokens)[rows],
-            )
-        return outcome
-
-    monkeypatch.setattr(episodes, "generate", generate)
-    loop.train(small_config({"rollout.lenience": 2.0}), tmp_path / "run")
-    assert len(returned) == 8
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_in_one_line(mesh, tmp_path):
@@ -234,33 +188,19 @@ def test_a_loss_that_is_not_finite_ends_the_run_in_one_line(mesh, tmp_path):
     assert "last checkpoint: step 0; try a smaller updates.learning_rate" in message
 
 
-def test_a_cache_bound_too_small_is_told_before_anything_is_done(mesh, tmp_path):
-    with pytest.raises(ValueError, match=r"^rollout.max_cache_gib must be 0 or >= .*, got 1e-09"):
-        loop.train(small_config({"rollout.max_cache_gib": 1e-9}), tmp_path / "run")
-    assert not list((tmp_path / "run").glob("*.jsonl"))
-
-
-def test_so_is_one_too_small_for_the_evaluation(mesh, tmp_path):
-    """16 rows of the rollout fit, 256 of the evaluation do not."""
-    changes = {"rollout.max_cache_gib": 1e-4, "evaluate.every": 1, "evaluate.samples": 64}
-    with pytest.raises(ValueError, match=r"^rollout.max_cache_gib must be .* for 256 rows .*, got"):
-        loop.train(small_config(changes), tmp_path / "run")
-    build(small_config(changes | {"evaluate.every": 0}))[0].scorer.pool.close()
-
-
 @pytest.mark.parametrize(
-    ("draft", "run_ahead", "adaptive"),
-    [("none", False, False), ("none", True, True), ("previous", False, True)],
+    ("changes", "message"),
+    [
+        ({"rollout.max_cache_gib": 1e-9}, r"^rollout.max_cache_gib must be 0 or >= .*, got 1e-09"),
+        (  # 16 rows of the rollout fit, 256 of the evaluation do not
+            {"rollout.max_cache_gib": 1e-4, "evaluate.every": 1, "evaluate.samples": 64},
+            r"^rollout.max_cache_gib must be .* for 256 rows .*, got",
+        ),
+        ({"rollout.max_rows": 4}, r"^rollout.max_rows=4 must hold at least [^\n]*$"),
+    ],
+    ids=["cache", "cache of the evaluation", "rows"],
 )
-def test_costs_are_measured_where_there_is_a_choice(draft, run_ahead, adaptive):
-    """What was begun ahead is verified or left to decode steps, too."""
-    changes = {"rollout.draft": draft, "rollout.run_ahead": run_ahead}
-    for asked in (True, False):
-        config = small_config(changes | {"rollout.adaptive": asked})
-        lines = Trainer.is_adaptive.fget(types.SimpleNamespace(config=config))
-        assert lines == (adaptive and asked)
-
-
-def test_too_few_rows_in_flight_for_a_group_is_one_line(mesh, tmp_path):
-    with pytest.raises(ValueError, match=r"^rollout.max_rows=4 must hold at least [^\n]*$"):
-        loop.train(small_config({"rollout.max_rows": 4}), tmp_path / "run")
+def test_too_small_a_bound_is_told_before_anything_is_done(mesh, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        loop.train(small_config(changes), tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.jsonl"))

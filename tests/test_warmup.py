@@ -77,16 +77,6 @@ def test_three_steps_are_those_of_a_plain_loop(mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, params)
 
 
-def test_it_learns_and_reports(mesh, capsys):
-    settings = types.SimpleNamespace(steps=60, batch_size=4, learning_rate=0.05)
-    params = warmup.supervise(_learner(), _params(), DATA, settings, seed=0)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [step for _, step, _, _ in lines] == ["50:", "60:"]
-    loss = float(lines[-1][2])
-    assert loss < 0.3 * float(_plain_loss(_params(), (0, 1, 2, 3)))
-    np.testing.assert_allclose(_plain_loss(params, (0, 1, 2, 3)), loss, atol=0.05)
-
-
 @pytest.fixture
 def parts(mesh):
     """(config, tokenizer, data set) of a small run with a short warm-up."""

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from loss_batches import FULL, MAX_LEN, PLAIN, as_batch, as_float32, make_batch, slopes, take
 
-from specrl_jax.algorithms.losses import (
-    AGGREGATIONS,
-    clipped_surrogate,
-    policy_loss,
-    policy_metrics,
-)
+from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, policy_metrics
 
 
 def reference_loss(logprobs, entropy, batch, config):
@@ -208,27 +203,6 @@ def test_a_sequence_ratio_is_clipped_for_all_its_tokens():
     loss, sums = policy_loss(logprobs, logprobs, batch, config)
     np.testing.assert_allclose(loss, -(1.0 + 1.28) / 2, rtol=1e-6)
     assert sums["clip_fraction"] == 2
-
-
-def test_with_one_advantage_per_response_the_sequence_ratio_is_gspos():
-    """The loss is equal to the bit, the gradient to rounding: arXiv 2507.18071, eq. 5 and 13."""
-    logprobs, entropy, batch = as_float32(make_batch(seed=9))
-    advantages = np.broadcast_to(batch.advantages[:, :1], batch.advantages.shape)
-    batch = dataclasses.replace(batch, advantages=advantages)
-    config = dataclasses.replace(PLAIN, ratio="sequence", aggregation="sequence")
-
-    def gspo(logprobs):
-        mask, n = batch.mask, jnp.maximum(batch.response_lens, 1)
-        log_ratio = jnp.where(mask, logprobs - batch.old_logprobs, 0)
-        s = jnp.broadcast_to((jnp.sum(log_ratio, axis=1) / n)[:, None], mask.shape)
-        terms, _ = clipped_surrogate(s, s, batch.advantages, PLAIN)
-        return AGGREGATIONS["sequence"].mean(terms, mask, 0)
-
-    expected, expected_gradient = jax.value_and_grad(gspo)(logprobs)
-    differentiate = jax.value_and_grad(policy_loss, has_aux=True)
-    (loss, _), gradient = differentiate(logprobs, entropy, batch, config)
-    assert loss == expected
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
 
 
 def test_weights_multiply_each_tokens_surrogate_and_nothing_else():

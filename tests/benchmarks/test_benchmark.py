@@ -2,14 +2,11 @@
 
 import json
 import math
-import os
 import runpy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from small_runs import ROOT, small_config
+from small_runs import ROOT, launch, small_config
 
 from specrl_jax import train
 from specrl_jax.benchmarks import reports
@@ -21,6 +18,7 @@ from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Rollout
 
 LAUNCH = ROOT / "launch" / "benchmark.py"
+ONE_DEVICE = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
          "--row-buckets=2", "--cache-lengths=1", "--max-width=2")  # fmt: skip
 
@@ -38,13 +36,6 @@ def run(mesh, tmp_path, capsys):
         return json.loads(path.read_text())["cases"], capsys.readouterr().out
 
     return call
-
-
-def launch(*arguments: str) -> subprocess.CompletedProcess:
-    flags = "--xla_backend_optimization_level=0"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-    command = [sys.executable, str(LAUNCH), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
 
 
 def test_rollout(run):
@@ -89,7 +80,7 @@ def test_trained_and_rules(tmp_path):
              "--config.rollout.lenience=1.65", "--config.rollout.stored_logprobs=8",
              "--config.rollout.adaptive=False", "--drift=1", "--repeats=2")  # fmt: skip
     for name, path in paths.items():
-        done = launch(name, *flags, f"--json={path}")
+        done = launch(str(LAUNCH), name, *flags, f"--json={path}", **ONE_DEVICE)
         assert done.returncode == 0, done.stderr
     plain, strict, lenient, whole = json.loads(paths["trained"].read_text())["cases"]
     assert plain["drafts"] == "none"
@@ -107,7 +98,8 @@ def test_selection(mesh, tmp_path, rate):
     changes = {"updates.learning_rate": rate, "updates.weight_decay": 0.0, "train.steps": 2}
     changes |= {"evaluate.every": 2, "log.rollouts": 1.0, "rollout.adaptive": False}
     train.train(small_config(changes), tmp_path)
-    done = launch("selection", f"--run={tmp_path}", f"--json={tmp_path / 'figures.json'}")
+    flags = f"--run={tmp_path}", f"--json={tmp_path / 'figures.json'}"
+    done = launch(str(LAUNCH), "selection", *flags, **ONE_DEVICE)
     assert done.returncode == 0, done.stderr
     trained, held_out, gap = json.loads((tmp_path / "figures.json").read_text())["cases"]
     assert (trained["count"], held_out["count"]) == (32, 6)
@@ -139,7 +131,7 @@ def test_a_mistake_is_one_line(arguments, message, capsys):
 
 
 def test_a_mistake_in_the_config_is_one_line():
-    done = launch("rules", "--config.rollout.group=4")
+    done = launch(str(LAUNCH), "rules", "--config.rollout.group=4")
     assert done.returncode == 2
     assert "rollout.group is not a field of the config" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -161,9 +153,9 @@ def test_lengths_worked_row():
 
 
 def test_lengths_are_lognormal_and_in_random_order():
-    found = long_tailed(4096, 8192, 1024.0)
-    lens = np.sort(found)
-    assert found.tolist() != lens.tolist()
+    drawn = long_tailed(4096, 8192, 1024.0)
+    lens = np.sort(drawn)
+    assert drawn.tolist() != lens.tolist()
     # The last of 4096 lies at z = 3.6676.
     for share, z in ((0.5, 0.0), (0.841345, 1.0), (0.158655, -1.0), (0.977250, 2.0)):
         expected = 1024 * 8 ** (z / 3.6676)
@@ -173,12 +165,12 @@ def test_lengths_are_lognormal_and_in_random_order():
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_corruption_replaces_its_share_by_other_tokens(rate):
     tokens = np.random.default_rng(0).integers(0, 7, (100, 400))
-    found = corrupt(tokens, rate, 7, np.random.default_rng(1))
-    assert set(np.unique(found)) <= set(range(7))
+    corrupted = corrupt(tokens, rate, 7, np.random.default_rng(1))
+    assert set(np.unique(corrupted)) <= set(range(7))
     deviation = math.sqrt(rate * (1 - rate) / tokens.size)
-    assert abs(np.mean(found != tokens) - rate) <= 4 * deviation
+    assert abs(np.mean(corrupted != tokens) - rate) <= 4 * deviation
     if rate == 1.0:  # each of the six others alike, of 40,000
-        shifts = np.bincount(((found - tokens) % 7).ravel(), minlength=7)
+        shifts = np.bincount(((corrupted - tokens) % 7).ravel(), minlength=7)
         assert np.sum((shifts[1:] - 40_000 / 6) ** 2 / (40_000 / 6)) < 20.5  # χ², 5 d.o.f., 0.999
 
 

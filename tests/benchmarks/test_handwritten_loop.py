@@ -18,12 +18,12 @@ def logits_by_hand(model: ModelConfig, weights, tokens_BT: np.ndarray) -> np.nda
     """Logits [B, T, V], token by token through the loop's forward step."""
     cache = jax.tree.map(np.asarray, init_cache(model, *tokens_BT.shape))
     step = jax.jit(handwritten_loop.forward, static_argnums=0)
-    weights, found = jax.tree.map(np.asarray, weights), []
+    weights, rows = jax.tree.map(np.asarray, weights), []
     for t in range(tokens_BT.shape[1]):
         position = np.full(len(tokens_BT), t, np.int32)
         logits, cache = step(model, weights, cache, tokens_BT[:, t], position)
-        found.append(np.asarray(logits))
-    return np.stack(found, axis=1)
+        rows.append(np.asarray(logits))
+    return np.stack(rows, axis=1)
 
 
 @pytest.mark.parametrize("tie", [True, False])
