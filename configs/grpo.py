@@ -169,7 +169,9 @@ def base() -> ConfigDict:
 
     config.updates = updates = ConfigDict()  # ("update" is a method of ConfigDict)
     updates.mini_batch_size = 256  # rows per optimizer step; paper 256 prompts
-    updates.micro_batch_size = 32  # rows per forward-backward pass; 0: the whole mini-batch
+    updates.micro_batch_size = 8  # rows per forward-backward pass; 0: the whole mini-batch
+    updates.packing = "trie"  # trie (prefixes once) | sequences (rows in a line) | rows (padded)
+    updates.skip_no_signal = True  # leave rows out whose loss has no gradient; they still count
     updates.passes = 1  # passes over each rollout; paper 1
     updates.learning_rate = 3e-4  # AdamW; paper 5e-7
     updates.schedule = "linear"  # constant | linear | cosine (to 0 over the run); paper constant

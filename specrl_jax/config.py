@@ -94,6 +94,7 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "curriculum.name": "data.curriculum:CURRICULA",
     "updates.schedule": "algorithms.learner:SCHEDULES",
     "updates.old_logprobs": ("rollout", "recompute"),
+    "updates.packing": "packing:PACKINGS",
     "log.wandb": ("off", "offline", "online", "auto"),
 }
 

@@ -17,7 +17,13 @@ from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
 from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.scoring import critic_values, logprob_gap, logprobs, micro_batches
+from specrl_jax.algorithms.scoring import (
+    PackedRows,
+    critic_values,
+    logprob_gap,
+    logprobs,
+    pack_rows,
+)
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.build import Trainer, frozen_steps
 from specrl_jax.collect import Groups, TrainBatch
@@ -66,8 +72,7 @@ def with_advantages(
     """The batch with advantages; with a critic also with its values and returns."""
     learner, values = trainer.learner, None
     if learner.critic:
-        size = learner.micro_batch_size or trainer.config.updates.mini_batch_size
-        values = critic_values(learner, state.train, batch, micro_batches(len(rewards), size))
+        values = critic_values(learner, state.train, _pack_all(trainer, batch))
     config = AdvantageConfig.from_config(trainer.config, trainer.trained_group_size)
     advantage = choose_advantage(trainer.config)
     estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
@@ -118,16 +123,45 @@ def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[s
     if batch.weights is not None:
         batch, more = _capped(batch, trainer.config.algorithm.importance_cap)
         values |= more
-    size, frozen = settings.mini_batch_size, state.step <= frozen_steps(trainer.config)
+    frozen = state.step <= frozen_steps(trainer.config)
     history = []
-    for first in [*range(0, len(batch.tokens), size)] * settings.passes:
-        index = first + micro_batches(size, learner.micro_batch_size)
-        state.train, sums = update(learner, state.train, batch, index, policy_frozen=frozen)
+    mini_batches = pack_mini_batches(trainer, batch)
+    for packed in mini_batches * settings.passes:
+        state.train, sums = update(learner, state.train, batch, packed, policy_frozen=frozen)
         history.append(sums)
     values = _update_metrics(trainer, jax.device_get(history)) | values
+    values |= _packing_metrics(mini_batches, batch)
     updates = (state.step - frozen_steps(trainer.config)) * len(history)
     values["update/lr"] = 0.0 if frozen else trainer.schedule(updates - 1)
     return {name: float(value) for name, value in values.items()}
+
+
+def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
+    """The step's mini-batches, in the order of the rows, without rows that teach nothing."""
+    rows, size = np.arange(len(batch.tokens)), trainer.config.updates.mini_batch_size
+    included = np.ones(len(rows), bool)
+    if skips_no_signal(trainer.config):
+        included = np.asarray(jax.device_get(_has_signal(batch)))
+    return [
+        pack_rows(trainer.learner, batch, part, included[part])
+        for part in np.split(rows, len(rows) // size)
+    ]
+
+
+def skips_no_signal(config) -> bool:
+    """Whether rows without an advantage are left out: nothing else in the loss has a gradient."""
+    others = config.algorithm.kl_coef or config.algorithm.entropy_coef
+    return config.updates.skip_no_signal and not others and config.critic.kind == "none"
+
+
+@jax.jit
+def _has_signal(batch: Batch) -> Array:
+    """bool [B], rows with an advantage that is not exactly 0."""
+    return jnp.any((batch.advantages != 0) & batch.mask, axis=1)
+
+
+def _pack_all(trainer: Trainer, batch: Batch) -> PackedRows:
+    return pack_rows(trainer.learner, batch, np.arange(len(batch.tokens)))
 
 
 def _with_other_logprobs(
@@ -135,19 +169,32 @@ def _with_other_logprobs(
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with the reference's log-probs, and recomputed old ones, if asked for."""
     learner, values = trainer.learner, {}
-    size = learner.micro_batch_size or trainer.config.updates.mini_batch_size
-    index = micro_batches(len(batch.tokens), size)
-    if trainer.config.updates.old_logprobs == "recompute":
-        old = logprobs(learner, state.train.params, batch, index)
+    recompute = trainer.config.updates.old_logprobs == "recompute"
+    if not recompute and state.reference is None:
+        return batch, values
+    packed = _pack_all(trainer, batch)
+    if recompute:
+        old = logprobs(learner, state.train.params, packed)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
         if batch.weights is not None:  # they were sampled by the rollout's arithmetic
             weights = batch.weights * jnp.exp(old - batch.old_logprobs)
             batch = dataclasses.replace(batch, weights=weights)
         batch = dataclasses.replace(batch, old_logprobs=old)
     if state.reference is not None:
-        reference = logprobs(learner, state.reference.params, batch, index)
+        reference = logprobs(learner, state.reference.params, packed)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
+
+
+def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
+    rows = sum(np.any(jax.device_get(packed.nodes) >= 0, axis=1).sum() for packed in mini_batches)
+    slots = sum(
+        jax.device_get(packed.count) * packed.sequences.tokens[0].size for packed in mini_batches
+    )
+    return {
+        "update/signal_fraction": rows / len(batch.tokens),
+        "update/computed_fraction": slots / batch.tokens.size,
+    }
 
 
 def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> dict[str, float]:

@@ -14,7 +14,8 @@ from jax import Array
 
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.scoring import pack, score
+from specrl_jax.algorithms.scoring import read_nodes, score, unpacked
+from specrl_jax.algorithms.update import join
 from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
@@ -95,11 +96,12 @@ def _run(
 
     def step(state: TrainState, index: Array) -> tuple[TrainState, Array]:
         rows = take_rows(data, index)
-        tokens = pack(rows.prompts, rows.prompt_lens, rows.responses, response_slots=slots)
+        tokens = join(rows.prompts, rows.prompt_lens, rows.responses, response_slots=slots)
+        sequences, nodes = unpacked(tokens, rows.prompt_lens, slots)
         mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
 
         def loss(params: Params) -> Array:
-            scores = score(learner, params, None, tokens, rows.prompt_lens, slots)
+            scores = read_nodes(score(learner, params, None, sequences), nodes)
             return -masked_mean(scores.logprobs, mask)
 
         value, grads = jax.value_and_grad(loss)(state.params)

@@ -48,6 +48,7 @@ class Learner:
     temperature: float  # of the rollout, whose log-probs are the old ones
     logits_chunk: int  # tokens
     micro_batch_size: int  # rows; 0: the whole mini-batch
+    packing: str = "trie"  # key of PACKINGS
     critic: Critic | None = None
 
 
@@ -65,6 +66,7 @@ def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learne
         temperature=config.rollout.temperature,
         logits_chunk=config.rollout.logits_chunk,
         micro_batch_size=config.updates.micro_batch_size,
+        packing=config.updates.packing,
         critic=None if config.critic.kind == "none" else _make_critic(config),
     )
 

@@ -1,9 +1,11 @@
-"""The model on the tokens of a batch: log-probs, entropies and values [B, R] of its responses.
+"""The model on packed rows: log-probs, entropies and values of their tokens.
 
-Slot prompt_len − 1 + j of a row predicts response token j, and holds the state in which that token
-is chosen. Only these slots reach the output head.
+Rows are packed on the host (`pack_rows`), cut into micro-batches of sequences, and computed one
+micro-batch after another. The state of a token's parent predicts the token. What the model says
+of a token is then read for each row that holds it, as [n, R].
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,80 +20,135 @@ from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.models import value
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.sharding import spec, take_rows
+from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.sharding import put, reshard, shards, spec
 from specrl_jax.types import Batch
 
 
 class Scores(NamedTuple):
-    """What the weights being trained say of a batch; float32 [B, R]."""
+    """What the weights being trained say of tokens; float32, [m, T] or [n, R]."""
 
     logprobs: Array  # nats, at the rollout's temperature
     entropy: Array  # nats
     values: Array | None  # of the state before each token, in units of reward; None: no critic
 
 
-@functools.partial(jax.jit, static_argnames="response_slots")
-def pack(
-    prompts_BP: Array, prompt_lens: Array, responses_BR: Array, *, response_slots: int
-) -> Array:
-    """tokens [B, P + R']: every response right behind its prompt, cut to R' = response_slots."""
-    padded = jnp.pad(prompts_BP, ((0, 0), (0, response_slots)))
+class Sequences(NamedTuple):
+    """A micro-batch of packed sequences; int32 [m, T], see `packing.PackedTries`."""
 
-    def join(row: Array, response: Array, start: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, response, start, axis=0)
-
-    return jax.vmap(join)(padded, responses_BR[:, :response_slots], prompt_lens)
+    tokens: Array
+    depths: Array
+    ends: Array
+    parents: Array
 
 
-def score(
-    learner: Learner,
-    params: Params,
-    critic: Params | None,
-    tokens_BT: Array,
-    prompt_lens: Array,
-    response_slots: int,
-) -> Scores:
-    """One pass of the policy over a micro-batch, and one of a critic with its own decoder."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """n rows of a batch in M micro-batches of m sequences of T slots."""
+
+    sequences: Sequences  # [M, m, T]
+    count: Array  # int32 [], micro-batches that hold tokens: the first ones
+    rows: Array  # int32 [n], which rows of the batch these are
+    nodes: Array  # int32 [n, R], slot in [M * m * T] of a row's response tokens; -1: left out
+
+
+def pack_rows(
+    learner: Learner, batch: Batch, rows: np.ndarray, included: np.ndarray | None = None
+) -> PackedRows:
+    """Packs the rows `rows` int [n] of a batch. All of the same n and slots share their programs.
+
+    included: bool [n], the rows to compute; None: all.
+    """
+    host = jax.device_get((batch.tokens, batch.prompt_lens, batch.response_lens))
+    tokens, prompt_lens, response_lens = (x[rows] for x in host)
+    lens = prompt_lens + response_lens
+    if included is not None:
+        lens = np.where(included, lens, 0)
+    packing, slots, pieces = PACKINGS[learner.packing], tokens.shape[1], shards("batch")
+    at_once = learner.micro_batch_size or len(rows)
+    row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
+    tries = pack(tokens, lens, row_count * slots, packing)
+    used = len(tries.tokens)
+    size = at_once // row_count
+    while not learner.micro_batch_size and size // 2 >= used:  # few sizes, so few programs
+        size //= 2
+    size = -(-size // pieces) * pieces
+    # There is at least one row in a sequence.
+    shape = -(-len(rows) // size), size, row_count * slots
+
+    def cut(x: np.ndarray) -> Array:
+        padded = np.zeros((shape[0] * size, shape[2]), np.int32)
+        padded[:used] = x
+        return put(padded.reshape(shape), None, "batch", None)
+
+    columns = prompt_lens[:, None] + np.arange(batch.old_logprobs.shape[1])
+    nodes = np.take_along_axis(tries.nodes, np.minimum(columns, slots - 1), axis=1)
+    return PackedRows(
+        sequences=Sequences(*(cut(getattr(tries, name)) for name in Sequences._fields)),
+        count=put(np.int32(-(-used // size))),
+        rows=put(rows.astype(np.int32), "batch"),
+        nodes=put(np.where(columns < lens[:, None], nodes, -1), "batch", None),
+    )
+
+
+def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> tuple[Sequences, Array]:
+    """Every row as a sequence of its own, and the nodes [B, R = slots] of its response.
+
+    For rows that a program makes itself: it needs nothing from the host.
+    """
+    rows, width = tokens_BT.shape
+    places = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape, out_sharding=spec("batch", None))
+    ends, parents = jnp.full_like(places, width), jnp.maximum(places - 1, 0)
+    first = jnp.arange(rows) * width
+    nodes = reshard(first, "batch")[:, None] + prompt_lens[:, None] + jnp.arange(slots)[None, :]
+    return Sequences(tokens_BT, places, ends, parents), nodes
+
+
+def score(learner: Learner, params: Params, critic: Params | None, sequences: Sequences) -> Scores:
+    """One pass of the policy over a micro-batch, and one of a critic with its own decoder.
+
+    Gives [m, T]: at each slot what is said of its token, in the state of its parent.
+    """
     model = Transformer(learner.model, params)
-    hidden_BRD = _response_hidden(model, tokens_BT, prompt_lens, response_slots)
-    responses_BR = _slice_rows(tokens_BT, prompt_lens, response_slots)
+    hidden_mTD = _parents_hidden(model, sequences)
 
     def score_chunk(logits: Array, tokens: Array) -> tuple[Array, Array]:
         logits = logits / learner.temperature
         return token_logprobs(logits, tokens), entropy(logits)
 
-    scores = map_tokens(score_chunk, model, hidden_BRD, responses_BR, learner.logits_chunk)
+    scores = map_tokens(score_chunk, model, hidden_mTD, sequences.tokens, learner.logits_chunk)
     if critic is None:
         return Scores(*scores, values=None)
     decoder = value.decoder(learner.model, critic)
     if decoder is not None:
-        hidden_BRD = _response_hidden(decoder, tokens_BT, prompt_lens, response_slots)
-    return Scores(*scores, value.values(critic, hidden_BRD))
+        hidden_mTD = _parents_hidden(decoder, sequences)
+    return Scores(*scores, value.values(critic, hidden_mTD))
+
+
+def read_nodes(scores: Scores, nodes_nR: Array) -> Scores:
+    """Scores [n, R] of rows from those of slots [..., T]; 0 where a node is not among the slots."""
+
+    def read(x: Array) -> Array:
+        flat = jax.sharding.reshard(x, jax.P(*(None,) * x.ndim)).reshape(-1)
+        inside = (nodes_nR >= 0) & (nodes_nR < flat.size)
+        picked = flat.at[jnp.where(inside, nodes_nR, 0)].get(out_sharding=spec("batch", None))
+        return jnp.where(inside, picked, 0)
+
+    return jax.tree.map(read, scores)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logprobs(learner: Learner, params: Params, batch: Batch, index_Mm: Array) -> Array:
-    """Log-probs [B, R] of a whole batch, micro-batch by micro-batch (reference, old policy).
-
-    index: int32 [M, m], the rows 0 … B - 1 in order.
-    """
-    slots = batch.old_logprobs.shape[1]
-
-    def of_rows(rows: Batch) -> Array:
-        return score(learner, params, None, rows.tokens, rows.prompt_lens, slots).logprobs
-
-    return _map_micro_batches(of_rows, batch, index_Mm)
+def logprobs(learner: Learner, params: Params, packed: PackedRows) -> Array:
+    """Log-probs [n, R] of packed rows (reference, old policy)."""
+    return _map_micro_batches(lambda part: score(learner, params, None, part).logprobs, packed)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def critic_values(learner: Learner, state: TrainState, batch: Batch, index_Mm: Array) -> Array:
-    """The critic's values [B, R] of a whole batch; index: as in `logprobs`."""
-    weights, slots = (state.params, state.critic), batch.old_logprobs.shape[1]
-
-    def of_rows(rows: Batch) -> Array:
-        return score(learner, *weights, rows.tokens, rows.prompt_lens, slots).values
-
-    return _map_micro_batches(of_rows, batch, index_Mm)
+def critic_values(learner: Learner, state: TrainState, packed: PackedRows) -> Array:
+    """The critic's values [n, R] of packed rows."""
+    weights = state.params, state.critic
+    return _map_micro_batches(lambda part: score(learner, *weights, part).values, packed)
 
 
 @jax.jit
@@ -100,34 +157,19 @@ def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
     return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), batch.mask)
 
 
-def micro_batches(rows: int, size: int) -> np.ndarray:
-    """int32 [rows / size, size]: the rows 0 … rows - 1, cut into micro-batches; size 0: one."""
-    return np.arange(rows, dtype=np.int32).reshape(-1, size or rows)
+def _parents_hidden(model: Transformer, sequences: Sequences) -> Array:
+    """Hidden states [m, T, D] in which the tokens of the slots are chosen: their parents'."""
+    hidden_mTD, _ = model(sequences.tokens, positions_BT=sequences.depths, ends_BS=sequences.ends)
+    return jax.vmap(lambda hidden, parents: hidden[parents])(hidden_mTD, sequences.parents)
 
 
-def _response_hidden(
-    model: Transformer, tokens_BT: Array, prompt_lens: Array, response_slots: int
-) -> Array:
-    """Hidden states [B, R, D] of the slots that predict a response."""
-    hidden_BTD, _ = model(tokens_BT)
-    return _slice_rows(hidden_BTD, prompt_lens - 1, response_slots)
+def _map_micro_batches(function: Callable[[Sequences], Array], packed: PackedRows) -> Array:
+    """`function(sequences)` [m, T] over the micro-batches that are used, for rows: [n, R]."""
 
+    def step(index: Array, slots_MmT: Array) -> Array:
+        part = jax.tree.map(lambda x: x[index], packed.sequences)
+        return slots_MmT.at[index].set(function(part))
 
-def _slice_rows(array: Array, starts: Array, width: int) -> Array:
-    """array[b, starts[b] : starts[b] + width] of every row b."""
-
-    def slice_row(row: Array, start: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, start, width, axis=0)
-
-    return jax.vmap(slice_row)(array, starts)
-
-
-def _map_micro_batches(function: Callable[[Batch], Array], batch: Batch, index_Mm: Array) -> Array:
-    """`function(rows)` [m, R] over micro-batches, as [B, R]."""
-
-    def step(_, index: Array) -> tuple[None, Array]:
-        return None, function(take_rows(batch, index))
-
-    _, results = jax.lax.scan(step, None, index_Mm)
-    flat = jax.sharding.reshard(results, jax.P(None, None, None)).reshape(-1, results.shape[-1])
-    return jax.sharding.reshard(flat, spec("batch", None))
+    start = jnp.zeros_like(packed.sequences.tokens, jnp.float32)
+    slots_MmT = jax.lax.fori_loop(0, packed.count, step, start)
+    return read_nodes(slots_MmT, packed.nodes)

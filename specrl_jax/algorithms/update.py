@@ -1,7 +1,7 @@
 """The optimizer step: scores under the current weights → losses → gradients → AdamW.
 
-A mini-batch is a set of row indices into the step's `Batch`. Its micro-batches are scanned and
-their gradients added, so that the result does not depend on how it is cut.
+A mini-batch is a set of packed rows of the step's `Batch`. The gradients of its micro-batches are
+added, so that the result does not depend on how it is cut.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import Array
 
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
-from specrl_jax.algorithms.scoring import pack, score
+from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
@@ -36,7 +36,7 @@ def make_batch(prompts: Prompts, rollout: Rollout, *, lengths: tuple[int, ...]) 
     prompt_lens = put(np.repeat(prompts.lens, group), "batch")
     tokens = put(np.repeat(prompts.tokens, group, axis=0), "batch", None)
     return Batch(
-        tokens=pack(tokens, prompt_lens, rollout.tokens, response_slots=slots),
+        tokens=join(tokens, prompt_lens, rollout.tokens, response_slots=slots),
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
         old_logprobs=rollout.policy_logprobs[:, :slots],
@@ -45,26 +45,40 @@ def make_batch(prompts: Prompts, rollout: Rollout, *, lengths: tuple[int, ...]) 
     )
 
 
+@functools.partial(jax.jit, static_argnames="response_slots")
+def join(
+    prompts_BP: Array, prompt_lens: Array, responses_BR: Array, *, response_slots: int
+) -> Array:
+    """tokens [B, P + R']: every response right behind its prompt, cut to R' = response_slots."""
+    padded = jnp.pad(prompts_BP, ((0, 0), (0, response_slots)))
+
+    def join_row(row: Array, response: Array, start: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(row, response, start, axis=0)
+
+    return jax.vmap(join_row)(padded, responses_BR[:, :response_slots], prompt_lens)
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames="policy_frozen", donate_argnums=1)
 def update(
     learner: Learner,
     state: TrainState,
     batch: Batch,
-    index_Mm: Array,
+    packed: PackedRows,
     *,
     policy_frozen: bool = False,
 ) -> tuple[TrainState, Sums]:
-    """One optimizer step on the rows `index` [M micro-batches, m rows] of a batch.
+    """One optimizer step on the packed rows of a batch, the mini-batch.
+
+    Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
     policy_frozen: only the critic learns. The policy's weights and all of its optimizer's state
     (moments, step count) stay as they are.
 
     Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping)
-    and the sums of `losses.policy_loss` over the mini-batch; with a critic also `critic_grad_norm`
-    and the sums of `losses.value_loss`.
+    and the sums of `losses.policy_loss` over the rows that are computed; with a critic also
+    `critic_grad_norm` and the sums of `losses.value_loss`.
     """
-    mask = batch.mask.at[index_Mm.reshape(-1)].get(out_sharding=jax.P(None, None))
-    (grads, critic_grads), sums = _gradients(learner, state, batch, index_Mm, mask)
+    (grads, critic_grads), sums = _gradients(learner, state, take_rows(batch, packed.rows), packed)
     sums["grad_norm"] = optax.tree.norm(grads)
     if not policy_frozen:
         params, opt_state = _apply(learner.optimizer, grads, state.params, state.opt_state)
@@ -79,31 +93,37 @@ def update(
 
 
 def _gradients(
-    learner: Learner, state: TrainState, batch: Batch, index_Mm: Array, mask: Array
+    learner: Learner, state: TrainState, rows: Batch, packed: PackedRows
 ) -> tuple[Weights, Sums]:
-    """Gradients and sums of a mini-batch, added over its micro-batches; mask: the mini-batch's."""
-    weights, slots = (state.params, state.critic), batch.old_logprobs.shape[1]
-    policy_count = AGGREGATIONS[learner.loss.aggregation].count(mask)
+    """Gradients and sums of a mini-batch, added over its micro-batches."""
+    weights = (state.params, state.critic)
+    policy_count = AGGREGATIONS[learner.loss.aggregation].count(rows.mask)
+    token_count = jnp.sum(rows.mask)
+    size = packed.sequences.tokens[0].size
 
-    def loss(weights: Weights, rows: Batch) -> tuple[Array, Sums]:
-        scores = score(learner, *weights, rows.tokens, rows.prompt_lens, slots)
-        total, sums = policy_loss(scores.logprobs, scores.entropy, rows, learner.loss, policy_count)
+    def loss(weights: Weights, index: Array) -> tuple[Array, Sums]:
+        sequences = jax.tree.map(lambda x: x[index], packed.sequences)
+        nodes = packed.nodes - index * size
+        scores = read_nodes(score(learner, *weights, sequences), nodes)
+        # A row lies in one sequence. Of the others, no token counts.
+        here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
+        part = dataclasses.replace(rows, response_lens=jnp.where(here, rows.response_lens, 0))
+        total, sums = policy_loss(scores.logprobs, scores.entropy, part, learner.loss, policy_count)
         sums["loss"] = total
         if scores.values is not None:
             critic = learner.critic
-            error, critic_sums = value_loss(scores.values, rows, critic.clip, jnp.sum(mask))
+            error, critic_sums = value_loss(scores.values, part, critic.clip, token_count)
             total, sums = total + critic.coef * error, sums | critic_sums
         return total, sums
 
-    def accumulate(total: tuple[Weights, Sums], index: Array):
-        rows = take_rows(batch, index)
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(weights, rows)
-        return jax.tree.map(jnp.add, total, (grads, sums)), None
+    def accumulate(index: Array, total: tuple[Weights, Sums]) -> tuple[Weights, Sums]:
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(weights, index)
+        return jax.tree.map(jnp.add, total, (grads, sums))
 
-    _, shapes = jax.eval_shape(lambda: loss(weights, take_rows(batch, index_Mm[0])))
+    _, shapes = jax.eval_shape(lambda: loss(weights, jnp.int32(0)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     start = (jax.tree.map(jnp.zeros_like, weights), zeros)
-    return jax.lax.scan(accumulate, start, index_Mm)[0]
+    return jax.lax.fori_loop(0, packed.count, accumulate, start)
 
 
 def _apply(optimizer: optax.GradientTransformation, grads, params: Params, opt_state):

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from specrl_jax import runtime
 from specrl_jax.algorithms.learner import Learner
-from specrl_jax.algorithms.scoring import logprobs, micro_batches
+from specrl_jax.algorithms.scoring import logprobs, pack_rows
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer
@@ -74,6 +74,7 @@ def log_ratios(
     per_row = put(prompt_lens, "batch"), put(lens, "batch")
     unread = put(np.zeros_like(old), "batch", None)
     batch = Batch(put(tokens, "batch", None), *per_row, unread, unread)
-    new = logprobs(learner, params, batch, micro_batches(len(tokens), size))
+    packed = pack_rows(learner, batch, np.arange(len(tokens)))
+    new = logprobs(learner, params, packed)
     ratios = jax.device_get(new) - old
     return ratios[np.isfinite(ratios)]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specrl_jax.models.attention import attention
+from specrl_jax.models.attention import Visible, attention
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, as_layer, write
 from specrl_jax.models.parameters import LAYER
@@ -124,23 +124,23 @@ class LayerModule(nnx.Module):
 
 
 class Attention(LayerModule):
-    """Causal self-attention with grouped heads, over this call's tokens or over a KV cache."""
+    """Self-attention with grouped heads, over this call's tokens or over a KV cache."""
 
     names = (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
         *("q_bias", "k_bias", "v_bias", "qkv_bias", "o_bias", "q_norm", "k_norm"),
     )
 
-    def __call__(self, x_BTD, rope, mask_BTS, start_B=None, cache: Layer | None = None):
+    def __call__(self, x_BTD, rope, visible: Visible, cache: Layer | None = None):
         q, k, v = self._heads(x_BTD)
         if self.q_norm is not None:
             q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
             k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
         q = apply_rope(q, rope, self.config.head_dim**-0.5)  # while it is float32
         k = apply_rope(k, rope)
-        cache = None if cache is None else write(cache, k, v, start_B)
+        cache = None if cache is None else write(cache, k, v, visible.slots[:, 0])
         keys, values = cache or as_layer(k, v)
-        return self._output(attention(q, keys, values, mask_BTS)), cache
+        return self._output(attention(q, keys, values, visible)), cache
 
     def _output(self, out_BTNH: Array) -> Array:
         """[B, T, D]. As one product over A: over N and H, XLA on CPU copies the weight."""
@@ -209,9 +209,9 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.Param(params["mlp_norm"])
         self.mlp = MLP(config, params)
 
-    def __call__(self, x_BTD, rope, mask_BTS, start_B=None, cache=None):
+    def __call__(self, x_BTD, rope, visible: Visible, cache: Layer | None = None):
         normed = rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps)
-        attended, cache = self.attention(normed, rope, mask_BTS, start_B, cache)
+        attended, cache = self.attention(normed, rope, visible, cache)
         x_BTD = x_BTD + attended
         normed = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
         return x_BTD + self.mlp(normed), cache

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from specrl_jax.models.attention import Visible
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import Block, join_projections, rms_norm, rope_tables
@@ -39,13 +40,21 @@ class Transformer(nnx.Module):
         self.stacked = stacked
 
     def __call__(
-        self, tokens_BT: Array, start_B: Array | None = None, cache: KVCache | None = None
+        self,
+        tokens_BT: Array,
+        start_B: Array | None = None,
+        cache: KVCache | None = None,
+        *,
+        positions_BT: Array | None = None,
+        ends_BS: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
         tokens_BT: int32 [B, T], left-aligned.
-        start_B: int32 [B], position of each row's first token (None: 0); needs a cache.
-        cache: Keys and values of all earlier positions. Without it the tokens see each other.
+        start_B: int32 [B], slot of each row's first token (None: 0); needs a cache.
+        cache: Keys and values of all earlier slots. Without it the tokens see each other.
+        positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
+        ends_BS: int32, where the rows are packed tries; see `attention.Visible`.
         """
         rows, width = tokens_BT.shape
         if start_B is None:
@@ -54,12 +63,12 @@ class Transformer(nnx.Module):
             raise ValueError(
                 "tokens that start after others need a KV cache of the others, got none"
             )
-        positions_BT = start_B[:, None] + jnp.arange(width)[None, :]
+        slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
+        visible = Visible(None if cache is None else slots_BT, ends_BS)
         slots = width if cache is None else cache_slots(cache)
-        mask_BTS = jnp.arange(slots)[None, None, :] <= positions_BT[:, :, None]
-        rope = self._rope(positions_BT, slots)
+        rope = self._rope(slots_BT if positions_BT is None else positions_BT, slots)
         x_BTD = self._lookup(tokens_BT)
-        x_BTD, cache = self._run_layers(x_BTD, rope, mask_BTS, start_B, cache)
+        x_BTD, cache = self._run_layers(x_BTD, rope, visible, cache)
         return rms_norm(x_BTD, self.final_norm[...], self.config.norm_eps), cache
 
     def _rope(self, positions_BT: Array, slots: int) -> tuple[Array, Array]:
@@ -90,20 +99,20 @@ class Transformer(nnx.Module):
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
         return table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
 
-    def _run_layers(self, x_BTD, rope, mask_BTS, start_B, cache):
+    def _run_layers(self, x_BTD, rope, visible: Visible, cache: KVCache | None):
         if not self.stacked:
             new_cache = []
             for i, params in enumerate(self.layers):
                 layer_cache = None if cache is None else cache[i]
                 block = Block(self.config, params)
-                x_BTD, layer_cache = block(x_BTD, rope, mask_BTS, start_B, layer_cache)
+                x_BTD, layer_cache = block(x_BTD, rope, visible, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, None if cache is None else tuple(new_cache)
         if cache is not None:
             raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
 
         def layer(x_BTD: Array, params: dict[str, Array]):
-            return Block(self.config, params)(x_BTD, rope, mask_BTS)[0], None
+            return Block(self.config, params)(x_BTD, rope, visible)[0], None
 
         if self.config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)

@@ -102,6 +102,8 @@ METRICS: dict[str, Metric] = {
     "critic/explained_variance": Metric("1 - var(return - value) / var(return)", "1"),
     "critic/value_mean": Metric("critic's value before the update, mean over tokens", "reward"),
     "critic/grad_norm": Metric("critic's gradient norm before clipping, mean over updates", "1"),
+    "update/signal_fraction": Metric("share of rows whose loss has a gradient: the computed", "1"),
+    "update/computed_fraction": Metric("slots computed / slots of padded rows", "1"),
     "update/grad_norm": Metric("global gradient norm before clipping, mean over updates", "1"),
     "update/lr": Metric("learning rate of the step's last update", "1"),
     # Progress

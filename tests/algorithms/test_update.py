@@ -19,13 +19,13 @@ from specrl_jax.algorithms.scoring import (
     critic_values,
     logprob_gap,
     logprobs,
-    micro_batches,
-    pack,
+    pack_rows,
 )
-from specrl_jax.algorithms.update import make_batch, update
+from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer
+from specrl_jax.packing import PACKINGS
 from specrl_jax.rollout.acceptance import Ratio
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.generate import Noise, RolloutSpec, generate
@@ -46,7 +46,7 @@ GRADIENT = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
 )
-LEARNER = Learner(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=0)
+LEARNER = Learner(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=2)
 ROWS, PROMPT, RESPONSE = 4, 4, 5
 
 
@@ -64,14 +64,22 @@ def _params():
     return transformer.place_params(MODEL, _host_params())
 
 
-def _host_batch(reference: bool = False) -> Batch:
-    """Ragged rows; old log-probs some way off the policy's, so that every clip binds somewhere."""
+def _host_batch(reference: bool = False, shared: bool = False) -> Batch:
+    """Ragged rows; old log-probs some way off the policy's, so that every clip binds somewhere.
+
+    shared: rows 0 and 1 share a prompt, rows 2 and 3 all but their last token.
+    """
     rng = np.random.default_rng(1)
     prompt_lens = rng.integers(1, PROMPT + 1, ROWS).astype(np.int32)
     response_lens = np.array([5, 1, 4, 2], np.int32)
     tokens = np.zeros((ROWS, PROMPT + RESPONSE), np.int32)
     for row, count in enumerate(prompt_lens + response_lens):
         tokens[row, :count] = rng.integers(0, 12, count)
+    if shared:
+        prompt_lens[1], prompt_lens[3], response_lens[3] = prompt_lens[0], prompt_lens[2], 4
+        tokens[1, : prompt_lens[1]] = tokens[0, : prompt_lens[0]]
+        tokens[3] = tokens[2]
+        tokens[3, prompt_lens[3] + 3] += 1
     shape = (ROWS, RESPONSE)
     return Batch(
         tokens=tokens,
@@ -130,9 +138,14 @@ def _distance(one, two) -> float:
     return norm(gap) / norm(jax.tree.map(np.asarray, two))
 
 
-def _gradient(learner: Learner, batch: Batch, index):
+def _pack(batch: Batch, learner: Learner = LEARNER, rows=range(ROWS), included=None):
+    return pack_rows(learner, batch, np.array(rows), included)
+
+
+def _gradient(learner: Learner, batch: Batch, **packed):
     state = init_train_state(learner, _params())
-    state, metrics = update(learner, state, _placed(batch), index)
+    batch = _placed(batch)
+    state, metrics = update(learner, state, batch, _pack(batch, learner, **packed))
     return state.opt_state, metrics
 
 
@@ -149,7 +162,7 @@ def test_the_gradient_is_that_of_the_formula(mesh, changes):
     settings = dataclasses.replace(LOSS, **changes)
     batch = _host_batch(reference=bool(settings.kl_coef))
     learner = dataclasses.replace(LEARNER, loss=settings)
-    got, metrics = _gradient(learner, batch, micro_batches(ROWS, 2))
+    got, metrics = _gradient(learner, batch)
     value, want = jax.jit(
         jax.value_and_grad(lambda p: _plain_loss(p, batch, settings, range(ROWS)))
     )(_params())
@@ -161,23 +174,51 @@ def test_the_gradient_is_that_of_the_formula(mesh, changes):
     assert 0 < metrics["clip_fraction"] < metrics["tokens"]
 
 
-def test_micro_batches_of_any_size_add_up_to_the_same_gradient(mesh):
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, size):
+    """Rows 0 and 1 share their prompt, row 3 is row 2 with another last token."""
+    batch = _host_batch(shared=True)
+    learner = dataclasses.replace(LEARNER, packing=packing, micro_batch_size=size)
+    got, metrics = _gradient(learner, batch)
+    value, want = jax.jit(jax.value_and_grad(lambda p: _plain_loss(p, batch, LOSS, range(ROWS))))(
+        _params()
+    )
+    assert _distance(got, want) <= 2e-6
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert metrics["tokens"] == batch.response_lens.sum()
+
+
+def test_rows_that_are_left_out_count_in_the_mean(mesh):
+    """Rows 1 and 2 have no advantage: the gradient and the loss are those of all rows."""
     batch = _host_batch()
-    whole, metrics = _gradient(LEARNER, batch, micro_batches(ROWS, 0))
-    for size in (1, 2):
-        parts, sums = _gradient(LEARNER, batch, micro_batches(ROWS, size))
-        assert _distance(parts, whole) <= 1e-6
-        for name in metrics:
-            np.testing.assert_allclose(sums[name], metrics[name], rtol=1e-5)
+    advantages = batch.advantages.copy()
+    advantages[[1, 2]] = 0
+    batch = dataclasses.replace(batch, advantages=advantages)
+    for aggregation in ("token", "sequence"):
+        settings = dataclasses.replace(LOSS, aggregation=aggregation)
+        learner = dataclasses.replace(LEARNER, loss=settings)
+        all_rows, _ = _gradient(learner, batch)
+        got, metrics = _gradient(learner, batch, included=np.array([1, 0, 0, 1], bool))
+        assert _distance(got, all_rows) <= 2e-6
+        value = _plain_loss(_params(), batch, settings, range(ROWS))
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+        assert metrics["tokens"] == batch.response_lens[[0, 3]].sum()
+
+
+def test_without_any_row_to_compute_the_gradient_is_0(mesh):
+    got, metrics = _gradient(LEARNER, _host_batch(), included=np.zeros(ROWS, bool))
+    assert not any(np.any(x) for x in jax.tree.leaves(got))
+    assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0
 
 
 def test_only_the_rows_of_the_mini_batch_count(mesh):
     """Its normalizer too is its own; what lies behind a row's end reaches nothing."""
-    batch, rows = _host_batch(), np.array([[3], [2]], np.int32)
-    got, metrics = _gradient(LEARNER, batch, rows)
-    want = jax.jit(jax.grad(lambda p: _plain_loss(p, batch, LOSS, rows.ravel())))(_params())
+    batch, rows = _host_batch(), np.array([3, 2])
+    got, metrics = _gradient(LEARNER, batch, rows=rows)
+    want = jax.jit(jax.grad(lambda p: _plain_loss(p, batch, LOSS, rows)))(_params())
     assert _distance(got, want) <= 2e-6
-    assert metrics["tokens"] == batch.response_lens[rows.ravel()].sum()
+    assert metrics["tokens"] == batch.response_lens[rows].sum()
 
     outside = np.arange(RESPONSE) >= batch.response_lens[:, None]
     outside[[0, 1]] = True
@@ -188,7 +229,7 @@ def test_only_the_rows_of_the_mini_batch_count(mesh):
         old_logprobs=np.where(outside, -np.inf, batch.old_logprobs).astype(np.float32),
         advantages=np.where(outside, np.nan, batch.advantages).astype(np.float32),
     )
-    again, _ = _gradient(LEARNER, spoiled, rows)
+    again, _ = _gradient(LEARNER, spoiled, rows=rows)
     jax.tree.map(np.testing.assert_array_equal, got, again)
 
 
@@ -225,19 +266,21 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
         error = jnp.mean(jnp.concatenate(errors))
         return _plain_loss(params, batch, LOSS, range(ROWS)) + 0.7 * error, error
 
-    estimates = critic_values(learner, state, _placed(batch), micro_batches(ROWS, 2))
+    placed = _placed(batch)
+    packed = _pack(placed, learner)
+    estimates = critic_values(learner, state, packed)
     for row, n in enumerate(batch.response_lens):
         expected = _plain_values(start.get("decoder", _params()), start["head"], batch, row)
         np.testing.assert_allclose(estimates[row, :n], expected, rtol=1e-4, atol=1e-5)
     (_, error), want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
         _params(), start
     )
-    state, metrics = update(learner, state, _placed(batch), micro_batches(ROWS, 2))
+    state, metrics = update(learner, state, placed, packed)
     assert _distance(state.opt_state, want[0]) <= 2e-6
     assert _distance(state.critic_opt_state, want[1]) <= 2e-6
     np.testing.assert_allclose(metrics["critic_loss"], error, rtol=1e-5)
     np.testing.assert_allclose(metrics["critic_grad_norm"], optax.tree.norm(want[1]), rtol=1e-5)
-    plain = _gradient(LEARNER, _host_batch(), micro_batches(ROWS, 2))[1]
+    plain = _gradient(LEARNER, _host_batch())[1]
     np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-5)
 
 
@@ -251,11 +294,11 @@ def test_a_frozen_policy_keeps_its_weights_and_its_optimizers_state(mesh):
     values, returns = np.random.default_rng(8).normal(0, 0.5, (2, ROWS, RESPONSE))
     values, returns = np.float32(values), np.float32(returns)
     batch = _placed(dataclasses.replace(_host_batch(), values=values, returns=returns))
-    index = micro_batches(ROWS, 2)
+    packed = _pack(batch, learner)
     start = jax.device_get(init_train_state(learner, _params()))
     state = init_train_state(learner, _params())
     for _ in range(4):
-        state, metrics = update(learner, state, batch, index, policy_frozen=True)
+        state, metrics = update(learner, state, batch, packed, policy_frozen=True)
     frozen = jax.device_get(state)
     jax.tree.map(np.testing.assert_array_equal, frozen.params, start.params)
     jax.tree.map(np.testing.assert_array_equal, frozen.opt_state, start.opt_state)
@@ -264,16 +307,10 @@ def test_a_frozen_policy_keeps_its_weights_and_its_optimizers_state(mesh):
 
     fresh = dataclasses.replace(init_train_state(learner, _params()), critic=state.critic)
     fresh = jax.tree.map(jnp.copy, fresh)
-    after, _ = update(learner, state, batch, index)
-    expected, _ = update(learner, fresh, batch, index)
+    after, _ = update(learner, state, batch, packed)
+    expected, _ = update(learner, fresh, batch, packed)
     jax.tree.map(np.testing.assert_array_equal, after.params, expected.params)
     assert _distance(after.params, start.params) > 0.01
-
-
-def test_micro_batches():
-    np.testing.assert_array_equal(micro_batches(6, 2), [[0, 1], [2, 3], [4, 5]])
-    np.testing.assert_array_equal(micro_batches(3, 0), [[0, 1, 2]])
-    assert micro_batches(4, 2).dtype == np.int32
 
 
 def test_responses_stand_right_behind_their_prompts(mesh):
@@ -281,7 +318,7 @@ def test_responses_stand_right_behind_their_prompts(mesh):
     prompts = np.array([[7, 0, 0], [7, 8, 0], [7, 8, 9]], np.int32)
     responses = np.array([[1, 2, 0], [3, 0, 0], [4, 5, 0]], np.int32)
     lens = put(np.array([1, 2, 3], np.int32), "batch")
-    got = pack(put(prompts, "batch", None), lens, put(responses, "batch", None), response_slots=2)
+    got = join(put(prompts, "batch", None), lens, put(responses, "batch", None), response_slots=2)
     np.testing.assert_array_equal(got, [[7, 1, 2, 0, 0], [7, 8, 3, 0, 0], [7, 8, 9, 4, 5]])
 
 
@@ -319,16 +356,14 @@ def test_a_batch_of_a_rollout(mesh, longest, slots):
 
 
 def test_logprobs_are_those_of_each_row_alone(mesh):
-    batch, params = _host_batch(), _params()
-    got = np.asarray(logprobs(LEARNER, params, _placed(batch), micro_batches(ROWS, 2)))
+    batch, params = _host_batch(shared=True), _params()
+    got = np.asarray(logprobs(LEARNER, params, _pack(_placed(batch))))
     ends = batch.prompt_lens + batch.response_lens
     rows = [batch.tokens[b, : ends[b]] for b in range(ROWS)]
     starts = batch.prompt_lens
     every = jax.jit(lambda p: [_row_scores(p, r, s, 0.8)[0] for r, s in zip(rows, starts)])
     for b, want in enumerate(every(params)):
         np.testing.assert_allclose(got[b, : len(want)], want, rtol=1e-5, atol=1e-5)
-    whole = logprobs(LEARNER, params, _placed(batch), micro_batches(ROWS, 0))
-    np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_the_gap_is_a_mean_over_response_tokens(mesh):
@@ -362,7 +397,7 @@ def fresh(mesh):
 
 def test_the_rollouts_logprobs_are_the_updates(fresh):
     learner, params, batch = fresh
-    got = logprobs(learner, params, batch, micro_batches(2 * ROWS, 0))
+    got = logprobs(learner, params, _pack(batch, learner, range(2 * ROWS)))
     mask = np.arange(RESPONSE) < np.asarray(batch.response_lens)[:, None]
     one, two = (np.where(mask, x, 0) for x in (got, batch.old_logprobs))
     np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
@@ -372,11 +407,11 @@ def test_the_rollouts_logprobs_are_the_updates(fresh):
 
 def test_before_the_first_update_nothing_is_clipped_and_the_kl_is_0(fresh):
     learner, params, batch = fresh
-    reference = logprobs(learner, params, batch, micro_batches(2 * ROWS, 0))
+    reference = logprobs(learner, params, _pack(batch, learner, range(2 * ROWS)))
     batch = dataclasses.replace(batch, ref_logprobs=reference)
     learner = dataclasses.replace(learner, loss=dataclasses.replace(LOSS, kl_coef=0.1))
     state = init_train_state(learner, params)
-    _, sums = update(learner, state, batch, micro_batches(2 * ROWS, 0))
+    _, sums = update(learner, state, batch, _pack(batch, learner, range(2 * ROWS)))
     tokens = float(sums["tokens"])
     assert abs(float(sums["kl"])) / tokens < 1e-7
     assert float(sums["clip_fraction"]) == 0

@@ -11,7 +11,11 @@ B, T, S, N, K, H = 4, 6, 7, 4, 2, 3
 RNG = np.random.default_rng(0)
 Q_BTNH = RNG.normal(size=(B, T, N, H)).astype(np.float32)
 K_BSKH, V_BSKH = RNG.normal(size=(2, B, S, K, H)).astype(np.float32)
-MASK_BTS = (RNG.random((B, T, S)) < 0.6) | (np.arange(S) == 0)  # every query sees a slot
+SLOTS_BT = np.sort(RNG.integers(0, S, (B, T)), axis=1).astype(np.int32)
+# Where a subtree ends; slot 0's is the whole row, so that every query sees a slot.
+ENDS_BS = np.minimum(np.arange(S) + RNG.integers(1, 5, (B, S)), S).astype(np.int32)
+ENDS_BS[:, 0] = S
+MASK_BTS = (np.arange(S) <= SLOTS_BT[..., None]) & (SLOTS_BT[..., None] < ENDS_BS[:, None])
 
 
 def _numpy_attention() -> np.ndarray:

@@ -1,0 +1,125 @@
+"""Packed tries: rows of tokens → sequences of a fixed length that hold every distinct prefix once.
+
+The responses of a group share their prompt, and often more: they form a trie. A trie lies in a
+sequence depth first. One integer per token, where its subtree ends, says who sees whom: the token
+in slot i sees slot j where j <= i < ends[j]. These are its ancestors and itself. Rows that share
+nothing lie one behind the other. After Prefix Grouper (arXiv 2506.05433), which shares prompts.
+
+NumPy, on the host: takes tokens in, gives arrays out, knows no model.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """One choice of `config.updates.packing`."""
+
+    share: bool  # rows share their common beginnings
+    fill: bool  # a sequence holds as many rows as it has slots for; else one
+    rows: int  # slots of a sequence, in rows of the longest length
+
+
+PACKINGS: dict[str, Packing] = {
+    "trie": Packing(share=True, fill=True, rows=2),
+    "sequences": Packing(share=False, fill=True, rows=2),
+    "rows": Packing(share=False, fill=False, rows=1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTries:
+    """S sequences of T slots; int32. Slots without a token hold 0 and see only themselves."""
+
+    tokens: np.ndarray  # [S, T]
+    depths: np.ndarray  # [S, T], the token's place in its rows: the position for the model
+    ends: np.ndarray  # [S, T], the slot behind the token's subtree
+    parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
+    nodes: np.ndarray  # [B, L], sequence · T + slot of each row's tokens; -1 behind a row's end
+
+
+def pack(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> PackedTries:
+    """Packs rows into as few sequences of `length` slots as first fit, longest first, finds.
+
+    A trie longer than a sequence is cut between rows; each piece repeats the path that it shares.
+
+    tokens: int32 [B, L], right-padded.
+    lens: int [B] <= length; rows of length 0 are left out.
+    """
+    order = np.flatnonzero(lens)
+    order = order[_depth_first(tokens[order], lens[order])]
+    nodes = np.full(tokens.shape, -1, np.int32)
+    if len(order):
+        nodes[order] = _places(tokens[order], lens[order], length, packing)
+    sequences = int(nodes.max(initial=-1)) // length + 1
+    slots = np.arange(sequences * length, dtype=np.int32)
+    packed, depths, ends, parents = np.zeros_like(slots), np.zeros_like(slots), slots + 1, slots + 0
+
+    rows, depth = np.nonzero(nodes >= 0)
+    place = nodes[rows, depth]  # of every token of every row: shared ones are written again
+    packed[place], depths[place] = tokens[rows, depth], depth
+    last = nodes[rows, lens[rows] - 1]
+    np.maximum.at(ends, place, last + 1)
+    parents[place] = np.where(depth > 0, nodes[rows, depth - 1], place)
+    starts = slots // length * length
+    arrays = packed, depths, ends - starts, parents - starts
+    return PackedTries(*(x.reshape(sequences, length) for x in arrays), nodes)
+
+
+def _places(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> np.ndarray:
+    """`PackedTries.nodes` of rows in depth-first order."""
+    shared = _shared(tokens, lens) if packing.share else np.zeros_like(lens)
+    first = _first_rows(lens, shared, length)  # of a piece
+    shared[first] = 0
+    # The tokens that a row does not share lie together, behind those of the row before it.
+    before = np.cumsum(lens - shared) - (lens - shared)
+    piece = np.cumsum(first) - 1
+    sizes = np.diff(np.append(before[first], np.sum(lens - shared)))
+    sequence, offset = _first_fit(sizes, length) if packing.fill else _one_each(sizes)
+    start = (sequence * length + offset - before[first])[piece] + before
+    # A row shares its token at depth d with the last row so far that brought a token there.
+    depth = np.arange(tokens.shape[1])
+    brings = np.where(shared[:, None] <= depth, np.arange(len(lens))[:, None], 0)
+    brings = np.maximum.accumulate(brings, axis=0)
+    return np.where(depth < lens[:, None], start[brings] + depth - shared[brings], -1)
+
+
+def _depth_first(tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """Order of the rows by their tokens, a row before those that go on from it."""
+    inside = np.arange(tokens.shape[1]) < lens[:, None]
+    keys = np.where(inside, tokens + 1, 0).astype(">i4")  # as bytes they compare like the numbers
+    return np.array(sorted(range(len(lens)), key=lambda row: keys[row].tobytes()), int)
+
+
+def _shared(tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """Tokens [B] that each row shares with the row before it; rows in depth-first order."""
+    differs = tokens[1:] != tokens[:-1]
+    common = np.where(differs.any(axis=1), differs.argmax(axis=1), tokens.shape[1])
+    return np.concatenate([[0], np.minimum(common, np.minimum(lens[1:], lens[:-1]))])
+
+
+def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray:
+    """bool [B], rows that begin a piece: they share nothing, or the piece would be too long."""
+    first, size = np.zeros(len(lens), bool), 0
+    for row, (whole, known) in enumerate(zip(lens.tolist(), shared.tolist())):
+        size += whole - known
+        if not known or size > length:
+            first[row], size = True, whole
+    return first
+
+
+def _first_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequence and offset of each piece: the longest first, each where it fits first."""
+    used = np.zeros(len(sizes), int)
+    sequence, offset = np.zeros((2, len(sizes)), int)
+    for piece in np.argsort(-sizes, kind="stable"):
+        sequence[piece] = np.argmax(used + sizes[piece] <= length)
+        offset[piece] = used[sequence[piece]]
+        used[sequence[piece]] += sizes[piece]
+    return sequence, offset
+
+
+def _one_each(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(len(sizes)), np.zeros(len(sizes), int)
