@@ -44,7 +44,7 @@ def learn(trainer: Trainer, state: TrainerState, train_batch: TrainBatch) -> dic
     values |= update_policy(trainer, state, batch)
     if train_batch.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
-        values.pop("policy/rollout_train_logprob_gap")
+        values.pop("policy/rollout_train_logprob_gap", None)
     return values
 
 
@@ -203,13 +203,13 @@ def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> d
     def mean(name: str) -> float:
         return np.mean([sums[name] for sums in history])
 
-    first = history[0]
-    values = policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history)) | {
-        "policy/loss": mean("loss"),
-        # Where the old log-probs are the rollout's, the first update measures the difference.
-        "policy/rollout_train_logprob_gap": first["logprob_gap"] / max(first["tokens"], 1),
-        "update/grad_norm": mean("grad_norm"),
-    }
+    values = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
+    # Means over the tokens that are computed, where there are any.
+    if any(sums["tokens"] for sums in history):
+        values |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
+    # Where the old log-probs are the rollout's, the first update measures the difference.
+    if first := history[0]["tokens"]:
+        values["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / first
     if trainer.learner.critic:
         tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
         values["critic/loss"] = mean("critic_loss")

@@ -17,7 +17,7 @@ from specrl_jax import runtime
 from specrl_jax import state as states
 from specrl_jax import train as loop
 from specrl_jax.algorithms.learner import TrainState, make_optimizer
-from specrl_jax.algorithms.scoring import logprobs, micro_batches
+from specrl_jax.algorithms.scoring import logprobs, pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.build import build, policy_copy
 from specrl_jax.checkpoint import Checkpointer
@@ -241,11 +241,11 @@ def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
     batch = make_batch(prompts, rollout, lengths=(slots,))
     batch = dataclasses.replace(batch, advantages=put(advantages, "batch", None))
     forced = _placed(one.batch) if one else batch
-    old = logprobs(trainer.learner, params, forced, micro_batches(rows, 0))
+    old = logprobs(trainer.learner, params, pack_rows(trainer.learner, forced, np.arange(rows)))
     adamw = make_optimizer(trainer.config.updates, optax.constant_schedule(3e-4))
     learner = dataclasses.replace(trainer.learner, optimizer=_telling(adamw))
     train = TrainState.create(jax.tree.map(jnp.copy, params), learner.optimizer)
-    train, _ = update(learner, train, forced, micro_batches(rows // 2, rows // 4))
+    train, _ = update(learner, train, forced, pack_rows(learner, forced, np.arange(rows // 2)))
     gradient, changed = jax.device_get((train.opt_state[0], train.params))
     return _FirstStep(
         params=host,

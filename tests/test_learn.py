@@ -15,20 +15,69 @@ def test_update_lengths_are_quarters():
 
 
 def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
-    """Two passes over rows 0..31 in mini-batches of 16, each cut into micro-batches of 8."""
+    """Two passes over rows 0..31 in mini-batches of 16."""
     seen, real = [], learn.update
 
-    def update(learner, state, batch, index, **options):
-        seen.append(np.asarray(index))
-        return real(learner, state, batch, index, **options)
+    def update(learner, state, batch, packed, **options):
+        seen.append(np.asarray(packed.rows))
+        return real(learner, state, batch, packed, **options)
 
     monkeypatch.setattr(learn, "update", update)
     changes = {"updates.passes": 2, "updates.micro_batch_size": 8, "train.steps": 1}
     loop.train(small_config(changes), tmp_path / "run")
-    rows = np.arange(32).reshape(2, 2, 8)
+    rows = np.arange(32).reshape(2, 16)
     np.testing.assert_array_equal(seen, [rows[0], rows[1], rows[0], rows[1]])
     (record,) = records(tmp_path / "run")[1:]
     assert record["update/lr"] == pytest.approx(0.02)
+
+
+# Some of these responses are right, some are not, so that some groups have a signal.
+SOME_SIGNAL = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "seed": 1}
+
+
+def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path):
+    """The same weights after a run of two steps, with these rows and without them."""
+    policies, computed = {}, {}
+    for skip in (False, True):
+        changes = SOME_SIGNAL | {"updates.skip_no_signal": skip, "train.steps": 2}
+        run = tmp_path / str(skip)
+        loop.train(small_config(changes), run)
+        found = records(run)[1:]
+        signal = [record["update/signal_fraction"] for record in found]
+        assert all(0 < x < 1 for x in signal) if skip else signal == [1, 1]
+        computed[skip] = sum(record["update/computed_fraction"] for record in found)
+        policies[skip] = {n: x for n, x in saved(run, 2).items() if n.startswith("train.params.")}
+    assert 0 < computed[True] < computed[False]
+    for name, value in policies[False].items():
+        np.testing.assert_allclose(policies[True][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"algorithm.kl_coef": 0.1}, {"algorithm.entropy_coef": 0.1}], ids=str
+)
+def test_a_step_without_any_signal(mesh, tmp_path, changes):
+    """All rewards are 0. What else has a gradient, a KL or an entropy bonus, is still learned."""
+    changes = {"reward.extract": "(x)", "train.steps": 1} | changes
+    loop.train(small_config(changes), tmp_path / "run")
+    (record,) = records(tmp_path / "run")[1:]
+    assert record["update/signal_fraction"] == (1 if len(changes) > 2 else 0)
+    assert ("policy/entropy" in record) == (len(changes) > 2)
+    assert record["policy/loss"] == 0 or len(changes) > 2
+
+
+@pytest.mark.parametrize("packing", ["trie", "sequences"])
+def test_packing_changes_a_run_by_rounding_only(mesh, tmp_path, packing):
+    """A PPO step with a critic, a KL and recomputed log-probs gives the weights of padded rows."""
+    changes = {
+        "critic.kind": "network", "algorithm.kl_coef": 0.1, "updates.old_logprobs": "recompute",
+        "train.steps": 1,
+    } | SOME_SIGNAL  # fmt: skip
+    for name in ("rows", packing):
+        run = tmp_path / name
+        loop.train(small_config(changes | {"updates.packing": name}, algorithm="ppo"), run)
+    rows, packed = (saved(tmp_path / name, 1) for name in ("rows", packing))
+    for name, value in rows.items():
+        np.testing.assert_allclose(packed[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", ["head", "network"])
