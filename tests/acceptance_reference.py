@@ -34,18 +34,8 @@ def log(x) -> np.ndarray:
         return np.log(np.asarray(x, np.float32))
 
 
-def total_variation(p: dict, q: dict) -> float:
-    return 0.5 * sum(abs(p.get(k, 0.0) - q.get(k, 0.0)) for k in p.keys() | q.keys())
-
-
 def put_scores(scores):
     return put(scores.astype(np.float32), "batch", *(None,) * (scores.ndim - 2), "vocab")
-
-
-def put_rows(*arrays):
-    """Host arrays [B, ...] → device arrays split over the batch."""
-    put_one = lambda x: put(x, "batch", *(None,) * (np.ndim(x) - 1))  # noqa: E731
-    return tuple(put_one(x) for x in arrays) if len(arrays) > 1 else put_one(*arrays)
 
 
 def softmax(scores) -> np.ndarray:
@@ -53,24 +43,16 @@ def softmax(scores) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def accept_ratio(uniforms, arguments, lens):
-    """SPEC-RL at ℓ = 1: (kept, tail, log_scale); the next token from π itself."""
-    kept = np.asarray(count_leading(ratio(uniforms, *arguments[:2], log(1.0)), lens))
-    return kept, np.zeros(len(lens), bool), np.full(len(lens), np.inf, np.float32)
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _judge(rule, uniforms, arguments, lens):
-    logprobs, *arguments = arguments
-    accept, residual_of = rule.accept(Verification(lens, logprobs, None, uniforms, *arguments))
-    kept = acceptance.count_leading(accept, lens)
-    residual = residual_of(kept)
+def _accept(rule, uniforms, arguments, lens):
+    logprobs, *others = arguments
+    kept, residual = rule.accept(Verification(lens, logprobs, None, uniforms, *others))
     return kept, residual.other_tokens, residual.log_scale
 
 
 def accept_ratio_residual(uniforms, arguments, lens):
-    return jax.device_get(_judge(ACCEPTANCE_RULES["ratio_residual"], uniforms, arguments, lens))
+    return jax.device_get(_accept(ACCEPTANCE_RULES["ratio_residual"], uniforms, arguments, lens))
 
 
 def accept_block(uniforms, arguments, lens):
-    return jax.device_get(_judge(ACCEPTANCE_RULES["block"], uniforms, arguments, lens))
+    return jax.device_get(_accept(ACCEPTANCE_RULES["block"], uniforms, arguments, lens))

@@ -12,6 +12,16 @@ from specrl_jax.rollout.engine.buckets import Buckets
 CPU = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.3, 16: 3.6, 32: 6.5, 64: 12.9, 128: 23.7}
 MEMORY_BOUND = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.1, 16: 1.2, 32: 1.5}
 
+# Milliseconds of 0.3M parameters on two cores: (rows, slots) of a step, and of a pass of 32 or 128.
+STEPS = {
+    (16, 152): 0.62, (16, 280): 0.82, (32, 152): 1.11, (32, 280): 2.0,
+    (64, 152): 2.53, (64, 280): 4.0, (128, 152): 5.0, (128, 280): 7.58,
+}  # fmt: skip
+VERIFICATIONS = {
+    (16, 56, 32): 11.3, (16, 152, 128): 28.8, (16, 312, 32): 12.2, (16, 408, 128): 46.4,
+    (128, 56, 32): 44.2, (128, 152, 128): 284, (128, 312, 32): 89, (128, 408, 128): 507,
+}  # fmt: skip
+
 
 def make_costs(relative=CPU, rows=(1, 16, 64, 128), slots=(64, 128)) -> StepCosts:
     """A grid of plain steps and verifications of every width, and of matching steps above 1."""

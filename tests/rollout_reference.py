@@ -126,6 +126,17 @@ def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
     return RolloutSpec(program, prompt_slots, group, row_buckets, cache_lengths, max_rows, **kwargs)
 
 
+SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
+ONE_BUCKET = {"row_buckets": 1, "cache_lengths": 1}
+
+
+def match_spec(width=1, **kwargs) -> RolloutSpec:
+    """One layer and the match rule unless said; tree drafts where steps may be wider than 1."""
+    tree = TREE if width > 1 else None
+    kwargs = {"sampling": SAMPLING, "accept": "match", "max_width": width, "tree": tree} | kwargs
+    return make_spec(ONE_LAYER, **kwargs)
+
+
 def rollout(
     spec, weights, prompts, *, key=None, step=0, purpose=Purpose.SAMPLE, drafts=None,
     log_lenience=0.0, history=None, max_lens=None, speculation=None, **carry_over,
@@ -191,11 +202,10 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
         return scores - top - np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
 
 
-_truncate = jax.jit(sampling.truncate, static_argnums=1)
-_draw = jax.jit(sampling.sample, static_argnums=3)
-_seeds = jax.jit(sampling.row_seeds)
-_uniforms = jax.jit(sampling.uniforms)
-
+truncate = jax.jit(sampling.truncate, static_argnums=1)
+draw = jax.jit(sampling.sample, static_argnums=3)
+seeds_of = jax.jit(sampling.row_seeds)
+uniforms = jax.jit(sampling.uniforms)
 
 LOGPROBS = ("policy_logprobs", "sampling_logprobs", "origin_logprobs", "draft_logprobs")
 
@@ -218,7 +228,7 @@ class Reference:
         self.origin_steps = np.full((rows, slots), step)
         ids = put(np.repeat(prompts.ids, group, axis=0), "batch", None)
         samples = put(np.tile(np.arange(group, dtype=np.int32), len(prompts.lens)), "batch")
-        self._seeds_for = lambda p: _seeds(jax.random.key(KEY), int(p), jnp.uint32(step), ids,
+        self._seeds_for = lambda p: seeds_of(jax.random.key(KEY), int(p), jnp.uint32(step), ids,
                                            samples)  # fmt: skip
         if drafts is not None:
             self._verify(host(drafts), log_lenience)
@@ -235,13 +245,13 @@ class Reference:
         scores = full_logits(self.program.model, self.params, self.sequences)
         sampling = self.program.sampling
         scores = scores / np.float32(sampling.temperature or 1.0)
-        cut = np.asarray(_truncate(scores, sampling))
+        cut = np.asarray(truncate(scores, sampling))
         return log_softmax(scores), log_softmax(cut), cut
 
     def _verify(self, drafts, log_lenience):
         rows, slots = self.origin_steps.shape
         positions = np.broadcast_to(np.arange(slots, dtype=np.int32), (rows, slots))
-        noise = np.asarray(_uniforms(self._seeds_for(Purpose.ACCEPT), jnp.asarray(positions)))
+        noise = np.asarray(uniforms(self._seeds_for(Purpose.ACCEPT), jnp.asarray(positions)))
         clean = self.sequences.copy()
         for row in range(rows):
             start, n = self.prompt_lens[row], drafts.lens[row]
@@ -280,9 +290,7 @@ class Reference:
             policy, sampled, cut = self._distributions()
             at = self.prompt_lens + self.lens - 1
             scores = put(cut[every, at], "batch", "vocab")
-            tokens = np.asarray(
-                _draw(scores, seeds, put(self.lens, "batch"), self.program.sampling)
-            )
+            tokens = np.asarray(draw(scores, seeds, put(self.lens, "batch"), self.program.sampling))
             for row in np.flatnonzero(~self.done):
                 n, token = self.lens[row], tokens[row]
                 self.sequences[row, at[row] + 1] = token

@@ -48,10 +48,6 @@ class Verification:
     in_top: Array | None = None  # bool [b, W], the draft token is one of these
 
 
-# From the number of accepted tokens, int32 [b].
-ResidualOf = Callable[[Array], Residual]
-
-
 @dataclasses.dataclass(frozen=True)
 class AcceptanceRule:
     """A rule of `ACCEPTANCE_RULES`: a hashable object, fixed in the compiled programs.
@@ -90,9 +86,9 @@ class AcceptanceRule:
         """
         raise NotImplementedError
 
-    def accept(self, step: Verification) -> tuple[Array, ResidualOf | None]:
-        """Whether each draft token is accepted if all before it are, bool [b, W]; the residual."""
-        return step.logprobs >= step.accept_threshold, None
+    def accept(self, step: Verification) -> tuple[Array, Residual | None]:
+        """Accepted tokens of each draft, int32 [b], and the residual; None: π."""
+        return count_leading(step.logprobs >= step.accept_threshold, step.draft_len), None
 
 
 class Ratio(AcceptanceRule):
@@ -147,15 +143,11 @@ class RatioResidual(AcceptanceRule):
 
     def accept(self, step):
         accept = jnp.log(step.uniforms) <= _outcome_log_ratio(step)
-        columns = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
-
-        def residual(accepted: Array) -> Residual:
-            rejected = accepted < step.draft_len
-            here = (columns == accepted[:, None]) & rejected[:, None]
-            others = jnp.any(here & accept & ~step.in_top, axis=1)
-            return Residual(others, jnp.where(rejected, 0.0, jnp.inf))
-
-        return accept & step.in_top, residual
+        accepted = count_leading(accept & step.in_top, step.draft_len)
+        rejected = accepted < step.draft_len
+        here = jnp.arange(accept.shape[1])[None, :] == accepted[:, None]
+        others = jnp.any(here & accept & ~step.in_top, axis=1) & rejected
+        return accepted, Residual(others, jnp.where(rejected, 0.0, jnp.inf))
 
 
 class Block(AcceptanceRule):
@@ -189,8 +181,9 @@ class Block(AcceptanceRule):
         whole = jnp.any(last & (jnp.log(step.uniforms) <= log_p), axis=1) | (step.draft_len <= 0)
         others = jnp.any(last & ~step.in_top, axis=1) & whole
         accepted = jnp.where(whole, outcomes - others, cut)
-        log_scale = jnp.where(whole, jnp.inf, _at(log_p_before, cut))
-        return columns < accepted[:, None], lambda _: Residual(others, log_scale)
+        log_p_cut = jnp.take_along_axis(log_p_before, cut[:, None], axis=1)[:, 0]
+        log_scale = jnp.where(whole, jnp.inf, log_p_cut)
+        return accepted, Residual(others, log_scale)
 
 
 class Match(AcceptanceRule):
@@ -281,9 +274,3 @@ def _keep_prob(log_p: Array, step: Verification) -> Array:
     total = gain - jnp.expm1(log_p)
     # 0 / 0: P = 1 and equal distributions. The next token is then accepted, and so is the prefix.
     return jnp.where(total > 0, gain / total, 1.0)
-
-
-def _at(values_bW: Array, columns_b: Array) -> Array:
-    """values at one column of each row."""
-    here = jnp.arange(values_bW.shape[1])[None, :] == columns_b[:, None]
-    return jnp.sum(jnp.where(here, values_bW, 0.0), axis=1)

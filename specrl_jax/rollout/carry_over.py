@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.rollout.engine.decode_state import DecodeState, column_at, where_rows, write_columns
 from specrl_jax.sharding import put, reshard, spec, take_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
 
@@ -75,15 +75,7 @@ def as_drafts(rollout: Rollout) -> Drafts:
 @jax.jit
 def _over(drafts: Drafts, previous: Drafts) -> Drafts:
     begun = drafts.lens > 0
-    return jax.tree.map(lambda new, old: _where(begun, new, old), drafts, previous)
-
-
-@functools.partial(jax.jit, static_argnames="rows")
-def widen(drafts: Drafts, *, rows: int) -> Drafts:
-    """Drafts [B] in front of rows that have none, [rows]."""
-    used = _first(drafts.lens.shape[0], rows)
-    wide = take(drafts, jnp.minimum(jnp.arange(rows), drafts.lens.shape[0] - 1))
-    return dataclasses.replace(wide, lens=jnp.where(used, wide.lens, 0))
+    return jax.tree.map(lambda new, old: where_rows(begun, new, old), drafts, previous)
 
 
 # --- partial rollouts -----------------------------------------------------------------------------
@@ -125,20 +117,6 @@ class Resumed(StatePart):
         return Resumed(arrays, *map(tuple, host))
 
 
-@functools.partial(jax.jit, static_argnames="rows")
-def in_front(held: PartialRows, count: Array, *, rows: int) -> PartialRows:
-    """The first `count` rows, in front of rows that hold nothing, [rows]."""
-    wide = take(held, jnp.minimum(jnp.arange(rows), held.done.shape[0] - 1))
-    return _emptied(wide, _first(count, rows))
-
-
-@functools.partial(jax.jit, static_argnames="rows")
-def kept(held: PartialRows, places: Array, count: Array, *, rows: int) -> PartialRows:
-    """The rows at the first `count` of `places` (int32, replicated), as [rows]."""
-    places = jnp.pad(places, (0, max(rows - places.shape[0], 0)))[:rows]
-    return _emptied(take(held, places), _first(count, rows))
-
-
 @jax.jit
 def restore(all_rows: DecodeState, held: PartialRows) -> DecodeState:
     """The rows with what they hold already."""
@@ -148,14 +126,13 @@ def restore(all_rows: DecodeState, held: PartialRows) -> DecodeState:
     def write(old: Array, new: Array) -> Array:
         if new.ndim > 1:
             new = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
-        return _where(have, new, old)
+        return where_rows(have, new, old)
 
     names = ["tokens", "policy_logprobs", "sampling_logprobs", "sources", "lens", "prefix_lens"]
     if all_rows.top_ids is not None:
         names += ["top_ids", "top_logprobs"]
     changes = {name: write(getattr(all_rows, name), getattr(held.rollout, name)) for name in names}
-    is_last = jnp.arange(all_rows.tokens.shape[1])[None, :] == changes["lens"][:, None] - 1
-    last = jnp.sum(jnp.where(is_last, changes["tokens"], 0), axis=1)
+    last = column_at(changes["tokens"], jnp.maximum(changes["lens"] - 1, 0))
     return dataclasses.replace(
         all_rows, **changes, last=jnp.where(have, last, all_rows.last), done=held.done
     )
@@ -180,15 +157,11 @@ class CarryOver:
 @jax.jit
 def append_forced(held: PartialRows, tokens: Array, lens: Array) -> PartialRows:
     """What rows hold, with `lens` [B] tokens of `tokens` [B, O] behind it that no policy drew."""
-    rollout, width = held.rollout, tokens.shape[1]
+    rollout = held.rollout
     positions = jnp.arange(rollout.tokens.shape[1])[None, :]
     new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])
-
-    def write(row: Array, values: Array, start: Array) -> Array:
-        wide = jnp.pad(row, (0, width))
-        return jax.lax.dynamic_update_slice_in_dim(wide, values, start, axis=0)[: row.shape[0]]
-
-    moved = jax.vmap(write)(rollout.tokens, tokens, rollout.lens)
+    wide = jnp.pad(rollout.tokens, ((0, 0), (0, tokens.shape[1])))
+    moved = write_columns(wide, tokens, rollout.lens)[:, : rollout.tokens.shape[1]]
     rollout = dataclasses.replace(
         rollout,
         tokens=jnp.where(new, moved, rollout.tokens),
@@ -246,48 +219,37 @@ class WaitingRows(StatePart):
         return WaitingRows(arrays)
 
 
-def assemble(parts: Sequence[Rollout], places: np.ndarray) -> Rollout:
-    """Rows from several rollouts, [rows].
-
-    places: int32 [rows, 2], (which part, which of its rows) for each row of the result; part -1 for
-    a response of no tokens.
-    """
-    first = parts[0]
-    k = 0 if first.top_ids is None else first.top_ids.shape[-1]
-    found = empty_rollout(len(places), first.tokens.shape[1], k)
-    for number, part in enumerate(parts):
-        here = places[:, 0] == number
-        if here.any():
-            index = np.where(here, places[:, 1], 0).astype(np.int32)
-            found = _fill(found, part, put(index, None), put(here, "batch"))
-    return found
-
-
-@jax.jit
-def _fill(found: Rollout, part: Rollout, index: Array, here: Array) -> Rollout:
-    return jax.tree.map(lambda new, old: _where(here, new, old), take(part, index), found)
-
-
 # --- rows -----------------------------------------------------------------------------------------
 
 
+def take(tree, places: np.ndarray, rows: int | None = None):
+    """The rows of a pytree of [B, ...] at `places` int [n], and zeros behind them, [rows or n]."""
+    numbered = np.full((rows or len(places), 2), -1)
+    numbered[: len(places)] = np.stack([np.zeros_like(places), places], axis=1)
+    return assemble([tree], numbered)
+
+
+def assemble(parts: Sequence, places: np.ndarray):
+    """Rows from several pytrees of [B, ...], [rows].
+
+    places: int [rows, 2], (which part, which of its rows) for each row of the result; part -1 for a
+    row of zeros, which holds no tokens.
+    """
+    result = None
+    for number, part in enumerate(parts):
+        here = places[:, 0] == number
+        if here.any() or result is None:
+            index = np.where(here, places[:, 1], 0).astype(np.int32)
+            result = _fill(result, part, put(index, None), put(here, "batch"))
+    return result
+
+
 @jax.jit
-def take(tree, places: Array):
-    """Rows of a pytree of [B, ...] at `places`, int32 and replicated."""
-    return take_rows(tree, places)
-
-
-def _first(count: int | Array, rows: int) -> Array:
-    return reshard(jnp.arange(rows) < count, "batch")
-
-
-def _emptied(held: PartialRows, used: Array) -> PartialRows:
-    """Nothing in rows that are not used."""
-    return jax.tree.map(lambda x: _where(used, x, jnp.zeros_like(x)), held)
-
-
-def _where(rows: Array, one: Array, other: Array) -> Array:
-    return jnp.where(rows.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+def _fill(result, part, index: Array, here: Array):
+    """The result with rows of a part where they are `here`; None: zeros elsewhere."""
+    taken = take_rows(part, index)
+    before = jax.tree.map(jnp.zeros_like, taken) if result is None else result
+    return jax.tree.map(lambda new, old: where_rows(here, new, old), taken, before)
 
 
 def empty_rollout(rows: int, slots: int, k: int) -> Rollout:

@@ -20,21 +20,13 @@ from specrl_jax.rollout.carry_over import (
     Resumed,
     RunAhead,
     as_drafts,
-    in_front,
-    kept,
     restore,
     take,
-    widen,
 )
+from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
-from specrl_jax.rollout.engine.rows import (
-    Noise,
-    cut_drafts,
-    read_rollout,
-    start_all_rows,
-    thin_out_drafts,
-)
+from specrl_jax.rollout.engine.rows import Noise, cut_drafts, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.runner import ModelRunner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
@@ -92,28 +84,30 @@ def generate(
     max_lens: int32 [Q * G], lengths at which responses end, at most R. speculation: chooses widths
     and verifications; without it the widest are used.
     """
-    begun = _begin(spec, prompts, noise.step, carry_over)
-    buckets = spec.buckets(begun.num_rows)
+    held = _held_rows(spec, prompts, carry_over)
+    requests = _requests(spec, prompts, noise.step, carry_over, held)
+    buckets = _buckets(spec, requests, carry_over)
     program = spec.program_for(buckets)
-    all_rows = start_all_rows(program, begun.prompts, noise, begun.noise_steps, max_lens)
-    if begun.held is not None:
-        all_rows = restore(all_rows, begun.held)
-    draft_lens = np.zeros_like(begun.held_lens)
+    steps = requests.noise_steps
+    all_rows = start_all_rows(program, requests.prompts, noise, steps, max_lens)
+    draft_lens = np.zeros_like(requests.draft_lens)
+    if held is not None:
+        all_rows, draft_lens = restore(all_rows, held), jax.device_get(held.draft_lens)
     if drafts.previous is not None:
-        previous = _drafts_of(begun, drafts.previous, carry_over, spec.group_size)
-        previous = thin_out_drafts(spec, all_rows, previous, noise.step)
-        draft_lens = np.maximum(jax.device_get(previous.lens) - begun.held_lens, 0)
-        drafts = dataclasses.replace(drafts, previous=cut_drafts(program, all_rows, previous))
-    requests = _requests(begun, prompts, drafts.previous, carry_over, spec.group_size)
-    if not requests.draft_lens.any():
-        drafts = dataclasses.replace(drafts, previous=None)
+        previous = _drafts_for(requests, drafts.previous, carry_over)
+        lens, cut_lens = cut_drafts(spec, all_rows, previous, np.int32(noise.step))
+        draft_lens = draft_lens + np.maximum(jax.device_get(lens) - requests.held_lens, 0)
+        previous = dataclasses.replace(previous, lens=cut_lens)
+        requests = dataclasses.replace(requests, draft_lens=jax.device_get(cut_lens))
+        previous = previous if requests.draft_lens.any() else None
+        drafts = dataclasses.replace(drafts, previous=previous)
     budget = KVBudget(program.model, buckets, spec.max_rows, spec.cache_bytes)
     runner = ModelRunner(program, budget, weights, all_rows, requests, drafts)
     scheduler = Scheduler(runner, speculation)
     all_rows = scheduler.run()
     compare = drafts.previous is not None and not scheduler.verify_while_decoding
     rollout, counts = read_rollout(
-        program, all_rows, drafts.previous, begun.held, np.int32(noise.step), compare=compare
+        program, all_rows, drafts.previous, held, np.int32(noise.step), compare=compare
     )
     if compare:
         _record_compared(counts, runner.stats, speculation)
@@ -122,10 +116,10 @@ def generate(
         rollout,
         runner.stats,
         groups=np.arange(len(prompts.lens)),
-        noise_steps=begun.noise_steps[: len(prompts.lens)],
-        draft_lens=(draft_lens + begun.draft_lens)[:num_train],
-        resumed_lens=begun.held_lens[:num_train],
-        resumed_tokens=int(begun.held_lens.sum()),
+        noise_steps=steps[: len(prompts.lens)],
+        draft_lens=draft_lens[:num_train],
+        resumed_lens=requests.held_lens[:num_train],
+        resumed_tokens=int(requests.held_lens.sum()),
         finished=runner.finished[:num_train] if carry_over.allow_unfinished else None,
     )
     if carry_over.next_prompts is not None:
@@ -138,68 +132,67 @@ def generate(
 # --- in -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Begun:
-    """All groups as they begin: those to train on, then those of the next step."""
-
-    prompts: Prompts
-    noise_steps: np.ndarray  # int [groups]
-    num_rows: int  # for which there are buckets
-    held: PartialRows | None  # what train rows hold
-    # Of `held`, on the host and for all rows.
-    held_lens: np.ndarray
-    done: np.ndarray
-    draft_lens: np.ndarray
-
-
-def _begin(spec: RolloutSpec, prompts: Prompts, step: int, carry_over: CarryOver) -> _Begun:
+def _held_rows(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:
+    """What all rows hold, on the device; None: nothing."""
     resumed, group = carry_over.resumed, spec.group_size
-    num_rows = len(prompts.lens) * group
-    if resumed is not None:  # the same shapes at every step, also where fewer groups are left
-        num_rows = carry_over.stop_after_groups * group + len(resumed.rows.done)
-    noise_steps = np.full(len(prompts.lens), step)
-    if carry_over.next_prompts is not None:
-        prompts = concatenate(prompts, carry_over.next_prompts)
-        noise_steps = np.append(noise_steps, np.full(len(carry_over.next_prompts.lens), step + 1))
-    rows, held = len(noise_steps) * group, carry_over.partial_rows
-    if resumed is not None:
-        noise_steps[: len(resumed.steps)] = resumed.steps
-        held = in_front(resumed.rows, jnp.int32(len(resumed.steps) * group), rows=rows)
-    nothing = np.zeros(rows, np.int32)
-    known = nothing, nothing > 0, nothing
-    if held is not None:
-        known = jax.device_get((held.rollout.lens, held.done, held.draft_lens))
-    return _Begun(prompts, noise_steps, num_rows, held, *known)
-
-
-def _drafts_of(begun: _Begun, drafts: Drafts, carry_over: CarryOver, group: int) -> Drafts:
-    """Drafts for all rows. Those of `partial_rows` begin with what is held; others are left out
-    where a group holds tokens."""
-    if carry_over.partial_rows is not None:
-        return drafts
-    if len(begun.held_lens) > drafts.lens.shape[0]:
-        drafts = widen(drafts, rows=len(begun.held_lens))
-    if not begun.held_lens.any():
-        return drafts
-    held = begun.held_lens.reshape(-1, group).any(axis=1)
-    held = put(np.repeat(held, group), "batch")
-    return dataclasses.replace(drafts, lens=jnp.where(held, 0, drafts.lens))
+    if resumed is None:
+        return carry_over.partial_rows
+    return take(resumed.rows, np.arange(len(resumed.steps) * group), len(prompts.lens) * group)
 
 
 def _requests(
-    begun: _Begun, prompts: Prompts, drafts: Drafts | None, carry_over: CarryOver, group: int
+    spec: RolloutSpec,
+    prompts: Prompts,
+    step: int,
+    carry_over: CarryOver,
+    held: PartialRows | None,
 ) -> Requests:
-    lens = np.zeros_like(begun.held_lens) if drafts is None else jax.device_get(drafts.lens)
+    """Rows to train on, then those of the next step; none has a draft yet."""
+    num_train_rows = len(prompts.lens) * spec.group_size
+    noise_steps = np.full(len(prompts.lens), step)
+    resumed_steps = carry_over.resumed.steps if carry_over.resumed else ()
+    noise_steps[: len(resumed_steps)] = resumed_steps
+    if carry_over.next_prompts is not None:
+        prompts = concatenate(prompts, carry_over.next_prompts)
+        noise_steps = np.append(noise_steps, np.full(len(carry_over.next_prompts.lens), step + 1))
+    nothing = np.zeros(len(prompts.lens) * spec.group_size, np.int32)
+    held_lens, done = nothing, nothing > 0
+    if held is not None:
+        held_lens, done = jax.device_get((held.rollout.lens, held.done))
     return Requests(
-        begun.prompts,
-        num_train_rows=len(prompts.lens) * group,
-        held_lens=begun.held_lens,
-        done=begun.done,
-        draft_lens=np.asarray(lens),
-        num_resumed=len(carry_over.resumed.steps) if carry_over.resumed else 0,
+        prompts,
+        noise_steps,
+        num_train_rows,
+        held_lens,
+        done,
+        draft_lens=nothing,
+        num_resumed=len(resumed_steps),
         stop_after_groups=carry_over.stop_after_groups,
         allow_unfinished=carry_over.allow_unfinished,
     )
+
+
+def _buckets(spec: RolloutSpec, requests: Requests, carry_over: CarryOver) -> Buckets:
+    if carry_over.resumed is None:
+        return spec.buckets(requests.num_train_rows)
+    # The same shapes at every step, also where fewer groups are left.
+    whole = carry_over.stop_after_groups * spec.group_size
+    return spec.buckets(whole + len(carry_over.resumed.rows.done))
+
+
+def _drafts_for(requests: Requests, drafts: Drafts, carry_over: CarryOver) -> Drafts:
+    """Drafts for all rows. Those of `partial_rows` begin with what is held; others are left out
+    where a group holds tokens."""
+    held_lens = requests.held_lens
+    if carry_over.partial_rows is not None:
+        return drafts
+    if len(held_lens) > len(drafts.lens):
+        drafts = take(drafts, np.arange(len(drafts.lens)), len(held_lens))
+    if not held_lens.any():
+        return drafts
+    group = len(held_lens) // len(requests.noise_steps)
+    held = np.repeat(held_lens.reshape(-1, group).any(axis=1), group)
+    return dataclasses.replace(drafts, lens=jnp.where(put(held, "batch"), 0, drafts.lens))
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -219,8 +212,8 @@ def _without_next_step(result: RolloutResult, next_prompts: Prompts) -> RolloutR
     rows = np.arange(len(result.rollout.lens), dtype=np.int32)
     train, ahead = np.split(rows, [len(result.resumed_lens)])
     names = tuple(example.prompt_id for example in next_prompts.examples)
-    drafts = as_drafts(take(result.rollout, put(ahead, None)))
-    rollout = take(result.rollout, put(train, None))
+    drafts = as_drafts(take(result.rollout, ahead))
+    rollout = take(result.rollout, train)
     return dataclasses.replace(result, rollout=rollout, run_ahead=RunAhead(drafts, names))
 
 
@@ -240,13 +233,13 @@ def _without_unfinished(
     size = len(carry_over.resumed.rows.done)
     return dataclasses.replace(
         result,
-        rollout=take(result.rollout, put(train, None)),
+        rollout=take(result.rollout, train),
         groups=complete,
         noise_steps=result.noise_steps[complete],
         draft_lens=result.draft_lens[train],
         resumed_lens=result.resumed_lens[train],
         resumed=Resumed(
-            kept(rows, put(left, None), jnp.int32(len(left)), rows=size),
+            take(rows, left, size),
             tuple(prompts.examples[g].prompt_id for g in others),
             tuple(result.noise_steps[others].tolist()),
         ),

@@ -72,7 +72,7 @@ def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array)
 def uniforms(seeds_B2: Array, positions: Array) -> Array:
     """float32 in (0, 1] for positions [B, ...], each a function of (row seed, position)."""
     seeds = seeds_B2.reshape(seeds_B2.shape[0], 2, *(1,) * (positions.ndim - 1))
-    return _to_unit(_hash(positions.astype(jnp.uint32), seeds[:, 0], seeds[:, 1]))
+    return to_unit(_hash(positions.astype(jnp.uint32), seeds[:, 0], seeds[:, 1]))
 
 
 def exponentials(seeds_B2: Array, positions: Array, ids: Array) -> Array:
@@ -88,7 +88,7 @@ def exponentials(seeds_B2: Array, positions: Array, ids: Array) -> Array:
     # The race is won by small values, so they need the resolution: floats are dense near 0, and
     # -log1p(-u) keeps it where -log(u) would see only 2^24 values near u = 1.
     # Kept below 1, where the time is infinite and a token that holds all the mass would lose.
-    units = jnp.minimum(_to_unit(_hash(ids, first[..., None], second[..., None])), 1 - 2.0**-24)
+    units = jnp.minimum(to_unit(_hash(ids, first[..., None], second[..., None])), 1 - 2.0**-24)
     return -jnp.log1p(-units)
 
 
@@ -101,7 +101,7 @@ def _hash(x: Array, seed: Array, seed2: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def _to_unit(bits: Array) -> Array:
+def to_unit(bits: Array) -> Array:
     """uint32 → float32 in (0, 1]: (bits + 1/2) / 2^32, never 0."""
     return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
 
@@ -254,8 +254,8 @@ def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple
         values, ids = jax.lax.top_k(scores, min(k, size))
         return values, ids + size * jax.lax.axis_index(COMPUTE["vocab"])
 
-    found = of_piece(reshard(scores, "batch", *inner, "vocab"))
-    values, ids = (reshard(x, "batch", *inner, None) for x in found)
+    of_all = of_piece(reshard(scores, "batch", *inner, "vocab"))
+    values, ids = (reshard(x, "batch", *inner, None) for x in of_all)
     values, order = jax.lax.top_k(values, min(k, values.shape[-1]))
     ids = jnp.take_along_axis(ids, order, axis=-1)
     if log_z is None:

@@ -12,7 +12,6 @@ import rollout_reference as ref
 from rollout_reference import (
     as_drafts,
     emitted,
-    history_of,
     make_prompts,
     make_spec,
     total_variation,
@@ -110,24 +109,6 @@ def test_what_the_rollout_emits_is_b_not_the_policy(mesh, lenience):
     plain = exact(SamplingConfig(), 0.0)
     assert distance(counts, plain) > 0.04  # it is not π
     assert p_value(counts, plain) < 1e-9
-
-
-def test_lenience_zero_emits_the_policy_and_infinity_the_drafts(mesh):
-    counts, rollout, _ = monte_carlo(SamplingConfig(), -math.inf)
-    expected = exact(SamplingConfig(), 0.0)
-    assert p_value(counts, expected) > 1e-3
-    for last in (0, 1):
-        for response, p in ref.responses(NEW_TABLE, last, SLOTS, (2,)).items():
-            assert expected[(last, *response)] == pytest.approx(p / 2)
-    plain, other, _ = monte_carlo(SamplingConfig(), 0.0, reuse=False)
-    assert plain == counts
-    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(other.tokens))
-    counts, rollout, drafts = monte_carlo(SamplingConfig(), math.inf)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens), np.asarray(drafts.tokens))
-    old = {(x, *k): p / 2 for x in (0, 1)
-           for k, p in ref.responses(OLD_TABLE, x, SLOTS, (2,)).items()}  # fmt: skip
-    assert p_value(counts, old) > 1e-3
-    assert total_variation(old, exact(SamplingConfig(), math.inf)) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -232,37 +213,3 @@ def test_the_ratio_rule_does_not_and_the_same_test_tells(mesh):
         assert p_value(counts[age], expected) < 1e-9
         total = sum(counts[age].values())
         assert distance(counts[age], expected) > 2 * expected_distance(expected, total)
-
-
-def test_chunks_of_a_residual_verification_change_nothing(mesh):
-    at_once = generations("ratio_residual", steps=1)[1]
-    parts = generations("ratio_residual", steps=1, verify_width=2)[1]
-    for first, other in zip(at_once, parts, strict=True):
-        ref.check_equal(first, other)
-
-
-def test_plain_and_tree_rollouts_emit_the_policy(mesh):
-    """Exact probabilities of every response; the drafts are another policy's."""
-    (model, _, weights), (_, _, other) = (ref.table_policy(table) for table in TABLES)
-    prompts, expected, firsts = (
-        five_prompts(),
-        policy_distribution(TABLES[0]),
-        np.repeat(FIRSTS * 1024, 8),
-    )
-    plain = five_spec(model, "match")
-    tree = five_spec(model, "match", tree=ref.TREE, max_width=4)
-    counts = [collections.Counter() for _ in range(2)]
-    for step in range(3):
-        old = run(plain, other, prompts, 50 + step)
-        first = run(plain, weights, prompts, step)
-        with_tree, stats = ref.run(
-            tree, weights, prompts, step, history=history_of(tree, old.tokens, old.lens)
-        )
-        ref.check_equal(with_tree, first, but=("sources",))
-        assert stats.drafted_tokens == np.sum(np.asarray(with_tree.sources) == Source.DRAFTED)
-        assert stats.drafted_tokens > 0.2 * np.sum(np.asarray(with_tree.lens))
-        for counted, rollout in zip(counts, (first, with_tree), strict=True):
-            count(counted, firsts, rollout)
-    for counted in counts:
-        assert p_value(counted, expected) > 1e-3
-        assert p_value(counted, policy_distribution(TABLES[1])) < 1e-9

@@ -12,13 +12,13 @@ from acceptance_reference import (
     likeliest_tokens,
     log,
     logprobs_at,
-    put_rows,
     put_scores,
     random_cut,
     ratio,
     residual_scores,
     softmax,
 )
+from rollout_reference import put_rows
 from scipy import special, stats
 
 # The ratio rule and the random cut, against plain loops
@@ -170,7 +170,7 @@ def test_residual_against_the_formula(make_mesh, shape, k):
     with jax.set_mesh(make_mesh(*shape)):
         ids, logprobs = likeliest_tokens(put_scores(log(old)), k)
         got = residual_scores(
-            put_scores(log(new) + 3.0), ids, logprobs, *put_rows(tail, log(scale))
+            put_scores(log(new) + 3.0), ids, logprobs, *put_rows((tail, log(scale)))
         )
     for row, scores in enumerate(np.asarray(got)):
         listed = np.asarray(ids)[row]

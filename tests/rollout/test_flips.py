@@ -12,12 +12,11 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import as_drafts, common_prefix, make_spec
+from rollout_reference import as_drafts, common_prefix, history_of, make_spec
 
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import place_params
-from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.sharding import put
 
 # The policy of the preset tiny with a vocabulary of 512.
@@ -26,7 +25,6 @@ TINY = ModelConfig(
     head_dim=32, qk_norm=True,
 )  # fmt: skip
 G, P, R = 8, 6, 24
-KEY = jax.random.key(ref.KEY)
 
 
 def _prompts(count, vocab):
@@ -48,12 +46,6 @@ def _flips(rollout, plain) -> tuple[int, int]:
     return int(parted.sum()), int(same.sum() + parted.sum())
 
 
-def _history(spec, rollout):
-    tokens, lens = (np.asarray(x) for x in (rollout.tokens, rollout.lens))
-    tokens, lens = tokens.reshape(-1, G, R), lens.reshape(-1, G)
-    return DraftHistory.from_store(put(tokens, None, None, None), put(lens, None, None), G)
-
-
 def _near(plain, vocab):
     """Drafts of which a good part is right: plain responses, each token lost one time in ten."""
     rng, tokens = np.random.default_rng(1), np.asarray(plain.tokens)
@@ -66,8 +58,8 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     """Tokens that part, by kind of draft. older: weights of an earlier policy. width: of decode
     steps. few: rows in flight in one kind. options: of all plans."""
     spec = functools.partial(_spec, model, **options)
-    plain = ref.rollout(spec(), weights, prompts, key=KEY, step=2).rollout
-    old = ref.rollout(spec(), older, prompts, key=KEY, step=1).rollout
+    plain = ref.rollout(spec(), weights, prompts, step=2).rollout
+    old = ref.rollout(spec(), older, prompts, step=1).rollout
     near = _near(plain, model.vocab_size)
     wide = spec(tree=ref.TREE, max_width=width)
     # At the step before, under the older policy, in places that its own rows left early.
@@ -76,7 +68,6 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
         spec(row_buckets=2),
         older,
         prompts,
-        key=KEY,
         step=1,
         next_prompts=prompts,
         max_lens=max_lens,
@@ -84,18 +75,21 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     cases = {
         "previous": (spec(), {"drafts": as_drafts(near)}),
         "previous, of an older policy": (spec(), {"drafts": as_drafts(old)}),
-        "tree": (wide, {"history": _history(wide, near)}),
-        "tree, of an older policy": (wide, {"history": _history(wide, old)}),
+        "tree": (wide, {"history": history_of(wide, near.tokens, near.lens)}),
+        "tree, of an older policy": (wide, {"history": history_of(wide, old.tokens, old.lens)}),
         "tree, of siblings alone": (wide, {}),
         "tree, few rows in flight": (
             dataclasses.replace(wide, max_rows=few),
-            {"history": _history(wide, near)},
+            {"history": history_of(wide, near.tokens, near.lens)},
         ),
-        "previous+tree": (wide, {"drafts": as_drafts(near), "history": _history(wide, old)}),
+        "previous+tree": (
+            wide,
+            {"drafts": as_drafts(near), "history": history_of(wide, old.tokens, old.lens)},
+        ),
         "run ahead": (spec(), {"drafts": begun.drafts_for(prompts)}),
     }
     for name, (its_spec, drafted) in cases.items():
-        rollout = ref.rollout(its_spec, weights, prompts, key=KEY, step=2, **drafted).rollout
+        rollout = ref.rollout(its_spec, weights, prompts, step=2, **drafted).rollout
         reused = int(np.sum(np.asarray(rollout.sources) > 0))
         parted, compared = _flips(rollout, plain)
         print(f"{name}: {parted} of {compared} tokens part, {reused} were drafted", flush=True)
@@ -134,16 +128,16 @@ def test_bfloat16_parts_no_more_than_another_batch_size_does(mesh):
     prompts, spec = _prompts(256, model.vocab_size), functools.partial(_spec, model)
     _, weights = ref.policy(model=model)
     wide = spec(tree=ref.TREE, max_width=8)
-    plain = ref.rollout(spec(), weights, prompts, key=KEY, step=2).rollout
+    plain = ref.rollout(spec(), weights, prompts, step=2).rollout
     near = _near(plain, model.vocab_size)
     cases = {
         "64 rows at a time": (spec(max_rows=64, row_buckets=1), {}),
         "previous": (spec(), {"drafts": as_drafts(near)}),
-        "tree": (wide, {"history": _history(wide, near)}),
+        "tree": (wide, {"history": history_of(wide, near.tokens, near.lens)}),
     }
     flips = {}
     for name, (its_spec, options) in cases.items():
-        rollout = ref.rollout(its_spec, weights, prompts, key=KEY, step=2, **options).rollout
+        rollout = ref.rollout(its_spec, weights, prompts, step=2, **options).rollout
         flips[name] = parted, compared = _flips(rollout, plain)
         print(f"bfloat16, {name}: {parted} of {compared} tokens part", flush=True)
     parted, compared = flips.pop("64 rows at a time")

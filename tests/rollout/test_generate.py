@@ -208,14 +208,15 @@ def test_finished_rows_are_gathered_away(mesh, base):
     jax.tree.map(np.testing.assert_array_equal, host(placed), drafts)
 
 
-def test_the_order_of_the_prompts_changes_nothing(mesh, base):
+@pytest.mark.parametrize("changes", [{}, {"max_rows": 8}], ids=["at once", "a queue"])
+def test_the_order_of_the_prompts_changes_nothing(mesh, base, changes):
     prompts, drafts, plain, reused = base
     order = np.random.default_rng(0).permutation(8)
     rows = (order[:, None] * 4 + np.arange(4)[None, :]).ravel()
-    moved, weights = ref.select(prompts, order), small_weights()
-    check_equal(run(small_spec(), weights, moved, 1)[0], plain, rows)
+    moved, weights, spec = ref.select(prompts, order), small_weights(), small_spec(**changes)
+    check_equal(run(spec, weights, moved, 1)[0], plain, rows)
     placed = ref.put_rows(jax.tree.map(lambda x: x[rows], drafts))
-    rollout, _ = run(small_spec(), weights, moved, 1, drafts=placed, log_lenience=HALF)
+    rollout, _ = run(spec, weights, moved, 1, drafts=placed, log_lenience=HALF)
     check_equal(rollout, reused, rows)
 
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import KEY, as_drafts, check_equal, host, log_softmax, make_spec, select
-from small_runs import interrupt, records, saved, small_config
+from rollout_reference import as_drafts, check_equal, host, log_softmax, make_spec, select
+from small_runs import assert_same_run, interrupt, records, saved, small_config
 
 from specrl_jax import learn
 from specrl_jax import train as loop
@@ -49,10 +49,8 @@ def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
     first = dataclasses.replace(
         Resumed.empty(2, 32), prompt_ids=(prompts.examples[0].prompt_id,), steps=(1,)
     )
-    result = ref.rollout(
-        spec, weights, prompts, key=jax.random.key(ref.KEY), step=1,
-        drafts=as_drafts(plain, lens), resumed=first, stop_after_groups=7,
-    )  # fmt: skip
+    drafts = as_drafts(plain, lens)
+    result = one_step(spec, weights, prompts, 1, first, stop=7, drafts=drafts)
     assert 0 < result.stats.cache_bytes <= spec.cache_bytes
     check_equal(result.rollout, plain, result.rows, but=("prefix_lens", "sources"))
 
@@ -75,6 +73,13 @@ class Step:
         return select(self.prompts, self.outcome.groups)
 
 
+def one_step(spec, weights, prompts, number, resumed, stop=Q, **options):
+    """The rollout of a step that ends once `stop` groups are done."""
+    return ref.rollout(
+        spec, weights, prompts, step=number, resumed=resumed, stop_after_groups=stop, **options
+    )
+
+
 def steps(spec, policies, **options) -> list[Step]:
     """A run's steps 1, 2, ...: Q + X groups in flight, fresh ones from EVERY in order."""
     resumed, taken, done = Resumed.empty(X * G, R), 0, []
@@ -83,18 +88,8 @@ def steps(spec, policies, **options) -> list[Step]:
         count = Q + X - len(resumed.steps)
         new = select(EVERY, range(taken, taken + count))
         prompts = concatenate(select(EVERY, [by_id[p] for p in resumed.prompt_ids]), new)
-        key = jax.random.key(KEY)
         more = {name: make(prompts) for name, make in options.items()}
-        outcome = ref.rollout(
-            spec,
-            weights,
-            prompts,
-            key=key,
-            step=number,
-            resumed=resumed,
-            stop_after_groups=Q,
-            **more,
-        )
+        outcome = one_step(spec, weights, prompts, number, resumed, **more)
         done.append(Step(number, outcome, prompts, resumed))
         resumed, taken = outcome.resumed, taken + count
     return done
@@ -135,6 +130,9 @@ def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
     result, _ = moving
     surplus = 0
     for step in result:
+        rollout = step.rollout
+        last = np.take_along_axis(rollout.tokens, rollout.lens[:, None] - 1, axis=1)[:, 0]
+        assert np.all((rollout.lens == R) | np.isin(last, (1, 2, 3, 4)))
         outcome, n = step.outcome, len(step.before.steps)
         assert step.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
         assert outcome.groups.tolist() == sorted(outcome.groups)
@@ -153,14 +151,6 @@ def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
 
 def _id(q: int) -> str:
     return EVERY.examples[q].prompt_id
-
-
-def test_responses_are_complete(moving):
-    for step in moving[0]:
-        rollout = step.rollout
-        assert rollout.tokens.shape == (Q * G, R)
-        last = np.take_along_axis(rollout.tokens, rollout.lens[:, None] - 1, axis=1)[:, 0]
-        assert np.all((rollout.lens == R) | np.isin(last, (1, 2, 3, 4)))
 
 
 def test_no_group_is_lost_and_none_comes_twice(moving):
@@ -252,15 +242,7 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     resumed = step.outcome.resumed
     by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
     prompts = select(EVERY, [*(by_id[p] for p in resumed.prompt_ids), 10, 11])
-    result = ref.rollout(
-        spec,
-        weights,
-        prompts,
-        key=jax.random.key(KEY),
-        step=2,
-        resumed=resumed,
-        stop_after_groups=Q,
-    )
+    result = one_step(spec, weights, prompts, 2, resumed)
     assert result.groups.tolist() == [0, 1, 2, 3]
     assert result.resumed.prompt_ids == result.resumed.steps == ()
     assert not np.asarray(result.resumed.rows.rollout.lens).any()
@@ -274,15 +256,7 @@ def test_more_extra_groups_than_wanted_ones(mesh):
     spec, (_, weights) = make_spec(row_buckets=3), ref.policy()
     prompts, resumed, came = select(EVERY, range(10)), Resumed.empty(8 * G, R), []
     for number in range(1, 5):
-        result = ref.rollout(
-            spec,
-            weights,
-            prompts,
-            key=jax.random.key(KEY),
-            step=number,
-            resumed=resumed,
-            stop_after_groups=2,
-        )
+        result = one_step(spec, weights, prompts, number, resumed, stop=2)
         came += [prompts.examples[g].prompt_id for g in result.groups]
         others = [g for g in range(len(prompts.lens)) if g not in result.groups]
         prompts, resumed = select(prompts, others), result.resumed
@@ -373,11 +347,7 @@ def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
             loop.train(small_config(RUN), tmp_path / "run")
         assert len(records(tmp_path / "run")) == number + 1
     loop.train(small_config(RUN), tmp_path / "run")
-    assert records(tmp_path / "run") == records(trained[0])
-    stopped, straight = saved(tmp_path / "run", 6), saved(trained[0], 6)
-    assert stopped.keys() == straight.keys()
-    for name in stopped:
-        assert stopped[name].tobytes() == straight[name].tobytes(), name
+    assert_same_run(tmp_path / "run", trained[0], 6)
     middle = saved(tmp_path / "run", 5)
     assert middle["resumed.rollout.lens"].any()
     assert middle["resumed.rollout.tokens"].shape == (16, 16)

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import KEY, check_equal, host, make_spec, select
-from small_runs import interrupt, records, saved, small_config
+from rollout_reference import check_equal, host, make_spec, select
+from small_runs import assert_same_run, interrupt, records, saved, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.rollout.carry_over import RunAhead
@@ -28,10 +28,7 @@ PLANS = {
 
 def begin_ahead(spec, weights, step=1, prompts=NOW, next_prompts=NEXT, **options):
     """A rollout that begins the next prompts too."""
-    key = jax.random.key(KEY)
-    return ref.rollout(
-        spec, weights, prompts, key=key, step=step, next_prompts=next_prompts, **options
-    )
+    return ref.rollout(spec, weights, prompts, step=step, next_prompts=next_prompts, **options)
 
 
 def spec_for(changes) -> dict:
@@ -236,11 +233,7 @@ def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
         loop.train(small_config(RUN_AHEAD), tmp_path / "run")
     assert len(records(tmp_path / "run")) == 3
     loop.train(small_config(RUN_AHEAD), tmp_path / "run")
-    assert records(tmp_path / "run") == records(trained)
-    resumed, straight = saved(tmp_path / "run", 4), saved(trained, 4)
-    assert resumed.keys() == straight.keys()
-    for name in resumed:
-        assert resumed[name].tobytes() == straight[name].tobytes(), name
+    assert_same_run(tmp_path / "run", trained, 4)
     middle = saved(tmp_path / "run", 2)
     assert middle["run_ahead.lens"].any()
     assert middle["run_ahead.tokens"].shape == (32, 16)

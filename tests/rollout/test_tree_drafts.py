@@ -7,22 +7,22 @@ import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
-from rollout_reference import check_equal, common_prefix, history_of, host, make_spec, run
+from rollout_reference import (
+    ONE_BUCKET,
+    check_equal,
+    common_prefix,
+    history_of,
+    host,
+    make_spec,
+    match_spec,
+    run,
+)
 
 from specrl_jax.rollout.adaptive.speculation import StepPlan
-from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.types import Drafts, Source
 
 B, R, V = 32, 8, ref.MODEL.vocab_size
-ONE_BUCKET = {"row_buckets": 1, "cache_lengths": 1}
-SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
 HALF = 0.5
-
-
-def spec_of(width=1, **kwargs):
-    """Tree drafts where steps are wider than 1; the match rule unless said."""
-    kwargs = {"sampling": SAMPLING, "accept": "match", "max_width": width} | kwargs
-    return make_spec(ref.ONE_LAYER, tree=ref.TREE if width > 1 else None, **kwargs)
 
 
 def weights_of(nudge=0.0):
@@ -34,8 +34,8 @@ def base(make_mesh):
     """Prompts, the plain rollout, and one of an earlier policy."""
     with jax.set_mesh(make_mesh(1, 1, 1)):
         prompts = ref.random_prompts()
-        plain, _ = run(spec_of(), weights_of(), prompts, 1)
-        old, _ = run(spec_of(), weights_of(0.1), prompts, 0)
+        plain, _ = run(match_spec(), weights_of(), prompts, 1)
+        old, _ = run(match_spec(), weights_of(0.1), prompts, 0)
         yield prompts, host(plain), host(old)
 
 
@@ -118,7 +118,7 @@ def test_previous_responses_of_any_kind(mesh, base, verify_width, log_lenience):
     """Whatever the lenience: a match asks for no log-probs."""
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
-    spec = spec_of(verify_width=verify_width, **ONE_BUCKET)
+    spec = match_spec(verify_width=verify_width, **ONE_BUCKET)
     given = as_given(*drafts)
     rollout, stats = run(spec, weights_of(), prompts, 1, drafts=given, log_lenience=log_lenience)
     check_equal(rollout, plain, but=("prefix_lens", "sources"))
@@ -134,8 +134,8 @@ def test_previous_responses_of_any_kind(mesh, base, verify_width, log_lenience):
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
 def test_tree_drafts_at_any_width(mesh, base, width):
     prompts, plain, old = base
-    spec = spec_of(width, **ONE_BUCKET)
-    history = any_history(spec_of(2), plain, old) if width > 1 else None
+    spec = match_spec(width, **ONE_BUCKET)
+    history = any_history(match_spec(2), plain, old) if width > 1 else None
     rollout, stats = run(spec, weights_of(), prompts, 1, history=history)
     check_equal(rollout, plain, but=("sources",))
     drafted = check_sources(rollout, stats, plain)
@@ -146,7 +146,7 @@ def test_tree_drafts_at_any_width(mesh, base, width):
 def test_siblings_in_flight_alone(mesh, base):
     """No stored response: a row learns from its group and from itself."""
     prompts, plain, _ = base
-    spec = spec_of(4, **ONE_BUCKET)
+    spec = match_spec(4, **ONE_BUCKET)
     rollout, stats = run(spec, weights_of(), prompts, 1)
     check_equal(rollout, plain, but=("sources",))
     assert check_sources(rollout, stats, plain).any()
@@ -169,7 +169,7 @@ def test_previous_and_tree_drafts_on_any_buckets(mesh, base, sizes):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
     row_buckets, cache_lengths, max_rows, verify_width = sizes
-    spec = spec_of(
+    spec = match_spec(
         4,
         row_buckets=row_buckets,
         cache_lengths=cache_lengths,
@@ -201,7 +201,7 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
     with jax.set_mesh(make_mesh(*shape)):
-        spec = spec_of(4, row_buckets=2, cache_lengths=1)
+        spec = match_spec(4, row_buckets=2, cache_lengths=1)
         history = any_history(spec, plain, old)
         rollout, stats = run(
             spec, weights_of(), prompts, 1, drafts=as_given(*drafts), history=history
@@ -235,7 +235,7 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
     accept, stored, verify_width = rule
     results = []
     for width in (1, 4):
-        spec = spec_of(
+        spec = match_spec(
             width, accept=accept, stored_logprobs=stored, verify_width=verify_width, **ONE_BUCKET
         )
         drafts = old_drafts(spec, prompts)
@@ -263,7 +263,7 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
 def test_a_residual_rule_on_a_mesh(make_mesh, base):
     """Stored log-probs and residuals over a vocabulary that is split."""
     prompts, plain, old = base
-    spec = spec_of(4, accept="ratio_residual", stored_logprobs=3, **ONE_BUCKET)
+    spec = match_spec(4, accept="ratio_residual", stored_logprobs=3, **ONE_BUCKET)
     results = []
     for shape in ((1, 1, 1), (2, 2, 2)):
         with jax.set_mesh(make_mesh(*shape)):
@@ -304,17 +304,6 @@ def test_a_known_response_takes_a_step_every_width_tokens(mesh):
     assert stats.drafted_tokens == 2 * (6 + 5 + 2 + 6)
     assert stats.row_steps == 8 * 2
     assert stats.metrics()["rollout/width_mean"] == 4.0
-
-
-def test_a_history_that_knows_nothing_saves_nothing(mesh):
-    """Only unlikely tokens are stored, and no row repeats itself."""
-    spec, weights = counting(slots=8, width=4)
-    prompts = ref.make_prompts([[2], [1, 4]], 6)
-    history = history_of(spec, np.full((4, 8), 15), np.full(4, 8))
-    rollout, stats = run(spec, weights, prompts, history=history)
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[::2], [range(3, 11), range(5, 13)])
-    assert not np.asarray(rollout.sources).any()
-    assert (stats.decode_steps, stats.drafted_tokens) == (8, 0)
 
 
 def test_a_row_that_repeats_itself_is_its_own_draft(mesh):

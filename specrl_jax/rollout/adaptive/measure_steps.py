@@ -27,7 +27,8 @@ from specrl_jax.rollout.carry_over import empty_rollout
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.decode_state import DecodeState, start_rows, with_drafts
+from specrl_jax.rollout.engine.decode_state import DecodeState, with_drafts
+from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts
@@ -112,9 +113,7 @@ class StepTimer:
             rows = with_drafts(rows, self._drafts(point.rows), program.accept)
         draft_state = self._draft_state() if point.matching else None
         # Rows that end within these steps are computed on as rows that are done.
-        limits = StopCondition(
-            *(np.int32(x) for x in (-1, program.response_slots, steps, point.rows))
-        )
+        limits = StopCondition(*map(np.int32, (-1, program.response_slots, steps, point.rows)))
         cache = init_cache(program.model, point.rows, point.slots)
         jax.block_until_ready((rows, draft_state, cache))
         start = time.perf_counter()
@@ -133,17 +132,9 @@ class StepTimer:
         return time.perf_counter() - start
 
     def _rows(self, size: int) -> DecodeState:
-        program, ones = self.program, put(np.ones(size, np.int32), "batch")
-        seeds = np.random.default_rng(size).integers(0, 2**32, (2, size, 2), np.uint32)
-        return start_rows(
-            *(put(x, "batch", None) for x in seeds),
-            ones,
-            put(np.full(size, program.response_slots, np.int32), "batch"),
-            ones,
-            columns=program.columns,
-            pad_id=program.pad_id,
-            stored=program.stored_logprobs,
-        )
+        program = dataclasses.replace(self.program, group_size=1)
+        noise = Noise(jax.random.key(0), step=0)
+        return start_all_rows(program, _prompts(size), noise, np.zeros(size, int))
 
     def _drafts(self, size: int) -> Drafts:
         program, shape = self.program, (size, self.program.response_slots)
@@ -165,9 +156,13 @@ class StepTimer:
             put(np.full(shape[:2], shape[2], np.int32), None, None),
             group,
         )
-        ids, ones = np.zeros((self.prompts, 2), np.uint32), np.ones(self.prompts, np.int32)
-        prompts = Prompts(ones[:, None], ones, ids, ())
-        return program.draft_source.init(prompts, history, group)
+        return program.draft_source.init(_prompts(self.prompts), history, group)
+
+
+def _prompts(count: int) -> Prompts:
+    """Made-up prompts of one token."""
+    ones, ids = np.ones(count, np.int32), np.arange(2 * count, dtype=np.uint32)
+    return Prompts(ones[:, None], ones, ids.reshape(count, 2), ())
 
 
 def _read(path: pathlib.Path) -> dict[Point, float]:

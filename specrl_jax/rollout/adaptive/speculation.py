@@ -44,14 +44,13 @@ DRAWS = 3  # simulated sets of accepted lengths; every row has another quantile 
 class Acceptance:
     """Counts of accepted draft tokens; they fade as new ones come in."""
 
+    # Of suffix drafts, by token 0, 1, ...: row steps that checked it and accepted all before, and
+    # of these, those that accepted the token too; a missing token is not accepted.
     reached: list[float] = dataclasses.field(default_factory=list)
-    """Of suffix drafts, by token 0, 1, ...: row steps that checked it and accepted all before."""
     accepted: list[float] = dataclasses.field(default_factory=list)
-    """The row steps of `reached` that accepted the token too; a missing token is not accepted."""
+    # Tokens of previous responses.
     previous_verified: float = 0.0
-    """Tokens of previous responses that were verified."""
     previous_accepted: float = 0.0
-    """Tokens of `previous_verified` that were accepted."""
 
     def observe(self, histogram: Sequence[float], width: int) -> None:
         """Count steps of one width.
@@ -61,8 +60,6 @@ class Acceptance:
         if width == 1:
             return
         counts = [float(n) for n in histogram] + [0.0] * (width - len(histogram))
-        if len(counts) > width or min(counts) < 0:
-            raise ValueError(f"expected <= {width} counts >= 0, got {counts}")
         at_least = list(itertools.accumulate(reversed(counts)))[::-1]
         fade = 0.5 ** (at_least[0] / HALF_LIFE)
         for name, new in (("reached", at_least[:-1]), ("accepted", at_least[1:])):
@@ -88,12 +85,9 @@ class Acceptance:
 
     def observe_previous(self, accepted: float, verified: float) -> None:
         """Count tokens of previous responses. A row that rejects one has verified that one too."""
-        accepted, verified = float(accepted), float(verified)
-        if not 0 <= accepted <= verified:
-            raise ValueError(f"expected 0 <= accepted <= verified, got {accepted} of {verified}")
         fade = 0.5 ** (verified / VERIFIED_HALF_LIFE)
-        self.previous_verified = self.previous_verified * fade + verified
-        self.previous_accepted = self.previous_accepted * fade + accepted
+        self.previous_verified = self.previous_verified * fade + float(verified)
+        self.previous_accepted = self.previous_accepted * fade + float(accepted)
 
     def rate(self) -> float:
         """The chance to accept a token of a previous response."""
@@ -164,11 +158,6 @@ class Speculation(StatePart):
         speeds = {w: (1.0 + sum(shares[: w - 1])) / self._seconds(rows, slots, w) for w in widths}
         best = max(widths, key=speeds.__getitem__)
         return best if speeds[best] >= WIDTH_MARGIN * speeds[1] else 1
-
-    def widens(self, shapes: Iterable[tuple[int, int]], widths: Iterable[int]) -> bool:
-        """Whether steps are wider than 1 in any bucket of these shapes (rows, slots)."""
-        widths = tuple(widths)
-        return any(self.choose_width(rows, slots, widths) > 1 for rows, slots in shapes)
 
     def plan_steps(self, rows: int, slots: int, widths: Iterable[int]) -> StepPlan:
         """The next decode steps in this bucket: the best width, or a probe of one of the next two

@@ -63,8 +63,6 @@ class DraftStore(StatePart):
         kind: str = "device",
         owner: Mapping[str, str] | None = None,
     ):
-        if kind not in KINDS:
-            raise ValueError(f"rollout.store must be one of {', '.join(KINDS)}, got {kind}")
         self._shape = {
             "generations": max(shape.history, shape.generations),
             "generations with log-probs": shape.generations,
@@ -81,45 +79,29 @@ class DraftStore(StatePart):
     def get(self, prompts: Prompts, group_size: int, age: int = 1, *, step: int) -> Drafts:
         """Drafts [Q * group_size] for the prompts' groups; zeros, length 0, where there is none.
 
-        `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations).
+        `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations). At
+        most the generations that are kept with log-probs.
         """
-        whole = self._shape["generations with log-probs"]
-        if not 1 <= age <= whole:
-            raise ValueError(f"the draft store keeps drafts up to age {whole}, asked for {age}")
         slots = self._find(prompts)
-        oldest = self._oldest(slots, step)
-        return pick_drafts(*self._memory.rows(slots), oldest, group_size, age)
+        return pick_drafts(*self._memory.rows(slots), self._oldest(slots, step), group_size, age)
 
     def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
-        """The prompts' last `history` responses: tokens [Q, E * G, R], lens [Q, E * G].
-
-        Newest generation first, within it by sample; zeros, length 0, where there is none. Both
-        are whole on every device.
-        """
+        """The prompts' last `history` responses, whole on every device: tokens [Q, E * G, R], lens
+        [Q, E * G], the newest generation first; zeros, length 0, where there is none."""
         slots = self._find(prompts)
-        found = pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
-        tokens, lens = (x[:, : self._read] for x in found)
-        return tokens, lens
+        tokens, lens = pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
+        return tokens[:, : self._read], lens[:, : self._read]
 
     def prefetch(self, prompts: Prompts) -> None:
-        """Begin to move the rows of the next batch to the device; in device memory they are.
-
-        `get` and `sources` of the same prompts in the same order use them. Where one of the
-        prompts is stored in between they are fetched again.
-        """
+        """Begin to move the rows of the next batch, these prompts in this order, to the device."""
         self._memory.prefetch(self._find(prompts))
 
     def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
         """Store the groups' responses; older generations move back by one.
 
         Samples beyond the store's are not kept; a smaller group leaves the other samples as they
-        were. Raises ValueError where a prompt comes twice, the batch has more prompts than the
-        store, or the rollout does not have the k likeliest tokens that the store keeps.
+        were. Raises ValueError where a prompt comes twice.
         """
-        k = self._shape["k"]
-        given = 0 if rollout.top_ids is None else rollout.top_ids.shape[-1]
-        if k and given != k:
-            raise ValueError(f"the draft store keeps the {k} likeliest tokens, got {given}")
         slots, fresh = self._take([e.prompt_id for e in prompts.examples])
         newest = Stored(
             tokens=rollout.tokens,
@@ -128,8 +110,8 @@ class DraftStore(StatePart):
             sampling_logprobs=rollout.sampling_logprobs,
             origin_logprobs=rollout.origin_logprobs,
             origin_steps=rollout.origin_steps,
-            top_ids=rollout.top_ids if k else None,
-            top_logprobs=rollout.top_logprobs if k else None,
+            top_ids=rollout.top_ids if self._shape["k"] else None,
+            top_logprobs=rollout.top_logprobs if self._shape["k"] else None,
         )
         self._memory.write(slots, fresh, newest)
 
@@ -147,8 +129,7 @@ class DraftStore(StatePart):
 
     def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able; `arrays` is the other."""
-        slots = list(self._slots.items())
-        return {"slots": slots, "shape": self._shape, "owner": self._owner}
+        return {"slots": list(self._slots.items()), "shape": self._shape, "owner": self._owner}
 
     def restore(self, host: Mapping[str, Any], arrays: Stored) -> "DraftStore":
         """Take over a saved store of either kind; `arrays` are the store's own from then on.
@@ -185,25 +166,18 @@ class DraftStore(StatePart):
 
     def _take(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Slots int32 [Q] to store the prompts in, and which of them, bool [Q], were not theirs."""
-        capacity = self._shape["prompts"]
         if len(set(names)) < len(names):
             raise ValueError("the draft store cannot store a prompt twice in one batch")
-        if len(names) > capacity:
-            raise ValueError(
-                "rollout.store_prompts must be 0 or >= rollout.prompts_per_step, "
-                f"got {capacity} for a batch of {len(names)}"
-            )
         # The batch's own prompts are out of the queue before anyone has to give way.
         known = {name: self._slots.pop(name) for name in names if name in self._slots}
-        used = len(self._slots) + len(known)
-        slots = dict(known)
+        used, slots = len(self._slots) + len(known), []
         for name in names:
             if name in known:
-                continue
-            if used < capacity:
-                slots[name], used = used, used + 1
+                slots.append(known[name])
+            elif used < self._shape["prompts"]:
+                slots.append(used)
+                used += 1
             else:
-                slots[name] = self._slots.pop(next(iter(self._slots)))
-        self._slots |= {name: slots[name] for name in names}
-        fresh = np.asarray([name not in known for name in names])
-        return np.asarray([slots[name] for name in names], np.int32), fresh
+                slots.append(self._slots.pop(next(iter(self._slots))))
+        self._slots |= dict(zip(names, slots))
+        return np.asarray(slots, np.int32), np.asarray([name not in known for name in names])

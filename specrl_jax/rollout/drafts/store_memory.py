@@ -173,13 +173,11 @@ class HostMemory(_Memory):
 def pick_drafts(
     stored: Stored, index: Array | None, oldest: Array, group_size: int, age: int
 ) -> Drafts:
-    """Drafts [Q * group_size] of a generation.
+    """Drafts [Q * group_size] of generation `age`, 1 the newest; samples are cut or padded.
 
-    stored: arrays that hold the prompts' rows.
-    index: int32 [Q], places of the rows in them; None: they are the rows, in this order.
-    oldest: int32 [Q], the earliest step whose responses are drafts, the rest is zero.
-    group_size: samples are cut or padded to so many.
-    age: the generation, 1 the newest.
+    stored: arrays that hold the prompts' rows. index: int32 [Q], places of the rows in them; None:
+    they are the rows, in this order. oldest: int32 [Q], the earliest step whose responses are
+    drafts; zeros elsewhere.
     """
 
     def pick(array: Array) -> Array:

@@ -59,7 +59,7 @@ class SuffixIndex:
     # BEGIN, what is not written EMPTY. The last column takes what padding rows write, and is never
     # read.
     tokens: Array
-    weights: Array  # float32 [N] or [Q, N], of a source's votes
+    weights: Array  # float32 [N], of a source's votes
     depth: int = dataclasses.field(metadata={"static": True})
     live: int = dataclasses.field(metadata={"static": True})  # sources, the last, that rows write
 
@@ -75,20 +75,15 @@ def build(
 ) -> SuffixIndex:
     """An index of M stored responses a prompt and, behind them, `live` empty sources of weight 1.
 
-    stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: [M] or [Q, M].
+    stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: float32 [M].
     """
     stored_QMR, lens_QM = reshard(stored_QMR, None, None, None), reshard(lens_QM, None, None)
-    weights = reshard(weights, *(None,) * weights.ndim)
     slots = stored_QMR.shape[2]
     inside = jnp.arange(slots)[None, None, :] < lens_QM[:, :, None]
     tokens = jnp.where(inside, stored_QMR, EMPTY).astype(jnp.int32)
     tokens = jnp.pad(tokens, ((0, 0), (0, live), (0, 1)), constant_values=EMPTY)
     tokens = jnp.pad(tokens, ((0, 0), (0, 0), (depth, 0)), constant_values=BEGIN)
-    weights = jnp.pad(
-        weights.astype(jnp.float32),
-        [(0, 0)] * (weights.ndim - 1) + [(0, live)],
-        constant_values=1.0,
-    )
+    weights = jnp.pad(reshard(weights, None), (0, live), constant_values=1.0)
     return SuffixIndex(tokens, weights, depth, live)
 
 
@@ -167,9 +162,7 @@ def _propose(index: SuffixIndex, prompts, sources, lens, *, width: int, config: 
     keys = _match(index.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, lens, index)
     places, matched, aligned = _places(keys, lens, index.slots, config.depth)
     tokens = _continuations(index, prompts, sources, lens, places, width)
-    weights = index.weights
-    weights = weights[None] if weights.ndim == 1 else weights.at[prompts].get()
-    weights = jnp.tile(weights, (1, POSITIONS)) * ALIGNED ** aligned.astype(jnp.float32)
+    weights = jnp.tile(index.weights, POSITIONS)[None, :] * ALIGNED ** aligned.astype(jnp.float32)
     return _vote(tokens, matched, weights, index.tokens.shape[1], config)
 
 
@@ -203,11 +196,11 @@ def _places(keys_bNR: Array, lens_b: Array, slots: int, depth: int) -> tuple[Arr
     Matched is 0 where a source has no such position.
     """
     folded = _fold(keys_bNR)
-    found = [jnp.max(folded, axis=2)]
+    best = [jnp.max(folded, axis=2)]
     for _ in range(POSITIONS - 1):
-        rest = jnp.where(folded < found[-1][:, :, None], folded, -1)
-        found.append(jnp.max(rest, axis=2))
-    keys = jnp.concatenate(found, axis=1)
+        rest = jnp.where(folded < best[-1][:, :, None], folded, -1)
+        best.append(jnp.max(rest, axis=2))
+    keys = jnp.concatenate(best, axis=1)
     rank, both = jnp.maximum(keys, 0) % (2 * slots + 1), jnp.maximum(keys, 0) // (2 * slots + 1)
     back = 2 * slots - rank
     away = jnp.where(back % 2 == 1, (back + 1) // 2, -(back // 2))

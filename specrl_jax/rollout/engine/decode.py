@@ -174,21 +174,13 @@ def decode_steps(
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(go_on, step, state)
     rows, verified, accepted = _mark_reused(begun, rows)
     counts = StepCounts(steps, counts[:width], counts[width], verified, accepted)
-    return cache, rows, draft_state, counts, _progress(rows, stop)
+    return cache, rows, draft_state, counts, progress(rows, stop)
 
 
 @jax.jit
 def progress(rows: DecodeState, stop: StopCondition) -> Array:
     """int32 [6]: rows to train on that are not done, all active rows, rows at their cache limit,
     rows verifying, the longest response of rows not done, the longest draft left to verify."""
-    return _progress(rows, stop)
-
-
-def _active(rows: DecodeState, stop: StopCondition) -> Array:
-    return ~rows.done & (rows.lens < stop.max_len)
-
-
-def _progress(rows: DecodeState, stop: StopCondition) -> Array:
     active, verifies = _active(rows, stop), verifying(rows)
     left = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens - rows.lens
     train = ~rows.done & (rows.index < stop.num_train_rows)
@@ -197,6 +189,10 @@ def _progress(rows: DecodeState, stop: StopCondition) -> Array:
         [jnp.sum(x, dtype=jnp.int32) for x in counts]
         + [jnp.max(jnp.where(~rows.done, rows.lens, 0)), jnp.max(jnp.where(verifies, left, 0))]
     )
+
+
+def _active(rows: DecodeState, stop: StopCondition) -> Array:
+    return ~rows.done & (rows.lens < stop.max_len)
 
 
 def _before(rows: DecodeState, width: int) -> Array:

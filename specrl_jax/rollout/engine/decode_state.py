@@ -59,42 +59,6 @@ class DecodeState:
     draft: DraftToVerify | None = None  # None once no row has any
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "stored", "pad_id"))
-def start_rows(
-    seeds: Array,
-    accept_seeds: Array,
-    prompt_lens: Array,
-    max_lens: Array,
-    last: Array,
-    *,
-    columns: int,
-    pad_id: int,
-    stored: int = 0,
-) -> DecodeState:
-    """All rows, with only their prompts; stored: k likeliest tokens that are stored."""
-    rows = prompt_lens.shape[0]
-    lens = jnp.zeros_like(prompt_lens)
-    wide = jnp.zeros((rows, columns), out_sharding=spec("batch", None))
-    top = jnp.zeros((rows, columns, stored), out_sharding=spec("batch", None, None))
-    return DecodeState(
-        index=reshard(jnp.arange(rows, dtype=jnp.int32), "batch"),
-        seeds=seeds,
-        accept_seeds=accept_seeds,
-        prompt_lens=prompt_lens,
-        max_lens=max_lens,
-        lens=lens,
-        last=last,
-        prefix_lens=lens,
-        done=lens > 0,
-        tokens=jnp.full_like(wide, pad_id, dtype=jnp.int32),
-        policy_logprobs=wide,
-        sampling_logprobs=wide,
-        sources=wide.astype(jnp.int8),
-        top_ids=top.astype(jnp.int32) if stored else None,
-        top_logprobs=top if stored else None,
-    )
-
-
 def with_drafts(
     all_rows: DecodeState, drafts: Drafts, rule: AcceptanceRule, log_lenience: float = 0.0
 ) -> DecodeState:
@@ -140,7 +104,7 @@ def verifying(rows: DecodeState) -> Array:
 def gather(all_rows: DecodeState, places: Array) -> DecodeState:
     """The rows at `places` int32 [b], replicated; a place outside them gives a padding row."""
     size = all_rows.lens.shape[0]
-    rows = _take(all_rows, jnp.clip(places, 0, size - 1))
+    rows = take_rows(all_rows, jnp.clip(places, 0, size - 1))
     return _pad(rows, reshard((places >= 0) & (places < size), "batch"))
 
 
@@ -153,8 +117,7 @@ def scatter(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
     here = reshard(place, "batch") >= 0
 
     def write(old: Array, new: Array) -> Array:
-        new = take_rows(new, jnp.maximum(place, 0), *(None,) * (new.ndim - 1))
-        return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+        return where_rows(here, take_rows(new, jnp.maximum(place, 0)), old)
 
     draft = all_rows.draft
     if draft is not None:
@@ -194,18 +157,6 @@ def without_drafts(rows: DecodeState) -> DecodeState:
     return dataclasses.replace(rows, draft=None)
 
 
-@jax.jit
-def with_empty_drafts(rows: DecodeState, like: DraftToVerify) -> DecodeState:
-    """Nothing to verify, with arrays like those of `like`."""
-    size = rows.lens.shape[0]
-
-    def zeros(x: Array) -> Array:
-        axes = spec("batch", *(None,) * (x.ndim - 1))
-        return jnp.zeros((size, *x.shape[1:]), x.dtype, out_sharding=axes)
-
-    return dataclasses.replace(rows, draft=jax.tree.map(zeros, like))
-
-
 @functools.partial(jax.jit, static_argnames=("size", "slots"))
 def resize(
     cache: KVCache, rows: DecodeState, keep: Array, *, size: int, slots: int
@@ -215,7 +166,7 @@ def resize(
     The rest is padding. Scatter the rows first: those that are not kept are gone.
     """
     order, real = _front(reshard(keep, None), size)
-    return gather_rows(cache, order, slots), _pad(_take(rows, order), real)
+    return gather_rows(cache, order, slots), _pad(take_rows(rows, order), real)
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))
@@ -225,19 +176,30 @@ def insert(
     """A batch with the rows marked in `chosen` bool [c] of another, in order, in its free places.
 
     Free are the places of rows that are done: scatter the rows first. There must be enough of them;
-    the caches may differ in length.
+    the caches may differ in length. The result has drafts to verify if one of the batches has.
     """
+    drafts = [x.draft for x in (rows, other_rows) if x.draft is not None]
+    if len(drafts) == 1:
+        rows, other_rows = (_with_drafts_like(x, drafts[0]) for x in (rows, other_rows))
     order, count = jnp.argsort(~reshard(chosen, None), stable=True), jnp.sum(chosen)
     free = reshard(rows.done, None)
     rank = jnp.cumsum(free) - 1
     taken = reshard(free & (rank < count), "batch")
     source = order[jnp.clip(rank, 0, len(order) - 1)]
+    news = gather_rows(others, source, cache_slots(cache)), take_rows(other_rows, source)
+    return jax.tree.map(functools.partial(where_rows, taken), news, (cache, rows))
 
-    def choose(old: Array, new: Array) -> Array:
-        return jnp.where(taken.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-    news = gather_rows(others, source, cache_slots(cache)), _take(other_rows, source)
-    return jax.tree.map(choose, (cache, rows), news)
+def _with_drafts_like(rows: DecodeState, like: DraftToVerify) -> DecodeState:
+    """The rows' own drafts, else nothing to verify in arrays like those of `like`."""
+    if rows.draft is not None:
+        return rows
+
+    def zeros(x: Array) -> Array:
+        axes = spec("batch", *(None,) * (x.ndim - 1))
+        return jnp.zeros((rows.lens.shape[0], *x.shape[1:]), x.dtype, out_sharding=axes)
+
+    return dataclasses.replace(rows, draft=jax.tree.map(zeros, like))
 
 
 @jax.jit
@@ -262,8 +224,9 @@ def _pad(rows: DecodeState, real: Array) -> DecodeState:
     )
 
 
-def _take(rows: DecodeState, order: Array) -> DecodeState:
-    return jax.tree.map(lambda x: take_rows(x, order, *(None,) * (x.ndim - 1)), rows)
+def where_rows(rows: Array, new: Array, old: Array) -> Array:
+    """[b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
+    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 # Columns: each row at a place of its own
@@ -271,26 +234,16 @@ def _take(rows: DecodeState, order: Array) -> DecodeState:
 
 def cut_columns(matrix: Array, start: Array, width: int) -> Array:
     """[b, W, ...]: columns from each row's own start; starts need start + W <= C."""
-
-    def one(row: Array, at: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, at, width, axis=0)
-
-    return jax.vmap(one)(matrix, start)
+    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(matrix, start)
 
 
 def column_at(matrix: Array, at: Array) -> Array:
     """[b, ...]: one column of each row."""
-
-    def one(row: Array, at: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(row, at, axis=0, keepdims=False)
-
-    return jax.vmap(one)(matrix, at)
+    index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    return jax.vmap(index)(matrix, at)
 
 
 def write_columns(matrix: Array, values: Array, columns: Array) -> Array:
     """[b, C, ...]: the values [b, W, ...] written from each row's own column on."""
-
-    def one(row: Array, value: Array, column: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, value, column, axis=0)
-
-    return jax.vmap(one)(matrix, values, columns)
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+    return jax.vmap(write)(matrix, values, columns)

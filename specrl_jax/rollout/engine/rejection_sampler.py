@@ -14,7 +14,7 @@ from jax import Array
 
 from specrl_jax.models.logprobs import map_tokens, token_logprobs
 from specrl_jax.rollout.acceptance import (
-    ResidualOf,
+    Residual,
     Verification,
     count_leading,
     in_top,
@@ -79,15 +79,14 @@ def accept_or_sample(
     accept = jnp.zeros(tokens.shape, bool, out_sharding=spec("batch", None))
     if not verify:
         accept = scores["sampled"][0] == tokens
-    residual_of = None
+    accepted, residual = count_leading(accept, draft_len), None
     if by_rule:
         verification = _verification(program, rows, scores, inputs, draft_len)
-        accept_by_rule, residual_of = rule.accept(verification)
-        accept = jnp.where(verifying[:, None], accept_by_rule, accept)
-    accepted = count_leading(accept, draft_len)
+        accepted_by_rule, residual = rule.accept(verification)
+        accepted = jnp.where(verifying, accepted_by_rule, accepted)
     sampled = scores.get("sampled")
-    if sampled is None or residual_of is not None:
-        end = _sample_at_end(program, model, hidden, rows, accepted, verifying, residual_of)
+    if sampled is None or residual is not None:
+        end = _sample_at_end(program, model, hidden, rows, accepted, verifying, residual)
         here = steps == accepted[:, None]
         if sampled is None:
             sampled = (tokens, *scores["draft"])
@@ -117,25 +116,25 @@ def _score(
     logits = temper(logits, config)
     cut = truncate(logits, config)
 
-    def scored(scores: Array, tokens: Array, log_z: Array | None = None) -> Array:
+    def logprob(logits: Array, tokens: Array, log_z: Array | None = None) -> Array:
         # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
-        return logprobs_at(scores, tokens[..., None], log_z)[..., 0]
+        return logprobs_at(logits, tokens[..., None], log_z)[..., 0]
 
-    found, log_z = {}, None
+    scores, log_z = {}, None
     if samples:
         tokens, sampling, log_z = sample_scored(cut, seeds, inputs["positions"], config)
         log_z = log_z[..., None]
-        policy = scored(logits, tokens) if config.truncates else sampling
-        found["sampled"] = (tokens, policy, sampling)
+        policy = logprob(logits, tokens) if config.truncates else sampling
+        scores["sampled"] = (tokens, policy, sampling)
     if verifies:
-        sampling = scored(cut, inputs["tokens"], log_z)
-        policy = scored(logits, inputs["tokens"]) if config.truncates else sampling
-        found["draft"] = (policy, sampling)
+        sampling = logprob(cut, inputs["tokens"], log_z)
+        policy = logprob(logits, inputs["tokens"]) if config.truncates else sampling
+        scores["draft"] = (policy, sampling)
     if "top_ids" in inputs:
-        found["top_logprobs"] = logprobs_at(cut, inputs["top_ids"], log_z)
+        scores["top_logprobs"] = logprobs_at(cut, inputs["top_ids"], log_z)
     if program.stored_logprobs:
-        found["likeliest"] = likeliest_tokens(cut, program.stored_logprobs, log_z)
-    return found
+        scores["likeliest"] = likeliest_tokens(cut, program.stored_logprobs, log_z)
+    return scores
 
 
 def _verification(
@@ -160,7 +159,7 @@ def _verification(
 
 def _sample_at_end(
     program: ProgramSpec, model, hidden, rows: DecodeState, accepted, verifying,
-    residual_of: ResidualOf | None,
+    residual: Residual | None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Token [b] and its log-probs at the position behind the accepted ones, sampled from the
     residual in rows that are verifying."""
@@ -171,13 +170,13 @@ def _sample_at_end(
     logits = temper(logits, config)
     cut = truncate(logits, config)
     positions = rows.lens + end
-    if residual_of is None:
+    if residual is None:
         token, sampling, _ = sample_scored(cut, rows.seeds, positions, config)
     else:
         top_ids = column_at(rows.draft.top_ids, positions)
         top_logprobs = column_at(rows.draft.top_logprobs, positions)
-        residual = residual_scores(cut, top_ids, top_logprobs, residual_of(accepted))
-        scores = jnp.where(verifying[:, None], residual, cut)
-        token = sample(scores, rows.seeds, positions, config)
+        weights = residual_scores(cut, top_ids, top_logprobs, residual)
+        weights = jnp.where(verifying[:, None], weights, cut)
+        token = sample(weights, rows.seeds, positions, config)
         sampling = token_logprobs(cut, token)
     return token, token_logprobs(logits, token) if config.truncates else sampling, sampling

@@ -23,6 +23,7 @@ class Requests:
     """The B rows of a rollout as they begin, on the host; G rows in a row share a prompt."""
 
     prompts: Prompts  # [B / G]
+    noise_steps: np.ndarray  # int [B / G], the step whose noise each group uses
     num_train_rows: int  # rows behind these only use idle places (run-ahead)
     held_lens: np.ndarray  # int32 [B], tokens that rows hold
     done: np.ndarray  # bool [B], rows that need no more tokens

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
-from specrl_jax.rollout.carry_over import PartialRows
+from specrl_jax.rollout.acceptance import count_leading
+from specrl_jax.rollout.carry_over import PartialRows, empty_rollout
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
@@ -50,52 +50,50 @@ def start_all_rows(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> DecodeState:
-    """`start_rows` of host arrays [B], ids [B, 2]: handed over with the call, as to place each by
-    itself takes longer."""
+    """Of host arrays [B], ids [B, 2]: handed over with the call, as to place each by itself takes
+    longer."""
     steps, ids, samples = keyed
     steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
     ids = reshard(ids, "batch", None)
-    seeds = (row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT)))
-    return decode_state.start_rows(
-        *seeds,
-        *numbers,
-        columns=program.columns,
-        pad_id=program.pad_id,
-        stored=program.stored_logprobs,
+    seeds, accept_seeds = (
+        row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT))
+    )
+    prompt_lens, max_lens, last = numbers
+    empty = empty_rollout(len(prompt_lens), program.columns, program.stored_logprobs)
+    return DecodeState(
+        index=reshard(jnp.arange(len(prompt_lens), dtype=jnp.int32), "batch"),
+        seeds=seeds,
+        accept_seeds=accept_seeds,
+        prompt_lens=prompt_lens,
+        max_lens=max_lens,
+        lens=empty.lens,
+        last=last,
+        prefix_lens=empty.lens,
+        done=empty.lens > 0,
+        tokens=jnp.full_like(empty.tokens, program.pad_id),
+        policy_logprobs=empty.policy_logprobs,
+        sampling_logprobs=empty.sampling_logprobs,
+        sources=empty.sources,
+        top_ids=empty.top_ids,
+        top_logprobs=empty.top_logprobs,
     )
 
 
-def thin_out_drafts(spec: RolloutSpec, rows: DecodeState, drafts: Drafts, step: int) -> Drafts:
-    """Drafts without those that are left out at random, cut at their first token that is too old.
-    Where every token is sampled anew, nothing is left out."""
-    if not (spec.refresh or spec.token_age) or spec.program.accept.samples_anew:
-        return drafts
-    return _thin_out(spec, rows.accept_seeds, drafts, np.int32(step))
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _thin_out(spec: RolloutSpec, seeds: Array, drafts: Drafts, step: Array) -> Drafts:
-    lens = drafts.lens
-    if spec.token_age:
+def cut_drafts(
+    spec: RolloutSpec, rows: DecodeState, drafts: Drafts, step: Array
+) -> tuple[Array, Array]:
+    """Where drafts end, int32 [B] each: without those that are left out at random and cut at their
+    first token that is too old; and as far as the rule looks at them. Where every token is sampled
+    anew, nothing is left out."""
+    rule, lens, seeds = spec.program.accept, drafts.lens, rows.accept_seeds
+    if spec.token_age and not rule.samples_anew:
         lens = count_leading(drafts.origin_steps >= step - spec.token_age, lens)
-    if spec.refresh:
+    if spec.refresh and not rule.samples_anew:
         # Noise of a position that no response has: it must not sway what is accepted.
         behind = jnp.full_like(lens, spec.program.response_slots)
         lens = jnp.where(uniforms(seeds, behind) <= spec.refresh, 0, lens)
-    return dataclasses.replace(drafts, lens=lens)
-
-
-def cut_drafts(program: ProgramSpec, rows: DecodeState, drafts: Drafts) -> Drafts:
-    """Drafts as far as the rule looks at them."""
-    if not program.accept.cuts_draft:
-        return drafts
-    lens = _cut(program.accept, rows.accept_seeds, drafts.lens)
-    return dataclasses.replace(drafts, lens=lens)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _cut(rule: AcceptanceRule, seeds: Array, lens: Array) -> Array:
-    return rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
+    return lens, rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "compare"))

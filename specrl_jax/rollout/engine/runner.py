@@ -82,29 +82,25 @@ class ModelRunner:
         # Whether rows hold tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.requests.held_lens.any())
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
-        self._prefilled: tuple[float, KVCache] | None = None  # since when, and the prompts' cache
         self._extra_bucket: list[tuple[int, int]] = []  # held for a moment beside the batches
 
     # Rows begin ------------------------------------------------------------------------------
 
-    def prefill(self, prompts: np.ndarray) -> None:
-        """Let the device compute prompts int32 [Q', P]; `begin` waits for it."""
-        start = time.perf_counter()
-        self._prefilled = start, decode.prefill(self.program, self.weights, prompts)
-        self.stats.programs.add(("prefill", *prompts.shape))
-
-    def begin(
+    def prefill(
         self, index: np.ndarray, size: int, slots: int, draft_lens: np.ndarray
     ) -> DecodeBatch:
-        """A batch of the rows `index` int [n], which hold nothing yet and whose prompts were
-        prefilled. draft_lens: int [n], draft tokens to verify, 0 for all where none are."""
+        """A batch of the rows `index` int [n], whole groups that hold nothing yet. draft_lens:
+        int [n], draft tokens to verify, 0 for all where none are."""
+        group = self.program.group_size
+        prompts = self.requests.prompts.tokens[np.resize(index[::group], size // group) // group]
         rows = self._gather(index, size, with_drafts=draft_lens.any())
-        (start, cache), self._prefilled = self._prefilled, None  # not kept beside its copies
-        cache = decode.broadcast_prefill(cache, slots=slots, group_size=self.program.group_size)
+        start = time.perf_counter()
+        cache = decode.prefill(self.program, self.weights, prompts)
+        cache = decode.broadcast_prefill(cache, slots=slots, group_size=group)
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
-        prompts = (size // self.program.group_size, self.budget.buckets.prompt_slots)
-        self.note_bytes(prompts, (size, slots), *self.running_shape())
+        self.stats.programs.add(("prefill", *prompts.shape))
+        self.note_bytes(prompts.shape, (size, slots), *self.running_shape())
         return DecodeBatch(
             cache, rows, size, slots, len(index), active=len(index),
             train_rows=int(np.count_nonzero(index < self.requests.num_train_rows)),
@@ -159,7 +155,6 @@ class ModelRunner:
         self._write_back_finished(batch)
         self._write_back_finished(running)
         running = self.resize(*shape)
-        running, batch = _alike(running, batch)
         cache, rows = decode_state.insert(
             running.cache, running.rows, batch.cache, batch.rows, ~batch.rows.done
         )
@@ -307,16 +302,3 @@ class ModelRunner:
             self.draft_state = source.sync(self.draft_state, rows.tokens, rows.lens)
             self.draft_state_stale = False
         return self.draft_state
-
-
-def _alike(*batches: DecodeBatch) -> list[DecodeBatch]:
-    """With drafts in all if in any, since two batches are joined by a map over their fields."""
-    like = next((x.rows.draft for x in batches if x.rows.draft is not None), None)
-    if like is None:
-        return list(batches)
-    return [
-        x
-        if x.rows.draft is not None
-        else dataclasses.replace(x, rows=decode_state.with_empty_drafts(x.rows, like))
-        for x in batches
-    ]

@@ -9,7 +9,6 @@ Nothing that is decided here changes a token of a row. `runner.py` carries the d
 
 import collections
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -52,7 +51,8 @@ class Scheduler:
         self.verify_while_decoding = runner.drafts.previous is not None and (
             not self.rule.samples_anew or self._may_draft()
         )
-        self.starting: Starting | None = None
+        # A rule that needs the whole draft has no choice of a pass.
+        self.chooses_verification = speculation is not None and not self.rule.whole_draft
         self.budget.check()
         self._enqueue(self.requests)
 
@@ -80,10 +80,10 @@ class Scheduler:
         """All rows, at their end unless the rollout may end early."""
         while not self._may_end():
             self._make_room()
-            while self._begin():
-                self._verify()
-                self.runner.insert(self.starting.batch)
-                self.starting = None
+            while starting := self._begin():
+                self._verify(starting)
+                self.runner.insert(starting.batch)
+                del starting  # and with it a cache, before others begin
             if self.running is None:
                 break
             self._decode()
@@ -111,9 +111,9 @@ class Scheduler:
         """Whether decode steps wider than 1 are to be expected."""
         if self.program.draft_source is None or self.speculation is None:
             return self.program.draft_source is not None
-        slots = sorted({self.buckets.slots(n) for n in self.buckets.responses})
-        shapes = itertools.product(self.buckets.rows, slots)
-        return self.speculation.widens(shapes, self.buckets.widths)
+        buckets, choose_width = self.buckets, self.speculation.choose_width
+        shapes = itertools.product(buckets.rows, {buckets.slots(n) for n in buckets.responses})
+        return any(choose_width(*shape, buckets.widths) > 1 for shape in shapes)
 
     # Rows begin ------------------------------------------------------------------------------
 
@@ -127,25 +127,23 @@ class Scheduler:
             size = self.buckets.rows_for(self.running.unfinished)
             self.runner.resize(size, self.running.slots)
 
-    def _begin(self) -> bool:
-        """Let waiting rows start, if there is room for any."""
+    def _begin(self) -> Starting | None:
+        """Waiting rows that start now; None where there is no room for any."""
         if not self._is_waiting():
             return self._begin_next_step()
         held_rows = self.resumed or ([] if self.waiting else self.preempted)
         size = self._num_admitted(held_rows)
         if not size:
-            return False
+            return None
         if self.resumed:
             chosen, self.resumed = self.resumed[:size], self.resumed[size:]
-            self.starting = self._re_prefill(chosen, size, with_drafts=True)
-        elif self.waiting:
+            return self._re_prefill(chosen, size, with_drafts=True)
+        if self.waiting:
             count = min(size // self.program.group_size, len(self.waiting))
-            self.starting = self._prefill([self.waiting.popleft() for _ in range(count)], size)
-        else:
-            self.preempted.sort()
-            chosen, self.preempted = self.preempted[:size], self.preempted[size:]
-            self.starting = self._re_prefill(chosen, size)
-        return True
+            return self._prefill(self.waiting, count, size)
+        self.preempted.sort()
+        chosen, self.preempted = self.preempted[:size], self.preempted[size:]
+        return self._re_prefill(chosen, size)
 
     def _num_admitted(self, held_rows: list[HeldRow]) -> int:
         """Rows of the bucket in which rows begin, 0 for none: `held_rows`, else waiting groups."""
@@ -173,21 +171,20 @@ class Scheduler:
         whole = self.rule.whole_draft and longest
         return self.buckets.verify_width_for(longest) if whole else longest
 
-    def _begin_next_step(self) -> bool:
+    def _begin_next_step(self) -> Starting | None:
         """Let groups of the next step start in places that would be idle."""
         if not self.next_step or self.running is None:
-            return False
+            return None
         group, running = self.program.group_size, self.running
         capacity = self.budget.capacity(self.buckets.response_for(running.longest + 1))
         count = (min(running.size, capacity) - running.unfinished) // group
         count = min(count, len(self.next_step), self.buckets.admissions[0] // group)
         if count * group < max(running.size // 4, 1):  # not worth a prefill and a move
-            return False
+            return None
         size = self.buckets.admission(count * group, self.buckets.admissions[0])
         if self._exceeds_budget(size, count * group, running.longest):
-            return False
-        self.starting = self._prefill([self.next_step.popleft() for _ in range(count)], size)
-        return True
+            return None
+        return self._prefill(self.next_step, count, size)
 
     def _exceeds_budget(self, size: int, count: int, longest: int) -> bool:
         """Whether `count` rows of up to `longest` tokens, begun in a bucket of `size`, and the
@@ -198,17 +195,17 @@ class Scheduler:
         slots = max([joined[1], *(self.buckets.verify_slots(w, longest_draft) for w in widths)])
         return not self.budget.holds((size, slots), *{*self.runner.running_shape(), joined})
 
-    def _prefill(self, groups: list[int], size: int) -> Starting:
-        """Groups that hold nothing."""
+    def _prefill(self, queue: collections.deque[int], count: int, size: int) -> Starting:
+        """The first `count` groups of a queue; they hold nothing."""
         group = self.program.group_size
-        index = (np.asarray(groups)[:, None] * group + np.arange(group)).reshape(-1)
+        groups = np.asarray([queue.popleft() for _ in range(count)])
+        index = (groups[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.requests.draft_lens[index]
-        self.runner.prefill(self.requests.prompts.tokens[np.resize(groups, size // group)])
-        plan = self._plan_verification(drafts, size)  # while the device computes
+        plan = self._plan_verification(drafts, size)
         # Without a pass, the slots that rows will share, so that they need not move.
         slots = plan.slots if plan else self.runner.inserted_shape(0, 0)[1]
         verify = drafts if plan or self.verify_while_decoding else np.zeros_like(drafts)
-        return Starting(self.runner.begin(index, size, slots, verify), drafts, plan)
+        return Starting(self.runner.prefill(index, size, slots, verify), drafts, plan)
 
     def _re_prefill(self, chosen: list[HeldRow], size: int, with_drafts: bool = False) -> Starting:
         """Rows that hold tokens. with_drafts: they may have drafts left to verify."""
@@ -255,41 +252,42 @@ class Scheduler:
         if not widths:
             return None
         running, buckets = self.running, self.buckets
-        plan = functools.partial(
-            VerifyPlan,
-            draft_lens=tuple(drafts_left[drafts_left > 0].tolist()),
-            held=held,
-            rows=size,
-            buckets=buckets,
-            others=len(self.waiting) * self.program.group_size
-            + (running.unfinished if running else 0),
-            others_held=running.longest if running else 0,
-            capacity=self.budget.capacity(self.program.response_slots),
-        )
+        others = len(self.waiting) * self.program.group_size
         plans = [
-            plan(verify_width=w, slots=slots or buckets.verify_slots(w, longest)) for w in widths
+            VerifyPlan(
+                draft_lens=tuple(drafts_left[drafts_left > 0].tolist()),
+                rows=size,
+                slots=slots or buckets.verify_slots(width, longest),
+                verify_width=width,
+                buckets=buckets,
+                held=held,
+                others=others + (running.unfinished if running else 0),
+                others_held=running.longest if running else 0,
+                capacity=self.budget.capacity(self.program.response_slots),
+            )
+            for width in widths
         ]
-        if self.speculation is None or self.rule.whole_draft:
-            return plans[-1]
-        return self.speculation.choose_verification(plans)
+        if self.chooses_verification:
+            return self.speculation.choose_verification(plans)
+        return plans[-1]
 
-    def _verify(self) -> None:
+    def _verify(self, starting: Starting) -> None:
         """Verification passes over the rows that start, as many as pay. Drafts that are left then
         are for decode steps to verify, or dropped."""
-        starting, plan = self.starting, self.starting.plan
+        plan = starting.plan
         if plan:
-            self._split()
+            self._split(starting)
         while plan is not None and starting.batch.verifying:
             stop = self.runner.stop_condition(max_active=-1, max_steps=1)
             counts = self.runner.run(starting.batch, stop, plan.verify_width, verify=True)
-            if self.speculation:
+            if self.chooses_verification:
                 rows, slots = starting.batch.shape
                 done = dataclasses.replace(plan, rows=rows, slots=slots)
                 numbers = int(counts.accepted), int(counts.verified)
                 predicted = self.speculation.record_verification(done, *numbers)
                 self.runner.stats.predicted_verify_seconds += predicted
             if verifying := starting.batch.verifying:
-                self._split()
+                self._split(starting)
                 # Rows that rejected nothing so far all have as many tokens less to verify.
                 left = starting.drafts_left
                 done = left.max() - starting.batch.longest_draft
@@ -299,23 +297,23 @@ class Scheduler:
         if not (self.verify_while_decoding and starting.batch.verifying):
             starting.batch.drop_drafts()
 
-    def _split(self) -> None:
+    def _split(self, starting: Starting) -> None:
         """Keep only the rows that are verifying, where they fit a smaller bucket and there is room
         for both and for the batch into which the others are inserted."""
-        batch = self.starting.batch
+        batch = starting.batch
         size = self.buckets.rows_for(batch.verifying)
         if size >= batch.size:
             return
         joined = self.runner.inserted_shape(batch.active - batch.verifying, batch.longest)
         shapes = (batch.shape, (size, batch.slots), *self.runner.running_shape(), joined)
         if self.budget.holds(*shapes):
-            self.starting.batch = self.runner.split(batch, size)
+            starting.batch = self.runner.split(batch, size)
 
     # Decoding --------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         """Compact the running rows into the bucket that fits, and decode for a while."""
-        capacity = self._running_capacity()
+        capacity = self.budget.capacity(self.buckets.response_for(self.running.longest + 1))
         if self._should_preempt(capacity):
             self._preempt(capacity)
             if not self.running.unfinished:
@@ -323,7 +321,7 @@ class Scheduler:
         running = self.running
         if running.rows.draft is not None and not running.verifying:
             running.drop_drafts()
-        response = self._running_response()
+        response = self.buckets.response_for(running.longest + 1)
         running = self.runner.resize(
             self.buckets.rows_for(running.unfinished), self.buckets.slots(response)
         )
@@ -340,14 +338,6 @@ class Scheduler:
         self.runner.stats.predicted_seconds += self.speculation.record_steps(
             plan, int(counts.steps), counts.matched.tolist(), *numbers
         )
-
-    def _running_response(self) -> int:
-        """Response tokens for which the running rows need a cache."""
-        longest = min(self.running.longest + 1, self.program.response_slots)
-        return self.buckets.response_for(longest)
-
-    def _running_capacity(self) -> int:
-        return self.budget.capacity(self._running_response())
 
     def _when_to_stop(self, capacity: int) -> tuple[int, int]:
         """Active train rows, and steps, at which decoding pauses."""

@@ -76,22 +76,6 @@ def test_a_new_source_changes_no_token_and_saves_steps(make_mesh, shape, source)
     assert stats.decode_steps <= steps.decode_steps
 
 
-def test_verified_drafts_and_a_new_source_go_together(mesh):
-    """Where a draft was rejected, the source goes on; tokens are the rule's own."""
-    (_, older), (_, weights), prompts = ref.policy(0.3), ref.policy(), ref.random_prompts()
-    specs = [ref.make_spec(slots=24, eos=(16,)) for _ in "ab"]
-    specs[1] = dataclasses.replace(
-        specs[1],
-        program=dataclasses.replace(specs[1].program, draft_source=Bigrams()),
-        max_width=3,
-    )
-    old = ref.run(specs[0], older, prompts)[0]
-    results = [ref.run(spec, weights, prompts, 1, drafts=ref.as_drafts(old)) for spec in specs]
-    ref.check_equal(results[1][0], results[0][0], but=("sources",))
-    assert np.asarray(results[0][0].prefix_lens).any()
-    assert results[1][1].drafted_tokens > 0
-
-
 def test_a_source_is_chosen_by_its_name(monkeypatch):
     monkeypatch.setitem(DRAFT_SOURCES, "repeat", DraftChoice(source=lambda settings: RepeatLast()))
     config = small_config({"rollout.draft": "repeat", "rollout.max_width": 3})

@@ -181,21 +181,11 @@ def test_random_operations_like_a_dictionary_in_both_memories(
         assert stores[1].nbytes()["host"] == 64 * 2 * row
 
 
-def test_batches_that_cannot_be_stored(mesh):
-    store, rng = DraftStore(StoreShape(2, 2, R, k=3)), np.random.default_rng(4)
-    for names, k, message in (
-        ("aba", 3, "twice"),
-        ("abc", 3, r"rollout\.store_prompts must be .*got 2 for a batch of 3"),
-        ("ab", 0, "3 likeliest tokens, got 0"),
-        ("ab", 2, "3 likeliest tokens, got 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            store.put(make_prompts(names), make_rollout(rng, len(names), k), step=1)
+def test_a_prompt_that_comes_twice_is_refused(mesh):
+    store, rng = DraftStore(StoreShape(2, 2, R)), np.random.default_rng(4)
+    with pytest.raises(ValueError, match="twice"):
+        store.put(make_prompts("aba"), make_rollout(rng, 3), step=1)
     assert store.host()["slots"] == []
-    with pytest.raises(ValueError, match="up to age 1, asked for 2"):
-        store.get(make_prompts("a"), 2, age=2, step=1)
-    with pytest.raises(ValueError, match=r"rollout\.store must be one of device, host, got disk"):
-        DraftStore(StoreShape(2, 2, R), kind="disk")
 
 
 @pytest.mark.parametrize(("saved_as", "restored_as"), list(itertools.product(KINDS, KINDS)))

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.rollout.drafts import store_memory as draft_memory
 from specrl_jax.rollout.drafts.store_memory import DeviceMemory, HostMemory, Stored, abstract_stored
 
 N, G, R = 64, 2, 3
@@ -40,52 +39,42 @@ def memory(mesh):
     return HostMemory(abstract_stored(1, 1, N, G, R, 0))
 
 
-@pytest.fixture
-def fetches(monkeypatch):
-    """The slots of every fetch, in order."""
-    done, fetch = [], draft_memory._to_device
-
-    def counted(stored, index, layouts):
-        done.append(index.tolist())
-        return fetch(stored, index, layouts)
-
-    monkeypatch.setattr(draft_memory, "_to_device", counted)
-    return done
+def fetched(memory, slots: list[int]) -> Stored:
+    """What is on the device; another object where it was fetched again."""
+    return memory.rows(np.asarray(slots, np.int32))[0]
 
 
-def test_rows_are_fetched_once(memory, fetches):
+def test_rows_are_fetched_once(memory):
     write(memory, [0, 1, 2, 3], 5)
     prefetch(memory, [0, 1])
-    prefetch(memory, [0, 1])
-    assert read(memory, [0, 1]) == read(memory, [0, 1]) == [5, 5]
-    assert fetches == [[0, 1]]
+    first = fetched(memory, [0, 1])
     prefetch(memory, [2, 3])  # this batch's rows and the next one's are held beside each other
+    second = fetched(memory, [2, 3])
+    assert fetched(memory, [0, 1]) is first
     assert read(memory, [0, 1]) == read(memory, [2, 3]) == [5, 5]
-    assert fetches == [[0, 1], [2, 3]]
     assert read(memory, [1, 0]) == [5, 5]  # another order is another batch; [0, 1] is let go
-    assert read(memory, [2, 3]) == read(memory, [0, 1]) == [5, 5]
-    assert fetches == [[0, 1], [2, 3], [1, 0], [0, 1]]
+    assert fetched(memory, [2, 3]) is second
+    assert fetched(memory, [0, 1]) is not first
 
 
-def test_what_was_written_is_fetched_again(memory, fetches):
+def test_what_was_written_is_fetched_again(memory):
     write(memory, [0, 1, 2, 3], 5)
-    prefetch(memory, [0, 1])
-    prefetch(memory, [2, 3])
+    first, second = fetched(memory, [0, 1]), fetched(memory, [2, 3])
     write(memory, [1, 7], 6)
-    assert read(memory, [2, 3]) == [5, 5]
+    assert fetched(memory, [2, 3]) is second
+    assert fetched(memory, [0, 1]) is not first
     assert read(memory, [0, 1]) == [5, 6]
-    assert fetches == [[0, 1], [2, 3], [0, 1]]
 
 
 def test_a_prefetch_does_not_wait(memory, monkeypatch):
-    """It returns while its rows are not picked yet, and a write meanwhile is seen."""
-    fetch, go = draft_memory._to_device, threading.Event()
+    """It returns before its rows are on the device, and a write meanwhile is seen."""
+    device_put, go = jax.device_put, threading.Event()
 
-    def slow(stored, index, layouts):
+    def slow(*args):
         assert go.wait(60)
-        return fetch(stored, index, layouts)
+        return device_put(*args)
 
-    monkeypatch.setattr(draft_memory, "_to_device", slow)
+    monkeypatch.setattr(jax, "device_put", slow)
     prefetch(memory, [0, 1])
     prefetch(memory, [2, 3])
     write(memory, [1], 6)

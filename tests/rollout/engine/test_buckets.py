@@ -6,18 +6,6 @@ import pytest
 
 from specrl_jax.rollout.engine.buckets import Buckets
 
-SIZES = list(
-    itertools.product((4, 12, 32, 64), (1, 5, 32), (1, 2, 4, 7), (1, 2, 3), (1, 2, 8), (1, 4))
-)
-
-
-def build(rows, responses, row_buckets, cache_lengths, multiple, group):
-    granule = multiple * group
-    rows = -(-rows // granule) * granule  # a batch always divides over the mesh, in whole groups
-    buckets = Buckets(rows, 8, responses, row_buckets, cache_lengths, multiple=multiple,
-                          group_size=group)  # fmt: skip
-    return rows, buckets
-
 
 def test_worked_example():
     """That of the module's docstring."""
@@ -99,44 +87,31 @@ def test_widths_of_a_decode_step(widest, widths):
     assert buckets.slots(16) == 4 + 16
 
 
-@pytest.mark.parametrize("multiple", [1, 2, 8])
-def test_rows_divide_over_the_mesh_and_halve(multiple):
-    for rows, responses, row_buckets, cache_lengths, cut, group in SIZES:
-        if cut != multiple:
-            continue
-        total, buckets = build(rows, responses, row_buckets, cache_lengths, multiple, group)
+SIZES = itertools.product((4, 12, 32, 64), (1, 5, 32), (1, 2, 4, 7), (1, 2, 3), (1, 2, 8), (1, 4))
+
+
+def test_properties_over_many_sizes():
+    for rows, slots, row_buckets, cache_lengths, multiple, group in SIZES:
+        whole = multiple * group
+        total = -(-rows // whole) * whole  # a batch divides over the mesh, in whole groups
+        buckets = Buckets(total, 8, slots, row_buckets, cache_lengths, multiple, group)
         assert buckets.rows[0] == buckets.admissions[0] == total
-        for sizes in (buckets.rows, buckets.admissions):
+        for sizes, granule in ((buckets.rows, multiple), (buckets.admissions, whole)):
             assert list(sizes) == sorted(set(sizes), reverse=True)
             assert len(sizes) <= row_buckets
-        assert all(r % multiple == 0 for r in buckets.rows)
-        assert all(r % (multiple * group) == 0 for r in buckets.admissions)
+            assert all(size % granule == 0 for size in sizes)
         for large, small in itertools.pairwise(buckets.rows):
             assert large / 2 <= small < large / 2 + multiple
-
-
-def test_the_longest_cache_holds_the_longest_response():
-    for size in SIZES:
-        responses, cache_lengths = size[1], size[3]
-        _, buckets = build(*size)
-        assert buckets.responses[-1] == responses
         assert list(buckets.responses) == sorted(set(buckets.responses))
-        assert buckets.responses[0] >= 1
         assert len(buckets.responses) <= cache_lengths
+        assert 1 <= buckets.responses[0] <= buckets.responses[-1] == slots
         assert all(b <= 2 * a for a, b in itertools.pairwise(buckets.responses))
-
-
-def test_a_bucket_holds_what_it_is_asked_for_and_no_smaller_one_does():
-    for size in SIZES:
-        total, buckets = build(*size)
+        # A bucket holds what it is asked for, and no smaller one does.
         for active in range(1, total + 1):
             bucket = buckets.rows_for(active)
-            below = buckets.rows_below(bucket)
-            assert below < active <= bucket  # decoding pauses where the next one fits
-            assert bucket in buckets.rows
-            assert below == 0 or below in buckets.rows
-        for length in range(1, size[1] + 1):
+            assert bucket == min(r for r in buckets.rows if r >= active)
+            assert buckets.rows_below(bucket) < active  # decoding pauses where the next one fits
+        for length in range(1, slots + 1):
             bucket = buckets.response_for(length)
-            assert bucket >= length
-            assert not [r for r in buckets.responses if length <= r < bucket]
+            assert bucket == min(r for r in buckets.responses if r >= length)
             assert buckets.slots(bucket) == 8 + bucket

@@ -1,8 +1,6 @@
 """The jitted pieces of a rollout: prefill, re-prefill, and a step of any width."""
 
 import dataclasses
-import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +8,10 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
+from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Source
 
@@ -28,21 +25,13 @@ def make_spec(model=ref.ONE_LAYER, accept="match", eos=(END, 3), **changes):
     return dataclasses.replace(spec, margin=R, **changes)
 
 
-MATCH, RATIO = make_spec(), make_spec(accept="ratio")
+MATCH = make_spec()
 
 
 def begin(spec, weights, prompts, drafts=None, max_lens=None, slots=P + R + 3, log_lenience=0.0):
     """A cache that holds the prompts, and rows with nothing else; drafts are (tokens, lens)."""
-    size = len(prompts.lens)
-    last = prompts.tokens[np.arange(size), prompts.lens - 1]
-    seeds = np.random.default_rng(0).integers(0, 2**32, (2, size, 2), dtype=np.uint32)
-    max_lens = np.full(size, spec.response_slots) if max_lens is None else max_lens
-    rows = decode_state.start_rows(
-        *(put(x, "batch", None) for x in seeds),
-        *(put(np.asarray(x, np.int32), "batch") for x in (prompts.lens, max_lens, last)),
-        columns=spec.columns,
-        pad_id=spec.pad_id,
-    )
+    noise, steps = Noise(jax.random.key(0), 0), np.zeros(len(prompts.lens), int)
+    rows = start_all_rows(spec, prompts, noise, steps, max_lens)
     if drafts is not None:
         tokens, lens = (np.asarray(x, np.int32) for x in drafts)
         zeros = np.zeros(tokens.shape, np.float32)
@@ -56,6 +45,14 @@ def prefill(spec, weights, prompts_QP, slots, group_size=1):
     """The prompts' cache [Q * G, slots], as the engine makes it."""
     cache = decode.prefill(spec, weights, prompts_QP)
     return decode.broadcast_prefill(cache, slots=slots, group_size=group_size)
+
+
+def index_of(tokens, lens):
+    """Of rows that are alone in their groups: one stored response each."""
+    tokens, lens = (np.asarray(x, np.int32)[:, None] for x in (tokens, lens))
+    stored, lens = put(tokens, None, None, None), put(lens, None, None)
+    ones, depth = put(np.ones(1, np.float32), None), ref.TREE.config.depth
+    return suffix_match.build(stored, lens, ones, live=1, depth=depth)
 
 
 def run_steps(
@@ -74,10 +71,6 @@ def run_steps(
 def start(mesh):
     """(parameters, rollout weights, prompts) of the tiny policy."""
     return *ref.policy(model=ref.ONE_LAYER), ref.random_prompts(B, P)
-
-
-def garbage(seed=1):
-    return np.random.default_rng(seed).integers(5, 16, (B, R), dtype=np.int32)
 
 
 def forward_logprobs(params, prompts, tokens):
@@ -177,13 +170,9 @@ def test_a_step_of_tree_drafts_by_hand(mesh):
     cache, rows = begin(spec, weights, prompts, (drafts, [0, 0, 0, 4]))
     cache, rows, counts, _ = run_steps(spec, weights, cache, rows, 1, steps=1)
     assert (counts.verified, counts.accepted, counts.drafted) == (1, 1, 0)
-    stored = np.zeros((4, 1, R), np.int32)
-    stored[:, 0, :5] = [[2, 3, 4, 5, 6], [2, 3, 9, 9, 9], [9, 9, 9, 9, 9], [2, 9, 9, 9, 9]]
-    index = suffix_match.build(
-        put(stored, None, None, None), put(np.full((4, 1), 5, np.int32), None, None),
-        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
-    )  # fmt: skip
-    index = suffix_match.sync(index, rows.tokens, rows.lens)
+    stored = [[2, 3, 4, 5, 6], [2, 3, 9, 9, 9], [9, 9, 9, 9, 9], [2, 9, 9, 9, 9]]
+    stored = np.pad(stored, ((0, 0), (0, R - 5)))
+    index = suffix_match.sync(index_of(stored, [5] * 4), rows.tokens, rows.lens)
     _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, steps=1, index=index)
     got = ref.host(rows)
     np.testing.assert_array_equal(got.lens, [4, 3, 2, 4])
@@ -205,12 +194,7 @@ def test_rejected_drafts_are_followed_by_trees(mesh):
     drafts = np.zeros((4, R), np.int32)
     drafts[:, :6] = [[2, 3, 9, 9, 0, 0], [2, 3, 4, 5, 6, 7], [0] * 6, [9, 0, 0, 0, 0, 0]]
     cache, rows = begin(spec, weights, prompts, (drafts, [4, 6, 0, 1]))
-    stored = np.zeros((4, 1, R), np.int32)
-    stored[:, 0] = [[2, 3, 4, 5, 6, 7, 8, 9]] * 3 + [[9] * R]
-    index = suffix_match.build(
-        put(stored, None, None, None), put(np.full((4, 1), R, np.int32), None, None),
-        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
-    )  # fmt: skip
+    index = index_of([[2, 3, 4, 5, 6, 7, 8, 9]] * 3 + [[9] * R], [R] * 4)
     _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, stop=1, steps=2,
                                      index=index)  # fmt: skip
     got = ref.host(rows)
@@ -280,10 +264,7 @@ def test_a_wide_step_at_the_cache_limit_feeds_tokens_again(start, plain):
     cache, rows = begin(spec, weights, prompts, slots=P + R)
     _, expected, *_ = run_steps(spec, weights, cache, rows, 1)
     truth = ref.host(expected)
-    index = suffix_match.build(
-        put(truth.tokens[:, None, :R], None, None, None), put(truth.lens[:, None], None, None),
-        put(np.ones(1, np.float32), None), live=1, depth=ref.TREE.config.depth,
-    )  # fmt: skip
+    index = index_of(truth.tokens[:, :R], truth.lens)
     cache, rows = begin(spec, weights, prompts, slots=P + R)
     cache, rows, *_ = run_steps(spec, weights, cache, rows, 1, steps=plain)
     index = suffix_match.sync(index, rows.tokens, rows.lens)
@@ -293,82 +274,6 @@ def test_a_wide_step_at_the_cache_limit_feeds_tokens_again(start, plain):
     assert numbers[0] == 0
     assert counts.drafted > 0
     assert counts.drafted == np.sum(ref.host(rows).sources == D)
-
-
-@pytest.mark.parametrize("width", [4, R])
-def test_full_reuse_keeps_the_draft_with_the_forward_log_probs(start, width):
-    _, weights, prompts = start
-    lens, tokens = np.array([0, 1, 2, 3, width, width, 1, 2]), garbage()
-    cache, rows = begin(RATIO, weights, prompts, (tokens, lens), log_lenience=math.inf)
-    cache, rows, counts, numbers = run_steps(
-        RATIO, weights, cache, rows, width, steps=1, verify=True
-    )
-    got = ref.host(rows)
-    np.testing.assert_array_equal(got.prefix_lens, lens)
-    np.testing.assert_array_equal(got.lens, np.minimum(lens + 1, width))  # and the token behind it
-    accepted = np.arange(R)[None, :] < lens[:, None]
-    np.testing.assert_array_equal(got.tokens[:, :R][accepted], tokens[accepted])
-    np.testing.assert_array_equal(got.sources[:, :R] == U, accepted)
-    check_forward(start, rows)
-    ended = np.isin(got.tokens[np.arange(B), got.lens - 1], (END, 3))
-    np.testing.assert_array_equal(got.done, ended | (got.lens == R))
-    assert (counts.verified, counts.accepted) == (lens.sum(), lens.sum())
-    assert numbers[1] == np.sum(~got.done)
-    # The token behind the draft is drawn where plain decoding would draw it.
-    check_draws(start, rows, lens)
-
-
-def check_draws(start, rows, positions):
-    """Tokens at `positions` [B] are the draws from the forward pass, where there are any."""
-    params, _, prompts = start
-    got = ref.host(rows)
-    sequences = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
-    for row, n in enumerate(prompts.lens):
-        sequences[row, n : n + R] = got.tokens[row, :R]
-    scores = ref.full_logits(ref.ONE_LAYER, params, sequences)
-    scores = scores[np.arange(B), prompts.lens + positions - 1]
-    sampled = ref._draw(put(scores, "batch", "vocab"), put(got.seeds, "batch", None),
-                      put(positions.astype(np.int32), "batch"), SamplingConfig())  # fmt: skip
-    here = positions < got.lens
-    assert here.sum() > B / 2
-    np.testing.assert_array_equal(
-        np.asarray(sampled)[here], got.tokens[np.arange(B), positions][here]
-    )
-
-
-def test_decoding_behind_a_rejected_draft_sees_none_of_it(start):
-    """Every width gives the plain responses, whatever was rejected on the way."""
-    _, weights, prompts = start
-    plain = run_steps(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
-    check_forward(start, plain)
-    lens = ref.host(plain).lens
-    assert len(set(lens)) > 2
-    assert lens.max() == R
-    right = np.arange(R)[None, :] < (np.arange(B) % 4)[:, None]
-    drafts = np.where(right, ref.host(plain).tokens[:, :R], garbage())
-    for width in (1, 2, 4):
-        cache, rows = begin(MATCH, weights, prompts, (drafts, np.full(B, R)))
-        cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, width)
-        assert not np.asarray(decode_state.verifying(rows)).any()  # when the steps end
-        assert numbers[1] > numbers[3] == 0
-        assert counts.steps < R
-        rows = run_steps(MATCH, weights, cache, decode_state.without_drafts(rows), width)[1]
-        check_rows(rows, plain)
-        prefix = ref.common_prefix(drafts, np.full(B, R), ref.host(plain).tokens, lens)
-        got, columns = ref.host(rows), np.arange(R)[None, :]
-        np.testing.assert_array_equal(got.prefix_lens, prefix)
-        assert counts.accepted == prefix.sum() > B / 2
-        assert counts.verified == np.minimum(prefix + 1, lens).sum()
-        expected = np.where(columns < prefix[:, None], U, S)  # SAMPLED behind the end as well
-        np.testing.assert_array_equal(got.sources[:, :R], expected)
-    # Verified by the ratio rule in one wide pass with no reuse, and decoded from there.
-    drafts = (garbage(), np.full(B, R))
-    cache, rows = begin(RATIO, weights, prompts, drafts, log_lenience=-math.inf)
-    cache, rows, *_ = run_steps(RATIO, weights, cache, rows, R, steps=1, verify=True)
-    assert set(ref.host(rows).lens) == {1}
-    rows = run_steps(RATIO, weights, cache, decode_state.without_drafts(rows), 1)[1]
-    check_rows(rows, plain)
-    assert not ref.host(rows).prefix_lens.any()
 
 
 def test_steps_stop_at_their_condition_and_go_on_from_there(start):
@@ -425,65 +330,3 @@ def test_re_prefill_gives_the_cache_that_decoding_left(start):
     rest = run_steps(MATCH, weights, deep, rows, 1)[1]
     plain = run_steps(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
     check_rows(rest, plain)
-
-
-# How often a draw flips between programs of different width
-
-
-@functools.partial(jax.jit, static_argnames=("model", "width"))
-def _draws_at(model, weights, prompts_BP, prompt_lens, tokens_BR, seeds, *, width):
-    """Tokens [B, R] that would be drawn where steps of one width are fed `tokens_BR`."""
-    policy, config, slots = Transformer(model, weights), SamplingConfig(), tokens_BR.shape[1]
-    spec = make_spec(model)
-    cache = prefill(spec, weights, prompts_BP, prompts_BP.shape[1] + slots)
-    last = jnp.sum(
-        jnp.where(
-            jnp.arange(prompts_BP.shape[1])[None, :] == prompt_lens[:, None] - 1, prompts_BP, 0
-        ),
-        axis=1,
-    )
-    fed = jnp.concatenate([last[:, None], tokens_BR[:, :-1]], axis=1)
-    pieces = jnp.moveaxis(fed.reshape(len(fed), slots // width, width), 1, 0)
-
-    def step(carry, piece):
-        cache, at = carry
-        hidden, cache = policy(piece, prompt_lens - 1 + at, cache)
-        positions = at + jnp.zeros_like(prompt_lens)[:, None] + jnp.arange(width)[None, :]
-        logits = truncate(temper(policy.logits(hidden), config), config)
-        return (cache, at + width), sample(logits, seeds, positions, config)
-
-    _, sampled = jax.lax.scan(step, (cache, jnp.int32(0)), pieces)
-    return jnp.moveaxis(sampled, 0, 1).reshape(fed.shape)
-
-
-def flips(model, weights, prompts, tokens, seeds) -> dict[int, float]:
-    """Share of draws, by width, that differ from the tokens of a rollout."""
-    arguments = put(prompts.tokens, "batch", None), put(prompts.lens, "batch")
-    rest = put(np.asarray(tokens), "batch", None), put(np.asarray(seeds), "batch", None)
-    return {
-        width: np.mean(
-            np.asarray(_draws_at(model, weights, *arguments, *rest, width=width)) != tokens
-        )
-        for width in (1, 4, 16)
-    }
-
-
-def test_widths_hardly_flip_a_draw(mesh):
-    """Thousands of tokens of a speculative rollout, fed again at three widths."""
-    model = ref.MODEL.replace(vocab_size=512, embed_dim=32)
-    weights = ref.policy(model=model)[1]
-    rng = np.random.default_rng(5)
-    prompts = ref.make_prompts([rng.integers(0, 512, 1 + i % P) for i in range(128)], P)
-    spec = ref.make_spec(model, slots=64, group=1, accept="match", eos=(512,), row_buckets=1,
-                         cache_lengths=1, tree=ref.TREE, max_width=4)  # fmt: skip
-    rollout, stats = ref.run(spec, weights, prompts)
-    tokens = np.asarray(rollout.tokens)
-    assert np.asarray(rollout.lens).min() == 64
-    assert stats.drafted_tokens > 0
-    seeds = ref._seeds(jax.random.key(ref.KEY), 1, jnp.uint32(0), put(prompts.ids, "batch", None),
-                       put(np.zeros(128, np.int32), "batch"))  # fmt: skip
-    shares = flips(model, weights, prompts, tokens, seeds)
-    assert all(share < 1e-4 for share in shares.values()), shares  # none of 8,192
-    # Another policy's draws differ: the comparison can tell.
-    other = flips(model, ref.policy(0.1, model)[1], prompts, tokens, seeds)
-    assert all(share > 0.05 for share in other.values())

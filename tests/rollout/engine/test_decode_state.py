@@ -12,6 +12,7 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.decode_state import DecodeState, DraftToVerify
+from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Rollout, Source
@@ -82,22 +83,21 @@ def check_cache(cache, places, slots, filled):
 
 
 def test_rows_begin_with_prompts_only(mesh):
-    seeds = put(np.ones((4, 2), np.uint32), "batch", None)
-    numbers = [put(np.array(x, np.int32), "batch") for x in ([3, 1, 2, 2], [6, 6, 2, 6], [9] * 4)]
-    all_rows = ref.host(
-        decode_state.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7, stored=K)
-    )
-    np.testing.assert_array_equal(all_rows.index, np.arange(4))
-    np.testing.assert_array_equal(all_rows.prompt_lens, [3, 1, 2, 2])
-    np.testing.assert_array_equal(all_rows.max_lens, [6, 6, 2, 6])
-    np.testing.assert_array_equal(all_rows.last, [9] * 4)
-    np.testing.assert_array_equal(all_rows.tokens, np.full((4, C), 7))
+    program = ref.make_spec(group=2, slots=C - 1, stored_logprobs=K).program
+    program = dataclasses.replace(program, group_size=2, pad_id=7)
+    prompts, max_lens = ref.make_prompts([[5, 6, 9], [8]], 3), np.array([4, 2], np.int32)
+    noise, steps = Noise(jax.random.key(0), 0), np.array([3, 4])
+    rows = ref.host(start_all_rows(program, prompts, noise, steps, max_lens))
+    np.testing.assert_array_equal(rows.index, np.arange(4))
+    np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
+    np.testing.assert_array_equal(rows.max_lens, [4, 2, C - 1, C - 1])
+    np.testing.assert_array_equal(rows.last, [9, 9, 8, 8])
+    np.testing.assert_array_equal(rows.tokens, np.full((4, C), 7))
     for name in ("lens", "prefix_lens", "done", "policy_logprobs", "sampling_logprobs", "sources"):
-        assert not getattr(all_rows, name).any()
-    assert all_rows.top_ids.shape == all_rows.top_logprobs.shape == (4, C, K)
-    assert all_rows.draft is None
-    plain = decode_state.start_rows(seeds, seeds, *numbers, columns=C, pad_id=7)
-    assert plain.top_ids is None
+        assert not getattr(rows, name).any()
+    assert len(np.unique(np.concatenate([rows.seeds, rows.accept_seeds]), axis=0)) == 8
+    assert rows.top_ids.shape == rows.top_logprobs.shape == (4, C, K)
+    assert rows.draft is None
 
 
 def test_drafts_wait_with_their_rows(mesh):
@@ -284,28 +284,22 @@ def test_insert(make_mesh, shape, deeper):
         np.testing.assert_array_equal(x[:, 3:, 1, 3], np.outer(marks * deep, np.ones(3)))
 
 
-@SHAPES
-def test_nothing_to_insert(make_mesh, shape):
-    all_rows = random_rows(12)
-    left, right = take(all_rows, [9, 0, 4, 7]), take(all_rows, [3, 11])
-    left = dataclasses.replace(left, done=np.zeros(4, bool))  # nowhere to put it, either
-    with jax.set_mesh(make_mesh(*shape)):
-        _, rows = decode_state.insert(
-            cache_of(left, left.index), ref.put_rows(left),
-            cache_of(right, right.index), ref.put_rows(right), put(np.zeros(2, bool), "batch"),
-        )  # fmt: skip
-    np.testing.assert_array_equal(ref.host(rows).index, [9, 0, 4, 7])
-
-
-def test_both_batches_need_the_same_form(mesh):
+@pytest.mark.parametrize("first", [False, True])
+def test_a_batch_without_drafts_and_one_with(mesh, first):
     """Rows without anything to verify are inserted as rows whose drafts are empty."""
-    with_drafts, without = random_rows(4), random_rows(4, drafting=False, seed=9)
-    plain = decode_state.with_empty_drafts(ref.put_rows(without), ref.put_rows(with_drafts).draft)
-    assert jax.tree.structure(plain) == jax.tree.structure(with_drafts)
-    got = ref.host(plain)
-    assert not got.draft.lens.any()
-    assert not np.asarray(decode_state.verifying(plain)).any()
-    np.testing.assert_array_equal(got.tokens, without.tokens)
+    rows = [random_rows(4, drafting=has, seed=9 - has) for has in (first, not first)]
+    rows[0] = dataclasses.replace(rows[0], done=np.array([0, 1, 0, 1], bool))
+    chosen = put(np.array([1, 0, 1, 0], bool), "batch")
+    caches = [cache_of(x, x.index) for x in rows]
+    placed = ref.put_rows(rows)
+    _, joined = decode_state.insert(caches[0], placed[0], caches[1], placed[1], chosen)
+    got = ref.host(joined)
+    np.testing.assert_array_equal(got.tokens[[1, 3]], rows[1].tokens[[0, 2]])
+    of_first, of_other = (
+        [0] * 2 if x.draft is None else x.draft.lens[[0, 2]].tolist() for x in rows
+    )
+    np.testing.assert_array_equal(got.draft.lens[[0, 2]], of_first)
+    np.testing.assert_array_equal(got.draft.lens[[1, 3]], of_other)
     assert got.draft.top_ids.shape == (4, C, K)
 
 
