@@ -68,7 +68,7 @@ def train(config, workdir: Path) -> None:
         if last is not None and last >= trainer.total_steps:
             print(f"{workdir}: finished at step {last} of {trainer.total_steps}, nothing to do")
             return
-        trainer.scorer.pool.warm_up(wait_ready=False)
+        trainer.scorer.pool.warm_up()
         if last is None:
             state = init_state(trainer, params)
         else:
@@ -182,8 +182,7 @@ def _open_log(trainer: Trainer, workdir: Path) -> MetricsLog:
 def _open_records(trainer: Trainer, workdir: Path) -> RolloutRecords:
     return RolloutRecords(
         workdir,
-        trainer.config.log.rollouts,
+        trainer.config.log.rollouts if jax.process_index() == 0 else 0.0,
         decode=trainer.scorer.tokenizer.decode,
         eos_ids=trainer.rollout_spec.program.eos_ids,
-        enabled=jax.process_index() == 0,
     )

@@ -7,11 +7,12 @@ environment must therefore be deterministic. No JAX.
 """
 
 import ast
-import importlib
 import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+from specrl_jax.rewards.scorers import load_by_name
 
 MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
 
@@ -113,20 +114,12 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"guess": Guess, "calculato
 
 def load_environment(name: str) -> Callable[[], Environment]:
     """The class called `name`; ValueError in one line if there is none."""
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
-    known = f"one of {', '.join(ENVIRONMENTS)} or module:Class of a module on PYTHONPATH"
-    module, _, attribute = name.partition(":")
-    if not module or not attribute or module == "__main__":
-        raise ValueError(f"environment.name must be {known} (not __main__), got {name!r}")
-    try:
-        environment = getattr(importlib.import_module(module), attribute)
+
+    def check(environment: Callable[[], Environment]) -> None:
         if not all(callable(getattr(environment, method, None)) for method in ("reset", "step")):
             raise TypeError("it has no reset and step")
-    except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"environment.name must be {known}, got {name!r}: {line}") from None
-    return environment
+
+    return load_by_name("environment.name", ENVIRONMENTS, name, "module:Class", check)
 
 
 def play(

@@ -6,12 +6,12 @@ within limits of time and memory.
 """
 
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
+import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 Scorer = Callable[[str, str, str, dict], float]
 
@@ -58,30 +58,40 @@ SCORERS: dict[str, Scorer] = {
 }
 # Scorer → the data.source whose problems alone it can score.
 OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
-PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}  # imported when first used
 
 
 def load_scorer(name: str) -> Scorer:
     """The scorer called `name`; ValueError in one line if there is none."""
-    if name in SCORERS:
-        package = PACKAGES.get(name)
-        if package and importlib.util.find_spec(package) is None:
-            raise ValueError(f"reward.name = {name} needs the package {package}; install it")
-        return SCORERS[name]
-    known = f"one of {', '.join(SCORERS)} or module:function of a module on PYTHONPATH"
-    module, _, function = name.partition(":")
-    if not module or not function or module == "__main__":
-        raise ValueError(f"reward.name must be {known} (not __main__), got {name!r}")
-    try:
-        scorer = getattr(importlib.import_module(module), function)
+
+    def check(scorer: Scorer) -> None:
         inspect.signature(scorer).bind("response", "answer", "task", {})
+
+    signature = "module:function(response, answer, task, metadata)"
+    return load_by_name("reward.name", SCORERS, name, signature, check)
+
+
+def load_by_name(
+    field: str, table: Mapping[str, Any], name: str, form: str, check: Callable[[Any], None]
+) -> Any:
+    """`table[name]`, or what the user's name "module:attribute" stands for.
+
+    field: of the config, and `form`, how to write such a name, are for the error.
+    check: raises where the attribute is of another kind.
+    """
+    if name in table:
+        return table[name]
+    try:
+        if name.startswith("__main__"):
+            raise ValueError("the workers do not import __main__")
+        value = pkgutil.resolve_name(name)
+        check(value)
     except Exception as error:
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"reward.name must be {known}, with (response, answer, task, metadata), "
+            f"{field} must be one of {', '.join(table)} or {form} of a module on PYTHONPATH, "
             f"got {name!r}: {line}"
         ) from None
-    return scorer
+    return value
 
 
 @functools.cache

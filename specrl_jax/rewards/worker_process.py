@@ -1,19 +1,19 @@
 """What runs in a reward worker: it scores what it is sent, within limits of memory.
 
-Takes a scorer or an environment by name; reads chunks of (response, answer, task, metadata) from a
-pipe and writes one `Result` for each. `workers` is the other end. No JAX.
+Takes a scorer or an environment by name; reads (response, answer, task, metadata) from a pipe and
+writes a `Result` for each. `workers` is the other end. No JAX.
 """
 
 import collections
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import re
 import resource
 import select
 import signal
-import struct
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from specrl_jax.rewards.scorers import SCORERS, load_scorer
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
-_HEAD = struct.Struct("<d???")  # of a report: score, done, failed, the worker wants to be replaced
 _MAX_FLOAT32 = 3.4028234663852886e38
 
 
@@ -34,17 +33,16 @@ class Result(NamedTuple):
     done: bool = True
     failed: bool = False
     text: str = ""  # the observation, or why it failed
+    retire: bool = False  # the worker must be replaced
 
-    def pack(self, retire: bool) -> bytes:
-        """The result as bytes; retire: the worker wants to be replaced."""
-        head = _HEAD.pack(self.score, self.done, self.failed, retire)
-        return head + self.text.encode(errors="replace")
+    def send(self, conn: Connection) -> None:
+        """Write it to a pipe, as JSON: a worker may run what a policy has written."""
+        conn.send_bytes(json.dumps(self, ensure_ascii=False).encode(errors="replace"))
 
     @staticmethod
-    def unpack(message: bytes) -> "tuple[Result, bool]":
-        """(result, retire) of `pack`."""
-        *numbers, retire = _HEAD.unpack(message[: _HEAD.size])
-        return Result(*numbers, message[_HEAD.size :].decode(errors="replace")), retire
+    def receive(conn: Connection) -> "Result":
+        """Read from a pipe what `send` has written."""
+        return Result(*json.loads(conn.recv_bytes(MAX_REPORT)))
 
 
 def load(name: str, extract: str, environment: str) -> Callable[..., Result]:
@@ -99,18 +97,16 @@ def serve(
             with contextlib.suppress(Exception):
                 SCORERS[name](r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
     except BaseException as error:
-        return conn.send_bytes(_failure(error).pack(False))
-    conn.send_bytes(Result().pack(False))
+        return _failure(error).send(conn)
+    Result().send(conn)
     limit = memory_mib << 20
     full = _virtual_bytes() + limit
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
-            chunk = conn.recv()
-            for waiting, item in zip(reversed(range(len(chunk))), chunk, strict=True):
-                result = _within(limit, score, item)
-                # The limit counts from what is in use: caches that only grow, as sympy's, do not
-                # starve later answers. A process that has grown by the limit is replaced.
-                conn.send_bytes(result.pack(not waiting and _virtual_bytes() > full))
+            result = _within(limit, score, conn.recv())
+            # The limit counts from what is in use: caches that only grow, as sympy's, do not starve
+            # later answers. A process that has grown by the limit is replaced.
+            result._replace(retire=_virtual_bytes() > full).send(conn)
     return None
 
 

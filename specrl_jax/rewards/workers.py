@@ -9,30 +9,28 @@ The workers are started by command line, not by `multiprocessing`: nothing is fo
 threads, and the parent's `__main__` is not imported again.
 """
 
-import collections
 import contextlib
-import dataclasses
-import math
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from multiprocessing.connection import Pipe, wait
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 
 import numpy as np
 
 from specrl_jax.rewards import worker_process
 from specrl_jax.rewards.scorers import score_exact
-from specrl_jax.rewards.worker_process import MAX_REPORT, Result
+from specrl_jax.rewards.worker_process import Result
 
-MAX_CHUNK = 32  # answers sent to a worker at once
 STARTUP_S = 300.0  # seconds for a worker's imports; they do not count against any answer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Scores:
     """The rewards of B responses, in the order they were given."""
 
@@ -70,26 +68,26 @@ class RewardPool(contextlib.AbstractContextManager):
         environment: str = "",
     ):
         worker_process.load(name, extract, environment)  # a mistake is raised here
-        self._arguments = (name, extract, environment, int(memory_mib))
-        self._timeout = float(timeout)
-        self._threshold = float(threshold)
-        self._count = int(workers) or min(os.cpu_count() or 1, 16)
         # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
         # it may backtrack for ever.
         self._inline = name == "exact" and not extract and not environment
-        self._workers: list[_Worker] = []
+        count = 0 if self._inline else int(workers) or min(os.cpu_count() or 1, 16)
+        arguments = (name, extract, environment, int(memory_mib))
+        self._workers = [_Worker(arguments, float(timeout)) for _ in range(count)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threshold = float(threshold)
         self._lock = threading.Lock()
         self._closed = False
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    def warm_up(self, *, wait_ready: bool = True) -> None:
-        """Start the workers; with `wait_ready=False` their imports go on in the background."""
-        with self._lock:
-            self._start()
-            while wait_ready and any(not worker.ready for worker in self._workers):
-                self._collect([], collections.deque())
+    def warm_up(self) -> None:
+        """Start the workers; their imports go on in the background."""
+        for worker in self._workers:
+            worker.ensure_started()
 
     def score(
         self,
@@ -104,7 +102,8 @@ class RewardPool(contextlib.AbstractContextManager):
         """
         items = list(zip(responses, answers, tasks, metadatas, strict=True))
         with self._lock:
-            self._start()
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
             if self._inline:
                 results = [Result(score_exact(*item)) for item in items]
             else:
@@ -125,77 +124,96 @@ class RewardPool(contextlib.AbstractContextManager):
         """Kill the workers; the pool cannot be used again."""
         with self._lock:
             self._closed = True
-            self._stop()
+            self._kill()
 
-    def _start(self) -> None:
-        if self._closed:
-            raise RuntimeError("the reward pool is closed")
-        if not self._inline and not self._workers:
-            self._workers = [_Worker(self._arguments) for _ in range(self._count)]
+    def _run(self, items: list[tuple]) -> list[Result]:
+        """A thread for each worker hands it one answer after another."""
 
-    def _stop(self) -> None:
-        while self._workers:
-            self._workers.pop().kill()
+        def score(item: tuple) -> Result:
+            worker = self._idle.get()
+            try:
+                return worker.score(item)
+            finally:
+                self._idle.put(worker)
 
-    def _run(self, items: list[tuple]) -> list["Result"]:
-        results: list = [None] * len(items)
-        queue = collections.deque(range(len(items)))
-        # About four chunks per worker: few messages, and no long wait for the slowest chunk.
-        size = max(1, min(MAX_CHUNK, math.ceil(len(items) / (4 * self._count))))
+        threads = ThreadPoolExecutor(len(self._workers))
         try:
-            while queue or any(worker.owed for worker in self._workers):
-                for i, worker in enumerate(self._workers):
-                    if queue and worker.ready and not worker.owed:
-                        chunk = [queue.popleft() for _ in range(min(size, len(queue)))]
-                        if not worker.give(chunk, items, self._timeout):
-                            queue.extendleft(reversed(chunk))
-                            self._replace(i)
-                self._collect(results, queue)
-        except BaseException:  # Ctrl-C: late reports must not be taken for the next batch's
-            self._stop()
+            return list(threads.map(score, items))
+        except BaseException:  # Ctrl-C: no thread waits for its worker any longer
+            threads.shutdown(wait=False, cancel_futures=True)
+            self._kill()
             raise
-        return results
+        finally:
+            threads.shutdown()
 
-    def _collect(self, results: list, queue: collections.deque) -> None:
-        """Wait for the next report or deadline; queue a lost worker's other answers again."""
-        busy = [w for w in self._workers if w.owed or not w.ready]
-        pause = min((w.deadline for w in busy), default=0.0) - time.monotonic()
-        # At most 1 s: Ctrl-C may have reached another thread than this one.
-        wait([w.conn for w in busy], min(max(pause, 0.0), 1.0))
-        for i, worker in enumerate(self._workers):
-            if worker not in busy:
-                continue
-            for index, result in worker.read(self._timeout):
-                results[index] = result
-            if not worker.lost:
-                continue
-            if worker.owed:
-                results[worker.owed.popleft()] = Result(failed=True, text=worker.lost)
-                queue.extendleft(reversed(worker.owed))
-            self._replace(i)
-
-    def _replace(self, i: int) -> None:
-        self._workers[i].kill()
-        self._workers[i] = _Worker(self._arguments)
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
 
 
 class _Worker:
-    """The parent's side of one process."""
+    """The parent's side of one process; another one takes its place when it has ended."""
 
-    def __init__(self, arguments: tuple):
-        self.conn, theirs = Pipe()
-        # The worker dies when the write end closes, which it does with this process.
-        read_end, self._lifeline = os.pipe()
-        fds = (theirs.fileno(), read_end)
+    def __init__(self, arguments: tuple, timeout: float):
+        self._arguments, self._timeout = arguments, timeout
+        self._process: subprocess.Popen | None = None
+        self._ready = False
+
+    def ensure_started(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+
+    def score(self, item: tuple) -> Result:
+        """The result of one answer. A process that it hangs, ends or fills is replaced."""
+        self.ensure_started()
+        if not self._ready:
+            report = self._receive(STARTUP_S)
+            if report.failed:
+                raise RuntimeError(f"a reward worker could not start: {report.text}")
+            self._ready = True
+        with contextlib.suppress(OSError):  # it died, as `_receive` will tell
+            self._conn.send(item)
+        result = self._receive(self._timeout)
+        if result.retire:
+            self._start()
+        return result
+
+    def kill(self) -> int | None:
+        """End the process and what it has started; its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def _receive(self, seconds: float) -> Result:
+        """The process's next report; a failure where none comes."""
+        try:
+            if self._conn.poll(seconds):
+                return Result.receive(self._conn)
+            reason = f"no result within {seconds:g} s"
+        except (OSError, EOFError):
+            # It is killed too: it may have closed its pipe and live on.
+            reason = f"the scorer's process died (exit code {self.kill()})"
+        return Result(failed=True, text=reason, retire=True)
+
+    def _start(self) -> None:
+        self.kill()
+        self._ready = False
+        self._conn, theirs = Pipe()
+        # The process dies when the write end closes, which it does with this process.
+        read_end, self._lifeline = Pipe(duplex=False)
+        fds = (theirs.fileno(), read_end.fileno())
         paths = [path for path in sys.path if isinstance(path, str)]
         code = f"import sys; sys.path[:] = {paths!r}; from {worker_process.__name__} import serve; "
-        code += f"serve{(*fds, *arguments)!r}"
+        code += f"serve{(*fds, *self._arguments)!r}"
         # One thread each; no accelerator, should a user's module import JAX; and one order of sets
         # in every run, as sympy's results can depend on it.
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         variables = os.environ | one_thread | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
         variables.pop("GLIBC_TUNABLES", None)  # freed memory must leave the process, for the limit
-        self.process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-u", "-c", code],
             env=variables,
             stdin=subprocess.DEVNULL,
@@ -204,53 +222,4 @@ class _Worker:
             start_new_session=True,  # Ctrl-C does not reach it, and what it starts dies with it
         )
         theirs.close()
-        os.close(read_end)
-        self.owed: collections.deque[int] = collections.deque()  # indices of answers it was given
-        self.ready = False
-        self.lost = ""  # why it must be replaced
-        self.deadline = time.monotonic() + STARTUP_S  # of the next report
-
-    def give(self, chunk: list[int], items: list[tuple], timeout: float) -> bool:
-        """Send answers to score; False if the worker has died."""
-        if self.process.poll() is not None:
-            return False
-        try:
-            self.conn.send([items[i] for i in chunk])
-        except OSError:
-            return False
-        self.owed.extend(chunk)
-        self.deadline = time.monotonic() + timeout
-        return True
-
-    def read(self, timeout: float) -> list[tuple[int, Result]]:
-        """(index, result) of the reports that came in; sets `lost` and the deadline."""
-        now = time.monotonic()  # before polling: a report that has waited is not late
-        reports = []
-        try:
-            while self.conn.poll():
-                result, retire = Result.unpack(self.conn.recv_bytes(MAX_REPORT))
-                self.deadline = time.monotonic() + timeout
-                if self.ready:
-                    reports.append((self.owed.popleft(), result))
-                elif result.failed:
-                    raise RuntimeError(f"a reward worker could not start: {result.text}")
-                self.ready = True
-                self.lost = "retired" if retire else ""
-        except (OSError, EOFError):
-            self._kill_group()  # it may have closed its pipe and live on
-            self.lost = f"the scorer's process died (exit code {self.process.wait()})"
-        if not self.lost and now >= self.deadline:
-            self.lost = f"no result within {timeout:g} s"
-        if self.lost and not self.ready:
-            raise RuntimeError(f"a reward worker could not start: {self.lost}")
-        return reports
-
-    def kill(self) -> None:
-        self._kill_group()
-        self.process.wait()
-        self.conn.close()
-        os.close(self._lifeline)
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        read_end.close()

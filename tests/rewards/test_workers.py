@@ -16,57 +16,6 @@ from specrl_jax.rewards.workers import RewardPool
 
 LIMITS = {"timeout": 2.0, "memory_mib": 256, "workers": 2}
 
-USER_SCORERS = '''
-import os, sys, time
-
-def odd(response, answer, task, metadata):
-    """Does what the response says, else scores its length."""
-    if response == "hang":
-        while True:
-            pass
-    if response == "hang in C":
-        9**9**9
-    if response == "allocate":
-        return float(len(bytearray(10 << 30)))
-    if response == "allocate slowly":
-        blocks = []
-        while True:
-            blocks.append(b"x" * (1 << 20))
-    if response == "raise":
-        raise KeyError("no such thing")
-    if response == "exit":
-        os._exit(3)
-    if response == "sys.exit":
-        sys.exit()
-    if response == "text":
-        return "five"
-    return {"nan": float("nan"), "inf": float("inf")}.get(response, len(response))
-
-def has_jax(response, answer, task, metadata):
-    return "jax" in sys.modules
-
-def sees(response, answer, task, metadata):
-    return metadata["x"] + len(task) + (response == answer)
-
-def pid(response, answer, task, metadata):
-    time.sleep(0.05)
-    return os.getpid()
-
-def two(response, answer):
-    return 1.0
-'''
-
-
-@pytest.fixture(scope="module")
-def user_scorers(tmp_path_factory):
-    """A directory on the path with a module of scorers, as a user would write one."""
-    folder = tmp_path_factory.mktemp("scorers")
-    (folder / "my_scorers.py").write_text(USER_SCORERS)
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
-    sys.modules.pop("my_scorers", None)
-
 
 def score(pool, responses, answers=None, tasks=None, metadatas=None):
     n = len(responses)
@@ -82,11 +31,11 @@ def alive(pid):
         return file.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def wait_gone(pids, seconds=5.0):
+def wait_for(condition, seconds=5.0):
     end = time.monotonic() + seconds
-    while time.monotonic() < end and any(map(alive, pids)):
+    while not condition():
+        assert time.monotonic() < end
         time.sleep(0.02)
-    return not any(map(alive, pids))
 
 
 HOSTILE = {
@@ -103,12 +52,11 @@ HOSTILE = {
 }
 
 
-def test_a_hostile_answer_costs_only_its_own_reward(user_scorers):
+def test_a_hostile_answer_costs_only_its_own_reward():
     responses = []
     for i, text in enumerate(HOSTILE):
         responses += ["x" * (i + 1), text, "y" * (20 + i)]
-    with RewardPool("my_scorers:odd", **LIMITS) as pool:
-        pool.warm_up()
+    with RewardPool("user_scorers:odd", **LIMITS) as pool:
         scores = score(pool, responses)
         again = score(pool, ["a", "bb", "ccc"])
     want = [0.0 if text in HOSTILE else len(text) for text in responses]
@@ -122,34 +70,24 @@ def test_a_hostile_answer_costs_only_its_own_reward(user_scorers):
     assert not again.failed.any()
 
 
-def test_the_timeout_is_per_answer_and_not_per_batch(user_scorers):
-    with RewardPool("my_scorers:pid", timeout=0.5, memory_mib=256, workers=1) as pool:
-        pool.warm_up()
+def test_the_timeout_is_per_answer_and_not_per_batch():
+    with RewardPool("user_scorers:pid", timeout=0.5, memory_mib=256, workers=1) as pool:
         scores = score(pool, ["a"] * 20)  # 20 · 0.05 s: twice the limit of one
     assert not scores.failed.any()
 
 
-def test_order_and_fields_are_kept(user_scorers):
+def test_order_and_fields_are_kept():
     n = 200
     responses = [str(i % 3) for i in range(n)]
     tasks = ["t" * (i % 5) for i in range(n)]
-    with RewardPool("my_scorers:sees", **LIMITS) as pool:
+    with RewardPool("user_scorers:sees", **LIMITS) as pool:
         scores = score(pool, responses, ["1"] * n, tasks, [{"x": 10 * i} for i in range(n)])
     want = [10 * i + i % 5 + (i % 3 == 1) for i in range(n)]
     np.testing.assert_array_equal(scores.rewards, np.array(want, np.float32))
 
 
-def test_an_empty_batch(user_scorers):
-    with RewardPool("exact", **LIMITS) as pool:
-        scores = score(pool, [])
-    assert scores.rewards.shape == scores.failed.shape == (0,)
-    assert scores.rewards.dtype == np.float32
-    assert scores.failed.dtype == np.bool_
-
-
-def test_workers_do_not_import_jax_and_the_pool_works_from_a_thread(user_scorers):
-    got = []
-    with RewardPool("my_scorers:has_jax", **LIMITS) as pool:
+def test_workers_do_not_import_jax_and_the_pool_works_from_a_thread():
+    with RewardPool("user_scorers:has_jax", **LIMITS) as pool:
         # The thread that starts the workers ends before they are used.
         thread = threading.Thread(target=pool.warm_up)
         thread.start()
@@ -159,8 +97,8 @@ def test_workers_do_not_import_jax_and_the_pool_works_from_a_thread(user_scorers
     assert not got.failed.any()
 
 
-def test_close_ends_the_workers(user_scorers):
-    pool = RewardPool("my_scorers:pid", **LIMITS)
+def test_close_ends_the_workers():
+    pool = RewardPool("user_scorers:pid", **LIMITS)
     pids = set(score(pool, ["a"] * 8).rewards.astype(int).tolist())
     assert len(pids) == 2
     assert all(map(alive, pids))
@@ -171,36 +109,31 @@ def test_close_ends_the_workers(user_scorers):
         score(pool, ["a"])
 
 
-def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(user_scorers):
+def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path):
     """Also while one is inside a C call that holds the interpreter lock."""
-    script = """
+    main = """
         import sys
         print("main", flush=True)  # twice, if a worker imported it
         from specrl_jax.rewards.workers import RewardPool
-        pool = RewardPool("my_scorers:odd", timeout=60, memory_mib=4096, workers=2)
-        pool.warm_up()
-        print(*[worker.process.pid for worker in pool._workers], flush=True)
-        pool.score(["hang in C", "a"], [""] * 2, [""] * 2, [{}] * 2)
+        limits = {"timeout": 60, "memory_mib": 4096, "workers": 2}
+        with RewardPool("user_scorers:say_pid_and_hang", **limits) as pool:
+            pool.score(sys.argv[1:], [""] * 2, [""] * 2, [{}] * 2)
     """
-    path = os.pathsep.join([str(user_scorers), *filter(None, sys.path)])
+    (tmp_path / "main.py").write_text(textwrap.dedent(main))
+    files = [tmp_path / "one", tmp_path / "two"]
     parent = subprocess.Popen(
-        [sys.executable, "-"],
-        stdin=subprocess.PIPE,
+        [sys.executable, tmp_path / "main.py", *files],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     with parent:
-        parent.stdin.write(textwrap.dedent(script))
-        parent.stdin.close()
-        assert parent.stdout.readline() == "main\n"
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        time.sleep(0.3)  # the answers are being scored
+        wait_for(lambda: all(file.exists() and file.read_text() for file in files), seconds=60)
+        pids = [int(file.read_text()) for file in files]
         assert all(map(alive, pids))
         parent.send_signal(signal.SIGKILL)
-        assert parent.stdout.read() == ""
-    assert wait_gone(pids)
+        assert parent.stdout.read() == "main\n"
+    wait_for(lambda: not any(map(alive, pids)))
 
 
 @pytest.fixture
@@ -211,9 +144,9 @@ def heard():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_leaves_the_pool_usable(user_scorers, heard):
-    with RewardPool("my_scorers:odd", timeout=30, memory_mib=256, workers=1) as pool:
-        pool.warm_up()
+def test_ctrl_c_leaves_the_pool_usable(heard):
+    with RewardPool("user_scorers:odd", timeout=30, memory_mib=256, workers=1) as pool:
+        score(pool, ["a"])
         # To the process, as a terminal does: a signal to the timer's thread would not end a wait.
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         start = time.monotonic()
@@ -223,38 +156,27 @@ def test_ctrl_c_leaves_the_pool_usable(user_scorers, heard):
         np.testing.assert_array_equal(score(pool, ["cc"]).rewards, [2])
 
 
-def test_memory_that_stays_allocated_does_not_starve_later_answers(tmp_path, monkeypatch):
-    (tmp_path / "leaking.py").write_text(
-        "kept = []\n"
-        "def leak(response, answer, task, metadata):\n"
-        "    kept.append(bytearray(40 << 20))\n"
-        "    return len(kept)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with RewardPool("leaking:leak", timeout=10, memory_mib=64, workers=1) as pool:
+def test_memory_that_stays_allocated_does_not_starve_later_answers():
+    with RewardPool("user_scorers:leak", timeout=10, memory_mib=64, workers=1) as pool:
         scores = [score(pool, ["a"]) for _ in range(5)]
     assert not any(s.failed.any() for s in scores)
     # Two answers outgrow the limit, so every second answer meets a new process.
     np.testing.assert_array_equal([s.rewards[0] for s in scores], [1, 2, 1, 2, 1])
 
 
-def test_workers_keep_glibcs_own_malloc(tmp_path, monkeypatch):
+def test_workers_keep_glibcs_own_malloc(monkeypatch):
     """Whatever malloc the process that trains has."""
-    (tmp_path / "looking.py").write_text(
-        "import os\n"
-        "def look(response, answer, task, metadata):\n"
-        "    return float('GLIBC_TUNABLES' not in os.environ)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
-    with RewardPool("looking:look", **LIMITS) as pool:
-        np.testing.assert_array_equal(score(pool, ["a"]).rewards, [1])
+    with RewardPool("user_scorers:has_tunables", **LIMITS) as pool:
+        np.testing.assert_array_equal(score(pool, ["a"]).rewards, [0])
 
 
-def test_exact_and_extract():
+def test_exact_extract_and_threshold():
     with RewardPool("exact", **LIMITS) as pool:
-        got = score(pool, ["7", " 7 ", "8"], ["7"] * 3)
-        np.testing.assert_array_equal(got.rewards, [1, 1, 0])
+        np.testing.assert_array_equal(score(pool, ["7", " 7 ", "8"], ["7"] * 3).rewards, [1, 1, 0])
+        nothing = score(pool, [])
+    assert nothing.rewards.shape == nothing.failed.shape == (0,)
+    assert (nothing.rewards.dtype, nothing.failed.dtype) == (np.float32, np.bool_)
     responses = ["= 1 = 7", "= 7 = 1", "seven", "= 7" + " " * 100_000, "(a" * 50 + "b"]
     with RewardPool("exact", extract=r"=\s*(\d+)|(?:(?:a|\(a)+)+$", **LIMITS) as pool:
         got = score(pool, responses, ["7"] * 5)
@@ -262,10 +184,7 @@ def test_exact_and_extract():
     # response that no longer holds it. The last one sends the pattern into backtracking.
     np.testing.assert_array_equal(got.rewards, [1, 0, 0, 0, 0])
     np.testing.assert_array_equal(got.failed, [False, False, False, False, True])
-
-
-def test_threshold_makes_rewards_binary(user_scorers):
-    with RewardPool("my_scorers:odd", threshold=3, **LIMITS) as pool:
+    with RewardPool("user_scorers:odd", threshold=3, **LIMITS) as pool:
         got = score(pool, ["aa", "aaa", "aaaa", "raise"])
     np.testing.assert_array_equal(got.rewards, [0, 1, 1, 0])
     np.testing.assert_array_equal(got.failed, [False, False, False, True])
@@ -276,14 +195,17 @@ def test_threshold_makes_rewards_binary(user_scorers):
     [
         ({"name": "exactly"}, "one of exact, math, reasoning_gym or module:function.*'exactly'"),
         ({"name": "no_such_module:f"}, "module:function.*'no_such_module:f': ModuleNotFoundError"),
-        ({"name": "my_scorers:none"}, "module:function.*'my_scorers:none': AttributeError"),
-        ({"name": "my_scorers:two"}, r"\(response, answer, task, metadata\).*too many positional"),
-        ({"name": "my_scorers:os"}, "TypeError"),
+        ({"name": "user_scorers:none"}, "module:function.*'user_scorers:none': AttributeError"),
+        (
+            {"name": "user_scorers:two"},
+            r"\(response, answer, task, metadata\).*too many positional",
+        ),
+        ({"name": "user_scorers:os"}, "TypeError"),
         ({"extract": "("}, "reward.extract must be a regular expression"),
         ({"extract": "[0-9]+"}, "reward.extract must have a group"),
     ],
 )
-def test_mistakes_are_found_at_construction_in_one_line(user_scorers, arguments, message):
+def test_mistakes_are_found_at_construction_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         RewardPool(**{"name": "exact", **LIMITS, **arguments})
     assert "\n" not in str(error.value)
@@ -298,14 +220,13 @@ def test_a_scorer_that_cannot_start_in_a_worker_is_an_error(tmp_path, monkeypatc
     with RewardPool("fickle:f", **LIMITS) as pool:
         monkeypatch.delenv("PYTEST_CURRENT_TEST")
         with pytest.raises(RuntimeError, match=r"could not start: ValueError.*AssertionError"):
-            pool.warm_up()
+            score(pool, ["a"])
 
 
 def test_math_through_the_pool():
     # The last two pass the cheap filter: the limits have to stop them.
     hostile = [r"\boxed{(9^9)^{9^9}}", r"\boxed{((9^9)^{9})^{9^9}}"]
     with RewardPool("math", timeout=3, memory_mib=256, workers=2) as pool:
-        pool.warm_up()
         got = score(
             pool, [r for r, _, _ in MATH] + hostile, [a for _, a, _ in MATH] + ["7"] * len(hostile)
         )
@@ -331,7 +252,6 @@ def test_reasoning_gym_scores_and_survives_what_its_scorers_evaluate():
     rows.append(("countdown", "9**9**9", count, 0.0, 0.0))
     rows.append(("no_such_task", "1", count, 0.0, 0.0))
     with RewardPool("reasoning_gym", **LIMITS) as pool:
-        pool.warm_up()
         got = score(
             pool,
             [response for _, response, *_ in rows],
