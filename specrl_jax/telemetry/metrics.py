@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specrl_jax.telemetry import jsonl
 from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import WandbRun, resolve_wandb_mode
 
@@ -163,33 +164,18 @@ def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
-def _decode(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError("not a record")
-    record |= {name: float(text) for name, text in record.pop("nonfinite", {}).items()}
-    return {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
-
-
 def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(offset of the line's end, record) of every complete line; a torn last line is skipped."""
     records: list[tuple[int, dict[str, Any]]] = []
-    if not path.exists():
-        return records
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
     end = 0
     for number, line in enumerate(lines, start=1):
         end += len(line)
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError("unfinished line")
-            records.append((end, _decode(line)))
-        except ValueError:
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path}: line {number} must be a JSON object; restore the file or remove the line"
-            ) from None
+        record = jsonl.decode(path, number, line, ("step",))
+        record |= {name: float(text) for name, text in record.pop("nonfinite", {}).items()}
+        records.append((end, {RENAMED_METRICS.get(k, k): value for k, value in record.items()}))
     return records
 
 
@@ -240,29 +226,31 @@ class MetricsLog(contextlib.AbstractContextManager):
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / FILE_NAME
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
-        self._last_step = -1
-        self.restore(None)
+        self._keep(math.inf)
         self._console = Console(total_steps)
         self._wandb = WandbRun(workdir, mode, run_name, config_dict)
 
-    def restore(self, step: int | None) -> int:
-        """Removes the records after `step` (None: none of them) and an unfinished last line.
+    def restore(self, step: int) -> None:
+        """Removes the records after `step` and an unfinished last line.
 
-        Call it with the restored checkpoint's step before the next `write`. Returns the number of
-        removed records. Warns if the file lacks steps up to `step`.
+        Call it with the restored checkpoint's step before the next `write`. Warns if the file lacks
+        steps up to `step`.
         """
-        records = _scan(self._path)
-        kept = [(end, r) for end, r in records if step is None or r["step"] <= step]
-        # Steps only grow, so the removed records are the file's end: a cut there cannot tear.
-        os.truncate(self._path, kept[-1][0] if kept else 0)
-        os.fsync(self._file.fileno())
-        self._last_step = kept[-1][1]["step"] if kept else -1
-        if step is not None and max(self._last_step, 0) < step:
+        self._keep(step)
+        last = max(self._last_step, 0)
+        if last < step:
             _log.warning(
                 "%s ends at step %d, the checkpoint is of step %d: the steps between are lost",
-                self._path, max(self._last_step, 0), step,
+                self._path, last, step,
             )  # fmt: skip
-        return len(records) - len(kept)
+
+    def _keep(self, step: float) -> None:
+        """Keep the records up to `step`, and no unfinished line."""
+        kept = [(end, record) for end, record in _scan(self._path) if record["step"] <= step]
+        # Steps only grow, so the removed records are the file's end: a cut there cannot tear.
+        size, self._last_step = (kept[-1][0], kept[-1][1]["step"]) if kept else (0, -1)
+        os.truncate(self._path, size)
+        os.fsync(self._file.fileno())
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Writes one step; on return the record is on the disk.

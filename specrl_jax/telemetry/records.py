@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from specrl_jax.telemetry import jsonl
 from specrl_jax.types import Prompts, Rollout, Source
 
 FOLDER = "rollouts"
@@ -96,30 +97,8 @@ def read_rollouts(
     Raises ValueError in one line, with the file and its line, where the file is damaged.
     """
     path = rollouts_path(workdir, step, kind)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    if len(lines) > 1 and not lines[-1]:
-        lines.pop()  # an empty file keeps its one empty line, which is damaged
-    return [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
-
-
-def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-        if not isinstance(record, dict):
-            raise ValueError("not a record")
-    except ValueError:
-        raise _damaged(path, number, "a JSON object") from None
-    for name in FIELDS:
-        if name not in record:
-            raise _damaged(path, number, f"an object with the field {name!r}")
-    return record
-
-
-def _damaged(path: Path, number: int, rule: str) -> ValueError:
-    return ValueError(f"{path}: line {number} must be {rule}; restore the file or remove it")
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [jsonl.decode(path, number, line, FIELDS) for number, line in enumerate(lines, start=1)]
 
 
 # Writing ------------------------------------------------------------------------------------
@@ -129,10 +108,9 @@ class RolloutRecords:
     """Writes the responses to a share of the prompts, one file a step.
 
     workdir: Holds `rollouts/`; the first write makes it.
-    share: Share of the prompts, in [0, 1].
+    share: Share of the prompts, in [0, 1]; 0 in processes that do not write, as another one does.
     decode: Token ids → text, without special tokens.
     eos_ids: The tokens that end a response.
-    enabled: False in processes that write and remove nothing (another process does).
     """
 
     def __init__(
@@ -142,29 +120,23 @@ class RolloutRecords:
         *,
         decode: Callable[[list[int]], str],
         eos_ids: Sequence[int],
-        enabled: bool = True,
     ):
-        self.active = enabled and share > 0  # False: `write` ignores its arguments
-        self._workdir, self._share, self._enabled = Path(workdir), share, enabled
-        self._decode, self._eos_ids = decode, frozenset(int(i) for i in eos_ids)
+        self.active = share > 0  # False: `write` ignores its arguments
+        self._workdir, self._share = Path(workdir), share
+        self._decode, self._eos_ids = decode, eos_ids
 
-    def restore(self, step: int | None) -> int:
-        """Removes the files of steps after `step` (None: none of them) and unfinished files.
+    def restore(self, step: int) -> None:
+        """Removes the files of steps after `step`, and unfinished files.
 
         Call it before the first `write`, also where the share is 0: with the restored checkpoint's
-        step, or -1 in a new run. Returns the number of removed steps.
+        step, or -1 in a new run.
         """
-        if not self._enabled:
-            return 0
         for path in (self._workdir / FOLDER).glob("*.jsonl.tmp"):
             path.unlink(missing_ok=True)
-        removed = set()
-        for kind in KINDS if step is not None else ():
+        for kind in KINDS:
             for recorded in reversed(recorded_steps(self._workdir, kind)):
                 if recorded > step:  # newest first: a kill in between leaves no gap
                     rollouts_path(self._workdir, recorded, kind).unlink(missing_ok=True)
-                    removed.add(recorded)
-        return len(removed)
 
     def write(
         self,
@@ -186,11 +158,11 @@ class RolloutRecords:
         failed: bool [B], answers that hit a scoring limit or raised.
         kind: One of `KINDS`.
 
-        Raises ValueError for arrays without B = Q·G rows, OSError if the file cannot be written.
+        Raises OSError if the file cannot be written.
         """
         if not self.active:
             return
-        group_size = _group_size(prompts, rollout, rewards, failed)
+        group_size = len(rollout.lens) // len(prompts.examples)
         lines = []
         # In a group that is rolled out in parts, "ID+4" are the responses to ID from number 4 on.
         ids = [example.prompt_id.partition("+") for example in prompts.examples]
@@ -225,16 +197,6 @@ class RolloutRecords:
             "prefix_len": int(rollout.prefix_lens[row]),
             "ended": bool(token_ids) and token_ids[-1] in self._eos_ids,
         }
-
-
-def _group_size(prompts: Prompts, rollout: Rollout, rewards: np.ndarray, failed: np.ndarray) -> int:
-    Q, B = len(prompts.examples), len(rollout.lens)
-    if Q == 0 or B % Q:
-        raise ValueError(f"rollout must hold G responses to each of {Q} prompts, got {B} rows")
-    for name, array in (("rewards", rewards), ("failed", failed)):
-        if np.shape(array) != (B,):
-            raise ValueError(f"{name} must have shape ({B},), got {np.shape(array)}")
-    return B // Q
 
 
 def _finite(values: np.ndarray, decimals: int) -> list[float | None]:

@@ -42,42 +42,40 @@ def _epochs(records: Sequence[Record]) -> dict[int, list[Record]]:
 # Table --------------------------------------------------------------------------------------
 
 
-# From an epoch's records and a metric's name to one number; None where there is no value.
-Summary = Callable[[Sequence[Record], str], float | None]
+# From an epoch's records to one number; None where there is no value.
+Summary = Callable[[Sequence[Record]], float | None]
 
 
-def _by(reduce: Callable[[list[float]], float]) -> Summary:
-    def summarize(records: Sequence[Record], name: str) -> float | None:
-        _, values = _series(records, name)
+def _metric(name: str, reduce: Callable[[list[float]], float]) -> Summary:
+    def summarize(records: Sequence[Record]) -> float | None:
+        values = _series(records, name)[1]
         return reduce(values) if values else None
 
     return summarize
 
 
-_mean, _total, _last = map(_by, (statistics.fmean, math.fsum, operator.itemgetter(-1)))
-
-
-def _reuse(records: Sequence[Record], _: str) -> float | None:
+def _reuse(records: Sequence[Record]) -> float | None:
     """The fraction over all tokens, not the mean of the steps' fractions."""
-    reused = _total(records, "rollout/tokens_reused") or 0.0
-    tokens = reused + (_total(records, "rollout/tokens_generated") or 0.0)
-    return reused / tokens if tokens else None
+    names = ("rollout/tokens_reused", "rollout/tokens_generated")
+    reused, generated = (math.fsum(_series(records, name)[1]) for name in names)
+    return reused / (reused + generated) if reused + generated else None
 
 
-# Heading, metric, how an epoch's steps become one number, format.
-_COLUMNS: tuple[tuple[str, str, Summary, str], ...] = (
-    ("reward", "reward/mean", _mean, "{:.3f}"),
-    ("eval", "reward/eval", _last, "{:.3f}"),
-    ("reuse", "rollout/reuse_fraction", _reuse, "{:.1%}"),
-    ("accepted", "rollout/draft_accept_rate", _mean, "{:.1%}"),
-    ("prefix", "rollout/prefix_len_mean", _mean, "{:.1f}"),
-    ("whole", "rollout/full_reuse_ratio", _mean, "{:.1%}"),
-    ("generated", "rollout/tokens_generated", _total, "{:,.0f}"),
-    ("reused", "rollout/tokens_reused", _total, "{:,.0f}"),
-    ("rollout s", "time/rollout", _total, "{:.1f}"),
-    ("verify s", "time/verify", _total, "{:.1f}"),
-    ("decode s", "time/decode", _total, "{:.1f}"),
-    ("update s", "time/update", _total, "{:.1f}"),
+_mean, _total, _last = statistics.fmean, math.fsum, operator.itemgetter(-1)
+# Heading, how an epoch's steps become one number, format.
+_COLUMNS: tuple[tuple[str, Summary, str], ...] = (
+    ("reward", _metric("reward/mean", _mean), "{:.3f}"),
+    ("eval", _metric("reward/eval", _last), "{:.3f}"),
+    ("reuse", _reuse, "{:.1%}"),
+    ("accepted", _metric("rollout/draft_accept_rate", _mean), "{:.1%}"),
+    ("prefix", _metric("rollout/prefix_len_mean", _mean), "{:.1f}"),
+    ("whole", _metric("rollout/full_reuse_ratio", _mean), "{:.1%}"),
+    ("generated", _metric("rollout/tokens_generated", _total), "{:,.0f}"),
+    ("reused", _metric("rollout/tokens_reused", _total), "{:,.0f}"),
+    ("rollout s", _metric("time/rollout", _total), "{:.1f}"),
+    ("verify s", _metric("time/verify", _total), "{:.1f}"),
+    ("decode s", _metric("time/decode", _total), "{:.1f}"),
+    ("update s", _metric("time/update", _total), "{:.1f}"),
 )
 
 _LEGEND = (
@@ -107,7 +105,7 @@ def summary_table(records: Sequence[Record]) -> str:
 
 
 def _cells(records: Sequence[Record]) -> list[str]:
-    values = ((reduce(records, name), style) for _, name, reduce, style in _COLUMNS)
+    values = ((summarize(records), style) for _, summarize, style in _COLUMNS)
     return ["-" if value is None else style.format(value) for value, style in values]
 
 
@@ -128,11 +126,16 @@ def _headlines(records: Sequence[Record]) -> list[str]:
 # Plots --------------------------------------------------------------------------------------
 
 
+def _line(ax: Any, records: Sequence[Record], name: str, color: str, **style: Any) -> None:
+    """Draws a metric over the steps that have it; nothing where none has."""
+    steps, values = _series(records, name)
+    if steps:
+        ax.plot(steps, values, color=color, **({"lw": 1.6} | style))
+
+
 def _draw_reward(ax: Any, records: Sequence[Record]) -> None:
-    ax.plot(*_series(records, "reward/mean"), color=_BLUE, lw=1.6, label="training prompts")
-    steps, values = _series(records, "reward/eval")
-    if values:
-        ax.plot(steps, values, "o-", color=_ORANGE, ms=4, lw=1.6, label="held-out prompts")
+    _line(ax, records, "reward/mean", _BLUE, label="training prompts")
+    _line(ax, records, "reward/eval", _ORANGE, label="held-out prompts", marker="o", ms=4)
     ax.set(title="Reward", ylabel="mean reward")
 
 
@@ -168,27 +171,22 @@ def _cut_outliers(ax: Any, steps: Sequence[int], values: Sequence[float]) -> Non
 
 
 def _draw_prefix(ax: Any, records: Sequence[Record]) -> None:
+    _line(ax, records, "rollout/response_len_mean", _GREY, label="response", lw=1.2)
+    _line(ax, records, "rollout/prefix_len_mean", _GREEN, label="accepted prefix")
     prefix = _series(records, "rollout/prefix_len_mean")
-    response = _series(records, "rollout/response_len_mean")
-    if response[0]:
-        ax.plot(*response, color=_GREY, lw=1.2, label="response")
-    ax.plot(*prefix, color=_GREEN, lw=1.6, label="accepted prefix")
     ax.fill_between(*prefix, color=_GREEN, alpha=0.15, lw=0)
     ax.set(title="Length of the accepted prefix", ylabel="tokens, mean over rows")
     ax.set_ylim(bottom=0)
 
 
 def _draw_full_reuse(ax: Any, records: Sequence[Record]) -> None:
-    ax.plot(*_series(records, "rollout/full_reuse_ratio"), color=_GREEN, lw=1.6)
+    _line(ax, records, "rollout/full_reuse_ratio", _GREEN)
     ax.set(title="Responses reused whole", ylabel="share of all responses", ylim=(0, 1))
 
 
 def _draw_tokens(ax: Any, records: Sequence[Record]) -> None:
-    for name, color, label in (
-        ("rollout/tokens_generated", _BLUE, "generated"),
-        ("rollout/tokens_reused", _GREEN, "reused"),
-    ):
-        ax.plot(*_series(records, name), color=color, lw=1.6, label=label)
+    _line(ax, records, "rollout/tokens_generated", _BLUE, label="generated")
+    _line(ax, records, "rollout/tokens_reused", _GREEN, label="reused")
     ax.set(title="Response tokens", ylabel="tokens a step")
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -1,10 +1,11 @@
 """A run's metrics on wandb. A failure of wandb is one warning; training goes on."""
 
+import contextlib
 import logging
 import netrc
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -40,48 +41,45 @@ class WandbRun:
         self._run = None
         # Without a network, an online run becomes offline, for `wandb sync`.
         for attempt in {"off": (), "online": ("online", "offline")}.get(mode, (mode,)):
-            try:
-                self._run = self._start(workdir, attempt, run_name, config)
+            with self._failure_is_a_warning(attempt):  # not installed, no network, no key, or a bug
+                self._run = _start(workdir, attempt, run_name, config)
                 return
-            except Exception as error:  # not installed, no network, no key, or a bug
-                self._fail(error, attempt)
-
-    @staticmethod
-    def _start(workdir: Path, mode: str, run_name: str, config: Mapping[str, Any]) -> Any:
-        import wandb
-
-        id_file = workdir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:12])
-        # console="off": wandb would replace stdout, and the progress bar writes there.
-        settings = wandb.Settings(console="off", silent=True, init_timeout=30)
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "specrl_jax"),
-            name=run_name,
-            id=id_file.read_text().strip(),
-            resume="allow" if mode == "online" else None,
-            dir=str(workdir),
-            mode=mode,
-            config=dict(config),
-            settings=settings,
-        )
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         if self._run is not None:
-            try:
+            with self._failure_is_a_warning("logging"):
                 self._run.log({"epoch": epoch, **values}, step=step)
-            except Exception as error:
-                self._fail(error)
 
     def close(self) -> None:
         if self._run is not None:
-            try:
+            with self._failure_is_a_warning("closing"):
                 self._run.finish()
-            except Exception as error:
-                self._fail(error)
             self._run = None
 
-    def _fail(self, error: Exception, what: str = "logging") -> None:
-        self._run = None
-        reason = (str(error).splitlines() or [""])[0]
-        _log.warning("wandb: %s failed, training goes on: %r", what, reason)
+    @contextlib.contextmanager
+    def _failure_is_a_warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._run = None
+            reason = (str(error).splitlines() or [""])[0]
+            _log.warning("wandb: %s failed, training goes on: %r", what, reason)
+
+
+def _start(workdir: Path, mode: str, run_name: str, config: Mapping[str, Any]) -> Any:
+    import wandb
+
+    id_file = workdir / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    return wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "specrl_jax"),
+        name=run_name,
+        id=id_file.read_text().strip(),
+        resume="allow" if mode == "online" else None,
+        dir=str(workdir),
+        mode=mode,
+        config=dict(config),
+        # console="off": wandb would replace stdout, and the progress bar writes there.
+        settings=wandb.Settings(console="off", silent=True, init_timeout=30),
+    )

@@ -110,7 +110,7 @@ def test_restore_forgets_later_steps_and_a_torn_line(tmp_path):
         file.write(b'{"step": 6, "epo')
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     with open_log(tmp_path) as log:
-        assert log.restore(3) == 2
+        log.restore(3)
         assert path.read_bytes().endswith(b"}\n")
         log.write(4, 2, {"reward/mean": 0.9})
     assert [(r["step"], r["epoch"], r["reward/mean"]) for r in read_metrics(tmp_path)] == [
@@ -123,9 +123,9 @@ def test_restore_forgets_later_steps_and_a_torn_line(tmp_path):
 
 def test_restore_to_nothing_empties_the_file(tmp_path, caplog):
     with open_log(tmp_path) as log:
-        assert log.restore(0) == 0
+        log.restore(0)
         log.write(1, 1, {"reward/mean": 0.5})
-        assert log.restore(0) == 1
+        log.restore(0)
         log.write(1, 1, {"reward/mean": 0.5})
     assert steps(tmp_path) == [1]
     assert not caplog.records
