@@ -7,7 +7,6 @@ are no epochs: a draft is the prompt's last response, however old.
 
 import copy
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ class PromptStream(StatePart):
 
     foresees = True  # `peek` knows the next batch
     screens = False  # a few responses decide whether the rest of a prompt's group is sampled
-    _moving = ("epoch", "step", "waiting")  # of the state; the rest must stay
+    _place = ("epoch", "step", "waiting")  # the attributes that a checkpoint holds
 
     def __init__(
         self,
@@ -48,15 +47,12 @@ class PromptStream(StatePart):
             )
         self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
         self.epoch, self.step = 0, 0
+        self.waiting: list[str] = []  # prompt_ids that `take` has passed over
         self._encoded, self._size, self._seed = encoded, prompts_per_step, seed
         self._settings, self._total_steps = settings, total_steps
         self._digest = hashlib.blake2b(encoded.ids.tobytes(), digest_size=8).hexdigest()
-        self._order = self._shuffle()
-        self._waiting: list[int] = []  # drawn by `take`, not given out yet
-
-    def _shuffle(self) -> np.ndarray:
-        rng = np.random.default_rng([self._seed, self.epoch])
-        return rng.permutation(len(self._encoded.examples))
+        self._ids = [example.prompt_id for example in encoded.examples]
+        self._rows = {prompt_id: row for row, prompt_id in enumerate(self._ids)}
 
     def begin(self, step: int) -> None:
         """Step `step` of the run begins (from 1)."""
@@ -64,15 +60,6 @@ class PromptStream(StatePart):
     def next(self) -> Prompts:
         """The next batch, [Q, P]."""
         return self.take(self._size)
-
-    def _draw(self) -> list[int]:
-        start = self.step * self._size
-        rows = self._order[start : start + self._size].tolist()
-        self.step += 1
-        if self.step == self.steps_per_epoch:
-            self.epoch, self.step = self.epoch + 1, 0
-            self._order = self._shuffle()
-        return rows
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
         """The next `count` prompts: none twice, none whose prompt_id is in `busy`.
@@ -82,25 +69,32 @@ class PromptStream(StatePart):
         """
         taken, out = [], set(busy)
         self._check_count(count + len(out))
-        drawn, self._waiting = self._waiting, []
+        drawn, self.waiting = self.waiting, []
         while True:
-            for row in drawn:
-                name = self._encoded.examples[row].prompt_id
-                if len(taken) == count or name in out:
-                    self._waiting.append(row)
+            for prompt_id in drawn:
+                if len(taken) == count or prompt_id in out:
+                    self.waiting.append(prompt_id)
                 else:
-                    taken.append(row)
-                    out.add(name)
+                    taken.append(prompt_id)
+                    out.add(prompt_id)
             if len(taken) == count:
-                return select(self._encoded, taken)
+                return self.find(taken)
             drawn = self._draw()
 
+    def _draw(self) -> list[str]:
+        """The prompt_ids of the next batch of the epoch."""
+        order = np.random.default_rng([self._seed, self.epoch]).permutation(len(self._ids))
+        batch = order[self.step * self._size :][: self._size]
+        self.step += 1
+        if self.step == self.steps_per_epoch:
+            self.epoch, self.step = self.epoch + 1, 0
+        return [self._ids[row] for row in batch]
+
     def _check_count(self, count: int) -> None:
-        total = len(self._encoded.examples)
-        if count > total:
+        if count > len(self._ids):
             raise ValueError(
-                f"rollout.prompts_per_step + rollout.partial must be <= {total}, the number of "
-                f"training prompts, got {count}"
+                f"rollout.prompts_per_step + rollout.partial must be <= {len(self._ids)}, the "
+                f"number of training prompts, got {count}"
             )
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
@@ -108,11 +102,7 @@ class PromptStream(StatePart):
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
         """The prompts of these ids, in this order."""
-        return select(self._encoded, [self._rows[name] for name in prompt_ids])
-
-    @functools.cached_property
-    def _rows(self) -> dict[str, int]:
-        return {example.prompt_id: row for row, example in enumerate(self._encoded.examples)}
+        return select(self._encoded, [self._rows[prompt_id] for prompt_id in prompt_ids])
 
     @property
     def prompts_per_epoch(self) -> int:
@@ -122,7 +112,7 @@ class PromptStream(StatePart):
     def given(self) -> int:
         """Prompts given out since the run began, with repeats."""
         batches = self.epoch * self.steps_per_epoch + self.step
-        return batches * self._size - len(self._waiting)
+        return batches * self._size - len(self.waiting)
 
     def peek(self) -> Prompts:
         """What `next` will give, without going on."""
@@ -130,29 +120,23 @@ class PromptStream(StatePart):
 
     def host(self) -> dict[str, Any]:
         """What `restore` needs, for JSON."""
-        return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "waiting": [self._encoded.examples[row].prompt_id for row in self._waiting],
+        fixed = {
             "seed": self._seed,
             "prompts_per_step": self._size,
             "prompts": self._digest,
         }
+        return fixed | {name: copy.copy(getattr(self, name)) for name in self._place}
 
     def restore(self, host: Mapping[str, Any], arrays: Any = None) -> "PromptStream":
         """Goes on where `host` was taken. Raises ValueError if the order is another by now."""
-        self._check_same(host)
-        self.epoch, self.step = int(host["epoch"]), int(host["step"])
-        self._order = self._shuffle()
-        self._waiting = [self._rows[name] for name in host["waiting"]]
-        return self
-
-    def _check_same(self, state: Mapping[str, Any]) -> None:
         for name, now in self.host().items():
-            if name not in self._moving and state.get(name) != now:
+            if name in self._place:
+                setattr(self, name, host[name])
+            elif host.get(name) != now:
                 raise ValueError(
-                    f"data must be as in the checkpoint: {name} was {state.get(name)!r}, is {now!r}"
+                    f"data must be as in the checkpoint: {name} was {host.get(name)!r}, is {now!r}"
                 )
+        return self
 
 
 class Screened(PromptStream):
@@ -165,17 +149,17 @@ class _Chooser(PromptStream):
     """Prompts chosen anew each time from all that are not busy, with noise of their own."""
 
     foresees = False
-    _moving = ("draws", "taken")
-    _draws = _taken = 0
+    _place = ("draws", "taken")
+    draws = taken = 0
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
         """`count` prompts: none twice, none whose prompt_id is in `busy`."""
         out = {self._rows[name] for name in busy}
         self._check_count(count + len(out))
-        free = np.array([row for row in range(len(self._encoded.examples)) if row not in out])
-        rng = np.random.default_rng([self._seed, 1, self._draws])
+        free = np.array([row for row in range(len(self._ids)) if row not in out])
+        rng = np.random.default_rng([self._seed, 1, self.draws])
         chosen = free[self._choose(rng, free, count)]
-        self._draws, self._taken = self._draws + 1, self._taken + count
+        self.draws, self.taken = self.draws + 1, self.taken + count
         return select(self._encoded, chosen)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
@@ -184,16 +168,7 @@ class _Chooser(PromptStream):
 
     @property
     def given(self) -> int:
-        return self._taken
-
-    def host(self) -> dict[str, Any]:
-        kept = {k: v for k, v in super().host().items() if k not in PromptStream._moving}
-        return kept | {"draws": self._draws, "taken": self._taken}
-
-    def restore(self, host: Mapping[str, Any], arrays: Any = None) -> PromptStream:
-        self._check_same(host)
-        self._draws, self._taken = int(host["draws"]), int(host["taken"])
-        return self
+        return self.taken
 
 
 class ByPassRate(_Chooser):
@@ -208,39 +183,29 @@ class ByPassRate(_Chooser):
     so that old evidence fades. Worked: λ = 0.5, α = β = 1, rewards 1 1 0 1 give α = 4, β = 2.
     """
 
-    _moving = (*_Chooser._moving, "posterior")
+    _place = (*_Chooser._place, "posterior")
 
-    def __init__(self, encoded: EncodedDataset, *args: Any):
-        super().__init__(encoded, *args)
-        self._posterior = np.ones((len(encoded.examples), 2))
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.posterior: dict[str, list[float]] = {}  # prompt_id → [α, β], of those with evidence
+
+    def _of(self, prompt_id: str) -> list[float]:
+        return self.posterior.get(prompt_id, [1.0, 1.0])
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:
         size = min(max(round(self._settings.candidates * count), count), len(free))
         places = rng.choice(len(free), size, replace=False)
-        rates = rng.beta(*self._posterior[free[places]].T)
+        rates = rng.beta(*np.array([self._of(self._ids[row]) for row in free[places]]).T)
         return places[np.argsort(np.abs(rates - self._settings.target), kind="stable")[:count]]
 
     def observe(self, prompts: Prompts, rewards: np.ndarray) -> None:
         rewards = np.clip(rewards, 0, 1).astype(np.float64)
         decay = self._settings.decay
         for example, group in zip(prompts.examples, rewards, strict=True):
-            row = self._rows[base_id(example.prompt_id)]
+            prompt_id = base_id(example.prompt_id)
             evidence = np.array([group.sum(), (1 - group).sum()])
-            faded = decay * self._posterior[row] + (1 - decay)
-            self._posterior[row] = faded + evidence
-
-    def host(self) -> dict[str, Any]:
-        seen = np.flatnonzero((self._posterior != 1).any(axis=1)).tolist()
-        names = [self._encoded.examples[row].prompt_id for row in seen]
-        posterior = dict(zip(names, self._posterior[seen].tolist()))
-        return super().host() | {"posterior": posterior}
-
-    def restore(self, host: Mapping[str, Any], arrays: Any = None) -> PromptStream:
-        super().restore(host)
-        self._posterior[:] = 1
-        for name, numbers in host["posterior"].items():
-            self._posterior[self._rows[name]] = numbers
-        return self
+            faded = decay * np.array(self._of(prompt_id)) + (1 - decay)
+            self.posterior[prompt_id] = (faded + evidence).tolist()
 
 
 class EasyToHard(_Chooser):
