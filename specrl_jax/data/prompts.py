@@ -6,8 +6,8 @@ stored drafts and noise find it again after a restart, a reshuffle or a change o
 
 import dataclasses
 import hashlib
-import importlib
 import json
+import pkgutil
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,7 +66,7 @@ def _example_maker(data: Any) -> Callable[[dict], Example]:
     # Only the last part of a path: an id must not depend on where the data lies.
     task = Path(data.name or data.path).name.split(":")[0]
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
-    render = _load_function(data.render) if data.render else None
+    render = _load_render(data.render) if data.render else None
 
     def make(row: dict) -> Example:
         if render is not None:
@@ -79,10 +79,9 @@ def _example_maker(data: Any) -> Callable[[dict], Example]:
     return make
 
 
-def _load_function(name: str) -> Callable:
-    module, _, function = name.partition(":")
+def _load_render(name: str) -> Callable:
     try:
-        return getattr(importlib.import_module(module), function)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"data.render must be 'module:function', got {name!r}: {error}") from error
 

@@ -5,7 +5,6 @@ hub are downloaded. Raises ValueError in one line where files or a split are mis
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -126,7 +125,7 @@ def _read_hf(data: Any, split: str) -> Rows:
 
     where = data.path or data.name
     if not Path(where).expanduser().is_dir():
-        return _read_hub(where, split, _options(data))
+        return _read_hub(where, split, data.options.to_dict())
     root = Path(where).expanduser()
     if not (root / "dataset_dict.json").is_file() and not _is_one_split(root):
         return _read_parquet(_files(where, split, ".parquet"))
@@ -163,25 +162,18 @@ def _read_hub(name: str, split: str, options: dict) -> Rows:
 def _read_tfds(data: Any, split: str) -> Rows:
     """TFDS without TensorFlow and without the network, through `tfds.data_source`.
 
-    data.path is a directory of JSONL files, which are built once into a cache under a hash of their
-    content; or a prepared TFDS data directory; or "" for TFDS's own data directory.
+    data.path is a prepared TFDS data directory; or a directory of JSONL files, which are read as
+    they are; or "" for TFDS's own data directory.
     """
     import tensorflow_datasets as tfds
 
-    name = data.name.split(":")[0].split("/")[0]
     root = Path(data.path).expanduser()
-    if not data.path:
-        full_name, data_dir = data.name, None
-    elif any((root / name).rglob("dataset_info.json")):
-        full_name, data_dir = data.name, str(root)
-    else:
-        rows = _read_jsonl(_files(data.path, split, ".jsonl"))
-        if not rows:  # TFDS builds no split of nothing
-            return []
-        full_name = name
-        data_dir, split = _build_tfds(name, rows, split)
+    name = data.name.partition(":")[0].partition("/")[0]  # without configuration and version
+    if data.path and not any((root / name).rglob("dataset_info.json")):
+        return _read_jsonl(_files(data.path, split, ".jsonl"))
+    data_dir = str(root) if data.path else None
     try:
-        rows = tfds.data_source(full_name, split=split, data_dir=data_dir, download=False)
+        rows = tfds.data_source(data.name, split=split, data_dir=data_dir, download=False)
     except (tfds.core.DatasetNotFoundError, AssertionError, KeyError, NotImplementedError):
         raise ValueError(
             f"data.name {data.name!r} must be prepared as array_record in data.path or in "
@@ -192,49 +184,8 @@ def _read_tfds(data: Any, split: str) -> Rows:
     return [{key: _text(value) for key, value in row.items()} for row in rows]
 
 
-def _build_tfds(name: str, rows: Rows, split: str) -> tuple[str, str]:
-    """(data_dir, split) of rows as a TFDS dataset in the cache, written if it is not there."""
-    import tensorflow_datasets as tfds
-
-    split = split or "train"
-    digest = hashlib.blake2b(json.dumps([split, rows]).encode(), digest_size=8).hexdigest()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    data_dir = home / "specrl_jax" / "tfds" / digest
-    text = tfds.features.Text()
-    keys = sorted({key for row in rows for key in row})
-
-    class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def _info(self):
-            features = tfds.features.FeaturesDict(dict.fromkeys(keys, text))
-            # The order of the file: the held-out problems are the last ones in every format.
-            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-        def _split_generators(self, dl_manager):
-            del dl_manager
-            return {split: self._generate_examples()}
-
-        def _generate_examples(self):
-            for i, row in enumerate(rows):
-                yield i, {key: _plain(row.get(key)) for key in keys}
-
-    _Builder.name = name
-    tfds.disable_progress_bar()
-    _Builder(data_dir=str(data_dir), file_format="array_record").download_and_prepare()
-    return str(data_dir), split
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
-
-
 def _text(value: Any) -> Any:
     return value.decode("utf-8") if isinstance(value, bytes) else value
-
-
-def _options(data: Any) -> dict:
-    return data.options.to_dict() if hasattr(data.options, "to_dict") else dict(data.options)
 
 
 def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
@@ -242,7 +193,9 @@ def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
 
     # Item i is drawn with seed + i: a second dataset under a nearby seed would repeat the first.
     try:
-        task = reasoning_gym.create_dataset(data.name, seed=seed, size=stop, **_options(data))
+        task = reasoning_gym.create_dataset(
+            data.name, seed=seed, size=stop, **data.options.to_dict()
+        )
     except (ValueError, TypeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"data.name {data.name!r} with data.options: {reason}") from error
@@ -251,7 +204,7 @@ def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
 
 def _read_guess(data: Any, split: str) -> Rows:
     """Problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
-    options = {"low": 0, "high": 9} | _options(data)
+    options = {"low": 0, "high": 9} | data.options.to_dict()
     low, high = options["low"], options["high"]
     if not 0 <= low < high:
         raise ValueError(f"data.options must have 0 <= low < high for guess, got {low} and {high}")

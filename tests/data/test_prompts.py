@@ -254,12 +254,6 @@ def test_nothing_left_to_encode():
         encoded_set(0)
 
 
-def test_select_takes_rows_in_order():
-    batch = select(encoded_set(5), [4, 1])
-    assert [e.prompt for e in batch.examples] == ["4>", "1>"]
-    np.testing.assert_array_equal(batch.tokens[:, :2], [[6, 14], [3, 14]])
-
-
 def prompts_of(batch):
     return [e.prompt for e in batch.examples]
 

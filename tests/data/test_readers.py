@@ -8,8 +8,7 @@ from specrl_jax.data.readers import read_any
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _no_tfds_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
 
 
@@ -46,29 +45,49 @@ def as_hf_parquet(folder):
     return {**as_parquet(folder), "source": "hf"}
 
 
-def as_tfds(folder):
-    pytest.importorskip("tensorflow_datasets")
+def as_tfds_jsonl(folder):
     return {**as_jsonl(folder), "source": "tfds"}
 
 
+def as_tfds(folder):
+    """Prepared, as TFDS's own command leaves it."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    texts = tfds.features.FeaturesDict(dict.fromkeys(ROWS[0], tfds.features.Text()))
+
+    class Doubles(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            return tfds.core.DatasetInfo(builder=self, features=texts, disable_shuffling=True)
+
+        def _split_generators(self, dl_manager):
+            return {"train": enumerate(ROWS)}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    tfds.disable_progress_bar()
+    Doubles(data_dir=str(folder), file_format="array_record").download_and_prepare()
+    return {"source": "tfds", "path": str(folder)}
+
+
 @pytest.mark.parametrize(
-    "make", [as_jsonl, as_parquet, as_hf, as_one_hf_split, as_hf_parquet, as_tfds]
+    "make",
+    [as_jsonl, as_parquet, as_hf, as_one_hf_split, as_hf_parquet, as_tfds_jsonl, as_tfds],
 )
 def test_formats_agree(tmp_path, make):
-    settings = make(tmp_path)
-    for _ in range(2):  # the second time TFDS reads what the first one built
-        data = load_examples(config(**settings))
-        assert [e.answer for e in data.train] == ["14", "1600", "18", "2468"]
-        assert [e.answer for e in data.eval] == ["10", "12"]
-        assert data.train[3].prompt == "How much is 1234 and 1234?"
-        # The ids do not depend on format, directory or the other fields.
-        expected = make_example("How much is 7 and 7?", "14", "doubles", {})
-        assert data.train[0].prompt_id == expected.prompt_id
-        assert data.train[0].metadata["answer"] == "Twice 7.\n#### 14"
-        assert data.duplicates == 0
+    data = load_examples(config(**make(tmp_path)))
+    assert [e.answer for e in data.train] == ["14", "1600", "18", "2468"]
+    assert [e.answer for e in data.eval] == ["10", "12"]
+    assert data.train[3].prompt == "How much is 1234 and 1234?"
+    # The ids do not depend on format, directory or the other fields.
+    expected = make_example("How much is 7 and 7?", "14", "doubles", {})
+    assert data.train[0].prompt_id == expected.prompt_id
+    assert data.train[0].metadata["answer"] == "Twice 7.\n#### 14"
+    assert data.duplicates == 0
 
 
-@pytest.mark.parametrize("make", [as_jsonl, as_tfds])
+@pytest.mark.parametrize("make", [as_jsonl, as_tfds_jsonl])
 def test_a_split_without_rows_is_one_line(tmp_path, make):
     settings = make(tmp_path)
     (tmp_path / "test.jsonl").write_text("\n")
@@ -79,18 +98,9 @@ def test_a_split_without_rows_is_one_line(tmp_path, make):
         load_examples(config(**settings))
 
 
-def test_tfds_reads_a_prepared_directory(tmp_path):
-    pytest.importorskip("tensorflow_datasets")
-    load_examples(config(**as_tfds(tmp_path)))
-    (prepared,) = (tmp_path / "cache" / "specrl_jax" / "tfds").iterdir()
-    data = load_examples(config("tfds", path=str(prepared)))
-    assert [e.answer for e in data.eval] == ["10", "12"]
+def test_tfds_has_no_other_split_and_never_downloads(tmp_path):
     with pytest.raises(ValueError, match=r"^data\.split must exist, got 'foo': .*'train'"):
-        load_examples(config("tfds", path=str(prepared), split="foo"))
-
-
-def test_tfds_never_downloads():
-    pytest.importorskip("tensorflow_datasets")
+        load_examples(config(**as_tfds(tmp_path), split="foo"))
     for name in ("gsm8k", "ag_news_subset"):  # without and with a builder that TFDS knows
         with pytest.raises(ValueError, match=rf"^data\.name '{name}' must be prepared"):
             load_examples(config("tfds", name=name))
