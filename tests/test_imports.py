@@ -25,7 +25,7 @@ ALLOWED = {
     "algorithms/losses": PURE,
     "algorithms/advantages": PURE,
     "algorithms": {"models", "packing", "sharding", "types"},
-    "data": {"types"},
+    "data": {"models/sources", "types"},
     "models": {"sharding"},
     "rewards": {"types"},
     "rollout": {"data/prompts", "models", "packing", "sharding", "types"},

