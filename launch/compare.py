@@ -15,7 +15,6 @@ all.
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from specrl_jax import cli
@@ -79,10 +78,7 @@ def main() -> None:
     seeds = _seeds(args)
     _check_distinct("--seeds", seeds)
     runs = compare.training_runs(cases, seeds, args.workdir, rest)
-    try:
-        compare.train_all(runs, lambda line: print(line, file=sys.stderr, flush=True))
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    compare.train_all(runs)
     figures = compare.compare(runs, args.target)
     (args.workdir / "compare.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(compare.table(heading, figures))

@@ -99,11 +99,13 @@ def serve(
     except BaseException as error:
         return _failure(error).send(conn)
     Result().send(conn)
-    limit = memory_mib << 20
+    limit, pid = memory_mib << 20, os.getpid()
     full = _virtual_bytes() + limit
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
             result = _within(limit, score, conn.recv())
+            if os.getpid() != pid:  # the answer has forked: only this process reports
+                os._exit(0)
             # The limit counts from what is in use: caches that only grow, as sympy's, do not starve
             # later answers. A process that has grown by the limit is replaced.
             result._replace(retire=_virtual_bytes() > full).send(conn)

@@ -8,7 +8,7 @@ import dataclasses
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,8 @@ def training_runs(
     return runs
 
 
-def train_all(runs: Iterable[TrainingRun], log: Callable[[str], None]) -> None:
-    """Train every run to its end, one after another. Raises RuntimeError where one fails."""
+def train_all(runs: Iterable[TrainingRun]) -> None:
+    """Train every run to its end, one after another. Raises ValueError where one fails."""
     for run in runs:
         run.workdir.mkdir(parents=True, exist_ok=True)
         output = run.workdir / "output.txt"
@@ -85,17 +85,16 @@ def train_all(runs: Iterable[TrainingRun], log: Callable[[str], None]) -> None:
                 process.wait()
                 raise
         if code:
-            raise RuntimeError(
+            raise ValueError(
                 f"{run.workdir.name} ended with {code}: {_last_line(output)}; see {output}"
             )
-        log(f"{run.workdir.name}: done")
+        print(f"{run.workdir.name}: done", file=sys.stderr, flush=True)
 
 
 def _last_line(path: Path) -> str:
     """The last line of a program's output."""
-    lines = path.read_text(errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-    return last.strip().removeprefix("error: ")
+    lines = path.read_text(errors="replace").strip().split("\n")
+    return lines[-1].strip().removeprefix("error: ") or "it said nothing"
 
 
 # Figures -------------------------------------------------------------------------------------
@@ -150,8 +149,8 @@ def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
         )
         for key in (key for key in mine_all if key in theirs_all):
             mine, theirs = mine_all[key], theirs_all[key]
-            same = [a == b for a, b in zip(mine, theirs)]
             if mine != theirs:
+                same = [a == b for a, b in zip(mine, theirs)]
                 return step, compared + [*same, False].index(False)
             compared += len(mine)
     return None, compared

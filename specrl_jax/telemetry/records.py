@@ -121,7 +121,7 @@ class RolloutRecords:
         decode: Callable[[list[int]], str],
         eos_ids: Sequence[int],
     ):
-        self.active = share > 0  # False: `write` ignores its arguments
+        self.active = share > 0  # False: there is nothing to write
         self._workdir, self._share = Path(workdir), share
         self._decode, self._eos_ids = decode, eos_ids
 
@@ -160,8 +160,6 @@ class RolloutRecords:
 
         Raises OSError if the file cannot be written.
         """
-        if not self.active:
-            return
         group_size = len(rollout.lens) // len(prompts.examples)
         lines = []
         # In a group that is rolled out in parts, "ID+4" are the responses to ID from number 4 on.

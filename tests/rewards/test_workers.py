@@ -58,7 +58,7 @@ def test_a_hostile_answer_costs_only_its_own_reward():
         responses += ["x" * (i + 1), text, "y" * (20 + i)]
     with RewardPool("user_scorers:odd", **LIMITS) as pool:
         scores = score(pool, responses)
-        again = score(pool, ["a", "bb", "ccc"])
+        again = score(pool, ["fork", "bb", "ccc"])
     want = [0.0 if text in HOSTILE else len(text) for text in responses]
     np.testing.assert_array_equal(scores.rewards, np.array(want, np.float32))
     assert scores.rewards.dtype == np.float32
@@ -66,7 +66,7 @@ def test_a_hostile_answer_costs_only_its_own_reward():
     for text, reason in zip(responses, scores.reasons):
         assert reason.startswith(HOSTILE.get(text, "")), (text, reason)
         assert bool(reason) == (text in HOSTILE)
-    np.testing.assert_array_equal(again.rewards, [1, 2, 3])
+    np.testing.assert_array_equal(again.rewards, [4, 2, 3])
     assert not again.failed.any()
 
 
@@ -236,32 +236,25 @@ def test_math_through_the_pool():
     assert bad.reasons[0].startswith("ValueError: reward.name = math cannot read the reference")
 
 
-def test_reasoning_gym_scores_and_survives_what_its_scorers_evaluate():
+def test_reasoning_gym_survives_what_its_scorers_evaluate():
     reasoning_gym = pytest.importorskip("reasoning_gym")
-    rows = []  # task, response, item, lowest and highest score
-    for task in ("number_sorting", "chain_sum"):
-        for item in reasoning_gym.create_dataset(task, size=3, seed=1):
-            rows.append((task, item["answer"], item, 1.0, 1.0))
-            rows.append((task, "[1]", item, 0.0, 0.02))
-            rows.append((task, f"it is {item['answer']}", item, 0.0, 0.9))  # partial credit
-    game = reasoning_gym.create_dataset("puzzle24", size=1, seed=1)[0]
-    rows.insert(1, ("puzzle24", "9**9**9", game, 0.0, 0.0))
-    rows.append(("puzzle24", game["answer"], game, 1.0, 1.0))
-    count = reasoning_gym.create_dataset("countdown", size=1, seed=1)[0]
-    rows.append(("countdown", count["answer"], count, 1.0, 1.0))
-    rows.append(("countdown", "9**9**9", count, 0.0, 0.0))
-    rows.append(("no_such_task", "1", count, 0.0, 0.0))
+    items = {task: reasoning_gym.create_dataset(task, size=1, seed=1)[0]
+             for task in ("chain_sum", "puzzle24", "countdown")}  # fmt: skip
+    rows = []  # task, response, item
+    for task, item in items.items():
+        rows += [(task, item["answer"], item), (task, f"it is {item['answer']}", item)]
+        rows.append((task, "9**9**9", item))
+    rows.append(("no_such_task", "1", items["countdown"]))
     with RewardPool("reasoning_gym", **LIMITS) as pool:
         got = score(
             pool,
-            [response for _, response, *_ in rows],
-            [item["answer"] for _, _, item, *_ in rows],
+            [response for _, response, _ in rows],
+            [item["answer"] for *_, item in rows],
             [task for task, *_ in rows],
-            [item["metadata"] for _, _, item, *_ in rows],
+            [item["metadata"] for *_, item in rows],
         )
-    for row, reward in zip(rows, got.rewards):
-        assert row[3] <= reward <= row[4], row
-    partial = got.rewards[[row[1].startswith("it is") for row in rows]]
-    assert ((partial > 0) & (partial < 1)).any()
-    fails = [row[1] == "9**9**9" or row[0] == "no_such_task" for row in rows]
-    np.testing.assert_array_equal(got.failed, fails)
+    right, partial, hostile = got.rewards[:-1].reshape(3, 3).T
+    np.testing.assert_array_equal(right, 1)
+    assert 0 < partial[0] < 1  # credit for a sum within a sentence
+    np.testing.assert_array_equal(hostile, 0)
+    assert got.failed.tolist() == [False] * 3 + [False, False, True] * 2 + [True]

@@ -23,6 +23,8 @@ def odd(response, answer, task, metadata):
             blocks.append(b"x" * (1 << 20))
     if response == "raise":
         raise KeyError("no such thing")
+    if response == "fork":
+        os.fork()
     if response == "exit":
         os._exit(3)
     if response == "sys.exit":

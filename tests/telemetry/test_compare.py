@@ -105,7 +105,7 @@ def test_a_figure_that_only_some_runs_have():
     by_case = {"no": {"0": {"row steps": 5}, "1": {"row steps": None}},
                "yes": {"0": {"held-out reward": 0.5, "row steps": 6}}}  # fmt: skip
     lines = [line.split() for line in compare.table("evaluate", by_case).splitlines()]
-    assert lines == [["evaluate", "no", "yes"], ["row", "steps", *"1 of 2 runs".split(), "6"],
+    assert lines == [["evaluate", "no", "yes"], ["row", "steps", "1", "of", "2", "runs", "6"],
                      ["held-out", "reward", "-", "0.500"]]  # fmt: skip
 
 
@@ -148,14 +148,11 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
             ["--vary=a.b=1", "--config.seed=3"],
             "--config.seed must not be given; give --seeds instead",
         ),
+        ([], "give either --vary or --case"),
+        (["--config=", "--vary=a.b=1"], "--vary needs --config=FILE[:PRESET]"),
         (
             ["--case=a b: c.d=1", "--case=a_b: c.d=2"],
             "--case must not name anything twice, got ['a_b', 'a_b']",
-        ),
-        ([], "give either --vary or --case"),
-        (
-            ["--case=a: b.c=1", "--case=a: b.c=2"],
-            "--case must not name anything twice, got ['a', 'a']",
         ),
     ],
 )
@@ -172,8 +169,3 @@ def test_a_run_that_fails_is_named_with_its_own_message(tmp_path):
     output = tmp_path / "a,seed=0" / "output.txt"
     assert done.returncode != 0
     assert done.stderr == f"error: a,seed=0 ended with 2: {said}; see {output}\n"
-
-
-def test_values_of_a_field_need_a_configuration():
-    done = launch("--vary=a.b=1")
-    assert (done.returncode, done.stderr) == (2, "error: --vary needs --config=FILE[:PRESET]\n")

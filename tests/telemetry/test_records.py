@@ -202,15 +202,14 @@ def test_unusual_text_comes_back(tmp_path, text):
     assert content.endswith(b"}\n")
 
 
-def test_off_writes_nothing_and_reads_nothing(tmp_path):
+# Resume -------------------------------------------------------------------------------------
+
+
+def test_a_new_run_without_records_has_no_folder(tmp_path):
     out = open_records(tmp_path, share=0)
     assert not out.active
-    write(out, prompts=None, rollout=None)
     out.restore(-1)
     assert list(tmp_path.iterdir()) == []
-
-
-# Resume -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [1.0, 0])

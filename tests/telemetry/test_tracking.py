@@ -30,9 +30,8 @@ def test_auto_is_offline_unless_logged_in(logged_out, monkeypatch):
     assert resolve_wandb_mode("auto") == "off"
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert resolve_wandb_mode("auto") == "offline"
-
-
-def test_a_key_in_the_environment_is_a_login(logged_out, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    logged_out.unlink()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert resolve_wandb_mode("auto") == "online"
 
