@@ -70,8 +70,8 @@ class RewardPool(contextlib.AbstractContextManager):
         worker_process.load(name, extract, environment)  # a mistake is raised here
         # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
         # it may backtrack for ever.
-        self._inline = name == "exact" and not extract and not environment
-        count = 0 if self._inline else int(workers) or min(os.cpu_count() or 1, 16)
+        inline = name == "exact" and not extract and not environment
+        count = 0 if inline else int(workers) or min(os.cpu_count() or 1, 16)
         arguments = (name, extract, environment, int(memory_mib))
         self._workers = [_Worker(arguments, float(timeout)) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -104,10 +104,10 @@ class RewardPool(contextlib.AbstractContextManager):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            if self._inline:
-                results = [Result(score_exact(*item)) for item in items]
-            else:
+            if self._workers:
                 results = self._run(items)
+            else:
+                results = [Result(score_exact(*item)) for item in items]
         scores = np.array([result.score for result in results], np.float32)
         failed = np.array([result.failed for result in results], np.bool_)
         if self._threshold > 0:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # Heading, metric, width, format. A step without the metric shows "-".
 _COLUMNS = (
@@ -16,24 +16,6 @@ _COLUMNS = (
     ("decode", "time/decode", 8, "{:.2f}s"),
     ("update", "time/update", 7, "{:.2f}s"),
 )
-
-
-def format_header(total_steps: int) -> str:
-    """The heading over `format_line`'s columns."""
-    steps = f"{'step':>{2 * len(str(total_steps)) + 1}} {'epoch':>5}"
-    return steps + "".join(f"{name:>{width + 1}}" for name, _, width, _ in _COLUMNS) + "     left"
-
-
-def format_line(
-    step: int, total_steps: int, epoch: int, values: Mapping[str, float], seconds_left: float | None
-) -> str:
-    """A step as one aligned line of at most 100 columns."""
-    digits = len(str(total_steps))
-    line = f"{step:>{digits}}/{total_steps} {epoch:>5}"
-    for _, name, width, style in _COLUMNS:
-        cell = style.format(values[name]) if name in values else "-"
-        line += f"{cell:>{width + 1}}"
-    return line + f"{format_duration(seconds_left):>9}"
 
 
 def format_duration(seconds: float | None) -> str:
@@ -65,14 +47,16 @@ class Console:
 
     def show(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         self._times.append(time.monotonic())
-        seconds_left = self._seconds_left(step, values)
+        left = format_duration(self._seconds_left(step, values))
         if self._lines % 20 == 0:
-            self._print(format_header(self._total))
+            self._print("step", "epoch", [heading for heading, *_ in _COLUMNS], "left")
         self._lines += 1
-        self._print(format_line(step, self._total, epoch, values, seconds_left))
+        cells = [
+            style.format(values[name]) if name in values else "-" for _, name, _, style in _COLUMNS
+        ]
+        self._print(f"{step}/{self._total}", epoch, cells, left)
         if self._progress is not None:
-            text = f"{format_duration(seconds_left)} left"
-            self._progress.update(self._task, completed=step, description=text)
+            self._progress.update(self._task, completed=step, description=f"{left} left")
 
     def _seconds_left(self, step: int, values: Mapping[str, float]) -> float | None:
         """From the last 20 steps of this process: earlier ones compiled or ran before a resume."""
@@ -82,7 +66,12 @@ class Console:
             step_seconds = values.get("time/step", math.nan)
         return max(self._total - step, 0) * step_seconds if step > 0 else None
 
-    def _print(self, line: str) -> None:
+    def _print(self, step: str, epoch: int | str, cells: Sequence[str], left: str) -> None:
+        """An aligned line of at most 100 columns."""
+        line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
+        for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
+            line += f"{cell:>{width + 1}}"
+        line += f"{left:>9}"
         if self._progress is None:
             print(line, flush=True)
         else:

@@ -277,12 +277,8 @@ class MetricsLog(contextlib.AbstractContextManager):
         self._console.show(step, epoch, scalars)
         self._wandb.log(step, epoch, scalars)
 
-    def close(self) -> None:
-        """Ends the progress bar and the wandb run. Nothing can be written after it."""
+    def __exit__(self, *_: object) -> None:
         self._console.close()
         self._wandb.close()
         with contextlib.suppress(OSError):  # `write` reported a full disk
             self._file.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -48,7 +48,6 @@ FIELDS = {
 }
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
-KINDS = ("step", "eval")
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
 _LOGPROB_DECIMALS, _REWARD_DECIMALS = 4, 6
 
@@ -79,7 +78,7 @@ def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
 
 
 def rollouts_path(workdir: str | os.PathLike, step: int, kind: str = "step") -> Path:
-    """The file of a step, also where it does not exist; kind: one of `KINDS`."""
+    """The file of a step, also where it does not exist; kind: "step" or "eval"."""
     return Path(workdir) / FOLDER / f"{kind}_{int(step)}.jsonl"
 
 
@@ -131,12 +130,11 @@ class RolloutRecords:
         Call it before the first `write`, also where the share is 0: with the restored checkpoint's
         step, or -1 in a new run.
         """
-        for path in (self._workdir / FOLDER).glob("*.jsonl.tmp"):
-            path.unlink(missing_ok=True)
-        for kind in KINDS:
-            for recorded in reversed(recorded_steps(self._workdir, kind)):
-                if recorded > step:  # newest first: a kill in between leaves no gap
-                    rollouts_path(self._workdir, recorded, kind).unlink(missing_ok=True)
+        for path in (self._workdir / FOLDER).glob("*.jsonl*"):
+            unfinished = path.suffix == ".tmp"
+            match = _NAME.fullmatch(path.stem if unfinished else path.name)
+            if match and (unfinished or int(match[1]) > step):
+                path.unlink(missing_ok=True)
 
     def write(
         self,
@@ -156,7 +154,7 @@ class RolloutRecords:
             lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
         rewards: float32 [B].
         failed: bool [B], answers that hit a scoring limit or raised.
-        kind: One of `KINDS`.
+        kind: "step" or "eval".
 
         Raises OSError if the file cannot be written.
         """

@@ -199,6 +199,7 @@ PLOTS: dict[str, Callable[[Any, Sequence[Record]], None]] = {
     "full_reuse": _draw_full_reuse,
     "tokens": _draw_tokens,
 }
+_OVERVIEW = [["reward", "reward"], ["rollout_seconds", "prefix_len"], ["full_reuse", "tokens"]]
 
 
 def draw(ax: Any, name: str, records: Sequence[Record]) -> None:
@@ -264,7 +265,7 @@ def write_plots(records: Sequence[Record], workdir: str | os.PathLike) -> list[P
     folder = Path(workdir) / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     overview = Figure(figsize=(11, 9.5), dpi=110, layout="constrained")
-    all_axes = overview.subplot_mosaic([["reward", "reward"], *_pairs(list(PLOTS)[1:])])
+    all_axes = overview.subplot_mosaic(_OVERVIEW)
     for name, ax in all_axes.items():
         draw(ax, name, records)
     files = [folder / "overview.png"]
@@ -275,7 +276,3 @@ def write_plots(records: Sequence[Record], workdir: str | os.PathLike) -> list[P
         files.append(folder / f"{name}.png")
         figure.savefig(files[-1])
     return files
-
-
-def _pairs(names: list[str]) -> list[list[str]]:
-    return [names[i : i + 2] for i in range(0, len(names), 2)]
