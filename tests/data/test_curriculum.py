@@ -25,27 +25,13 @@ def ids_of(batch):
     return [example.prompt_id for example in batch.examples]
 
 
-def test_each_epoch_visits_each_prompt_at_most_once():
-    encoded = encoded_set(11)
-    stream = PromptStream(encoded, 3, seed=5)
+def test_an_epoch_is_its_own_order_of_all_prompts_but_the_leftover():
+    stream = PromptStream(encoded_set(11), 3, seed=5)
     assert (stream.steps_per_epoch, stream.leftover) == (3, 2)
-    epochs = []
-    for epoch in range(6):
+    for epoch in range(4):
         assert (stream.epoch, stream.step) == (epoch, 0)
-        epochs.append([p for _ in range(3) for p in prompts_of(stream.next())])
-        assert len(set(epochs[-1])) == 9
-    assert set().union(*epochs) == {e.prompt for e in encoded.examples}
-    assert len({tuple(epoch) for epoch in epochs}) == 6  # another order each time
-
-
-def test_order_is_a_function_of_seed_and_epoch():
-    encoded = encoded_set(11)
-    stream = PromptStream(encoded, 11, seed=5)
-    for epoch in range(3):
-        order = np.random.default_rng([5, epoch]).permutation(11)
-        assert prompts_of(stream.next()) == [f"{i}>" for i in order]
-    other = PromptStream(encoded, 11, seed=6)
-    assert prompts_of(other.next()) != prompts_of(PromptStream(encoded, 11, seed=5).next())
+        order = np.random.default_rng([5, epoch]).permutation(11)[:9]
+        assert [p for _ in range(3) for p in prompts_of(stream.next())] == [f"{i}>" for i in order]
 
 
 @pytest.mark.parametrize("name", ["uniform", "mopps", "easy_to_hard"])
@@ -116,13 +102,6 @@ def test_prompts_are_found_by_id():
     assert stream.find([]).tokens.shape == (0, 6)
 
 
-def test_more_prompts_in_flight_than_there_are():
-    stream = PromptStream(encoded_set(5), 3, seed=0)
-    message = r"^rollout.prompts_per_step \+ rollout.partial must be <= 5, .* got 6$"
-    with pytest.raises(ValueError, match=message):
-        stream.take(4, busy=["a", "b"])
-
-
 @pytest.mark.parametrize(
     ("total", "size", "seed", "name"),
     [(12, 3, 5, "prompts"), (11, 2, 5, "prompts_per_step"), (11, 3, 6, "seed")],
@@ -145,7 +124,7 @@ def test_stream_needs_enough_prompts(size):
 # --- prompts chosen anew --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mopps", "easy_to_hard"])
+@pytest.mark.parametrize("name", ["uniform", "mopps", "easy_to_hard"])
 def test_a_batch_has_no_prompt_twice_and_none_that_is_busy(name):
     stream, busy = stream_of(name, encoded_set(12)), []
     for _ in range(8):

@@ -178,24 +178,12 @@ def test_reasoning_gym_unknown_task_or_option():
         load_examples(gym(options={"digits": 3}))
 
 
-def test_sorting_in_few_characters():
-    pytest.importorskip("reasoning_gym")
-    data = load_examples(gym())
-    directions = set()
-    for example in data.train + data.eval:
-        assert re.fullmatch(r"\d( \d){2,5}[<>]", example.prompt)
-        numbers = [int(n) for n in example.prompt[:-1].split()]
-        ordered = sorted(numbers, reverse=example.prompt[-1] == "<")
-        assert example.answer == " ".join(map(str, ordered))
-        directions.add(example.prompt[-1])
-    assert directions == {"<", ">"}
-    assert len({e.prompt_id for e in data.train + data.eval}) == len(data.train) + len(data.eval)
-
-
 def test_sorting_worked_row():
     task = {"direction": "ascending", "original_numbers": ["3.0", "8", "1", "12.0"]}
     task["sorted_numbers"] = ["1", "3.0", "8", "12.0"]
     assert render_number_sorting({"metadata": task}) == ("3 8 1 12>", "1 3 8 12")
+    task |= {"direction": "descending", "sorted_numbers": ["12.0", "8", "3.0", "1"]}
+    assert render_number_sorting({"metadata": task}) == ("3 8 1 12<", "12 8 3 1")
     for bad in ("-3.0", "2.5"):
         with pytest.raises(ValueError, match=rf"^data\.options must give whole.*got {bad}"):
             render_number_sorting({"metadata": {**task, "original_numbers": [bad]}})

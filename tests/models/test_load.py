@@ -93,13 +93,10 @@ def test_what_does_not_fit_is_one_line(directory, make_mesh):
         pytest.raises(ValueError, match=r"^model.num_heads=4 is split over mesh.tensor=8 and must"),
     ):
         load_policy(_config(path), VOCAB_SIZE)
-    with pytest.raises(ValueError, match=r"^model.source must be an existing [^\n]*nowhere'$"):
-        load_policy(_config("./nowhere"), VOCAB_SIZE)
-
-
-def test_a_mesh_that_cannot_cut_a_policy_from_nothing(make_mesh):
     with (
         jax.set_mesh(make_mesh(1, 8, 1)),
         pytest.raises(ValueError, match=r"^model.embed_dim=20 is split over mesh.fsdp=8 [^\n]*$"),
     ):
         load_policy(small_runs.small_config({"model.embed_dim": 20}), VOCAB_SIZE)
+    with pytest.raises(ValueError, match=r"^model.source must be an existing [^\n]*nowhere'$"):
+        load_policy(_config("./nowhere"), VOCAB_SIZE)

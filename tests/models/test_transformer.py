@@ -71,19 +71,6 @@ def test_shapes_and_specs(mesh, name):
     assert ranks == jax.tree.map(len, shapes, is_leaf=is_leaf)
 
 
-def test_the_switches_decide_which_parameters_there_are():
-    def names(**changes) -> set[str]:
-        shapes = transformer.param_shapes(BASE.replace(**changes))
-        return set(shapes) | set(shapes["layers"])
-
-    plain = names()
-    assert names(tie_embeddings=False) - plain == {"lm_head"}
-    assert names(qk_norm=True) - plain == {"q_norm", "k_norm"}
-    assert names(attention_bias=True) - plain == {"q_bias", "k_bias", "v_bias"}
-    assert names(output_bias=True) - plain == {"o_bias"}
-    assert names(mlp_bias=True) - plain == {"gate_bias", "up_bias", "down_bias"}
-
-
 def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
     config, trees = FAMILIES["qwen2"].replace(num_layers=1), []
     for shape in ((1, 1, 1), (1, 4, 2)):

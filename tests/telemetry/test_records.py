@@ -184,12 +184,10 @@ def test_what_is_not_finite_is_null(tmp_path):
     "text",
     [
         "two\nlines\r\nand\ta tab\x00",
-        "naïve 你好 π/π_old",
         "emoji 👩‍👩‍👧 and half a character \ufffd",
         "separators \u2028 \u2029 \x85 \x0b \x0c \x1e",
         "a lone surrogate \ud83d",
         'quotes " and \\ and </script>{"step": 1}',
-        "",
     ],
 )
 def test_unusual_text_comes_back(tmp_path, text):
