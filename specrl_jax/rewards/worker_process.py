@@ -1,7 +1,7 @@
 """What runs in a reward worker: it scores what it is sent, within limits of memory.
 
-Takes a scorer or an environment by name; reads (response, answer, task, metadata) from a pipe and
-writes a `Result` for each. `workers` is the other end. No JAX.
+Takes a scorer or an environment by name; reads chunks of (response, answer, task, metadata) from a
+pipe and writes a `Result` for each. `workers` is the other end. No JAX.
 """
 
 import collections
@@ -31,8 +31,8 @@ class Result(NamedTuple):
 
     score: float = 0.0
     done: bool = True
-    failed: bool = False
-    text: str = ""  # the observation, or why it failed
+    observation: str = ""
+    failure: str = ""  # why there is no score
     retire: bool = False  # the worker must be replaced
 
     def send(self, conn: Connection) -> None:
@@ -52,7 +52,7 @@ def load(name: str, extract: str, environment: str) -> Callable[..., Result]:
 
         def step(responses: Sequence[str], *problem) -> Result:
             last = play(make, responses, *problem)
-            return Result(float(last.reward), bool(last.done), text=last.observation)
+            return Result(float(last.reward), bool(last.done), last.observation)
 
         return step
     scorer, pattern = load_scorer(name), _compile_extract(extract)
@@ -103,12 +103,13 @@ def serve(
     full = _virtual_bytes() + limit
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
-            result = _within(limit, score, conn.recv())
-            if os.getpid() != pid:  # the answer has forked: only this process reports
-                os._exit(0)
-            # The limit counts from what is in use: caches that only grow, as sympy's, do not starve
-            # later answers. A process that has grown by the limit is replaced.
-            result._replace(retire=_virtual_bytes() > full).send(conn)
+            for item in conn.recv():
+                result = _within(limit, score, item)
+                if os.getpid() != pid:  # the answer has forked: only this process reports
+                    os._exit(0)
+                # The limit counts from what is in use: caches that only grow, as sympy's, do not
+                # starve later answers. A process that has grown by the limit is replaced.
+                result._replace(retire=_virtual_bytes() > full).send(conn)
     return None
 
 
@@ -128,7 +129,7 @@ def _within(limit: int, score: Callable[..., Result], item: tuple) -> Result:
 
 def _failure(error: BaseException) -> Result:
     line = " ".join(f"{type(error).__name__}: {error}"[:300].split())
-    return Result(failed=True, text="out of memory" if isinstance(error, MemoryError) else line)
+    return Result(failure="out of memory" if isinstance(error, MemoryError) else line)
 
 
 def _virtual_bytes() -> int:

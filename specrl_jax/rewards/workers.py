@@ -27,6 +27,7 @@ from specrl_jax.rewards import worker_process
 from specrl_jax.rewards.scorers import score_exact
 from specrl_jax.rewards.worker_process import Result
 
+MAX_CHUNK = 32  # answers sent to a worker at once
 STARTUP_S = 300.0  # seconds for a worker's imports; they do not count against any answer
 
 
@@ -109,15 +110,15 @@ class RewardPool(contextlib.AbstractContextManager):
             else:
                 results = [Result(score_exact(*item)) for item in items]
         scores = np.array([result.score for result in results], np.float32)
-        failed = np.array([result.failed for result in results], np.bool_)
+        failed = np.array([bool(result.failure) for result in results], np.bool_)
         if self._threshold > 0:
             scores = (scores >= np.float32(self._threshold)).astype(np.float32)
         return Scores(
             rewards=np.where(failed, np.float32(0), scores),
             failed=failed,
-            reasons=tuple(result.text if result.failed else "" for result in results),
+            reasons=tuple(result.failure for result in results),
             done=np.array([result.done for result in results], np.bool_),
-            observations=tuple("" if result.failed else result.text for result in results),
+            observations=tuple(result.observation for result in results),
         )
 
     def close(self) -> None:
@@ -127,24 +128,30 @@ class RewardPool(contextlib.AbstractContextManager):
             self._kill()
 
     def _run(self, items: list[tuple]) -> list[Result]:
-        """A thread for each worker hands it one answer after another."""
+        """A thread for each worker hands it one chunk of answers after another."""
+        # About four chunks per worker: few messages, and no long wait for the slowest chunk.
+        size = max(1, min(MAX_CHUNK, len(items) // (4 * len(self._workers))))
+        chunks = [items[first : first + size] for first in range(0, len(items), size)]
+        stop = threading.Event()
 
-        def score(item: tuple) -> Result:
-            worker = self._idle.get()
+        def score(chunk: list[tuple]) -> list[Result]:
+            worker, results = self._idle.get(), []
             try:
-                return worker.score(item)
+                while len(results) < len(chunk) and not stop.is_set():
+                    results += worker.score(chunk[len(results) :])
             finally:
                 self._idle.put(worker)
+            return results
 
         threads = ThreadPoolExecutor(len(self._workers))
         try:
-            return list(threads.map(score, items))
+            return [result for results in threads.map(score, chunks) for result in results]
         except BaseException:  # Ctrl-C: no thread waits for its worker any longer
-            threads.shutdown(wait=False, cancel_futures=True)
+            stop.set()
             self._kill()
             raise
         finally:
-            threads.shutdown()
+            threads.shutdown(cancel_futures=True)
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -163,20 +170,23 @@ class _Worker:
         if self._process is None or self._process.poll() is not None:
             self._start()
 
-    def score(self, item: tuple) -> Result:
-        """The result of one answer. A process that it hangs, ends or fills is replaced."""
+    def score(self, items: list[tuple]) -> list[Result]:
+        """The results of the first answers, up to one that hangs, ends or fills the process."""
         self.ensure_started()
         if not self._ready:
             report = self._receive(STARTUP_S)
-            if report.failed:
-                raise RuntimeError(f"a reward worker could not start: {report.text}")
+            if report.failure:
+                raise RuntimeError(f"a reward worker could not start: {report.failure}")
             self._ready = True
         with contextlib.suppress(OSError):  # it died, as `_receive` will tell
-            self._conn.send(item)
-        result = self._receive(self._timeout)
-        if result.retire:
-            self._start()
-        return result
+            self._conn.send(items)
+        results = []
+        for _ in items:
+            results.append(self._receive(self._timeout))
+            if results[-1].retire:
+                self._start()
+                break
+        return results
 
     def kill(self) -> int | None:
         """End the process and what it has started; its exit code."""
@@ -196,7 +206,7 @@ class _Worker:
         except (OSError, EOFError):
             # It is killed too: it may have closed its pipe and live on.
             reason = f"the scorer's process died (exit code {self.kill()})"
-        return Result(failed=True, text=reason, retire=True)
+        return Result(failure=reason, retire=True)
 
     def _start(self) -> None:
         self.kill()
