@@ -68,14 +68,11 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
     def get(name: str, default: Any = None) -> Any:
         return metadata.get(f"{family}.{name}", default)
 
-    for name, plain in (
-        ("rope.scaling.type", "none"),
-        ("rope.scale_linear", 1.0),
-        ("expert_count", 0),
-        ("attention.sliding_window", 0),
-    ):
-        if (value := get(name, plain)) != plain:
-            raise ValueError(f"{file}: {family}.{name} must be {plain!r} or absent, got {value!r}")
+    plain = {"rope.scaling.type": "none", "rope.scale_linear": 1.0}
+    plain |= {"expert_count": 0, "attention.sliding_window": 0}
+    for name, value in plain.items():
+        if (got := get(name, value)) != value:
+            raise ValueError(f"{file}: {family}.{name} must be {value!r} or absent, got {got!r}")
     for name in ("attention.head_count", "embedding_length", "block_count"):
         if not isinstance(get(name), int):
             raise ValueError(f"{file}: {family}.{name} must be an integer, got {get(name)!r}")
@@ -98,11 +95,9 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
         "mlp_bias": "blk.0.ffn_gate.bias" in stored,
         "rope_theta": float(str(np.float32(get("rope.freq_base", 10_000.0)))),
     }
-    if get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+    if (size := get("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         rule = f"must be the head dim {config['head_dim']}"
-        raise ValueError(
-            f"{file}: {family}.rope.dimension_count {rule}, got {get('rope.dimension_count')}"
-        )
+        raise ValueError(f"{file}: {family}.rope.dimension_count {rule}, got {size}")
     if _ROPE_DIVISORS in stored:
         divisors = _dequantize(file, stored[_ROPE_DIVISORS])
         config["rope_parameters"] = _llama3(file, config, divisors)

@@ -31,7 +31,11 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
         raise ValueError(f"{file}: model_type must be one of {known}, got {name!r}")
     family = FAMILIES[name]
     values = family.config_defaults() | {k: v for k, v in values.items() if v is not None}
-    _refuse_other_layers(values, file)
+    if (activation := values.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"{file}: hidden_act must be 'silu', got {activation!r}")
+    if "quantization_config" in values:
+        method = values["quantization_config"].get("quant_method")
+        raise ValueError(f"{file}: quantization_config must be absent, got quant_method {method!r}")
     if family.sliding_window:
         _refuse_windows(values, file)
     embed_dim, num_heads = (_size(values, k, file) for k in ("hidden_size", "num_attention_heads"))
@@ -89,15 +93,6 @@ def _size(values: Mapping[str, Any], name: str, file: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{file}: {name} must be a positive integer, got {value!r}")
     return value
-
-
-def _refuse_other_layers(values: Mapping[str, Any], file: str) -> None:
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"{file}: hidden_act must be 'silu', got {activation!r}")
-    if "quantization_config" in values:
-        method = values["quantization_config"].get("quant_method")
-        raise ValueError(f"{file}: quantization_config must be absent, got quant_method {method!r}")
 
 
 def _refuse_windows(values: Mapping[str, Any], file: str) -> None:

@@ -138,27 +138,14 @@ RENAMED_METRICS = {
 }
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError where `METRICS` lacks `name`, with the new name where there is one."""
-    if name not in METRICS:
-        new = RENAMED_METRICS.get(name)
-        what = f"it is called {new!r} now" if new else "define it in telemetry.metrics.METRICS"
-        raise ValueError(f"metric must be a name in METRICS, got {name!r}: {what}")
-
-
 # JSONL --------------------------------------------------------------------------------------
 
 
 def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
     """One line. JSON has no nan or inf: such a value is null, and `nonfinite` holds its name."""
-    record: dict[str, Any] = {"step": step, "epoch": epoch}
-    nonfinite = {}
-    for name in METRICS:
-        if name in values:
-            finite = math.isfinite(values[name])
-            record[name] = values[name] if finite else None
-            if not finite:
-                nonfinite[name] = str(values[name])
+    ordered = {name: values[name] for name in METRICS if name in values}
+    nonfinite = {name: str(x) for name, x in ordered.items() if not math.isfinite(x)}
+    record = {"step": step, "epoch": epoch} | ordered | dict.fromkeys(nonfinite)
     if nonfinite:
         record["nonfinite"] = nonfinite
     return json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -192,7 +179,10 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _scalar(name: str, value: Any) -> float | int:
-    check_name(name)
+    if name not in METRICS:
+        new = RENAMED_METRICS.get(name)
+        what = f"it is called {new!r} now" if new else "define it in telemetry.metrics.METRICS"
+        raise ValueError(f"metric must be a name in METRICS, got {name!r}: {what}")
     array = np.asarray(value)
     if array.size != 1:
         raise ValueError(f"metric {name!r} must be a scalar, got shape {array.shape}")
@@ -203,11 +193,9 @@ def _scalar(name: str, value: Any) -> float | int:
 class MetricsLog(contextlib.AbstractContextManager):
     """Writes a run's metrics; a context manager.
 
-    workdir: Holds `metrics.jsonl`, `wandb_id` and `wandb/`; made if missing.
-    total_steps: Steps of the whole run, for progress and time left.
+    workdir: holds `metrics.jsonl`, `wandb_id` and `wandb/`; made if missing.
     wandb_mode: "off", "offline", "online" or "auto" (see `resolve_wandb_mode`).
-    run_name: The run's name on wandb.
-    config_dict: The resolved config, as plain Python, for wandb.
+    run_name, config_dict: for wandb.
 
     Raises ValueError for a damaged `metrics.jsonl`.
     """
@@ -255,9 +243,8 @@ class MetricsLog(contextlib.AbstractContextManager):
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Writes one step; on return the record is on the disk.
 
-        step: Greater than every step in the file.
-        epoch: The pass over the prompts that the step belongs to.
-        values: Scalars (Python, NumPy or JAX) by name.
+        step: greater than every step in the file.
+        values: scalars (Python, NumPy or JAX) by name.
 
         Raises ValueError for a name that is not in `METRICS`, no scalar, or an old step.
         """

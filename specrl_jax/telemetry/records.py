@@ -106,10 +106,9 @@ def read_rollouts(
 class RolloutRecords:
     """Writes the responses to a share of the prompts, one file a step.
 
-    workdir: Holds `rollouts/`; the first write makes it.
-    share: Share of the prompts, in [0, 1]; 0 in processes that do not write, as another one does.
-    decode: Token ids → text, without special tokens.
-    eos_ids: The tokens that end a response.
+    share: of the prompts, in [0, 1]; 0 in processes that do not write, as another one does.
+    decode: token ids → text, without special tokens.
+    eos_ids: the tokens that end a response.
     """
 
     def __init__(
@@ -148,12 +147,9 @@ class RolloutRecords:
     ) -> None:
         """Writes or replaces a step's file; on return it is on the disk.
 
-        step, epoch: As in `metrics.jsonl`.
-        prompts: The Q prompts.
         rollout: B = Q·G responses in NumPy arrays, the G of a prompt side by side. Only tokens,
             lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
-        rewards: float32 [B].
-        failed: bool [B], answers that hit a scoring limit or raised.
+        rewards, failed: float32 and bool [B], as `Scores` has them.
         kind: "step" or "eval".
 
         Raises OSError if the file cannot be written.
