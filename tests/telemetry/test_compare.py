@@ -1,12 +1,9 @@
 """Several runs side by side: figures by hand on written records, and the command end to end."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from small_runs import ROOT
+from small_runs import launch
 
 from specrl_jax.telemetry import compare
 from specrl_jax.telemetry.records import FIELDS
@@ -34,11 +31,11 @@ def write_run(folder, responses, rewards=(0.25, 0.5)):
 
 
 def test_figures_are_of_the_steps_that_have_drafts(tmp_path):
-    found = compare.figures(write_run(tmp_path / "a", [[[1]], [[1]]]))
-    assert found["held-out reward, first"] == 0.125
-    assert found["held-out reward, last"] == found["training reward, last epoch"] == 0.5
-    assert found["tokens generated"] == 200
-    assert (found["rollout, s"], found["  decode, s"]) == (2.0, 20.0)
+    figures = compare.figures(write_run(tmp_path / "a", [[[1]], [[1]]]))
+    assert figures["held-out reward, first"] == 0.125
+    assert figures["held-out reward, last"] == figures["training reward, last epoch"] == 0.5
+    assert figures["tokens generated"] == 200
+    assert (figures["rollout, s"], figures["  decode, s"]) == (2.0, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +60,10 @@ def test_the_table(tmp_path):
         last = 0.5 + 0.25 * run.seed
         rows = [[[1]], [[2 if (run.case, run.seed) == ("tree", 1) else 1]]]
         write_run(run.workdir, rows, rewards=(0.25, last))
-    found = compare.compare(runs)
-    assert found["tree"]["1"]["same tokens until step"] == 2
+    by_case = compare.compare(runs)
+    assert by_case["tree"]["1"]["same tokens until step"] == 2
     lines = {line[:30].strip(): line[30:].split() for line in
-             compare.table("rollout.draft", found).splitlines()}  # fmt: skip
+             compare.table("rollout.draft", by_case).splitlines()}  # fmt: skip
     assert lines["rollout.draft"] == ["none", "tree"]
     assert lines["held-out reward, last"] == ["0.625", "±", "0.177"] * 2
     assert lines["tokens generated"] == ["200", "±", "0"] * 2
@@ -109,13 +106,8 @@ def test_a_figure_that_only_some_runs_have():
                      ["held-out", "reward", "-", "0.500"]]  # fmt: skip
 
 
-def launch(*arguments):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "launch/compare.py", *arguments],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+def compare_runs(*arguments):
+    return launch("launch/compare.py", *arguments, XLA_FLAGS="")
 
 
 def test_plain_and_tree_drafts_through_the_command(tmp_path):
@@ -124,14 +116,14 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
         "--config=tests/small_runs.py", "--vary=rollout.draft=none,tree",
         f"--workdir={tmp_path}", "--config.log.rollouts=1.0", "--config.rollout.adaptive=False",
     )  # fmt: skip
-    first = launch(*arguments)
+    first = compare_runs(*arguments)
     assert first.returncode == 0, first.stderr
-    found = json.loads((tmp_path / "compare.json").read_text())
-    assert found["tree"]["0"]["same tokens until step"] is None
-    assert found["tree"]["0"]["tokens compared"] > 100
-    assert found["tree"]["0"]["tokens drafted"] > found["none"]["0"]["tokens drafted"] == 0
+    by_case = json.loads((tmp_path / "compare.json").read_text())
+    assert by_case["tree"]["0"]["same tokens until step"] is None
+    assert by_case["tree"]["0"]["tokens compared"] > 100
+    assert by_case["tree"]["0"]["tokens drafted"] > by_case["none"]["0"]["tokens drafted"] == 0
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")}
-    again = launch(*arguments)  # finished runs are read, not run
+    again = compare_runs(*arguments)  # finished runs are read, not run
     assert again.stdout == first.stdout
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")} == before
 
@@ -157,12 +149,12 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
-    done = launch("--config=tests/small_runs.py", *arguments)
+    done = compare_runs("--config=tests/small_runs.py", *arguments)
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
 def test_a_run_that_fails_is_named_with_its_own_message(tmp_path):
-    done = launch(
+    done = compare_runs(
         "--config=tests/small_runs.py", f"--workdir={tmp_path}", "--case=a: rollout.drfat=none"
     )
     said = "rollout.drfat is not a field of the config, did you mean draft?"
