@@ -213,12 +213,10 @@ def draw(ax: Any, name: str, records: Sequence[Record]) -> None:
     bottom, top = ax.get_ylim()
     ax.set_ylim(bottom, top + 0.1 * (top - bottom))  # room for the epochs' numbers
     _mark_epochs(ax, records)
-    handles, labels = ax.get_legend_handles_labels()
+    labels = ax.get_legend_handles_labels()[1]
     if labels:
         # Above the axes: it covers no data there.
         ax.legend(
-            handles,
-            labels,
             ncols=len(labels),
             frameon=False,
             fontsize="small",
