@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from small_runs import preset
 
 from specrl_jax.data.prompts import (
     concatenate,
@@ -27,24 +28,11 @@ ROWS = [
 
 
 def config(source="jsonl", seed=0, **changes):
-    data = {
-        "source": source,
-        "name": "doubles",
-        "path": "",
-        "eval_path": "",
-        "options": {},
-        "render": "",
-        "prompt_field": "question",
-        "answer_field": "answer",
-        "answer_pattern": r"####\s*(.+)",
-        "instruction": "",
-        "split": "train",
-        "eval_split": "",
-        "prompts": 0,
-        "eval_prompts": 2,
-        "prompt_len": 64,
-    }
-    return ConfigDict({"seed": seed, "data": {**data, **changes}})
+    config = preset("tiny")
+    values = {"name": "doubles", "options": {}, "render": "", "answer_pattern": r"####\s*(.+)"}
+    values |= {"source": source, "prompts": 0, "eval_prompts": 2, "prompt_len": 64}
+    config.seed, config.data = seed, ConfigDict(config.data.to_dict() | values | changes)
+    return config
 
 
 def gym(**changes):

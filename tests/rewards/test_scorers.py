@@ -4,6 +4,7 @@ import time
 
 import pytest
 from ml_collections import ConfigDict
+from small_runs import preset
 
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.rewards.scorers import score_exact, score_math, score_reasoning_gym
@@ -68,10 +69,10 @@ def test_exact():
 @pytest.mark.parametrize("task", ["number_sorting", "countdown", "chain_sum"])
 def test_reasoning_gym_scores_what_the_data_room_loads(task):
     """Examples as `load_examples` makes them, whose metadata is the whole entry."""
-    data = {"source": "reasoning_gym", "name": task, "options": {}, "render": "", "prompts": 3}
-    data |= {"prompt_field": "question", "answer_field": "answer", "answer_pattern": ""}
-    data |= {"instruction": "", "eval_prompts": 0}
-    for example in load_examples(ConfigDict({"seed": 0, "data": data})).train:
+    config, changes = preset("tiny"), {"name": task, "options": {}, "render": ""}
+    changes |= {"prompts": 3, "eval_prompts": 0}
+    config.data = ConfigDict(config.data.to_dict() | changes)
+    for example in load_examples(config).train:
         right = score_reasoning_gym(example.answer, example.answer, task, example.metadata)
         wrong = score_reasoning_gym("no idea", example.answer, task, example.metadata)
         assert right == 1
