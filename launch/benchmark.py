@@ -3,6 +3,8 @@
     python launch/benchmark.py rollout [--size=27m]      a rollout with every kind of draft
     python launch/benchmark.py step [--size=27m]         a decode step against a hand-written loop
     python launch/benchmark.py device [--size=27m]       shares of what a GPU or TPU can do
+    python launch/benchmark.py update [--size=27m]       an update, by how its rows are packed
+    python launch/benchmark.py update --run=WORKDIR      the same on responses that a run recorded
     python launch/benchmark.py trained [--config=...]    drafts of a policy that a config trains
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of them
     python launch/benchmark.py selection --run=WORKDIR   what drafts owe to training on them
@@ -27,7 +29,7 @@ _NUMBERS = (
     "rows", "prompt_len", "response_len", "repeats", "row_buckets", "cache_lengths", "max_width"
 )  # fmt: skip
 # Benchmark → its module.
-_OF_SIZE = {"rollout": "rollout", "step": "step", "device": "step"}
+_OF_SIZE = {"rollout": "rollout", "step": "step", "device": "step", "update": "update"}
 _OF_CONFIG = {"trained": "trained", "rules": "trained"}
 _BENCHMARKS = _OF_SIZE | _OF_CONFIG | {"selection": "selection"}
 
@@ -45,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
             for number in _NUMBERS:
                 flag = "--" + number.replace("_", "-")
                 command.add_argument(flag, type=int, help="instead of the size's own")
+            if name == "update":
+                command.add_argument("--run", type=Path, help="a run with log.rollouts = 1.0")
         elif name in _OF_CONFIG:
             command.add_argument("--repeats", type=int, default=5, help="default: 5")
             command.add_argument("--drift", type=int, help="steps since the drafts; an epoch's")
@@ -68,6 +72,8 @@ def measure(args: argparse.Namespace) -> None:
         jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))
         size = choose(args.size, **{name: getattr(args, name) for name in _NUMBERS})
         inputs = args.size, size, log
+        if args.benchmark == "update":
+            inputs = *inputs, args.run
     elif args.benchmark in _OF_CONFIG:
         runtime.start(flags.FLAGS.config)
         inputs = flags.FLAGS.config, log, args.repeats, args.drift

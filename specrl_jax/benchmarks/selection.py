@@ -17,7 +17,7 @@ from specrl_jax import runtime
 from specrl_jax.algorithms.learner import Learner
 from specrl_jax.algorithms.scoring import logprobs, pack_rows
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.build import build
+from specrl_jax.build import Trainer, build
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, shards
@@ -40,10 +40,7 @@ def measure_selection(workdir: Path, step: int | None) -> Report:
     if not old or sampling != (0, 1, config.evaluate.temperature):
         needs = "log.rollouts, evaluate.every, evaluate.temperature = rollout.temperature, no top_k"
         raise ValueError(f"{workdir}: nothing to compare at step {step}; a run needs {needs}")
-    prompts, rows = {}, []
-    for batch in (trainer.prompts, *(batch for batch, _ in trainer.held_out)):
-        for example, tokens, length in zip(batch.examples, batch.tokens, batch.lens):
-            prompts[example.prompt_id] = tokens[:length].tolist()
+    prompts, rows = encoded_prompts(trainer), []
     for name, which in {"trained on": (old[-1] + 1, "step"), "held out": (old[-1], "eval")}.items():
         records = read_rollouts(workdir, *which)
         ratios = log_ratios(trainer.learner, params, records, prompts)
@@ -54,11 +51,23 @@ def measure_selection(workdir: Path, step: int | None) -> Report:
     return Report(title, [*rows, {"responses": "gap", "nats_a_token": gap}])
 
 
-def log_ratios(
-    learner: Learner, params: Params, records: list[dict], prompts: dict[str, list[int]]
-) -> np.ndarray:
-    """log π / π_old [tokens] of the tokens that the policy of the recorded step drew itself."""
-    size = shards("batch")  # rows of a micro-batch: few, so that they fit
+def encoded_prompts(trainer: Trainer) -> dict[str, list[int]]:
+    """Tokens of a run's prompts, held-out ones too, by prompt_id."""
+    prompts = {}
+    for batch in (trainer.prompts, *(batch for batch, _ in trainer.held_out)):
+        for example, tokens, length in zip(batch.examples, batch.tokens, batch.lens):
+            prompts[example.prompt_id] = tokens[:length].tolist()
+    return prompts
+
+
+def recorded_rows(
+    records: list[dict], prompts: dict[str, list[int]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """tokens [B, T] of prompts and responses, both lengths [B], and policy_logprobs [B, R].
+
+    nan: tokens that the recorded step's policy did not draw itself.
+    """
+    size = shards("batch")
     slots = max(len(record["token_ids"]) for record in records)
     shape = -(-len(records) // size) * size, max(map(len, prompts.values())) + slots
     tokens, old = np.zeros(shape, np.int32), np.full((shape[0], slots), np.nan, np.float32)
@@ -71,6 +80,14 @@ def log_ratios(
         drawn &= np.array(list(record["sources"])) != "f"
         old_logprobs = np.array(record["policy_logprobs"], np.float32)
         old[row, : len(response)] = np.where(drawn, old_logprobs, np.nan)
+    return tokens, prompt_lens, lens, old
+
+
+def log_ratios(
+    learner: Learner, params: Params, records: list[dict], prompts: dict[str, list[int]]
+) -> np.ndarray:
+    """log π / π_old [tokens] of the tokens that the policy of the recorded step drew itself."""
+    tokens, prompt_lens, lens, old = recorded_rows(records, prompts)
     per_row = put(prompt_lens, "batch"), put(lens, "batch")
     unread = put(np.zeros_like(old), "batch", None)
     batch = Batch(put(tokens, "batch", None), *per_row, unread, unread)

@@ -2,7 +2,7 @@
 
 step: a decode step against the hand-written loop, on the same rows, cache slots and weights.
 device: on a GPU or TPU, a decode step against the bytes that it reads and verification against its
-multiplications, at the rates of a copy of a large array and of a product of bfloat16 matrices.
+multiplications, at the rates of a copy of a large array and of a large matrix product.
 """
 
 import functools
@@ -76,7 +76,7 @@ def _seconds(call: Callable[[], jax.Array]) -> float:
 
 def measure_device(name: str, size: Size, log: Log) -> Report:
     """Shares of the measured bandwidth and of the measured rate of a matrix product."""
-    bandwidth, rate = _peaks(*(2**24, 512) if jax.default_backend() == "cpu" else (2**31, 8_192))
+    bandwidth, rate = copy_rate(), matmul_rate(size.model.dtype)
     weights, rng, rows = random_weights(size.model), np.random.default_rng(0), []
     slots = size.prompt_len + size.response_len
     for count in sorted({GROUP, size.rows}):
@@ -94,19 +94,25 @@ def measure_device(name: str, size: Size, log: Log) -> Report:
         rows.append(row | {"share_of_matmul": spread(least / s for s in passes)})
         log(f"{count} rows measured")
     title = f"device {name}: {size.describe()}; measured {bandwidth / 1e9:.0f} GB/s and "
-    title += f"{rate / 1e12:.1f} TFLOP/s (bfloat16); verified: {size.response_len} tokens a row"
+    title += f"{rate / 1e12:.1f} TFLOP/s; verified: {size.response_len} tokens a row"
     return Report(title, rows)
 
 
-def _peaks(copy_bytes: int, width: int) -> tuple[float, float]:
-    """Bytes a second of a copy; operations a second of a bfloat16 product."""
-    values = jnp.ones(copy_bytes // 4, jnp.float32)
-    # Random, since constant bits cost less power and run at a higher clock.
-    matrix = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
+def copy_rate() -> float:
+    """Bytes a second of a copy of a large array."""
+    size = 2**24 if jax.default_backend() == "cpu" else 2**31
+    values = jnp.ones(size // 4, jnp.float32)
     copy = functools.partial(jax.jit(lambda x: x + 1), values)
+    return 2 * size / min(_seconds(copy) for _ in range(8))
+
+
+def matmul_rate(dtype: str) -> float:
+    """Operations a second of a large matrix product."""
+    width = 1_024 if jax.default_backend() == "cpu" else 8_192
+    # Random, since constant bits cost less power and run at a higher clock.
+    matrix = jax.random.normal(jax.random.key(0), (width, width), dtype)
     product = functools.partial(jax.jit(lambda a: a @ a), matrix)
-    best = [min(_seconds(call) for _ in range(8)) for call in (copy, product)]
-    return 2 * copy_bytes / best[0], 2 * width**3 / best[1]
+    return 2 * width**3 / min(_seconds(product) for _ in range(8))
 
 
 def weights_read(model: ModelConfig) -> int:

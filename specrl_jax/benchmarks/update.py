@@ -1,0 +1,164 @@
+"""Benchmark `update`: the seconds of a step's updates, by how its rows are packed.
+
+Padded rows, rows in a line, and tries are timed with all rows and with those alone whose loss has a
+gradient. With --run, on the responses that a run recorded, at the first recorded step of every
+epoch; else on random responses of drawn lengths, whose groups share nothing but their prompt.
+
+The least is what three forward passes over the distinct tokens of the rows with a gradient take at
+the rate of a large matrix product.
+"""
+
+import dataclasses
+import functools
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from ml_collections import ConfigDict
+
+from specrl_jax import runtime
+from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative
+from specrl_jax.algorithms.learner import Learner, init_train_state
+from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.algorithms.scoring import pack_rows
+from specrl_jax.algorithms.update import update
+from specrl_jax.benchmarks.policies import GROUP, Size
+from specrl_jax.benchmarks.reports import Report, spread
+from specrl_jax.benchmarks.rollout import long_tailed
+from specrl_jax.benchmarks.selection import encoded_prompts, recorded_rows
+from specrl_jax.benchmarks.step import forward_flops, matmul_rate
+from specrl_jax.benchmarks.timing import Log
+from specrl_jax.build import build
+from specrl_jax.models.transformer import init_params
+from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.sharding import put
+from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.types import Batch
+
+# Packing, and whether rows without signal are left out. The first is the baseline.
+CASES = (("rows", False), ("rows", True), ("sequences", True), ("trie", False), ("trie", True))
+_LONGEST = 8  # times the median of drawn lengths
+_PROMPTS = (32, 256, 1024)  # tokens
+
+
+def measure_update(name: str, size: Size, log: Log, run: Path | None = None) -> Report:
+    """A line for each packing of every batch."""
+    batches = _recorded(run) if run else _drawn(size)
+    rows = []
+    for label, learner, batch in batches:
+        rows += _measure(label, learner, batch, size.repeats)
+        log(f"{label}: measured")
+    what = f"responses of {run}" if run else f"{size.describe()}, drawn lengths"
+    title = f"update {run or name}: {what}; seconds of a step's updates, median (min-max) of "
+    return Report(f"{title}{size.repeats}; over rows: times as fast as padded rows", rows)
+
+
+def _measure(label: str, learner: Learner, batch: Batch, repeats: int) -> list[dict]:
+    """Every case in turn, round by round."""
+    signal = np.asarray(jnp.any(batch.advantages != 0, axis=1))
+    params = init_params(learner.model, jax.random.key(0))
+    cases = {}
+    for packing, skip in CASES:
+        of_case = dataclasses.replace(learner, packing=packing)
+        included = signal if skip else np.ones_like(signal)
+        cases[packing, skip] = functools.partial(_updates, of_case, params, batch, included)
+    rounds = [[call() for call in cases.values()] for _ in range(repeats + 1)][1:]
+    by_case = dict(zip(cases, zip(*rounds)))
+    slow, rows = [seconds for seconds, _ in by_case[CASES[0]]], []
+    for (packing, skip), runs in by_case.items():
+        row = {"batch": label, "packing": packing, "rows": "with signal" if skip else "all"}
+        row |= {"slots": runs[0][1], "seconds": spread(seconds for seconds, _ in runs)}
+        rows.append(row | {"over_rows": spread(a / b for a, (b, _) in zip(slow, runs))})
+    flops = 3 * forward_flops(learner.model, *_distinct(batch, signal))
+    least = flops / matmul_rate(learner.model.dtype)
+    return [*rows, {"batch": label, "packing": "least", "seconds": least}]
+
+
+def _updates(learner: Learner, params, batch: Batch, included: np.ndarray) -> tuple[float, int]:
+    """Seconds of one update on all rows, packing included, and the slots that it computes."""
+    state = init_train_state(learner, jax.tree.map(jnp.copy, params))
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    packed = pack_rows(learner, batch, np.arange(len(included)), included)
+    jax.block_until_ready(update(learner, state, batch, packed))
+    slots = int(packed.count) * packed.sequences.tokens[0].size
+    return time.perf_counter() - start, slots
+
+
+def _distinct(batch: Batch, signal: np.ndarray) -> tuple[int, int]:
+    """Distinct tokens of the rows with signal, and half the longest row, which a token sees."""
+    lens = np.where(signal, np.asarray(batch.prompt_lens + batch.response_lens), 0)
+    tries = pack(np.asarray(batch.tokens), lens, batch.tokens.size, PACKINGS["trie"])
+    return len(np.unique(tries.nodes[tries.nodes >= 0])), int(lens.max()) // 2
+
+
+def _recorded(run: Path) -> list[tuple[str, Learner, Batch]]:
+    """The first recorded step of every epoch."""
+    config = ConfigDict(json.loads((run / "config.json").read_text()))
+    runtime.start(config)
+    trainer, _ = build(config)
+    prompts, batches, epochs = encoded_prompts(trainer), [], set()
+    settings = AdvantageConfig.from_config(config, trainer.trained_group_size)
+    for step in recorded_steps(run):
+        records = sorted(
+            read_rollouts(run, step), key=lambda record: (record["prompt_id"], record["sample"])
+        )
+        if not records or records[0]["epoch"] in epochs:
+            continue
+        epochs.add(records[0]["epoch"])
+        tokens, prompt_lens, lens, old_logprobs = recorded_rows(records, prompts)
+        rewards = jnp.array([record["reward"] for record in records], jnp.float32)
+        advantages = np.asarray(group_relative(rewards, settings))
+        batch = make_batch(tokens, prompt_lens, lens, np.nan_to_num(old_logprobs), advantages)
+        batches.append((f"epoch {records[0]['epoch']}, step {step}", trainer.learner, batch))
+    if not batches:
+        raise ValueError(f"{run}: no recorded rollouts; the run needs log.rollouts = 1.0")
+    return batches
+
+
+def _drawn(size: Size) -> list[tuple[str, Learner, Batch]]:
+    """Prompts of three lengths; a lognormal distribution of response lengths."""
+    rng, batches = np.random.default_rng(0), []
+    lens = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
+    for prompt_len in _PROMPTS:
+        tokens = rng.integers(
+            1, size.model.vocab_size, (size.rows, prompt_len + size.response_len), np.int32
+        )
+        tokens[:, :prompt_len] = np.repeat(tokens[::GROUP, :prompt_len], GROUP, axis=0)
+        prompt_lens, old = np.full(size.rows, prompt_len), np.zeros((size.rows, size.response_len))
+        batch = make_batch(tokens, prompt_lens, lens, old, rng.normal(size=size.rows))
+        batches.append((f"prompts of {prompt_len}", make_learner(size), batch))
+    return batches
+
+
+def make_learner(size: Size) -> Learner:
+    """GRPO with AdamW, four rows at once."""
+    loss = LossConfig(
+        objective="clip", ratio="token", clip_low=0.2, clip_high=0.2, dual_clip=0.0,
+        aggregation="token", kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
+        max_response_len=size.response_len,
+    )  # fmt: skip
+    return Learner(size.model, loss, optax.adamw(1e-6), 1.0, logits_chunk=64, micro_batch_size=4)
+
+
+def make_batch(
+    tokens: np.ndarray, prompt_lens: np.ndarray, lens: np.ndarray, old_logprobs: np.ndarray,
+    advantages: np.ndarray,
+) -> Batch:  # fmt: skip
+    """Rows of a step on the device; advantages [B] are those of whole responses."""
+
+    def place(x: np.ndarray, dtype: type) -> Array:
+        return put(x.astype(dtype), "batch", *(None,) * (x.ndim - 1))
+
+    return Batch(
+        place(tokens, np.int32),
+        place(prompt_lens, np.int32),
+        place(lens, np.int32),
+        place(old_logprobs, np.float32),
+        place(np.repeat(advantages[:, None], old_logprobs.shape[1], axis=1), np.float32),
+    )
