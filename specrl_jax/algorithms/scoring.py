@@ -69,9 +69,9 @@ def pack_rows(
     at_once = learner.micro_batch_size or len(rows)
     row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
     tries = pack(tokens, lens, row_count * slots, packing)
-    used = len(tries.tokens)
-    size = at_once // row_count
-    while not learner.micro_batch_size and size // 2 >= used:  # few sizes, so few programs
+    used, size = len(tries.tokens), at_once // row_count
+    # Few sizes, so few programs.
+    while not learner.micro_batch_size and size // 2 >= max(used, 1):
         size //= 2
     size = -(-size // pieces) * pieces
     # There is at least one row in a sequence.
