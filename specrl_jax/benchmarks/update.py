@@ -43,7 +43,7 @@ from specrl_jax.types import Batch
 # Packing, and whether rows without signal are left out. The first is the baseline.
 CASES = (("rows", False), ("rows", True), ("sequences", True), ("trie", False), ("trie", True))
 _LONGEST = 8  # times the median of drawn lengths
-_PROMPTS = (32, 256, 1024)  # tokens
+_PROMPTS = (1, 8, 32)  # times the size's prompt
 
 
 def measure_update(name: str, size: Size, log: Log, run: Path | None = None) -> Report:
@@ -125,7 +125,8 @@ def _drawn(size: Size) -> list[tuple[str, Learner, Batch]]:
     """Prompts of three lengths; a lognormal distribution of response lengths."""
     rng, batches = np.random.default_rng(0), []
     lens = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
-    for prompt_len in _PROMPTS:
+    for times in _PROMPTS:
+        prompt_len = times * size.prompt_len
         tokens = rng.integers(
             1, size.model.vocab_size, (size.rows, prompt_len + size.response_len), np.int32
         )

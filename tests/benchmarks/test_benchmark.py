@@ -73,6 +73,22 @@ def test_device(run):
     assert "TFLOP/s" in text
 
 
+def test_update(run, tmp_path):
+    """On drawn lengths and on recorded responses: packing computes fewer slots, the same rows."""
+    train.train(small_config({"log.rollouts": 1.0, "train.steps": 3}), tmp_path / "run")
+    for flags, batches in ((SMALL, 3), ((f"--run={tmp_path / 'run'}", "--repeats=1"), 2)):
+        cases, text = run("update", *flags)
+        assert len(cases) == 6 * batches
+        for first in range(0, len(cases), 6):
+            rows, with_signal, _, trie, taught, least = cases[first : first + 6]
+            assert (rows["packing"], trie["packing"], least["packing"]) == ("rows", "trie", "least")
+            assert rows["slots"] > trie["slots"] >= taught["slots"]
+            assert rows["slots"] >= with_signal["slots"]
+            assert rows["over_rows"]["median"] == 1
+            assert least["seconds"] > 0
+        assert "over rows" in text
+
+
 def test_trained_and_rules(tmp_path):
     """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved."""
     paths = {name: tmp_path / f"{name}.json" for name in ("trained", "rules")}
