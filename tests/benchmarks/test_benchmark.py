@@ -73,20 +73,31 @@ def test_device(run):
     assert "TFLOP/s" in text
 
 
-def test_update(run, tmp_path):
-    """On drawn lengths and on recorded responses: packing computes fewer slots, the same rows."""
+def _check_update(cases: list[dict], batches: int) -> None:
+    """Packing computes fewer slots, the same rows."""
+    assert len(cases) == 6 * batches
+    for first in range(0, len(cases), 6):
+        rows, with_signal, _, trie, taught, least = cases[first : first + 6]
+        assert (rows["packing"], trie["packing"], least["packing"]) == ("rows", "trie", "least")
+        assert rows["slots"] > trie["slots"] >= taught["slots"]
+        assert rows["slots"] >= with_signal["slots"]
+        assert rows["over_rows"]["median"] == 1
+        assert least["seconds"] > 0
+
+
+def test_update_on_drawn_lengths(run):
+    cases, text = run("update", *SMALL)
+    _check_update(cases, batches=3)
+    assert "over rows" in text
+
+
+def test_update_on_recorded_responses(mesh, tmp_path):
     train.train(small_config({"log.rollouts": 1.0, "train.steps": 3}), tmp_path / "run")
-    for flags, batches in ((SMALL, 3), ((f"--run={tmp_path / 'run'}", "--repeats=1"), 2)):
-        cases, text = run("update", *flags)
-        assert len(cases) == 6 * batches
-        for first in range(0, len(cases), 6):
-            rows, with_signal, _, trie, taught, least = cases[first : first + 6]
-            assert (rows["packing"], trie["packing"], least["packing"]) == ("rows", "trie", "least")
-            assert rows["slots"] > trie["slots"] >= taught["slots"]
-            assert rows["slots"] >= with_signal["slots"]
-            assert rows["over_rows"]["median"] == 1
-            assert least["seconds"] > 0
-        assert "over rows" in text
+    path = tmp_path / "figures.json"
+    flags = f"--run={tmp_path / 'run'}", "--repeats=1", f"--json={path}"
+    done = launch(str(LAUNCH), "update", *flags, **ONE_DEVICE)
+    assert done.returncode == 0, done.stderr
+    _check_update(json.loads(path.read_text())["cases"], batches=2)
 
 
 def test_trained_and_rules(tmp_path):
