@@ -208,8 +208,8 @@ def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> d
     if any(sums["tokens"] for sums in history):
         values |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
     # Where the old log-probs are the rollout's, the first update measures the difference.
-    if first := next((sums for sums in history if sums["tokens"]), None):
-        values["policy/rollout_train_logprob_gap"] = first["logprob_gap"] / first["tokens"]
+    if tokens := history[0]["tokens"]:
+        values["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
     if trainer.learner.critic:
         tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
         values["critic/loss"] = mean("critic_loss")
