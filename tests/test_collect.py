@@ -30,7 +30,12 @@ CHANGES = {
     "updates.learning_rate": 1e-3,
 }  # fmt: skip
 N = 2  # responses that screen a prompt
-SPEED = {"curriculum.name": "speed", "curriculum.screening": N, "data.prompts": 110}
+SPEED = {
+    "updates.skip_no_signal": False,
+    "curriculum.name": "speed",
+    "curriculum.screening": N,
+    "data.prompts": 110,
+}
 UNSEEN = {"data.prompts": 400, "data.options.max_numbers": 3}  # no prompt comes twice
 
 
