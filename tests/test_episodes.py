@@ -267,4 +267,7 @@ def test_a_run_with_drafts_is_the_run_without(mesh, tmp_path, algorithm):
     for name, array in weights[0].items():
         if name.startswith("train.params"):
             np.testing.assert_allclose(array, weights[1][name], atol=2e-4, err_msg=name)
-    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in undrafted)
+    # Absent where the first mini-batch has no signal.
+    gaps = [r.get("policy/rollout_train_logprob_gap") for r in undrafted]
+    assert any(gaps)
+    assert all(gap < 1e-5 for gap in gaps if gap is not None)
