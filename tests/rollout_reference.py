@@ -128,6 +128,12 @@ def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
 
 SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
 ONE_BUCKET = {"row_buckets": 1, "cache_lengths": 1}
+# What one of these has, alone or with others, is in all of them.
+BUCKETS = {
+    "one": ONE_BUCKET,
+    "many": {"row_buckets": 3, "cache_lengths": 3, "verify_width": 3},
+    "a queue": {"row_buckets": 3, "cache_lengths": 2, "max_rows": 8, "verify_width": 3},
+}
 
 
 def match_spec(width=1, **kwargs) -> RolloutSpec:

@@ -57,14 +57,10 @@ class RunAhead(StatePart):
         """What was begun for `prompts`, for tree drafts: tokens [Q, G, R], lens [Q, G], whole on
         every device; lengths 0 where it was begun for others."""
         own = self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
-        return _as_sources(self.drafts, own, prompts=len(prompts.examples))
-
-
-@functools.partial(jax.jit, static_argnames="prompts")
-def _as_sources(drafts: Drafts, own: Array, *, prompts: int) -> tuple[Array, Array]:
-    tokens, lens = reshard(drafts.tokens, None, None), reshard(drafts.lens, None)
-    lens = jnp.where(own, lens, 0)
-    return tokens.reshape(prompts, -1, tokens.shape[1]), lens.reshape(prompts, -1)
+        tokens, lens = reshard(self.drafts.tokens, None, None), reshard(self.drafts.lens, None)
+        lens = lens if own else jnp.zeros_like(lens)
+        groups = len(prompts.examples), -1
+        return tokens.reshape(*groups, tokens.shape[1]), lens.reshape(groups)
 
 
 def as_drafts(rollout: Rollout) -> Drafts:

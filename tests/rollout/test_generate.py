@@ -131,17 +131,6 @@ def check_stats(spec, rollout, stats, drafts=None):
     assert (stats.preempted, "time/decode_predicted" in metrics) == (0, False)
 
 
-# (row buckets, cache lengths, rows in flight, tokens verified at once)
-BUCKETS = [
-    (1, 1, 0, 0),
-    pytest.param((2, 2, 0, 0), marks=pytest.mark.slow),  # its parts are in the others
-    (3, 3, 0, 3),
-    # Few rows in flight: test_speculation.py and test_engine.py have them too.
-    pytest.param((2, 1, 16, 0), marks=pytest.mark.slow),
-    pytest.param((2, 2, 8, 2), marks=pytest.mark.slow),
-]
-
-
 def small_spec(**kwargs):
     return make_spec(ref.ONE_LAYER, **kwargs)
 
@@ -164,46 +153,32 @@ def base(make_mesh):
         yield prompts, host(drafts), host(plain), host(reused)
 
 
-@pytest.mark.parametrize("sizes", BUCKETS, ids=str)
+@pytest.mark.parametrize("sizes", ref.BUCKETS.values(), ids=ref.BUCKETS)
 def test_no_buckets_change_a_token(mesh, base, sizes):
     prompts, drafts, plain, reused = base
-    row_buckets, cache_lengths, max_rows, verify_width = sizes
-    spec = small_spec(
-        row_buckets=row_buckets,
-        cache_lengths=cache_lengths,
-        max_rows=max_rows,
-        verify_width=verify_width,
-    )
-    weights = small_weights()
+    spec, weights = small_spec(**sizes), small_weights()
     for expected, placed in ((plain, None), (reused, ref.put_rows(drafts))):
         rollout, stats = run(spec, weights, prompts, 1, drafts=placed, log_lenience=HALF)
         check_equal(rollout, expected)
         check_stats(spec, rollout, stats, placed)
-        if row_buckets > 1:
+        if spec.row_buckets > 1:
             assert len({rows for rows, *_ in stats.decode_runs}) > 1  # rows were gathered
-        if cache_lengths > 1 and placed is None and not max_rows:
-            assert len({slots for _, slots, *_ in stats.decode_runs}) == cache_lengths
+        if placed is None and not spec.max_rows:
+            assert len({slots for _, slots, *_ in stats.decode_runs}) == spec.cache_lengths
 
 
 def test_finished_rows_are_gathered_away(mesh, base):
-    """With four row buckets the work is less than with one, and three sizes are used."""
     prompts, drafts, plain, reused = base
-    stats_by_buckets = {}
-    for row_buckets in (1, 4):
-        spec = small_spec(row_buckets=row_buckets, cache_lengths=1)
-        rollout, stats = run(spec, small_weights(), prompts, 1)
-        check_equal(rollout, plain)
-        check_stats(spec, rollout, stats)
-        stats_by_buckets[row_buckets] = stats
-    assert stats_by_buckets[1].row_steps == 32 * plain.lens.max()
-    assert stats_by_buckets[4].row_steps < 0.8 * stats_by_buckets[1].row_steps
-    assert [rows for rows, *_ in stats_by_buckets[4].decode_runs] == [32, 16, 8]
+    spec = small_spec(row_buckets=4, cache_lengths=1)
+    rollout, stats = run(spec, small_weights(), prompts, 1)
+    check_equal(rollout, plain)
+    assert stats.row_steps < 0.8 * 32 * plain.lens.max()  # of a single bucket
+    assert [rows for rows, *_ in stats.decode_runs] == [32, 16, 8]
     # With most of every response kept, few rows are left from the start.
     placed = ref.put_rows(drafts)
     rollout, stats = run(spec, small_weights(), prompts, 1, drafts=placed, log_lenience=HALF)
     check_equal(rollout, reused)
     check_stats(spec, rollout, stats, placed)
-    assert len(stats.decode_runs) > 1
     # The drafts are the caller's: a rollout uses none of their buffers up.
     jax.tree.map(np.testing.assert_array_equal, host(placed), drafts)
 

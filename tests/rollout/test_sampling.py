@@ -71,15 +71,12 @@ def independence(a, b) -> float:
     return goodness(a * len(PROBS) + b, np.outer(PROBS, PROBS).ravel())
 
 
-def test_draws_over_rows_follow_the_distribution(mesh):
-    tokens = draw_same(PROBS, make_seeds(50_000), 3)
+@pytest.mark.parametrize("over", ["rows", "positions"])
+def test_draws_follow_the_distribution(mesh, over):
+    ids, position = (None, 3) if over == "rows" else (np.full((50_000, 2), 9), np.arange(50_000))
+    tokens = draw_same(PROBS, make_seeds(50_000, ids=ids), position)
     assert goodness(tokens, PROBS) > P_VALUE
     assert goodness(tokens, np.roll(PROBS, 1)) < 1e-9  # the test can tell distributions apart
-
-
-def test_draws_over_the_positions_of_one_row_follow_the_distribution(mesh):
-    seeds = make_seeds(50_000, ids=np.full((50_000, 2), 9))
-    assert goodness(draw_same(PROBS, seeds, np.arange(50_000)), PROBS) > P_VALUE
 
 
 # One race; two, over columns of 128, 6 and 1 tokens.

@@ -153,29 +153,10 @@ def test_siblings_in_flight_alone(mesh, base):
     check_steps(rollout, stats, 4)
 
 
-# (row buckets, cache lengths, rows in flight, tokens verified at once)
-BUCKETS = [
-    (1, 1, 0, 0),
-    # The parts of these are in the first and the last.
-    pytest.param((3, 2, 0, 3), marks=pytest.mark.slow),
-    pytest.param((2, 1, 16, 0), marks=pytest.mark.slow),
-    pytest.param((2, 2, 8, 2), marks=pytest.mark.slow),
-    (3, 2, 8, 3),
-]
-
-
-@pytest.mark.parametrize("sizes", BUCKETS, ids=str)
+@pytest.mark.parametrize("sizes", ref.BUCKETS.values(), ids=ref.BUCKETS)
 def test_previous_and_tree_drafts_on_any_buckets(mesh, base, sizes):
     prompts, plain, old = base
-    drafts = any_drafts(plain, old)
-    row_buckets, cache_lengths, max_rows, verify_width = sizes
-    spec = match_spec(
-        4,
-        row_buckets=row_buckets,
-        cache_lengths=cache_lengths,
-        max_rows=max_rows,
-        verify_width=verify_width,
-    )
+    drafts, spec = any_drafts(plain, old), match_spec(4, **sizes)
     for given in (drafts, None):
         rollout, stats = run(
             spec,

@@ -154,8 +154,8 @@ class Speculation(StatePart):
         widths = sorted({1, *widths})
         if len(widths) == 1 or not (self.costs.knows(1, False) and self.costs.knows(2, True)):
             return 1
-        shares = self.acceptance.survival(widths[-1] - 1)
-        speeds = {w: (1.0 + sum(shares[: w - 1])) / self._seconds(rows, slots, w) for w in widths}
+        expected = self.acceptance.expected_tokens
+        speeds = {w: expected(w) / self._seconds(rows, slots, w) for w in widths}
         best = max(widths, key=speeds.__getitem__)
         return best if speeds[best] >= WIDTH_MARGIN * speeds[1] else 1
 
