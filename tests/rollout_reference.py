@@ -372,7 +372,7 @@ def emitted(new, old, lenience: float, last: int, slots: int, eos) -> dict[tuple
         for n, token in enumerate(draft):
             previous = draft[n - 1] if n else last
             ratio = new[previous][token] / old[previous][token]
-            accept = 1.0 if lenience == math.inf else min(1.0, lenience * ratio)
+            accept = min(1.0, lenience * ratio)
             rest = responses(new, previous, slots - n, eos)
             for suffix, p in rest.items():
                 probs[draft[:n] + suffix] += prob * (1 - accept) * p

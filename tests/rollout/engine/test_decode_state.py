@@ -9,11 +9,9 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.decode_state import DecodeState, DraftToVerify
 from specrl_jax.rollout.engine.rows import Noise, start_all_rows
-from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Rollout, Source
 
@@ -98,64 +96,6 @@ def test_rows_begin_with_prompts_only(mesh):
     assert len(np.unique(np.concatenate([rows.seeds, rows.accept_seeds]), axis=0)) == 8
     assert rows.top_ids.shape == rows.top_logprobs.shape == (4, C, K)
     assert rows.draft is None
-
-
-def test_drafts_wait_with_their_rows(mesh):
-    all_rows = random_rows(drafting=False)
-    drafts = Drafts(
-        np.arange(B * 3, dtype=np.int32).reshape(B, 3),
-        np.array([0, 1, 2, 3, 3, 2, 1, 0], np.int32),
-        *np.ones((2, B, 3), np.float32),
-        np.zeros((B, 3), np.int32),
-        np.full((B, 3, K), 4, np.int32),
-        np.full((B, 3, K), 0.5, np.float32),
-    )
-    placed = ref.put_rows(dataclasses.replace(all_rows, lens=np.array([0, 0, 2, 1, 0, 0, 1, 1])))
-    placed_drafts = ref.put_rows(drafts)
-    got = ref.host(decode_state.with_drafts(placed, placed_drafts, ACCEPTANCE_RULES["block"]))
-    np.testing.assert_array_equal(got.draft.tokens[:, :3], drafts.tokens)
-    np.testing.assert_array_equal(got.draft.logprobs[:, :3], drafts.sampling_logprobs)
-    np.testing.assert_array_equal(got.draft.top_ids[:, :3], drafts.top_ids)
-    np.testing.assert_array_equal(got.draft.top_logprobs[:, :3], drafts.top_logprobs)
-    for x in (got.draft.tokens, got.draft.logprobs, got.draft.top_ids):
-        assert x.shape[1] == C  # as wide as the rows' own columns
-        assert not x[:, 3:].any()
-    np.testing.assert_array_equal(got.draft.lens, drafts.lens)
-    waits = np.asarray(decode_state.verifying(ref.put_rows(got)))
-    np.testing.assert_array_equal(waits, [0, 1, 0, 1, 1, 1, 0, 0])
-    done = dataclasses.replace(got, done=np.arange(B) == 3)
-    np.testing.assert_array_equal(np.asarray(decode_state.verifying(ref.put_rows(done))),
-                                  [0, 1, 0, 0, 1, 1, 0, 0])  # fmt: skip
-    nothing = decode_state.without_drafts(placed)
-    assert not np.asarray(decode_state.verifying(nothing)).any()
-
-
-@SHAPES
-def test_what_a_rule_compares_with_waits_with_the_drafts(make_mesh, shape):
-    """Under ratio what is known of its bound before the policy runs; under match nothing."""
-    all_rows = random_rows(drafting=False)
-    logprobs = np.random.default_rng(1).normal(-2, 1, (B, 3)).astype(np.float32)
-    zeros, lens = np.zeros((B, 3), np.float32), np.full(B, 3, np.int32)
-    drafts = Drafts(zeros.astype(np.int32), lens, logprobs, zeros, zeros.astype(np.int32))
-    positions = np.broadcast_to(np.arange(3), (B, 3))
-    with jax.set_mesh(make_mesh(*shape)):
-        placed, placed_drafts = ref.put_rows((all_rows, drafts))
-        noise = np.asarray(jax.jit(uniforms)(placed.accept_seeds, ref.put_rows(positions)))
-        drafting = {
-            accept: ref.host(
-                decode_state.with_drafts(placed, placed_drafts, ACCEPTANCE_RULES[accept], 0.5).draft
-            )
-            for accept in ("ratio", "random", "match")
-        }
-    assert drafting["match"].accept_threshold is drafting["match"].logprobs is None
-    assert drafting["ratio"].logprobs is None
-    threshold = drafting["ratio"].accept_threshold
-    np.testing.assert_allclose(
-        threshold[:, :3], np.log(noise) + logprobs - 0.5, rtol=1e-6, atol=1e-6
-    )
-    assert threshold.shape == (B, C)
-    assert not threshold[:, 3:].any()
-    np.testing.assert_array_equal(drafting["random"].accept_threshold[:, :3], -np.inf)
 
 
 @SHAPES
