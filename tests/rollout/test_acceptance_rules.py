@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from acceptance_reference import (
     count_leading,
-    in_top,
     likeliest_tokens,
     log,
     logprobs_at,
@@ -136,12 +135,6 @@ def test_stored_tokens_against_a_sort(make_mesh, shape, lead, k):
     np.testing.assert_allclose(np.asarray(given[1][1]), np.asarray(logprobs), atol=1e-6)
     assert ids.dtype == jnp.int32
     assert logprobs.dtype == jnp.float32
-
-
-def test_in_top():
-    ids = np.array([[[4, 2], [7, -1]], [[0, 1], [0, 1]]], np.int32)
-    got = in_top(np.array([[2, 4], [0, 5]], np.int32), ids)
-    np.testing.assert_array_equal(np.asarray(got), [[True, False], [True, False]])
 
 
 def residual_by_hand(new, old, ids, tail, scale):

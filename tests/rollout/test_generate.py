@@ -319,27 +319,3 @@ def test_all_drafts_empty_is_a_first_epoch(mesh):
     check_counts(rollout, LASTS, (END,))
     assert stats.verify_work == 0
     assert not np.asarray(rollout.prefix_lens).any()
-
-
-def test_a_prompt_seen_again_with_another_group_size(mesh, base):
-    prompts, _, _, _ = base
-    weights, store = small_weights(), DraftStore(StoreShape(8, 3, 8))
-    small, large = small_spec(group=2), small_spec(group=4)
-    first, _ = run(small, weights, prompts)
-    store.put(prompts, first, step=0)
-    second, _ = run(large, weights, prompts, 1, drafts=store.get(prompts, 4, step=1))
-    accepted = np.asarray(second.prefix_lens).reshape(8, 4)
-    lens = np.asarray(first.lens).reshape(8, 2)
-    np.testing.assert_array_equal(accepted[:, :2], lens)  # the policy did not change: all is kept
-    assert not accepted[:, 2:].any()
-    tokens = np.asarray(second.tokens).reshape(8, 4, 8)
-    np.testing.assert_array_equal(tokens[:, :2], np.asarray(first.tokens).reshape(8, 2, 8))
-    plain, _ = run(large, weights, prompts, 1)
-    np.testing.assert_array_equal(tokens[:, 2:], np.asarray(plain.tokens).reshape(8, 4, 8)[:, 2:])
-    store.put(prompts, second, step=1)  # the store holds three samples
-    third, _ = run(small, weights, prompts, 2, drafts=store.get(prompts, 2, step=2))
-    np.testing.assert_array_equal(np.asarray(third.tokens).reshape(8, 2, 8), tokens[:, :2])
-    fourth, _ = run(large, weights, prompts, 2, drafts=store.get(prompts, 4, step=2))
-    accepted = np.asarray(fourth.prefix_lens).reshape(8, 4)
-    assert accepted[:, :3].all()
-    assert not accepted[:, 3].any()

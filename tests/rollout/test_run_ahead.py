@@ -128,16 +128,6 @@ def test_trees_go_on_where_it_stopped_being_right(mesh):
     assert result[1].drafted_tokens > plain[1].drafted_tokens
 
 
-def test_a_prompt_that_comes_again_at_once_has_noise_of_its_own(mesh):
-    """The last step of an epoch and the first of the next may share a prompt."""
-    spec, (_, weights) = spec_for({}), ref.policy()
-    result = begin_ahead(spec, weights, next_prompts=NOW)
-    check_equal(result.rollout, ref.run(spec, weights, NOW, 1)[0])
-    later, drafts = host(ref.run(spec, weights, NOW, 2)[0]), host(result.run_ahead.drafts)
-    begun = np.arange(8)[None, :] < drafts.lens[:, None]
-    np.testing.assert_array_equal(drafts.tokens[begun], later.tokens[begun])
-
-
 def test_rows_run_ahead_give_way_to_the_bound_of_the_cache(mesh):
     """Fewer rows fit in longer caches; rows of the next step end then. Nothing waits for them."""
     spec, (_, weights) = spec_for({"row_buckets": 3, "cache_lengths": 3}), ref.policy()

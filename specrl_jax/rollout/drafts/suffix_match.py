@@ -138,11 +138,9 @@ def propose(
     """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
 
     prompts, sources, lens: int32 [b], split over the batch, in any order. Returns drafts int32
-    [b, width] (0 behind their ends) and their lengths int32 [b]. Raises ValueError where the
-    config looks deeper than the index.
+    [b, width] (0 behind their ends) and their lengths int32 [b]. The config looks no deeper than
+    the index.
     """
-    if config.depth > index.depth:
-        raise ValueError(f"depth must be <= the index's {index.depth}, got {config.depth}")
     # Every row is on its own and the index is everywhere: no device needs another.
     row = spec("batch")
     whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), index)

@@ -150,12 +150,6 @@ def test_without_stored_responses(mesh):
     assert drafts(index, [0, 0, 1], [0, 1, 0], [2, 1, 0]) == [[], [4], []]
 
 
-def test_a_config_that_looks_deeper_than_the_index_is_refused(mesh):
-    index = make_index([[[1]]], 4, depth=3)
-    with pytest.raises(ValueError, match="depth must be <= the index's 3, got 4"):
-        propose(index, *rows_of([0], [1], [0]), 2, CONFIG)
-
-
 # --- recording ------------------------------------------------------------------------------------
 
 

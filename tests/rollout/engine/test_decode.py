@@ -105,19 +105,6 @@ def check_rows(rows, other, which=slice(None)):
         np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
 
 
-def test_prefill_computes_a_prompt_once_for_its_group(start):
-    _, weights, prompts = start
-    tokens = put(prompts.tokens, "batch", None)
-    single_cache, group_cache = (
-        prefill(MATCH, weights, tokens, P + R, group_size=g) for g in (1, 3)
-    )
-    for single, group in zip(ref.by_slot(single_cache), ref.by_slot(group_cache), strict=True):
-        assert single.shape == (B, P + R, 2, 4)
-        np.testing.assert_array_equal(group, np.repeat(single, 3, axis=0))
-        assert single[:, :P].any()
-        assert not single[:, P:].any()
-
-
 # One step, by hand, on a policy that counts: after token x comes x + 1
 
 
