@@ -57,18 +57,14 @@ class AcceptanceRule:
     `importance_weight`, or cannot be used with `algorithm.importance_cap`.
     """
 
-    # Responses are distributed as π, whatever the draft.
-    exact = False
-    # Every token is sampled; a draft token is accepted where it is the sampled one.
-    samples_anew = False
-    # `log_lenience` has a meaning.
-    lenient = False
-    # Drafts carry the k likeliest tokens of π_old; `accept` returns a residual.
-    needs_distribution = False
-    # All of a draft is needed to accept any of it: it is verified in one pass.
-    whole_draft = False
-    # Drafts are cut by `cut` before anything is verified.
-    cuts_draft = False
+    exact = False  # responses are distributed as π, whatever the draft
+    samples_anew = (
+        False  # tokens are sampled; a draft token is accepted where it is the sampled one
+    )
+    lenient = False  # `log_lenience` has a meaning
+    needs_distribution = False  # drafts carry π_old's k likeliest tokens; `accept` gives a residual
+    whole_draft = False  # all of a draft is needed to accept any of it: it is verified in one pass
+    cuts_draft = False  # drafts are cut by `cut` before anything is verified
     # (log π(y) - log π_old(y), log ℓ, share of rejections) -> weight of an accepted token y, which
     # turns means over emitted tokens into means under π; arrays [B, R], None: there is none.
     importance_weight: ClassVar[Callable[[Array, Array, Array], Array] | None] = None

@@ -137,26 +137,18 @@ class StepTimer:
         return start_all_rows(program, _prompts(size), noise, np.zeros(size, int))
 
     def _drafts(self, size: int) -> Drafts:
-        program, shape = self.program, (size, self.program.response_slots)
-        drafts = Drafts.of(empty_rollout(*shape, program.stored_logprobs))
-        tokens = np.random.default_rng(0).integers(0, program.model.vocab_size, shape)
-        return dataclasses.replace(
-            drafts,
-            tokens=put(tokens.astype(np.int32), "batch", None),
-            lens=put(np.full(size, shape[1], np.int32), "batch"),
-        )
+        slots, k = self.program.response_slots, self.program.stored_logprobs
+        lens = put(np.full(size, slots, np.int32), "batch")
+        return dataclasses.replace(Drafts.of(empty_rollout(size, slots, k)), lens=lens)
 
     def _draft_state(self) -> Any:
         """Of the draft source, for made-up prompts and stored responses."""
-        program, group = self.program, self.program.group_size
-        shape = (self.prompts, self.sources, program.response_slots)
-        tokens = np.random.default_rng(1).integers(0, program.model.vocab_size, shape)
-        history = DraftHistory.from_store(
-            put(tokens.astype(np.int32), None, None, None),
-            put(np.full(shape[:2], shape[2], np.int32), None, None),
-            group,
-        )
-        return program.draft_source.init(_prompts(self.prompts), history, group)
+        source, group = self.program.draft_source, self.program.group_size
+        shape, slots = (self.prompts, self.sources), self.program.response_slots
+        tokens = put(np.zeros((*shape, slots), np.int32), None, None, None)
+        lens = put(np.full(shape, slots, np.int32), None, None)
+        history = DraftHistory.from_store(tokens, lens, group)
+        return source.init(_prompts(self.prompts), history, group)
 
 
 def _prompts(count: int) -> Prompts:
