@@ -102,7 +102,7 @@ def generate_and_score(
     """
     config, group = trainer.config.rollout, trainer.rollout_spec.group_size
     with timed(times, "time/rollout"):
-        previous = state.store.get(prompts, group, step=state.step)
+        previous = state.store.get(prompts, step=state.step)
         weights = policy_copy(trainer.model, state.train.params)
         drafts = DraftInputs(
             _drafts(trainer, state, prompts, previous),
@@ -181,8 +181,7 @@ def _drafts(
     if DRAFT_SOURCES[config.draft].previous:
         drafts = previous
         if config.draft_age > 1:
-            group = trainer.rollout_spec.group_size
-            drafts = state.store.get(prompts, group, age=config.draft_age, step=state.step)
+            drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
     return drafts if state.run_ahead is None else state.run_ahead.drafts_for(prompts, drafts)
 
 

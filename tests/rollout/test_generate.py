@@ -223,7 +223,7 @@ def test_no_mesh_changes_a_token(make_mesh, base, shape):
         # And through a sharded store: the same policy accepts every draft.
         store = DraftStore(StoreShape(8, 4, 8))
         store.put(prompts, rollout, step=1)
-        again, _ = run(spec, weights, prompts, 2, drafts=store.get(prompts, 4, step=2))
+        again, _ = run(spec, weights, prompts, 2, drafts=store.get(prompts, step=2))
         np.testing.assert_array_equal(np.asarray(again.tokens), reused.tokens)
         np.testing.assert_array_equal(np.asarray(again.prefix_lens), reused.lens)
         first_steps = np.asarray(again.origin_steps)[:, 0]
@@ -314,7 +314,7 @@ def test_a_shorter_draft_is_continued(mesh):
 def test_all_drafts_empty_is_a_first_epoch(mesh):
     spec, weights = counting()
     prompts = counting_prompts()
-    drafts = DraftStore(StoreShape(6, 2, 6)).get(prompts, 2, step=0)
+    drafts = DraftStore(StoreShape(6, 2, 6)).get(prompts, step=0)
     rollout, stats = run(spec, weights, prompts, drafts=drafts, log_lenience=math.inf)
     check_counts(rollout, LASTS, (END,))
     assert stats.verify_work == 0

@@ -76,14 +76,14 @@ class DraftStore(StatePart):
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._memory = KINDS[kind](abstract_stored(*self._shape.values()))
 
-    def get(self, prompts: Prompts, group_size: int, age: int = 1, *, step: int) -> Drafts:
-        """Drafts [Q * group_size] for the prompts' groups; zeros, length 0, where there is none.
+    def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
+        """Drafts [Q * G] for the prompts' groups; zeros, length 0, where there is none.
 
         `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations). At
         most the generations that are kept with log-probs.
         """
         slots = self._find(prompts)
-        return pick_drafts(*self._memory.rows(slots), self._oldest(slots, step), group_size, age)
+        return pick_drafts(*self._memory.rows(slots), self._oldest(slots, step), age)
 
     def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
         """The prompts' last `history` responses, whole on every device: tokens [Q, E * G, R], lens
@@ -97,11 +97,8 @@ class DraftStore(StatePart):
         self._memory.prefetch(self._find(prompts))
 
     def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
-        """Store the groups' responses; older generations move back by one.
-
-        Samples beyond the store's are not kept; a smaller group leaves the other samples as they
-        were. Raises ValueError where a prompt comes twice.
-        """
+        """Store the groups' responses; older generations move back by one. Raises ValueError where a
+        prompt comes twice."""
         slots, fresh = self._take([e.prompt_id for e in prompts.examples])
         newest = Stored(
             tokens=rollout.tokens,
@@ -137,15 +134,14 @@ class DraftStore(StatePart):
         Raises ValueError where it is of another tokenizer, model or shape.
         """
         for field, own in self._owner.items():
-            saved = host.get("owner", {}).get(field)
-            if saved != own:
+            if (saved := host["owner"][field]) != own:
                 raise ValueError(
                     f"{field}.source must be the {field} whose drafts the checkpoint holds, "
                     f"{saved}, got {own}; set it back, or give another --workdir"
                 )
-        saved = host.get("shape", {})
-        if changed := [name for name, own in self._shape.items() if saved.get(name) != own]:
-            was = ", ".join(f"{name} = {saved.get(name)}" for name in changed)
+        saved = host["shape"]
+        if changed := [name for name, own in self._shape.items() if saved[name] != own]:
+            was = ", ".join(f"{name} = {saved[name]}" for name in changed)
             now = ", ".join(f"{name} = {self._shape[name]}" for name in changed)
             raise ValueError(
                 f"draft store: saved with {was}; this run has {now}; "

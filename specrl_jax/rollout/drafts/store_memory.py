@@ -157,23 +157,19 @@ class HostMemory(_Memory):
         for stored, new in zip(
             jax.tree.leaves(self.arrays), jax.tree.leaves(jax.device_get(newest)), strict=True
         ):
-            new = new.reshape(len(slots), -1, *new.shape[1:])[:, : stored.shape[2]]
-            samples = new.shape[1]
             stored[:, slots[fresh]] = 0
             for generation in range(len(stored) - 1, 0, -1):
-                stored[generation][slots, :samples] = stored[generation - 1][slots, :samples]
-            stored[0][slots, :samples] = new
+                stored[generation][slots] = stored[generation - 1][slots]
+            stored[0][slots] = new.reshape(len(slots), -1, *new.shape[1:])
 
     def load(self, arrays: Stored) -> None:
         self._held = {}
         self.arrays = jax.tree.map(np.array, arrays)  # our own: jax's memory must not change
 
 
-@functools.partial(jax.jit, static_argnames=("group_size", "age"))
-def pick_drafts(
-    stored: Stored, index: Array | None, oldest: Array, group_size: int, age: int
-) -> Drafts:
-    """Drafts [Q * group_size] of generation `age`, 1 the newest; samples are cut or padded.
+@functools.partial(jax.jit, static_argnames="age")
+def pick_drafts(stored: Stored, index: Array | None, oldest: Array, age: int) -> Drafts:
+    """Drafts [Q * G] of generation `age`, 1 the newest.
 
     stored: arrays that hold the prompts' rows. index: int32 [Q], places of the rows in them; None:
     they are the rows, in this order. oldest: int32 [Q], the earliest step whose responses are
@@ -189,9 +185,7 @@ def pick_drafts(
     young = pick(stored.steps) >= oldest[:, None]
 
     def draft(array: Array) -> Array:
-        rows = _keep(pick(array), young)[:, :group_size]
-        missing = group_size - rows.shape[1]
-        rows = jnp.pad(rows, [(0, 0), (0, missing)] + [(0, 0)] * (rows.ndim - 2))
+        rows = _keep(pick(array), young)
         return merge_rows(rows, *(None,) * (rows.ndim - 2))
 
     return jax.tree.map(draft, Drafts.of(stored))
@@ -219,12 +213,10 @@ def _write(stored: Stored, slots: Array, fresh: Array, newest: Stored) -> Stored
 
     def write(array: Array, new: Array) -> Array:
         new = _whole(new)
-        new = new.reshape(prompts, -1, *new.shape[1:])[:, : array.shape[2]]
-        samples = new.shape[1]
+        new = new.reshape(1, prompts, -1, *new.shape[1:])
         before = array.at[:, slots].get(out_sharding=jax.P(*(None,) * array.ndim))
         before = jax.vmap(_keep, in_axes=(0, None))(before, ~fresh)
-        moved = jnp.concatenate([new[None], before[:-1, :, :samples]])
-        moved = jnp.concatenate([moved, before[:, :, samples:]], axis=2)
+        moved = jnp.concatenate([new, before[:-1]])
         # The scatter's layout is the partitioner's business; the result keeps the store's.
         scatter = jax.sharding.auto_axes(
             lambda array, moved, slots: array.at[:, slots].set(moved),
