@@ -97,8 +97,10 @@ class DraftStore(StatePart):
         self._memory.prefetch(self._find(prompts))
 
     def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
-        """Store the groups' responses; older generations move back by one. Raises ValueError where a
-        prompt comes twice."""
+        """Store the groups' responses; older generations move back by one.
+
+        Raises ValueError where a prompt comes twice.
+        """
         slots, fresh = self._take([e.prompt_id for e in prompts.examples])
         newest = Stored(
             tokens=rollout.tokens,
@@ -107,8 +109,8 @@ class DraftStore(StatePart):
             sampling_logprobs=rollout.sampling_logprobs,
             origin_logprobs=rollout.origin_logprobs,
             origin_steps=rollout.origin_steps,
-            top_ids=rollout.top_ids if self._shape["k"] else None,
-            top_logprobs=rollout.top_logprobs if self._shape["k"] else None,
+            top_ids=rollout.top_ids,
+            top_logprobs=rollout.top_logprobs,
         )
         self._memory.write(slots, fresh, newest)
 
