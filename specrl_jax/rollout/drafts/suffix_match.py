@@ -1,21 +1,19 @@
 """Drafts from all that is known of a prompt: SRT (arXiv 2601.09083, section 3) without a tree.
 
-The tree holds every substring of a prompt's responses with its count, so what it answers is: where
-did the row's last tokens occur before, and what followed? Here both are read from the responses
-themselves, afresh at every decode step: nothing has to be kept up to date but the tokens.
+What the tree of all substrings answers is read from the responses themselves, afresh at every
+decode step: where did the row's last tokens occur before, and what followed?
 
     source n   a b c d e …      own   … x b c        matched tokens by end   a b c d
     source p   b c f …                               of source n             0 1 2 0
 
-1. `_match`: for every position of every source, how many tokens up to it equal the row's last ones.
-2. `_places`: the best positions of each source; `_continuations`: what follows them.
-3. `_vote`: the continuation of which most tokens are expected to be accepted.
+`_match` counts for every position of every source how many tokens up to it equal the row's last
+ones. `_places` takes the best positions, `_continuations` what follows them, and `_vote` the
+continuation of which most tokens are expected to be accepted.
 
-Differs from the paper, each time for as many or more accepted tokens in the replay of
-tests/rollout/drafts/test_suffix_match.py: a source votes with its two best positions, not
-with all, and among equals with those that lie as far into the response as the row is; a vote counts
-more the more of the last tokens agree beyond the first mismatch, for a response that was changed in
-one place goes on as before; the row's own text is continued by the draft itself.
+Differs from the paper, for as many or more accepted tokens in the replay of test_suffix_match.py:
+a source votes with its two best positions, among equals with the nearest; a vote counts more, the
+more of the last tokens agree beyond the first mismatch; the row's own text is continued by the
+draft itself.
 """
 
 import dataclasses
