@@ -135,16 +135,6 @@ def decode_steps(
     model = Transformer(program.model, weights)
     verify = verify and not program.accept.samples_anew
 
-    def go_on(state) -> Array:
-        _, rows, _, steps, _ = state
-        train = _active(rows, stop) & (rows.index < stop.num_train_rows)
-        more = (jnp.sum(train, dtype=jnp.int32) > stop.max_active) & (steps < stop.max_steps)
-        if rows.draft is None:
-            return more
-        # Steps that verify cost a little more, with residuals or a draft source more than that.
-        # Rows at their cache limit count: the scheduler drops drafts only if no row is verifying.
-        return more & ((stop.max_active > 0) | jnp.any(verifying(rows)))
-
     def step(state):
         cache, rows, draft_state, steps, counts = state
         active = _active(rows, stop)
@@ -171,10 +161,22 @@ def decode_steps(
 
     counts = jnp.zeros(width + 1, jnp.int32)
     begun, state = rows, (cache, rows, draft_state, jnp.int32(0), counts)
-    cache, rows, draft_state, steps, counts = jax.lax.while_loop(go_on, step, state)
+    cache, rows, draft_state, steps, counts = jax.lax.while_loop(
+        lambda x: _goes_on(x[1], x[3], stop), step, state
+    )
     rows, verified, accepted = _mark_reused(begun, rows)
     counts = StepCounts(steps, counts[:width], counts[width], verified, accepted)
     return cache, rows, draft_state, counts, progress(rows, stop)
+
+
+def _goes_on(rows: DecodeState, steps: Array, stop: StopCondition) -> Array:
+    train = _active(rows, stop) & (rows.index < stop.num_train_rows)
+    more = (jnp.sum(train, dtype=jnp.int32) > stop.max_active) & (steps < stop.max_steps)
+    if rows.draft is None:
+        return more
+    # Steps that verify cost a little more, with residuals or a draft source more than that.
+    # Rows at their cache limit count: the scheduler drops drafts only if no row is verifying.
+    return more & ((stop.max_active > 0) | jnp.any(verifying(rows)))
 
 
 @jax.jit
