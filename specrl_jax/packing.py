@@ -3,7 +3,7 @@
 The responses of a group share their prompt, and often more: they form a trie. A trie lies in a
 sequence depth first. One integer per token, where its subtree ends, says who sees whom: the token
 in slot i sees slot j where j <= i < ends[j]. These are its ancestors and itself. Rows that share
-nothing lie one behind the other. After Prefix Grouper (arXiv 2506.05433), which shares prompts.
+nothing lie one after the other. After Prefix Grouper (arXiv 2506.05433), which shares prompts.
 
 NumPy, on the host: takes tokens in, gives arrays out, knows no model.
 """
@@ -35,9 +35,9 @@ class PackedTries:
 
     tokens: np.ndarray  # [S, T]
     depths: np.ndarray  # [S, T], the token's place in its rows: the position for the model
-    ends: np.ndarray  # [S, T], the slot behind the token's subtree
+    ends: np.ndarray  # [S, T], the slot after the token's subtree
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
-    nodes: np.ndarray  # [B, L], sequence · T + slot of each row's tokens; -1 behind a row's end
+    nodes: np.ndarray  # [B, L], sequence · T + slot of each row's tokens; -1 after a row's end
 
 
 def pack(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> PackedTries:
@@ -73,7 +73,7 @@ def _places(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing)
     shared = _shared(tokens, lens) if packing.share else np.zeros_like(lens)
     first = _first_rows(lens, shared, length)  # of a piece
     shared[first] = 0
-    # The tokens that a row does not share lie together, behind those of the row before it.
+    # The tokens that a row does not share lie together, after those of the row before it.
     before = np.cumsum(lens - shared) - (lens - shared)
     piece = np.cumsum(first) - 1
     sizes = np.diff(np.append(before[first], np.sum(lens - shared)))

@@ -43,7 +43,7 @@ def test_a_trie_that_is_too_long_is_cut_between_rows_and_repeats_what_they_share
     np.testing.assert_array_equal(tries.ends, [[4, 4, 3, 4], [4, 4, 3, 4]])
 
 
-def test_rows_lie_one_behind_the_other_or_one_in_a_sequence():
+def test_rows_lie_one_after_the_other_or_one_in_a_sequence():
     tokens, lens = _pad(ROWS)
     in_a_line = pack(tokens, lens, 6, PACKINGS["sequences"])
     np.testing.assert_array_equal(in_a_line.tokens, [[7, 1, 2, 7, 1, 2], [7, 1, 7, 3, 8, 0]])

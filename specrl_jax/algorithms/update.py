@@ -49,7 +49,7 @@ def make_batch(prompts: Prompts, rollout: Rollout, *, lengths: tuple[int, ...]) 
 def join(
     prompts_BP: Array, prompt_lens: Array, responses_BR: Array, *, response_slots: int
 ) -> Array:
-    """tokens [B, P + R']: every response right behind its prompt, cut to R' = response_slots."""
+    """tokens [B, P + R']: every response right after its prompt, cut to R' = response_slots."""
     padded = jnp.pad(prompts_BP, ((0, 0), (0, response_slots)))
 
     def join_row(row: Array, response: Array, start: Array) -> Array:

@@ -20,7 +20,7 @@ class Visible(NamedTuple):
     """Who sees whom: a query in slot i sees the key in slot j where j <= i < ends[j]."""
 
     slots: Array | None = None  # int32 [B, T], of the queries; None: query t is in slot t, S = T
-    ends: Array | None = None  # int32 [B, S], slot behind a token's subtree (`packing`); None: S
+    ends: Array | None = None  # int32 [B, S], slot after a token's subtree (`packing`); None: S
 
 
 def attention(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, visible: Visible) -> Array:

@@ -90,6 +90,8 @@ METRICS: dict[str, Metric] = {
     "reuse/kl": Metric("mean of r − 1 − log r, r = π / π_old, of accepted tokens", "nats"),
     "reuse/rejected_mass": Metric("rejections over verified draft positions", "1"),
     # Updates
+    # Means over tokens, but for importance_*, are over the rows that the update computes: all, or
+    # those with a signal (updates.skip_no_signal). Absent where there are none.
     "policy/loss": Metric("loss, mean over the step's updates", "1"),
     "policy/kl": Metric("KL to the reference per token, k3 estimate", "nats"),
     "policy/entropy": Metric("entropy per token of the untruncated policy", "nats"),

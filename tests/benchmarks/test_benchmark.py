@@ -88,6 +88,8 @@ def _check_update(cases: list[dict], batches: int) -> None:
 def test_update_on_drawn_lengths(run):
     cases, text = run("update", *SMALL)
     _check_update(cases, batches=3)
+    by_packing = {(case["batch"], case["packing"]): case.get("slots") for case in cases}
+    assert all(by_packing[batch, "rows"] > by_packing[batch, "trie"] for batch, _ in by_packing)
     assert "over rows" in text
 
 
