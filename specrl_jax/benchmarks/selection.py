@@ -28,7 +28,7 @@ from specrl_jax.types import Batch
 
 def measure_selection(workdir: Path, step: int | None) -> Report:
     """Figures of a run that recorded rollouts; step: of the checkpoint, None for the latest."""
-    config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+    config = read_config(workdir)
     runtime.start(config)
     trainer, params = build(config)
     with Checkpointer(workdir / "checkpoints", read_only=True) as checkpoints:
@@ -49,6 +49,16 @@ def measure_selection(workdir: Path, step: int | None) -> Report:
     gap = rows[0]["nats_a_token"] - rows[1]["nats_a_token"]
     title = f"selection {workdir}: log π / π_old; π of step {step}, π_old of step {old[-1]}"
     return Report(title, [*rows, {"responses": "gap", "nats_a_token": gap}])
+
+
+def read_config(workdir: Path) -> ConfigDict:
+    """The configuration of a run; ValueError in one line where the directory holds none."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--run must be the work directory of a run, got {workdir}: no {path.name}"
+        )
+    return ConfigDict(json.loads(path.read_text()))
 
 
 def encoded_prompts(trainer: Trainer) -> dict[str, list[int]]:

@@ -10,7 +10,6 @@ the rate of a large matrix product.
 
 import dataclasses
 import functools
-import json
 import time
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from ml_collections import ConfigDict
 
 from specrl_jax import runtime
 from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative
@@ -30,7 +28,7 @@ from specrl_jax.algorithms.update import update
 from specrl_jax.benchmarks.policies import GROUP, Size
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.rollout import long_tailed
-from specrl_jax.benchmarks.selection import encoded_prompts, recorded_rows
+from specrl_jax.benchmarks.selection import encoded_prompts, read_config, recorded_rows
 from specrl_jax.benchmarks.step import forward_flops, matmul_rate
 from specrl_jax.benchmarks.timing import Log
 from specrl_jax.build import build
@@ -99,7 +97,7 @@ def _distinct(batch: Batch, signal: np.ndarray) -> tuple[int, int]:
 
 def _recorded(run: Path) -> list[tuple[str, Learner, Batch]]:
     """The first recorded step of every epoch."""
-    config = ConfigDict(json.loads((run / "config.json").read_text()))
+    config = read_config(run)
     runtime.start(config)
     trainer, _ = build(config)
     prompts, batches, epochs = encoded_prompts(trainer), [], set()

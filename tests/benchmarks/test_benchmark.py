@@ -148,6 +148,8 @@ def test_selection(mesh, tmp_path, rate):
         (["step", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
         (["rollout", "--repeat=4"], "unknown arguments: --repeat=4, did you mean --repeats?"),
         (["speed"], "invalid choice: 'speed'"),
+        (["update", "--run=/nowhere"], "--run must be the work directory of a run, got /nowhere"),
+        (["selection", "--run=/nowhere"], "--run must be the work directory of a run"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message, capsys):
