@@ -5,6 +5,8 @@ Every array of the package names its axes by the keys of this table. Weights hav
 alone: the rollout copies the weights to it once a step, the update layer by layer.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,9 +57,12 @@ def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
 def shards(axis: str, mesh: jax.sharding.AbstractMesh | None = None, stored: bool = False) -> int:
     """Number of pieces that a logical axis is cut into on the mesh in use."""
     mesh = mesh or jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in _mesh_axes(axis, stored))
+
+
+def _mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:
     names = (STORED if stored else COMPUTE)[axis] or ()
-    names = (names,) if isinstance(names, str) else names
-    return int(np.prod([mesh.shape[name] for name in names], dtype=np.int64))
+    return (names,) if isinstance(names, str) else names
 
 
 def put(array, *axes: str | None) -> jax.Array:
@@ -94,18 +99,10 @@ def merge_rows(array: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def check_divides(mesh: jax.sharding.Mesh, field: str, size: int, axis: str) -> None:
-    """Raises ValueError if the mesh cannot split `size` evenly over the logical axis.
-
-    The line names the field, the mesh axes and the sizes that fit.
-    """
+    """Raises ValueError if the mesh cannot split `size` evenly over the logical axis."""
     pieces = shards(axis, mesh, stored=True)
-    if size % pieces == 0:
-        return
-    names = STORED[axis]
-    names = (names,) if isinstance(names, str) else names
-    cut = " x ".join(f"mesh.{n}={mesh.shape[n]}" for n in names if mesh.shape[n] > 1)
-    fits = [n for n in range(1, min(size, mesh.size) + 1) if size % n == 0 and mesh.size % n == 0]
-    raise ValueError(
-        f"{field}={size} is split over {cut} and must be divisible by {pieces}; "
-        f"of this mesh's {mesh.size} devices it could use {' or '.join(map(str, fits))}"
-    )
+    if size % pieces:
+        names = " x ".join(f"mesh.{name}" for name in _mesh_axes(axis, stored=True))
+        raise ValueError(
+            f"{field} must be divisible by {names} = {pieces}, got {size}; choose another mesh"
+        )
