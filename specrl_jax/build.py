@@ -18,7 +18,7 @@ from specrl_jax.data.prompts import (
 )
 from specrl_jax.data.tokenizer import load_tokenizer
 from specrl_jax.episodes import ResponseScorer
-from specrl_jax.group_buffer import trained_group_size
+from specrl_jax.group_buffer import part_size, trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
@@ -78,8 +78,7 @@ def build(config) -> tuple[Trainer, Params]:
     spec = RolloutSpec.from_config(
         config, model, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
     )
-    if stream.screens:  # a rollout has parts of groups
-        spec = dataclasses.replace(spec, group_size=config.curriculum.screening)
+    spec = dataclasses.replace(spec, group_size=part_size(config))
     trainer = Trainer(
         config=config,
         dataset=dataset,

@@ -176,10 +176,8 @@ def _require(field: str, rule: str, holds: bool, value: Any) -> None:
 
 
 def _batches(config: ConfigDict) -> Iterator[Check]:
-    group = config.rollout.group_size
-    if _chosen(config, "curriculum.name").screens and not config.curriculum.reuse_screening:
-        group -= config.curriculum.screening
-    rows = config.rollout.prompts_per_step * group
+    group_size = table("group_buffer:trained_group_size")(config)
+    rows = config.rollout.prompts_per_step * group_size
     mini, micro = config.updates.mini_batch_size, config.updates.micro_batch_size
     yield (
         "updates.mini_batch_size",

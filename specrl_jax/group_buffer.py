@@ -34,36 +34,30 @@ class Group:
         return Group(self.prompt_id, self.places + other.places, self.rewards + other.rewards)
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupRules:
-    """When a group is finished, trained on, or dropped."""
+def part_size(config) -> int:
+    """Responses to a prompt in one rollout: those of a whole group, or of the part that screens."""
+    settings = config.curriculum
+    screens = CURRICULA[settings.name].screens
+    return settings.screening if screens else config.rollout.group_size
 
-    groups_per_batch: int
-    group_size: int
-    part_size: int  # responses to a prompt in one rollout; less than group_size with screening
-    trained_size: int  # responses of a group that are trained on, the last ones
-    rows: int  # of one rollout
-    total_prompts: int
-    max_gen_batches: int
-    dynamic_sampling: bool
-    low: float = 0.0  # a screened group is finished if its mean reward is between these
-    high: float = 1.0
 
-    @classmethod
-    def from_config(cls, config, part_size: int, total_prompts: int) -> "GroupRules":
-        settings, curriculum = config.rollout, config.curriculum
-        return cls(
-            groups_per_batch=settings.prompts_per_step,
-            group_size=settings.group_size,
-            part_size=part_size,
-            trained_size=trained_group_size(config),
-            rows=settings.prompts_per_step * settings.group_size,
-            total_prompts=total_prompts,
-            max_gen_batches=config.algorithm.max_gen_batches,
-            dynamic_sampling=config.algorithm.dynamic_sampling,
-            low=curriculum.low,
-            high=curriculum.high,
-        )
+def trained_group_size(config) -> int:
+    """Responses to a prompt that are trained on: all, or all that did not choose the prompt."""
+    group, part = config.rollout.group_size, part_size(config)
+    return group - part if part < group and not config.curriculum.reuse_screening else group
+
+
+class GroupBuffer(StatePart):
+    """The groups of a step, and those that wait for a later one."""
+
+    def __init__(self, config, total_prompts: int):
+        self.config, self.total_prompts = config, total_prompts
+        self.groups_per_batch = config.rollout.prompts_per_step
+        self.group_size, self.part_size = config.rollout.group_size, part_size(config)
+        self.rows = self.groups_per_batch * self.group_size  # of one rollout
+        self.ready: list[Group] = []  # to train on, the oldest first
+        self.unfinished: dict[str, Group] = {}  # screened, and worth the rest of their group
+        self.begin_step()
 
     @property
     def screens(self) -> bool:
@@ -72,25 +66,8 @@ class GroupRules:
     @property
     def max_waiting_rows(self) -> int:
         """Rows that wait between two steps at most: a batch, and two rollouts of screened parts."""
-        ready = self.groups_per_batch * self.trained_size
+        ready = self.groups_per_batch * trained_group_size(self.config)
         return ready + (2 * self.rows if self.screens else 0)
-
-
-def trained_group_size(config) -> int:
-    """Responses to a prompt that are trained on: all, or all that did not choose the prompt."""
-    settings, group = config.curriculum, config.rollout.group_size
-    chosen = CURRICULA[settings.name].screens and not settings.reuse_screening
-    return group - settings.screening if chosen else group
-
-
-class GroupBuffer(StatePart):
-    """The groups of a step, and those that wait for a later one."""
-
-    def __init__(self, rules: GroupRules):
-        self.rules = rules
-        self.ready: list[Group] = []  # to train on, the oldest first
-        self.unfinished: dict[str, Group] = {}  # screened, and worth the rest of their group
-        self.begin_step()
 
     def begin_step(self) -> None:
         self.no_signal: list[Group] = []  # finished in this step, with equal rewards
@@ -103,39 +80,38 @@ class GroupBuffer(StatePart):
     @property
     def to_finish(self) -> list[str]:
         """The prompts whose groups the next rollout finishes: as many as the batch lacks."""
-        missing = max(self.rules.groups_per_batch - len(self.ready), 0)
+        missing = max(self.groups_per_batch - len(self.ready), 0)
         return list(self.unfinished)[:missing]
 
     @property
     def first_samples(self) -> list[int]:
         """The number of the first response of each part that finishes a group."""
-        return list(range(self.rules.part_size, self.rules.group_size, self.rules.part_size))
+        return list(range(self.part_size, self.group_size, self.part_size))
 
     @property
     def num_new_prompts(self) -> int:
         """Prompts that the next rollout begins: the rows that `to_finish` leaves."""
-        parts = self.rules.rows // self.rules.part_size
+        parts = self.rows // self.part_size
         return parts - len(self.to_finish) * len(self.first_samples)
 
     def wants_rollout(self) -> bool:
         """Whether the batch needs one more rollout, and there may be one."""
-        rules = self.rules
         if not self.gen_batches:
             return True
         return (
-            len(self.ready) < rules.groups_per_batch
-            and self.gen_batches < rules.max_gen_batches
-            and rules.total_prompts - len(self.busy) >= self.num_new_prompts
+            len(self.ready) < self.groups_per_batch
+            and self.gen_batches < self.config.algorithm.max_gen_batches
+            and self.total_prompts - len(self.busy) >= self.num_new_prompts
             # Groups without signal leave the batch short however many are begun: only one rollout's
             # groups may be unfinished when another is begun, so that two rollouts' rows hold all.
-            and len(self.unfinished) <= rules.rows // rules.part_size
+            and len(self.unfinished) <= self.rows // self.part_size
         )
 
     def add(self, prompt_ids: Sequence[str], rewards: np.ndarray) -> None:
         """The next rollout: rewards [groups, part_size]; "ID+4" are ID's responses from 4 on."""
         self.gen_batches += 1
         for number, (prompt_id, row) in enumerate(zip(prompt_ids, rewards.tolist(), strict=True)):
-            first = number * self.rules.part_size
+            first = number * self.part_size
             places = tuple((self.gen_batches, first + i) for i in range(len(row)))
             self._add(Group(base_id(prompt_id), places, tuple(row)))
 
@@ -143,23 +119,24 @@ class GroupBuffer(StatePart):
         self.busy.add(part.prompt_id)
         begun = self.unfinished.get(part.prompt_id)
         group = part if begun is None else begun.joined(part)
-        if len(group.rewards) == self.rules.group_size:
+        if len(group.rewards) == self.group_size:
             self.unfinished.pop(group.prompt_id, None)
             self._finish(group)
         elif begun is not None or self._is_worth_finishing(group):
             self.unfinished[group.prompt_id] = group
 
     def _is_worth_finishing(self, group: Group) -> bool:
-        worth = self.rules.low < float(np.mean(group.rewards)) < self.rules.high
+        settings = self.config.curriculum
+        worth = settings.low < float(np.mean(group.rewards)) < settings.high
         self.screened += 1
         self.worth_finishing += worth
         return worth
 
     def _finish(self, group: Group) -> None:
-        first = len(group.rewards) - self.rules.trained_size
+        first = self.group_size - trained_group_size(self.config)
         group = Group(group.prompt_id, group.places[first:], group.rewards[first:])
         has_signal = min(group.rewards) < max(group.rewards)
-        learns = has_signal or not self.rules.dynamic_sampling
+        learns = has_signal or not self.config.algorithm.dynamic_sampling
         (self.ready if learns else self.no_signal).append(group)
 
     # The batch ----------------------------------------------------------------------------------
@@ -170,7 +147,7 @@ class GroupBuffer(StatePart):
         A batch that could not be filled gets groups without signal, then groups of no responses
         to the prompt `filler_id`.
         """
-        size = self.rules.groups_per_batch
+        size = self.groups_per_batch
         batch, self.ready = self.ready[:size], self.ready[size:]
         no_signal = self.no_signal[: size - len(batch)]
         empty = [Group(filler_id)] * (size - len(batch) - len(no_signal))
@@ -179,7 +156,7 @@ class GroupBuffer(StatePart):
             "rollout/groups_waiting": len(self.ready),
             "rollout/groups_filled": len(no_signal) + len(empty),
         }
-        if self.rules.screens:
+        if self.screens:
             values["curriculum/waiting"] = len(self.unfinished)
             values["curriculum/screened"] = self.screened
             if self.screened:
@@ -194,7 +171,7 @@ class GroupBuffer(StatePart):
         waiting = [*self.ready, *self.unfinished.values()]
         places = [place for group in waiting for place in group.places]
         self.restore(self.host())
-        return _padded(places, self.rules.max_waiting_rows)
+        return _padded(places, self.max_waiting_rows)
 
     # Checkpoints --------------------------------------------------------------------------------
 

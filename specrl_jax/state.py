@@ -15,7 +15,7 @@ from specrl_jax.algorithms.learner import TrainState, abstract_train_state, init
 from specrl_jax.build import Trainer
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.curriculum import PromptStream, make_stream
-from specrl_jax.group_buffer import GroupBuffer, GroupRules
+from specrl_jax.group_buffer import GroupBuffer
 from specrl_jax.models.transformer import Params, abstract_params
 from specrl_jax.rollout.adaptive import measure_steps
 from specrl_jax.rollout.adaptive.speculation import Speculation
@@ -165,10 +165,8 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
     if settings.partial:
         state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
     if config.algorithm.dynamic_sampling or state.stream.screens:
-        part = trainer.rollout_spec.group_size
-        rules = GroupRules.from_config(config, part, len(trainer.prompts.lens))
-        state.groups = GroupBuffer(rules)
-        state.waiting_rows = WaitingRows.empty(rules.max_waiting_rows, slots, stored)
+        state.groups = GroupBuffer(config, len(trainer.prompts.lens))
+        state.waiting_rows = WaitingRows.empty(state.groups.max_waiting_rows, slots, stored)
     return state
 
 

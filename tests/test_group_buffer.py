@@ -1,26 +1,34 @@
 """DAPO's and SPEED's bookkeeping without a model: rewards are drawn, rollouts only numbered."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
+from small_runs import small_config
 
-from specrl_jax.group_buffer import KEPT, Group, GroupBuffer, GroupRules, places_of, rewards_of
+from specrl_jax.group_buffer import (
+    KEPT,
+    Group,
+    GroupBuffer,
+    places_of,
+    rewards_of,
+    trained_group_size,
+)
 
 Q, G, N = 4, 8, 2
-DAPO = GroupRules(
-    groups_per_batch=Q, group_size=G, part_size=G, trained_size=G, rows=Q * G, total_prompts=1000,
-    max_gen_batches=10, dynamic_sampling=True,
-)  # fmt: skip
-SPEED = dataclasses.replace(DAPO, part_size=N, dynamic_sampling=False)
+DAPO = {"algorithm.dynamic_sampling": True}
+SPEED = {"curriculum.name": "speed", "curriculum.screening": N}
+
+
+def buffer_of(changes: dict, total_prompts: int = 1000) -> GroupBuffer:
+    return GroupBuffer(small_config(changes), total_prompts)
 
 
 class Play:
     """Steps of a buffer on prompts "p0", "p1", ... in turn, and who was where."""
 
-    def __init__(self, rules: GroupRules, seed: int = 0, chance: float = 0.7):
-        self.buffer, self.rules = GroupBuffer(rules), rules
+    def __init__(self, buffer: GroupBuffer, seed: int = 0, chance: float = 0.7):
+        self.buffer = buffer
         self.rng, self.chance = np.random.default_rng(seed), chance
         self.prompts = 0
         self.owners: list[list[tuple[str, int]]] = [[]]  # (prompt_id, sample) by rollout and row
@@ -29,7 +37,7 @@ class Play:
         self.steps = 0
 
     def rollout(self) -> list[str]:
-        buffer, part = self.buffer, self.rules.part_size
+        buffer, part = self.buffer, self.buffer.part_size
         names = [f"p{self.prompts + i}" for i in range(buffer.num_new_prompts)]
         self.prompts += len(names)
         self.begun |= dict.fromkeys(names, self.steps)
@@ -52,7 +60,7 @@ class Play:
         for group in groups + self.buffer.ready + list(self.buffer.unfinished.values()):
             self.check(group)
         kept = self.buffer.keep()
-        assert kept.shape == (self.rules.max_waiting_rows, 2)
+        assert kept.shape == (self.buffer.max_waiting_rows, 2)
         self.owners = [[self.owners[r][i] if r >= 0 else None for r, i in kept.tolist()]]
         for group in self.buffer.ready + list(self.buffer.unfinished.values()):
             self.check(group)
@@ -61,8 +69,8 @@ class Play:
     def check(self, group: Group) -> None:
         """A group's places hold its own responses, in order, with their rewards."""
         owners = [self.owners[rollout][row] for rollout, row in group.places]
-        first = self.rules.group_size - self.rules.trained_size
-        starts = first if len(owners) == self.rules.trained_size else 0
+        trained = trained_group_size(self.buffer.config)
+        starts = G - trained if len(owners) == trained else 0
         assert owners == [(group.prompt_id, starts + i) for i in range(len(owners))]
         assert group.rewards == tuple(self.rewards[owner] for owner in owners)
 
@@ -71,7 +79,7 @@ class Play:
 
 
 def test_dapo_trains_on_every_group_with_signal_once_in_order():
-    play, trained, waiting = Play(DAPO, chance=0.8), [], []
+    play, trained, waiting = Play(buffer_of(DAPO), chance=0.8), [], []
     for _ in range(30):
         groups, values, rollouts = play.step()
         assert values["rollout/gen_batches"] == len(rollouts)
@@ -89,12 +97,12 @@ def test_dapo_trains_on_every_group_with_signal_once_in_order():
 
 
 def test_a_batch_that_cannot_be_filled_gets_groups_without_signal_then_empty_ones():
-    play = Play(dataclasses.replace(DAPO, max_gen_batches=2), chance=1.0)
+    play = Play(buffer_of(DAPO | {"algorithm.max_gen_batches": 2}), chance=1.0)
     groups, values, rollouts = play.step()
     assert len(rollouts) == 2
     assert values["rollout/groups_filled"] == Q
     assert [group.prompt_id for group in groups] == ["p0", "p1", "p2", "p3"]
-    one = GroupBuffer(dataclasses.replace(DAPO, groups_per_batch=6, max_gen_batches=1))
+    one = buffer_of(DAPO | {"rollout.prompts_per_step": 6})
     one.add(["a", "b"], np.array([[1] * G, [0, 1] * (G // 2)], np.float32))
     groups, values = one.take_batch("filler")
     assert [group.prompt_id for group in groups] == ["b", "a", *["filler"] * 4]
@@ -106,7 +114,7 @@ def test_a_batch_that_cannot_be_filled_gets_groups_without_signal_then_empty_one
 
 
 def test_rollouts_end_where_prompts_run_out():
-    play = Play(dataclasses.replace(DAPO, total_prompts=2 * Q + 1), chance=1.0)
+    play = Play(buffer_of(DAPO, total_prompts=2 * Q + 1), chance=1.0)
     _, _, rollouts = play.step()
     assert len(rollouts) == 2
 
@@ -114,8 +122,9 @@ def test_rollouts_end_where_prompts_run_out():
 @pytest.mark.parametrize("trained", [G, G - N], ids=["reused", "to choose prompts alone"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_speed_finishes_the_groups_whose_screening_was_mixed_and_no_others(trained, dynamic):
-    rules = dataclasses.replace(SPEED, trained_size=trained, dynamic_sampling=dynamic)
-    play, order, stale, mixed_rollouts = Play(rules), [], 0, 0
+    changes = SPEED | {"curriculum.reuse_screening": trained == G}
+    buffer = buffer_of(changes | {"algorithm.dynamic_sampling": dynamic})
+    play, order, stale, mixed_rollouts = Play(buffer), [], 0, 0
     for _ in range(30):
         groups, values, rollouts = play.step()
         for ids in rollouts:
@@ -140,14 +149,14 @@ def test_speed_finishes_the_groups_whose_screening_was_mixed_and_no_others(train
 
 
 def test_screening_is_counted_and_bounded():
-    play = Play(SPEED, chance=0.5)
+    play = Play(buffer_of(SPEED), chance=0.5)
     _, values, rollouts = play.step()
     begun = [name for ids in rollouts for name in ids if "+" not in name]
     assert values["curriculum/screened"] == len(begun)
     mixed = [name for name in begun if 0 < sum(play.all_rewards(name)[:N]) < N]
     assert values["curriculum/kept"] == len(mixed) / len(begun)
     # Where no finished group ever has signal, begun ones pile up: two rollouts of them at most.
-    play = Play(dataclasses.replace(SPEED, dynamic_sampling=True, trained_size=G - N))
+    play = Play(buffer_of(SPEED | DAPO | {"curriculum.reuse_screening": False}))
     play.rng = _Screened()
     for _ in range(4):
         play.step()
@@ -161,14 +170,14 @@ class _Screened:
         return np.tile([0.0, 1.0], (shape[0], 1))
 
 
-@pytest.mark.parametrize("rules", [DAPO, SPEED], ids=["dapo", "speed"])
-def test_a_restored_buffer_goes_on_alike(rules):
-    whole, first = Play(rules, seed=3), Play(rules, seed=3)
+@pytest.mark.parametrize("changes", [DAPO, SPEED], ids=["dapo", "speed"])
+def test_a_restored_buffer_goes_on_alike(changes):
+    whole, first = (Play(buffer_of(changes), seed=3) for _ in range(2))
     for _ in range(5):
         whole.step()
         first.step()
     host = json.loads(json.dumps(first.buffer.host()))
-    first.buffer = GroupBuffer(rules).restore(host)
+    first.buffer = buffer_of(changes).restore(host)
     assert first.buffer.host() == whole.buffer.host()
     for _ in range(5):
         assert first.step() == whole.step()
