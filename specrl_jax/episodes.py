@@ -181,19 +181,16 @@ class _Episodes:
             self.rewards[row], self.reasons[row] = scores.rewards[i], scores.reasons[i]
             is_last = len(self.texts[row]) >= self.scorer.max_turns
             cut_off = tokens[row, lens[row] - 1] not in self.spec.program.eos_ids
-            if scores.done[i] or is_last or cut_off:
+            ids = None
+            if not (scores.done[i] or is_last or cut_off):
+                try:
+                    ids = self.scorer.tokenizer.encode_turn(scores.observations[i])
+                except ValueError as error:  # a character that the policy has no token for
+                    self.rewards[row], self.reasons[row] = 0.0, str(error)
+            if ids is None or lens[row] + len(ids) >= self.spec.program.response_slots:
                 self.over[row] = True
-                continue
-            try:
-                ids = self.scorer.tokenizer.encode_turn(scores.observations[i])
-            except ValueError as error:  # a character that the policy has no token for
-                self.rewards[row], self.reasons[row] = 0.0, str(error)
-                self.over[row] = True
-                continue
-            if lens[row] + len(ids) < self.spec.program.response_slots:
-                answers[row] = ids
             else:
-                self.over[row] = True
+                answers[row] = ids
         return answers
 
     def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
