@@ -240,7 +240,7 @@ RUN = {
     "data.prompt_len": 4, "tokenizer.alphabet": "0123456789-?<>",
     "rollout.response_len": 10, "rollout.accept": "match", "rollout.max_width": 2,
     "rollout.adaptive": False, "rollout.row_buckets": 1,
-    "updates.learning_rate": 0.005, "train.epochs": 2,
+    "updates.learning_rate": 0.005, "updates.skip_no_signal": False, "train.epochs": 2,
 }  # fmt: skip
 
 
