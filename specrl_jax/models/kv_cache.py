@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.sharding import merge_rows, spec, take_rows
+from specrl_jax.sharding import merge_rows, reshard, spec, take_rows
 
 Layer = tuple[Array, Array]  # keys [B, K, H, S], values [B, K, S, H]
 KVCache = tuple[Layer, ...]
@@ -86,6 +86,22 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
         return merge_rows(groups, *_AXES[1:])
 
     return jax.tree.map(repeat, cache)
+
+
+def gather_slots(cache: KVCache, slots_BS: Array) -> KVCache:
+    """A cache [B, S] of slots of another: of row · its slots + slot, zeros where that is < 0."""
+
+    def gather(x_BTKH: Array) -> Array:
+        x_BTKH = reshard(x_BTKH, None, None, "kv_heads", None)
+        flat = jnp.reshape(
+            x_BTKH, (-1, *x_BTKH.shape[2:]), out_sharding=spec(None, "kv_heads", None)
+        )
+        x_BSKH = take_rows(flat, jnp.maximum(slots_BS, 0), None, "kv_heads", None)
+        return jnp.where((slots_BS >= 0)[:, :, None, None], x_BSKH, 0)
+
+    return tuple(
+        as_layer(gather(k.transpose(0, 3, 1, 2)), gather(v.transpose(0, 2, 1, 3))) for k, v in cache
+    )
 
 
 def gather_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:

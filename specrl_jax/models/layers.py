@@ -138,9 +138,12 @@ class Attention(LayerModule):
             k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
         q = apply_rope(q, rope, self.config.head_dim**-0.5)  # while it is float32
         k = apply_rope(k, rope)
-        cache = None if cache is None else write(cache, k, v, visible.slots[:, 0])
-        keys, values = cache or as_layer(k, v)
-        return self._output(attention(q, keys, values, visible)), cache
+        if cache is None or visible.slots is None:
+            layer = as_layer(k, v)
+        else:
+            layer = write(cache, k, v, visible.slots[:, 0])
+        attended = attention(q, *layer, visible)
+        return self._output(attended), None if cache is None else layer
 
     def _output(self, out_BTNH: Array) -> Array:
         """[B, T, D]. As one product over A: over N and H, XLA on CPU copies the weight."""

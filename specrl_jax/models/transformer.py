@@ -52,19 +52,21 @@ class Transformer(nnx.Module):
 
         tokens_BT: int32 [B, T], left-aligned.
         start_B: int32 [B], slot of each row's first token (None: 0); needs a cache.
-        cache: Keys and values of all earlier slots. Without it the tokens see each other.
+        cache: Keys and values of all earlier slots. Without it the tokens see each other. Without
+            `start_B` it has T slots, all of which are written.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BS: int32, where the rows are packed tries; see `attention.Visible`.
         """
         rows, width = tokens_BT.shape
-        if start_B is None:
+        whole = start_B is None
+        if whole:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
         elif cache is None:
             raise ValueError(
                 "tokens that start after others need a KV cache of the others, got none"
             )
         slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
-        visible = Visible(None if cache is None else slots_BT, ends_BS)
+        visible = Visible(None if whole else slots_BT, ends_BS)
         slots = width if cache is None else cache_slots(cache)
         rope = self._rope(slots_BT if positions_BT is None else positions_BT, slots)
         x_BTD = self._lookup(tokens_BT)

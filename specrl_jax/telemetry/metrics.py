@@ -62,7 +62,7 @@ METRICS: dict[str, Metric] = {
     "rollout/width_mean": Metric("tokens verified in a decode step, mean over row steps", "tokens"),
     "rollout/width_max": Metric("tokens verified in the widest decode step", "tokens"),
     "rollout/wide_fraction": Metric("share of row steps wider than one token", "1"),
-    "rollout/verify_work": Metric("rows x width of the verification passes", "tokens"),
+    "rollout/verify_work": Metric("tokens that the verification passes computed", "tokens"),
     "rollout/tokens_verified": Metric("draft tokens that a verification pass checked", "tokens"),
     "rollout/preempted": Metric("rows that gave up their KV cache", "count"),
     "rollout/cache_gib": Metric("peak size of the KV caches, over all devices", "GiB"),

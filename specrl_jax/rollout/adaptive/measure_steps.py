@@ -28,6 +28,7 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState, with_drafts
+from specrl_jax.rollout.engine.draft_tries import DraftTries, sequence_slots
 from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.sharding import put
@@ -114,21 +115,22 @@ class StepTimer:
         draft_state = self._draft_state() if point.matching else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition(*map(np.int32, (-1, program.response_slots, steps, point.rows)))
-        cache = init_cache(program.model, point.rows, point.slots)
-        jax.block_until_ready((rows, draft_state, cache))
-        start = time.perf_counter()
-        jax.block_until_ready(
-            decode.decode_steps(
+        if point.sequences:
+            call = functools.partial(decode.verify_trie, program, weights, _tries(point), rows)
+        else:
+            cache = init_cache(program.model, point.rows, point.slots)
+            call = functools.partial(
+                decode.decode_steps,
                 program,
                 weights,
-                cache,
+                jax.block_until_ready(cache),
                 rows,
                 draft_state,
-                limits,
-                width=point.width,
                 verify=point.verifies,
-            )[-1]
-        )
+            )
+        jax.block_until_ready((rows, draft_state))
+        start = time.perf_counter()
+        jax.block_until_ready(call(limits, width=point.width)[-1])
         return time.perf_counter() - start
 
     def _rows(self, size: int) -> DecodeState:
@@ -151,6 +153,15 @@ class StepTimer:
         return source.init(_prompts(self.prompts), history, group)
 
 
+def _tries(point: Point) -> DraftTries:
+    """Made-up rows, two in a sequence."""
+    slots = point.slots
+    depths = np.tile(np.arange(slots), (point.sequences, sequence_slots(slots) // slots))
+    ends = np.tile(np.arange(slots, depths.shape[1] + 1, slots).repeat(slots), (point.sequences, 1))
+    nodes = np.arange(point.rows * slots).reshape(point.rows, slots) % depths.size
+    return DraftTries(*(x.astype(np.int32) for x in (depths * 0, depths, ends, nodes)))
+
+
 def _prompts(count: int) -> Prompts:
     """Made-up prompts of one token."""
     ones, ids = np.ones(count, np.int32), np.arange(2 * count, dtype=np.uint32)
@@ -161,7 +172,7 @@ def _read(path: pathlib.Path) -> dict[Point, float]:
     """Seconds that are kept in a file; none where it cannot be read."""
     try:
         rows = json.loads(path.read_text())["seconds"]
-        return {Point(r, s, w, m): float(seconds) for r, s, w, m, seconds in rows}
+        return {Point(*key): float(seconds) for *key, seconds in rows}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -108,10 +108,11 @@ class VerifyPlan:
     others: int = 0  # other rows that are running or waiting
     others_held: int = 0  # response tokens of the longest of those that are running
     capacity: int = 0  # rows that can run at once
+    sequences: int = 0  # packed, of prompts and drafts; 0: the pass is over the rows, prefilled
 
     @property
     def point(self) -> Point:
-        return Point(self.rows, self.slots, self.verify_width, False)
+        return Point(self.rows, self.slots, self.verify_width, False, self.sequences)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +222,12 @@ class Speculation(StatePart):
         return best
 
     def _verify_seconds(self, plan: VerifyPlan, accepted: np.ndarray, end: int) -> float:
-        """Seconds to verify up to `end` tokens, by as many verifications as that takes."""
+        """Seconds to verify up to `end` tokens, by as many verifications as that takes. One over
+        packed sequences saves the prefill."""
+        if plan.sequences:
+            slots = plan.buckets.prompt_slots
+            prefill = self.costs.seconds(plan.rows // plan.buckets.group_size, slots, slots, False)
+            return max(self.costs.seconds(*plan.point) - prefill, 1e-9)
         seconds, lens = 0.0, np.asarray(plan.draft_lens)
         for begin in range(0, end, plan.verify_width):
             left = int(np.sum((accepted >= begin) & (lens > begin)))
@@ -283,7 +289,7 @@ class Speculation(StatePart):
         points = list(self._used)[:MEASURED_PER_ROLLOUT]
         if points and all(p.verifies for p in points) and not self.costs.knows(1, False):
             # Every draft was accepted to its end; decoding must be known to be compared with.
-            points.append(points[0]._replace(width=1, matching=False))
+            points.append(points[0]._replace(width=1, sequences=0))
         if self.timer is not None:
             for point in points:
                 self.costs.add(point, self.timer(weights, point))

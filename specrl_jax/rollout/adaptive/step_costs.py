@@ -4,7 +4,7 @@
 
 The terms are: reading the weights, what a row costs, reading its cache, what a token costs, and its
 attention. One fit is made of all measured decode steps, another of all measured verifications, each
-by least squares of relative errors.
+by least squares of relative errors. A pass over packed tries counts the tokens that it computes.
 """
 
 import math
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+
+from specrl_jax.rollout.engine.draft_tries import sequence_slots
 
 
 class Point(NamedTuple):
@@ -21,6 +23,7 @@ class Point(NamedTuple):
     slots: int
     width: int
     matching: bool  # whether suffixes are matched; a wide program without is a verification
+    sequences: int = 0  # packed, that a verification computes instead of the rows' own tokens
 
     @property
     def verifies(self) -> bool:
@@ -52,9 +55,9 @@ class StepCosts:
         kinds = ((p.width > 1, p.matching) for p in self._measured)
         return (width > 1, matching) in kinds
 
-    def seconds(self, rows: int, slots: int, width: int, matching: bool) -> float:
-        """Seconds of one step of a kind that `knows` says was measured."""
-        point = Point(rows, slots, width, matching)
+    def seconds(self, *numbers: int) -> float:
+        """Seconds of one step of a `Point` of a kind that `knows` says was measured."""
+        point = Point(*numbers)
         if point in self._measured:
             return self._measured[point]
         if point.verifies not in self._fits:
@@ -63,17 +66,21 @@ class StepCosts:
         return float(_terms(point) @ self._fits[point.verifies])
 
     def to_json(self) -> list[list]:
-        """[[rows, slots, width, matching, seconds], ...], sorted."""
+        """[[rows, slots, width, matching, sequences, seconds], ...], sorted."""
         return [[*point, seconds] for point, seconds in sorted(self._measured.items())]
 
     @classmethod
     def from_json(cls, rows: Iterable[Iterable]) -> "StepCosts":
-        return cls({Point(r, s, w, m): seconds for r, s, w, m, seconds in rows})
+        return cls({Point(*key): seconds for *key, seconds in rows})
 
 
 def _terms(point: Point) -> np.ndarray:
-    rows, slots, width, _ = point
-    terms = [1, rows, rows * slots, rows * width, rows * width * slots]
+    rows, slots, width, _, sequences = point
+    tokens, seen = rows * width, slots
+    if sequences:
+        seen = sequence_slots(slots)
+        tokens = sequences * seen
+    terms = [1, rows, rows * slots, tokens, tokens * seen]
     # A single measurement is explained by the first term: a narrower verification must not seem to
     # cost what a wide one does.
     return np.asarray([terms.pop(3), *terms] if point.verifies else terms, float)

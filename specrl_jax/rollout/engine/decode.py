@@ -24,7 +24,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.kv_cache import KVCache, cache_slots, init_cache, repeat_rows, resize
+from specrl_jax.models.kv_cache import (
+    KVCache,
+    cache_slots,
+    gather_slots,
+    init_cache,
+    repeat_rows,
+    resize,
+)
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.engine.decode_state import (
@@ -34,9 +41,10 @@ from specrl_jax.rollout.engine.decode_state import (
     verifying,
     write_columns,
 )
+from specrl_jax.rollout.engine.draft_tries import DraftTries
 from specrl_jax.rollout.engine.rejection_sampler import Proposal, StepOutput, accept_or_sample
 from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.sharding import reshard, spec
+from specrl_jax.sharding import reshard, spec, take_rows
 from specrl_jax.types import Source
 
 
@@ -177,6 +185,38 @@ def _goes_on(rows: DecodeState, steps: Array, stop: StopCondition) -> Array:
     # Steps that verify cost a little more, with residuals or a draft source more than that.
     # Rows at their cache limit count: the scheduler drops drafts only if no row is verifying.
     return more & ((stop.max_active > 0) | jnp.any(verifying(rows)))
+
+
+@functools.partial(jax.jit, static_argnames=("program", "width"), donate_argnames="rows")
+def verify_trie(
+    program: ProgramSpec,
+    weights: Params,
+    tries: DraftTries,
+    rows: DecodeState,
+    stop: StopCondition,
+    *,
+    width: int,
+) -> tuple[KVCache, DecodeState, StepCounts, Array]:
+    """Prefill and a verification step of `width` tokens in one, for rows that hold nothing: every
+    distinct prefix of prompts and drafts is computed once, then spread to the rows.
+
+    No draft is longer than `width`. Returns the rows' cache, as long as `tries.nodes`, rows,
+    counts, and what `progress` returns.
+    """
+    model = Transformer(program.model, weights)
+    tokens, depths, ends, nodes = (reshard(x, "batch", None) for x in tries)
+    packed = init_cache(program.model, *tokens.shape)
+    hidden, packed = model(tokens, cache=packed, positions_BT=depths, ends_BS=ends)
+    hidden = reshard(hidden, None, None, None).reshape(-1, hidden.shape[-1])
+    read = cut_columns(nodes, rows.prompt_lens - 1, width)
+    hidden = take_rows(hidden, jnp.maximum(read, 0), None, None)
+    proposal, active = _propose(program, rows, None, width), _active(rows, stop)
+    verify = not program.accept.samples_anew  # as in `decode_steps`
+    output = accept_or_sample(program, model, hidden, rows, proposal, verify)
+    new, _, counts = _append(program, rows, None, output, active, proposal.verifying, stop.max_len)
+    new, verified, accepted = _mark_reused(rows, new)
+    counts = StepCounts(jnp.int32(1), counts[:width], counts[width], verified, accepted)
+    return gather_slots(packed, nodes), new, counts, progress(new, stop)
 
 
 @jax.jit

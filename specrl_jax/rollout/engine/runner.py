@@ -4,15 +4,17 @@ Rows that decode share one batch, `running`; beside it there may be one more who
 rows of the rollout are in `all_rows`, in order; a batch writes its rows back there. The scheduler
 decides which rows run, in which bucket and for how long.
 
-Between two runs the host reads a few counts; no token visits it.
+Between two runs the host reads a few counts. Of tokens it reads the drafts alone, to pack them.
 """
 
 import dataclasses
+import functools
 import time
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
@@ -20,6 +22,7 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StepCounts, StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.rollout.engine.draft_tries import DraftTries
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.spec import ProgramSpec
@@ -107,6 +110,30 @@ class ModelRunner:
             # Rows that hold nothing verify exactly where they have a draft.
             verifying=int(np.count_nonzero(draft_lens)), longest_draft=int(draft_lens.max()),
         )  # fmt: skip
+
+    @functools.cached_property
+    def draft_tokens(self) -> np.ndarray:
+        """int32 [B, R], of the drafts to verify; read when they are first packed."""
+        return np.asarray(jax.device_get(self.drafts.previous.tokens))
+
+    def verify_trie(
+        self, index: np.ndarray, size: int, tries: DraftTries, width: int
+    ) -> tuple[DecodeBatch, StepCounts]:
+        """A batch of the rows `index` int [n], which hold nothing before: prompts and drafts of at
+        most `width` tokens are computed and verified in one pass over their tries."""
+        rows = self._gather(index, size, with_drafts=True)
+        stop = self.stop_condition(max_active=-1, max_steps=1)
+        start = time.perf_counter()
+        cache, rows, counts, progress = decode.verify_trie(
+            self.program, self.weights, tries, rows, stop, width=width
+        )
+        batch = DecodeBatch(cache, rows, size, tries.nodes.shape[1], len(index))
+        self.draft_state_stale = True
+        counts = self._read_counts(batch, counts, progress)
+        self.stats.add_verification(*tries.shape, counts, time.perf_counter() - start)
+        self.stats.programs.add(("verify_trie", *tries.shape, *batch.shape, width))
+        self.note_bytes(tries.shape, batch.shape, *self.running_shape())
+        return batch, counts
 
     def re_prefill(
         self, index: np.ndarray, size: int, slots: int, width: int, *, with_drafts: bool
@@ -272,19 +299,24 @@ class ModelRunner:
             self.draft_state = draft_state
         else:
             self.draft_state_stale = True
-        done = (batch.rows.index, batch.rows.done) if self.requests.ends_early else None
-        counts, progress, done = jax.device_get((counts, progress, done))
+        counts = self._read_counts(batch, counts, progress)
         seconds = time.perf_counter() - start
-        batch.update(progress)
-        if done is not None:
-            index, done = done
-            self.finished[index[done & (index < self.requests.num_train_rows)]] = True
         flags = (drafting, verify, batch.rows.draft is not None)
         self.stats.programs.add(("decode_steps", *batch.shape, width, *flags))
         if verify:
             self.stats.add_verification(batch.size, width, counts, seconds)
         else:
             self.stats.add_decode(batch.shape, width, counts, seconds)
+        return counts
+
+    def _read_counts(self, batch: DecodeBatch, counts: StepCounts, progress: Array) -> StepCounts:
+        """The counts on the host, once the model has run; notes which rows are done."""
+        done = (batch.rows.index, batch.rows.done) if self.requests.ends_early else None
+        counts, progress, done = jax.device_get((counts, progress, done))
+        batch.update(progress)
+        if done is not None:
+            index, done = done
+            self.finished[index[done & (index < self.requests.num_train_rows)]] = True
         return counts
 
     def _synced_draft_state(self, batch: DecodeBatch) -> Any:

@@ -10,12 +10,15 @@ Nothing that is decided here changes a token of a row. `runner.py` carries the d
 import collections
 import dataclasses
 import itertools
+import math
 
 import jax
 import numpy as np
 
 from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
+from specrl_jax.rollout.engine.decode import StepCounts
 from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.rollout.engine.draft_tries import DraftTries, pack_drafts
 from specrl_jax.rollout.engine.requests import Requests
 from specrl_jax.rollout.engine.runner import FOREVER, DecodeBatch, ModelRunner
 
@@ -201,11 +204,31 @@ class Scheduler:
         groups = np.asarray([queue.popleft() for _ in range(count)])
         index = (groups[:, None] * group + np.arange(group)).reshape(-1)
         drafts = self.requests.draft_lens[index]
-        plan = self._plan_verification(drafts, size)
+        tries = self._pack_drafts(index, size, drafts)
+        plan = self._plan_verification(drafts, size, tries=tries)
+        if plan and plan.sequences:
+            batch, counts = self.runner.verify_trie(index, size, tries, plan.verify_width)
+            self._record(plan, counts)
+            return Starting(batch, drafts, None)
         # Without a pass, the slots that rows will share, so that they need not move.
         slots = plan.slots if plan else self.runner.inserted_shape(0, 0)[1]
         verify = drafts if plan or self.verify_while_decoding else np.zeros_like(drafts)
         return Starting(self.runner.prefill(index, size, slots, verify), drafts, plan)
+
+    def _pack_drafts(self, index: np.ndarray, size: int, drafts: np.ndarray) -> DraftTries | None:
+        """Prompts and drafts of these rows packed, where they can be verified whole in one pass and
+        that computes fewer tokens than a prefill and a pass over the rows."""
+        buckets, longest, group = self.buckets, int(drafts.max()), self.program.group_size
+        width = buckets.verify_width_for(longest)
+        if not 0 < longest <= width:
+            return None
+        prompts, tokens = self.requests.prompts, self.runner.draft_tokens[index, :width]
+        of_row = index // group
+        tries = pack_drafts(prompts.tokens[of_row], prompts.lens[of_row], tokens, drafts, size)
+        unpacked = size * width + size // group * buckets.prompt_slots
+        shapes = (tries.shape, (size, tries.nodes.shape[1]), *self.runner.running_shape())
+        fits = self.budget.holds(*shapes)
+        return tries if fits and math.prod(tries.shape) < unpacked else None
 
     def _re_prefill(self, chosen: list[HeldRow], size: int, with_drafts: bool = False) -> Starting:
         """Rows that hold tokens. with_drafts: they may have drafts left to verify."""
@@ -239,11 +262,16 @@ class Scheduler:
         return [width for width in widths if self.budget.verifies(slots(width, longest), shared)]
 
     def _plan_verification(
-        self, drafts_left: np.ndarray, size: int, slots: int = 0, held: int = 0
+        self,
+        drafts_left: np.ndarray,
+        size: int,
+        slots: int = 0,
+        held: int = 0,
+        tries: DraftTries | None = None,
     ) -> VerifyPlan | None:
         """The next pass over rows with `drafts_left` [n] draft tokens; None where there is no draft
         or no room, or where drafts are better left to decode steps. slots: of the rows' cache,
-        where there is one. held: tokens of the longest row."""
+        where there is one. held: tokens of the longest row. tries: of rows that hold nothing."""
         if not drafts_left.any():
             return None
         longest = int(drafts_left.max())
@@ -267,6 +295,8 @@ class Scheduler:
             )
             for width in widths
         ]
+        if tries and plans[-1].verify_width >= longest:
+            plans.append(dataclasses.replace(plans[-1], sequences=len(tries.tokens)))
         if self.chooses_verification:
             return self.speculation.choose_verification(plans)
         return plans[-1]
@@ -280,12 +310,8 @@ class Scheduler:
         while plan is not None and starting.batch.verifying:
             stop = self.runner.stop_condition(max_active=-1, max_steps=1)
             counts = self.runner.run(starting.batch, stop, plan.verify_width, verify=True)
-            if self.chooses_verification:
-                rows, slots = starting.batch.shape
-                done = dataclasses.replace(plan, rows=rows, slots=slots)
-                numbers = int(counts.accepted), int(counts.verified)
-                predicted = self.speculation.record_verification(done, *numbers)
-                self.runner.stats.predicted_verify_seconds += predicted
+            rows, slots = starting.batch.shape
+            self._record(dataclasses.replace(plan, rows=rows, slots=slots), counts)
             if verifying := starting.batch.verifying:
                 self._split(starting)
                 # Rows that rejected nothing so far all have as many tokens less to verify.
@@ -296,6 +322,12 @@ class Scheduler:
                 plan = self._plan_verification(left, *shape, held)
         if not (self.verify_while_decoding and starting.batch.verifying):
             starting.batch.drop_drafts()
+
+    def _record(self, plan: VerifyPlan, counts: StepCounts) -> None:
+        if self.chooses_verification:
+            numbers = int(counts.accepted), int(counts.verified)
+            predicted = self.speculation.record_verification(plan, *numbers)
+            self.runner.stats.predicted_verify_seconds += predicted
 
     def _split(self, starting: Starting) -> None:
         """Keep only the rows that are verifying, where they fit a smaller bucket and there is room

@@ -18,7 +18,7 @@ class Stats:
     predicted_verify_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, fillers included
-    verify_work: int = 0  # rows x width of the verification passes
+    verify_work: int = 0  # tokens that the verification passes computed, padding included
     verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
     accepted_tokens: int = 0  # of these, accepted
     drafted_tokens: int = 0  # tree draft tokens that were emitted

@@ -13,8 +13,9 @@ from specrl_jax.rollout.adaptive import measure_steps
 from specrl_jax.rollout.adaptive.measure_steps import STEPS, StepTimer
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.adaptive.step_costs import Point
-from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.rollout.generate import DraftInputs, Noise, generate
 from specrl_jax.runtime import compile_metrics
+from specrl_jax.types import Drafts
 
 ROWS, P, R = 8, 3, 4
 PLAIN, MATCHING = Point(ROWS, P + R, 1, False), Point(ROWS, P + R, 2, True)
@@ -173,6 +174,24 @@ def test_no_policy_program_is_compiled_to_measure_what_ran(
         other.measure_used(weights)
         assert other.costs.to_json() == rows
         assert compile_metrics()["time/compile"] == 0
+
+
+def test_no_program_is_compiled_to_measure_a_pass_over_tries(mesh, tmp_path, caplog):
+    spec = spec_of(tree=None, max_width=1, accept="ratio")
+    weights, prompts = ref.policy(model=ref.ONE_LAYER)[1], ref.make_prompts([[2]] * 4, P)
+    tokens, zeros = np.full((ROWS, R), 5, np.int32), np.zeros((ROWS, R), np.float32)
+    drafts = Drafts(tokens, np.full(ROWS, R, np.int32), zeros, zeros, zeros.astype(np.int32))
+    inputs = DraftInputs(ref.put_rows(drafts), np.inf)
+    chooser = Speculation(timer=timer_of(tmp_path, tree=None, max_width=1, accept="ratio"))
+    noise = Noise(jax.random.key(0), 1)
+    stats = generate(spec, weights, prompts, noise, drafts=inputs, speculation=chooser).stats
+    assert stats.verify_work == 2 * (P + R)  # all drafts are the same
+    with jax.log_compiles():
+        chooser.measure_used(weights)
+    assert "verify_trie" not in caplog.text
+    point = Point(ROWS, P + R, R, False, 1)
+    assert point in chooser.costs
+    assert Point(ROWS, P + R, 1, False) in chooser.costs  # to compare with
 
 
 def test_no_program_is_compiled_to_measure_a_smaller_bucket(mesh, tmp_path, compiles):

@@ -1,5 +1,7 @@
 """Which verification to run, if any: by hand, and in simulated rollouts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from cost_reference import (
@@ -103,6 +105,22 @@ def test_of_several_verifications_the_one_that_saves_most_for_its_seconds(narrow
     chooser.costs.add(Point(64, 99, 2, False), narrow)
     plans = [make_plan(verify_width=2), make_plan(verify_width=4)]
     assert chooser.choose_verification(plans).verify_width == chosen
+
+
+@pytest.mark.parametrize(("packed", "sequences"), [(100.0, 0), (99.0, 24), (79.0, 24), (9.0, 24)])
+def test_tries_are_verified_where_that_takes_less_than_a_prefill_and_the_rows(packed, sequences):
+    """64 rows in 80 s; a prefill of 64 prompts of 4 tokens would take another 20."""
+    chooser, buckets = make_chooser(80.0), make_buckets(prompt_slots=4)
+    chooser.costs.add(Point(64, 4, 4, False), 20.0)
+    rows = make_plan((4,) * 64, buckets=buckets)
+    tries = dataclasses.replace(rows, sequences=24)
+    chooser.costs.add(tries.point, packed + 0.5)
+    assert chooser.choose_verification([rows, tries]).sequences == sequences
+
+
+def test_tokens_in_tries_cost_what_tokens_of_rows_do_until_they_are_measured():
+    costs = StepCosts({Point(64, 99, 4, False): 64 * 4.0})
+    assert costs.seconds(64, 99, 4, False, 3) == pytest.approx(3 * 2 * 99)
 
 
 @pytest.mark.parametrize("known", [[], [Point(64, 100, 1, False)], [Point(64, 99, 4, False)]])
