@@ -8,8 +8,8 @@
 
 --vary takes values of one field, --case any number of fields and a configuration file, --config's
 where it names none. The same command again goes on where it was stopped. All figures are in
-WORKDIR/compare.json. Tokens are compared on recorded responses: --config.log.rollouts=1.0 records
-all.
+WORKDIR/compare.json, a plot in compare.png. Tokens are compared on recorded responses:
+--config.log.rollouts=1.0 records all.
 """
 
 import argparse
@@ -81,7 +81,8 @@ def main() -> None:
     compare.train_all(runs)
     figures = compare.compare(runs, args.target)
     (args.workdir / "compare.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(compare.table(heading, figures))
+    compare.write_plot(figures, args.workdir / "compare.png")
+    print(compare.table(heading, figures), compare.epoch_table(figures), sep="\n\n")
 
 
 if __name__ == "__main__":

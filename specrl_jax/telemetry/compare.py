@@ -1,10 +1,11 @@
 """The same training run under several settings and seeds, side by side.
 
 Every run is a process of launch/train.py with its own work directory. The same comparison again
-reads finished runs and resumes unfinished ones.
+reads finished runs and resumes unfinished ones. Gives tables and a plot.
 """
 
 import dataclasses
+import math
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 from specrl_jax.telemetry.metrics import read_metrics
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 
+_PARTS = ("rollout", "update", "step")
+_COLORS = ("#888888", "#3366aa", "#dd8833", "#339977", "#aa4466", "#775599")
 _TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 
 
@@ -100,9 +103,10 @@ def _last_line(path: Path) -> str:
 # Figures -------------------------------------------------------------------------------------
 
 
-def figures(workdir: Path, target: float = 0.0) -> dict[str, float | None]:
+def figures(workdir: Path, target: float = 0.0) -> dict[str, Any]:
     """Figures of one run. Seconds are medians over the steps after the first epoch, tokens sums
-    over them: the first epoch has no earlier responses to draft from.
+    over them: the first epoch has no earlier responses to draft from. "curves" has held-out rewards
+    by step, and by epoch the medians of the seconds of a step and of its parts.
 
     target: a held-out reward. Adds what was generated until it was reached, None where it was not.
     """
@@ -122,6 +126,9 @@ def figures(workdir: Path, target: float = 0.0) -> dict[str, float | None]:
         "  verify, s": statistics.median(r["time/verify"] for r in later),
         "  decode, s": statistics.median(r["time/decode"] for r in later),
         "whole step, s": statistics.median(r["time/step"] for r in later),
+        "all steps, s": sum(r["time/step"] for r in steps),
+        "  compiling, s": sum(r["time/compile"] for r in steps),
+        "curves": _curves(records, steps),
     }
     if rewards:
         ends = {"held-out reward, first": rewards[0], "held-out reward, last": rewards[-1]}
@@ -134,6 +141,22 @@ def figures(workdir: Path, target: float = 0.0) -> dict[str, float | None]:
         seconds = sum(r["time/rollout"] for r in until)
         by_name[f"rollouts to {target:g}, s"] = seconds if reached else None
     return by_name
+
+
+def _curves(records: list[dict], steps: list[dict]) -> dict[str, dict[str, float]]:
+    """By strings, as JSON has no other keys."""
+    by_epoch: dict[str, list[dict]] = {}
+    for record in steps:
+        by_epoch.setdefault(str(record["epoch"]), []).append(record)
+    curves = {
+        part: {
+            epoch: statistics.median(r[f"time/{part}"] for r in members)
+            for epoch, members in by_epoch.items()
+        }
+        for part in _PARTS
+    }
+    rewards = {str(r["step"]): r["reward/eval"] for r in records if "reward/eval" in r}
+    return curves | {"held-out reward": rewards}
 
 
 def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
@@ -172,11 +195,68 @@ def table(heading: str, by_case: dict[str, Any]) -> str:
     """A line a figure: mean and, of several seeds, standard deviation; "-" where a case has none
     (held-out reward, without evaluation)."""
     names = dict.fromkeys(n for seeds in by_case.values() for x in seeds.values() for n in x)
+    names.pop("curves", None)
     lines = [f"{heading:30}" + "".join(f"{case[:22]:>24}" for case in by_case)]
     for name in names:
         columns = [[x[name] for x in seeds.values() if name in x] for seeds in by_case.values()]
         lines.append(f"{name:30}" + "".join(f"{_text(name, values):>24}" for values in columns))
     return "\n".join(lines)
+
+
+def epoch_table(by_case: dict[str, Any]) -> str:
+    """A line for each epoch and part of a step: its seconds, mean over the seeds, and how many
+    times as fast it is as the first case's."""
+    curves = {part: _curve(by_case, part) for part in _PARTS}
+    lines = [f"{'seconds by epoch':30}" + "".join(f"{case[:22]:>24}" for case in by_case)]
+    for epoch in curves["step"][next(iter(by_case))]:
+        for part, of_case in curves.items():
+            means = [statistics.fmean(points.get(epoch, [math.nan])) for points in of_case.values()]
+            cells = "".join(f"{f'{x:.3f} ({means[0] / x:.2f}x)':>24}" for x in means)
+            lines.append(f"{f'epoch {epoch}, {part}':30}{cells}")
+    return "\n".join(lines)
+
+
+def _curve(by_case: dict[str, Any], name: str) -> dict[str, dict[int, list[float]]]:
+    """By case, then step or epoch: the values of all seeds that have one."""
+    curves: dict[str, dict[int, list[float]]] = {}
+    for case, seeds in by_case.items():
+        points = curves.setdefault(case, {})
+        for run in seeds.values():
+            for x, value in run["curves"][name].items():
+                points.setdefault(int(x), []).append(value)
+    return curves
+
+
+def write_plot(by_case: dict[str, Any], file: Path) -> None:
+    """A PNG: seconds of a step and of its parts by epoch, and held-out reward by step. Means over
+    the seeds, with their standard deviation."""
+    from matplotlib.figure import Figure  # without pyplot: no window, no state, always Agg
+
+    figure = Figure(figsize=(13, 3.4), dpi=110, layout="constrained")
+    *parts, last = figure.subplots(1, len(_PARTS) + 1)
+    width = 0.8 / len(by_case)
+    for ax, part in zip(parts, _PARTS):
+        for i, (color, points) in enumerate(zip(_COLORS, _curve(by_case, part).values())):
+            x = [epoch + (i + 0.5) * width - 0.4 for epoch in points]
+            ax.bar(x, [*map(statistics.fmean, points.values())], width, color=color,
+                   yerr=[*map(_deviation, points.values())], error_kw={"lw": 0.8})  # fmt: skip
+        ax.set(title=part.capitalize(), xlabel="epoch", ylabel="seconds a step")
+    rewards = _curve(by_case, "held-out reward")
+    for color, (case, points) in zip(_COLORS, rewards.items()):
+        last.errorbar([*points], [*map(statistics.fmean, points.values())], color=color, label=case,
+                      yerr=[*map(_deviation, points.values())], lw=1.6, elinewidth=0.6)  # fmt: skip
+    last.set(title="Held-out reward", xlabel="step")
+    for ax in (*parts, last):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set_title(ax.get_title(), loc="left", fontweight="bold", fontsize="medium")
+        ax.set_title("")
+    figure.legend(ncols=len(by_case), loc="outside upper right", frameon=False)
+    figure.savefig(file)
+
+
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _text(name: str, values: list) -> str:

@@ -14,7 +14,8 @@ def write_run(folder, responses, rewards=(0.25, 0.5)):
     lines = [{"step": 0, "reward/eval": 0.125}]
     (folder / "rollouts").mkdir(parents=True)
     for step, (rows, reward) in enumerate(zip(responses, rewards, strict=True), start=1):
-        record = {"step": step, "reward/mean": reward, "reward/eval": reward, "data/passes": step}
+        record = {"step": step, "epoch": step, "reward/mean": reward, "reward/eval": reward}
+        record |= {"data/passes": step, "time/update": 0.25, "time/compile": 0.5}
         record |= {f"time/{name}": float(step) for name in ("rollout", "prefill", "step")}
         record |= {f"time/{name}": 10.0 * step for name in ("verify", "decode")}
         for name in ("tokens_generated", "tokens_reused", "tokens_drafted", "row_steps"):
@@ -36,6 +37,9 @@ def test_figures_are_of_the_steps_that_have_drafts(tmp_path):
     assert figures["held-out reward, last"] == figures["training reward, last epoch"] == 0.5
     assert figures["tokens generated"] == 200
     assert (figures["rollout, s"], figures["  decode, s"]) == (2.0, 20.0)
+    assert (figures["all steps, s"], figures["  compiling, s"]) == (3.0, 1.0)
+    assert figures["curves"]["held-out reward"] == {"0": 0.125, "1": 0.25, "2": 0.5}
+    assert figures["curves"]["step"] == {"1": 1.0, "2": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,23 @@ def test_the_table(tmp_path):
     assert lines["held-out reward, last"] == ["0.625", "±", "0.177"] * 2
     assert lines["tokens generated"] == ["200", "±", "0"] * 2
     assert lines["same tokens until step"] == ["end,", "end", "end,", "2"]
+    assert "curves" not in lines
+
+
+def test_seconds_by_epoch_and_the_plot(tmp_path):
+    curves = {"rollout": {"1": 1.0, "2": 0.5}, "update": {"1": 3.0, "2": 2.5},
+              "step": {"1": 4.0, "2": 3.0}, "held-out reward": {"0": 0.1, "8": 0.5}}  # fmt: skip
+    fast = curves | {"step": {"1": 2.0, "2": 0.5}}
+    faster = curves | {"step": {"1": 2.0, "2": 1.5}, "held-out reward": {}}
+    by_case = {"plain": {"0": {"curves": curves}},
+               "ours": {"0": {"curves": fast}, "1": {"curves": faster}}}  # fmt: skip
+    lines = compare.epoch_table(by_case).splitlines()
+    assert lines[0].split() == ["seconds", "by", "epoch", "plain", "ours"]
+    assert len(lines) == 7
+    assert lines[3].split() == ["epoch", "1,", "step", "4.000", "(1.00x)", "2.000", "(2.00x)"]
+    assert lines[6].split() == ["epoch", "2,", "step", "3.000", "(1.00x)", "1.000", "(3.00x)"]
+    compare.write_plot(by_case, tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_cases_of_several_fields_and_files(tmp_path):
