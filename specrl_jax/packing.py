@@ -39,6 +39,14 @@ class PackedTries:
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
     nodes: np.ndarray  # [B, L], sequence · T + slot of each row's tokens; -1 after a row's end
 
+    def padded(self, sequences: int) -> "PackedTries":
+        """With empty sequences behind, `sequences` in all."""
+        own = np.tile(np.arange(self.tokens.shape[1], dtype=np.int32), (sequences, 1))
+        empty = {"tokens": own * 0, "depths": own * 0, "ends": own + 1, "parents": own}
+        for name, array in empty.items():
+            array[: len(self.tokens)] = getattr(self, name)
+        return dataclasses.replace(self, **empty)
+
 
 def pack(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> PackedTries:
     """Packs rows into as few sequences of `length` slots as first fit, longest first, finds.

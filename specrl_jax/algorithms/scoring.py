@@ -77,15 +77,12 @@ def pack_rows(
     # There is at least one row in a sequence.
     shape = -(-len(rows) // size), size, row_count * slots
 
-    def cut(x: np.ndarray) -> Array:
-        padded = np.zeros((shape[0] * size, shape[2]), np.int32)
-        padded[:used] = x
-        return put(padded.reshape(shape), None, "batch", None)
-
+    tries = tries.padded(shape[0] * size)
+    sequences = [getattr(tries, name).reshape(shape) for name in Sequences._fields]
     columns = prompt_lens[:, None] + np.arange(batch.old_logprobs.shape[1])
     nodes = np.take_along_axis(tries.nodes, np.minimum(columns, slots - 1), axis=1)
     return PackedRows(
-        sequences=Sequences(*(cut(getattr(tries, name)) for name in Sequences._fields)),
+        sequences=Sequences(*(put(x, None, "batch", None) for x in sequences)),
         count=put(np.int32(-(-used // size))),
         rows=put(rows.astype(np.int32), "batch"),
         nodes=put(np.where(columns < lens[:, None], nodes, -1), "batch", None),

@@ -2,10 +2,12 @@
 
 Padded rows, rows in a line, and tries are timed with all rows and with those alone whose loss has a
 gradient. With --run, on the responses that a run recorded, at the first recorded step of every
-epoch; else on random responses of drawn lengths, whose groups share nothing but their prompt.
+epoch; else on random responses of drawn lengths, whose groups share nothing but their prompt, and
+on rows that are all full and share nothing: there packing can only cost.
 
 The least is what three forward passes over the distinct tokens of the rows with a gradient take at
-the rate of a large matrix product.
+the rate of a large matrix product. "mib_at_once" is what the compiled update of the rows needs
+beside its inputs, in one forward-backward pass.
 """
 
 import dataclasses
@@ -41,7 +43,7 @@ from specrl_jax.types import Batch
 # Packing, and whether rows without signal are left out. The first is the baseline.
 CASES = (("rows", False), ("rows", True), ("sequences", True), ("trie", False), ("trie", True))
 _LONGEST = 8  # times the median of drawn lengths
-_PROMPTS = (1, 8, 32)  # times the size's prompt
+PROMPT_TIMES = (1, 8, 32)  # times the size's prompt_len, of drawn batches
 
 
 def measure_update(name: str, size: Size, log: Log, run: Path | None = None) -> Report:
@@ -60,17 +62,19 @@ def _measure(label: str, learner: Learner, batch: Batch, repeats: int) -> list[d
     """Every case in turn, round by round."""
     signal = np.asarray(jnp.any(batch.advantages != 0, axis=1))
     params = init_params(learner.model, jax.random.key(0))
-    cases = {}
+    cases, memory = {}, {}
     for packing, skip in CASES:
-        of_case = dataclasses.replace(learner, packing=packing)
-        included = signal if skip else np.ones_like(signal)
-        cases[packing, skip] = functools.partial(_updates, of_case, params, batch, included)
+        inputs = dataclasses.replace(learner, packing=packing), params, batch, signal | (not skip)
+        cases[packing, skip] = functools.partial(_updates, *inputs)
+        if (packing, skip) in (CASES[0], CASES[-1]):
+            memory[packing, skip] = _memory(*inputs)
     rounds = [[call() for call in cases.values()] for _ in range(repeats + 1)][1:]
     by_case = dict(zip(cases, zip(*rounds)))
     slow, rows = [seconds for seconds, _ in by_case[CASES[0]]], []
     for (packing, skip), runs in by_case.items():
         row = {"batch": label, "packing": packing, "rows": "with signal" if skip else "all"}
-        row |= {"slots": runs[0][1], "seconds": spread(seconds for seconds, _ in runs)}
+        row |= {"slots": runs[0][1], "mib_at_once": memory.get((packing, skip))}
+        row["seconds"] = spread(seconds for seconds, _ in runs)
         rows.append(row | {"over_rows": spread(a / b for a, (b, _) in zip(slow, runs))})
     flops = 3 * forward_flops(learner.model, *_distinct(batch, signal))
     least = flops / matmul_rate(learner.model.dtype)
@@ -86,6 +90,15 @@ def _updates(learner: Learner, params, batch: Batch, included: np.ndarray) -> tu
     jax.block_until_ready(update(learner, state, batch, packed))
     slots = int(packed.count) * packed.sequences.tokens[0].size
     return time.perf_counter() - start, slots
+
+
+def _memory(learner: Learner, params, batch: Batch, included: np.ndarray) -> float:
+    """MiB of temporary arrays of the compiled update, where one micro-batch holds all rows."""
+    learner = dataclasses.replace(learner, micro_batch_size=0)
+    packed = pack_rows(learner, batch, np.arange(len(included)), included)
+    state = jax.eval_shape(functools.partial(init_train_state, learner), params)
+    program = update.lower(learner, state, batch, packed).compile()
+    return program.memory_analysis().temp_size_in_bytes / 2**20
 
 
 def _distinct(batch: Batch, signal: np.ndarray) -> tuple[int, int]:
@@ -120,18 +133,22 @@ def _recorded(run: Path) -> list[tuple[str, Learner, Batch]]:
 
 
 def _drawn(size: Size) -> list[tuple[str, Learner, Batch]]:
-    """Prompts of three lengths; a lognormal distribution of response lengths."""
+    """Prompts of three lengths with responses of lognormal lengths; then full, distinct rows."""
+    drawn = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
+    cases = [
+        (f"prompts of {n * size.prompt_len}", n * size.prompt_len, drawn) for n in PROMPT_TIMES
+    ]
+    cases.append(("distinct and full", 0, np.full(size.rows, size.response_len)))
     rng, batches = np.random.default_rng(0), []
-    lens = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
-    for times in _PROMPTS:
-        prompt_len = times * size.prompt_len
+    for label, shared, lens in cases:
+        prompt_len = shared or size.prompt_len
         tokens = rng.integers(
             1, size.model.vocab_size, (size.rows, prompt_len + size.response_len), np.int32
         )
-        tokens[:, :prompt_len] = np.repeat(tokens[::GROUP, :prompt_len], GROUP, axis=0)
+        tokens[:, :shared] = np.repeat(tokens[::GROUP, :shared], GROUP, axis=0)
         prompt_lens, old = np.full(size.rows, prompt_len), np.zeros((size.rows, size.response_len))
         batch = make_batch(tokens, prompt_lens, lens, old, rng.normal(size=size.rows))
-        batches.append((f"prompts of {prompt_len}", make_learner(size), batch))
+        batches.append((label, make_learner(size), batch))
     return batches
 
 

@@ -50,9 +50,6 @@ def pack_drafts(
     # Halves of the rows, and three quarters of these.
     parts = itertools.product(range(2, size.bit_length() + 2), (3, 4))
     numbers = (-(-size * part // 2**i // pieces) * pieces for i, part in parts)
-    padding = ((0, min(n for n in numbers if n >= used) - used), (0, 0))
-    packed, depths = np.pad(tries.tokens, padding), np.pad(tries.depths, padding)
-    ends = np.pad(tries.ends, padding)
-    ends[used:] = np.arange(1, ends.shape[1] + 1)  # a slot without a token sees itself
+    tries = tries.padded(min(n for n in numbers if n >= used))
     nodes = np.pad(tries.nodes, ((0, size - count), (0, 0)), constant_values=-1)
-    return DraftTries(packed, depths, ends, nodes)
+    return DraftTries(tries.tokens, tries.depths, tries.ends, nodes)
