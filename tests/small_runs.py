@@ -136,6 +136,10 @@ def interrupt(owner: type, method: str, step: int, number: int = signal.SIGKILL)
     setattr(owner, method, call)
 
 
+# For a process that the tests start: one device, and programs compiled as theirs are.
+ONE_DEVICE = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
 def launch(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs `python PROGRAM ARGUMENTS` in the repository; `environment` is added to this one."""
     folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
@@ -163,7 +167,7 @@ def run_until_killed(target, *inputs) -> None:
 def _on_one_device(target, inputs) -> None:
     from specrl_jax.sharding import make_mesh
 
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # as the tests compile
+    os.environ["XLA_FLAGS"] += " " + ONE_DEVICE["XLA_FLAGS"]
     with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):
         target(*inputs)
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import ROOT
+from small_runs import ONE_DEVICE, ROOT
 
 from specrl_jax.telemetry.metrics import read_metrics
 
@@ -26,7 +26,7 @@ def run_recipe(text: str, folder) -> list[dict]:
         else:
             commands += code
     python = f'python() {{ "{sys.executable}" "$@"; }}\n'
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | ONE_DEVICE
     commands = commands.replace("PYTHONPATH=.", f"PYTHONPATH=.:{ROOT}")
     subprocess.run(["bash", "-c", python + commands], cwd=folder, env=environment, check=True)
     (run,) = (folder / "runs").iterdir()

@@ -6,7 +6,7 @@ import runpy
 
 import numpy as np
 import pytest
-from small_runs import ROOT, launch, small_config
+from small_runs import ONE_DEVICE, ROOT, launch, small_config
 
 from specrl_jax import train
 from specrl_jax.benchmarks import reports, update
@@ -18,7 +18,6 @@ from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Rollout
 
 LAUNCH = ROOT / "launch" / "benchmark.py"
-ONE_DEVICE = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
          "--row-buckets=2", "--cache-lengths=1", "--max-width=2")  # fmt: skip
 
@@ -155,7 +154,7 @@ def test_selection(mesh, tmp_path, rate):
         (["selection", "--run=/nowhere"], "--run must be the work directory of a run"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, message, capsys):
+def test_a_mistake_is_one_line(mesh, arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(LAUNCH))["main"](arguments)
     said = capsys.readouterr().err

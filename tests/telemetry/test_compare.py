@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_runs import launch
+from small_runs import ONE_DEVICE, launch
 
 from specrl_jax.telemetry import compare
 from specrl_jax.telemetry.records import FIELDS
@@ -128,7 +128,7 @@ def test_a_figure_that_only_some_runs_have():
 
 
 def compare_runs(*arguments):
-    return launch("launch/compare.py", *arguments, XLA_FLAGS="")
+    return launch("launch/compare.py", *arguments, **ONE_DEVICE)
 
 
 def test_plain_and_tree_drafts_through_the_command(tmp_path):
