@@ -2,14 +2,18 @@
 
 Takes a step, a pytree of arrays and a JSON-able dict of what lives on the host; gives them back bit
 for bit, on this mesh or another. A checkpoint is visible only when it is complete: a save that was
-killed leaves a temporary folder, which the next `Checkpointer` removes.
+killed leaves a temporary folder, which the next `Checkpointer` removes. Checksums of the arrays and
+of the host's part are saved beside them, since Orbax has none of an array's values.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
 import os
+import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +22,14 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 from etils import epath
 
+from specrl_jax.checksums import checksums
 from specrl_jax.config import check_names, flatten
 
 _METRIC = "metric"
+
+
+class DamagedCheckpointError(ValueError):
+    """The files of a step do not give what was saved; one line that names its folder."""
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -39,8 +48,11 @@ class Checkpointer(contextlib.AbstractContextManager):
         read_only: bool = False,
     ):
         self.directory = epath.Path(directory).resolve()
-        _check_metrics(self.directory)
+        _check_folders(self.directory)
+        if not read_only:
+            _set_aside_unranked(self.directory)
         absl_logging.get_absl_handler().addFilter(_is_shown)  # once, however often it is called
+        _hide_abandoned_reads()
         policies = ocp.checkpoint_managers
         latest = policies.LatestN(keep_last)
         best = policies.BestN(
@@ -75,12 +87,14 @@ class Checkpointer(contextlib.AbstractContextManager):
         if step in self._manager.all_steps():
             return False
         known = metric is not None and not math.isnan(metric)
+        named = _by_name(arrays)
+        described = {name: _described(x) for name, x in named.items()}
+        saved = _sealed({"values": dict(host), "arrays": described, "sums": checksums(named)})
         with _one_line_errors(OSError, _unsaved(self.directory)):
             return self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    arrays=ocp.args.StandardSave(_by_name(arrays)),
-                    host=ocp.args.JsonSave(dict(host)),
+                    arrays=ocp.args.StandardSave(named), host=ocp.args.JsonSave(saved)
                 ),
                 metrics={_METRIC: float(metric)} if known else {},
                 force=True,
@@ -95,8 +109,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         """(arrays, host) of a step, each array laid out as its counterpart in `like`.
 
         like: the pytree of `save`, of arrays or of `jax.ShapeDtypeStruct` with shardings (abstract
-        ones are taken on the mesh in use). Raises ValueError if there is no such step, its files
-        are damaged, or its arrays have other names, shapes or types.
+        ones are taken on the mesh in use). Raises ValueError if there is no such step or its arrays
+        have other names, shapes or types; DamagedCheckpointError if any bit is not as it was saved.
         """
         self.wait()
         steps = sorted(self._manager.all_steps())
@@ -105,18 +119,39 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         where = self.directory / str(step)
         target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
-        with _one_line_errors(ValueError, _damaged(where)):
-            saved = dict(self._manager.item_metadata(step)["arrays"])
-        _check_same(where, saved, target)
-        with _one_line_errors(ValueError, _damaged(where)):
-            read = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    arrays=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore()
-                ),
-            )
-        leaves = [read["arrays"][name] for name in target]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), read["host"]
+        with _one_line_errors(DamagedCheckpointError, f"{where} is damaged"):
+            saved = self._read(step, "host", ocp.args.JsonRestore())
+            _check_seal(saved)
+        _check_same(where, saved["arrays"], {name: _described(x) for name, x in target.items()})
+        with _one_line_errors(DamagedCheckpointError, f"{where} is damaged"):
+            arrays = self._read(step, "arrays", ocp.args.StandardRestore(target))
+            _check_sums(saved["sums"], checksums(arrays))
+        leaves = [arrays[name] for name in target]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), saved["values"]
+
+    def restore_newest(self, like: Any) -> tuple[int, Any, dict]:
+        """(step, arrays, host) of the newest step whose files are as they were saved.
+
+        Damaged steps that are newer are renamed to `damaged-STEP` and told in one line each. Raises
+        as `restore` does, and DamagedCheckpointError if all steps are damaged: they stay.
+        """
+        self.wait()
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                arrays, host = self.restore(step, like)
+            except DamagedCheckpointError as error:
+                damaged[step] = str(error)  # the error itself would hold the arrays
+                continue
+            for newer, message in damaged.items():
+                _set_aside(self.directory / str(newer), f"{message}; going back to step {step}")
+            self._manager.reload()
+            return step, arrays, host
+        lines = [*damaged.values(), f"{self.directory} holds no checkpoint"]
+        raise DamagedCheckpointError(f"{lines[0]}; no older step is intact, give a new --workdir")
+
+    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+        return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk; raises OSError if it failed."""
@@ -181,15 +216,42 @@ def _metric(metrics: Mapping) -> float:
     return metrics.get(_METRIC, -math.inf)
 
 
-def _check_metrics(directory: epath.Path) -> None:
-    """Orbax reads every step's metric when it opens; if it can't, say which step is at fault."""
+def _check_folders(directory: epath.Path) -> None:
+    """Raises ValueError where something other than a checkpoint is in a checkpoint's place."""
     if not directory.is_dir():
+        if directory.exists():
+            raise ValueError(f"{directory} must be a folder of checkpoints, it is a file; move it")
         return
-    for step in directory.iterdir():
+    steps = sorted((x for x in directory.iterdir() if x.name.isdigit()), key=lambda x: int(x.name))
+    for step in steps:
+        if not step.is_dir():
+            raise ValueError(f"{step} must be a checkpoint's folder, it is a file; move it")
+    # Older ones may be: their removal was cut short.
+    if steps and not any(steps[-1].iterdir()):
+        raise ValueError(
+            f"{steps[-1]} must hold a checkpoint, it is empty; put its files back, or delete this "
+            "folder to go back to the step before"
+        )
+
+
+def _set_aside_unranked(directory: epath.Path) -> None:
+    """Orbax reads every step's metric when it opens, and fails on one that it can't read."""
+    for step in directory.iterdir() if directory.is_dir() else []:
         path = step / "metrics" / "metrics"
         if step.name.isdigit() and path.exists():
-            with _one_line_errors(ValueError, _damaged(step)):
+            try:
                 json.loads(path.read_text())
+            except ValueError:
+                _set_aside(step, f"{step} is damaged: its metric is not readable")
+
+
+def _set_aside(step: epath.Path, reason: str) -> None:
+    names = (f"damaged-{step.name}" + "+" * n for n in range(1000))
+    aside = next(step.parent / name for name in names if not (step.parent / name).exists())
+    if jax.process_index() == 0:
+        step.rename(aside)
+    ocp.multihost.sync_global_processes("set_aside")
+    print(f"{reason}; it is kept as {aside.name}", flush=True)
 
 
 def _unsaved(directory: epath.Path) -> str:
@@ -199,14 +261,25 @@ def _unsaved(directory: epath.Path) -> str:
     )
 
 
-def _damaged(step: epath.Path) -> str:
-    return f"{step} is damaged, delete this folder to go back to the step before"
-
-
 def _is_shown(record: logging.LogRecord) -> bool:
     """Not the tracebacks that Orbax's threads log of an error that we get as an exception too."""
     of_orbax = "orbax" in record.pathname or record.name == "asyncio"
     return not (of_orbax and record.exc_info) or bool(os.environ.get("SPECRL_TRACEBACK"))
+
+
+@functools.cache
+def _hide_abandoned_reads() -> None:
+    """Not the tracebacks of reads that end after another one's error, which closed their loop."""
+    show = sys.unraisablehook
+
+    def show_others(error: Any) -> None:
+        code = getattr(error.object, "cr_code", None)
+        abandoned = code is not None and "orbax" in code.co_filename
+        closed = str(error.exc_value) == "Event loop is closed"
+        if not (abandoned or closed) or os.environ.get("SPECRL_TRACEBACK"):
+            show(error)
+
+    sys.unraisablehook = show_others
 
 
 @contextlib.contextmanager
@@ -236,20 +309,36 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _check_same(where: os.PathLike, saved: Mapping, target: Mapping) -> None:
-    """Raises ValueError unless both hold arrays of the same names, shapes and dtypes."""
-    for name in sorted(saved.keys() | target.keys()):
-        there, wanted = _described(saved.get(name)), _described(target.get(name))
-        is_key = name in target and jax.dtypes.issubdtype(target[name].dtype, jax.dtypes.prng_key)
-        if there != wanted and not (is_key and name in saved):  # Orbax has a key's raw words
+def _check_same(where: os.PathLike, saved: Mapping, wanted: Mapping) -> None:
+    """Raises ValueError unless both describe arrays of the same names, shapes and dtypes."""
+    for name in sorted(saved.keys() | wanted.keys()):
+        there, here = saved.get(name, "no array"), wanted.get(name, "no array")
+        if there != here:
             raise ValueError(
-                f"{where}: {name} is {there}, this run needs {wanted}; "
+                f"{where}: {name} is {there}, this run needs {here}; "
                 "resume with the config of the run that saved it"
             )
 
 
 def _described(array: Any) -> str:
-    return "no array" if array is None else f"{array.dtype}{list(array.shape)}"
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _check_sums(saved: Mapping[str, int], read: Mapping[str, int]) -> None:
+    changed = [name for name in saved if saved[name] != read[name]]
+    if changed:
+        raise ValueError(f"{changed[0]} is not what was saved ({len(changed)} such arrays)")
+
+
+def _sealed(values: Mapping) -> dict:
+    """JSON-able values with the checksum of their text."""
+    return {**values, "crc32": zlib.crc32(json.dumps(values).encode())}
+
+
+def _check_seal(values: Mapping) -> None:
+    inside = {name: value for name, value in values.items() if name != "crc32"}
+    if _sealed(inside)["crc32"] != values.get("crc32"):
+        raise ValueError("the host's part is not what was saved")
 
 
 def _show(fields: Mapping, name: str) -> str:

@@ -131,12 +131,20 @@ def init_state(trainer: Trainer, params: Params) -> TrainerState:
     return _new_state(trainer, init_train_state(trainer.learner, params), reference)
 
 
-def resume(trainer: Trainer, params: Params, checkpoints: Checkpointer, step: int) -> TrainerState:
-    """The state that a checkpoint holds, bit for bit. `params`: those that `build` gave."""
+def resume(
+    trainer: Trainer, params: Params, checkpoints: Checkpointer, step: int | None = None
+) -> TrainerState:
+    """The state that a checkpoint holds, bit for bit; step: None for the newest that is intact.
+
+    params: those that `build` gave.
+    """
     reference = params if trainer.config.algorithm.kl_coef else None
     like = abstract_train_state(trainer.learner, abstract_params(trainer.model))
     state = _new_state(trainer, like, reference)
-    arrays, host = checkpoints.restore(step, state.like())
+    if step is None:
+        step, arrays, host = checkpoints.restore_newest(state.like())
+    else:
+        arrays, host = checkpoints.restore(step, state.like())
     state.restore(host, arrays)
     if state.speculation is not None and host["machine"] != measure_steps.machine():
         print(f"rollout: now on {measure_steps.machine()}, was on {host['machine']}")

@@ -61,10 +61,7 @@ def train(config, workdir: Path) -> None:
         Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
     ):
         last = checkpoints.latest_step()
-        if last is not None and not has_config:
-            raise ValueError(
-                f"{workdir} holds checkpoints but no config.json; give a new --workdir"
-            )
+        _check_complete(workdir, last, has_config)
         if last is not None and last >= trainer.total_steps:
             print(f"{workdir}: finished at step {last} of {trainer.total_steps}, nothing to do")
             return
@@ -72,13 +69,13 @@ def train(config, workdir: Path) -> None:
         if last is None:
             state = init_state(trainer, params)
         else:
-            state = resume(trainer, params, checkpoints, last)
+            state = resume(trainer, params, checkpoints)
         del params
         save_run_config(workdir, config)  # from here on the directory is this run's
         records = _open_records(trainer, workdir)
         with _open_log(trainer, workdir) as log, StopRequest() as stop:
             for written in (log, records):
-                written.restore(last or -1)  # step 0 is evaluated and written again
+                written.restore(state.step or -1)  # step 0 is evaluated and written again
             loop(trainer, state, checkpoints, log, records, stop)
     _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
 
@@ -96,6 +93,7 @@ def loop(
         values = held_out_metrics(trainer, state, 0, records)
         log.write(0, 0, values | compile_metrics())
         checkpoints.save(0, state.arrays(), state.host(), metric=values.get("reward/eval"))
+        checkpoints.wait()  # metrics of a step without any checkpoint: its files were lost
     while state.step < trainer.total_steps and not stop:
         epoch, start = state.epoch, time.perf_counter()
         values = step(trainer, state, records)
@@ -147,6 +145,18 @@ def _on_host(rollouts: Sequence[tuple[Prompts, Responses]], group_size: int) -> 
         parts.append(jax.tree.map(lambda x, rows=rows: x[:rows], on_host))
     prompts = concatenate(*(prompts for prompts, _ in rollouts))
     return prompts, *jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
+    """Raises ValueError where a part of the run is missing; last: the newest checkpoint's step."""
+    recorded = max((record["step"] for record in read_metrics(workdir)), default=0)
+    if last is None and recorded:
+        raise ValueError(
+            f"{workdir} has metrics up to step {recorded} but no checkpoint; put its checkpoints "
+            "back, or give a new --workdir"
+        )
+    if last is not None and not has_config:
+        raise ValueError(f"{workdir} holds checkpoints but no config.json; give a new --workdir")
 
 
 def _check_finite(values: dict[str, float], step: int, checkpoints: Checkpointer) -> None:

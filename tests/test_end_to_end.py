@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import signal
 
 import jax
@@ -36,7 +37,7 @@ MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]
 # Warmed up, evaluated, with a reference that only the checkpoint holds; a checkpoint every 3 steps.
 LONG = {
     "warmup.steps": 3, "evaluate.every": 3, "checkpoint.every": 3, "train.epochs": 4,
-    "algorithm.kl_coef": 0.1,
+    "checkpoint.keep_last": 3, "algorithm.kl_coef": 0.1,
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def known_costs(trainer) -> Speculation:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, make_mesh):
-    """The work directory of LONG, run without interruption: 8 steps, checkpoints 0, 3, 6, 8."""
+    """The work directory of LONG, run without interruption: 8 steps, checkpoints 3, 6, 8."""
     workdir = tmp_path_factory.mktemp("end_to_end") / "finished"
     with jax.set_mesh(make_mesh(1, 1, 1)):
         loop.train(small_config(LONG), workdir)
@@ -177,7 +178,34 @@ def test_checkpoints_kept_are_the_last_and_the_best(finished):
     rewards = {r["step"]: r["reward/eval"] for r in records(finished) if "reward/eval" in r}
     assert set(rewards) == {0, 3, 6, 8}
     best = max(rewards, key=lambda step: (rewards[step], step))
-    assert steps == {6, 8, best}
+    assert steps == {3, 6, 8, best}
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(finished, tmp_path, mesh, capsys):
+    """Step 6, the newest, has one flipped bit: the run goes on from step 3."""
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints" / "8")
+    data = workdir / "checkpoints" / "6" / "arrays" / "d"
+    path = max(data.iterdir(), key=lambda x: x.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    loop.train(small_config(LONG), workdir)
+    lines = [x for x in capsys.readouterr().out.splitlines() if "damaged" in x]
+    assert len(lines) == 1
+    assert re.search(r"checkpoints/6 is damaged: .*; going back to step 3; it is kept", lines[0])
+    assert_same_run(workdir, finished, 8)
+    assert "damaged-6" in {path.name for path in (workdir / "checkpoints").iterdir()}
+
+
+def test_metrics_without_a_checkpoint_are_not_written_over(finished, tmp_path, mesh):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints")
+    before = (workdir / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"has metrics up to step 8 but no checkpoint; put"):
+            loop.train(small_config(LONG), workdir)
+    assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
 def test_plots_and_a_summary_at_the_end(tmp_path, mesh, capsys):
