@@ -56,6 +56,13 @@ SCORERS: dict[str, Scorer] = {
     "math": score_math,
     "reasoning_gym": score_reasoning_gym,
 }
+# Scorer → what it executes of a response; "": nothing. A user's own scorer may.
+EXECUTES = {
+    "exact": "",
+    "math": "",
+    "reasoning_gym": "binary_matrix, codeio, countdown, intermediate_integration, n_queens, "
+    "polynomial_multiplication, puzzle24, simple_integration, spiral_matrix, string_insertion",
+}
 # Scorer → the data.source whose problems alone it can score.
 OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
 

@@ -1,29 +1,39 @@
-"""What runs in a reward worker: it scores what it is sent, within limits of memory.
+"""What runs in a reward worker: answers are scored in processes that end after them.
 
-Takes a scorer or an environment by name; reads chunks of (response, answer, task, metadata) from a
-pipe and writes a `Result` for each. `workers` is the other end. No JAX.
+A worker is a guard, which runs nothing but this file, and its child, the template: it has imported
+the scorer and never runs it. The template forks a process that gives up what it need not have
+(`containment`), scores, reports and ends; all that it has started ends with it. Where a scorer may
+execute an answer's text, each answer has its own: it cannot reach another answer, the template or
+the pipe to the trainer. `workers` is the other end of that pipe. No JAX.
 """
 
 import collections
 import contextlib
-import fcntl
+import gc
 import json
 import logging
 import os
 import re
-import resource
 import select
+import shutil
 import signal
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from specrl_jax.rewards.environments import load_environment, play
-from specrl_jax.rewards.scorers import SCORERS, load_scorer
+from specrl_jax.rewards import containment
+from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
+from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
-_MAX_FLOAT32 = 3.4028234663852886e38
+MAX_FAILURE = 300  # characters of a failure's reason
+MAX_PRINTED = 2_000  # bytes that an answer may add to the log
+MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
 
 class Result(NamedTuple):
@@ -33,36 +43,58 @@ class Result(NamedTuple):
     done: bool = True
     observation: str = ""
     failure: str = ""  # why there is no score
-    retire: bool = False  # the worker must be replaced
 
-    def send(self, conn: Connection) -> None:
-        """Write it to a pipe, as JSON: a worker may run what a policy has written."""
-        conn.send_bytes(json.dumps(self, ensure_ascii=False).encode(errors="replace"))
+    def to_line(self) -> bytes:
+        """One line of JSON: whoever reads it need not trust the process that has written it."""
+        return json.dumps(self, ensure_ascii=False).encode(errors="replace") + b"\n"
 
     @staticmethod
-    def receive(conn: Connection) -> "Result":
-        """Read from a pipe what `send` has written."""
-        return Result(*json.loads(conn.recv_bytes(MAX_REPORT)))
+    def from_line(line: bytes) -> "Result":
+        """What `to_line` gives; a failure where the line is anything else."""
+        try:
+            score, done, observation, failure = json.loads(line)
+            if isinstance(done, bool) and isinstance(observation, str) and isinstance(failure, str):
+                observation, failure = observation[:MAX_OBSERVATION], failure[:MAX_FAILURE]
+                return Result(_checked(float(score)), done, observation, failure)
+        except Exception:  # also RecursionError, of a thousand brackets
+            pass
+        return Result(failure="the scorer's process sent no valid report")
 
 
-def load(name: str, extract: str, environment: str) -> Callable[..., Result]:
-    """The function from a response and its problem to a `Result`; ValueError in one line."""
+class Loaded(NamedTuple):
+    """A scorer or an environment as the workers run it."""
+
+    score: Callable[..., Result]  # of a response and its problem
+    contained: bool  # False: the user's function or class says `contained = False`
+    alone: bool  # each answer needs a process of its own, as its text may be executed
+
+
+def load(name: str, extract: str, environment: str) -> Loaded:
+    """What to score with; ValueError in one line."""
     if environment:
         make = load_environment(environment)
 
         def step(responses: Sequence[str], *problem) -> Result:
             last = play(make, responses, *problem)
-            return Result(float(last.reward), bool(last.done), last.observation)
+            return Result(_checked(float(last.reward)), bool(last.done), last.observation)
 
-        return step
+        contained = bool(getattr(make, "contained", True))
+        return Loaded(step, contained, contained and environment not in ENVIRONMENTS)
     scorer, pattern = load_scorer(name), _compile_extract(extract)
 
     def score(response: str, *problem) -> Result:
         if pattern:
             response = _extract(pattern, response)
-        return Result(0.0 if response is None else float(scorer(response, *problem)))
+        return Result(0.0 if response is None else _checked(float(scorer(response, *problem))))
 
-    return score
+    contained = bool(getattr(scorer, "contained", True))
+    return Loaded(score, contained, contained and bool(EXECUTES.get(name, name)))
+
+
+def _checked(score: float) -> float:
+    if abs(score) <= MAX_SCORE:
+        return score
+    raise ValueError(f"the score must be within ±{MAX_SCORE:g}, got {score:g}")
 
 
 def _extract(pattern: re.Pattern, response: str) -> str | None:
@@ -83,80 +115,208 @@ def _compile_extract(extract: str) -> re.Pattern | None:
     return pattern if extract else None
 
 
-def serve(
-    conn_fd: int, lifeline_fd: int, name: str, extract: str, environment: str, memory_mib: int
-) -> None:
-    """Serve until the parent is gone."""
+class Settings(NamedTuple):
+    """What a worker is started with."""
+
+    name: str  # of the scorer
+    extract: str
+    environment: str
+    timeout: float  # seconds an answer may take
+    memory_mib: int  # MiB an answer may allocate
+    contained: bool
+
+
+# The guard ----------------------------------------------------------------------------------------
+
+
+def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
+    """Serve until the parent closes its ends of the pipe and of the lifeline, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(lifeline_fd)
-    conn = Connection(conn_fd)
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a line per odd answer otherwise
-    try:
-        score = load(name, extract, environment)
+    tasks, scratch = containment.count_tasks(), tempfile.mkdtemp(prefix="specrl-reward-")
+    chosen = Settings(*settings)
+    namespaces = containment.enter_namespaces() if chosen.contained else None
+    alive, held = os.pipe()  # the second is the template's: it closes as the template ends
+    template = os.fork()
+    if template == 0:
+        containment.die_with_parent()
+        os.close(lifeline_fd)
+        os.close(alive)
+        cell = partial(containment.Cell, scratch, chosen.memory_mib << 20, namespaces, tasks)
+        _Template(conn_fd, held, chosen).serve(cell)
+    os.close(conn_fd)
+    os.close(held)
+    containment.adopt_orphans()
+    select.select([lifeline_fd, alive], [], [])
+    code = 1
+    with contextlib.suppress(TimeoutError):
+        code = containment.end_children(template)
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(scratch)
+    os._exit(code if code >= 0 else 128 - code)  # as a shell tells of a signal
+
+
+# The template -------------------------------------------------------------------------------------
+
+
+class _Template:
+    """Scores what it is sent, each answer in a process forked from this one."""
+
+    def __init__(self, conn_fd: int, held_fd: int, settings: Settings):
+        self._conn, self._held_fd, self._settings = Connection(conn_fd), held_fd, settings
+
+    def serve(self, make_cell: Callable[[], containment.Cell]) -> NoReturn:
+        """Report how the start went, then the results of every batch, until the parent is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            try:
+                self._load()
+                self._cell = make_cell()
+                started = ["", self._cell.gaps()]
+            except BaseException as error:
+                started = [_failure(error).failure, []]
+            self._send(started)
+            while not started[0]:
+                self._score_all(*self._conn.recv())
+        os._exit(0)
+
+    def _load(self) -> None:
+        containment.adopt_orphans()
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
+        name = self._settings.name
+        self._loaded = load(name, self._settings.extract, self._settings.environment)
         if name in SCORERS:  # imports and compiled patterns; the user's function is left alone
             with contextlib.suppress(Exception):
                 SCORERS[name](r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
-    except BaseException as error:
-        return _failure(error).send(conn)
-    Result().send(conn)
-    limit, pid = memory_mib << 20, os.getpid()
-    full = _virtual_bytes() + limit
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone
-        while True:
-            for item in conn.recv():
-                result = _within(limit, score, item)
-                if os.getpid() != pid:  # the answer has forked: only this process reports
-                    os._exit(0)
-                # The limit counts from what is in use: caches that only grow, as sympy's, do not
-                # starve later answers. A process that has grown by the limit is replaced.
-                result._replace(retire=_virtual_bytes() > full).send(conn)
-    return None
+        gc.collect()
+        gc.freeze()  # what is here is not collected, so not copied, in every forked process
+
+    def _send(self, report: list) -> None:
+        self._conn.send_bytes(json.dumps(report).encode())
+
+    def _score_all(self, first: int, items: Sequence[tuple]) -> None:
+        """Send the result of every item, with its number: they count from `first`."""
+        done = 0
+        while done < len(items):
+            end = done + 1 if self._loaded.alone else len(items)
+            for result in self._score(items[done:end]):
+                self._send([first + done, *result])
+                done += 1
+
+    def _score(self, items: Sequence[tuple]) -> Iterator[Result]:
+        """Results of the first items, up to a failure of the process that scores them.
+
+        That process has ended with all it has started.
+        """
+        report_fds, printed_fds = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for fd in (self._conn.fileno(), self._held_fd, report_fds[0], printed_fds[0]):
+                os.close(fd)
+            _score_and_end(self._loaded, self._cell, items, report_fds[1], printed_fds[1])
+        os.close(report_fds[1])
+        os.close(printed_fds[1])
+        reader = _Reader(report_fds[0], printed_fds[0])
+        reason = ""
+        for _ in items:
+            line = reader.read(self._settings.timeout)
+            if not line.endswith(b"\n"):
+                reason = "" if reader.ended else f"no result within {self._settings.timeout:g} s"
+                break
+            yield Result.from_line(line)
+        code = containment.end_children(pid)
+        self._cell.clear()
+        reader.close()
+        if not line.endswith(b"\n"):
+            yield Result(failure=reason or f"the scorer's process died (exit code {code})")
 
 
-def _within(limit: int, score: Callable[..., Result], item: tuple) -> Result:
-    """The result of one response, within `limit` more bytes of memory."""
+class _Reader:
+    """Reads what a process reports, which may be anything, and the start of what it prints."""
+
+    def __init__(self, report_fd: int, printed_fd: int):
+        self._report_fd, self._printed_fd = report_fd, printed_fd
+        self._fds = [report_fd, printed_fd]
+        self._report, self._printed = b"", b""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has closed its end, or reported too much."""
+        return self._report_fd not in self._fds or len(self._report) > MAX_REPORT
+
+    def read(self, seconds: float) -> bytes:
+        """The next line, with its end; what there is of it where it does not come in time."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._report and not self.ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._take(left)
+        line, end, self._report = self._report.partition(b"\n")
+        return line + end
+
+    def _take(self, seconds: float) -> None:
+        for fd in select.select(self._fds, [], [], seconds)[0]:
+            data = os.read(fd, 2**16)
+            if not data:
+                self._fds.remove(fd)
+            elif fd == self._report_fd:
+                self._report += data
+            else:
+                self._printed = (self._printed + data)[:MAX_PRINTED]
+
+    def close(self) -> None:
+        """Print what was printed, in one line and without control characters."""
+        self._take(0)
+        if self._printed:
+            text = self._printed.decode(errors="replace")
+            text = "".join(x if x.isprintable() or x == "\n" else " " for x in text)
+            print(text.rstrip(), file=sys.stderr, flush=True)
+        os.close(self._report_fd)
+        os.close(self._printed_fd)
+
+
+# An answer ----------------------------------------------------------------------------------------
+
+
+def _score_and_end(
+    loaded: Loaded,
+    cell: containment.Cell,
+    items: Sequence[tuple],
+    report_fd: int,
+    printed_fd: int,
+) -> NoReturn:
+    """Score and report items in this process, and end it."""
+    pid = os.getpid()
     try:
-        _limit_memory(_virtual_bytes() + limit)
-        result = score(*item)
-        if not abs(result.score) <= _MAX_FLOAT32:
-            raise ValueError(f"the score is {result.score}, not a finite number")
-        return result
+        os.setsid()
+        containment.die_with_parent()
+        os.dup2(printed_fd, 1)
+        os.dup2(printed_fd, 2)
+        os.close(printed_fd)
+        with open(report_fd, "wb", buffering=0) as file:
+            try:
+                cell.confine()
+            except OSError as error:  # an answer is not run without what the system can give
+                file.write(_failure(error).to_line())
+                os._exit(0)
+            for item in items:
+                result = _within_memory(loaded, cell, item)
+                if os.getpid() != pid:  # a copy that the answer has forked
+                    break
+                file.write(result.to_line())
+    finally:
+        os._exit(0)
+
+
+def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple) -> Result:
+    try:
+        cell.limit_memory(for_good=loaded.alone)
+        return loaded.score(*item)
     except BaseException as error:  # SystemExit too: an answer may contain exit()
         return _failure(error)
     finally:
-        _limit_memory(resource.RLIM_INFINITY)
+        containment.lift_memory_limit()
 
 
 def _failure(error: BaseException) -> Result:
-    line = " ".join(f"{type(error).__name__}: {error}"[:300].split())
+    line = " ".join(f"{type(error).__name__}: {error}"[:MAX_FAILURE].split())
     return Result(failure="out of memory" if isinstance(error, MemoryError) else line)
-
-
-def _virtual_bytes() -> int:
-    """Address space in use; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
-
-
-def _limit_memory(limit: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if hard != resource.RLIM_INFINITY:
-        limit = hard if limit == resource.RLIM_INFINITY else min(limit, hard)
-    with contextlib.suppress(ValueError, OSError):  # not every system enforces it
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _die_with(lifeline_fd: int) -> None:
-    """Let the kernel end this process by SIGIO when the parent's end of the pipe closes.
-
-    A thread cannot do it while a C call holds the interpreter lock. PR_SET_PDEATHSIG follows the
-    parent's thread, which may end earlier.
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it had closed before
-        os._exit(1)

@@ -1,15 +1,18 @@
 """Scores batches of responses in worker processes.
 
 Takes a scorer or an environment by name, and texts; gives `Scores`. A policy's text can keep a
-scorer busy for ever: `9**9**9` is one C call in sympy that no signal handler interrupts. So every
-answer has limits of wall-clock time and memory. An answer that breaks a limit fails with reward 0;
-the others are not affected. This is no security boundary.
+scorer busy for ever (`9**9**9` is one C call in sympy that no signal handler interrupts), and some
+scorers execute it. So every answer is scored in a process of its own (`worker_process`), within
+limits. An answer that breaks a limit fails with reward 0; the others are not affected.
 
 The workers are started by command line, not by `multiprocessing`: nothing is forked under JAX's
 threads, and the parent's `__main__` is not imported again.
 """
 
 import contextlib
+import functools
+import json
+import logging
 import os
 import queue
 import signal
@@ -23,12 +26,17 @@ from multiprocessing.connection import Pipe
 
 import numpy as np
 
-from specrl_jax.rewards import worker_process
-from specrl_jax.rewards.scorers import score_exact
-from specrl_jax.rewards.worker_process import Result
+from specrl_jax.rewards import containment, worker_process
+from specrl_jax.rewards.scorers import EXECUTES, score_exact
+from specrl_jax.rewards.worker_process import Result, Settings
 
 MAX_CHUNK = 32  # answers sent to a worker at once
 STARTUP_S = 300.0  # seconds for a worker's imports; they do not count against any answer
+GRACE_S = 60.0  # seconds beyond an answer's limit in which its worker must tell what came of it
+MAX_STARTS = 3  # processes that may die while starting, one after another
+MAX_TRIES = 3  # workers that may end while they score one answer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class RewardPool(contextlib.AbstractContextManager):
 
     name: of `SCORERS`, or module:function.
     timeout: wall-clock seconds per answer.
-    memory_mib: MiB an answer may allocate (Linux only).
+    memory_mib: MiB each process of an answer may allocate (Linux only).
     workers: number of processes; 0: one per core, at most 16.
     threshold: > 0: the reward is 1 where the score reaches it, else 0.
     extract: a regular expression; group 1 of its last match is the answer (no match: reward 0).
@@ -68,13 +76,15 @@ class RewardPool(contextlib.AbstractContextManager):
         extract: str = "",
         environment: str = "",
     ):
-        worker_process.load(name, extract, environment)  # a mistake is raised here
+        contained = worker_process.load(name, extract, environment).contained  # raises a mistake
         # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
         # it may backtrack for ever.
         inline = name == "exact" and not extract and not environment
         count = 0 if inline else int(workers) or min(os.cpu_count() or 1, 16)
-        arguments = (name, extract, environment, int(memory_mib))
-        self._workers = [_Worker(arguments, float(timeout)) for _ in range(count)]
+        settings = Settings(
+            name, extract, environment, float(timeout), int(memory_mib), bool(contained)
+        )
+        self._workers = [_Worker(settings) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -99,7 +109,7 @@ class RewardPool(contextlib.AbstractContextManager):
     ) -> Scores:
         """Score B responses, or take the step of each episode's last turn.
 
-        Raises RuntimeError where the pool is closed or a worker cannot start.
+        Raises RuntimeError where the pool is closed, ChildProcessError where no worker starts.
         """
         items = list(zip(responses, answers, tasks, metadatas, strict=True))
         with self._lock:
@@ -135,10 +145,14 @@ class RewardPool(contextlib.AbstractContextManager):
         stop = threading.Event()
 
         def score(chunk: list[tuple]) -> list[Result]:
-            worker, results = self._idle.get(), []
+            worker, results, tries = self._idle.get(), [], 0
             try:
                 while len(results) < len(chunk) and not stop.is_set():
-                    results += worker.score(chunk[len(results) :])
+                    new = worker.score(chunk[len(results) :])
+                    tries = 1 if new else tries + 1
+                    if tries == MAX_TRIES:
+                        new = [Result(failure=f"{tries} reward workers ended while scoring it")]
+                    results += new
             finally:
                 self._idle.put(worker)
             return results
@@ -161,31 +175,33 @@ class RewardPool(contextlib.AbstractContextManager):
 class _Worker:
     """The parent's side of one process; another one takes its place when it has ended."""
 
-    def __init__(self, arguments: tuple, timeout: float):
-        self._arguments, self._timeout = arguments, timeout
+    def __init__(self, settings: Settings):
+        self._settings = settings
         self._process: subprocess.Popen | None = None
         self._ready = False
+        self._asked = 0  # answers, since the first process: the number of the next one
 
     def ensure_started(self) -> None:
         if self._process is None or self._process.poll() is not None:
             self._start()
 
     def score(self, items: list[tuple]) -> list[Result]:
-        """The results of the first answers, up to one that hangs, ends or fills the process."""
-        self.ensure_started()
-        if not self._ready:
-            report = self._receive(STARTUP_S)
-            if report.failure:
-                raise RuntimeError(f"a reward worker could not start: {report.failure}")
-            self._ready = True
-        with contextlib.suppress(OSError):  # it died, as `_receive` will tell
-            self._conn.send(items)
+        """The results of the first answers, up to a report that does not come or is another's.
+
+        The process is replaced after such a report. ChildProcessError where none can be started.
+        """
+        self._ensure_ready()
         results = []
-        for _ in items:
-            results.append(self._receive(self._timeout))
-            if results[-1].retire:
-                self._start()
-                break
+        with contextlib.suppress(OSError, EOFError, ValueError, TimeoutError):
+            first, self._asked = self._asked, self._asked + len(items)
+            self._conn.send((first, items))
+            for expected in range(first, self._asked):
+                number, *result = self._receive(self._settings.timeout + GRACE_S)
+                if number != expected:
+                    raise ValueError("the report of another answer")
+                results.append(Result(*result))
+            return results
+        self.kill()
         return results
 
     def kill(self) -> int | None:
@@ -193,43 +209,76 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
-
-    def _receive(self, seconds: float) -> Result:
-        """The process's next report; a failure where none comes."""
+        self._lifeline.close()  # it ends all by itself
         try:
-            if self._conn.poll(seconds):
-                return Result.receive(self._conn)
-            reason = f"no result within {seconds:g} s"
-        except (OSError, EOFError):
-            # It is killed too: it may have closed its pipe and live on.
-            reason = f"the scorer's process died (exit code {self.kill()})"
-        return Result(failure=reason, retire=True)
+            return process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
+
+    def _receive(self, seconds: float) -> list:
+        """The process's next report; TimeoutError where none comes, EOFError where it has ended."""
+        if not self._conn.poll(seconds):
+            raise TimeoutError(f"no report within {seconds:g} s")
+        return json.loads(self._conn.recv_bytes())
+
+    def _ensure_ready(self) -> None:
+        """Wait for the imports of a process; start another one where it dies in them."""
+        for _ in range(MAX_STARTS):
+            self.ensure_started()
+            if self._ready:
+                return
+            try:
+                failure, gaps = self._receive(STARTUP_S)
+            except (OSError, EOFError) as error:
+                late = isinstance(error, TimeoutError)
+                code = self.kill()
+                reason = str(error) if late else f"the process died (exit code {code})"
+                continue
+            if failure:
+                raise ChildProcessError(f"a reward worker could not start: {failure}")
+            self._ready = True
+            _warn(self._settings, tuple(gaps))
+            return
+        raise ChildProcessError(f"a reward worker could not start, {MAX_STARTS} times: {reason}")
 
     def _start(self) -> None:
         self.kill()
         self._ready = False
         self._conn, theirs = Pipe()
-        # The process dies when the write end closes, which it does with this process.
+        # The process ends when the write end closes, which it does with this process.
         read_end, self._lifeline = Pipe(duplex=False)
         fds = (theirs.fileno(), read_end.fileno())
         paths = [path for path in sys.path if isinstance(path, str)]
         code = f"import sys; sys.path[:] = {paths!r}; from {worker_process.__name__} import serve; "
-        code += f"serve{(*fds, *self._arguments)!r}"
+        code += f"serve{(*fds, *self._settings)!r}"
         # One thread each; no accelerator, should a user's module import JAX; and one order of sets
         # in every run, as sympy's results can depend on it.
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        variables = os.environ | one_thread | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
-        variables.pop("GLIBC_TUNABLES", None)  # freed memory must leave the process, for the limit
+        own = dict(os.environ)
+        variables = containment.clean_environment(own) if self._settings.contained else own
+        variables |= one_thread | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
+        variables.pop("GLIBC_TUNABLES", None)  # huge pages would count against the memory limit
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-u", "-c", code],
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a scorer prints joins the log
             pass_fds=fds,
-            start_new_session=True,  # Ctrl-C does not reach it, and what it starts dies with it
+            start_new_session=True,  # Ctrl-C does not reach it
         )
         theirs.close()
         read_end.close()
+
+
+@functools.cache  # once, and not once a worker
+def _warn(settings: Settings, gaps: tuple[str, ...]) -> None:
+    """Say what code in an answer can do, where the scorer may run it."""
+    what = "" if settings.environment else EXECUTES.get(settings.name, settings.name)
+    if gaps and what:
+        _log.warning(
+            "reward.name: this system cannot contain code in answers: it can %s; run by %s",
+            ", ".join(gaps),
+            what,
+        )

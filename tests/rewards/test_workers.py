@@ -1,5 +1,7 @@
 """The pool: no answer can cost more than its own reward."""
 
+import contextlib
+import glob
 import os
 import signal
 import subprocess
@@ -27,8 +29,31 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    stat = read(f"/proc/{pid}/stat")
+    return stat is not None and stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def descendants(pid):
+    """Numbers of all processes below `pid` that live."""
+    lists = map(read, glob.glob(f"/proc/{pid}/task/*/children"))
+    children = [int(n) for n in " ".join(filter(None, lists)).split()]
+    return {n for n in children if alive(n)}.union(*map(descendants, children))
+
+
+def read(path):
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """What holds the workers' scratch directories."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
 
 
 def wait_for(condition, seconds=5.0):
@@ -47,8 +72,8 @@ HOSTILE = {
     "exit": "the scorer's process died (exit code 3)",
     "sys.exit": "SystemExit:",
     "text": "ValueError: could not convert",
-    "nan": "ValueError: the score is nan",
-    "inf": "ValueError: the score is inf",
+    "nan": "ValueError: the score must be within ±1e+15, got nan",
+    "inf": "ValueError: the score must be within ±1e+15, got inf",
 }
 
 
@@ -71,7 +96,7 @@ def test_a_hostile_answer_costs_only_its_own_reward():
 
 
 def test_the_timeout_is_per_answer_and_not_per_batch():
-    with RewardPool("user_scorers:pid", timeout=0.5, memory_mib=256, workers=1) as pool:
+    with RewardPool("user_scorers:slow", timeout=0.5, memory_mib=256, workers=1) as pool:
         scores = score(pool, ["a"] * 20)  # 20 · 0.05 s: twice the limit of one
     assert not scores.failed.any()
 
@@ -97,43 +122,45 @@ def test_workers_do_not_import_jax_and_the_pool_works_from_a_thread():
     assert not got.failed.any()
 
 
-def test_close_ends_the_workers():
-    pool = RewardPool("user_scorers:pid", **LIMITS)
-    pids = set(score(pool, ["a"] * 8).rewards.astype(int).tolist())
-    assert len(pids) == 2
-    assert all(map(alive, pids))
+def test_close_ends_the_workers(scratch):
+    before = descendants(os.getpid())
+    pool = RewardPool("user_scorers:slow", **LIMITS)
+    score(pool, ["a"] * 8)
+    workers = descendants(os.getpid()) - before
+    assert len(workers) >= 3  # a guard and its template, and another guard
+    assert list(scratch.iterdir())
     pool.close()
     pool.close()
-    assert not any(map(alive, pids))
+    assert not any(map(alive, workers))
+    assert not list(scratch.iterdir())
     with pytest.raises(RuntimeError, match="closed"):
         score(pool, ["a"])
 
 
-def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path):
-    """Also while one is inside a C call that holds the interpreter lock."""
+def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path, scratch):
+    """Also while an answer is inside a C call that holds the interpreter lock."""
     main = """
         import sys
         print("main", flush=True)  # twice, if a worker imported it
         from specrl_jax.rewards.workers import RewardPool
         limits = {"timeout": 60, "memory_mib": 4096, "workers": 2}
-        with RewardPool("user_scorers:say_pid_and_hang", **limits) as pool:
-            pool.score(sys.argv[1:], [""] * 2, [""] * 2, [{}] * 2)
+        with RewardPool("user_scorers:hang", **limits) as pool:
+            pool.score(["a", "b"], [""] * 2, [""] * 2, [{}] * 2)
     """
     (tmp_path / "main.py").write_text(textwrap.dedent(main))
-    files = [tmp_path / "one", tmp_path / "two"]
     parent = subprocess.Popen(
-        [sys.executable, tmp_path / "main.py", *files],
+        [sys.executable, tmp_path / "main.py"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     with parent:
-        wait_for(lambda: all(file.exists() and file.read_text() for file in files), seconds=60)
-        pids = [int(file.read_text()) for file in files]
-        assert all(map(alive, pids))
+        wait_for(lambda: len(descendants(parent.pid)) == 6, seconds=60)
+        pids = descendants(parent.pid)
         parent.send_signal(signal.SIGKILL)
         assert parent.stdout.read() == "main\n"
     wait_for(lambda: not any(map(alive, pids)))
+    wait_for(lambda: not list(scratch.iterdir()))
 
 
 @pytest.fixture
@@ -156,12 +183,11 @@ def test_ctrl_c_leaves_the_pool_usable(heard):
         np.testing.assert_array_equal(score(pool, ["cc"]).rewards, [2])
 
 
-def test_memory_that_stays_allocated_does_not_starve_later_answers():
+def test_an_answer_leaves_nothing_to_the_next():
     with RewardPool("user_scorers:leak", timeout=10, memory_mib=64, workers=1) as pool:
-        scores = [score(pool, ["a"]) for _ in range(5)]
-    assert not any(s.failed.any() for s in scores)
-    # Two answers outgrow the limit, so every second answer meets a new process.
-    np.testing.assert_array_equal([s.rewards[0] for s in scores], [1, 2, 1, 2, 1])
+        scores = score(pool, ["a"] * 5)
+    np.testing.assert_array_equal(scores.rewards, [1] * 5)
+    assert not scores.failed.any()
 
 
 def test_workers_keep_glibcs_own_malloc(monkeypatch):
@@ -211,16 +237,69 @@ def test_mistakes_are_found_at_construction_in_one_line(arguments, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_scorer_that_cannot_start_in_a_worker_is_an_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("assert name in os.environ", r"could not start: ValueError.*AssertionError"),
+        (
+            "name in os.environ or os._exit(7)",
+            r"could not start, 3 times: the process died \(exit code 7\)",
+        ),
+    ],
+)
+def test_a_scorer_that_cannot_start_in_a_worker_is_an_error(tmp_path, monkeypatch, line, message):
     (tmp_path / "fickle.py").write_text(
-        "import os\nassert 'PYTEST_CURRENT_TEST' in os.environ\n"
+        f"import os\nname = 'PYTEST_CURRENT_TEST'\n{line}\n"
         "def f(response, answer, task, metadata): return 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with RewardPool("fickle:f", **LIMITS) as pool:
-        monkeypatch.delenv("PYTEST_CURRENT_TEST")
-        with pytest.raises(RuntimeError, match=r"could not start: ValueError.*AssertionError"):
-            score(pool, ["a"])
+    monkeypatch.delitem(sys.modules, "fickle", raising=False)
+    with (
+        RewardPool("fickle:f", **LIMITS) as pool,
+        pytest.raises(ChildProcessError, match=message) as error,
+    ):
+        score(pool, ["a"])
+    assert "\n" not in str(error.value)
+
+
+def test_a_worker_that_ends_is_replaced_and_its_chunk_put_back():
+    """Whatever moment its template is killed in; reports that are missing or another's too."""
+    responses = ["a" * (i % 7) for i in range(120)]
+    with RewardPool("user_scorers:odd", **LIMITS) as pool:
+        score(pool, ["a"])
+        stop = threading.Event()
+        killer = threading.Thread(target=kill_templates, args=(pool, stop, 3))
+        killer.start()
+        scores = score(pool, responses)
+        stop.set()
+        killer.join()
+        worker = pool._workers[0]
+        worker._conn.send((0, [("surplus", "", "", {})]))  # its report comes before the expected
+        worker._conn.poll(10)
+        again = score(pool, responses[:40])
+    np.testing.assert_array_equal(scores.rewards, [i % 7 for i in range(120)])
+    np.testing.assert_array_equal(again.rewards, [i % 7 for i in range(40)])
+    assert not scores.failed.any()
+    assert not again.failed.any()
+
+
+def kill_templates(pool, stop, times):
+    for _ in range(times):
+        if stop.wait(0.2):
+            return
+        for worker in pool._workers:
+            guard = worker._process and worker._process.pid
+            for pid in (read(f"/proc/{guard}/task/{guard}/children") or "").split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_scorer_may_ask_for_what_workers_give_up(monkeypatch):
+    monkeypatch.setenv("SPECRL_TEST_TOKEN", "secret")
+    with RewardPool("user_scorers:trusting", **LIMITS) as pool:
+        scores = score(pool, ["a"])
+    assert scores.reasons == ("",)
+    np.testing.assert_array_equal(scores.rewards, [1])
 
 
 def test_math_through_the_pool():

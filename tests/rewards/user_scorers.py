@@ -1,9 +1,9 @@
 """Scorers as a user would write them, some of which misbehave."""
 
 import os
+import socket
 import sys
 import time
-from pathlib import Path
 
 _kept = []
 
@@ -46,15 +46,31 @@ def sees(response, answer, task, metadata):
     return metadata["x"] + len(task) + (response == answer)
 
 
-def pid(response, answer, task, metadata):
+def slow(response, answer, task, metadata):
     time.sleep(0.05)
-    return os.getpid()
+    return 1.0
 
 
-def say_pid_and_hang(response, answer, task, metadata):
-    """Writes the worker's number to the file `response`, and stays in one C call."""
-    Path(response).write_text(str(os.getpid()))
+def hang(response, answer, task, metadata):
+    """Prints the response, and stays in one C call."""
+    print(response, flush=True)
     9**9**9
+
+
+def execute(response, answer, task, metadata):
+    """Executes the response, as some tasks of reasoning_gym do; its `value` is the score."""
+    names = {"value": 0.0}
+    exec(response, names)
+    return names["value"]
+
+
+def trusting(response, answer, task, metadata):
+    """What is left to a scorer that says it needs it."""
+    socket.socket().close()
+    return len(_kept) + ("SPECRL_TEST_TOKEN" in os.environ)
+
+
+trusting.contained = False
 
 
 def leak(response, answer, task, metadata):

@@ -1,0 +1,151 @@
+"""A drill: hostile answers among others. docs/reliability.md names the counts."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+
+import bare_worker
+import hostile_answers
+import numpy as np
+import pytest
+import weak_worker
+from test_workers import descendants, score
+
+from specrl_jax.rewards import containment, workers
+from specrl_jax.rewards.workers import RewardPool
+
+HOSTILE = 300  # answers, as many others among them
+WEAK = 100  # the same where the system has no namespaces
+SEED = 28
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containment needs Linux")
+
+
+class Prey(contextlib.ExitStack):
+    """What belongs to the user: files, a process, and servers that count who calls."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder / "prey"
+        self.folder.mkdir()
+        self.file, self.socket = self.folder / "file", self.folder / "socket"
+        self.file.write_text("the user's")
+        self.process = subprocess.Popen(["sleep", "600"])
+        self.callback(self.process.wait)
+        self.callback(self.process.kill)
+        self.servers = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)]
+        self.servers.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        self.servers[1].bind(str(self.socket))
+        self.servers[1].listen()
+        self.port = self.servers[0].getsockname()[1]
+        self.servers[2].bind(("127.0.0.1", self.port))
+        for server in self.servers:
+            server.setblocking(False)
+            self.enter_context(server)
+        self.before = self._state()
+
+    def names(self):
+        pid, port = self.process.pid, self.port
+        return {"file": self.file, "pid": pid, "port": port, "socket": self.socket}
+
+    def _state(self):
+        files = {path.name: path.is_file() and path.read_text() for path in self.folder.iterdir()}
+        return files, self.folder.stat().st_mode, os.getpriority(os.PRIO_PROCESS, self.process.pid)
+
+    def assert_unharmed(self):
+        assert self.process.poll() is None
+        assert self._state() == self.before
+        for server, call in zip(self.servers, ("accept", "accept", "recv"), strict=True):
+            with pytest.raises(BlockingIOError):
+                getattr(server, call)(*([1] if call == "recv" else []))
+
+
+def probe(prey):
+    """Skips the test where the system contains too little for it: it would hurt the user."""
+    texts = [
+        f"import os; os.kill({prey.process.pid}, 0)",
+        f"open({str(prey.file)!r}, 'a')",
+        "import socket; socket.socket().bind(('127.0.0.1', 0))",
+    ]
+    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+        scores = score(pool, texts)
+    if not scores.failed.all():
+        pytest.skip(f"this system allows {texts[int(np.argmin(scores.failed))]}")
+
+
+def drill(hostile, prey, seed=SEED):
+    """Scores hostile answers among others; every other answer must earn its own reward."""
+    probe(prey)
+    rng, processes = random.Random(seed), descendants(os.getpid())
+    values = [rng.randint(0, 10**6) for _ in hostile]
+    rows = [(text, None) for text in hostile] + [(f"value = {x}", x) for x in values]
+    rng.shuffle(rows)
+    limits = {"timeout": 3.0, "memory_mib": 256, "workers": 2}
+    with RewardPool("user_scorers:execute", **limits) as pool:
+        scores = score(pool, [text for text, _ in rows])
+        prey.assert_unharmed()
+    assert descendants(os.getpid()) == processes
+    innocent = np.array([value is not None for _, value in rows])
+    expected = np.array([value or 0 for _, value in rows], np.float32)
+    np.testing.assert_array_equal(scores.rewards[innocent], expected[innocent])
+    assert not scores.failed[innocent].any()
+    assert np.isfinite(scores.rewards).all()
+
+
+@pytest.fixture
+def prey(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with Prey(tmp_path) as prey:
+        yield prey
+    assert [path.name for path in tmp_path.iterdir()] == ["prey"]  # no scratch directory is left
+
+
+def test_300_hostile_answers_harm_nobody(prey):
+    hangs = hostile_answers.HANGS + hostile_answers.BOMBS
+    drill(hostile_answers.choose(SEED, HOSTILE, hangs, **prey.names()), prey)
+
+
+def test_hostile_answers_without_namespaces(prey, monkeypatch):
+    """Landlock and seccomp filters do it, as in a container."""
+    if containment._landlock_abi() < 6:
+        pytest.skip("needs Landlock of Linux 6.12")
+    monkeypatch.setattr(workers, "worker_process", weak_worker)
+    hangs = hostile_answers.HANGS[:2]
+    drill(hostile_answers.choose(SEED, WEAK, hangs, **prey.names()), prey)
+
+
+def test_one_warning_where_the_system_offers_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(workers, "worker_process", bare_worker)
+    workers._warn.cache_clear()
+    limits = {"timeout": 3.0, "memory_mib": 256, "workers": 2}
+    with RewardPool("user_scorers:odd", **limits) as pool:
+        assert score(pool, ["aa"] * 20).rewards.sum() == 40
+    with RewardPool("math", **limits) as pool:  # it executes no text
+        assert score(pool, ["1"], ["1"]).rewards == 1
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "change files, open sockets, signal other processes" in text
+    assert text.endswith("run by user_scorers:odd")
+    assert "\n" not in text
+
+
+def test_the_environment_of_answers_holds_no_secrets(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("https_proxy", "http://user:secret@host")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    limits = {"timeout": 3.0, "memory_mib": 256, "workers": 1}
+    where = "os.getcwd() == os.environ['HOME'] == os.environ['TMPDIR'] != " + repr(os.getcwd())
+    texts = [
+        "import os; value = 'secret' in str(os.environ)",
+        "import os; value = any(b'secret' in open(f'/proc/{pid}/environ', 'rb').read()"
+        " for pid in os.listdir('/proc') if pid.isdecimal() and os.access(f'/proc/{pid}/mem', 4))",
+        "import os; value = os.environ['LC_ALL'] == 'C.UTF-8'",
+        f"import os; value = {where} and not os.listdir()",
+    ]
+    with RewardPool("user_scorers:execute", **limits) as pool:
+        scores = score(pool, texts)
+    assert scores.reasons[0] == ""
+    np.testing.assert_array_equal(scores.rewards, [0, 0, 1, 1])
