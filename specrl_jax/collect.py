@@ -18,6 +18,7 @@ from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, respond, timed
 from specrl_jax.group_buffer import KEPT, places_of, rewards_of
+from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.carry_over import CarryOver, WaitingRows, assemble
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.stats import Stats
@@ -291,6 +292,24 @@ def _rollout_metrics(
         trained = reward_metrics(groups.rewards, none_failed, trainer.trained_group_size)
         values |= {name: trained[name] for name in GROUP_REWARDS}
     return values
+
+
+def record_failures(
+    failures: FailureLog, trainer: Trainer, step: int, rollouts: list[ScoredRollout]
+) -> None:
+    """Tells of the answers of a step that could not be scored; as `FailureLog.record` raises."""
+    reasons, tasks, rows = [], [], []
+    for x in rollouts:
+        reasons += x.responses.scores.reasons
+        rows += list(zip(x.responses.tokens, x.responses.lens, strict=True))
+        group = len(x.responses.lens) // len(x.prompts.examples)
+        tasks += [example.task for example in x.prompts.examples for _ in range(group)]
+
+    def text_of(row: int) -> str:
+        tokens, length = rows[row]
+        return trainer.scorer.tokenizer.decode(tokens[:length].tolist())
+
+    failures.record(step, reasons, tasks, text_of)
 
 
 def _store_metrics(state: TrainerState) -> dict[str, float]:

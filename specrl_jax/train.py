@@ -11,11 +11,12 @@ import numpy as np
 
 from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.collect import collect
+from specrl_jax.collect import collect, record_failures
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.episodes import Responses, timed
 from specrl_jax.evaluate import evaluate
 from specrl_jax.learn import learn
+from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.runtime import StopRequest, compile_metrics, only_process
@@ -30,7 +31,10 @@ MAY_CHANGE = ("log", "checkpoint", "mesh")
 
 
 def step(
-    trainer: Trainer, state: TrainerState, records: RolloutRecords | None = None
+    trainer: Trainer,
+    state: TrainerState,
+    records: RolloutRecords | None = None,
+    failures: FailureLog | None = None,
 ) -> dict[str, float]:
     """One batch of rollouts and its updates; changes `state`, returns the step's metrics."""
     epoch = state.epoch
@@ -39,6 +43,8 @@ def step(
     if records is not None and records.active:
         rollouts = [(x.prompts, x.responses) for x in batch.rollouts]
         records.write(state.step, epoch, *_on_host(rollouts, trainer.rollout_spec.group_size))
+    if failures is not None:
+        record_failures(failures, trainer, state.step, batch.rollouts)
     times = {}
     with timed(times, "time/update"):
         values = learn(trainer, state, batch)
@@ -76,7 +82,8 @@ def train(config, workdir: Path) -> None:
         with _open_log(trainer, workdir) as log, StopRequest() as stop:
             for written in (log, records):
                 written.restore(state.step or -1)  # step 0 is evaluated and written again
-            loop(trainer, state, checkpoints, log, records, stop)
+            failures = FailureLog(workdir if jax.process_index() == 0 else None, log.warn)
+            loop(trainer, state, checkpoints, log, records, failures, stop)
     _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
 
 
@@ -86,6 +93,7 @@ def loop(
     checkpoints: Checkpointer,
     log: MetricsLog,
     records: RolloutRecords,
+    failures: FailureLog,
     stop: StopRequest,
 ) -> None:
     """Steps until the last one or a stop request; evaluates, records and saves on the way."""
@@ -96,7 +104,7 @@ def loop(
         checkpoints.wait()  # metrics of a step without any checkpoint: its files were lost
     while state.step < trainer.total_steps and not stop:
         epoch, start = state.epoch, time.perf_counter()
-        values = step(trainer, state, records)
+        values = step(trainer, state, records, failures)
         values["time/step"] = time.perf_counter() - start
         _check_finite(values, state.step, checkpoints)
         last = state.step == trainer.total_steps

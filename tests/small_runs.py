@@ -19,6 +19,11 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+def never(response: str, answer: str, task: str, metadata: dict) -> float:
+    """A scorer that always fails."""
+    raise KeyError("column")
+
+
 def preset(name: str, algorithm: str = "grpo"):
     """A preset of configs/ALGORITHM.py."""
     return runpy.run_path(str(ROOT / "configs" / f"{algorithm}.py"))["get_config"](name)

@@ -1,6 +1,7 @@
 """The loop on runs of seconds: what it records, and what every choice of the configuration does."""
 
 import functools
+import json
 import math
 import pathlib
 
@@ -46,6 +47,21 @@ def _reuse(workdir) -> list[float]:
 # The log-prob gap is one of the first mini-batch, which may have no row with a signal.
 ALL_ROWS = {"updates.skip_no_signal": False}
 EVALUATED = {"evaluate.every": 2, "log.rollouts": 1.0}
+
+
+def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_mesh, capfd):
+    config = small_config({"reward.name": "small_runs:never", "reward.extract": ""}, steps=9)
+    with (
+        jax.set_mesh(make_mesh(1, 1, 1)),
+        pytest.raises(ValueError, match=r"^step 3: 32 of 32 answers could not be scored, 32 of"),
+    ):
+        loop.train(config, tmp_path / "run")
+    (warning,) = [x for x in capfd.readouterr().out.splitlines() if x.startswith("warning")]
+    assert "step 1: 32 of 32 answers could not be scored, 32 of them: KeyError: 'column'" in warning
+    failures = (tmp_path / "run" / "reward_failures.jsonl").read_text().splitlines()
+    assert len(failures) == 3 * 32
+    assert set(json.loads(failures[0])) == {"step", "task", "reason", "text"}
+    assert [record["step"] for record in records(tmp_path / "run")][-1] == 2
 
 
 def test_every_metric_of_every_step_once(run):

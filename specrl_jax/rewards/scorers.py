@@ -5,6 +5,7 @@ or a user's own by `module:function`. It may run for ever on a policy's text, so
 within limits of time and memory.
 """
 
+import decimal
 import functools
 import inspect
 import math
@@ -35,11 +36,13 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
         return 1.0
     from math_verify import verify
 
-    gold = _read_math(answer.strip())
+    gold = _read_math(_plain_numbers(answer.strip()))
     if not gold:
         raise ValueError(f"reward.name = math cannot read the reference answer {answer[:100]!r}")
     # math-verify's own timeouts are off: they cannot stop a C call. The worker's limit can.
     given = _parse_math(candidate) if marked is None else _read_math(candidate)
+    if marked is not None and _is_list(candidate, given) != _is_list(answer, gold):
+        return 0.0  # math-verify reads 1,1 as the set {1}, which it takes for 1
     return float(verify(list(gold), list(given), timeout_seconds=None))
 
 
@@ -125,16 +128,30 @@ def _read_math(text: str) -> tuple:
     return (words and _parse_math(text)) or _parse_math(rf"\boxed{{{text}}}")
 
 
+def _is_list(text: str, parsed: tuple) -> bool:
+    """Whether a whole answer is several values: 1,080 and "10, as we saw" are one."""
+    return "," in text and not (parsed and getattr(parsed[0], "is_number", False))
+
+
+def _plain_numbers(text: str) -> str:
+    """With 1e5 as 100000: math-verify reads only the 1."""
+
+    def plain(match: re.Match) -> str:
+        return format(decimal.Decimal(match[0]), "f")
+
+    return re.sub(r"(?<![\w.])\d{1,30}(?:\.\d{1,30})?[eE][+-]?\d{1,2}(?!\w)", plain, text)
+
+
 def _math_candidate(response: str) -> tuple[str | None, str]:
     """(the final answer if it is marked as such, the text for math-verify)."""
-    tail = response[-MAX_MATH_TEXT:]
+    tail = _plain_numbers(response[-MAX_MATH_TEXT:])
     marked = _last_tagged(tail)
     boxed = _last_boxed(tail if marked is None else marked)
     marked = boxed if boxed is not None else marked
     if not _hostile(tail if marked is None else marked):
         return marked, tail if marked is None else marked
     # A hostile marked answer is wrong. In running text the last plain number may be the answer.
-    numbers = re.findall(r"(?<![\w^*.!{])-?\d{1,100}(?![\d^*!])", tail) if marked is None else []
+    numbers = re.findall(r"(?<![\w^*.!{])-?\d{1,100}(?![\w^*!])", tail) if marked is None else []
     return marked, (numbers or [""])[-1]
 
 
@@ -161,7 +178,7 @@ _TOWER = re.compile(rf"(?<!\d)(\d{{1,100}}){_POWER}(\d{{1,100}})(?:{_POWER}(\d{{
 
 def _hostile(text: str) -> bool:
     """Whether evaluating `text` cannot end soon. Incomplete: the timeout stops the rest."""
-    if re.search(r"\d{101}|\d{5}\s*!|!\s*!\s*!|[({\[]{40}", text):
+    if re.search(r"\d[eE][+-]?\d{3}|\d{101}|\d{5}\s*!|!\s*!\s*!|[({\[]{40}", text):
         return True
     for base, power, top in _TOWER.findall(text):
         # 9^9^9: its exponent 9^9 has 9 · log10(9) = 8.6 digits.

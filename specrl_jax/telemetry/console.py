@@ -71,7 +71,10 @@ class Console:
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
         for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
             line += f"{cell:>{width + 1}}"
-        line += f"{left:>9}"
+        self.write_line(line + f"{left:>9}")
+
+    def write_line(self, line: str) -> None:
+        """A line of its own, above the progress bar."""
         if self._progress is None:
             print(line, flush=True)
         else:

@@ -266,6 +266,10 @@ class MetricsLog(contextlib.AbstractContextManager):
         self._console.show(step, epoch, scalars)
         self._wandb.log(step, epoch, scalars)
 
+    def warn(self, line: str) -> None:
+        """Shows a line to the user."""
+        self._console.write_line(line)
+
     def __exit__(self, *_: object) -> None:
         self._console.close()
         self._wandb.close()

@@ -13,7 +13,8 @@ KINDS = {
         "if os.fork(): os._exit({n})\nvalue = 1",
         "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)",
         "for i in range({n}0):\n if os.fork() == 0: time.sleep(60)",
-        "import threading\nfor i in range({n}): threading.Thread(target=time.sleep, args=(60,)).start()",
+        "from threading import Thread\n"
+        "for i in range({n}): Thread(target=time.sleep, args=(60,)).start()",
     ],
     "reports": [
         'for fd in range(3, 64):\n try: os.write(fd, b\'[1.0, true, "", ""]\\n\' * {n})\n'
@@ -22,7 +23,8 @@ KINDS = {
         " except OSError: pass\nos._exit(0)",
         "for fd in range(3, 64):\n try: os.write(fd, b'\\0\\0\\0\\x05[{n}')\n"
         " except OSError: pass\nos._exit(0)",
-        "for fd in range(3, 64):\n try: os.write(fd, b'[' * 100000 + b'\\n')\n except OSError: pass",
+        "for fd in range(3, 64):\n try: os.write(fd, b'[' * 100000 + b'\\n')\n"
+        " except OSError: pass",
         'for fd in range(3, 64):\n try: os.write(fd, b\'[1e999, true, "", ""]\\n\')\n'
         " except OSError: pass",
         "for fd in range(3, 64):\n try: os.write(fd, b'{{}}\\n\\xff\\n[NaN, 1, 2, 3]\\n')\n"
@@ -66,7 +68,7 @@ KINDS = {
         "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
         "import socket; s = socket.socket(); s.bind(('127.0.0.1', 4{n}321)); s.listen()",
         "import socket; s = socket.socket(socket.AF_UNIX); s.connect('{socket}')",
-        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+        "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}', timeout=1)",
     ],
     "interpreter": [

@@ -1,8 +1,10 @@
-"""The reward worker as it runs on systems that offer less."""
+"""The reward worker as it runs on systems without user namespaces."""
 
-from specrl_jax.rewards import containment
-from specrl_jax.rewards.worker_process import load, serve
+from specrl_jax.rewards import containment, worker_process
 
-__all__ = ["load", "serve"]
+load = worker_process.load
 
-containment._unshare = lambda: 1 / 0
+
+def serve(*arguments):
+    containment._unshare = lambda: 1 / 0
+    worker_process.serve(*arguments)
