@@ -25,7 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
 
-from specrl_jax.rewards import containment
+from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
 from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
 
@@ -134,18 +134,18 @@ def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks, scratch = containment.count_tasks(), tempfile.mkdtemp(prefix="specrl-reward-")
     chosen = Settings(*settings)
-    namespaces = containment.enter_namespaces() if chosen.contained else None
+    namespaces = linux.enter_namespaces() if chosen.contained else None
     alive, held = os.pipe()  # the second is the template's: it closes as the template ends
     template = os.fork()
     if template == 0:
-        containment.die_with_parent()
+        linux.die_with_parent()
         os.close(lifeline_fd)
         os.close(alive)
         cell = partial(containment.Cell, scratch, chosen.memory_mib << 20, namespaces, tasks)
         _Template(conn_fd, held, chosen).serve(cell)
     os.close(conn_fd)
     os.close(held)
-    containment.adopt_orphans()
+    linux.adopt_orphans()
     select.select([lifeline_fd, alive], [], [])
     code = 1
     with contextlib.suppress(TimeoutError):
@@ -166,7 +166,7 @@ class _Template:
 
     def serve(self, make_cell: Callable[[], containment.Cell]) -> NoReturn:
         """Report how the start went, then the results of every batch, until the parent is gone."""
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError, RecursionError):
             try:
                 self._load()
                 self._cell = make_cell()
@@ -179,7 +179,7 @@ class _Template:
         os._exit(0)
 
     def _load(self) -> None:
-        containment.adopt_orphans()
+        linux.adopt_orphans()
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
         name = self._settings.name
         self._loaded = load(name, self._settings.extract, self._settings.environment)
@@ -222,7 +222,9 @@ class _Template:
                 reason = "" if reader.ended else f"no result within {self._settings.timeout:g} s"
                 break
             yield Result.from_line(line)
-        code = containment.end_children(pid)
+        # A trusted scorer's module may have started a process that serves all answers.
+        end = containment.end_group if self._cell.trusts else containment.end_children
+        code = end(pid)
         self._cell.clear()
         reader.close()
         if not line.endswith(b"\n"):
@@ -247,9 +249,9 @@ class _Reader:
         deadline = time.monotonic() + seconds
         while b"\n" not in self._report and not self.ended:
             left = deadline - time.monotonic()
+            self._take(max(left, 0.0))
             if left <= 0:
                 break
-            self._take(left)
         line, end, self._report = self._report.partition(b"\n")
         return line + end
 
@@ -288,7 +290,7 @@ def _score_and_end(
     pid = os.getpid()
     try:
         os.setsid()
-        containment.die_with_parent()
+        linux.die_with_parent()
         os.dup2(printed_fd, 1)
         os.dup2(printed_fd, 2)
         os.close(printed_fd)

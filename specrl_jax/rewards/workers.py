@@ -10,7 +10,6 @@ threads, and the parent's `__main__` is not imported again.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -76,19 +75,21 @@ class RewardPool(contextlib.AbstractContextManager):
         extract: str = "",
         environment: str = "",
     ):
-        contained = worker_process.load(name, extract, environment).contained  # raises a mistake
+        loaded = worker_process.load(name, extract, environment)  # a mistake is raised here
         # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
         # it may backtrack for ever.
         inline = name == "exact" and not extract and not environment
         count = 0 if inline else int(workers) or min(os.cpu_count() or 1, 16)
         settings = Settings(
-            name, extract, environment, float(timeout), int(memory_mib), bool(contained)
+            name, extract, environment, float(timeout), int(memory_mib), loaded.contained
         )
         self._workers = [_Worker(settings) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threshold = float(threshold)
+        self._executes = (environment or EXECUTES.get(name, name)) if loaded.alone else ""
+        self._warned = False
         self._lock = threading.Lock()
         self._closed = False
 
@@ -117,6 +118,7 @@ class RewardPool(contextlib.AbstractContextManager):
                 raise RuntimeError("the reward pool is closed")
             if self._workers:
                 results = self._run(items)
+                self._warn()
             else:
                 results = [Result(score_exact(*item)) for item in items]
         scores = np.array([result.score for result in results], np.float32)
@@ -167,6 +169,17 @@ class RewardPool(contextlib.AbstractContextManager):
         finally:
             threads.shutdown(cancel_futures=True)
 
+    def _warn(self) -> None:
+        """Say once what code in an answer can do, where the scorer may run it."""
+        gaps = next((worker.gaps for worker in self._workers if worker.gaps), [])
+        if gaps and self._executes and not self._warned:
+            self._warned = True
+            _log.warning(
+                "reward.name: this system cannot contain code in answers: it can %s; run by %s",
+                ", ".join(gaps),
+                self._executes,
+            )
+
     def _kill(self) -> None:
         for worker in self._workers:
             worker.kill()
@@ -179,6 +192,7 @@ class _Worker:
         self._settings = settings
         self._process: subprocess.Popen | None = None
         self._ready = False
+        self.gaps: list[str] = []  # what code in an answer can do, as a `Cell` says
         self._asked = 0  # answers, since the first process: the number of the next one
 
     def ensure_started(self) -> None:
@@ -238,8 +252,7 @@ class _Worker:
                 continue
             if failure:
                 raise ChildProcessError(f"a reward worker could not start: {failure}")
-            self._ready = True
-            _warn(self._settings, tuple(gaps))
+            self._ready, self.gaps = True, gaps
             return
         raise ChildProcessError(f"a reward worker could not start, {MAX_STARTS} times: {reason}")
 
@@ -270,15 +283,3 @@ class _Worker:
         )
         theirs.close()
         read_end.close()
-
-
-@functools.cache  # once, and not once a worker
-def _warn(settings: Settings, gaps: tuple[str, ...]) -> None:
-    """Say what code in an answer can do, where the scorer may run it."""
-    what = "" if settings.environment else EXECUTES.get(settings.name, settings.name)
-    if gaps and what:
-        _log.warning(
-            "reward.name: this system cannot contain code in answers: it can %s; run by %s",
-            ", ".join(gaps),
-            what,
-        )

@@ -2,12 +2,12 @@
 
 import weak_worker
 
-from specrl_jax.rewards import containment
+from specrl_jax.rewards import linux
 
 load = weak_worker.load
 
 
 def serve(*arguments):
-    containment._landlock_abi = lambda: 0
-    containment._has_seccomp = lambda: False
+    linux.landlock_abi = lambda: 0
+    linux.has_seccomp = lambda: False
     weak_worker.serve(*arguments)

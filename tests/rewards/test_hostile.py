@@ -8,13 +8,14 @@ import subprocess
 import sys
 
 import bare_worker
+import filter_worker
 import hostile_answers
 import numpy as np
 import pytest
 import weak_worker
 from test_workers import descendants, score
 
-from specrl_jax.rewards import containment, workers
+from specrl_jax.rewards import linux, workers
 from specrl_jax.rewards.workers import RewardPool
 
 HOSTILE = 300  # answers, as many others among them
@@ -110,16 +111,42 @@ def test_300_hostile_answers_harm_nobody(prey):
 
 def test_hostile_answers_without_namespaces(prey, monkeypatch):
     """Landlock and seccomp filters do it, as in a container."""
-    if containment._landlock_abi() < 6:
+    if linux.landlock_abi() < 6:
         pytest.skip("needs Landlock of Linux 6.12")
     monkeypatch.setattr(workers, "worker_process", weak_worker)
     hangs = hostile_answers.HANGS[:2]
     drill(hostile_answers.choose(SEED, WEAK, hangs, **prey.names()), prey)
 
 
+def test_seccomp_filters_alone_keep_other_processes_and_the_network(prey, monkeypatch):
+    if not linux.has_seccomp():
+        pytest.skip("needs x86-64 or ARM64")
+    monkeypatch.setattr(workers, "worker_process", filter_worker)
+    pid, port = prey.process.pid, prey.port
+    refused = [
+        f"import os; os.kill({pid}, 9)",
+        f"import signal; signal.pidfd_send_signal(__import__('os').pidfd_open({pid}), 9)",
+        f"import resource as r; r.prlimit({pid}, r.RLIMIT_CPU, (0, 0))",
+        f"import os; os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+        f"import os; os.sched_setaffinity({pid}, [0])",
+        f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+        f"import socket; socket.socket(socket.AF_UNIX).connect({str(prey.socket)!r})",
+    ]
+    allowed = [
+        "import subprocess; value = float(subprocess.check_output(['echo', '5']))",
+        "import resource; value = resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 9",
+        "import socket; a, b = socket.socketpair(); value = a.send(b'x')",
+    ]
+    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+        scores = score(pool, refused + allowed)
+    assert scores.failed.tolist() == [True] * len(refused) + [False] * len(allowed)
+    assert all("Operation not permitted" in x for x in scores.reasons[: len(refused)])
+    np.testing.assert_array_equal(scores.rewards[len(refused) :], [5, 1, 1])
+    prey.assert_unharmed()
+
+
 def test_one_warning_where_the_system_offers_nothing(monkeypatch, caplog):
     monkeypatch.setattr(workers, "worker_process", bare_worker)
-    workers._warn.cache_clear()
     limits = {"timeout": 3.0, "memory_mib": 256, "workers": 2}
     with RewardPool("user_scorers:odd", **limits) as pool:
         assert score(pool, ["aa"] * 20).rewards.sum() == 40

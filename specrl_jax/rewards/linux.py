@@ -1,0 +1,229 @@
+"""What the kernel of Linux gives a process to give up rights, without root.
+
+User, process, network and mount namespaces (namespaces(7)), Landlock (landlock(7)) and seccomp
+filters (seccomp(2)). Every function raises OSError where the system refuses it, unless it says
+otherwise. The standard library has none of them.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import struct
+import sys
+from typing import NamedTuple
+
+LINUX = sys.platform == "linux"
+
+# System calls -------------------------------------------------------------------------------------
+
+_libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
+_SET_PDEATHSIG, _GET_SECCOMP, _SET_SECCOMP, _SET_SUBREAPER, _NO_NEW_PRIVS = 1, 21, 22, 36, 38
+_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+_NEW_NS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+_NOSUID, _NODEV, _NOEXEC, _REC_PRIVATE = 2, 4, 8, 1 << 14 | 1 << 18  # of mount(2)
+_DETACH = 2  # of umount2(2)
+
+
+def call(name: str, *arguments) -> int:
+    """A function of the C library; OSError where it fails."""
+    converted = [ctypes.c_long(x) if isinstance(x, int) else x for x in arguments]
+    result = getattr(_libc, name)(*converted)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def _syscall(number: int, *arguments) -> int:
+    return call("syscall", number, *arguments)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the one that has forked it ends."""
+    if LINUX:
+        call("prctl", _SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all its descendants whose own parent ends."""
+    if LINUX:
+        call("prctl", _SET_SUBREAPER, 1, 0, 0, 0)
+
+
+# Namespaces ---------------------------------------------------------------------------------------
+
+
+def enter_namespaces() -> bool:
+    """Move this process's children into namespaces of their own; whether the system allows it.
+
+    Call it in a process with one thread. The next child has number 1: all in there end with it.
+    """
+    if not LINUX:
+        return False
+    trial = os.fork()  # half of it done would leave a process without a user
+    if trial == 0:
+        with contextlib.suppress(BaseException):
+            unshare()
+            os._exit(0)
+        os._exit(1)
+    if os.waitpid(trial, 0)[1]:
+        return False
+    unshare()
+    return True
+
+
+def unshare() -> None:
+    """OSError where the system does not allow it; this process must then end."""
+    moved, told = os.pipe()
+    helper = os.fork()  # only from outside can root keep its rights to the files of others
+    if helper == 0:
+        os.close(told)
+        try:
+            if os.read(moved, 1):
+                _map_users(os.getppid())
+                os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(moved)
+    try:
+        call("unshare", _NEW_USER | _NEW_PID | _NEW_NET | _NEW_IPC)
+        os.write(told, b"1")
+    finally:
+        os.close(told)
+        status = os.waitpid(helper, 0)[1]
+    if status:
+        raise PermissionError("no user can be mapped into a namespace")
+
+
+def _map_users(pid: int) -> None:
+    """Give the user namespace of a process the users of this one, where this is root: else one."""
+    if os.geteuid() != 0:
+        _write(f"/proc/{pid}/setgroups", "deny")
+    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
+        lines = [[own, own, 1]]
+        if os.geteuid() == 0:
+            with open(f"/proc/self/{kind}_map") as file:
+                lines = [line.split() for line in file]
+        _write(f"/proc/{pid}/{kind}_map", "".join(f"{x} {x} {n}\n" for x, _, n in lines))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def mount(kind: str, path: str, flags: int, options: str = "") -> None:
+    call("mount", kind.encode(), path.encode(), kind.encode(), flags, options.encode())
+
+
+def read_only_view() -> bool:
+    """In a mount namespace of this process: all file systems read-only; whether that is so."""
+    try:
+        call("unshare", _NEW_NS)
+        mount("none", "/", _REC_PRIVATE)
+        with contextlib.suppress(OSError):
+            mount("proc", "/proc", _NOSUID | _NODEV | _NOEXEC)
+            _write("/proc/sys/kernel/pid_max", "512")  # of this namespace, from Linux 6.14
+        # struct mount_attr: set MOUNT_ATTR_RDONLY below "/" (AT_RECURSIVE).
+        _syscall(_MOUNT_SETATTR, -1, b"/", 0x8000, struct.pack("4Q", 1, 0, 0, 0), 32)
+        return True
+    except OSError:
+        return False
+
+
+# Landlock -----------------------------------------------------------------------------------------
+
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_CHANGE = _WRITE_FILE | sum(1 << right for right in range(4, 13))  # remove and make, of all kinds
+
+
+def landlock_abi() -> int:
+    """The version of Landlock that the kernel offers; 0: none."""
+    try:
+        return _syscall(_LANDLOCK_CREATE, None, 0, 1) if LINUX else 0
+    except OSError:
+        return 0
+
+
+def restrict_files(abi: int, scratch: str) -> None:
+    """Allow changes of files in `scratch` alone, and no TCP or signals to outside (newer ABIs)."""
+    files = _CHANGE | (abi >= 2) << 13 | (abi >= 3) << 14  # rename between folders, truncate
+    rules = struct.pack("3Q", files, 0b11 * (abi >= 4), 0b11 * (abi >= 6))
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    ruleset = _syscall(_LANDLOCK_CREATE, rules, size, 0)
+    for path, allowed in ((scratch, files), (os.devnull, files & (_WRITE_FILE | _TRUNCATE))):
+        fd = os.open(path, os.O_PATH)
+        _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed, fd), 0)
+        os.close(fd)
+    _syscall(_LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+# Seccomp ------------------------------------------------------------------------------------------
+
+
+class _Calls(NamedTuple):
+    """Numbers of system calls on a kind of machine."""
+
+    machine: int  # as a filter sees it
+    always: tuple[int, ...]  # socket, ptrace, process_vm_readv, process_vm_writev, io_uring_setup
+    tuning: tuple[int, ...]  # setpriority, sched_setparam, _setscheduler, _setaffinity, _setattr
+    signals: tuple[int, ...]  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_
+    prlimit: int  # refused for other processes
+
+
+_CALLS = {
+    "x86_64": _Calls(0xC000003E, (41, 101, 310, 311, 425), (141, 142, 144, 203, 314),
+                     (62, 200, 234, 129, 297, 424), 302),
+    "aarch64": _Calls(0xC00000B7, (198, 117, 270, 271, 425), (140, 118, 119, 122, 274),
+                      (129, 130, 131, 138, 240, 424), 261),
+}  # fmt: skip
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refuse: EPERM
+_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+
+
+def has_seccomp() -> bool:
+    with contextlib.suppress(OSError):
+        return platform.machine() in _CALLS and call("prctl", _GET_SECCOMP, 0, 0, 0, 0) == 0
+    return False
+
+
+def restrict_calls(tuning: bool, signals: bool) -> None:
+    """Refuse calls of `_CALLS`: those of these names too."""
+    calls = _CALLS[platform.machine()]
+    refused = calls.always + calls.tuning * tuning + calls.signals * signals
+    last = len(refused) + 4  # the last instruction, from the first that can jump there
+    program = [
+        (_LOAD, 0, 0, _MACHINE),
+        (_IF_EQUAL, 1, 0, calls.machine),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_IF_AT_LEAST, last, 0, 1 << 30),  # another table of calls, on x86_64
+        *((_IF_EQUAL, last - 1 - i, 0, call) for i, call in enumerate(refused)),
+        (_IF_EQUAL, 0, 2, calls.prlimit),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_IF_EQUAL, 0, 1, 0),  # 0: this process
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HP", len(program), ctypes.addressof(buffer))
+    call("prctl", _SET_SECCOMP, 2, header, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities, and whatever a program could gain."""
+    call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
+    call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def mount_memory(path: str, size: int) -> None:
+    """An empty file system in memory, of at most `size` bytes."""
+    mount("tmpfs", path, _NOSUID | _NODEV, f"size={size},nr_inodes=10000,mode=700")
+
+
+def unmount(path: str) -> None:
+    call("umount2", path.encode(), _DETACH)
