@@ -318,20 +318,27 @@ def test_math_through_the_pool():
 def test_reasoning_gym_survives_what_its_scorers_evaluate():
     reasoning_gym = pytest.importorskip("reasoning_gym")
     items = {task: reasoning_gym.create_dataset(task, size=1, seed=1)[0]
-             for task in ("chain_sum", "puzzle24", "countdown")}  # fmt: skip
+             for task in ("chain_sum", "puzzle24", "countdown", "spiral_matrix")}  # fmt: skip
     rows = []  # task, response, item
-    for task, item in items.items():
+    for task, item in list(items.items())[:3]:
         rows += [(task, item["answer"], item), (task, f"it is {item['answer']}", item)]
         rows.append((task, "9**9**9", item))
     rows.append(("no_such_task", "1", items["countdown"]))
+    calls = ("fork()", "fork() and _os.fork()", "_exit(0)", "kill(_os.getppid(), 9)", "setsid()")
+    attacks = [f"__import__('os').{call}".replace("_os", "__import__('os')") for call in calls]
+    mixed = [(task, text, items[task]) for task in ("countdown", "spiral_matrix")
+             for attack in attacks for text in (attack, items[task]["answer"])]  # fmt: skip
+
+    def scored(pool, rows):
+        tasks, responses, chosen = zip(*rows)
+        answers, metadatas = zip(*((item["answer"], item["metadata"]) for item in chosen))
+        return score(pool, responses, answers, tasks, metadatas)
+
     with RewardPool("reasoning_gym", **LIMITS) as pool:
-        got = score(
-            pool,
-            [response for _, response, _ in rows],
-            [item["answer"] for *_, item in rows],
-            [task for task, *_ in rows],
-            [item["metadata"] for *_, item in rows],
-        )
+        got = scored(pool, rows)
+        among_attacks = scored(pool, mixed)
+    np.testing.assert_array_equal(among_attacks.rewards[1::2], 1)
+    assert among_attacks.rewards[::2].max() < 1
     right, partial, hostile = got.rewards[:-1].reshape(3, 3).T
     np.testing.assert_array_equal(right, 1)
     assert 0 < partial[0] < 1  # credit for a sum within a sentence
