@@ -245,15 +245,15 @@ def smollm2(config: ConfigDict) -> None:
         {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     )
     config.data.instruction = "{prompt}\nExplain your steps, then give the final answer."
-    config.data.prompts, config.data.eval_prompts = 28, 32  # 24 and 29 without duplicates
+    config.data.prompts, config.data.eval_prompts = 14, 32  # 12 and 30 without duplicates
     config.data.prompt_len = 64
     config.reward.name, config.reward.extract = "exact", r"(-?\d+)"
     config.rollout.prompts_per_step, config.rollout.group_size = 2, 8
     config.rollout.response_len, config.rollout.max_rows = 160, 0
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 16, 4
-    config.updates.learning_rate, config.updates.schedule_warmup = 5e-6, 4
-    config.evaluate.every, config.evaluate.batch_size = 12, 32
+    config.updates.learning_rate, config.updates.schedule_warmup = 1e-5, 4
+    config.evaluate.every, config.evaluate.batch_size, config.evaluate.samples = 6, 32, 2
     config.checkpoint.every = 12
     config.train.epochs = 4
 
