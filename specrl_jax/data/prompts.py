@@ -7,6 +7,7 @@ stored drafts and noise find it again after a restart, a reshuffle or a change o
 import dataclasses
 import hashlib
 import json
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.data.readers import READERS
+from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
+from specrl_jax.inputs import one_line
 from specrl_jax.types import Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -61,38 +63,55 @@ def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Exam
     return _unique([*map(_example_maker(config.data), rows)], held_out)[0]
 
 
-def _example_maker(data: Any) -> Callable[[dict], Example]:
-    """The function from a row to its `Example`."""
+def _example_maker(data: Any) -> Callable[[Row], Example]:
+    """The function from a row to its `Example`; its errors name the row."""
     # Only the last part of a path: an id must not depend on where the data lies.
     task = Path(data.name or data.path).name.split(":")[0]
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
     render = _load_render(data.render) if data.render else None
+    pattern = _answer_pattern(data.answer_pattern) if data.answer_pattern else None
 
-    def make(row: dict) -> Example:
+    def read(row: dict) -> tuple[Any, str]:
         if render is not None:
-            prompt, answer = _rendered(render, row, data.render)
-        else:
-            prompt, answer = _field(row, data.prompt_field, "data.prompt_field"), _answer(row, data)
-        prompt = _with_instruction(_prompt(prompt), data.instruction)
-        return make_example(prompt, str(answer), task, _jsonable(row))
+            return _rendered(render, row, data.render)
+        return _field(row, data.prompt_field, "data.prompt_field"), _answer(row, data, pattern)
+
+    def make(row: Row) -> Example:
+        try:
+            prompt, answer = read(row.values)
+            prompt = _with_instruction(_prompt(prompt), data.instruction)
+        except ValueError as error:
+            raise ValueError(f"{error} ({row.where})") from error
+        return make_example(prompt, answer, task, _jsonable(row.values))
 
     return make
 
 
 def _load_render(name: str) -> Callable:
-    try:
+    with one_line(f"data.render must be 'module:function', got {name!r}"):
         return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"data.render must be 'module:function', got {name!r}: {error}") from error
 
 
-def _rendered(render: Callable, row: dict, name: str) -> tuple[Any, Any]:
-    try:
+def _rendered(render: Callable, row: dict, name: str) -> tuple[Any, str]:
+    with one_line(f"data.render must fit the data, {name!r} fails"):
         prompt, answer = render(row)
-        return prompt, answer
-    except (LookupError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"data.render must fit the data, {name!r} fails: {reason}") from error
+        return prompt, str(_known(answer, name))
+
+
+def _known(answer: Any, field: str) -> Any:
+    if answer is None or (isinstance(answer, float) and math.isnan(answer)):
+        raise ValueError(f"{field} must hold an answer for every prompt, got {answer}")
+    return answer
+
+
+def _answer_pattern(text: str) -> re.Pattern:
+    with one_line(f"data.answer_pattern must be a regular expression, got {text!r}"):
+        pattern = re.compile(text)
+    if not pattern.groups:
+        raise ValueError(
+            f"data.answer_pattern must have a group, (..), for the answer, got {text!r}"
+        )
+    return pattern
 
 
 def _field(row: dict, path: str, field: str) -> Any:
@@ -105,32 +124,38 @@ def _field(row: dict, path: str, field: str) -> Any:
     return value
 
 
-def _answer(row: dict, data: Any) -> str:
+def _answer(row: dict, data: Any, pattern: re.Pattern | None) -> str:
     value = _field(row, data.answer_field, "data.answer_field")
-    text = value if isinstance(value, str) else json.dumps(value)
-    if not data.answer_pattern:
+    value = _known(value, f"data.answer_field {data.answer_field}")
+    text = value if isinstance(value, str) else json.dumps(value, default=_json_value)
+    if pattern is None:
         return text
-    matches = list(re.finditer(data.answer_pattern, text))
-    if not matches:
+    answers = [match[1] for match in pattern.finditer(text) if match[1] is not None]
+    if not answers:
         raise ValueError(
             f"data.answer_pattern must match every answer, {data.answer_pattern!r} "
             f"is not in {text[-60:]!r}"
         )
-    answer = matches[-1].group(1).strip()
+    answer = answers[-1].strip()
     return answer.replace(",", "") if _NUMBER_WITH_COMMAS.fullmatch(answer) else answer
 
 
 def _prompt(value: Any) -> str | tuple[dict, ...]:
     if isinstance(value, str):
+        with one_line("data.prompt_field must hold text that UTF-8 can write"):
+            value.encode()  # JSON can hold half of a surrogate pair
         return value
     messages = tuple(value) if isinstance(value, list | tuple) else ()
     if not messages or not all(
-        isinstance(m, dict) and "role" in m and isinstance(m.get("content"), str) for m in messages
+        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content"))
+        for m in messages
     ):
         raise ValueError(
             "data.prompt_field must hold text or a list of messages with role and content, "
             f"got {str(value)[:60]!r}"
         )
+    for message in messages:
+        _prompt(message["content"])
     return messages
 
 

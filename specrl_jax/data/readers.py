@@ -1,18 +1,30 @@
-"""Rows of a data source, as dicts: one entry of `READERS` for each `data.source`.
+"""Rows of a data source: one entry of `READERS` for each `data.source`.
 
 Takes `config.data`; gives the rows in the order of the source. Only data sets of the Hugging Face
-hub are downloaded. Raises ValueError in one line where files or a split are missing.
+hub are downloaded. Raises ValueError in one line where files or a split are missing, and where a
+file or a row is damaged: it names both.
 """
 
 import dataclasses
-import json
 import random
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-Rows = list[dict]
+from specrl_jax.inputs import json_object, one_line, reason, user_path
+
+MAX_GUESS_RANGE = 100  # numbers; the problems of the game grow with the cube
+
+
+class Row(NamedTuple):
+    """One problem as its source has it."""
+
+    where: str  # file and row, for errors
+    values: dict[str, Any]  # by column
+
+
+Rows = list[Row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +41,7 @@ class SplitReader:
         if data.eval_path:
             held_out = read_any(data.eval_path, data.eval_split, "data.eval_path")
             return rows, _not_empty(held_out, "data.eval_path", data.eval_path)
-        if data.eval_split and not _is_one_split(Path(data.path or data.name).expanduser()):
+        if data.eval_split and not _is_one_split(_root(data)):
             held_out = self.read(data, data.eval_split)
             return rows, _not_empty(held_out, "data.eval_split", data.eval_split)
         if data.eval_prompts >= len(rows):
@@ -68,12 +80,22 @@ def _not_empty(rows: Rows, field: str, value: str) -> Rows:
     return rows
 
 
+def _root(data: Any) -> Path:
+    field = "path" if data.path else "name"
+    return user_path(data[field], f"data.{field}")
+
+
+def _numbered(name: str, rows: Iterable[dict], start: int = 1) -> Rows:
+    """Rows without lines of their own, by their number."""
+    return [Row(f"{name} row {number}", row) for number, row in enumerate(rows, start)]
+
+
 def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list[Path]:
     """The file itself, or the files of a directory that are named after the split ("": all).
 
     "train" takes train.jsonl and train-00000-of-00002.jsonl, but not train_socratic.jsonl.
     """
-    root = Path(path).expanduser()
+    root = user_path(path, field)
     if root.is_file():
         return [root]
     if not path or not root.is_dir():
@@ -88,31 +110,40 @@ def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list
 
 
 def _read_jsonl(files: Iterable[Path]) -> Rows:
-    rows = []
-    for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file}:{number} must be a line of JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{file}:{number} must be a JSON object, got {line[:40]!r}")
-            rows.append(row)
-    return rows
+    return [
+        Row(where := f"{file}:{number}", json_object(line, where))
+        for file in files
+        for number, line in enumerate(file.read_bytes().split(b"\n"), start=1)
+        if line.strip()
+    ]
 
 
 def _read_parquet(files: Iterable[Path]) -> Rows:
     import pyarrow.parquet
 
-    # One file at a time: as a dataset, files of slightly different schema would not be read.
-    return [row for file in files for row in pyarrow.parquet.ParquetFile(file).read().to_pylist()]
+    rows = []
+    for file in files:
+        # One file at a time: as a dataset, files of slightly different schema would not be read.
+        with one_line(f"{file} must be a whole Parquet file"):
+            table = pyarrow.parquet.ParquetFile(file).read()
+        rows += _arrow_rows(str(file), table)
+    return rows
+
+
+def _arrow_rows(name: str, table: Any) -> Rows:
+    """The rows of an Arrow table; ValueError names the first that is no UTF-8."""
+    try:
+        return _numbered(name, table.to_pylist())
+    except UnicodeDecodeError:
+        for number in range(table.num_rows):
+            with one_line(f"{name} row {number + 1} must hold UTF-8"):
+                table.slice(number, 1).to_pylist()
+        raise
 
 
 def read_any(path: str, split: str, field: str) -> Rows:
     """Rows of JSONL or Parquet files, by the names of the files."""
-    root = Path(path).expanduser()
+    root = user_path(path, field)
     if root.suffix == ".parquet" or (root.is_dir() and any(root.glob("**/*.parquet"))):
         return _read_parquet(_files(path, split, ".parquet", field))
     return _read_jsonl(_files(path, split, ".jsonl", field))
@@ -123,17 +154,20 @@ def _read_hf(data: Any, split: str) -> Rows:
     import datasets
 
     where = data.path or data.name
-    if not Path(where).expanduser().is_dir():
+    root = _root(data)
+    if not root.is_dir():
         return _read_hub(where, split, data.options.to_dict())
-    root = Path(where).expanduser()
     if not (root / "dataset_dict.json").is_file() and not _is_one_split(root):
         return _read_parquet(_files(where, split, ".parquet"))
-    saved = datasets.load_from_disk(str(root))
+    with one_line(f"{root} must be a whole data set of save_to_disk"):
+        saved = datasets.load_from_disk(str(root))
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise ValueError(f"data.split must be one of {sorted(saved)}, got {split!r}")
         saved = saved[split]
-    return saved.to_list()
+    with one_line(f"{root} must hold whole Arrow files"):
+        table = saved.with_format("arrow")[:]
+    return _arrow_rows(str(root), table)
 
 
 def _is_one_split(root: Path) -> bool:
@@ -144,7 +178,7 @@ def _read_hub(name: str, split: str, options: dict) -> Rows:
     import datasets
 
     try:
-        return datasets.load_dataset(name, split=split, **options).to_list()
+        return _numbered(name, datasets.load_dataset(name, split=split, **options).to_list())
     except Exception as error:  # many kinds, from many libraries
         reason = " ".join(str(error).split())[:160]
         raise ValueError(
@@ -161,7 +195,7 @@ def _read_tfds(data: Any, split: str) -> Rows:
     """
     import tensorflow_datasets as tfds
 
-    root = Path(data.path).expanduser()
+    root = user_path(data.path, "data.path")
     name = data.name.partition(":")[0].partition("/")[0]  # without configuration and version
     if data.path and not any((root / name).rglob("dataset_info.json")):
         return _read_jsonl(_files(data.path, split, ".jsonl"))
@@ -174,34 +208,35 @@ def _read_tfds(data: Any, split: str) -> Rows:
             f"TFDS_DATA_DIR; else set data.path to a directory of its {split}.jsonl files"
         ) from None
     except ValueError as error:
-        raise ValueError(f"data.split must exist, got {split!r}: {error}") from error
-    return [{key: _text(value) for key, value in row.items()} for row in rows]
+        raise ValueError(f"data.split must exist, got {split!r}: {reason(error)}") from error
+    return [_tfds_row(f"data.name {data.name} row {i + 1}", rows, i) for i in range(len(rows))]
 
 
-def _text(value: Any) -> Any:
-    return value.decode("utf-8") if isinstance(value, bytes) else value
+def _tfds_row(where: str, rows: Any, index: int) -> Row:
+    with one_line(f"{where} must be whole"):
+        values = rows[index].items()
+        return Row(where, {k: v.decode("utf-8") if isinstance(v, bytes) else v for k, v in values})
 
 
 def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
     import reasoning_gym
 
-    # Item i is drawn with seed + i: a second dataset under a nearby seed would repeat the first.
-    try:
+    with one_line(f"data.name {data.name!r} with data.options"):
+        # Item i is drawn with seed + i: a dataset under a nearby seed would repeat this one.
         task = reasoning_gym.create_dataset(
             data.name, seed=seed, size=stop, **data.options.to_dict()
         )
-    except (ValueError, TypeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"data.name {data.name!r} with data.options: {reason}") from error
-    return [task[i] for i in range(start, stop)]
+        return _numbered(data.name, (task[i] for i in range(start, stop)), start)
 
 
 def _read_guess(data: Any, split: str) -> Rows:
     """Problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
     options = {"low": 0, "high": 9} | data.options.to_dict()
     low, high = options["low"], options["high"]
-    if not 0 <= low < high:
-        raise ValueError(f"data.options must have 0 <= low < high for guess, got {low} and {high}")
+    whole = isinstance(low, int) and isinstance(high, int)
+    if not whole or not 0 <= low < high <= low + MAX_GUESS_RANGE:
+        rule = f"whole numbers 0 <= low < high <= low + {MAX_GUESS_RANGE} for guess"
+        raise ValueError(f"data.options must have {rule}, got {low} and {high}")
     rows = [
         {data.prompt_field: f"{first}-{last}?", data.answer_field: str(secret)}
         for first in range(low, high)
@@ -209,7 +244,7 @@ def _read_guess(data: Any, split: str) -> Rows:
         for secret in range(first, last + 1)
     ]
     random.Random(0).shuffle(rows)  # so that what is held out is like the rest
-    return rows
+    return _numbered("guess", rows)
 
 
 READERS: dict[str, SplitReader | EndlessReader] = {

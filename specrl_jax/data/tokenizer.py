@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from specrl_jax.inputs import one_line, read_json
 from specrl_jax.models.sources import resolve
 
 Messages = tuple[dict, ...]
@@ -105,14 +106,16 @@ class HuggingFaceTokenizer:
 
     def __init__(self, source: str | Path, chat: bool, field: str = "tokenizer.source"):
         path = resolve(str(source), field, (*_FILES, "*config.json"))
-        self._tokenizer, ends = _load(path, field)
-        self._chat = chat
+        with one_line(f"{field} {str(path)!r} gives no tokenizer"):
+            self._tokenizer, ends = _from_gguf(path) if path.suffix == ".gguf" else _from_path(path)
+            vocab = self._tokenizer.get_vocab()
+            self.vocab_size = max(vocab.values()) + 1
+        self._chat, self._source = chat, f"{field} {str(source)!r}"
         template = self._tokenizer.chat_template or ""
         if chat and not template:
             raise ValueError(
-                f"tokenizer.chat must be False, since {field} {str(source)!r} has no chat template"
+                f"tokenizer.chat must be False, since {self._source} has no chat template"
             )
-        vocab = self._tokenizer.get_vocab()
         self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, str(template) if chat else "")
         if not self.eos_ids:
             raise ValueError(
@@ -120,7 +123,7 @@ class HuggingFaceTokenizer:
             )
         pad = self._tokenizer.pad_token_id  # may equal an end token
         self.pad_id = self.eos_ids[0] if pad is None else pad
-        self.vocab_size = max(vocab.values()) + 1
+        self._check_ids()
         self.fingerprint = _fingerprint(vocab, self.eos_ids)
         # Empty text shows whether the tokenizer adds BOS. An end token that some add is left out.
         added = self._tokenizer.encode("", add_special_tokens=True)
@@ -155,11 +158,7 @@ class HuggingFaceTokenizer:
             return self._prefix + self.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # The template writes every special token itself, BOS too.
-        return self.encode(
-            self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        )
+        return self.encode(self._templated(messages))
 
     def encode_turn(self, text: str) -> list[int]:
         if not self._chat:
@@ -170,11 +169,25 @@ class HuggingFaceTokenizer:
             {"role": "assistant", "content": said},
             {"role": "user", "content": text},
         ]
-        whole = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        ids = self.encode(whole.partition(said)[2])
+        _, found, rest = self._templated(messages).partition(said)
+        if not found:
+            raise ValueError(f"{self._source} must have a chat template that writes every turn")
+        ids = self.encode(rest)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
+
+    def _templated(self, messages: Iterable[dict]) -> str:
+        with one_line(f"tokenizer.chat must be False, or the template of {self._source} mended"):
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+
+    def _check_ids(self) -> None:
+        for token in (*self.eos_ids, self.pad_id):
+            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"{self._source} must have its end and padding tokens among its "
+                    f"{self.vocab_size} tokens, got {token!r}"
+                )
 
 
 Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
@@ -200,15 +213,6 @@ def load_tokenizer(config: Any) -> Tokenizer:
     return HuggingFaceTokenizer(config.model.source, settings.chat, field="model.source")
 
 
-def _load(path: Path, field: str) -> tuple[Any, list[int]]:
-    """(transformers tokenizer, end tokens that the model's files name)."""
-    try:
-        return _from_gguf(path) if path.suffix == ".gguf" else _from_path(path)
-    except Exception as error:  # many kinds, from many libraries
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{field} {str(path)!r} gives no tokenizer: {reason}") from error
-
-
 def _from_path(path: Path) -> tuple[Any, list[int]]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -219,8 +223,8 @@ def _from_path(path: Path) -> tuple[Any, list[int]]:
     ends: Any = []
     generation = path / "generation_config.json"
     if generation.is_file():
-        ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") or []
-    ends = [ends] if isinstance(ends, int) else ends
+        ends = read_json(generation).get("eos_token_id", [])
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
     # Without local_files_only transformers asks the hub even about a local directory.
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True), ends
 
@@ -229,10 +233,10 @@ def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> 
     """The tokenizer's own end, then those of the model's files, then the ends of turns."""
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     turns = [vocab[token] for token in _TURN_ENDS if token in template and token in vocab]
-    ids = list(dict.fromkeys([*own, *ends, *turns]))
+    ids = [*own, *ends, *turns]
     if not ids:  # a bare tokenizer.json names no roles
         ids = [vocab[token] for token in (*_TURN_ENDS, *_TEXT_ENDS) if token in vocab]
-    return tuple(ids)
+    return tuple(x for i, x in enumerate(ids) if x not in ids[:i])
 
 
 def _from_gguf(path: Path) -> tuple[Any, list[int]]:

