@@ -1,6 +1,8 @@
 """What a user sees who types something wrong: one line, exit code 2, no traceback."""
 
 import concurrent.futures
+import sys
+import types
 
 import pytest
 from small_runs import ROOT, launch
@@ -8,6 +10,7 @@ from small_runs import ROOT, launch
 from specrl_jax import cli
 
 CONFIG = "--config=configs/grpo.py"
+FULL_DISKS = 4  # the thread that speaks is slow enough to be heard in about half of them
 # arguments → the line after "error: "
 MISTAKES = {
     (): "flag --config=None: Flag --config must have a value other than None.",
@@ -68,3 +71,31 @@ def test_a_user_error_can_be_traced(capsys, monkeypatch, kind):
     monkeypatch.setenv("SPECRL_TRACEBACK", "1")
     with pytest.raises(kind), cli.user_errors():
         raise kind("rollout.lenience must be >= 0, got -1")
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    """Without the tracebacks of the threads that were writing."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        folders = [f"--folder={tmp_path / str(i)}" for i in range(FULL_DISKS)]
+        answers = list(pool.map(lambda folder: launch("tests/no_room.py", folder), folders))
+    for i, answer in enumerate(answers):
+        assert answer.returncode == 2
+        assert answer.stderr.count("\n") == 1
+        rule = f"error: checkpoint could not be saved in {tmp_path / str(i)}, make room there and "
+        assert answer.stderr.startswith(rule)
+
+
+def test_other_errors_of_threads_are_told(capsys, monkeypatch):
+    closed = RuntimeError("Event loop is closed")
+    for error, environment, told in (
+        (closed, "", False), (closed, "1", True), (RuntimeError("another"), "", True)
+    ):  # fmt: skip
+        monkeypatch.setenv("SPECRL_TRACEBACK", environment)
+        said = types.SimpleNamespace(
+            exc_type=RuntimeError, exc_value=error, exc_traceback=None, err_msg=None, object=None
+        )
+        monkeypatch.setattr(
+            sys, "__unraisablehook__", lambda x: print(x.exc_value, file=sys.stderr)
+        )
+        cli._unraisable(said)
+        assert bool(capsys.readouterr().err) == told

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+MAX_INT = 2**31 - 1  # sizes and positions are int32
+MAX_LAYERS = 4096  # there is a loop over them
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:

@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from specrl_jax.inputs import one_line
+from specrl_jax.models.config import MAX_LAYERS
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.parameters import LAYER, TOP
 
+_MAX_SIZE = 2**20  # a file that says more is damaged
 _ROPE_DIVISORS = "rope_freqs.weight"
 # The file has only the divisors. Llama 3.1 to 3.3 all use these values.
 _LLAMA3 = {
@@ -24,17 +27,18 @@ _LLAMA3 = {
 }
 
 
-def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndarray]]:
-    """config.json's fields, Hugging Face's tensor names, and a function that reads one tensor."""
-    reader = _open(file)
-    slow = ("tokenizer.", "GGUF.")  # vocabularies are slow to unpack
-    fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
-    metadata = {name: field.contents() for name, field in fields.items()}
-    stored = {tensor.name: tensor for tensor in reader.tensors}
+def read(
+    file: Path,
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+    """config.json's fields, the tensors' shapes by Hugging Face's names, and a function that reads
+    one tensor."""
+    metadata, stored = _open(file)
     config = _config(file, metadata, stored)
     renamed = _file_names(config["model_type"], config["num_hidden_layers"])
     # A tensor that no family has keeps its name, and is refused as unknown.
     names = {renamed.get(name, name): name for name in stored if name != _ROPE_DIVISORS}
+    # The file's axes are in reverse.
+    shapes = {ours: tuple(map(int, stored[name].shape[::-1])) for ours, name in names.items()}
 
     def read_tensor(name: str) -> np.ndarray:
         values = _dequantize(file, stored[names[name]])
@@ -46,17 +50,29 @@ def read(file: Path) -> tuple[dict[str, Any], list[str], Callable[[str], np.ndar
             return _half_split(values, config["num_key_value_heads"])
         return values
 
-    return config, list(names), read_tensor
+    return config, shapes, read_tensor
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(metadata without the vocabulary, tensors), both by name."""
     from gguf import GGUFReader
 
-    try:
-        return GGUFReader(file)
-    except (ValueError, KeyError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{file} must be a whole GGUF file: {reason}") from error
+    with one_line(f"{file} must be a whole GGUF file"):
+        reader = GGUFReader(file)
+        slow = ("tokenizer.", "GGUF.")  # vocabularies are slow to unpack
+        fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
+        _check_offsets(reader)
+        metadata = {name: field.contents() for name, field in fields.items()}
+        return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _check_offsets(reader: Any) -> None:
+    """Whether each tensor begins where the one before it ends, as llama.cpp demands."""
+    begin = reader.data_offset
+    for tensor in reader.tensors:
+        if (got := tensor.data_offset) != begin:
+            raise ValueError(f"{tensor.name} must begin at byte {begin}, got {got}")
+        begin += -(-tensor.n_bytes // reader.alignment) * reader.alignment
 
 
 def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
@@ -73,9 +89,7 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
     for name, value in plain.items():
         if (got := get(name, value)) != value:
             raise ValueError(f"{file}: {family}.{name} must be {value!r} or absent, got {got!r}")
-    for name in ("attention.head_count", "embedding_length", "block_count"):
-        if not isinstance(get(name), int):
-            raise ValueError(f"{file}: {family}.{name} must be an integer, got {get(name)!r}")
+    _check_counts(file, metadata, family)
     heads = get("attention.head_count")
     config = {
         "model_type": family,
@@ -87,13 +101,12 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
         "num_key_value_heads": get("attention.head_count_kv", heads),
         # If absent: this, not the family's default.
         "head_dim": get("attention.key_length", _rows(stored, "blk.0.attn_q.weight") // heads),
-        # Stored in float32: 1e-5 reads as 9.999999747378752e-06.
-        "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon", 1e-6)))),
+        "rms_norm_eps": _float32(get("attention.layer_norm_rms_epsilon", 1e-6)),
         "max_position_embeddings": get("context_length"),
         "tie_word_embeddings": "output.weight" not in stored,
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_gate.bias" in stored,
-        "rope_theta": float(str(np.float32(get("rope.freq_base", 10_000.0)))),
+        "rope_theta": _float32(get("rope.freq_base", 10_000.0)),
     }
     if (size := get("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         rule = f"must be the head dim {config['head_dim']}"
@@ -102,6 +115,23 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
         divisors = _dequantize(file, stored[_ROPE_DIVISORS])
         config["rope_parameters"] = _llama3(file, config, divisors)
     return config
+
+
+def _check_counts(file: Path, metadata: dict[str, Any], family: str) -> None:
+    """Whether what this file computes with is there; `hf_config` checks all the rest."""
+    counts = {"embedding_length": _MAX_SIZE, "block_count": MAX_LAYERS}
+    counts |= {"attention.head_count": _MAX_SIZE, "attention.key_length": _MAX_SIZE}
+    given = {f"{family}.attention.key_length": 1} | metadata  # it alone may be absent
+    for name, most in counts.items():
+        value = given.get(f"{family}.{name}")
+        if not isinstance(value, int) or not 0 < value <= most:
+            rule = f"must be an integer in [1, {most}]"
+            raise ValueError(f"{file}: {family}.{name} {rule}, got {value!r}")
+
+
+def _float32(value: Any) -> Any:
+    """A number without what float32 has added: 9.999999747378752e-06 is 1e-05."""
+    return float(str(np.float32(value))) if isinstance(value, int | float) else value
 
 
 def _rows(stored: dict[str, Any], name: str) -> int:
@@ -137,13 +167,9 @@ def _file_names(family: str, layers: int) -> dict[str, str]:
 def _dequantize(file: Path, tensor: Any) -> np.ndarray:
     from gguf import dequantize
 
-    try:
+    kind = tensor.tensor_type.name
+    with one_line(f"{file}: {tensor.name} must have a type that gguf dequantises, got {kind}"):
         return dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        known = "a type that the gguf library dequantises"
-        raise ValueError(
-            f"{file}: {tensor.name} must have {known}, got {tensor.tensor_type.name}"
-        ) from error
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:

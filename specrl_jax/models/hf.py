@@ -6,6 +6,7 @@ an unknown, missing or mis-shaped tensor is an error.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from specrl_jax.inputs import one_line, read_json
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.hf_config import config_from_json, config_to_json
@@ -29,7 +31,7 @@ class Checkpoint(NamedTuple):
 
     file: str  # for errors
     config: dict[str, Any]  # the fields of config.json
-    names: list[str]  # of the tensors
+    shapes: dict[str, tuple[int, ...]]  # of the tensors, by name
     read: Callable[[str], np.ndarray]  # name → tensor
 
 
@@ -89,38 +91,28 @@ def _open(source: str) -> Checkpoint:
 
 def _open_directory(path: Path) -> Checkpoint:
     single, index = path / "model.safetensors", path / _INDEX
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     if single.is_file():
         shards = [single]
     elif index.is_file():
-        shards = sorted(
-            path / name for name in set(_read_json(index).get("weight_map", {}).values())
-        )
+        with one_line(f"{index} must name the file of every tensor in weight_map"):
+            shards = sorted({path / name for name in read_json(index)["weight_map"].values()})
     else:
         rule = f"must hold model.safetensors or {_INDEX}; convert other formats with transformers"
         raise ValueError(f"{path} {rule}")
     handles = [_open_safetensors(shard) for shard in shards]
     files = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (no dict)
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
     return Checkpoint(
-        str(path / "config.json"), config, list(files), lambda name: files[name].get_tensor(name)
+        str(path / "config.json"), config, shapes, lambda name: files[name].get_tensor(name)
     )
 
 
 def _open_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
+    with one_line(f"{path} must be a whole safetensors file"):
         return safe_open(path, framework="np")  # bfloat16 comes as ml_dtypes', without torch
-    except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} must be a whole safetensors file: {reason}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be a readable JSON file: {error}") from error
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -148,27 +140,50 @@ def _tensors(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str,
 
 
 def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> Params:
+    tied = config.tie_embeddings and "lm_head.weight" in checkpoint.shapes
+    # Before anything of these sizes is allocated: they are only what the file claims.
+    _check_shapes(checkpoint, _file_shapes(config), {"lm_head.weight"} if tied else set())
+    if tied:
+        _check_tied(checkpoint)
     # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
     shapes = flatten_dict(param_shapes(config), sep="/")
     leaves = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
-    tensors, names = _tensors(config, leaves), set(checkpoint.names)
-    if config.tie_embeddings and "lm_head.weight" in names:
-        _check_tied(checkpoint)
-        names.remove("lm_head.weight")
-    names = {name for name in names if not _HARMLESS.search(name)}
-    if missing := sorted(tensors.keys() - names):
-        raise ValueError(f"{checkpoint.file}: missing tensor {missing[0]} ({len(missing)} in all)")
-    if unknown := sorted(names - tensors.keys()):
-        raise ValueError(f"{checkpoint.file}: unknown tensor {unknown[0]} ({len(unknown)} in all)")
-    for name, (view, shape) in tensors.items():
-        view[...] = _checked(checkpoint, name, shape).reshape(view.shape)
+    for name, (view, _) in _tensors(config, leaves).items():
+        view[...] = _read(checkpoint, name).reshape(view.shape)
+        # The sum is NaN or infinite where a value is, and often where values are beyond sense.
+        if not math.isfinite(view.sum()) and not np.isfinite(view).all():
+            raise ValueError(
+                f"{checkpoint.file}: {name} must hold finite numbers, "
+                f"got {view[~np.isfinite(view)][0]}; the weights are damaged or have diverged"
+            )
     return unflatten_dict(leaves, sep="/")
 
 
-def _checked(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    tensor = checkpoint.read(name)
-    if tensor.shape != shape:
-        raise ValueError(f"{checkpoint.file}: {name} must have shape {shape}, got {tensor.shape}")
+def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a file with this config, by name."""
+    shapes = {p.file_name: p.file_shape(config) for p in select(TOP, config).values()}
+    for layer in range(config.num_layers):
+        for parameter in select(LAYER, config).values():
+            shapes[parameter.file_name.format(layer)] = parameter.file_shape(config)
+    return shapes
+
+
+def _check_shapes(
+    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], left_out: set[str]
+) -> None:
+    names = {name for name in checkpoint.shapes if not _HARMLESS.search(name)} - left_out
+    if missing := sorted(expected.keys() - names):
+        raise ValueError(f"{checkpoint.file}: missing tensor {missing[0]} ({len(missing)} in all)")
+    if unknown := sorted(names - expected.keys()):
+        raise ValueError(f"{checkpoint.file}: unknown tensor {unknown[0]} ({len(unknown)} in all)")
+    for name, shape in expected.items():
+        if (got := checkpoint.shapes[name]) != shape:
+            raise ValueError(f"{checkpoint.file}: {name} must have shape {shape}, got {got}")
+
+
+def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    with one_line(f"{checkpoint.file}: {name} must be readable"):
+        tensor = checkpoint.read(name)
     if tensor.dtype.name not in _DTYPES:
         rule = f"must be one of {', '.join(_DTYPES)}"
         raise ValueError(f"{checkpoint.file}: {name} {rule}, got {tensor.dtype.name}")
@@ -176,7 +191,7 @@ def _checked(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.nd
 
 
 def _check_tied(checkpoint: Checkpoint) -> None:
-    embed, head = (checkpoint.read(n) for n in ("model.embed_tokens.weight", "lm_head.weight"))
+    embed, head = (_read(checkpoint, n) for n in ("model.embed_tokens.weight", "lm_head.weight"))
     if not np.array_equal(embed, head):
         rule = "must equal model.embed_tokens.weight where tie_word_embeddings is true"
         raise ValueError(f"{checkpoint.file}: lm_head.weight {rule}, but it differs")

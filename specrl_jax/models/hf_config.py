@@ -1,13 +1,14 @@
 """Hugging Face's config.json to `ModelConfig`, and back.
 
 Sliding windows, other rotary types, other activations and other families raise ValueError, in one
-line.
+line; so do fields of another type, and values that no model has.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from specrl_jax.models.config import ModelConfig, RopeScaling
+from specrl_jax.models.config import MAX_INT, MAX_LAYERS, ModelConfig, RopeScaling
 from specrl_jax.models.families import FAMILIES
 
 # Hugging Face's name → ours.
@@ -21,12 +22,17 @@ _SIZES = {
     "head_dim": "head_dim",
     "max_position_embeddings": "max_positions",
 }
+# Bounds of numbers; a file that is beyond them is damaged.
+_MOST = {"num_hidden_layers": MAX_LAYERS}  # of all others MAX_INT
+_NORM_EPS = (1e-12, 0.1)
+ROPE_THETA = (1.0, 1e12)
+_ROPE_FACTOR = (1e-3, 1e6)
 
 
 def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
     """The `ModelConfig` of a config.json (transformers 4 or 5); errors name `file`."""
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(f"{file}: model_type must be one of {known}, got {name!r}")
     family = FAMILIES[name]
@@ -34,26 +40,31 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
     if (activation := values.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"{file}: hidden_act must be 'silu', got {activation!r}")
     if "quantization_config" in values:
-        method = values["quantization_config"].get("quant_method")
+        method = values["quantization_config"]
+        method = method.get("quant_method") if isinstance(method, Mapping) else method
         raise ValueError(f"{file}: quantization_config must be absent, got quant_method {method!r}")
     if family.sliding_window:
         _refuse_windows(values, file)
     embed_dim, num_heads = (_size(values, k, file) for k in ("hidden_size", "num_attention_heads"))
     values.setdefault("num_key_value_heads", num_heads)
     values.setdefault("head_dim", embed_dim // num_heads)
+    for switch in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        _switch(values, switch, file)
     theta, scaling = _rope(values, file)
     config = ModelConfig(
         **{ours: _size(values, theirs, file) for theirs, ours in _SIZES.items()},
         family=name,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(values["rms_norm_eps"]),
-        tie_embeddings=bool(values["tie_word_embeddings"]),
+        norm_eps=_number(values, "rms_norm_eps", _NORM_EPS, file),
+        tie_embeddings=values["tie_word_embeddings"],
         **family.switches(values),
     )
     if config.num_heads % config.num_kv_heads:
         rule = f"must divide num_attention_heads {config.num_heads}"
         raise ValueError(f"{file}: num_key_value_heads {rule}, got {config.num_kv_heads}")
+    if config.head_dim % 2:
+        raise ValueError(f"{file}: head_dim must be even (rotary halves), got {config.head_dim}")
     return config
 
 
@@ -89,28 +100,52 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _size(values: Mapping[str, Any], name: str, file: str) -> int:
-    value = values.get(name)
+    value, most = values.get(name), _MOST.get(name, MAX_INT)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{file}: {name} must be a positive integer, got {value!r}")
+    if value > most:
+        raise ValueError(f"{file}: {name} must be <= {most}, got {value}")
     return value
+
+
+def _number(
+    values: Mapping[str, Any], name: str, bounds: tuple[float, float], file: str, path: str = ""
+) -> float:
+    """The number under `name`; `path` is what its name begins with in the file."""
+    value, (low, high) = values.get(name), bounds
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        rule = f"must be a number in [{low:g}, {high:g}]"
+        raise ValueError(f"{file}: {path}{name} {rule}, got {value!r:.40}")
+    return float(value)
+
+
+def _switch(values: Mapping[str, Any], name: str, file: str) -> None:
+    if not isinstance(value := values.get(name, False), bool):
+        raise ValueError(f"{file}: {name} must be true or false, got {value!r}")
 
 
 def _refuse_windows(values: Mapping[str, Any], file: str) -> None:
     window, first = values.get("sliding_window", 4096), values.get("max_window_layers", 28)
-    if values.get("use_sliding_window") and first < _size(values, "num_hidden_layers", file):
+    layers = _size(values, "num_hidden_layers", file)
+    _switch(values, "use_sliding_window", file)
+    if values.get("use_sliding_window") and not (isinstance(first, int) and first >= layers):
         raise ValueError(
             f"{file}: use_sliding_window must be false (attention here sees every position), "
             f"got true with sliding_window {window} from layer {first}"
         )
-    if kinds := set(values.get("layer_types", ())) - {"full_attention"}:
-        raise ValueError(f"{file}: layer_types must be 'full_attention', got {min(kinds)!r}")
+    kinds = values.get("layer_types", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind != "full_attention" or not isinstance(kinds, list):
+            raise ValueError(f"{file}: layer_types must be ['full_attention', ..], got {kind!r}")
 
 
 def _rope(values: Mapping[str, Any], file: str) -> tuple[float, RopeScaling | None]:
     """Transformers 5 writes `rope_parameters` with the theta inside, older ones `rope_scaling`."""
     field = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     rope = values.get(field) or {}
-    theta = float(rope.get("rope_theta", values["rope_theta"]))
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{file}: {field} must be an object or null, got {rope!r:.40}")
+    theta = _number({"rope_theta": values["rope_theta"]} | rope, "rope_theta", ROPE_THETA, file)
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"{file}: partial_rotary_factor must be 1, got {partial}")
@@ -121,12 +156,12 @@ def _rope(values: Mapping[str, Any], file: str) -> tuple[float, RopeScaling | No
         return theta, None
     # Left out, the original length is the model's own (as in transformers).
     rope = {"original_max_position_embeddings": values["max_position_embeddings"]} | rope
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if not isinstance(rope.get(name), int | float):
-            raise ValueError(f"{file}: {field}.{name} must be a number, got {rope.get(name)!r}")
+    factor = _number(rope, "factor", _ROPE_FACTOR, file, f"{field}.")
+    low = _number(rope, "low_freq_factor", _ROPE_FACTOR, file, f"{field}.")
+    above = (math.nextafter(low, math.inf), _ROPE_FACTOR[1])
     return theta, RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=_number(rope, "high_freq_factor", above, file, f"{field}."),
         original_max_positions=_size(rope, "original_max_position_embeddings", file),
     )

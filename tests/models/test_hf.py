@@ -134,10 +134,10 @@ def test_refused_shards(tmp_path):
     assert len(shards) > 2
     shards[1].unlink()
     with pytest.raises(
-        ValueError, match=rf"^{shards[1]} must be a whole safetensors file: No such"
+        ValueError, match=rf"^{shards[1]} must be a whole safetensors file: .*No such"
     ):
         hf.load(str(folder))
-    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(ValueError, match=r"config.json: missing tensor lm_head.weight \(27 in all"):
         hf.load(str(folder))
 
@@ -179,7 +179,7 @@ def test_unusable_sources(tmp_path, monkeypatch):
     for absent in ("/no/such/place", "absent.gguf"):
         with pytest.raises(ValueError, match=rf"existing directory or file, .* got '{absent}'$"):
             hf.load(absent)
-    with pytest.raises(ValueError, match=r"config.json must be a readable JSON file"):
+    with pytest.raises(ValueError, match=r"config.json must be a readable file: "):
         hf.load(str(tmp_path))
     folder = tiny_copy("qwen2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
