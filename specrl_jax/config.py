@@ -5,10 +5,12 @@
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
+
+from specrl_jax.field_rules import RULES
 
 # Old name → new name. Whoever gives the old name is answered with the new one.
 RENAMED_FIELDS = {
@@ -18,63 +20,6 @@ RENAMED_FIELDS = {
     "algorithm.max_rounds": "algorithm.max_gen_batches",
     "environment.behind": "environment.allow_unfinished",
 }
-
-# (rule in words, test, the fields that must keep it). Fields that choose by name are in CHOICES.
-_RULES: list[tuple[str, Callable[[Any], bool], str]] = [
-    (">= 0", lambda x: x >= 0, """
-        seed data.prompts data.eval_prompts reward.workers rollout.top_k rollout.lenience
-        rollout.token_age rollout.max_rows rollout.max_cache_gib rollout.store_prompts
-        rollout.store_age rollout.partial algorithm.clip_high algorithm.importance_cap
-        reward.overlong_tokens critic.schedule_warmup critic.warmup_steps critic.clip
-        updates.micro_batch_size updates.schedule_warmup updates.clip_norm train.epochs
-        train.steps warmup.steps evaluate.every checkpoint.keep_best
-    """),
-    (">= 1", lambda x: x >= 1, """
-        data.prompt_len reward.memory_mib rollout.prompts_per_step rollout.group_size
-        rollout.response_len rollout.stored_logprobs rollout.tree.history rollout.tree.depth
-        rollout.max_width rollout.row_buckets rollout.cache_lengths
-        rollout.logits_chunk algorithm.max_gen_batches environment.max_turns
-        curriculum.screening curriculum.candidates updates.mini_batch_size updates.passes
-        warmup.batch_size warmup.examples evaluate.samples evaluate.batch_size checkpoint.every
-        checkpoint.keep_last model.embed_dim model.mlp_dim model.num_layers model.num_heads
-        model.num_kv_heads model.head_dim
-    """),
-    (">= 2", lambda x: x >= 2, """
-        rollout.verify_width
-    """),
-    ("> 0 and finite", lambda x: 0 < x < math.inf, """
-        reward.timeout rollout.temperature rollout.lenience_target rollout.lenience_gain
-        rollout.lenience_min rollout.lenience_max critic.coef
-    """),
-    (">= 0 and finite", lambda x: 0 <= x < math.inf, """
-        reward.threshold rollout.tree.factor algorithm.kl_coef reward.overlong_penalty
-        critic.learning_rate updates.learning_rate updates.weight_decay warmup.learning_rate
-        evaluate.temperature
-    """),
-    ("in (0, 1]", lambda x: 0 < x <= 1, """
-        rollout.top_p rollout.tree.decay
-    """),
-    ("1 or 2", lambda x: x in (1, 2), """
-        rollout.draft_age
-    """),
-    ("in [0, 1]", lambda x: 0 <= x <= 1, """
-        rollout.draft_refresh rollout.tree.min_prob algorithm.clip_low critic.gamma
-        critic.gae_lambda curriculum.target curriculum.decay warmup.mistake_rate log.rollouts
-    """),
-    ("finite", math.isfinite, """
-        rollout.tree.offset algorithm.entropy_coef curriculum.low curriculum.high
-    """),
-    ("0 (off) or > 1", lambda x: x == 0 or x > 1, """
-        algorithm.dual_clip
-    """),
-    ("in [0, 1)", lambda x: 0 <= x < 1, """
-        environment.allow_unfinished updates.beta1 updates.beta2
-    """),
-    ("> 0", lambda x: x > 0, """
-        curriculum.width updates.epsilon
-    """),
-]  # fmt: skip
-RULES = {field: (rule, test) for rule, test, fields in _RULES for field in fields.split()}
 
 # Field → its names. "module:TABLE" stands for those of a table below specrl_jax.
 CHOICES: dict[str, str | tuple[str, ...]] = {
@@ -106,16 +51,27 @@ def validate(config: ConfigDict) -> None:
     """Check a whole configuration; ValueError in one line on the first broken rule."""
     fields = dict(flatten(config))
     check_names(fields)
-    for field, value in fields.items():
-        _require(field, "a number", not (isinstance(value, float) and math.isnan(value)), value)
-    for field, (rule, holds) in RULES.items():
-        _require(field, rule, holds(fields[field]), fields[field])
+    _check_fields(fields)
+    for field, rules in RULES.items():
+        for rule, holds in rules:
+            _require(field, rule, holds(fields[field]), fields[field])
     for field in CHOICES:
         names = choices(field)
         _require(field, f"one of {', '.join(names)}", fields[field] in names, fields[field])
-    for checks in (_batches, _groups, _drafts, _carry_over, _environment, _task, _sizes):
+    checked = (_memory, _batches, _groups, _drafts, _carry_over, _environment, _task, _sizes)
+    for checks in checked:
         for field, rule, holds in checks(config):
             _require(field, rule, holds, fields[field])
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Whether a configuration has all fields, and no other ones."""
+    known = {*RULES, *CHOICES}
+    if missing := sorted(known - fields.keys()):
+        raise ValueError(f"{missing[0]} must be set ({len(missing)} missing); see configs/grpo.py")
+    unknown = sorted(f for f in fields.keys() - known if not f.startswith("data.options."))
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not a field of the config; see configs/grpo.py")
 
 
 def choices(field: str) -> tuple[str, ...]:
@@ -172,7 +128,68 @@ def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _require(field: str, rule: str, holds: bool, value: Any) -> None:
     if not holds:
-        raise ValueError(f"{field} must be {rule}, got {value!r}")
+        raise ValueError(f"{field} must be {rule}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:200]}.."
+
+
+# What is made of numbers that are each in their bounds: (what, bytes of one, the fields whose
+# product counts them). Less than a run needs, so that nothing is refused that could be run.
+_ARRAYS = (
+    (
+        "the layers' weights with their optimizer state",
+        16 * 3,
+        "model.num_layers model.embed_dim model.mlp_dim",
+    ),
+    (
+        "the layers' weights with their optimizer state",
+        16 * 2,
+        "model.num_layers model.embed_dim model.num_heads model.head_dim",
+    ),
+    ("the training prompts", 4, "data.prompts data.prompt_len"),
+    ("the held-out prompts", 4, "data.eval_prompts data.prompt_len"),
+    ("the demonstrations", 4, "warmup.examples data.prompt_len"),
+    ("the prompts of a rollout", 4, "rollout.prompts_per_step rollout.group_size data.prompt_len"),
+    (
+        "the responses of a rollout",
+        32,
+        "rollout.prompts_per_step rollout.group_size rollout.response_len",
+    ),
+    (
+        "the responses that are finished a step later",
+        32,
+        "rollout.partial rollout.group_size rollout.response_len",
+    ),
+    (
+        "the responses to draft from",
+        4,
+        "rollout.tree.history rollout.prompts_per_step rollout.group_size rollout.response_len",
+    ),
+    (
+        "the stored log-probs",
+        8,
+        "rollout.stored_logprobs rollout.prompts_per_step rollout.group_size rollout.response_len",
+    ),
+    (
+        "the responses of an evaluation",
+        32,
+        "evaluate.batch_size evaluate.samples rollout.response_len",
+    ),
+)
+_MAX_GIB = 16_384  # of one array: more than 200 devices of 80 GB have
+
+
+def _memory(config: ConfigDict) -> Iterator[Check]:
+    fields = dict(flatten(config))
+    for what, size, names in _ARRAYS:
+        values = {name: fields[name] for name in names.split()}
+        gib = size * math.prod(values.values()) / 2**30
+        largest = max(values, key=values.get)
+        rule = f"smaller: {what} would take {gib:.3g} GiB, more than {_MAX_GIB}"
+        yield largest, rule, gib <= _MAX_GIB
 
 
 def _batches(config: ConfigDict) -> Iterator[Check]:

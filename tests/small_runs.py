@@ -5,6 +5,7 @@ the one digit of the prompt; the last digit of a response counts, so that even a
 right one time in ten and has advantages to learn from.
 """
 
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -73,6 +74,14 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
     }
     config.update_from_flattened_dict(values | (changes or {}) | more)
     return config
+
+
+def set_field(config, field: str, value) -> None:
+    """Sets what a config file might, of any type."""
+    *sections, name = field.split(".")
+    section = functools.reduce(lambda found, part: found[part], sections, config)
+    del section[name]  # with the type of its value
+    section[name] = value
 
 
 def score_first_letter(response: str, answer: str, task: str, metadata: dict) -> float:

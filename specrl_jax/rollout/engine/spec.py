@@ -1,6 +1,7 @@
 """What stays the same from rollout to rollout: the setup of its programs and its bounds."""
 
 import dataclasses
+import math
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
@@ -79,7 +80,8 @@ class RolloutSpec:
             max_rows=settings.max_rows,
             max_width=settings.max_width if drafts.source else 1,
             verify_width=settings.verify_width,
-            cache_bytes=settings.max_cache_gib * 2**30,
+            cache_bytes=(settings.max_cache_gib if settings.max_cache_gib < math.inf else 0)
+            * 2**30,
             refresh=settings.draft_refresh,
             token_age=settings.token_age,
         )

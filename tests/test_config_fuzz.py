@@ -1,0 +1,95 @@
+"""Thousands of configurations, most of them without sense, drawn by Hypothesis.
+
+Each is refused in one line that names a field, or all that is computed from it before anything is
+loaded can be computed.
+"""
+
+import functools
+import math
+import re
+
+import hypothesis
+import small_runs
+from hypothesis import strategies as st
+
+from specrl_jax.algorithms.learner import make_schedule
+from specrl_jax.config import CHOICES, choices, flatten, validate
+from specrl_jax.group_buffer import part_size
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.rollout.engine.kv_budget import KVBudget
+from specrl_jax.rollout.generate import RolloutSpec
+
+CONFIGURATIONS = 2_000
+MODEL = ModelConfig(
+    vocab_size=16, embed_dim=16, mlp_dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4
+)  # fmt: skip
+FIELDS = dict(flatten(small_runs.small_config()))
+EXTREME_INTS = st.sampled_from([-(2**63), -1, 0, 2**31 - 1, 2**31, 10**15, 2**64, 10**400])
+EXTREME_FLOATS = st.sampled_from([0.0, -1.0, 1e-300, 1e300, math.inf, -math.inf, math.nan])
+ANYTHING = st.sampled_from([None, "", "x", [], (), {}, 1j, b"x", True, 3, 0.5])
+KINDS = {
+    bool: st.booleans(),
+    int: st.integers(0, 16) | EXTREME_INTS,
+    float: st.floats(0, 2) | st.floats() | EXTREME_FLOATS,
+    str: st.text(max_size=8),
+}
+
+
+def _values(field: str) -> st.SearchStrategy:
+    known = st.sampled_from(choices(field)) if field in CHOICES else st.just(FIELDS[field])
+    # Mostly of the right kind, so that the rules between fields are reached too.
+    likely = known | KINDS[type(FIELDS[field])]
+    return st.one_of(known, likely, likely, likely, ANYTHING)
+
+
+CHANGE = {field: st.tuples(st.just(field), _values(field)) for field in sorted(FIELDS)}
+CHANGES = st.lists(st.sampled_from(list(CHANGE)).flatmap(CHANGE.get), max_size=6)
+
+
+def _compute(config) -> None:
+    """What a run computes from a configuration alone; ValueError in one line where it can't."""
+    settings = config.rollout
+    spec = RolloutSpec.from_config(config, MODEL, eos_ids=(1,), pad_id=0)
+    buckets = spec.buckets((settings.prompts_per_step + settings.partial) * settings.group_size)
+    KVBudget(MODEL, buckets, cache_bytes=spec.cache_bytes).check()
+    assert buckets.rows
+    assert buckets.verify
+    part_size(config)
+    schedule = make_schedule(config.updates, max(config.train.steps, 1))
+    assert math.isfinite(float(schedule(0)))
+
+
+def test_every_configuration_is_refused_in_one_line_or_can_be_computed_with(mesh):
+    ends = {"refused": 0, "computed": 0}
+    run = functools.partial(_try, small_runs.small_config(), ends)
+    limits = hypothesis.settings(
+        max_examples=CONFIGURATIONS, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    )  # fmt: skip
+    limits(hypothesis.given(CHANGES)(lambda changes: run(dict(changes))))()
+    assert sum(ends.values()) >= CONFIGURATIONS
+    assert min(ends.values()) > CONFIGURATIONS // 20, ends
+
+
+def _try(config, ends: dict[str, int], changes: dict) -> None:
+    for field, value in changes.items():
+        small_runs.set_field(config, field, value)
+    line = _refusal(config)
+    for field in changes:
+        small_runs.set_field(config, field, FIELDS[field])
+    ends["refused" if line else "computed"] += 1
+    if line:
+        assert re.match(r"[a-z_]+(\.\w+)*[ =:].*\bmust\b", line), line
+        assert "\n" not in line
+        assert len(line) < 600
+
+
+def _refusal(config) -> str:
+    """The error of a configuration, "" where it has none."""
+    try:
+        validate(config)
+        _compute(config)
+    except ValueError as error:
+        return str(error)
+    return ""
