@@ -137,7 +137,7 @@ def _short(value: Any) -> str:
 
 
 # What is made of numbers that are each in their bounds: (what, bytes of one, the fields whose
-# product counts them). Less than a run needs, so that nothing is refused that could be run.
+# product counts them). Less than a run that uses them needs, so that it is not refused if it fits.
 _ARRAYS = (
     (
         "the layers' weights with their optimizer state",

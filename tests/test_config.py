@@ -191,8 +191,9 @@ def test_the_limits_of_lenience_are_values():
         validate(small_runs.small_config({"rollout.lenience": lenience}))
 
 
-def test_an_infinite_cache_is_none():
-    config = small_runs.small_config({"rollout.max_cache_gib": math.inf})
+@pytest.mark.parametrize("gib", [math.inf, 1e300])
+def test_an_infinite_cache_is_none(gib):
+    config = small_runs.small_config({"rollout.max_cache_gib": gib})
     validate(config)
     sizes = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     model = ModelConfig(vocab_size=16, **{name: config.model[name] for name in sizes})

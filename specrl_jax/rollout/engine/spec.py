@@ -71,6 +71,7 @@ class RolloutSpec:
             draft_source=drafts.source(settings) if drafts.source else None,
             stored_logprobs=settings.stored_logprobs if rule.needs_distribution else 0,
         )
+        cache_bytes = settings.max_cache_gib * 2**30
         return cls(
             program=program,
             prompt_slots=config.data.prompt_len,
@@ -80,8 +81,7 @@ class RolloutSpec:
             max_rows=settings.max_rows,
             max_width=settings.max_width if drafts.source else 1,
             verify_width=settings.verify_width,
-            cache_bytes=(settings.max_cache_gib if settings.max_cache_gib < math.inf else 0)
-            * 2**30,
+            cache_bytes=0 if math.isinf(cache_bytes) else cache_bytes,
             refresh=settings.draft_refresh,
             token_age=settings.token_age,
         )
