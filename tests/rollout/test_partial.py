@@ -353,6 +353,7 @@ def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
     assert middle["resumed.rollout.tokens"].shape == (16, 16)
 
 
+@pytest.mark.slow
 def test_with_everything_else_on(tmp_path, mesh):
     """Drafts of both kinds, stored on the host, and few rows at a time."""
     changes = RUN | {
