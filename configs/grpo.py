@@ -251,7 +251,7 @@ def smollm2(config: ConfigDict) -> None:
     config.rollout.prompts_per_step, config.rollout.group_size = 2, 8
     config.rollout.response_len, config.rollout.max_rows = 160, 0
     config.rollout.temperature = config.evaluate.temperature = 0.7
-    config.updates.mini_batch_size, config.updates.micro_batch_size = 16, 4
+    config.updates.mini_batch_size, config.updates.micro_batch_size = 16, 2
     config.updates.learning_rate, config.updates.schedule_warmup = 1e-5, 4
     config.evaluate.every, config.evaluate.batch_size, config.evaluate.samples = 6, 32, 2
     config.checkpoint.every = 12

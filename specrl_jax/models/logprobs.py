@@ -41,16 +41,17 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
     """`function(logits [B, t, V], inputs [B, t, ...])` over chunks of t <= `chunk` tokens.
 
     inputs is a pytree of arrays [B, T, ...]. The function gives arrays [B, t, ...]; the result has
-    them joined, [B, T, ...]. The backward pass recomputes the logits of a chunk.
+    them joined, [B, T, ...]. Where there are several chunks, the backward pass recomputes their
+    logits: one chunk's at a time is in memory there too.
     """
     width = hidden_BTD.shape[1]
 
-    @jax.checkpoint
     def run_chunk(hidden: Array, inputs):
         return function(model.logits(hidden), inputs)
 
     if width <= chunk:
         return run_chunk(hidden_BTD, inputs)
+    run_chunk = jax.checkpoint(run_chunk)
     multiple = width // chunk * chunk
 
     def reshape(x: Array, *shape: int) -> Array:
