@@ -181,6 +181,7 @@ def base() -> ConfigDict:
     updates.beta2 = 0.999  # decay of the second moment
     updates.epsilon = 1e-8  # added to the root of the second moment
     updates.clip_norm = 1.0  # global gradient norm; 0: off; paper 1.0
+    updates.skip_nonfinite = 0  # skip updates with NaN or inf, so many in a row end the run; 0: one
     updates.old_logprobs = "rollout"  # rollout (as sampled) | recompute (one more pass)
 
     config.train = train = ConfigDict()
@@ -203,7 +204,7 @@ def base() -> ConfigDict:
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 16  # steps between checkpoints
-    checkpoint.keep_last = 2  # newest checkpoints to keep
+    checkpoint.keep_last = 2  # newest checkpoints to keep, >= 2: its next step proves one good
     checkpoint.keep_best = 1  # checkpoints with the best held-out reward to keep
 
     config.log = log = ConfigDict()

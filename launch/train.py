@@ -3,7 +3,8 @@
     python launch/train.py --config=configs/grpo.py[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
 The same command again resumes the run in DIR (default: runs/CONFIG-PRESET). A finished run is left
-as it is.
+as it is. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of the run in RUN, under
+settings that may differ from its own in what the weights' shapes do not depend on.
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ from absl import flags
 from specrl_jax import cli
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
+_RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to begin DIR with")
 
 
 def main() -> None:
@@ -24,7 +26,7 @@ def main() -> None:
 
     workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
     print(f"workdir: {workdir}", flush=True)
-    train(config, workdir)
+    train(config, workdir, _RESUME_FROM.value)
 
 
 if __name__ == "__main__":

@@ -100,10 +100,14 @@ class Checkpointer(contextlib.AbstractContextManager):
                 force=True,
             )
 
-    def latest_step(self) -> int | None:
-        """The newest step, or None. This and all below wait for a save that is being written."""
+    def steps(self) -> list[int]:
+        """All steps, oldest first. This and all below wait for a save that is being written."""
         self.wait()
-        return self._manager.latest_step()
+        return sorted(self._manager.all_steps())
+
+    def latest_step(self) -> int | None:
+        """The newest step, or None."""
+        return max(self.steps(), default=None)
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict]:
         """(arrays, host) of a step, each array laid out as its counterpart in `like`.
@@ -112,8 +116,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         ones are taken on the mesh in use). Raises ValueError if there is no such step or its arrays
         have other names, shapes or types; DamagedCheckpointError if any bit is not as it was saved.
         """
-        self.wait()
-        steps = sorted(self._manager.all_steps())
+        steps = self.steps()
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
@@ -135,9 +138,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         Damaged steps that are newer are renamed to `damaged-STEP` and told in one line each. Raises
         as `restore` does, and DamagedCheckpointError if all steps are damaged: they stay.
         """
-        self.wait()
         damaged: dict[int, str] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in reversed(self.steps()):
             try:
                 arrays, host = self.restore(step, like)
             except DamagedCheckpointError as error:
@@ -179,12 +181,16 @@ def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
 
 
 def check_run_config(
-    workdir: str | os.PathLike, config: Mapping, *, ignore: Sequence[str] = ()
+    workdir: str | os.PathLike,
+    config: Mapping,
+    *,
+    ignore: Sequence[str] = (),
+    advice: str = "give the old values to resume it, or another --workdir",
 ) -> bool:
     """Whether `workdir` holds a run of this config; False if it holds none.
 
     ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
-    run there has other values; names every such field, with both values.
+    run there has other values; names every such field, with both values, and ends with `advice`.
     """
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
@@ -205,10 +211,7 @@ def check_run_config(
         and _show(before, name) != _show(now, name)
     ]
     if changed:
-        raise ValueError(
-            f"{path} is of a run with other values: {'; '.join(changed)}; "
-            "give the old values to resume it, or another --workdir"
-        )
+        raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
     return True
 
 

@@ -25,17 +25,17 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
         seed data.prompts data.eval_prompts rollout.top_k rollout.token_age rollout.max_rows
         rollout.store_prompts rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
-        train.epochs train.steps warmup.steps evaluate.every checkpoint.keep_best
+        updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
+        checkpoint.keep_best
     """),
     (1, MAX_INT, "int32", """
         data.prompt_len reward.memory_mib rollout.prompts_per_step rollout.group_size
         rollout.response_len rollout.stored_logprobs rollout.tree.history
         rollout.logits_chunk algorithm.max_gen_batches environment.max_turns curriculum.screening
         updates.mini_batch_size updates.passes warmup.batch_size warmup.examples evaluate.samples
-        evaluate.batch_size checkpoint.every checkpoint.keep_last model.embed_dim model.mlp_dim
-        model.num_heads model.num_kv_heads model.head_dim
+        evaluate.batch_size checkpoint.every model.embed_dim model.mlp_dim model.num_heads model.num_kv_heads model.head_dim
     """),
-    (2, MAX_INT, "int32", "rollout.verify_width"),
+    (2, MAX_INT, "int32", "rollout.verify_width checkpoint.keep_last"),
     (0, 4096, "processes", "reward.workers"),
     (1, 4096, "a loop over them is compiled", "model.num_layers"),
     (1, 4096, "tokens of one step, for each of which there is a cache slot", """

@@ -129,11 +129,57 @@ def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[s
     for packed in mini_batches * settings.passes:
         state.train, sums = update(learner, state.train, batch, packed, policy_frozen=frozen)
         history.append(sums)
-    values = _update_metrics(trainer, jax.device_get(history)) | values
+    history = finite_updates(trainer, state, jax.device_get(history))
+    values = _update_metrics(trainer, history) | values
     values |= _packing_metrics(mini_batches, batch)
-    updates = (state.step - frozen_steps(trainer.config)) * len(history)
-    values["update/lr"] = 0.0 if frozen else trainer.schedule(updates - 1)
+    if settings.skip_nonfinite:
+        values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
+    steps = state.step - frozen_steps(trainer.config)
+    updates = steps * len(mini_batches) * settings.passes - state.skipped
+    values["update/lr"] = 0.0 if frozen else trainer.schedule(max(updates - 1, 0))
     return {name: float(value) for name, value in values.items()}
+
+
+# Stage → what its scalars begin with, the field of its learning rate.
+_STAGES = {"policy": ("", "updates.learning_rate"), "critic": ("critic_", "critic.learning_rate")}
+
+
+def finite_updates(
+    trainer: Trainer, state: TrainerState, history: list[dict[str, np.ndarray]]
+) -> list[dict[str, np.ndarray]]:
+    """The scalars of the updates that were not skipped; counts those that were in `state`.
+
+    Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
+    or `updates.skip_nonfinite` updates in a row were skipped.
+    """
+    config, made = trainer.config, []
+    for sums in history:
+        stage, name = _first_nonfinite(sums)
+        if not name:
+            made.append(sums)
+            state.skipped_in_row = 0
+            continue
+        prefix, field = _STAGES[stage]
+        state.skipped_in_row += 1
+        skippable = name in ("loss", "grad_norm")
+        if not skippable or state.skipped_in_row >= config.updates.skip_nonfinite:
+            section, _, rate = field.partition(".")
+            row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
+            raise FloatingPointError(
+                f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
+                f"now {config[section][rate]}"
+            )
+        state.skipped += 1
+    return made
+
+
+def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
+    """(stage, name) of the first scalar that is not finite, or empty."""
+    for name in ("loss", "grad_norm", "weight_norm", "moments"):
+        for stage, (prefix, _) in _STAGES.items():
+            if not np.isfinite(sums.get(prefix + name, 0.0)):
+                return stage, name
+    return "", ""
 
 
 def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
@@ -198,11 +244,13 @@ def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, 
 
 
 def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Of the step's updates, from the sums and means that each of them gave."""
+    """Of the step's updates, from the sums and means that each of them gave; {} of none."""
 
     def mean(name: str) -> float:
         return np.mean([sums[name] for sums in history])
 
+    if not history:
+        return {}
     values = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
     # Means over the tokens that are computed, where there are any.
     if any(sums["tokens"] for sums in history):

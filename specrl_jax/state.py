@@ -79,6 +79,8 @@ class TrainerState:
     store: DraftStore
     lenience: Lenience
     step: int = 0  # finished steps; within a step, its number
+    skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
+    skipped_in_row: int = 0  # those since the last that was made
     reference: Reference | None = None  # with a KL penalty
     speculation: Speculation | None = None  # where rollouts choose by measured cost
     run_ahead: RunAhead | None = None  # begun for the next step
@@ -112,11 +114,13 @@ class TrainerState:
 
     def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able."""
-        own = {"step": self.step, "machine": measure_steps.machine()}
+        skipped = (self.skipped, self.skipped_in_row)
+        own = {"step": self.step, "skipped": skipped, "machine": measure_steps.machine()}
         return own | {name: x.host() for name, x in self.parts.items()}
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
         self.step, self.train = host["step"], arrays["train"]
+        self.skipped, self.skipped_in_row = host["skipped"]
         for name, part in self.parts.items():
             setattr(self, name, part.restore(host[name], arrays[name]))
 

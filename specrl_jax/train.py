@@ -1,9 +1,9 @@
 """The loop: collect a batch, learn from it, and evaluate, record and save on the way."""
 
+import contextlib
 import dataclasses
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -16,6 +16,7 @@ from specrl_jax.data.prompts import concatenate
 from specrl_jax.episodes import Responses, timed
 from specrl_jax.evaluate import evaluate
 from specrl_jax.learn import learn
+from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
@@ -28,6 +29,13 @@ from specrl_jax.types import Prompts
 
 # What a resumed run may change: where it runs and how it is recorded, not what it computes.
 MAY_CHANGE = ("log", "checkpoint", "mesh")
+# What may differ in a run that begins with another's checkpoint: nothing that its arrays depend on.
+MAY_CHANGE_FROM_OTHER = (
+    *MAY_CHANGE, "resume_from", "updates", "train", "evaluate", "reward", "critic.learning_rate",
+    "critic.schedule_warmup", "critic.warmup_steps", "critic.coef", "critic.clip",
+    "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl_coef",
+    "algorithm.entropy_coef",
+)  # fmt: skip
 
 
 def step(
@@ -53,12 +61,15 @@ def step(
     return values | batch.metrics | times
 
 
-def train(config, workdir: Path) -> None:
+def train(config, workdir: Path, resume_from: str = "") -> None:
     """Run `config` in `workdir`, from where it stands there to its end, on the mesh in use.
 
-    Raises ValueError in one line where the configuration, the data or `workdir` do not allow it.
+    resume_from: RUN@STEP, the checkpoint of another work directory that a new `workdir` begins
+    with. Raises ValueError in one line where the configuration, the data or `workdir` do not allow
+    it, FloatingPointError where training diverges.
     """
-    has_config = check_run_config(workdir, config, ignore=MAY_CHANGE)
+    described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
+    has_config = check_run_config(workdir, described, ignore=MAY_CHANGE)
     keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
     trainer, params = build(config)
     with (
@@ -72,18 +83,22 @@ def train(config, workdir: Path) -> None:
             print(f"{workdir}: finished at step {last} of {trainer.total_steps}, nothing to do")
             return
         trainer.scorer.pool.warm_up()
-        if last is None:
-            state = init_state(trainer, params)
-        else:
+        if last is not None:
             state = resume(trainer, params, checkpoints)
+        elif resume_from:
+            state = _resume_from(resume_from, trainer, params)
+        else:
+            state = init_state(trainer, params)
         del params
-        save_run_config(workdir, config)  # from here on the directory is this run's
+        save_run_config(workdir, described)  # from here on the directory is this run's
         records = _open_records(trainer, workdir)
         with _open_log(trainer, workdir) as log, StopRequest() as stop:
+            kept = state.step if last else 0
             for written in (log, records):
-                written.restore(state.step or -1)  # step 0 is evaluated and written again
+                written.restore(kept or -1)  # step 0 is evaluated and written again
             failures = FailureLog(workdir if jax.process_index() == 0 else None, log.warn)
-            loop(trainer, state, checkpoints, log, records, failures, stop)
+            with _way_on(checkpoints):
+                loop(trainer, state, checkpoints, log, records, failures, stop)
     _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
 
 
@@ -101,12 +116,13 @@ def loop(
         values = held_out_metrics(trainer, state, 0, records)
         log.write(0, 0, values | compile_metrics())
         checkpoints.save(0, state.arrays(), state.host(), metric=values.get("reward/eval"))
-        checkpoints.wait()  # metrics of a step without any checkpoint: its files were lost
+    else:
+        checkpoints.save(state.step, state.arrays(), state.host())  # nothing if it is there
+    checkpoints.wait()  # where metrics of a step have no checkpoint, files were lost
     while state.step < trainer.total_steps and not stop:
         epoch, start = state.epoch, time.perf_counter()
         values = step(trainer, state, records, failures)
         values["time/step"] = time.perf_counter() - start
-        _check_finite(values, state.step, checkpoints)
         last = state.step == trainer.total_steps
         every = trainer.config.evaluate.every
         if every and (state.step % every == 0 or last):
@@ -167,13 +183,43 @@ def _check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
         raise ValueError(f"{workdir} holds checkpoints but no config.json; give a new --workdir")
 
 
-def _check_finite(values: dict[str, float], step: int, checkpoints: Checkpointer) -> None:
-    for name in ("policy/loss", "update/grad_norm"):
-        if not math.isfinite(values[name]):
-            raise FloatingPointError(
-                f"step {step}: {name} is {values[name]}, last checkpoint: step "
-                f"{checkpoints.latest_step()}; try a smaller updates.learning_rate, new --workdir"
-            )
+def _parse_origin(origin: str, config) -> tuple[Path, int]:
+    """(work directory, step); ValueError unless `config` may begin with that run's checkpoint."""
+    run, _, step = origin.rpartition("@")
+    if not run or not step.isdecimal():
+        raise ValueError(
+            "--resume_from must be RUN@STEP, a work directory and the step of a checkpoint in it, "
+            f"got {origin!r}"
+        )
+    advice = f"only these may differ with --resume_from: {', '.join(MAY_CHANGE_FROM_OTHER)}"
+    if not check_run_config(run, config, ignore=MAY_CHANGE_FROM_OTHER, advice=advice):
+        raise ValueError(f"--resume_from must name a work directory, {run} has no config.json")
+    return Path(run), int(step)
+
+
+def _resume_from(origin: str, trainer: Trainer, params: Params) -> TrainerState:
+    """The state of another run's checkpoint, RUN@STEP; that run is left as it is."""
+    run, step = _parse_origin(origin, trainer.config)
+    if step >= trainer.total_steps:
+        raise ValueError(
+            f"train.steps or train.epochs must give more than the {step} steps of --resume_from, "
+            f"got {trainer.total_steps}"
+        )
+    with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
+        return resume(trainer, params, checkpoints, step)
+
+
+@contextlib.contextmanager
+def _way_on(checkpoints: Checkpointer) -> Iterator[None]:
+    """Has a FloatingPointError say which checkpoints there are, and how to go on from one."""
+    try:
+        yield
+    except FloatingPointError as error:
+        steps = ", ".join(map(str, checkpoints.steps()))
+        raise FloatingPointError(
+            f"{error}; go on from a checkpoint ({steps}) in a new --workdir with "
+            f"--resume_from={checkpoints.directory.parent}@STEP"
+        ) from error
 
 
 def _finish(trainer: Trainer, state: TrainerState, workdir: Path, stopped_by: str) -> None:

@@ -67,7 +67,8 @@ def supervise(
 ) -> Params:
     """Train `params` for `settings.steps` on the demonstrations; returns the new parameters.
 
-    settings: `config.warmup`, of which steps, batch_size and learning_rate are read.
+    settings: `config.warmup`, of which steps, batch_size and learning_rate are read. Raises
+    FloatingPointError where the loss or the weights are not finite.
     """
     steps, size, total = settings.steps, settings.batch_size, len(data.prompts)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
@@ -78,9 +79,16 @@ def supervise(
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size).astype(np.int32)
     for start in range(0, steps, _CHUNK):
-        state, losses = _run(learner, optimizer, state, data, order[start : start + _CHUNK])
+        state, figures = _run(learner, optimizer, state, data, order[start : start + _CHUNK])
+        losses, weight_norm = jax.device_get(figures)
         step = min(start + _CHUNK, steps)
-        print(f"  step {step}: {float(losses[-1]):.3f} nats/token", flush=True)
+        for name, value in (("loss", losses.sum()), ("weight_norm", weight_norm)):
+            if not np.isfinite(value):
+                raise FloatingPointError(
+                    f"warm-up: {name} is {value} by step {step}; lower warmup.learning_rate, "
+                    f"now {settings.learning_rate}"
+                )
+        print(f"  step {step}: {losses[-1]:.3f} nats/token", flush=True)
     return state.params
 
 
@@ -91,7 +99,8 @@ def _run(
     state: TrainState,
     data: Demonstrations,
     order: Array,
-) -> tuple[TrainState, Array]:
+) -> tuple[TrainState, tuple[Array, Array]]:
+    """The new state; the losses of the steps, and the norm of the weights after them."""
     slots = data.responses.shape[1]
 
     def step(state: TrainState, index: Array) -> tuple[TrainState, Array]:
@@ -108,7 +117,8 @@ def _run(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), value
 
-    return jax.lax.scan(step, state, order)
+    state, losses = jax.lax.scan(step, state, order)
+    return state, (losses, optax.tree.norm(state.params))
 
 
 def _padded(rows: list[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

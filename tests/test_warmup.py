@@ -77,6 +77,13 @@ def test_three_steps_are_those_of_a_plain_loop(mesh):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, params)
 
 
+def test_divergence_is_one_line_with_its_field(mesh):
+    settings = types.SimpleNamespace(steps=1, batch_size=2, learning_rate=1e30)
+    message = r"^warm-up: weight_norm is inf by step 1; lower warmup.learning_rate, now 1e\+30$"
+    with pytest.raises(FloatingPointError, match=message):
+        warmup.supervise(_learner(), _params(), DATA, settings, seed=5)
+
+
 @pytest.fixture
 def parts(mesh):
     """(config, tokenizer, data set) of a small run with a short warm-up."""

@@ -50,6 +50,7 @@ class Learner:
     micro_batch_size: int  # rows; 0: the whole mini-batch
     packing: str = "trie"  # key of PACKINGS
     critic: Critic | None = None
+    skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
 
 
 def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learner:
@@ -68,6 +69,7 @@ def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learne
         micro_batch_size=config.updates.micro_batch_size,
         packing=config.updates.packing,
         critic=None if config.critic.kind == "none" else _make_critic(config),
+        skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 
 

@@ -6,6 +6,7 @@ added, so that the result does not depend on how it is cut.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +75,12 @@ def update(
     policy_frozen: only the critic learns. The policy's weights and all of its optimizer's state
     (moments, step count) stay as they are.
 
-    Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping)
-    and the sums of `losses.policy_loss` over the rows that are computed; with a critic also
-    `critic_grad_norm` and the sums of `losses.value_loss`.
+    Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping),
+    `weight_norm` and `moments` (see `_sizes`) after the update, and the sums of
+    `losses.policy_loss` over the rows that are computed; with a critic also its norms, as
+    `critic_grad_norm`, and the sums of `losses.value_loss`.
     """
+    before = state
     (grads, critic_grads), sums = _gradients(learner, state, take_rows(batch, packed.rows), packed)
     sums["grad_norm"] = optax.tree.norm(grads)
     if not policy_frozen:
@@ -89,7 +92,25 @@ def update(
             learner.critic.optimizer, critic_grads, state.critic, state.critic_opt_state
         )
         state = dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
+    if learner.skip_nonfinite:
+        names = {"loss", "grad_norm", "critic_loss", "critic_grad_norm"} & sums.keys()
+        finite = jnp.all(jnp.isfinite(jnp.stack([sums[name] for name in sorted(names)])))
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), state, before)
+    sums["weight_norm"], sums["moments"] = _sizes(state.params, state.opt_state)
+    if learner.critic is not None:
+        sizes = _sizes(state.critic, state.critic_opt_state)
+        sums["critic_weight_norm"], sums["critic_moments"] = sizes
     return state, sums
+
+
+def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:
+    """The global norm of the weights, and the sum of the largest of each of the moments.
+
+    Not finite where an element is not, or where the squares of weights exceed float32.
+    """
+    moments = [x for x in jax.tree.leaves(opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    largest = [jnp.max(jnp.abs(x)) for x in moments]
+    return optax.tree.norm(params), sum(largest, start=jnp.float32(0))
 
 
 def _gradients(

@@ -108,6 +108,7 @@ METRICS: dict[str, Metric] = {
     "update/signal_fraction": Metric("share of rows whose loss has a gradient: the computed", "1"),
     "update/computed_fraction": Metric("slots computed / slots of padded rows", "1"),
     "update/grad_norm": Metric("global gradient norm before clipping, mean over updates", "1"),
+    "update/skipped": Metric("updates skipped, their loss or gradients were not finite", "count"),
     "update/lr": Metric("learning rate of the step's last update", "1"),
     # Progress
     "data/prompts_seen": Metric("prompts rolled out since the run began, with repeats", "count"),
