@@ -33,7 +33,8 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
         rollout.response_len rollout.stored_logprobs rollout.tree.history
         rollout.logits_chunk algorithm.max_gen_batches environment.max_turns curriculum.screening
         updates.mini_batch_size updates.passes warmup.batch_size warmup.examples evaluate.samples
-        evaluate.batch_size checkpoint.every model.embed_dim model.mlp_dim model.num_heads model.num_kv_heads model.head_dim
+        evaluate.batch_size checkpoint.every model.embed_dim model.mlp_dim
+        model.num_heads model.num_kv_heads model.head_dim
     """),
     (2, MAX_INT, "int32", "rollout.verify_width checkpoint.keep_last"),
     (0, 4096, "processes", "reward.workers"),
