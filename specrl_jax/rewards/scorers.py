@@ -59,13 +59,16 @@ SCORERS: dict[str, Scorer] = {
     "math": score_math,
     "reasoning_gym": score_reasoning_gym,
 }
-# Scorer → what it executes of a response; "": nothing. A user's own scorer may.
-EXECUTES = {
-    "exact": "",
-    "math": "",
-    "reasoning_gym": "binary_matrix, codeio, countdown, intermediate_integration, n_queens, "
-    "polynomial_multiplication, puzzle24, simple_integration, spiral_matrix, string_insertion",
-}
+# Scorer → tasks of which it executes the response. A user's own scorer may, of every task.
+EXECUTES: dict[str, frozenset[str]] = {
+    "exact": frozenset(),
+    "math": frozenset(),
+    "reasoning_gym": frozenset({
+        "binary_matrix", "codeio", "composite", "countdown", "intermediate_integration", "n_queens",
+        "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+        "string_insertion",
+    }),
+}  # fmt: skip
 # Scorer → the data.source whose problems alone it can score.
 OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
 
@@ -95,7 +98,7 @@ def load_by_name(
             raise ValueError("the workers do not import __main__")
         value = pkgutil.resolve_name(name)
         check(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module may end with sys.exit()
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"{field} must be one of {', '.join(table)} or {form} of a module on PYTHONPATH, "

@@ -10,6 +10,7 @@ the pipe to the trainer. `workers` is the other end of that pipe. No JAX.
 import collections
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -66,7 +67,8 @@ class Loaded(NamedTuple):
 
     score: Callable[..., Result]  # of a response and its problem
     contained: bool  # False: the user's function or class says `contained = False`
-    alone: bool  # each answer needs a process of its own, as its text may be executed
+    # Tasks whose answers need a process of their own, as their text may be executed; None: all.
+    alone: frozenset[str] | None
 
 
 def load(name: str, extract: str, environment: str) -> Loaded:
@@ -79,7 +81,8 @@ def load(name: str, extract: str, environment: str) -> Loaded:
             return Result(_checked(float(last.reward)), bool(last.done), last.observation)
 
         contained = bool(getattr(make, "contained", True))
-        return Loaded(step, contained, contained and environment not in ENVIRONMENTS)
+        trusted = not contained or environment in ENVIRONMENTS
+        return Loaded(step, contained, frozenset() if trusted else None)
     scorer, pattern = load_scorer(name), _compile_extract(extract)
 
     def score(response: str, *problem) -> Result:
@@ -88,7 +91,7 @@ def load(name: str, extract: str, environment: str) -> Loaded:
         return Result(0.0 if response is None else _checked(float(scorer(response, *problem))))
 
     contained = bool(getattr(scorer, "contained", True))
-    return Loaded(score, contained, contained and bool(EXECUTES.get(name, name)))
+    return Loaded(score, contained, EXECUTES.get(name) if contained else frozenset())
 
 
 def _checked(score: float) -> float:
@@ -196,10 +199,14 @@ class _Template:
         """Send the result of every item, with its number: they count from `first`."""
         done = 0
         while done < len(items):
-            end = done + 1 if self._loaded.alone else len(items)
-            for result in self._score(items[done:end]):
+            together = itertools.takewhile(lambda item: not self._is_alone(item), items[done:])
+            for result in self._score(list(together) or items[done : done + 1]):
                 self._send([first + done, *result])
                 done += 1
+
+    def _is_alone(self, item: tuple) -> bool:
+        _, _, task, *_ = item
+        return self._loaded.alone is None or task in self._loaded.alone
 
     def _score(self, items: Sequence[tuple]) -> Iterator[Result]:
         """Results of the first items, up to a failure of the process that scores them.

@@ -26,7 +26,7 @@ from multiprocessing.connection import Pipe
 import numpy as np
 
 from specrl_jax.rewards import containment, worker_process
-from specrl_jax.rewards.scorers import EXECUTES, score_exact
+from specrl_jax.rewards.scorers import score_exact
 from specrl_jax.rewards.worker_process import Result, Settings
 
 MAX_CHUNK = 32  # answers sent to a worker at once
@@ -88,7 +88,9 @@ class RewardPool(contextlib.AbstractContextManager):
         for worker in self._workers:
             self._idle.put(worker)
         self._threshold = float(threshold)
-        self._executes = (environment or EXECUTES.get(name, name)) if loaded.alone else ""
+        self._executes = environment or name
+        if loaded.alone is not None:
+            self._executes = ", ".join(sorted(loaded.alone))
         self._warned = False
         self._lock = threading.Lock()
         self._closed = False
