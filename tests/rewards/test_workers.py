@@ -222,6 +222,7 @@ def test_exact_extract_and_threshold():
         ({"name": "exactly"}, "one of exact, math, reasoning_gym or module:function.*'exactly'"),
         ({"name": "no_such_module:f"}, "module:function.*'no_such_module:f': ModuleNotFoundError"),
         ({"name": "user_scorers:none"}, "module:function.*'user_scorers:none': AttributeError"),
+        ({"name": "leaving_module:f"}, "module:function.*'leaving_module:f': SystemExit: 3"),
         (
             {"name": "user_scorers:two"},
             r"\(response, answer, task, metadata\).*too many positional",
