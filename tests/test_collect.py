@@ -116,7 +116,7 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
 @pytest.mark.parametrize(
     ("algorithm", "changes", "prefix"),
     [
-        ("ppo", {}, "train.critic"),
+        pytest.param("ppo", {}, "train.critic", marks=pytest.mark.slow),
         ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "waiting_rows"),
     ],
     ids=["ppo", "speed"],

@@ -85,6 +85,7 @@ def _check_update(cases: list[dict], batches: int) -> None:
         assert least["seconds"] > 0
 
 
+@pytest.mark.slow  # what it times is timed on recorded responses too
 def test_update_on_drawn_lengths(run, monkeypatch):
     monkeypatch.setattr(update, "PROMPT_TIMES", (8,))
     cases, text = run("update", *SMALL)
@@ -123,7 +124,7 @@ def test_trained_and_rules(tmp_path):
     assert kept["block"] > kept["match"]
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.05])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
 def test_selection(mesh, tmp_path, rate):
     """The policy of evaluation 0 and step 1 against that of step 2; one that stays owes nothing."""
     changes = {"updates.learning_rate": rate, "updates.weight_decay": 0.0, "train.steps": 2}
