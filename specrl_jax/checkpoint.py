@@ -135,8 +135,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def restore_newest(self, like: Any) -> tuple[int, Any, dict]:
         """(step, arrays, host) of the newest step whose files are as they were saved.
 
-        Damaged steps that are newer are renamed to `damaged-STEP` and told in one line each. Raises
-        as `restore` does, and DamagedCheckpointError if all steps are damaged: they stay.
+        Newer ones, damaged, are renamed to `damaged-STEP` and named in one line each. Raises as
+        `restore` does, and DamagedCheckpointError if all steps are damaged: they stay.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):

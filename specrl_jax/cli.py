@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -61,7 +61,6 @@ def run(main: Callable[[], None]) -> None:
                 logging.set_verbosity(logging.WARNING)
             main()
 
-    sys.unraisablehook = _unraisable
     app.run(call, flags_parser=_parse)
 
 
@@ -80,13 +79,6 @@ def user_errors() -> Iterator[None]:
         if "\n" in str(error) or os.environ.get("SPECRL_TRACEBACK"):
             raise
         _fail(str(error))
-
-
-def _unraisable(said: Any) -> None:
-    """Not the traceback of a thread that finds its event loop closed: tensorstore's, where a file
-    cannot be written. The error that closed it is raised as well."""
-    if str(said.exc_value) != "Event loop is closed" or os.environ.get("SPECRL_TRACEBACK"):
-        sys.__unraisablehook__(said)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -40,7 +40,7 @@ class PackedTries:
     nodes: np.ndarray  # [B, L], sequence · T + slot of each row's tokens; -1 after a row's end
 
     def padded(self, sequences: int) -> "PackedTries":
-        """With empty sequences behind, `sequences` in all."""
+        """With empty sequences after these, `sequences` in all."""
         own = np.tile(np.arange(self.tokens.shape[1], dtype=np.int32), (sequences, 1))
         empty = {"tokens": own * 0, "depths": own * 0, "ends": own + 1, "parents": own}
         for name, array in empty.items():

@@ -1,4 +1,4 @@
-"""Divergence: found before it is saved, told with its field, left behind by another run."""
+"""Divergence: named before it is saved, with its field; another run goes on from before it."""
 
 import dataclasses
 import pathlib

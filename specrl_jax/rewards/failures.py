@@ -1,4 +1,4 @@
-"""What becomes of answers that could not be scored: told, kept in a file, and the end of a run.
+"""What becomes of answers that could not be scored: a warning, a file, and the end of a run.
 
 Takes each step's reasons and texts. A reward that always fails looks like a policy that is always
 wrong, so the console says at once why, and a run with nothing but failures stops. No JAX.
@@ -17,7 +17,7 @@ MAX_FAILED_STEPS = 3  # steps, one after another, whose rewards all failed
 
 
 class FailureLog:
-    """Tells of failures and keeps them in `WORKDIR/reward_failures.jsonl`.
+    """Warns of failures and keeps them in `WORKDIR/reward_failures.jsonl`.
 
     workdir: None in a process that does not write, as another one does.
     warn: shows a line to the user.
@@ -26,7 +26,7 @@ class FailureLog:
     def __init__(self, workdir: Path | None, warn: Callable[[str], None]):
         self._path = None if workdir is None else workdir / FILE_NAME
         self._warn = warn
-        self._told = 0.0  # share of failures at the last warning
+        self._warned = 0.0  # share of failures at the last warning
         self._failed_steps = 0
 
     def record(
@@ -57,8 +57,8 @@ class FailureLog:
                 f"{line}; all rewards of {MAX_FAILED_STEPS} steps failed: see "
                 f"{self._path or FILE_NAME}, mend reward.name or the data"
             )
-        if share >= 2 * self._told or share == 1 > self._told:
-            self._told = share
+        if share >= 2 * self._warned or share == 1 > self._warned:
+            self._warned = share
             self._warn(f"warning: {line}; see {self._path or FILE_NAME}")
 
     def _write(self, records) -> None:

@@ -75,10 +75,10 @@ def enter_namespaces() -> bool:
 
 def unshare() -> None:
     """OSError where the system does not allow it; this process must then end."""
-    moved, told = os.pipe()
+    moved, done = os.pipe()
     helper = os.fork()  # only from outside can root keep its rights to the files of others
     if helper == 0:
-        os.close(told)
+        os.close(done)
         try:
             if os.read(moved, 1):
                 _map_users(os.getppid())
@@ -88,9 +88,9 @@ def unshare() -> None:
     os.close(moved)
     try:
         call("unshare", _NEW_USER | _NEW_PID | _NEW_NET | _NEW_IPC)
-        os.write(told, b"1")
+        os.write(done, b"1")
     finally:
-        os.close(told)
+        os.close(done)
         status = os.waitpid(helper, 0)[1]
     if status:
         raise PermissionError("no user can be mapped into a namespace")

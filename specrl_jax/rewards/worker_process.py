@@ -308,7 +308,7 @@ def _score_and_end(
                 file.write(_failure(error).to_line())
                 os._exit(0)
             for item in items:
-                result = _within_memory(loaded, cell, item)
+                result = _within_memory(loaded, cell, item, is_only=len(items) == 1)
                 if os.getpid() != pid:  # a copy that the answer has forked
                     break
                 file.write(result.to_line())
@@ -316,9 +316,10 @@ def _score_and_end(
         os._exit(0)
 
 
-def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple) -> Result:
+def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only: bool) -> Result:
+    """is_only: no other item follows in this process, so that it need not lift its limit."""
     try:
-        cell.limit_memory(for_good=loaded.alone)
+        cell.limit_memory(for_good=is_only)
         return loaded.score(*item)
     except BaseException as error:  # SystemExit too: an answer may contain exit()
         return _failure(error)

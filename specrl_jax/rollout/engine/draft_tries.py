@@ -20,7 +20,7 @@ class DraftTries(NamedTuple):
     tokens: np.ndarray  # [S, T]
     depths: np.ndarray  # [S, T]
     ends: np.ndarray  # [S, T]
-    nodes: np.ndarray  # [b, P + W], sequence · T + slot of each row's tokens; -1 behind them
+    nodes: np.ndarray  # [b, P + W], sequence · T + slot of each row's tokens; -1 after them
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def pack_drafts(
     """Tries of n rows; few numbers of sequences occur, each a multiple of the batch's shards.
 
     prompts: int32 [n, P], right-padded. drafts: int32 [n, W], of which `lens` count. size: rows of
-    the bucket, at least n; rows behind the n hold nothing.
+    the bucket, at least n; the rows after the n hold nothing.
     """
     count, width = drafts.shape
     tokens = np.pad(prompts, ((0, 0), (0, width)))

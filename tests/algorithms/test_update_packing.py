@@ -1,0 +1,140 @@
+"""Rows packed as tries, or left out, give the gradient of all rows alone, for every algorithm."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from update_reference import (
+    GRADIENT,
+    LEARNER,
+    LOSS,
+    PROMPT,
+    RESPONSE,
+    ROWS,
+    distance,
+    gradient,
+    host_batch,
+    on_mesh,
+    pack,
+    place_params,
+    plain_loss,
+)
+
+from specrl_jax.algorithms.learner import (
+    Critic,
+    init_train_state,
+)
+from specrl_jax.algorithms.scoring import (
+    critic_values,
+    logprobs,
+)
+from specrl_jax.algorithms.update import update
+from specrl_jax.packing import PACKINGS
+from specrl_jax.sharding import put
+from specrl_jax.types import Batch
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, size):
+    """Rows 0 and 1 share their prompt, row 3 is row 2 with another last token."""
+    batch = host_batch(shared=True)
+    learner = dataclasses.replace(LEARNER, packing=packing, micro_batch_size=size)
+    got, metrics = gradient(learner, batch)
+    value, want = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, LOSS, range(ROWS))))(
+        place_params()
+    )
+    assert distance(got, want) <= 2e-6
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert metrics["tokens"] == batch.response_lens.sum()
+
+
+def _random_rows(seed: int) -> Batch:
+    """Two groups: a whole row twice, a row and its beginning, an empty one, full ones."""
+    rng, size = np.random.default_rng(seed), (8, PROMPT + RESPONSE)
+    prompt_lens = np.repeat(rng.integers(1, PROMPT + 1, 2), 4).astype(np.int32)
+    response_lens = rng.integers(1, RESPONSE + 1, 8).astype(np.int32)
+    response_lens[[3, 5, 6]] = 0, RESPONSE, RESPONSE
+    tokens = rng.integers(0, 3, size).astype(np.int32)  # of three, so that beginnings are shared
+    columns = np.arange(size[1])
+    shared = columns < prompt_lens[:, None]
+    tokens = np.where(shared, tokens[np.arange(8) // 4 * 4], tokens)
+    tokens[1], tokens[4] = tokens[0], tokens[5]
+    response_lens[1] = response_lens[0]
+    tokens[columns >= (prompt_lens + response_lens)[:, None]] = 0
+    names = "old_logprobs", "advantages", "ref_logprobs", "values", "returns"
+    floats = rng.normal(scale=0.5, size=(5, 8, RESPONSE)).astype(np.float32)
+    return Batch(tokens, prompt_lens, response_lens, **dict(zip(names, floats)))
+
+
+ALGORITHMS = {
+    "GRPO": {"kl_coef": 0.1},
+    "DAPO": {"clip_high": 0.4},
+    "Dr. GRPO": {"aggregation": "constant", "dual_clip": 0.0},
+    "GSPO": {"ratio": "sequence", "aggregation": "sequence"},
+    "CISPO": {"objective": "cispo", "entropy_coef": 0.1},
+    "PPO, head": {"critic": "head"},
+    "PPO, network": {"critic": "network"},
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name):
+    changes = dict(ALGORITHMS[name])
+    kind = changes.pop("critic", None)
+    critic = kind and Critic(kind, coef=0.7, clip=0.3, optimizer=GRADIENT)
+    loss = dataclasses.replace(LOSS, **changes)
+    of_rows = dataclasses.replace(LEARNER, loss=loss, critic=critic, packing="rows")
+    tries = dataclasses.replace(of_rows, packing="trie", micro_batch_size=16)
+
+    def results(learner, shape):
+        """(gradients, losses, log-probs, values) of every seed."""
+        with jax.set_mesh(make_mesh(*shape)):
+            found = []
+            for seed in range(3):
+                batch = _random_rows(seed)
+                if not loss.kl_coef:
+                    batch = dataclasses.replace(batch, ref_logprobs=None)
+                if not critic:
+                    batch = dataclasses.replace(batch, values=None, returns=None)
+                state, batch = init_train_state(learner, place_params()), on_mesh(batch)
+                if critic:
+                    head = put(np.random.default_rng(8).normal(size=8).astype(np.float32), None)
+                    state = dataclasses.replace(state, critic=state.critic | {"head": head})
+                packed = pack(batch, learner, range(8))
+                read = logprobs(learner, state.params, packed)
+                values = critic_values(learner, state, packed) if critic else None
+                state, metrics = update(learner, state, batch, packed)
+                gradients = state.opt_state, state.critic_opt_state
+                found.append(jax.device_get((gradients, metrics["loss"], read, values)))
+            return found
+
+    expected = results(of_rows, (1, 1, 1))
+    for got, want in zip(results(tries, (4, 2, 1)), expected, strict=True):
+        assert distance(got[0], want[0]) <= 1e-5
+        for mine, theirs in zip(jax.tree.leaves(got[1:]), jax.tree.leaves(want[1:]), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_left_out_count_in_the_mean(mesh):
+    """Rows 1 and 2 have no advantage: the gradient and the loss are those of all rows."""
+    batch = host_batch()
+    advantages = batch.advantages.copy()
+    advantages[[1, 2]] = 0
+    batch = dataclasses.replace(batch, advantages=advantages)
+    for aggregation in ("token", "sequence"):
+        settings = dataclasses.replace(LOSS, aggregation=aggregation)
+        learner = dataclasses.replace(LEARNER, loss=settings)
+        all_rows, _ = gradient(learner, batch)
+        got, metrics = gradient(learner, batch, included=np.array([1, 0, 0, 1], bool))
+        assert distance(got, all_rows) <= 2e-6
+        value = plain_loss(place_params(), batch, settings, range(ROWS))
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+        assert metrics["tokens"] == batch.response_lens[[0, 3]].sum()
+
+
+def test_without_any_row_to_compute_the_gradient_is_0(mesh):
+    got, metrics = gradient(LEARNER, host_batch(), included=np.zeros(ROWS, bool))
+    assert not any(np.any(x) for x in jax.tree.leaves(got))
+    assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0

@@ -1,0 +1,138 @@
+"""A small learner and batch, and its loss written down row by row, without padding or masks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specrl_jax.algorithms.learner import (
+    Learner,
+    init_train_state,
+)
+from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.algorithms.scoring import (
+    pack_rows,
+)
+from specrl_jax.algorithms.update import update
+from specrl_jax.models import transformer
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.transformer import Transformer
+from specrl_jax.sharding import put
+from specrl_jax.types import Batch
+
+MODEL = ModelConfig(
+    vocab_size=12, embed_dim=8, mlp_dim=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
+)
+LOSS = LossConfig(
+    objective="clip", ratio="token", clip_low=0.2, clip_high=0.28, dual_clip=3.0,
+    aggregation="token", kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
+    max_response_len=5,
+)  # fmt: skip
+# Hands the gradient out as its state and leaves the parameters alone.
+GRADIENT = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+)
+LEARNER = Learner(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=2)
+ROWS, PROMPT, RESPONSE = 4, 4, 5
+
+
+@functools.cache
+def host_params():
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda shape: rng.normal(0, 0.4, shape).astype(np.float32),
+        transformer.param_shapes(MODEL),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def place_params():
+    return transformer.place_params(MODEL, host_params())
+
+
+def host_batch(reference: bool = False, shared: bool = False) -> Batch:
+    """Ragged rows; old log-probs some way off the policy's, so that every clip binds somewhere.
+
+    shared: rows 0 and 1 share a prompt, rows 2 and 3 all but their last token.
+    """
+    rng = np.random.default_rng(1)
+    prompt_lens = rng.integers(1, PROMPT + 1, ROWS).astype(np.int32)
+    response_lens = np.array([5, 1, 4, 2], np.int32)
+    tokens = np.zeros((ROWS, PROMPT + RESPONSE), np.int32)
+    for row, count in enumerate(prompt_lens + response_lens):
+        tokens[row, :count] = rng.integers(0, 12, count)
+    if shared:
+        prompt_lens[1], prompt_lens[3], response_lens[3] = prompt_lens[0], prompt_lens[2], 4
+        tokens[1, : prompt_lens[1]] = tokens[0, : prompt_lens[0]]
+        tokens[3] = tokens[2]
+        tokens[3, prompt_lens[3] + 3] += 1
+    shape = (ROWS, RESPONSE)
+    return Batch(
+        tokens=tokens,
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        old_logprobs=rng.normal(-2.5, 1.0, shape).astype(np.float32),
+        advantages=np.tile(rng.normal(size=(ROWS, 1)), (1, RESPONSE)).astype(np.float32),
+        ref_logprobs=rng.normal(-2.5, 0.7, shape).astype(np.float32) if reference else None,
+    )
+
+
+def on_mesh(batch: Batch) -> Batch:
+    return jax.tree.map(lambda x: put(x, "batch", *(None,) * (x.ndim - 1)), batch)
+
+
+def row_scores(params, tokens, first: int, temperature: float):
+    """Log-probs [n] and entropies [n] of tokens[first:], from a pass over this row alone."""
+    model = Transformer(MODEL, params)
+    logits = model.logits(model(jnp.asarray(tokens)[None])[0])
+    logits = jax.sharding.reshard(logits, jax.P(None, None, None))
+    log_p = jax.nn.log_softmax(logits[0, first - 1 : -1] / temperature)
+    taken = jnp.sum(log_p * np.eye(MODEL.vocab_size)[tokens[first:]], axis=-1)
+    return taken, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def plain_loss(params, batch: Batch, settings: LossConfig, rows) -> jax.Array:
+    """arXiv 2402.03300, eq. 3 with DAPO's two clips and the dual clip, token by token."""
+    row_sums, counts = [], []
+    for b in rows:
+        first, count = batch.prompt_lens[b], batch.response_lens[b]
+        scores, spread = row_scores(params, batch.tokens[b, : first + count], first, 0.8)
+        terms = []
+        for j in range(count):
+            advantage = batch.advantages[b, j]
+            ratio = jnp.exp(scores[j] - batch.old_logprobs[b, j])
+            clipped = jnp.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+            term = -jnp.minimum(ratio * advantage, clipped * advantage)
+            if settings.dual_clip and advantage < 0:
+                term = jnp.minimum(term, -settings.dual_clip * advantage)
+            if settings.kl_coef:
+                d = batch.ref_logprobs[b, j] - scores[j]
+                kl = {"k1": -d, "k2": d**2 / 2, "k3": jnp.exp(d) - d - 1}[settings.kl_estimator]
+                term += settings.kl_coef * kl
+            terms.append(term - settings.entropy_coef * spread[j])
+        row_sums.append(sum(terms))
+        counts.append(int(count))
+    if settings.aggregation == "token":
+        return sum(row_sums) / sum(counts)
+    return sum(s / n for s, n in zip(row_sums, counts)) / len(counts)
+
+
+def distance(one, two) -> float:
+    """‖one − two‖ / ‖two‖ over all leaves."""
+    gap = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64), one, two)
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))  # noqa: E731
+    return norm(gap) / norm(jax.tree.map(np.asarray, two))
+
+
+def pack(batch: Batch, learner: Learner = LEARNER, rows=range(ROWS), included=None):
+    return pack_rows(learner, batch, np.array(rows), included)
+
+
+def gradient(learner: Learner, batch: Batch, **packed):
+    state = init_train_state(learner, place_params())
+    batch = on_mesh(batch)
+    state, metrics = update(learner, state, batch, pack(batch, learner, **packed))
+    return state.opt_state, metrics
