@@ -113,10 +113,11 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
         assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "changes", "prefix"),
     [
-        pytest.param("ppo", {}, "train.critic", marks=pytest.mark.slow),
+        ("ppo", {}, "train.critic"),
         ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "waiting_rows"),
     ],
     ids=["ppo", "speed"],
@@ -208,6 +209,7 @@ def test_speeds_records_number_the_samples_of_a_prompt(speed):
         assert written == expected
 
 
+@pytest.mark.slow
 def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
     """Every prompt comes again; the ratio rule keeps what the same policy would say again."""
     changes = CHANGES | SPEED | {"train.steps": 8, "updates.learning_rate": 0.0}

@@ -48,7 +48,7 @@ def test_a_task_with_a_reward(tmp_path):
 
 def test_an_environment(tmp_path):
     last = run_recipe(RECIPES["An environment"], tmp_path)[-1]
-    assert last["step"] == 4
+    assert last["step"] == 2
     assert last["rollout/turns_mean"] > 1
     assert last["reward/failed"] == 0
 

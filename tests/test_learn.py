@@ -65,7 +65,7 @@ def test_a_step_without_any_signal(mesh, tmp_path, changes):
     assert record["policy/loss"] == 0 or len(changes) > 2
 
 
-@pytest.mark.parametrize("packing", ["trie", "sequences"])
+@pytest.mark.parametrize("packing", ["trie", pytest.param("sequences", marks=pytest.mark.slow)])
 def test_packing_changes_a_run_by_rounding_only(mesh, tmp_path, packing):
     """A PPO step with a critic, a KL and recomputed log-probs gives the weights of padded rows."""
     changes = {
@@ -80,7 +80,7 @@ def test_packing_changes_a_run_by_rounding_only(mesh, tmp_path, packing):
         np.testing.assert_allclose(packed[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["head", "network"])
+@pytest.mark.parametrize("kind", [pytest.param("head", marks=pytest.mark.slow), "network"])
 def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mesh, tmp_path, kind):
     """In the two warm-up steps the policy and its moments stay as they are, to the bit."""
     changes = {

@@ -105,6 +105,7 @@ def test_update_on_recorded_responses(mesh, tmp_path):
     _check_update(json.loads(path.read_text())["cases"], batches=2)
 
 
+@pytest.mark.slow
 def test_trained_and_rules(tmp_path):
     """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved."""
     paths = {name: tmp_path / f"{name}.json" for name in ("trained", "rules")}

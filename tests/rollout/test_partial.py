@@ -30,10 +30,9 @@ PLANS = {
         "cache_bytes": 2 * 12 * 10 * 128,
     },
 }
-# What the first two ask is in the others.
 MARKED = [
-    pytest.param(changes, marks=pytest.mark.slow if number < 2 else (), id=name)
-    for number, (name, changes) in enumerate(PLANS.items())
+    pytest.param(changes, marks=() if name == "drafts from a tree" else pytest.mark.slow, id=name)
+    for name, changes in PLANS.items()
 ]
 
 
@@ -265,7 +264,8 @@ def test_more_extra_groups_than_wanted_ones(mesh):
     assert len(prompts.lens) == 2
 
 
-@pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (1, 2, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
         spec, (_, weights) = make_spec(cache_lengths=1), ref.policy()

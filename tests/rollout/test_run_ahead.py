@@ -203,6 +203,7 @@ def test_training_is_the_same_with_and_without(trained, tmp_path, mesh):
         before = result.get("rollout/tokens_run_ahead", 0)
 
 
+@pytest.mark.slow
 def test_a_policy_that_stays_keeps_all_of_it(tmp_path, mesh):
     changes = RUN_AHEAD | {"updates.learning_rate": 0.0, "train.steps": 3}
     changes |= {"rollout.draft": "previous+tree", "rollout.accept": "match"}

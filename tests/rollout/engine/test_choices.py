@@ -252,6 +252,7 @@ WHIMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accept", "changes"), WHIMS.values(), ids=WHIMS)
 def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
     monkeypatch.setattr(bucket_sizes, "NARROW", 1)  # passes of one token and of two
