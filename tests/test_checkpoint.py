@@ -7,8 +7,10 @@ import pathlib
 import re
 import resource
 import signal
+import sys
 import threading
 import time
+import types
 from typing import NamedTuple
 
 import absl.logging
@@ -20,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_runs import run_until_killed, small_config
 
+from specrl_jax import checkpoint
 from specrl_jax.checkpoint import (
     Checkpointer,
     check_run_config,
@@ -302,3 +305,24 @@ def test_tracebacks_of_orbaxs_threads_are_not_told(tmp_path, monkeypatch, name, 
     record.exc_info = raised
     monkeypatch.setenv("SPECRL_TRACEBACK", "1")
     assert log.filter(record)
+
+
+@pytest.mark.parametrize(
+    ("message", "variable", "is_shown"),
+    [
+        ("Event loop is closed", "", False),
+        ("Event loop is closed", "1", True),
+        ("no room", "", True),
+    ],
+)
+def test_reads_that_end_late_are_not_reported(tmp_path, monkeypatch, message, variable, is_shown):
+    shown = []
+    monkeypatch.setenv("SPECRL_TRACEBACK", variable)
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    checkpoint._hide_abandoned_reads.cache_clear()
+    with Checkpointer(tmp_path):
+        pass
+    error = types.SimpleNamespace(exc_value=RuntimeError(message), object=None)
+    sys.unraisablehook(error)
+    assert shown == [error] * is_shown
+    checkpoint._hide_abandoned_reads.cache_clear()

@@ -1,8 +1,6 @@
 """What a user sees who types something wrong: one line, exit code 2, no traceback."""
 
 import concurrent.futures
-import sys
-import types
 
 import pytest
 from small_runs import ROOT, launch
@@ -83,19 +81,3 @@ def test_a_full_disk_is_one_line(tmp_path):
         assert answer.stderr.count("\n") == 1
         rule = f"error: checkpoint could not be saved in {tmp_path / str(i)}, make room there and "
         assert answer.stderr.startswith(rule)
-
-
-def test_other_errors_of_threads_are_told(capsys, monkeypatch):
-    closed = RuntimeError("Event loop is closed")
-    for error, environment, told in (
-        (closed, "", False), (closed, "1", True), (RuntimeError("another"), "", True)
-    ):  # fmt: skip
-        monkeypatch.setenv("SPECRL_TRACEBACK", environment)
-        said = types.SimpleNamespace(
-            exc_type=RuntimeError, exc_value=error, exc_traceback=None, err_msg=None, object=None
-        )
-        monkeypatch.setattr(
-            sys, "__unraisablehook__", lambda x: print(x.exc_value, file=sys.stderr)
-        )
-        cli._unraisable(said)
-        assert bool(capsys.readouterr().err) == told
