@@ -70,6 +70,8 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
     """
     described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
     has_config = check_run_config(workdir, described, ignore=MAY_CHANGE)
+    if resume_from and not has_config:
+        _parse_origin(resume_from, config)  # a mistake shows before anything is loaded
     keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
     trainer, params = build(config)
     with (
@@ -79,15 +81,16 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
     ):
         last = checkpoints.latest_step()
         _check_complete(workdir, last, has_config)
-        if last is not None and last >= trainer.total_steps:
-            print(f"{workdir}: finished at step {last} of {trainer.total_steps}, nothing to do")
+        state = resume(trainer, params, checkpoints) if last is not None else None
+        if state and state.step >= trainer.total_steps:
+            print(
+                f"{workdir}: finished at step {state.step} of {trainer.total_steps}, nothing to do"
+            )
             return
         trainer.scorer.pool.warm_up()
-        if last is not None:
-            state = resume(trainer, params, checkpoints)
-        elif resume_from:
+        if state is None and resume_from:
             state = _resume_from(resume_from, trainer, params)
-        else:
+        elif state is None:
             state = init_state(trainer, params)
         del params
         save_run_config(workdir, described)  # from here on the directory is this run's

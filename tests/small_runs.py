@@ -172,13 +172,14 @@ def launch(program: str, *arguments: str, **environment: str) -> subprocess.Comp
 def run_until_killed(target, *inputs) -> None:
     """target(*inputs) on one device, in a process of its own that must die of SIGKILL."""
     spawn = multiprocessing.get_context("spawn")
-    child = spawn.Process(target=_on_one_device, args=(target, inputs))
+    child = spawn.Process(target=on_one_device, args=(target, inputs))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
 
 
-def _on_one_device(target, inputs) -> None:
+def on_one_device(target, inputs) -> None:
+    """target(*inputs), for a process of its own."""
     from specrl_jax.sharding import make_mesh
 
     os.environ["XLA_FLAGS"] += " " + ONE_DEVICE["XLA_FLAGS"]

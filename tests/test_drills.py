@@ -1,0 +1,271 @@
+"""Runs that are killed, stopped and left without room, again and again: nothing may be lost.
+
+Every life of a run is a process of its own; the moments are drawn from a seed. The long drills are
+marked slow; docs/reliability.md says how often they were run.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import small_runs
+from small_runs import ROOT, assert_same_run, on_one_device, records, small_config
+
+from specrl_jax import cli
+from specrl_jax import train as loop
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.telemetry.metrics import MetricsLog
+
+# A checkpoint at every step: a kill finds one under way more often than not.
+CHANGES = {
+    "warmup.steps": 3, "evaluate.every": 3, "evaluate.samples": 2, "checkpoint.every": 1,
+    "checkpoint.keep_last": 2, "rollout.draft": "previous+tree", "rollout.adaptive": False,
+    "log.rollouts": 1.0,
+}  # fmt: skip
+
+
+def _run(workdir, changes) -> None:
+    with cli.user_errors():
+        loop.train(small_config(CHANGES | changes), workdir)
+
+
+def _begin(target, *inputs) -> multiprocessing.Process:
+    """A life. Forked from a server that has imported everything, as imports take seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["specrl_jax.train", "small_runs"])
+    life = context.Process(target=on_one_device, args=(target, inputs))
+    life.start()
+    return life
+
+
+def _size(workdir) -> int:
+    path = pathlib.Path(workdir, "metrics.jsonl")
+    return path.stat().st_size if path.exists() else 0
+
+
+def _wait_for_a_step(life, workdir, size: int) -> None:
+    while life.is_alive() and _size(workdir) <= size:
+        time.sleep(0.002)
+
+
+def _kill(workdir, changes, moment: random.Random, seconds: tuple[float, float]) -> bool:
+    """A life that is killed at a random moment, unless it ends before.
+
+    One in three dies in its start, the others in or after a step; seconds: of a start, of a step.
+    """
+    size = _size(workdir)
+    life = _begin(_run, workdir, changes)
+    in_start = moment.random() < 1 / 3
+    if not in_start:
+        _wait_for_a_step(life, workdir, size)
+    time.sleep(moment.uniform(0, seconds[0] if in_start else 2 * seconds[1]))
+    life.kill()
+    life.join()
+    return life.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(tmp_path, mesh, kills):
+    """Metrics, checkpoint and recorded responses are those of a whole run, bit for bit."""
+    steps, (whole, killed) = kills + 10, (tmp_path / "whole", tmp_path / "killed")
+    changes = {"train.steps": steps}
+    begun = time.perf_counter()
+    life = _begin(_run, whole, changes)
+    _wait_for_a_step(life, whole, 0)
+    start = time.perf_counter() - begun
+    life.join()
+    seconds = start, (time.perf_counter() - begun - start) / steps
+    moment, done = random.Random(0), 0
+    while done < kills and (not records(killed) or records(killed)[-1]["step"] < steps - 2):
+        done += _kill(killed, changes, moment, seconds)
+    print(f"{done} kills, a start takes {seconds[0]:.1f} s, a step {seconds[1]:.2f} s")
+    assert done >= kills / 2
+    life = _begin(_run, killed, changes)
+    life.join()
+    assert life.exitcode == 0
+    assert_same_run(killed, whole, steps)
+    for one in sorted((whole / "rollouts").rglob("*.jsonl*")):
+        assert (killed / one.relative_to(whole)).read_bytes() == one.read_bytes()
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A function of the loop, and whether a signal in it is waited with until the step is saved."""
+
+    owner: object
+    name: str
+    saves: bool = True
+
+
+# In the order in which a run meets them, each in a life of its own.
+PHASES = [
+    Phase(loop, "build", saves=False), Phase(loop, "init_state", saves=False),
+    Phase(loop, "held_out_metrics"), Phase(loop, "resume", saves=False),
+    Phase(loop, "collect"), Phase(loop, "learn"), Phase(MetricsLog, "write"),
+    Phase(Checkpointer, "save"), Phase(Checkpointer, "wait", saves=False),
+]  # fmt: skip
+
+
+def _run_with_signal(workdir, changes, phase: int, number: int, count: int = 1) -> None:
+    """The run, in which the function sends signals to its own process as it begins."""
+    owner, name = PHASES[phase].owner, PHASES[phase].name
+    original = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        setattr(owner, name, original)
+        for _ in range(count):
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+    _run(workdir, changes)
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_signals_in_every_phase(tmp_path, mesh, first):
+    """SIGTERM and Ctrl-C in turn, then one of them twice."""
+    steps, workdir = len(PHASES) + 3, tmp_path / "stopped"
+    changes, numbers = {"train.steps": steps}, (signal.SIGTERM, signal.SIGINT)
+    at_once = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}
+    for index, phase in enumerate(PHASES):
+        number = numbers[(index + first) % 2]
+        life = _begin(_run_with_signal, workdir, changes, index, number)
+        life.join()
+        assert life.exitcode == (0 if phase.saves else at_once[number]), (phase.name, number)
+    learn = next(i for i, phase in enumerate(PHASES) if phase.name == "learn")
+    life = _begin(_run_with_signal, workdir, changes, learn, signal.SIGTERM, 2)
+    life.join()
+    assert life.exitcode == -signal.SIGTERM
+    for folder in (workdir, tmp_path / "whole"):
+        life = _begin(_run, folder, changes)
+        life.join()
+    assert_same_run(workdir, tmp_path / "whole", steps)
+
+
+def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path, mesh):
+    changes, workdir = {"train.steps": 4}, tmp_path / "run"
+    first = _begin(_run, workdir, changes)
+    _wait_for_a_step(first, workdir, 0)
+    os.kill(first.pid, signal.SIGSTOP)  # for as long as the other one tries
+    with pytest.raises(ValueError, match="is in use by another process; wait for it, or give"):
+        loop.train(small_config(CHANGES | changes), workdir)
+    os.kill(first.pid, signal.SIGCONT)
+    first.join()
+    assert first.exitcode == 0
+    assert [record["step"] for record in records(workdir)] == [0, 1, 2, 3, 4]
+
+
+# --- a full disk ----------------------------------------------------------------------------------
+
+# The second start finds room. What is in the tmpfs is gone with its namespace, hence the copy.
+FULL_DISK = """
+mount -t tmpfs -o size={size}k none {disk}
+{train}; echo "exit $?" >&2
+mount -o remount,size=64m {disk}
+{train}; echo "exit $?" >&2
+cp -r {disk}/run {copy}
+"""
+
+
+def _in_namespace(script: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["unshare", "--user", "--mount", "--map-root-user", "sh", "-c", script],
+        cwd=ROOT, env=os.environ | small_runs.ONE_DEVICE | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+
+def _may_mount() -> bool:
+    return (
+        bool(shutil.which("unshare")) and _in_namespace("mount -t tmpfs none /mnt").returncode == 0
+    )
+
+
+@pytest.mark.parametrize("kib", [200, pytest.param(800, marks=pytest.mark.slow)])
+def test_a_full_disk_loses_nothing(tmp_path, mesh, kib):
+    """A tmpfs that is full in the first checkpoint or a later one, and then has room again."""
+    if not _may_mount():
+        pytest.skip("needs user namespaces in which a tmpfs may be mounted")
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
+    flags = [f"--config.{name}={value}" for name, value in CHANGES.items()]
+    train = [sys.executable, "launch/train.py", "--config=tests/small_runs.py", *flags]
+    train = " ".join([*train, f"--config.train.steps=6 --workdir={disk}/run"])
+    done = _in_namespace(FULL_DISK.format(size=kib, disk=disk, copy=copy, train=train))
+    errors = done.stderr.splitlines()
+    assert len(errors) == 3, done.stderr
+    assert errors[0].startswith("error: ")
+    assert "make room" in errors[0]
+    assert errors[1:] == ["exit 2", "exit 0"]
+    life = _begin(_run, tmp_path / "whole", {"train.steps": 6})
+    life.join()
+    assert_same_run(copy, tmp_path / "whole", 6)
+
+
+# --- a soak ---------------------------------------------------------------------------------------
+
+
+def _measures(pid: int, workdir) -> tuple[float, int, float]:
+    """Resident MiB, open files, and MiB of checkpoints."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    saved = pathlib.Path(workdir, "checkpoints").rglob("*")
+    size = sum(path.stat().st_size for path in saved if path.is_file())
+    return int(resident.split()[1]) / 1024, len(os.listdir(f"/proc/{pid}/fd")), size / 2**20
+
+
+def _micro(workdir, steps: int) -> None:
+    config = small_runs.preset("micro")
+    config.train.steps, config.log.wandb, config.log.rollouts = steps, "off", 0.0
+    config.log.plots = False
+    with cli.user_errors():
+        loop.train(config, workdir)
+
+
+@pytest.mark.slow
+def test_soak(tmp_path, mesh):
+    """1,000 steps of the preset micro in one life, and in lives of 20 to 60 seconds."""
+    steps, whole, killed = 1000, tmp_path / "whole", tmp_path / "killed"
+    life, seen = _begin(_micro, whole, steps), []
+    while life.is_alive():
+        time.sleep(1)
+        if (whole / "metrics.jsonl").exists() and life.is_alive() and not _saving(whole):
+            try:
+                seen.append(_measures(life.pid, whole))
+            except (FileNotFoundError, StopIteration):
+                continue  # a file of an older checkpoint, or the process, is gone
+    assert life.exitcode == 0
+    tenth = len(seen) // 10
+    for at in range(0, len(seen), tenth):
+        print("resident {:.0f} MiB, {} files, checkpoints {:.1f} MiB".format(*seen[at]))
+    for index in range(3):
+        early = max(measure[index] for measure in seen[tenth : 3 * tenth])
+        late = max(measure[index] for measure in seen[-2 * tenth :])
+        assert late <= 1.05 * early
+    moment, kills = random.Random(0), 0
+    while True:
+        life = _begin(_micro, killed, steps)
+        life.join(timeout=moment.uniform(20, 60))
+        if not life.is_alive():
+            break
+        life.kill()
+        life.join()
+        kills += 1
+    print(f"{kills} kills")
+    assert life.exitcode == 0
+    assert_same_run(killed, whole, steps)
+
+
+def _saving(workdir) -> bool:
+    return any("tmp" in path.name for path in (workdir / "checkpoints").glob("*"))
