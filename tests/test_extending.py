@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,11 +15,26 @@ TEXT = (ROOT / "docs" / "extending.md").read_text()
 RECIPES = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+# The presets with fewer programs to compile, and a short warm-up.
+SMALL = """
+import runpy
+
+REAL = runpy.run_path({path!r})
+
+
+def get_config(preset="tiny"):
+    config = REAL["get_config"](preset)
+    config.model.num_layers = config.rollout.row_buckets = config.rollout.cache_lengths = 1
+    config.warmup.steps = 50
+    return config
+"""
+
 
 def run_recipe(text: str, folder) -> list[dict]:
     """The metrics of the run that the recipe's commands start in `folder`."""
-    for name in ("configs", "launch"):
-        (folder / name).symlink_to(ROOT / name)
+    (folder / "launch").symlink_to(ROOT / "launch")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "configs" / "grpo.py").write_text(SMALL.format(path=f"{ROOT}/configs/grpo.py"))
     commands = "set -e\n"
     for language, code in BLOCK.findall(text):
         if language == "python":
