@@ -11,6 +11,7 @@ import pathlib
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ def _wait_for_a_step(life, workdir, size: int) -> None:
 
 
 def _kill(workdir, changes, moment: random.Random, seconds: tuple[float, float]) -> bool:
-    """A life that is killed at a random moment, unless it ends before.
+    """A life that is killed at a random moment; False if it ended before.
 
     One in three dies in its start, the others in or after a step; seconds: of a start, of a step.
     """
@@ -75,19 +76,18 @@ def _kill(workdir, changes, moment: random.Random, seconds: tuple[float, float])
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path, mesh, kills):
     """Metrics, checkpoint and recorded responses are those of a whole run, bit for bit."""
-    steps, (whole, killed) = kills + 10, (tmp_path / "whole", tmp_path / "killed")
+    steps, (whole, killed) = 3 * kills, (tmp_path / "whole", tmp_path / "killed")
     changes = {"train.steps": steps}
     begun = time.perf_counter()
     life = _begin(_run, whole, changes)
     _wait_for_a_step(life, whole, 0)
     start = time.perf_counter() - begun
     life.join()
-    seconds = start, (time.perf_counter() - begun - start) / steps
-    moment, done = random.Random(0), 0
-    while done < kills and (not records(killed) or records(killed)[-1]["step"] < steps - 2):
-        done += _kill(killed, changes, moment, seconds)
-    print(f"{done} kills, a start takes {seconds[0]:.1f} s, a step {seconds[1]:.2f} s")
-    assert done >= kills / 2
+    step = statistics.median(r["time/step"] for r in records(whole, times=True)[1:])
+    moment = random.Random(0)
+    for _ in range(kills):
+        assert _kill(killed, changes, moment, (start, step))
+    print(f"{kills} kills, a start takes {start:.1f} s, a step {step:.2f} s")
     life = _begin(_run, killed, changes)
     life.join()
     assert life.exitcode == 0

@@ -84,6 +84,7 @@ def _train_into_a_rollout(workdir) -> None:
     loop.train(small_config(TREES), workdir)
 
 
+@pytest.mark.slow
 def test_killed_twice_and_resumed_is_the_same_run(finished, tmp_path, mesh, capsys):
     """kill -9 while the first checkpoint is being written, and a step after another one."""
     workdir = tmp_path / "run"
@@ -97,6 +98,7 @@ def test_killed_twice_and_resumed_is_the_same_run(finished, tmp_path, mesh, caps
     assert_same_run(workdir, finished, 8)
 
 
+@pytest.mark.slow
 def test_killed_in_the_midst_of_a_rollout_with_tree_drafts(tmp_path, mesh, monkeypatch):
     """Widths are chosen by what drafts have brought so far, and so are those of the resumed run."""
     monkeypatch.setattr(states, "new_speculation", known_costs)

@@ -74,6 +74,7 @@ def test_a_draft_source(tmp_path):
     assert last["rollout/tokens_drafted"] > 0
 
 
+@pytest.mark.slow
 def test_a_draft_source_with_a_memory(tmp_path):
     last = run_recipe(RECIPES["A draft source with a memory"], tmp_path)[-1]
     assert last["rollout/tokens_drafted"] > 0
@@ -91,5 +92,6 @@ def test_an_advantage(tmp_path):
     assert last["update/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_family(tmp_path):
     assert run_recipe(RECIPES["A model family"], tmp_path)[-1]["step"] == 2

@@ -28,7 +28,9 @@ def frames_of_the_package(frame) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "changes"), [("grpo", {}), ("dapo", DAPO)], ids=["grpo", "dapo"]
+    ("algorithm", "changes"),
+    [("grpo", {}), pytest.param("dapo", DAPO, marks=pytest.mark.slow)],
+    ids=["grpo", "dapo"],
 )
 def test_few_frames_lie_between_a_step_and_the_decode_loop(
     mesh, tmp_path, monkeypatch, algorithm, changes

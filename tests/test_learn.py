@@ -107,6 +107,7 @@ def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mes
     assert ("train.critic.decoder.embed" in critics[0]) == (kind == "network")
 
 
+@pytest.mark.slow
 def test_a_critic_needs_no_group(mesh, tmp_path):
     changes = {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
     changes |= {"updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "train.steps": 2}

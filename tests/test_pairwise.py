@@ -1,4 +1,7 @@
-"""Every pair of algorithm, drafts, acceptance rule and curriculum, in runs of three steps."""
+"""Every pair of algorithm, drafts, acceptance rule and curriculum, in runs of three steps.
+
+The first eight combinations, each of new values in most choices, are not slow.
+"""
 
 import itertools
 import math
@@ -51,7 +54,14 @@ def cover(choices: dict[str, tuple]) -> list[tuple]:
     return chosen
 
 
-@pytest.mark.parametrize("combination", cover(CHOICES), ids="-".join)
+COVER = cover(CHOICES)
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [pytest.param(c, marks=[pytest.mark.slow] * (i >= 8)) for i, c in enumerate(COVER)],
+    ids="-".join,
+)
 def test_three_steps(mesh, tmp_path, combination):
     values = dict(zip(CHOICES, combination, strict=True))
     algorithm = values.pop("algorithm")

@@ -141,7 +141,9 @@ def test_random_acceptance_reuses_something(run):
     assert reuse != _reuse(run())
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    "estimator", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("k1", "k2")), "k3"]
+)
 def test_the_kl_to_the_reference_starts_at_0(run, estimator):
     """One update a step: the first is made before the policy has left the reference."""
     changes = {"algorithm.kl_coef": 0.5, "algorithm.kl_estimator": estimator}
@@ -160,7 +162,10 @@ def test_the_kl_to_the_reference_starts_at_0(run, estimator):
             "algorithm.normalize_std": False,
         },
         {"updates.passes": 2, "updates.micro_batch_size": 8},
-        {"updates.clip_norm": 0.0, "updates.schedule": "cosine", "updates.schedule_warmup": 2},
+        pytest.param(
+            {"updates.clip_norm": 0.0, "updates.schedule": "cosine", "updates.schedule_warmup": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -173,6 +178,7 @@ def test_choices_of_the_update_change_the_update_alone(run, changes):
     assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
 
 
+@pytest.mark.slow
 def test_truncated_laws_keep_an_untruncated_update(run):
     """With top-k 1 and top-p every token is the greedy one, its policy log-prob is not 0."""
     changes = {"rollout.top_k": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.8} | ALL_ROWS
@@ -191,6 +197,7 @@ def test_recomputed_old_logprobs_are_the_rollouts_up_to_rounding(run):
     )
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_one_another(run, tmp_path, mesh):
     loop.train(small_config(), tmp_path / "again")
     assert records(tmp_path / "again") == records(run())

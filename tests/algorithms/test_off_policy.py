@@ -174,6 +174,7 @@ def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
     np.testing.assert_array_equal(some, draft_lens(refresh=0.5))
 
 
+@pytest.mark.slow
 def test_a_run_adapts_its_lenience_and_weighs_its_tokens(mesh, tmp_path):
     changes = {
         "rollout.lenience": 2.0, "rollout.lenience_auto": True, "rollout.lenience_target": 1e-6,
@@ -203,7 +204,7 @@ def test_recomputed_log_probs_are_weighed_against_the_rollouts(mesh, tmp_path):
         assert record["policy/importance_capped"] == float(cap < 1)
 
 
-@pytest.mark.parametrize("accept", ["ratio", "random"])
+@pytest.mark.parametrize("accept", [pytest.param("ratio", marks=pytest.mark.slow), "random"])
 def test_reuse_of_tokens_that_truncation_cuts_off_keeps_metrics_finite(mesh, tmp_path, accept):
     """Full and random reuse accept what top-k would never sample: log-prob -inf, later 0 / 0."""
     changes = {

@@ -79,7 +79,12 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+FAST = ("GRPO", "PPO, network")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in ALGORITHMS]
+)
 def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name):
     changes = dict(ALGORITHMS[name])
     kind = changes.pop("critic", None)

@@ -96,6 +96,7 @@ def test_update_on_drawn_lengths(run, monkeypatch):
     assert "over rows" in text
 
 
+@pytest.mark.slow
 def test_update_on_recorded_responses(mesh, tmp_path):
     train.train(small_config({"log.rollouts": 1.0, "train.steps": 3}), tmp_path / "run")
     path = tmp_path / "figures.json"

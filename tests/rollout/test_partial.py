@@ -250,6 +250,7 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     check_equal(jax.tree.map(lambda x: x[rows], host(result.rollout)), new)
 
 
+@pytest.mark.slow
 def test_more_extra_groups_than_wanted_ones(mesh):
     """Of ten groups in flight, two are wanted: the others wait for up to three steps."""
     spec, (_, weights) = make_spec(row_buckets=3), ref.policy()
@@ -301,6 +302,7 @@ def trained(tmp_path_factory, make_mesh):
     return workdir, seen
 
 
+@pytest.mark.slow
 def test_every_update_has_all_its_rows_and_every_prompt_of_an_epoch_comes_once(trained):
     """8 prompts, 4 a step, 3 epochs; the last step begins two prompts fewer, so none is left."""
     _, seen = trained
@@ -312,6 +314,7 @@ def test_every_update_has_all_its_rows_and_every_prompt_of_an_epoch_comes_once(t
         assert len({e.prompt_id for e in prompts.examples}) == 4
 
 
+@pytest.mark.slow
 def test_the_update_weighs_against_the_policy_that_sampled(trained):
     _, seen = trained
     stale = 0
@@ -325,6 +328,7 @@ def test_the_update_weighs_against_the_policy_that_sampled(trained):
     assert stale > 100
 
 
+@pytest.mark.slow
 def test_what_the_run_records(trained):
     result = records(trained[0])
     assert [r["epoch"] for r in result] == [0, 1, 1, 2, 2, 3, 3]
@@ -338,6 +342,7 @@ def test_what_the_run_records(trained):
     assert result[1]["policy/rollout_train_logprob_gap"] < 1e-5
 
 
+@pytest.mark.slow
 def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
     """Stopped behind steps 2 and 5 and gone on with: who is in flight is in the checkpoint."""
     for number in (2, 5):

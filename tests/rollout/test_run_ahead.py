@@ -184,6 +184,7 @@ def _responses(workdir, step: int) -> list[tuple]:
     return [tuple(map(str, map(r.get, names))) for r in read_rollouts(workdir, step)]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without(trained, tmp_path, mesh):
     loop.train(small_config(RUN), tmp_path / "plain")
     before = 0
@@ -216,6 +217,7 @@ def test_a_policy_that_stays_keeps_all_of_it(tmp_path, mesh):
     assert result[3]["rollout/draft_accept_rate"] < 1
 
 
+@pytest.mark.slow
 def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
     """Stopped behind step 2 and gone on with: the drafts are in the checkpoint."""
     with monkeypatch.context() as patch:

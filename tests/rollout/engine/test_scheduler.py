@@ -170,7 +170,8 @@ def test_resumed_rows_get_the_cache_after_the_one_they_filled(mesh, live_bytes):
     assert stats.preempted == 12  # 8 of the first cache length, and 4 more that fill it
 
 
-@pytest.mark.parametrize("slots", [2, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [2, 48])
 def test_a_verification_that_splits_stays_within_the_bound(mesh, live_bytes, slots):
     """Drafts of two passes, right in 3 of 8 rows: these go on alone only if there is room. Without
     a bound they do, and the cache of their prompts must be gone by then."""
