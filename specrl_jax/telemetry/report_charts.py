@@ -4,6 +4,7 @@ Takes `Series` of runs, one colour each, with the standard deviation over their 
 series has a colour for each metric. A chart without data is left out. Colours are Okabe and Ito's.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -64,15 +65,16 @@ _EXACTNESS = (
             "reward/failed": "failed answers"}),
 )  # fmt: skip
 
-# Parts of a step's seconds, bottom first: name, metrics added, metrics taken off, colour.
+# Parts of a step's seconds, from the bottom: name, its metric, those within it that have their own
+# part, colour.
 _PARTS = (
-    ("prefill", ("prefill",), (), SKY),
-    ("verify", ("verify",), (), YELLOW),
-    ("decode", ("decode",), (), BLUE),
-    ("rest of the rollout", ("rollout",), ("prefill", "verify", "decode"), GREY),
-    ("reward", ("reward",), (), PURPLE),
-    ("update", ("update",), (), GREEN),
-    ("rest of the step", ("step",), ("rollout", "reward", "update"), "#666666"),
+    ("prefill", "prefill", (), SKY),
+    ("verify", "verify", (), YELLOW),
+    ("decode", "decode", (), BLUE),
+    ("rest of the rollout", "rollout", ("prefill", "verify", "decode"), GREY),
+    ("reward", "reward", (), PURPLE),
+    ("update", "update", (), GREEN),
+    ("rest of the step", "step", ("rollout", "reward", "update"), "#666666"),
 )
 
 
@@ -119,7 +121,7 @@ def _line(points: dict[int, list[float]], name: str, color: str, dash: str) -> l
     steps = list(points)
     means = [statistics.fmean(values) for values in points.values()]
     spread = [deviation(values) for values in points.values()]
-    sparse = len(steps) < 2 or min(b - a for a, b in zip(steps, steps[1:])) > 1
+    sparse = len(steps) < 2 or min(b - a for a, b in itertools.pairwise(steps)) > 1
     style = {"color": color, "width": 2, "dash": dash}
     line = {"x": steps, "y": _rounded(means), "name": name, "line": style, "type": "scatter"}
     line["mode"] = "lines+markers" if sparse else "lines"
@@ -184,36 +186,39 @@ def seconds_chart(series: Sequence[Series]) -> Chart:
         layout = {"barmode": "stack", "yaxis": {"title": {"text": "seconds a step"}}}
         note = "Means over the steps and seeds of an epoch, without steps that compiled."
         bars = [(x, records) for x, records in _by_epoch(series) if records]
+    x: list = [x for x, _ in bars]
+    if len(series) > 1:  # two levels
+        x = list(map(list, zip(*x)))
     traces = []
-    for name, added, taken, color in _PARTS:
-        y = [_mean_seconds(records, added, taken) for _, records in bars]
+    for name, metric, within, color in _PARTS:
+        y = [_mean_seconds(records, metric, within) for _, records in bars]
         if any(y):
-            x = [x for x, _ in bars]
-            x = list(map(list, zip(*x))) if x and isinstance(x[0], tuple) else x  # two levels
-            traces.append({"type": "bar", "x": x, "y": _rounded(y), "name": name,
-                           "marker": {"color": color, "line": {"width": 0}}})  # fmt: skip
+            marker = {"color": color, "line": {"width": 0}}
+            trace = {"type": "bar", "name": name, "x": x, "y": _rounded(y), "marker": marker}
+            traces.append(trace)
     return {"title": "Seconds of a step", "note": note, "data": traces, "layout": layout}
 
 
-def _by_epoch(series: Sequence[Series]) -> list[tuple[tuple[str, str], list[Record]]]:
-    """(epoch, series) → the records of all seeds; one series is its epochs alone."""
-    epochs = dict.fromkeys(epoch for one in series for run in one.runs for epoch in run.epochs)
-    return [
-        ((f"epoch {epoch}", one.name if len(series) > 1 else ""),
-         without_compiling(r for run in one.runs for r in run.epochs.get(epoch, [])))
-        for epoch in sorted(epochs)
-        for one in series
-    ]  # fmt: skip
+def _by_epoch(series: Sequence[Series]) -> list[tuple[Any, list[Record]]]:
+    """(epoch, series), or the epoch of a single series → the records of all seeds."""
+    epochs = {epoch for one in series for run in one.runs for epoch in run.epochs}
+    bars: list[tuple[Any, list[Record]]] = []
+    for epoch in sorted(epochs):
+        for one in series:
+            records = [r for run in one.runs for r in run.epochs.get(epoch, [])]
+            name = f"epoch {epoch}"
+            x = (name, one.name) if len(series) > 1 else name
+            bars.append((x, without_compiling(records)))
+    return bars
 
 
-def _mean_seconds(records: Sequence[Record], added: Sequence[str], taken: Sequence[str]) -> float:
-    """Of the sum of some times less others; at least 0, where clocks overlap."""
-    sums = [
-        sum(r.get(f"time/{name}") or 0.0 for name in added)
-        - sum(r.get(f"time/{name}") or 0.0 for name in taken)
+def _mean_seconds(records: Sequence[Record], metric: str, within: Sequence[str]) -> float:
+    """Of a time less those within it; at least 0, where clocks overlap."""
+    seconds = [
+        (r.get(f"time/{metric}") or 0.0) - sum(r.get(f"time/{name}") or 0.0 for name in within)
         for r in records
     ]
-    return max(statistics.fmean(sums), 0.0)
+    return max(statistics.fmean(seconds), 0.0)
 
 
 def length_chart(accepted: dict[str, list[int]]) -> list[Chart]:
