@@ -51,7 +51,7 @@ _TRAINING = (
 )  # fmt: skip
 _EXACTNESS = (
     _Curves("Accepted tokens: log π/π_old", "nats",
-            {f"reuse/log_ratio_p{n}": f"{n}th percentile" for n in ("95", "50", "05")}),
+            {f"reuse/log_ratio_p{n}": f"{int(n)}th percentile" for n in ("95", "50", "05")}),
     _Curves("Accepted tokens: KL of old and new policy", "nats a token", {"reuse/kl": "KL"}),
     _Curves("Accepted and rejected draft tokens", "share",
             {"rollout/draft_accept_rate": "accepted of all", "reuse/rejected_mass":
@@ -243,4 +243,11 @@ def length_chart(accepted: dict[str, list[int]]) -> list[Chart]:
         "xaxis": {"title": {"text": "accepted tokens"}, "type": "category"},
         "yaxis": {"title": {"text": "share of recorded responses"}},
     }
-    return [{"title": "Accepted length", "note": "", "data": traces, "layout": layout}]
+    return [
+        {
+            "title": "Recorded responses by what was accepted",
+            "note": "",
+            "data": traces,
+            "layout": layout,
+        }
+    ]

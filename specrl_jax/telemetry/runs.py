@@ -188,7 +188,7 @@ FIGURES: tuple[tuple[str, Callable[[Run], float | None], str], ...] = (
     ("held-out reward, last", _at("reward/eval", -1), "{:.3f}"),
     ("training reward, last epoch", _last_epoch("reward/mean"), "{:.3f}"),
     ("tokens reused", reused_fraction, "{:.1%}"),
-    ("after the first epoch", lambda run: reused_fraction(run, after_first=True), "{:.1%}"),
+    ("the same, later epochs", lambda run: reused_fraction(run, after_first=True), "{:.1%}"),
     ("rollout speed-up", lambda run: speed_up(run, "time/rollout"), "{:.2f}×"),
     ("whole-step speed-up", lambda run: speed_up(run, "time/step"), "{:.2f}×"),
     ("tokens generated", _total("rollout/tokens_generated"), "{:,.0f}"),
