@@ -131,8 +131,8 @@ def test_a_tiny_share_still_records_the_smallest_hash():
 
 def test_every_field_by_hand(tmp_path):
     write(open_records(tmp_path))
-    names = ("text", "token_ids", "token_ends", "sources", "policy_logprobs", "origin_steps", "reward", "failed",
-             "prefix_len", "ended")  # fmt: skip
+    names = ("text", "token_ids", "token_ends", "sources", "policy_logprobs", "origin_steps",
+             "reward", "failed", "prefix_len", "ended")  # fmt: skip
     rows = [
         (
             "1 3",

@@ -1,4 +1,4 @@
-"""The report: figures by hand, hostile text, and the page in a browser, driven by mouse and keys."""
+"""The report: figures by hand, hostile text, and the page in a browser, by mouse and keys."""
 
 import json
 import math
