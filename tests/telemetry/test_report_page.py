@@ -103,7 +103,7 @@ def test_seeds_are_one_series_with_a_band(tmp_path):
     band, line = report_charts.training_charts(series)[0]["data"][:2]
     assert line["y"] == [0.5] * 6
     spread = math.sqrt(0.125)
-    assert band["y"] == pytest.approx([0.5 + spread] * 6 + [0.5 - spread] * 6)
+    assert band["y"] == pytest.approx([0.5 + spread] * 6 + [0.5 - spread] * 6, rel=1e-5)
 
 
 def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
