@@ -209,7 +209,7 @@ def base() -> ConfigDict:
 
     config.log = log = ConfigDict()
     log.wandb = "auto"  # off | offline | online | auto (online where logged in, else offline)
-    log.plots = True  # PNG plots at the end
+    log.plots = True  # report.html at checkpoints and the end, PNG plots at the end
     log.rollouts = 0.02  # share of prompts whose responses go to WORKDIR/rollouts/step_N.jsonl
 
     config.mesh = mesh = ConfigDict()

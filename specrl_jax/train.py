@@ -25,6 +25,8 @@ from specrl_jax.state import TrainerState, init_state, resume
 from specrl_jax.telemetry import report
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
 from specrl_jax.telemetry.records import RolloutRecords
+from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
+from specrl_jax.telemetry.report_page import ReportWriter
 from specrl_jax.types import Prompts
 
 # What a resumed run may change: where it runs and how it is recorded, not what it computes.
@@ -100,8 +102,9 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
             for written in (log, records):
                 written.restore(kept or -1)  # step 0 is evaluated and written again
             failures = FailureLog(workdir if jax.process_index() == 0 else None, log.warn)
-            with _way_on(checkpoints):
-                loop(trainer, state, checkpoints, log, records, failures, stop)
+            writes = config.log.plots and jax.process_index() == 0
+            with _way_on(checkpoints), ReportWriter(workdir, writes, log.warn) as page:
+                loop(trainer, state, checkpoints, log, records, failures, stop, page)
     _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
 
 
@@ -113,6 +116,7 @@ def loop(
     records: RolloutRecords,
     failures: FailureLog,
     stop: StopRequest,
+    page: ReportWriter,
 ) -> None:
     """Steps until the last one or a stop request; evaluates, records and saves on the way."""
     if state.step == 0:
@@ -135,6 +139,7 @@ def loop(
         if state.step % trainer.config.checkpoint.every == 0 or last:
             metric = values.get("reward/eval")
             checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
+            page.refresh()
     if stop:
         checkpoints.save(state.step, state.arrays(), state.host())  # nothing if it is there
 
@@ -233,7 +238,7 @@ def _finish(trainer: Trainer, state: TrainerState, workdir: Path, stopped_by: st
     else:
         print(report.summary_table(metrics))
     if trainer.config.log.plots and (paths := report.write_plots(metrics, workdir)):
-        print(f"plots: {paths[0].parent}")
+        print(f"report: {workdir / REPORT}, plots: {paths[0].parent}")
 
 
 def _open_log(trainer: Trainer, workdir: Path) -> MetricsLog:

@@ -214,6 +214,7 @@ def test_plots_and_a_summary_at_the_end(tmp_path, mesh, capsys):
     out = capsys.readouterr().out
     assert "held-out reward: first " in out
     assert "plots: " in out
+    assert 'id="data"' in (tmp_path / "run" / "report.html").read_text()
     assert len(list((tmp_path / "run").rglob("*.png"))) >= 5
 
 

@@ -12,6 +12,7 @@ larger share adds prompts. A batch without such a prompt records the one with th
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from specrl_jax.types import Prompts, Rollout, Source
 FOLDER = "rollouts"
 # Field of a line → its meaning. "Per token": a list or string with one item for each token of the
 # response, end of sequence included. For example, "4 5" and its end, where a rule accepted "4 5":
-#     "token_ids":[6,2,1],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2,"ended":true
+#     "token_ids":[6,2,1],"token_ends":[1,3,3],"sources":"rrs","origin_steps":[3,3,7],"prefix_len":2
 FIELDS = {
     "step": "the step of the rollout; as in the file's name",
     "epoch": "the pass over the prompts that the step belongs to; 0 before the first step",
@@ -38,6 +39,7 @@ FIELDS = {
     "answer": "the problem's reference answer",
     "text": "the response as it was scored: decoded, without special tokens",
     "token_ids": "per token: its id",
+    "token_ends": "per token: characters of the text up to its end; absent in older records",
     "sources": "per token, a letter: s sampled, d drafted, r reused, f forced (see types.Source)",
     "policy_logprobs": "per token: nats, with temperature, without top-k/top-p; 4 decimals",
     "reward": "6 decimals; null, like a log-prob, where it is not finite",
@@ -46,10 +48,14 @@ FIELDS = {
     "prefix_len": "tokens that come from the earlier response, from the first on",
     "ended": "true if the last token ends the sequence; false if the response was cut",
 }
+_REQUIRED = [name for name in FIELDS if name != "token_ends"]
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
+_LINE_START = re.compile(rb'{"step":\d+,"epoch":\d+,"prompt_id":"([^"\\]*)"')
 _LOGPROB_DECIMALS, _REWARD_DECIMALS = 4, 6
+# A character of so many tokens at most is waited for; a longer one is no valid text.
+_MAX_CHARACTER_TOKENS = 8
 
 
 # Which prompts ------------------------------------------------------------------------------
@@ -96,8 +102,45 @@ def read_rollouts(
     Raises ValueError in one line, with the file and its line, where the file is damaged.
     """
     path = rollouts_path(workdir, step, kind)
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [jsonl.decode(path, number, line, FIELDS) for number, line in enumerate(lines, start=1)]
+    lines = _lines(path)
+    return [jsonl.decode(path, n, line, _REQUIRED) for n, line in enumerate(lines, start=1)]
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def read_some_rollouts(
+    workdir: str | os.PathLike, limit: int
+) -> tuple[dict[str, list[dict[str, Any]]], int, int]:
+    """The recorded responses to as many prompts as `limit` bytes of the files allow.
+
+    The prompts lie evenly among all, sorted by their id, which is a hash; at least one is read.
+    Returns the responses of both kinds, {"step": [...], "eval": [...]}, by step, the number of the
+    prompts that were read, and of all. Raises ValueError as `read_rollouts` does.
+    """
+    sizes: dict[tuple[str, bytes], int] = {}
+    files = [(kind, s) for kind in ("step", "eval") for s in recorded_steps(workdir, kind)]
+    for kind, step in files:
+        for line in _lines(rollouts_path(workdir, step, kind)):
+            prompt = kind, _prompt_id(line)
+            sizes[prompt] = sizes.get(prompt, 0) + len(line)
+    every = max(1, -(-sum(sizes.values()) // limit))
+    chosen = set(sorted(sizes)[::every])
+    rollouts: dict[str, list[dict[str, Any]]] = {"step": [], "eval": []}
+    for kind, step in files:
+        path = rollouts_path(workdir, step, kind)
+        for number, line in enumerate(_lines(path), start=1):
+            prompt_id = _prompt_id(line)
+            if not prompt_id or (kind, prompt_id) in chosen:
+                rollouts[kind].append(jsonl.decode(path, number, line, _REQUIRED))
+    return rollouts, len(chosen), len(sizes)
+
+
+def _prompt_id(line: bytes) -> bytes:
+    """Of an undecoded line; b"" where it is damaged, which decoding it reports."""
+    match = _LINE_START.match(line)
+    return match[1] if match else b""
 
 
 # Writing ------------------------------------------------------------------------------------
@@ -122,6 +165,7 @@ class RolloutRecords:
         self.active = share > 0  # False: there is nothing to write
         self._workdir, self._share = Path(workdir), share
         self._decode, self._eos_ids = decode, eos_ids
+        self._pieces: dict[int, str] = {}  # token id → its text when decoded alone
 
     def restore(self, step: int) -> None:
         """Removes the files of steps after `step`, and unfinished files.
@@ -180,15 +224,42 @@ class RolloutRecords:
     def _response(self, rollout: Rollout, row: int) -> dict[str, Any]:
         response = slice(0, int(rollout.lens[row]))
         token_ids = rollout.tokens[row, response].tolist()
+        text = self._decode(token_ids)
         return {
-            "text": self._decode(token_ids),
+            "text": text,
             "token_ids": token_ids,
+            "token_ends": self._token_ends(token_ids, text),
             "sources": "".join(map(_LETTERS.__getitem__, rollout.sources[row, response].tolist())),
             "policy_logprobs": _finite(rollout.policy_logprobs[row, response], _LOGPROB_DECIMALS),
             "origin_steps": rollout.origin_steps[row, response].tolist(),
             "prefix_len": int(rollout.prefix_lens[row]),
             "ended": bool(token_ids) and token_ids[-1] in self._eos_ids,
         }
+
+    def _token_ends(self, token_ids: list[int], text: str) -> list[int]:
+        """Characters of `text` up to the end of each token.
+
+        The tokens of one character are decoded together: all but its last end before it. A token
+        is decoded behind the last whole one, as tokenizers treat a text's beginning differently.
+        """
+        pieces = [self._piece(token_id) for token_id in token_ids]
+        if "".join(pieces) == text:
+            return list(itertools.accumulate(map(len, pieces)))
+        ends, end, context, start = [], 0, 0, 0
+        for i in range(1, len(token_ids) + 1):
+            before = self._decode(token_ids[context:start])
+            now = self._decode(token_ids[context:i])
+            whole = len(now) > len(before) and not now.endswith("\ufffd")
+            if whole or i - start == _MAX_CHARACTER_TOKENS:
+                end = min(end + max(len(now) - len(before), 0), len(text))
+                context, start = start, i
+            ends.append(end)
+        return ends[:-1] + [len(text)] * bool(ends)
+
+    def _piece(self, token_id: int) -> str:
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._decode([token_id])
+        return self._pieces[token_id]
 
 
 def _finite(values: np.ndarray, decimals: int) -> list[float | None]:

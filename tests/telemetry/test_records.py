@@ -131,13 +131,35 @@ def test_a_tiny_share_still_records_the_smallest_hash():
 
 def test_every_field_by_hand(tmp_path):
     write(open_records(tmp_path))
-    names = ("text", "token_ids", "sources", "policy_logprobs", "origin_steps", "reward", "failed",
-             "prefix_len", "ended")  # fmt: skip
+    names = ("text", "token_ids", "token_ends", "sources", "policy_logprobs", "origin_steps",
+             "reward", "failed", "prefix_len", "ended")  # fmt: skip
     rows = [
-        ("1 3", [5, 3, 4, 1], "rrds", [0, -1.2346, -2.5, -0.25], [1, 3, 7, 7], 1.0, False, 2, True),
-        ("1 333", [5, 3, 4, 4, 4], "sssss", [-1.0] * 5, [7] * 5, 0.1, False, 0, False),
-        ("4", [6, 2], "rr", [-0.5, -7.0], [2, 2], 0.0, False, 2, True),
-        ("", [], "", [], [], 0.0, True, 0, False),
+        (
+            "1 3",
+            [5, 3, 4, 1],
+            [1, 2, 3, 3],
+            "rrds",
+            [0, -1.2346, -2.5, -0.25],
+            [1, 3, 7, 7],
+            1.0,
+            False,
+            2,
+            True,
+        ),
+        (
+            "1 333",
+            [5, 3, 4, 4, 4],
+            [1, 2, 3, 4, 5],
+            "sssss",
+            [-1.0] * 5,
+            [7] * 5,
+            0.1,
+            False,
+            0,
+            False,
+        ),
+        ("4", [6, 2], [1, 1], "rr", [-0.5, -7.0], [2, 2], 0.0, False, 2, True),
+        ("", [], [], "", [], [], 0.0, True, 0, False),
     ]
     groups = [{"prompt_id": "a1", "prompt": "3 1>"}, {"prompt_id": "b1", "prompt": "4>"}]
     expected = [
@@ -152,6 +174,29 @@ def test_every_field_by_hand(tmp_path):
     assert [json.loads(line) for line in text.splitlines()] == expected
     assert text.count("-0.0,") == 0
     assert {tuple(json.loads(line)) for line in text.splitlines()} == {tuple(FIELDS)}
+
+
+@pytest.mark.parametrize(
+    ("words", "ids", "ends"),
+    [
+        ({5: b"a", 6: b"\xe2\x82", 7: b"\xac", 4: b"b"}, [5, 6, 7, 4], [1, 1, 2, 3]),
+        ({5: b"\xff", 6: b"b"}, [5, 6, 6], [1, 2, 3]),  # no text in UTF-8
+        ({}, [], []),
+    ],
+)
+def test_where_tokens_end_that_are_parts_of_characters(tmp_path, words, ids, ends):
+    def decode_bytes(tokens):
+        return b"".join(words.get(i, b"") for i in tokens).decode(errors="replace")
+
+    out = open_records(tmp_path, decode=decode_bytes)
+    assert out._token_ends(ids, decode_bytes(ids)) == ends
+
+
+def test_where_tokens_end_whose_first_space_is_left_out(tmp_path):
+    """As Llama's tokenizer decodes."""
+    words = {5: " one", 6: " two", 7: "s"}
+    out = open_records(tmp_path, decode=lambda ids: "".join(words[i] for i in ids)[1:])
+    assert out._token_ends([5, 6, 7], "one twos") == [3, 7, 8]
 
 
 def test_a_share_of_the_prompts_with_all_their_samples(tmp_path):

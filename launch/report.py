@@ -1,0 +1,41 @@
+"""Write the report of runs, finished or running, as one HTML file.
+
+    python launch/report.py RUN [RUN ...] [--out=FILE]
+
+RUN is a work directory. A run writes its own RUN/report.html. Runs that differ in their seed alone
+are one curve, with the standard deviation as a band. FILE is RUN/report.html for one run, else
+report.html in the folder that holds the runs. --config.log.rollouts=1.0 records all responses.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from specrl_jax import cli
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a work directory")
+    parser.add_argument("--out", type=Path, help="the file to write")
+    return parser
+
+
+def main() -> None:
+    args, rest = parser().parse_known_args()
+    cli.refuse(rest, vars(args))
+    from specrl_jax.telemetry.report_page import FILE_NAME, write_report
+
+    folder = Path(os.path.commonpath([run.absolute() for run in args.runs]))
+    file = args.out or folder / FILE_NAME
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"--out: no directory {file.absolute().parent}; make it first")
+    write_report(args.runs, file)
+    print(file)
+
+
+if __name__ == "__main__":
+    with cli.user_errors():
+        main()

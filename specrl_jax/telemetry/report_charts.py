@@ -1,0 +1,253 @@
+"""The charts of a run's report, as figures of Plotly: {"data": [...], "layout": {...}}.
+
+Takes `Series` of runs, one colour each, with the standard deviation over their seeds as a band. One
+series has a colour for each metric. A chart without data is left out. Colours are Okabe and Ito's.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specrl_jax.telemetry.runs import Record, Run, Series, deviation, without_compiling
+
+Chart = dict[str, Any]  # title, note, data, layout
+
+BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999"
+)  # fmt: skip
+_COLORS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
+_DASHES = ("solid", "dot", "dash")
+_MAX_EPOCH_NAMES = 8  # in a chart; more epochs have lines without names
+_OFF_SCALE = 4.0  # times the median: a longer step compiled, and is not drawn to its full height
+_MAX_HISTOGRAMS, _BINS = 4, 12
+
+
+class _Curves(NamedTuple):
+    """A chart of metrics over steps."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]  # metric → its name in the chart
+    share: bool = False  # from 0 to 1
+    seconds: bool = False  # steps that compile are cut
+
+
+# The papers' curves: SPEC-RL (arXiv 2509.23232), figures 1, 4 and 6; SRT (2601.09083), figure 4.
+_TRAINING = (
+    _Curves("Reward", "mean reward", {"reward/mean": "training", "reward/eval": "held out"}),
+    _Curves("Rollout", "seconds a step", {"time/rollout": "rollout"}, seconds=True),
+    _Curves("Accepted prefix", "tokens, mean over rows",
+            {"rollout/prefix_len_mean": "accepted", "rollout/response_len_mean": "response"}),
+    _Curves("Responses reused whole", "share", {"rollout/full_reuse_ratio": "whole"}, share=True),
+    _Curves("Tokens", "tokens a step",
+            {"rollout/tokens_reused": "reused", "rollout/tokens_generated": "generated"}),
+    _Curves("Overlap with the last epoch's response", "ROUGE-1 F1",
+            {"rollout/overlap_rouge1": "overlap"}, share=True),
+    _Curves("Entropy", "nats a token", {"policy/entropy": "entropy"}),
+    _Curves("KL to the reference", "nats a token", {"policy/kl": "KL"}),
+    _Curves("Clipped tokens", "share", {"policy/clip_fraction": "clipped"}),
+)  # fmt: skip
+_EXACTNESS = (
+    _Curves("Accepted tokens: log π/π_old", "nats",
+            {f"reuse/log_ratio_p{n}": f"{int(n)}th percentile" for n in ("95", "50", "05")}),
+    _Curves("Accepted tokens: KL of old and new policy", "nats a token", {"reuse/kl": "KL"}),
+    _Curves("Accepted and rejected draft tokens", "share",
+            {"rollout/draft_accept_rate": "accepted of all", "reuse/rejected_mass":
+             "rejected of verified", "reuse/lenient_fraction": "accepted by lenience alone"},
+            share=True),
+    _Curves("Rollout's and training's log-prob", "mean difference, nats",
+            {"policy/rollout_train_logprob_gap": "difference"}),
+    _Curves("Importance weights", "mean over tokens",
+            {"policy/importance_mean": "weight", "policy/importance_capped": "share capped"}),
+    _Curves("Cut or failed", "responses, answers", {"rollout/truncated_fraction": "share cut",
+            "reward/failed": "failed answers"}),
+)  # fmt: skip
+
+# Parts of a step's seconds, from the bottom: name, its metric, those within it that have their own
+# part, colour.
+_PARTS = (
+    ("prefill", "prefill", (), SKY),
+    ("verify", "verify", (), YELLOW),
+    ("decode", "decode", (), BLUE),
+    ("rest of the rollout", "rollout", ("prefill", "verify", "decode"), GREY),
+    ("reward", "reward", (), PURPLE),
+    ("update", "update", (), GREEN),
+    ("rest of the step", "step", ("rollout", "reward", "update"), "#666666"),
+)
+
+
+def training_charts(series: Sequence[Series]) -> list[Chart]:
+    """The papers' curves."""
+    return _drawn(_TRAINING, series)
+
+
+def exactness_charts(series: Sequence[Series]) -> list[Chart]:
+    """How far reused tokens are from the policy's, and the rollout from the update."""
+    return _drawn(_EXACTNESS, series)
+
+
+# Over steps ---------------------------------------------------------------------------------
+
+
+def _drawn(charts: Sequence[_Curves], series: Sequence[Series]) -> list[Chart]:
+    return [chart for curves in charts if (chart := _chart(curves, series))["data"]]
+
+
+def _chart(curves: _Curves, series: Sequence[Series]) -> Chart:
+    traces: list[dict] = []
+    for i, one in enumerate(series):
+        for j, (metric, name) in enumerate(curves.metrics.items()):
+            points = one.values(metric)
+            if not points:
+                continue
+            several = len(series) > 1
+            label = ", ".join(
+                [one.name] * several + [name] * (len(curves.metrics) > 1 or not several)
+            )
+            color = _COLORS[(i if several else j) % len(_COLORS)]
+            dash = _DASHES[(j if several else 0) % len(_DASHES)]
+            traces += _line(points, label, color, dash)
+    layout = _layout(curves.unit, series[0].runs[0])
+    if curves.share:
+        layout["yaxis"]["range"] = [0, 1]
+    note = _cut(layout, traces) if curves.seconds else ""
+    return {"title": curves.title, "note": note, "data": traces, "layout": layout}
+
+
+def _line(points: dict[int, list[float]], name: str, color: str, dash: str) -> list[dict]:
+    """Means over the seeds, and their standard deviation as a band behind them."""
+    steps = list(points)
+    means = [statistics.fmean(values) for values in points.values()]
+    spread = [deviation(values) for values in points.values()]
+    sparse = len(steps) < 2 or min(b - a for a, b in itertools.pairwise(steps)) > 1
+    style = {"color": color, "width": 2, "dash": dash}
+    line = {"x": steps, "y": _rounded(means), "name": name, "line": style, "type": "scatter"}
+    line["mode"] = "lines+markers" if sparse else "lines"
+    if not any(spread):
+        return [line]
+    edges = [m + s for m, s in zip(means, spread)], [m - s for m, s in zip(means, spread)]
+    band = {"x": steps + steps[::-1], "y": _rounded(edges[0] + edges[1][::-1]), "fill": "toself"}
+    band |= {"fillcolor": color, "opacity": 0.2, "line": {"width": 0}, "hoverinfo": "skip"}
+    return [band | {"showlegend": False, "type": "scatter", "mode": "lines"}, line]
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
+
+
+def _layout(unit: str, run: Run) -> dict[str, Any]:
+    """Axes, and a dotted line before the first step of each epoch, with the epoch's number."""
+    starts = [(epoch, members[0]["step"] - 0.5) for epoch, members in run.epochs.items()]
+    every = math.ceil(len(starts) / _MAX_EPOCH_NAMES)
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
+    line["line"] = {"color": GREY, "width": 1, "dash": "dot"}
+    label = {"yref": "paper", "y": 1, "yanchor": "bottom", "xanchor": "left", "showarrow": False}
+    label["font"] = {"size": 10, "color": GREY}
+    return {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": unit}},
+        "shapes": [line | {"x0": x, "x1": x} for _, x in starts],
+        "annotations": [
+            label | {"x": x, "text": f"epoch {epoch}" if i == 0 else str(epoch)}
+            for i, (epoch, x) in enumerate(starts)
+            if i % every == 0
+        ],
+    }
+
+
+def _cut(layout: dict[str, Any], traces: Sequence[dict]) -> str:
+    """Limits the height: the first steps compile and would flatten all others. Names the cut."""
+    points = [xy for trace in traces for xy in zip(trace["x"], trace["y"]) if xy[1] is not None]
+    limit = _OFF_SCALE * statistics.median([y for _, y in points] or [0])
+    beyond = {x: y for x, y in points if y > limit}
+    if not beyond:
+        return ""
+    layout["yaxis"]["range"] = [0, 1.2 * max(y for _, y in points if y <= limit)]
+    noted = ", ".join(f"step {x}: {y:.1f} s" for x, y in list(beyond.items())[:3])
+    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+    return f"Off the scale, compiling: {noted}{more}."
+
+
+# Seconds and lengths ------------------------------------------------------------------------
+
+
+def seconds_chart(series: Sequence[Series]) -> Chart:
+    """A step's seconds as stacked bars: of every step of a single run, else means by epoch."""
+    runs = [run for one in series for run in one.runs]
+    if len(runs) == 1:
+        steps = runs[0].steps
+        layout = _layout("seconds", runs[0]) | {"barmode": "stack", "bargap": 0}
+        totals = {"x": [r["step"] for r in steps], "y": [r.get("time/step") for r in steps]}
+        note = _cut(layout, [totals])
+        bars = [(record["step"], [record]) for record in steps]
+    else:
+        layout = {"barmode": "stack", "yaxis": {"title": {"text": "seconds a step"}}}
+        note = "Means over the steps and seeds of an epoch, without steps that compiled."
+        bars = [(x, records) for x, records in _by_epoch(series) if records]
+    x: list = [x for x, _ in bars]
+    if len(series) > 1:  # two levels
+        x = list(map(list, zip(*x)))
+    traces = []
+    for name, metric, within, color in _PARTS:
+        y = [_mean_seconds(records, metric, within) for _, records in bars]
+        if any(y):
+            marker = {"color": color, "line": {"width": 0}}
+            trace = {"type": "bar", "name": name, "x": x, "y": _rounded(y), "marker": marker}
+            traces.append(trace)
+    return {"title": "Seconds of a step", "note": note, "data": traces, "layout": layout}
+
+
+def _by_epoch(series: Sequence[Series]) -> list[tuple[Any, list[Record]]]:
+    """(epoch, series), or the epoch of a single series → the records of all seeds."""
+    epochs = {epoch for one in series for run in one.runs for epoch in run.epochs}
+    bars: list[tuple[Any, list[Record]]] = []
+    for epoch in sorted(epochs):
+        for one in series:
+            records = [r for run in one.runs for r in run.epochs.get(epoch, [])]
+            name = f"epoch {epoch}"
+            x = (name, one.name) if len(series) > 1 else name
+            bars.append((x, without_compiling(records)))
+    return bars
+
+
+def _mean_seconds(records: Sequence[Record], metric: str, within: Sequence[str]) -> float:
+    """Of a time less those within it; at least 0, where clocks overlap."""
+    seconds = [
+        (r.get(f"time/{metric}") or 0.0) - sum(r.get(f"time/{name}") or 0.0 for name in within)
+        for r in records
+    ]
+    return max(statistics.fmean(seconds), 0.0)
+
+
+def length_chart(accepted: dict[str, list[int]]) -> list[Chart]:
+    """Histograms of the accepted length of recorded responses, by series or epoch; [] of none."""
+    names = [name for name, lengths in accepted.items() if any(lengths)]
+    every = math.ceil(len(names) / _MAX_HISTOGRAMS) or 1
+    names = names[::-1][::every][::-1]  # evenly, the last one included
+    if not names:
+        return []
+    longest = max(max(accepted[name]) for name in names)
+    width = max(1, math.ceil((longest + 1) / _BINS))
+    starts = range(0, longest + 1, width)
+    traces = []
+    for i, name in enumerate(names):
+        counts = [sum(start <= n < start + width for n in accepted[name]) for start in starts]
+        labels = [f"{s}–{s + width - 1}" if width > 1 else str(s) for s in starts]
+        traces.append({"type": "bar", "name": name, "x": labels,
+                       "y": _rounded([n / len(accepted[name]) for n in counts]),
+                       "marker": {"color": _COLORS[i]}})  # fmt: skip
+    layout = {
+        "barmode": "group",
+        "xaxis": {"title": {"text": "accepted tokens"}, "type": "category"},
+        "yaxis": {"title": {"text": "share of recorded responses"}},
+    }
+    return [
+        {
+            "title": "Recorded responses by what was accepted",
+            "note": "",
+            "data": traces,
+            "layout": layout,
+        }
+    ]

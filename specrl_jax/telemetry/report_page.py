@@ -1,0 +1,135 @@
+"""A run's report: WORKDIR/report.html, one file that loads nothing.
+
+Takes the work directories of one or several runs, finished or not. Charts are drawn by Plotly; the
+page holds its script. `report_page.html` is the page, with the viewer of the responses.
+"""
+
+import html
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.telemetry import runs as reports
+from specrl_jax.telemetry.report_charts import (
+    exactness_charts,
+    length_chart,
+    seconds_chart,
+    training_charts,
+)
+from specrl_jax.telemetry.rollout_viewer import viewer
+
+FILE_NAME = "report.html"
+
+_VIEWER_BYTES = 30 << 20  # of all runs' responses on the page
+_MOST_OF_THE_TIME = 0.05  # that refreshing may take
+
+
+def write_report(workdirs: Sequence[str | os.PathLike], file: str | os.PathLike) -> None:
+    """Writes the report of runs, all of it or nothing.
+
+    Raises ValueError in one line where a work directory is none or is damaged, OSError where the
+    file cannot be written.
+    """
+    runs = [reports.read_run(workdir) for workdir in workdirs]
+    content = page(_data(runs))
+    file = Path(file)
+    partial = file.with_name(file.name + ".partial")
+    try:
+        partial.write_text(content, encoding="utf-8", errors="replace")
+        partial.replace(file)
+    except OSError as error:
+        raise OSError(f"{file}: {error.strerror}; give another --out") from error
+
+
+def page(data: dict[str, Any]) -> str:
+    """The HTML of the page's data. All text in it stays text, whatever it holds."""
+    from plotly.offline import get_plotlyjs
+
+    # Without "<" no text can end the script element that holds it; the rest is ASCII.
+    encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {"TITLE": html.escape(data["title"]), "DATA": encoded, "PLOTLY": get_plotlyjs()}
+    template = resources.files(__package__).joinpath("report_page.html").read_text("utf-8")
+    return re.sub("__(TITLE|DATA|PLOTLY)__", lambda match: parts[match[1]], template)
+
+
+def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
+    series = reports.series(runs)
+    limit, shown = _VIEWER_BYTES // len(runs), []
+    accepted: dict[str, list[int]] = {}
+    for one in series:
+        for run in one.runs:
+            responses, by_epoch = _bounded(run, limit)
+            shown.append(responses)
+            if len(series) == 1:
+                for epoch, lengths in by_epoch.items():
+                    accepted.setdefault(epoch, []).extend(lengths)
+            elif by_epoch:
+                accepted.setdefault(one.name, []).extend(by_epoch[list(by_epoch)[-1]])
+    steps = sorted({run.records[-1]["step"] if run.records else 0 for run in runs})
+    return {
+        "title": " · ".join(dict.fromkeys(run.workdir.resolve().name for run in runs))[:200],
+        "written": f"{datetime.now():%Y-%m-%d %H:%M}, step {', '.join(map(str, steps))}",
+        "series": [
+            {"name": one.name, "runs": len(one.runs), "figures": reports.headline(one)}
+            for one in series
+        ],
+        "reckoned": reports.RECKONED,
+        "seconds": [seconds_chart(series)] if any(run.steps for run in runs) else [],
+        "training": training_charts(series),
+        "lengths": length_chart(accepted),
+        "exactness": exactness_charts(series),
+        "viewer": shown,
+    }
+
+
+def _bounded(run: reports.Run, limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """The viewer's data of a run in at most `limit` bytes of the page, or those of one prompt."""
+    budget = limit
+    while True:
+        data, accepted = viewer(run, budget)
+        size = len(json.dumps(data).replace("<", "\\u003c"))
+        if size <= limit or len(data["prompts"]) <= 2:
+            return data, accepted
+        budget = min(budget // 2, budget * limit // size)
+
+
+class ReportWriter:
+    """Keeps a run's report up to date. A failure is one warning, and ends nothing.
+
+    A context manager: the report is written on leaving it, in whatever way.
+    active: False in processes that do not write. warn: shows a line to the user.
+    """
+
+    def __init__(self, workdir: Path, active: bool, warn: Callable[[str], None]):
+        self._workdir, self._active, self._warn = workdir, active, warn
+        self._seconds, self._written = 0.0, -float("inf")
+
+    def refresh(self) -> None:
+        """Writes the report, unless that would take more than a twentieth of the time."""
+        waited = time.monotonic() - self._written
+        if self._active and self._seconds <= _MOST_OF_THE_TIME * waited:
+            self._write()
+
+    def _write(self) -> None:
+        start = time.monotonic()
+        try:
+            write_report([self._workdir], self._workdir / FILE_NAME)
+        except Exception as error:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            self._warn(f"warning: no {FILE_NAME}, training goes on: {reason}")
+            self._active = False
+        self._written = time.monotonic()
+        self._seconds = self._written - start
+
+    def __enter__(self) -> "ReportWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._active:
+            self._write()

@@ -1,0 +1,125 @@
+"""What the report's viewer shows of the recorded responses of a run.
+
+Takes `WORKDIR/rollouts` (`records`). Gives JSON-able dicts: the responses to a prompt, a column for
+each step that has them, with the text, source, log-prob and age of every token.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from specrl_jax.telemetry.records import read_some_rollouts
+from specrl_jax.telemetry.runs import Run
+
+Response = dict[str, Any]  # a line of a record
+
+_EPSILON = 1e-6  # as in algorithms.advantages
+
+
+def viewer(run: Run, limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """The viewer's data of a run, and the accepted lengths of its training responses by epoch.
+
+    limit: bytes of the records to read.
+    """
+    rollouts, shown, total = read_some_rollouts(run.workdir, limit)
+    prompts = [
+        _prompt(kind, responses, run.config)
+        for kind, lines in rollouts.items()
+        for responses in _grouped(lines, "prompt_id")
+    ]
+    accepted: dict[str, list[int]] = {}
+    for line in rollouts["step"]:
+        accepted.setdefault(f"epoch {line['epoch']}", []).append(line["prefix_len"])
+    data = {"name": run.workdir.resolve().name, "prompts": prompts, "shown": shown, "total": total}
+    return data, accepted
+
+
+def _grouped(lines: Iterable[Response], field: str) -> list[list[Response]]:
+    by_value: dict[Any, list[Response]] = {}
+    for line in lines:
+        by_value.setdefault(line[field], []).append(line)
+    return list(by_value.values())
+
+
+def _prompt(kind: str, responses: Sequence[Response], config: dict[str, Any]) -> dict[str, Any]:
+    """reward: mean of the last column. change: 1 − ROUGE-1 F1 of the last two columns."""
+    columns = _grouped(responses, "step")
+    rewards = [r["reward"] for r in columns[-1] if r["reward"] is not None]
+    return {
+        "kind": kind,
+        "id": responses[0]["prompt_id"],
+        "prompt": responses[0]["prompt"],
+        "answer": responses[0]["answer"],
+        "reward": statistics.fmean(rewards) if rewards else None,
+        "change": _change(*columns[-2:]) if len(columns) > 1 else 0.0,
+        "columns": [
+            {
+                "step": column[0]["step"],
+                "epoch": column[0]["epoch"],
+                "rows": [
+                    _row(line, advantage)
+                    for line, advantage in zip(column, _advantages(kind, column, config))
+                ],
+            }
+            for column in columns
+        ],
+    }
+
+
+def _row(line: Response, advantage: float | None) -> dict[str, Any]:
+    """One response; single letters name what there is one of for every token."""
+    return {
+        "sample": line["sample"],
+        "reward": line["reward"],
+        "advantage": advantage,
+        "failed": line["failed"],
+        "ended": line["ended"],
+        "prefix": line["prefix_len"],
+        "t": _pieces(line),
+        "s": line["sources"],
+        "l": [None if x is None else round(x, 3) for x in line["policy_logprobs"]],
+        "a": [line["step"] - step for step in line["origin_steps"]],
+    }
+
+
+def _pieces(line: Response) -> list[str]:
+    """The text of every token; "" of an end of sequence, and of all but a character's last token.
+
+    Records without `token_ends` give their ids, unless a token is a character.
+    """
+    text, ids, ends = line["text"], line["token_ids"], line.get("token_ends")
+    if ends is None:
+        if len(text) + line["ended"] != len(ids):
+            return [f"[{token_id}]" for token_id in ids]
+        ends = [min(i, len(text)) for i in range(1, len(ids) + 1)]
+    return [text[start:end] for start, end in zip([0, *ends], ends)]
+
+
+def _advantages(
+    kind: str, column: Sequence[Response], config: dict[str, Any]
+) -> list[float | None]:
+    """As GRPO, Dr. GRPO and RLOO have them (algorithms.advantages.group_relative).
+
+    None for other advantages, penalties for length, held-out prompts and incomplete groups.
+    """
+    rewards, size = [line["reward"] for line in column], config.get("rollout.group_size")
+    of_group = config.get("algorithm.advantage") in ("auto", "group")
+    others = config.get("critic.kind") != "none" or config.get("reward.overlong_tokens")
+    if kind != "step" or not of_group or others or len(column) != size or None in rewards:
+        return [None] * len(column)
+    shifted = [reward - rewards[0] for reward in rewards]  # equal rewards give exactly 0
+    centred = [x - statistics.fmean(shifted) for x in shifted]
+    scale = size / (size - 1) if config.get("algorithm.leave_one_out") else 1.0
+    if config.get("algorithm.normalize_std"):
+        scale /= math.sqrt(math.fsum(x * x for x in centred) / (size - 1)) + _EPSILON
+    return [round(x * scale, 3) for x in centred]
+
+
+def _change(before: Sequence[Response], now: Sequence[Response]) -> float:
+    """1 − ROUGE-1 F1 of responses with the same number, mean; 0 of none."""
+    old = {line["sample"]: Counter(line["token_ids"]) for line in before}
+    pairs = [(old[r["sample"]], Counter(r["token_ids"])) for r in now if r["sample"] in old]
+    overlaps = [2 * (a & b).total() / max(a.total() + b.total(), 1) for a, b in pairs]
+    return 1 - statistics.fmean(overlaps) if overlaps else 0.0

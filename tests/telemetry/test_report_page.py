@@ -1,0 +1,223 @@
+"""The report: figures by hand, hostile text, and the page in a browser, by mouse and keys."""
+
+import json
+import math
+import re
+
+import pytest
+from browser import PROGRAM, Page
+from small_runs import launch
+
+from specrl_jax.telemetry import report_charts, report_page, rollout_viewer, runs
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x00\u2028\ud83d <!-- __PLOTLY__"
+
+
+def response(step, epoch, sample, token_texts, sources, **changes):
+    """A line of a record; each token is a word."""
+    ends, text = [], ""
+    for token in token_texts:
+        text += token
+        ends.append(len(text))
+    count = len(token_texts)
+    line = {
+        "step": step, "epoch": epoch, "prompt_id": "a1", "sample": sample, "prompt": "2 1>",
+        "answer": "1 2", "text": text, "token_ids": [len(t) for t in token_texts],
+        "token_ends": ends, "sources": sources, "policy_logprobs": [-0.5 * step] * count,
+        "reward": float(sample), "failed": False, "origin_steps": [1] * count,
+        "prefix_len": sources.count("r"), "ended": token_texts[-1] == "",
+    }  # fmt: skip
+    return line | changes
+
+
+def write_run(folder, seed=0, draft="previous", lines=(), reward=0.5):
+    """Two epochs of three steps; rollouts of 4, 2, 2 and 1, 1, 9 seconds, of which steps 1 and 6
+    compiled."""
+    folder.mkdir(parents=True)
+    config = {"seed": seed, "rollout": {"draft": draft, "group_size": 2}}
+    config["algorithm"] = {"advantage": "auto", "normalize_std": True}
+    config["critic"] = {"kind": "none"}
+    (folder / "config.json").write_text(json.dumps(config))
+    records = [{"step": 0, "epoch": 0, "reward/eval": 0.25}]
+    for step, rollout in enumerate((4, 2, 2, 1, 1, 9), start=1):
+        reused = 300 if step > 3 else 0
+        records.append(
+            {"step": step, "epoch": 1 + (step > 3), "reward/mean": reward, "time/rollout": rollout,
+             "time/verify": 0.5, "time/decode": 0.25, "time/update": 1.0, "time/step": rollout + 2,
+             "time/compile": 3.0 if step in (1, 6) else 0.0, "rollout/tokens_reused": reused,
+             "rollout/tokens_generated": 400 - reused, "rollout/row_steps": 10}
+        )  # fmt: skip
+    records[-1]["reward/eval"] = 0.75
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    by_step = {}
+    for line in lines:
+        by_step.setdefault(line["step"], []).append(json.dumps(line, separators=(",", ":")))
+    (folder / "rollouts").mkdir()
+    for step, texts in by_step.items():
+        (folder / "rollouts" / f"step_{step}.jsonl").write_text("\n".join(texts) + "\n")
+    return folder
+
+
+def two_epochs(first="1", **changes):
+    return [
+        response(2, 1, 0, [first, " ", "3", ""], "ssss", **changes),
+        response(2, 1, 1, ["1", " ", "2", ""], "ssss", **changes),
+        response(5, 2, 0, [first, " ", "2", ""], "rrds", **changes),
+        response(5, 2, 1, ["1", " ", "2", ""], "rrrr", **changes),
+    ]
+
+
+# Figures ------------------------------------------------------------------------------------
+
+
+def test_the_headline_by_hand(tmp_path):
+    run = runs.read_run(write_run(tmp_path / "a"))
+    (one,) = runs.series([run])
+    figures = {name: (mean, spread) for name, mean, spread in runs.headline(one)}
+    assert figures["held-out reward, first"] == ("0.250", "")
+    assert figures["held-out reward, last"] == ("0.750", "")
+    assert figures["tokens reused"][0] == "37.5%"  # 900 of 2,400
+    assert figures["the same, later epochs"][0] == "75.0%"
+    # Without steps 1 and 6, which compiled: 2 s against 1 s, 4 s against 3 s.
+    assert figures["rollout speed-up"][0] == "2.00×"
+    assert figures["whole-step speed-up"][0] == "1.33×"
+    assert figures["tokens generated"][0] == "1,500"
+    assert figures["seconds of all steps"][0] == "31"
+
+
+def test_no_speed_up_without_a_plain_first_epoch(tmp_path):
+    run = runs.read_run(write_run(tmp_path / "a"))
+    later = runs.Run(run.workdir, run.config, [r for r in run.records if r["epoch"] == 2])
+    assert runs.speed_up(later, "time/step") is None
+    compiled = [r | {"time/compile": 9.0} if r["epoch"] == 1 else r for r in run.records]
+    assert runs.speed_up(runs.Run(run.workdir, run.config, compiled), "time/step") is None
+
+
+def test_seeds_are_one_series_with_a_band(tmp_path):
+    folders = [write_run(tmp_path / f"{draft}{seed}", seed, draft, reward=0.25 + 0.5 * seed)
+               for draft in ("none", "tree") for seed in (0, 1)]  # fmt: skip
+    series = runs.series([runs.read_run(folder) for folder in folders])
+    assert [one.name for one in series] == ["draft = none", "draft = tree"]
+    assert [len(one.runs) for one in series] == [2, 2]
+    assert runs.headline(series[0])[2] == ("training reward, last epoch", "0.500", "± 0.354")
+    band, line = report_charts.training_charts(series)[0]["data"][:2]
+    assert line["y"] == [0.5] * 6
+    spread = math.sqrt(0.125)
+    assert band["y"] == pytest.approx([0.5 + spread] * 6 + [0.5 - spread] * 6, rel=1e-5)
+
+
+def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
+    import plotly.graph_objects as go
+
+    one = runs.series([runs.read_run(write_run(tmp_path / "a"))])
+    seconds = report_charts.seconds_chart(one)
+    bars = {trace["name"]: trace["y"] for trace in seconds["data"]}
+    assert bars["verify"] == [0.5] * 6
+    assert bars["rest of the rollout"] == [3.25, 1.25, 1.25, 0.25, 0.25, 8.25]
+    assert bars["rest of the step"] == [1.0] * 6
+    lengths = report_charts.length_chart({"epoch 1": [0, 0], "epoch 2": [0, 2, 2, 3]})
+    assert lengths[0]["data"][0]["y"] == [0.25, 0, 0.5, 0.25]
+    training = report_charts.training_charts(one)
+    assert [trace["y"] for trace in training[0]["data"]] == [[0.5] * 6, [0.25, 0.75]]
+    assert [shape["x0"] for shape in training[0]["layout"]["shapes"]] == [0.5, 3.5]
+    for chart in [seconds, *lengths, *training]:
+        go.Figure(data=chart["data"], layout=chart["layout"])
+
+
+def test_the_viewer_by_hand(tmp_path):
+    run = runs.read_run(write_run(tmp_path / "a", lines=two_epochs()))
+    data, accepted = rollout_viewer.viewer(run, 1 << 20)
+    (prompt,) = data["prompts"]
+    assert accepted == {"epoch 1": [0, 0], "epoch 2": [2, 4]}
+    row = prompt["columns"][1]["rows"][0]
+    assert (row["t"], row["s"], row["a"]) == (["1", " ", "2", ""], "rrds", [4] * 4)
+    # Rewards 0 and 1: mean 0.5, standard deviation √0.5.
+    assert [r["advantage"] for r in prompt["columns"][1]["rows"]] == [-0.707, 0.707]
+
+
+def test_many_prompts_are_thinned_evenly(tmp_path):
+    lines = [response(2, 1, 0, ["1", ""], "ss", prompt_id=f"{i:04x}") for i in range(100)]
+    run = runs.read_run(write_run(tmp_path / "a", lines=lines))
+    size = sum(path.stat().st_size for path in (tmp_path / "a" / "rollouts").iterdir())
+    data, _ = rollout_viewer.viewer(run, size // 4)
+    assert (data["shown"], data["total"]) == (len(data["prompts"]), 100)
+    assert 20 <= data["shown"] <= 25
+
+
+# The file -----------------------------------------------------------------------------------
+
+
+def test_hostile_text_stays_text_and_nothing_is_loaded(tmp_path):
+    run = write_run(tmp_path / "<b>", lines=two_epochs(HOSTILE, prompt=HOSTILE))
+    report_page.write_report([run], tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    before, _, rest = text.partition('<script type="application/json" id="data">')
+    data, _, after = rest.partition("</script>")
+    assert json.loads(data)["viewer"][0]["prompts"][0]["prompt"] == HOSTILE
+    assert "alert(1)" not in before + after
+    assert "<title>&lt;b&gt;</title>" in before
+    template = report_page.resources.files("specrl_jax.telemetry") / "report_page.html"
+    assert not re.search(r"https?:|//cdn|@import|\bsrc=|<link", template.read_text())
+
+
+def test_a_failure_is_one_warning(tmp_path):
+    warnings = []
+    with report_page.ReportWriter(tmp_path / "none", True, warnings.append) as page:
+        page.refresh()
+        page.refresh()
+    assert len(warnings) == 1
+    assert "training goes on: " in warnings[0]
+    assert "\n" not in warnings[0]
+    with report_page.ReportWriter(tmp_path, False, warnings.append):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(tmp_path):
+    folders = [str(write_run(tmp_path / "runs" / f"s{seed}", seed)) for seed in (0, 1)]
+    done = launch("launch/report.py", *folders)
+    assert done.stdout.strip() == str(tmp_path / "runs" / "report.html"), done.stderr
+    done = launch("launch/report.py", str(tmp_path))
+    assert done.returncode == 2
+    line = f"error: {tmp_path} must be a run's work directory, it has no metrics.jsonl\n"
+    assert done.stderr == line
+
+
+# In a browser -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+def test_the_page_by_mouse_and_keys(tmp_path):
+    other = [line | {"prompt_id": "b2", "prompt": HOSTILE, "reward": 1.0} for line in two_epochs()]
+    run = write_run(tmp_path / "a", lines=two_epochs() + other)
+    report_page.write_report([run], tmp_path / "r.html")
+    report_page.write_report([write_run(tmp_path / "b")], tmp_path / "empty.html")
+    with Page(tmp_path / "profile") as page:
+        for width, dark in ((1280, False), (400, True)):
+            page.open(tmp_path / "r.html", width, dark)
+            assert page.run("document.querySelectorAll('.plot svg').length") > 5
+            assert page.run("document.documentElement.scrollWidth") <= width
+            light = page.run("getComputedStyle(document.body).backgroundColor")
+            page.point("#theme")
+            assert page.run("getComputedStyle(document.body).backgroundColor") != light
+            assert page.text("#prompts [aria-selected=true] span") == "2 1>"
+            page.press("j")
+            assert "⟨202E⟩" in page.text("#group pre")
+            page.press("k", "d")
+            assert page.text("tbody tr:first-child td:nth-child(3) del") == "3"
+            assert page.text("tbody tr:first-child td:nth-child(3) .new") == "2"
+            page.point("tbody tr:first-child td:nth-child(3) .tokens span", click=False)
+            # Step 5 gave it -2.5, step 2 -1: exp(-1.5).
+            assert "ratio π/π_old 0.223" in page.text("#tip")
+            assert "first sampled 4 steps ago" in page.text("#tip")
+            page.run("document.querySelectorAll('.tokens')[1].focus()")
+            page.press("Escape")
+            assert page.text("#tip") == ""
+            page.press("End", "ArrowLeft")
+            assert "token 3 of 4" in page.text("#tip")
+            page.press("/", "z", "z")
+            assert page.text("#group") == "No prompt has it."
+        page.open(tmp_path / "empty.html")
+        assert "--config.log.rollouts=1.0" in page.text("#shown")
+        assert page.errors == []
+        assert all(url.startswith(("file:", "data:")) for url in page.requests)
