@@ -5,6 +5,7 @@ Imports lm-eval, which is an extra: import this module only where its tasks are 
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from jax import Array
 from lm_eval import evaluator, utils
 from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
 
 from specrl_jax.data.prompts import EncodedDataset, eval_batches, make_example, words
 from specrl_jax.inputs import one_line
@@ -34,10 +36,11 @@ def measure(policy: SavedPolicy, names: Sequence[str], limit: int) -> list[dict[
     Prompts go through the chat template where the run's do. Raises ValueError in one line.
     """
     with one_line(f"--tasks=lm_eval:{names[0]} must be a task of lm-eval whose data can be read"):
-        tasks = [utils.load_yaml_config(x) if Path(x).is_file() else x for x in names]
+        files = [Path(name) for name in names if Path(name).is_file()]
         results = evaluator.simple_evaluate(
             PolicyLM(policy),
-            tasks=tasks,
+            tasks=[_task_in(Path(name)) if Path(name) in files else name for name in names],
+            task_manager=TaskManager(include_path=[str(file.parent) for file in files] or None),
             limit=limit or None,
             apply_chat_template=bool(policy.config.tokenizer.chat),
             log_samples=False,
@@ -55,6 +58,14 @@ def measure(policy: SavedPolicy, names: Sequence[str], limit: int) -> list[dict[
             known = isinstance(error, float) and math.isfinite(error)
             rows.append(row | ({"ci95": 1.96 * error} if known else {}))
     return rows
+
+
+def _task_in(file: Path) -> str:
+    """The name that a task file gives its task."""
+    named = re.search(r"^task:\s*(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    if named is None:
+        raise ValueError(f"{file} must say task: NAME")
+    return named[1]
 
 
 class PolicyLM(TemplateLM):

@@ -76,7 +76,7 @@ class CharacterTokenizer:
         from transformers import PreTrainedTokenizerFast
 
         backend = Tokenizer(models.WordLevel(self._vocab, unk_token="<unknown>"))
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?s)."), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         backend.decoder = decoders.Fuse()
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend,
