@@ -84,7 +84,7 @@ class CharacterTokenizer:
             eos_token="<eos>",
             chat_template="{{ messages[-1]['content'] }}",
         )
-        tokenizer.save_pretrained(folder)
+        _save(tokenizer, Path(folder))
 
     @property
     def token_ids(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and its chat template as `transformers` reads them."""
-        self._tokenizer.save_pretrained(folder)
+        _save(self._tokenizer, Path(folder))
 
     @property
     def token_ids(self) -> dict[str, Any]:
@@ -221,6 +221,16 @@ class HuggingFaceTokenizer:
 Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
 # Tokenizers of config.tokenizer.alphabet alone: they have no chat template and fit no model.
 OF_ALPHABET = {"characters": CharacterTokenizer}
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = read_json(path)
+    if values.get("tokenizer_class") == "TokenizersBackend":
+        # The name before transformers 5, which both know.
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(config: Any) -> Tokenizer:

@@ -221,6 +221,7 @@ def _save_weights(path: Path, tensors: dict[str, _Tensor], max_shard_bytes: int)
             for name in names
         }
         save_file(stored, path / file, metadata={"format": "pt"})
+        (path / file).chmod((path / "config.json").stat().st_mode)  # not the owner's alone
     written = {path / file for file in split.filename_to_tensors}
     for stale in {*path.glob("model*.safetensors"), path / _INDEX} - written:
         stale.unlink(missing_ok=True)
