@@ -35,6 +35,7 @@ def stream(
     while not done:
         runner.run(batch, runner.stop_condition(max_active=0, max_steps=steps), width=1)
         state = batch.rows
-        tokens, length, done = jax.device_get((state.tokens[0], state.lens[0], state.done[0]))
+        read = jax.device_get((state.tokens, state.lens, state.done))
+        tokens, length, done = (array[0] for array in read)
         yield tokens[seen:length]
         seen = length
