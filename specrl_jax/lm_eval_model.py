@@ -40,7 +40,10 @@ def measure(policy: SavedPolicy, names: Sequence[str], limit: int) -> list[dict[
         results = evaluator.simple_evaluate(
             PolicyLM(policy),
             tasks=[_task_in(Path(name)) if Path(name) in files else name for name in names],
-            task_manager=TaskManager(include_path=[str(file.parent) for file in files] or None),
+            task_manager=TaskManager(
+                include_path=[str(file.parent) for file in files] or None,
+                include_defaults=len(files) < len(names),  # to find them takes seconds
+            ),
             limit=limit or None,
             apply_chat_template=bool(policy.config.tokenizer.chat),
             log_samples=False,
