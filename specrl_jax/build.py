@@ -16,7 +16,7 @@ from specrl_jax.data.prompts import (
     eval_batches,
     load_examples,
 )
-from specrl_jax.data.tokenizer import load_tokenizer
+from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.episodes import ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
 from specrl_jax.models.config import ModelConfig
@@ -65,9 +65,7 @@ def build(config) -> tuple[Trainer, Params]:
     Raises ValueError in one line where something is missing or does not fit.
     """
     tokenizer = load_tokenizer(config)
-    max_turns = config.environment.max_turns if config.environment.name else 0
-    unfinished = config.environment.allow_unfinished
-    scorer = ResponseScorer(_reward_pool(config), tokenizer, max_turns, unfinished)
+    scorer = make_scorer(config, tokenizer)
     dataset = load_examples(config)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)
@@ -96,6 +94,13 @@ def build(config) -> tuple[Trainer, Params]:
     _check_cache(trainer)
     _describe(trainer, stream)
     return trainer, params
+
+
+def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
+    """What turns responses into rewards as `config` says; its pool must be closed."""
+    max_turns = config.environment.max_turns if config.environment.name else 0
+    unfinished = config.environment.allow_unfinished
+    return ResponseScorer(_reward_pool(config), tokenizer, max_turns, unfinished)
 
 
 def _reward_pool(config) -> RewardPool:

@@ -109,12 +109,19 @@ class Checkpointer(contextlib.AbstractContextManager):
         """The newest step, or None."""
         return max(self.steps(), default=None)
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict]:
+    def best_step(self) -> int | None:
+        """The step with the highest metric, the newest of several; None where no step has one."""
+        ranked = [(_metric(self._manager.metrics(step) or {}), step) for step in self.steps()]
+        metric, step = max(ranked, default=(-math.inf, None))
+        return None if metric == -math.inf else step
+
+    def restore(self, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict]:
         """(arrays, host) of a step, each array laid out as its counterpart in `like`.
 
         like: the pytree of `save`, of arrays or of `jax.ShapeDtypeStruct` with shardings (abstract
-        ones are taken on the mesh in use). Raises ValueError if there is no such step or its arrays
-        have other names, shapes or types; DamagedCheckpointError if any bit is not as it was saved.
+        ones are taken on the mesh in use). partial: `like` is a part of it, and no other array is
+        read. Raises ValueError if there is no such step or its arrays have other names, shapes or
+        types; DamagedCheckpointError if any bit of what is read is not as it was saved.
         """
         steps = self.steps()
         if step not in steps:
@@ -125,10 +132,16 @@ class Checkpointer(contextlib.AbstractContextManager):
         with _one_line_errors(DamagedCheckpointError, f"{where} is damaged"):
             saved = self._read(step, "host", ocp.args.JsonRestore())
             _check_seal(saved)
-        _check_same(where, saved["arrays"], {name: _described(x) for name, x in target.items()})
+        described, sums = saved["arrays"], saved["sums"]
+        if partial:
+            described, sums = ({n: x[n] for n in target if n in x} for x in (described, sums))
+        _check_same(where, described, {name: _described(x) for name, x in target.items()})
         with _one_line_errors(DamagedCheckpointError, f"{where} is damaged"):
-            arrays = self._read(step, "arrays", ocp.args.StandardRestore(target))
-            _check_sums(saved["sums"], checksums(arrays))
+            if partial:
+                arrays = _read_some(where / "arrays", target)
+            else:
+                arrays = self._read(step, "arrays", ocp.args.StandardRestore(target))
+            _check_sums(sums, checksums(arrays))
         leaves = [arrays[name] for name in target]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), saved["values"]
 
@@ -213,6 +226,13 @@ def check_run_config(
     if changed:
         raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
     return True
+
+
+def _read_some(folder: epath.Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """The arrays of `target` alone; the manager's own handler reads all or nothing."""
+    layout = ocp.checkpoint_utils.construct_restore_args(target)
+    args = ocp.args.PyTreeRestore(item=target, restore_args=layout, partial_restore=True)
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
 def _metric(metrics: Mapping) -> float:

@@ -9,13 +9,14 @@ import difflib
 import functools
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from specrl_jax.config import RENAMED_FIELDS
 
@@ -36,6 +37,44 @@ def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
     meant = [match for argument in unknown for match in close(argument.partition("=")[0])]
     hint = f", did you mean {' '.join(dict.fromkeys(meant))}?" if meant else ""
     raise ValueError(f"unknown arguments: {' '.join(unknown)}{hint}")
+
+
+def policy_parser(description: str) -> Parser:
+    """A parser with the flags that name a saved policy: --run or --model, and --step."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=description, formatter_class=formatter, allow_abbrev=False)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, help="work directory of a run")
+    source.add_argument("--model", default="", help="directory, .gguf file, pypi:WHEEL or hub id")
+    parser.add_argument("--step", default="last", help="of the run: best, last (default) or N")
+    return parser
+
+
+def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
+    """A copy of `config` changed by arguments --config.FIELD=VALUE; ValueError in one line."""
+    argv, values = ["", *arguments], flags.FlagValues()
+    changed = config.copy_and_resolve_references()
+    try:
+        config_flags.DEFINE_config_dict(
+            "config", changed, flag_values=values, lock_config=False, sys_argv=argv
+        )
+        values(argv)
+    except Exception as error:
+        raise ValueError(_in_one_line(error, argv)) from error
+    return changed
+
+
+def presets() -> dict[str, ConfigDict]:
+    """Every preset of the repository's configs/, by what --config names it."""
+    folder = Path(__file__).resolve().parent.parent / "configs"
+    names = runpy.run_path(str(folder / "grpo.py"))["PRESETS"]
+    found = {}
+    for file in sorted(folder.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
+        get_config = runpy.run_path(str(file))["get_config"]
+        for name in names:
+            with contextlib.suppress(ValueError):  # not a preset of this file
+                found[f"configs/{file.name}:{name}"] = get_config(name)
+    return found
 
 
 def define_config() -> None:

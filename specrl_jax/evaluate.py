@@ -1,5 +1,6 @@
-"""Responses to held-out prompts and their mean reward, with the same rollout as in training."""
+"""Responses to held-out prompts with the same rollout as in training, and figures of them."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.generate import Noise, RolloutSpec
 from specrl_jax.types import Prompts
 
+Answered = list[tuple[Prompts, Responses]]
+
 
 def evaluate(
     spec: RolloutSpec,
@@ -17,15 +20,53 @@ def evaluate(
     batches: Sequence[tuple[Prompts, int]],
     noise: Noise,
     scorer: ResponseScorer,
-) -> tuple[float, list[tuple[Prompts, Responses]]]:
+) -> tuple[float, Answered]:
     """Mean reward over all responses to the real prompts of `batches` (see data.eval_batches).
 
     Also returns the real prompts of each batch, and the batch's responses: first those to the real
     prompts.
     """
-    rewards, answered = [], []
+    answered = []
     for prompts, real in batches:
         responses = respond(spec, weights, prompts, noise, scorer)
-        rewards.append(responses.scores.rewards[: real * spec.group_size])
         answered.append((select(prompts, np.arange(real)), responses))
-    return float(np.mean(np.concatenate(rewards))), answered
+    return float(np.mean(group_rewards(answered, spec.group_size))), answered
+
+
+def group_rewards(answered: Answered, samples: int) -> np.ndarray:
+    """float32 [Q, G], the rewards of G = `samples` responses to each real prompt."""
+    rewards = [r.scores.rewards[: len(p.lens) * samples] for p, r in answered]
+    return np.concatenate(rewards).reshape(-1, samples)
+
+
+def pass_at_k(right: np.ndarray, k: int) -> np.ndarray:
+    """float64 [Q]: the probability that one of k responses is right, for bool [Q, n], k <= n.
+
+    The unbiased estimator of Chen et al. (arXiv 2107.03374): 1 - C(n - c, k) / C(n, k), where c of
+    n responses are right.
+    """
+    samples = right.shape[1]
+    wrong = samples - np.count_nonzero(right, axis=1)
+    return np.array([1 - math.comb(w, k) / math.comb(samples, k) for w in wrong.tolist()])
+
+
+def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
+    """Mean of a figure of each prompt [Q], and half its 95 % interval; nan for one prompt.
+
+    Normal, with the standard error over prompts: responses to one prompt are not independent
+    (arXiv 2411.00640).
+    """
+    if len(values) < 2:
+        return float(np.mean(values)), math.nan
+    error = np.std(values, ddof=1) / math.sqrt(len(values))
+    return float(np.mean(values)), float(1.96 * error)
+
+
+def figures(rewards: np.ndarray) -> dict[str, tuple[float, float]]:
+    """By name, mean and half the interval, for rewards [Q, n]: avg@n, and pass@k for k = 1, 2, 4
+    ... n. A response is right from reward 1 on."""
+    samples = rewards.shape[1]
+    ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
+    by_name = {f"avg@{samples}": np.mean(rewards, axis=1)}
+    by_name |= {f"pass@{k}": pass_at_k(rewards >= 1, k) for k in ks if k <= samples}
+    return {name: mean_and_interval(values) for name, values in by_name.items()}

@@ -17,13 +17,17 @@ from specrl_jax.config import check_mesh, validate
 from specrl_jax.sharding import make_mesh
 
 
-def start(config) -> None:
-    """Check `config` and set its mesh for this process; ValueError in one line."""
+def start(config, *, training: bool = True) -> None:
+    """Check `config` and set its mesh for this process; ValueError in one line.
+
+    training: whether the batches of training must fit the mesh.
+    """
     validate(config)
     use_compilation_cache()
     compile_metrics()  # counts from here on
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    check_mesh(config, mesh)
+    if training:
+        check_mesh(config, mesh)
     jax.set_mesh(mesh)
 
 

@@ -34,15 +34,30 @@ ALLOWED = {
     "telemetry": {"types"},
     "checkpoint": {"checksums", "config", "types"},
     "checksums": set(),
+    "chat": {"data", "inputs", "rollout", "saved_policy"},
     "cli": {"config", "runtime", "sharding"},
+    "export": {"config", "inputs", "models", "saved_policy", "telemetry"},
     "group_buffer": {"data/curriculum", "types"},
+    "lm_eval_model": {"data", "inputs", "models", "rollout", "saved_policy", "sharding"},
     "runtime": {"config", "sharding"},
+    "saved_policy": {
+        "checkpoint",
+        "data",
+        "inputs",
+        "models",
+        "rollout",
+        "runtime",
+        "sharding",
+    },
     "warmup": {"algorithms", "data", "models", "sharding", "types"},
 }
 # The stages of a step, and the only rooms that may see more than one of them. These rooms import
 # what they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
-SEE_ALL = {"train", "collect", "learn", "evaluate", "state", "build", "episodes", "benchmarks"}
+SEE_ALL = {
+    "train", "collect", "learn", "evaluate", "eval_tasks", "state", "build", "episodes",
+    "benchmarks",
+}  # fmt: skip
 
 
 def _imports(source: str) -> Iterator[tuple[int, str]]:

@@ -6,12 +6,10 @@ of an evaluation, and to training prompts, of the step after it. The figure is t
 log π / π_old a token, under a later policy π. Its gap is 0 for drafts that do not depend on π.
 """
 
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from specrl_jax import runtime
 from specrl_jax.algorithms.learner import Learner
@@ -20,6 +18,7 @@ from specrl_jax.benchmarks.reports import Report
 from specrl_jax.build import Trainer, build
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.models.transformer import Params
+from specrl_jax.saved_policy import run_config
 from specrl_jax.sharding import put, shards
 from specrl_jax.state import resume
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
@@ -28,7 +27,7 @@ from specrl_jax.types import Batch
 
 def measure_selection(workdir: Path, step: int | None) -> Report:
     """Figures of a run that recorded rollouts; step: of the checkpoint, None for the latest."""
-    config = read_config(workdir)
+    config = run_config(workdir)
     runtime.start(config)
     trainer, params = build(config)
     with Checkpointer(workdir / "checkpoints", read_only=True) as checkpoints:
@@ -49,16 +48,6 @@ def measure_selection(workdir: Path, step: int | None) -> Report:
     gap = rows[0]["nats_a_token"] - rows[1]["nats_a_token"]
     title = f"selection {workdir}: log π / π_old; π of step {step}, π_old of step {old[-1]}"
     return Report(title, [*rows, {"responses": "gap", "nats_a_token": gap}])
-
-
-def read_config(workdir: Path) -> ConfigDict:
-    """The configuration of a run; ValueError in one line where the directory holds none."""
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"--run must be the work directory of a run, got {workdir}: no {path.name}"
-        )
-    return ConfigDict(json.loads(path.read_text()))
 
 
 def encoded_prompts(trainer: Trainer) -> dict[str, list[int]]:

@@ -30,12 +30,13 @@ from specrl_jax.algorithms.update import update
 from specrl_jax.benchmarks.policies import GROUP, Size
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.rollout import long_tailed
-from specrl_jax.benchmarks.selection import encoded_prompts, read_config, recorded_rows
+from specrl_jax.benchmarks.selection import encoded_prompts, recorded_rows
 from specrl_jax.benchmarks.step import forward_flops, matmul_rate
 from specrl_jax.benchmarks.timing import Log
 from specrl_jax.build import build
 from specrl_jax.models.transformer import init_params
 from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.saved_policy import run_config
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.types import Batch
@@ -110,7 +111,7 @@ def _distinct(batch: Batch, signal: np.ndarray) -> tuple[int, int]:
 
 def _recorded(run: Path) -> list[tuple[str, Learner, Batch]]:
     """The first recorded step of every epoch."""
-    config = read_config(run)
+    config = run_config(run)
     runtime.start(config)
     trainer, _ = build(config)
     prompts, batches, epochs = encoded_prompts(trainer), [], set()

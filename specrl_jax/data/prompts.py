@@ -63,6 +63,11 @@ def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Exam
     return _unique([*map(_example_maker(config.data), rows)], held_out)[0]
 
 
+def examples_of(data: Any, rows: Sequence[Row]) -> list[Example]:
+    """The problems that rows hold under these fields of `config.data`, none twice."""
+    return _unique([*map(_example_maker(data), rows)], set())[0]
+
+
 def _example_maker(data: Any) -> Callable[[Row], Example]:
     """The function from a row to its `Example`; its errors name the row."""
     # Only the last part of a path: an id must not depend on where the data lies.

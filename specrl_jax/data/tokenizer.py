@@ -51,6 +51,8 @@ def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...]) -> str:
 class CharacterTokenizer:
     """One token per character: pad 0, end 1, then the alphabet in its order."""
 
+    prefix = ()  # tokens that a prompt begins with
+
     def __init__(self, alphabet: str):
         if not alphabet:
             raise ValueError("tokenizer.alphabet must not be empty, got ''; list its characters")
@@ -62,8 +64,32 @@ class CharacterTokenizer:
         self.vocab_size = 2 + len(alphabet)  # one more than the largest id
         self._alphabet = alphabet
         self._ids = {character: 2 + i for i, character in enumerate(alphabet)}
-        vocab = {"<pad>": 0, "<eos>": 1, **self._ids}
-        self.fingerprint = _fingerprint(vocab, self.eos_ids)
+        self._vocab = {"<pad>": 0, "<eos>": 1, **self._ids}
+        self.fingerprint = _fingerprint(self._vocab, self.eos_ids)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a tokenizer that `transformers` reads; it refuses characters outside the alphabet.
+
+        Its chat template is the last message's text alone: a policy of characters knows no roles.
+        """
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        backend = Tokenizer(models.WordLevel(self._vocab, unk_token="<unknown>"))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        backend.decoder = decoders.Fuse()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            pad_token="<pad>",
+            eos_token="<eos>",
+            chat_template="{{ messages[-1]['content'] }}",
+        )
+        _save(tokenizer, Path(folder))
+
+    @property
+    def token_ids(self) -> dict[str, Any]:
+        """What a model's generation_config.json says of them."""
+        return {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
 
     def encode(self, text: str) -> list[int]:
         """Ids of text. Raises ValueError on a character outside the alphabet."""
@@ -112,6 +138,7 @@ class HuggingFaceTokenizer:
             self.vocab_size = max(vocab.values()) + 1
         self._chat, self._source = chat, f"{field} {str(source)!r}"
         template = self._tokenizer.chat_template or ""
+        self.has_chat_template = bool(template)
         if chat and not template:
             raise ValueError(
                 f"tokenizer.chat must be False, since {self._source} has no chat template"
@@ -128,11 +155,11 @@ class HuggingFaceTokenizer:
         # Empty text shows whether the tokenizer adds BOS. An end token that some add is left out.
         added = self._tokenizer.encode("", add_special_tokens=True)
         bos = self._tokenizer.bos_token_id
-        self._prefix = added[:1] if added and added[0] == bos else []
+        self.prefix = added[:1] if added and added[0] == bos else []
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and its chat template as `transformers` reads them."""
-        self._tokenizer.save_pretrained(folder)
+        _save(self._tokenizer, Path(folder))
 
     @property
     def token_ids(self) -> dict[str, Any]:
@@ -155,10 +182,10 @@ class HuggingFaceTokenizer:
         if not self._chat:
             if not isinstance(prompt, str):
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
-            return self._prefix + self.encode(prompt)
+            return self.prefix + self.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # The template writes every special token itself, BOS too.
-        return self.encode(self._templated(messages))
+        return self.encode(self.templated(messages))
 
     def encode_turn(self, text: str) -> list[int]:
         if not self._chat:
@@ -169,13 +196,14 @@ class HuggingFaceTokenizer:
             {"role": "assistant", "content": said},
             {"role": "user", "content": text},
         ]
-        _, found, rest = self._templated(messages).partition(said)
+        _, found, rest = self.templated(messages).partition(said)
         if not found:
             raise ValueError(f"{self._source} must have a chat template that writes every turn")
         ids = self.encode(rest)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
-    def _templated(self, messages: Iterable[dict]) -> str:
+    def templated(self, messages: Iterable[dict]) -> str:
+        """Chat messages as text, up to the begin of the assistant's turn."""
         with one_line(f"tokenizer.chat must be False, or the template of {self._source} mended"):
             return self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
@@ -193,6 +221,16 @@ class HuggingFaceTokenizer:
 Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
 # Tokenizers of config.tokenizer.alphabet alone: they have no chat template and fit no model.
 OF_ALPHABET = {"characters": CharacterTokenizer}
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = read_json(path)
+    if values.get("tokenizer_class") == "TokenizersBackend":
+        # The name before transformers 5, which both know.
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(config: Any) -> Tokenizer:

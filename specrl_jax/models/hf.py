@@ -54,12 +54,19 @@ def load(source: str) -> tuple[ModelConfig, Params]:
     return config, _read_parameters(config, checkpoint)
 
 
+def load_config(source: str) -> ModelConfig:
+    """The config that `load` gives, without reading the weights."""
+    checkpoint = _open(source)
+    return config_from_json(checkpoint.config, checkpoint.file)
+
+
 def save(
     path: str | Path,
     config: ModelConfig,
     params: Mapping[str, Any],
     *,
     token_ids: Mapping[str, Any] | None = None,
+    generation: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
@@ -68,6 +75,7 @@ def save(
     config: Its `family` becomes the `model_type`; `dtype` and `remat` are not stored.
     params: The tree of `load`: NumPy or fully addressable JAX arrays, written as float32.
     token_ids: A tokenizer's, for generation.
+    generation: Other fields of generation_config.json.
     max_shard_bytes: A larger model is split into shards.
 
     Raises ValueError if the family cannot express the config.
@@ -77,7 +85,7 @@ def save(
     # Ids that are not known are written too: transformers would put in the family's own.
     values = config_to_json(config) | dict.fromkeys(_TOKEN_IDS)
     _write_json(path / "config.json", values | (token_ids or {}))
-    _write_json(path / "generation_config.json", token_ids or {})
+    _write_json(path / "generation_config.json", {**(token_ids or {}), **(generation or {})})
     leaves = {k: np.asarray(x, np.float32) for k, x in flatten_dict(params, sep="/").items()}
     _save_weights(path, _tensors(config, leaves), max_shard_bytes)
 
@@ -213,6 +221,7 @@ def _save_weights(path: Path, tensors: dict[str, _Tensor], max_shard_bytes: int)
             for name in names
         }
         save_file(stored, path / file, metadata={"format": "pt"})
+        (path / file).chmod((path / "config.json").stat().st_mode)  # not the owner's alone
     written = {path / file for file in split.filename_to_tensors}
     for stale in {*path.glob("model*.safetensors"), path / _INDEX} - written:
         stale.unlink(missing_ok=True)

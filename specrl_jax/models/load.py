@@ -16,10 +16,22 @@ def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
     is missing or of another kind, or where tokenizer, lengths or mesh do not fit the model.
     """
     if not config.model.source:
-        shape = _for_run(_random_shape(config, vocab_size), config)
-        check_mesh(shape, jax.sharding.get_mesh())
+        shape = load_shape(config, vocab_size)
         return shape, init_params(shape, jax.random.key(config.seed))
     shape, weights = hf.load(config.model.source)
+    shape = _fitting(shape, config, vocab_size)
+    return shape, place_params(shape, weights)
+
+
+def load_shape(config, vocab_size: int) -> ModelConfig:
+    """The shape that `load_policy` gives, without its weights; raises as it does."""
+    if config.model.source:
+        return _fitting(hf.load_config(config.model.source), config, vocab_size)
+    return _fitting(_random_shape(config, vocab_size), config, vocab_size)
+
+
+def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
+    """`_for_run`, once tokenizer and mesh fit too."""
     shape = _for_run(shape, config)
     if vocab_size > shape.vocab_size:
         raise ValueError(
@@ -27,7 +39,7 @@ def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
             f"got a tokenizer of {vocab_size}"
         )
     check_mesh(shape, jax.sharding.get_mesh())
-    return shape, place_params(shape, weights)
+    return shape
 
 
 def _random_shape(config, vocab_size: int) -> ModelConfig:

@@ -1,0 +1,82 @@
+"""Evaluate a policy: pass@1, avg@k, pass@k, greedy and sampled, by the rollouts of training.
+
+    python launch/evaluate.py --run=RUN [--tasks=TASK,TASK] [--step=best|last|N] [--samples=8]
+    python launch/evaluate.py --model=DIR --tasks=reasoning_gym:chain_sum,lm_eval:gsm8k
+
+A TASK is held_out (the run's own, the default), FILE.jsonl or FILE.parquet, reasoning_gym:NAME
+with any :OPTION=VALUE, or lm_eval:NAME, where NAME may be a task file of your own (needs
+`pip install '.[eval]'`). --samples=0 is greedy alone. --limit=N takes N problems of a task.
+--config.FIELD=VALUE changes the configuration, as data.instruction, reward.name or reward.extract.
+--json=FILE writes the figures.
+"""
+
+import argparse
+import functools
+import json
+from pathlib import Path
+
+from specrl_jax import cli
+
+_LM_EVAL = "lm_eval:"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = cli.policy_parser(__doc__)
+    parser.add_argument("--tasks", default="held_out", help="divided by commas; see above")
+    parser.add_argument("--samples", type=int, default=8, help="responses a prompt (default: 8)")
+    parser.add_argument("--temperature", type=float, help="the run's evaluate.temperature")
+    parser.add_argument("--limit", type=int, default=0, help="problems of a task; 0: all")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
+
+
+def main() -> None:
+    args, rest = parser().parse_known_args()
+    cli.refuse([flag for flag in rest if not flag.startswith("--config.")], vars(args))
+    if args.samples < 0 or args.limit < 0:
+        raise ValueError(f"--samples and --limit must be >= 0, got {args.samples}, {args.limit}")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
+    from specrl_jax import eval_tasks, saved_policy
+    from specrl_jax.benchmarks.reports import Report
+
+    names = [name for name in args.tasks.split(",") if name]
+    if args.model and eval_tasks.HELD_OUT in names:
+        raise ValueError("--tasks must be given with --model, which holds no prompts out")
+    if args.temperature is not None:
+        rest.append(f"--config.evaluate.temperature={args.temperature}")
+    change = functools.partial(cli.override, arguments=rest)
+    defaults = cli.presets()["configs/grpo.py:tiny"]
+    policy = saved_policy.open_policy(args.run, args.model, args.step, defaults, change)
+    samples = 0 if args.temperature == 0 else args.samples
+    temperature = policy.config.evaluate.temperature or policy.config.rollout.temperature
+    ours = [name for name in names if not name.startswith(_LM_EVAL)]
+    theirs = [name.removeprefix(_LM_EVAL) for name in names if name not in ours]
+    tasks = [eval_tasks.load_task(name, policy.config, args.limit, change) for name in ours]
+    rows = []
+    if theirs:
+        rows += _lm_eval(policy, theirs, args.limit)
+    for task in tasks:
+        rows += eval_tasks.measure(policy, task, samples, temperature)
+    title = f"{policy.name}, step {policy.step}" if args.run else policy.name
+    report = Report(f"{title}; ci95: half a 95 % interval, normal over prompts", rows)
+    print(report.to_text())
+    if args.json:
+        args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+
+
+def _lm_eval(policy, names: list[str], limit: int) -> list[dict]:
+    try:
+        from specrl_jax import lm_eval_model
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise ValueError(
+            f"--tasks={_LM_EVAL}{names[0]} needs lm-eval: pip install '.[eval]'"
+        ) from None
+    return lm_eval_model.measure(policy, names, limit)
+
+
+if __name__ == "__main__":
+    with cli.user_errors():
+        main()

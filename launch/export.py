@@ -1,0 +1,42 @@
+"""Write a run's policy as a Hugging Face directory.
+
+    python launch/export.py --run=RUN --out=DIR [--step=best|last|N] [--push=HUB_ID]
+
+DIR gets the weights (safetensors), tokenizer, generation settings and a model card; it must be new
+or empty. --step=best is the checkpoint with the highest held-out reward. --push uploads DIR, to a
+private model where the hub has none of this name; log in with `hf auth login` first.
+"""
+
+import argparse
+from pathlib import Path
+
+from specrl_jax import cli
+
+
+def parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("--run", type=Path, required=True, help="work directory of a run")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--step", default="last", help="best, last (default) or N")
+    parser.add_argument("--push", default="", help="upload it to this model of the hub")
+    return parser
+
+
+def main() -> None:
+    args, rest = parser().parse_known_args()
+    cli.refuse(rest, vars(args))
+    from specrl_jax import export, saved_policy  # imports JAX, for which --help need not wait
+
+    export.check_out(args.out)
+    presets = cli.presets()
+    policy = saved_policy.open_policy(args.run, "", args.step, presets["configs/grpo.py:tiny"])
+    export.export(policy, args.run, args.out, presets)
+    print(f"{args.out}: step {policy.step} of {args.run}")
+    if args.push:
+        print(f"pushed: {export.push(args.out, args.push)}")
+
+
+if __name__ == "__main__":
+    with cli.user_errors():
+        main()

