@@ -17,12 +17,15 @@ from specrl_jax.config import check_mesh, validate
 from specrl_jax.sharding import make_mesh
 
 
-def start(config) -> None:
-    """Check `config` and set its mesh for this process; ValueError in one line."""
+def start(config, devices=None) -> None:
+    """Check `config` and set its mesh for this process; ValueError in one line.
+
+    devices: of the mesh, by default those at hand.
+    """
     validate(config)
     use_compilation_cache()
     compile_metrics()  # counts from here on
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
     check_mesh(config, mesh)
     jax.set_mesh(mesh)
 

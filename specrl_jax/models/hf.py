@@ -54,6 +54,14 @@ def load(source: str) -> tuple[ModelConfig, Params]:
     return config, _read_parameters(config, checkpoint)
 
 
+def load_config(path: Path) -> ModelConfig:
+    """The config alone of a directory, which needs no weights, or of a `.gguf` file; as `load`."""
+    if path.suffix == ".gguf":
+        return config_from_json(gguf.read(path)[0], str(path))
+    file = path / "config.json"
+    return config_from_json(read_json(file), str(file))
+
+
 def save(
     path: str | Path,
     config: ModelConfig,
