@@ -42,7 +42,10 @@ ALLOWED = {
 # The stages of a step, and the only rooms that may see more than one of them. These rooms import
 # what they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
-SEE_ALL = {"train", "collect", "learn", "evaluate", "state", "build", "episodes", "benchmarks"}
+SEE_ALL = {
+    "train", "collect", "learn", "evaluate", "state", "build", "episodes", "benchmarks",
+    "accelerators",
+}  # fmt: skip
 
 
 def _imports(source: str) -> Iterator[tuple[int, str]]:
