@@ -50,9 +50,7 @@ class Trainer:
 
     @property
     def rows(self) -> int:
-        """Rows of a step's rollout."""
-        settings = self.config.rollout
-        return (settings.prompts_per_step + settings.partial) * settings.group_size
+        return rollout_rows(self.config)
 
     @property
     def trained_group_size(self) -> int:
@@ -72,11 +70,8 @@ def build(config) -> tuple[Trainer, Params]:
     _check_enough(config, stream, len(prompts.lens))
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
     model, params = load_policy(config, tokenizer.vocab_size)
-    schedule = _schedule(config, total_steps)
-    spec = RolloutSpec.from_config(
-        config, model, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
-    )
-    spec = dataclasses.replace(spec, group_size=part_size(config))
+    schedule = policy_schedule(config, total_steps)
+    spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id)
     trainer = Trainer(
         config=config,
         dataset=dataset,
@@ -118,7 +113,19 @@ def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
     return eval_batches(encoded, config.evaluate.batch_size)
 
 
-def _schedule(config, total_steps: int) -> optax.Schedule:
+def rollout_rows(config) -> int:
+    """Rows of a step's rollout."""
+    settings = config.rollout
+    return (settings.prompts_per_step + settings.partial) * settings.group_size
+
+
+def training_spec(config, model: ModelConfig, eos_ids: tuple[int, ...], pad_id: int) -> RolloutSpec:
+    """The training rollout: of whole groups, or of the parts that screen prompts."""
+    spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id)
+    return dataclasses.replace(spec, group_size=part_size(config))
+
+
+def policy_schedule(config, total_steps: int) -> optax.Schedule:
     """The policy's learning rate by optimizer update; it makes none while the critic warms up."""
     rows = config.rollout.prompts_per_step * trained_group_size(config)
     per_step = config.updates.passes * (rows // config.updates.mini_batch_size)

@@ -5,7 +5,9 @@ Every array of the package names its axes by the keys of this table. Weights hav
 alone: the rollout copies the weights to it once a step, the update layer by layer.
 """
 
+import contextvars
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,11 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
     return jax.make_mesh(shape, MESH_AXES, (AxisType.Explicit,) * 3, devices=devices)
 
 
+def platform() -> str:
+    """The devices of the mesh in use: cpu, gpu or tpu."""
+    return jax.sharding.get_mesh().devices.flat[0].platform
+
+
 def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
     """Partition of an array with these logical axes; None: an axis that is not split."""
     table = STORED if stored else COMPUTE
@@ -65,8 +72,22 @@ def _mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
+_shapes_only = contextvars.ContextVar("shapes_only", default=False)
+
+
+def eval_shape(function: Callable, *args):
+    """`jax.eval_shape` of a function that may also `put` arrays: nothing is placed."""
+    token = _shapes_only.set(True)
+    try:
+        return jax.eval_shape(function, *args)
+    finally:
+        _shapes_only.reset(token)
+
+
 def put(array, *axes: str | None) -> jax.Array:
     """Host array → device array with these logical axes on the mesh in use."""
+    if _shapes_only.get():
+        return reshard(jnp.asarray(array), *axes)
     sharding = NamedSharding(jax.sharding.get_mesh(), spec(*axes))
     return jax.device_put(np.asarray(array), sharding)
 

@@ -23,6 +23,7 @@ from specrl_jax.rollout.adaptive.step_costs import StepCosts
 from specrl_jax.rollout.carry_over import Resumed, RunAhead, WaitingRows
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.runtime import cache_folder
 from specrl_jax.types import StatePart
 from specrl_jax.warmup import warm_up
@@ -183,24 +184,29 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
 
 
 def _draft_store(trainer: Trainer) -> DraftStore:
-    settings, spec = trainer.config.rollout, trainer.rollout_spec
     model = trainer.model
     sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
     policy = f"{trainer.config.model.source or 'from nothing'} ({model.family}, {sizes})"
+    shape = store_shape(trainer.config, trainer.rollout_spec, len(trainer.prompts.lens))
+    return DraftStore(
+        shape,
+        max_age=trainer.config.rollout.store_age,
+        kind=trainer.config.rollout.store,
+        owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},
+    )
+
+
+def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
+    """What the draft store keeps where there are so many training prompts."""
+    settings = config.rollout
     parts = settings.group_size // spec.group_size
-    shape = StoreShape(
-        prompts=(settings.store_prompts or len(trainer.prompts.lens)) * parts,
+    return StoreShape(
+        prompts=(settings.store_prompts or prompts) * parts,
         samples=spec.group_size,
         response_slots=settings.response_len,
         generations=settings.draft_age,
         history=spec.program.draft_history,
         k=spec.program.stored_logprobs,
-    )
-    return DraftStore(
-        shape,
-        max_age=settings.store_age,
-        kind=settings.store,
-        owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},
     )
 
 

@@ -56,7 +56,7 @@ ALLOWED = {
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
     "train", "collect", "learn", "evaluate", "eval_tasks", "state", "build", "episodes",
-    "benchmarks",
+    "benchmarks", "accelerators",
 }  # fmt: skip
 
 

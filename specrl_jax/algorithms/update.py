@@ -32,7 +32,11 @@ def make_batch(prompts: Prompts, rollout: Rollout, *, lengths: tuple[int, ...]) 
     compiled for a few lengths and short responses cost little.
     """
     longest = int(jax.device_get(jnp.max(rollout.lens)))
-    slots = min(length for length in lengths if length >= longest)
+    return batch_of_length(prompts, rollout, min(n for n in lengths if n >= longest))
+
+
+def batch_of_length(prompts: Prompts, rollout: Rollout, slots: int) -> Batch:
+    """`make_batch` with R' = `slots`."""
     group = rollout.lens.shape[0] // len(prompts.lens)
     prompt_lens = put(np.repeat(prompts.lens, group), "batch")
     tokens = put(np.repeat(prompts.tokens, group, axis=0), "batch", None)

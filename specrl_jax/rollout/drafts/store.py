@@ -40,6 +40,18 @@ class StoreShape:
     history: int = 0  # responses of each sample that `sources` returns; 0: A
     k: int = 0  # likeliest tokens whose log-probs are kept
 
+    @property
+    def read(self) -> int:
+        """Responses of a prompt that `DraftStore.sources` returns."""
+        return (self.history or self.generations) * self.samples
+
+    def abstract(self) -> Stored:
+        """Shapes, dtypes and layouts of the arrays on the mesh in use."""
+        generations = max(self.history, self.generations), self.generations
+        return abstract_stored(
+            *generations, self.prompts, self.samples, self.response_slots, self.k
+        )
+
 
 class DraftStore(StatePart):
     """The last responses of every prompt and sample.
@@ -72,9 +84,9 @@ class DraftStore(StatePart):
             "k": shape.k,
         }
         self._max_age, self._owner = max_age, dict(owner or {})
-        self._read = (shape.history or shape.generations) * shape.samples
+        self._read = shape.read
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
-        self._memory = KINDS[kind](abstract_stored(*self._shape.values()))
+        self._memory = KINDS[kind](shape.abstract())
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
         """Drafts [Q * G] for the prompts' groups; zeros, length 0, where there is none.

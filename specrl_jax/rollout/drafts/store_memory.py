@@ -48,12 +48,12 @@ class Stored:
 def abstract_stored(
     generations: int, whole: int, prompts: int, samples: int, slots: int, k: int
 ) -> Stored:
-    """Shapes and dtypes of E = `generations`, A = `whole`; N is `prompts`, rounded up."""
+    """Shapes, dtypes and layouts of E = `generations`, A = `whole`; N is `prompts`, rounded up."""
     pieces = math.lcm(_SLOTS, shards("batch"))
     rows = (-(-prompts // pieces) * pieces, samples)
 
     def array(dtype, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(len(shape)))
 
     return Stored(
         tokens=array(jnp.int32, generations, *rows, slots),
@@ -104,7 +104,7 @@ class DeviceMemory(_Memory):
         pass
 
     def write(self, slots: np.ndarray, fresh: np.ndarray, newest: Stored) -> None:
-        self.arrays = _write(self.arrays, put(slots, None), put(fresh, None), newest)
+        self.arrays = write_newest(self.arrays, put(slots, None), put(fresh, None), newest)
 
     def load(self, arrays: Stored) -> None:
         self.arrays = jax.tree.map(
@@ -208,7 +208,9 @@ def pick_sources(stored: Stored, index: Array | None, oldest: Array) -> tuple[Ar
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(stored: Stored, slots: Array, fresh: Array, newest: Stored) -> Stored:
+def write_newest(stored: Stored, slots: Array, fresh: Array, newest: Stored) -> Stored:
+    """The arrays with `newest` [Q * G] as generation 0 of the prompts in `slots` int32 [Q]; older
+    ones move back by one. fresh: bool [Q], prompts whose slots were another's."""
     prompts = slots.shape[0]
 
     def write(array: Array, new: Array) -> Array:

@@ -4,6 +4,7 @@ On the host: takes prompts and draft tokens in, gives the arrays of `decode.veri
 """
 
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,20 @@ def sequence_slots(slots: int) -> int:
     return _TRIE.rows * slots
 
 
+def sequence_counts(size: int) -> list[int]:
+    """Numbers of sequences that occur for `size` rows: halves, and three quarters of these, in
+    multiples of the batch's shards."""
+    pieces = shards("batch")
+    parts = itertools.product(range(2, size.bit_length() + 2), (3, 4))
+    return [-(-size * part // 2**i // pieces) * pieces for i, part in parts]
+
+
+def saves_work(shape: tuple[int, int], size: int, width: int, group: int, prompts: int) -> bool:
+    """Whether tries of `shape` hold fewer tokens than a prefill of `prompts` slots for each group
+    of `size` rows and a pass of `width` tokens over the rows."""
+    return math.prod(shape) < size * width + size // group * prompts
+
+
 def pack_drafts(
     prompts: np.ndarray, prompt_lens: np.ndarray, drafts: np.ndarray, lens: np.ndarray, size: int
 ) -> DraftTries:
@@ -46,10 +61,7 @@ def pack_drafts(
     np.put_along_axis(tokens, prompt_lens[:, None] + np.arange(width), drafts, axis=1)
     slots = tokens.shape[1]
     tries = pack(tokens, prompt_lens + lens, sequence_slots(slots), _TRIE)
-    used, pieces = len(tries.tokens), shards("batch")
-    # Halves of the rows, and three quarters of these.
-    parts = itertools.product(range(2, size.bit_length() + 2), (3, 4))
-    numbers = (-(-size * part // 2**i // pieces) * pieces for i, part in parts)
-    tries = tries.padded(min(n for n in numbers if n >= used))
+    used = len(tries.tokens)
+    tries = tries.padded(min(n for n in sequence_counts(size) if n >= used))
     nodes = np.pad(tries.nodes, ((0, size - count), (0, 0)), constant_values=-1)
     return DraftTries(tries.tokens, tries.depths, tries.ends, nodes)

@@ -10,7 +10,6 @@ Nothing that is decided here changes a token of a row. `runner.py` carries the d
 import collections
 import dataclasses
 import itertools
-import math
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
 from specrl_jax.rollout.engine.decode import StepCounts
 from specrl_jax.rollout.engine.decode_state import DecodeState
-from specrl_jax.rollout.engine.draft_tries import DraftTries, pack_drafts
+from specrl_jax.rollout.engine.draft_tries import DraftTries, pack_drafts, saves_work
 from specrl_jax.rollout.engine.requests import Requests
 from specrl_jax.rollout.engine.runner import FOREVER, DecodeBatch, ModelRunner
 
@@ -225,10 +224,10 @@ class Scheduler:
         prompts, tokens = self.requests.prompts, self.runner.draft_tokens[index, :width]
         of_row = index // group
         tries = pack_drafts(prompts.tokens[of_row], prompts.lens[of_row], tokens, drafts, size)
-        unpacked = size * width + size // group * buckets.prompt_slots
         shapes = (tries.shape, (size, tries.nodes.shape[1]), *self.runner.running_shape())
         fits = self.budget.holds(*shapes)
-        return tries if fits and math.prod(tries.shape) < unpacked else None
+        saves = saves_work(tries.shape, size, width, group, buckets.prompt_slots)
+        return tries if fits and saves else None
 
     def _re_prefill(self, chosen: list[HeldRow], size: int, with_drafts: bool = False) -> Starting:
         """Rows that hold tokens. with_drafts: they may have drafts left to verify."""

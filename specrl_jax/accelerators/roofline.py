@@ -1,0 +1,78 @@
+"""Seconds that a chip needs at least: arithmetic, memory or links, whichever takes longest.
+
+Links: of the bytes n of a collective over k devices each sends n (k - 1) / k, of a sum twice that.
+Nothing overlaps with the host, and nothing else is lost: a lower bound, not a forecast.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from specrl_jax.accelerators.abstract_run import AbstractRun
+from specrl_jax.accelerators.chips import Chip
+from specrl_jax.accelerators.compiled import Cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Of one device."""
+
+    compute: float
+    memory: float
+    links: float
+
+    @property
+    def total(self) -> float:
+        return max(self.compute, self.memory, self.links)
+
+    @property
+    def bound(self) -> str:
+        names = [field.name for field in dataclasses.fields(self)]
+        return max(names, key=lambda name: getattr(self, name))
+
+
+def roofline(chip: Chip, mesh: Mapping[str, int], flops: float, cost: Cost) -> Seconds:
+    """flops: over all devices of the mesh, {axis: size}. cost: of one."""
+    sent = 0.0
+    for (kind, axes), (_, size) in cost.collectives.items():
+        pieces = math.prod(mesh[axis] for axis in axes.split(" x ") if axis in mesh)
+        sent += size * (1 - 1 / pieces) * (2 if kind == "all-reduce" else 1)
+    compute = flops / math.prod(mesh.values()) / chip.flops
+    return Seconds(compute, cost.moved / chip.bandwidth, sent / chip.link)
+
+
+def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[float, float]]:
+    """How often a step calls each program, and passes of its open loop over all calls.
+
+    tokens: of a response in the mean. reuse: the share of them that is accepted from drafts; 0:
+    nothing is verified. Rows in flight are always full, and the update computes every row, padded.
+    """
+    updates, rows, buckets = run.config.updates, run.rows, run.buckets
+    starts = math.ceil(rows / run.first)
+    inserts = max(math.ceil((rows - run.running) / run.refill), 0)
+    moves = sum(size < run.running for size in buckets.rows)
+    passes = math.ceil(tokens * reuse / buckets.verify[-1])
+    longest, width = run.program.response_slots, buckets.verify[-1]
+    in_tries = bool(reuse) and longest <= width
+    prefills = 0 if in_tries else starts
+    calls = (rows // updates.mini_batch_size) * updates.passes
+    micro_batches = run.mini_batch.sequences.tokens.shape[0]
+    every = micro_batches * rows // updates.mini_batch_size
+    return {
+        "policy_copy": (1, 0),
+        "pick_drafts": (1, 0),
+        "pick_sources": (1, 0),
+        "prefill": (prefills, 0),
+        "broadcast_prefill": (prefills, 0),
+        "verify_tries": (starts if in_tries else 0, 0),
+        "verify_rows": (0, 0 if in_tries else starts * passes),
+        "decode": (1, rows * tokens * (1 - reuse) / run.running),
+        "fewer_rows": (moves, 0),
+        "longer_cache": (len(buckets.responses) - 1, 0),
+        "insert": (inserts, 0),
+        "write_back": (inserts + moves + 1, 0),
+        "store_drafts": (1, 0),
+        "logprobs": (1, every),
+        "critic_values": (1, every),
+        "update": (calls, calls * micro_batches),
+    }
