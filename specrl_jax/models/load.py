@@ -7,6 +7,7 @@ from specrl_jax.models import hf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.pretrained import SHAPES
+from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
 
@@ -27,10 +28,22 @@ def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
 
 
 def load_shape(config, vocab_size: int) -> ModelConfig:
-    """The shape that `load_policy` gives, without its weights; raises as it does."""
-    if config.model.source:
-        return _fitting(hf.load_config(config.model.source), config, vocab_size)
-    return _fitting(_random_shape(config, vocab_size), config, vocab_size)
+    """The shape that `load_policy` gives, without weights.
+
+    `config.model.source` may be a directory that holds only a config.json, and models of
+    `pretrained.SHAPES` need not be there at all. Raises ValueError as `load_policy` does.
+    """
+    source = config.model.source
+    if not source:
+        shape = _random_shape(config, vocab_size)
+    elif source in SHAPES:
+        shape = SHAPES[source]
+    else:
+        path = user_path(source, "model.source")
+        shape = hf.load_config(
+            path if path.exists() else resolve(source, "model.source", ("*.json",))
+        )
+    return _fitting(shape, config, vocab_size)
 
 
 def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
@@ -41,29 +54,6 @@ def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
             f"tokenizer.source must fit the model's {shape.vocab_size} tokens, "
             f"got a tokenizer of {vocab_size}"
         )
-    check_mesh(shape, jax.sharding.get_mesh())
-    return shape
-
-
-def load_shape(config, vocab_size: int) -> ModelConfig:
-    """The shape that `load_policy` gives, without weights: `config.model.source` may be a directory
-    that holds only a config.json, and those of `pretrained.SHAPES` need not be there at all.
-
-    vocab_size: counts only where the source is "". Raises ValueError as `load_policy` does.
-    """
-    source = config.model.source
-    if not source:
-        shape = _random_shape(config, vocab_size)
-    elif source in SHAPES:
-        shape = SHAPES[source]
-    elif (path := user_path(source, "model.source")).exists():
-        shape = hf.load_config(path)
-    else:
-        raise ValueError(
-            "model.source must be a directory with a config.json, a .gguf file or one of "
-            f"{', '.join(SHAPES)} where no weights are read, got {source!r}"
-        )
-    shape = _for_run(shape, config)
     check_mesh(shape, jax.sharding.get_mesh())
     return shape
 
