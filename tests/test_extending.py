@@ -92,6 +92,5 @@ def test_an_advantage(tmp_path):
     assert last["update/grad_norm"] > 0
 
 
-@pytest.mark.slow
 def test_a_model_family(tmp_path):
     assert run_recipe(RECIPES["A model family"], tmp_path)[-1]["step"] == 2
