@@ -41,7 +41,7 @@ def main() -> None:
 
     from specrl_jax import runtime
 
-    runtime.start(config, chips.devices(topology))
+    runtime.start(config, devices=chips.devices(topology))
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
     from specrl_jax.accelerators import abstract_run, plan, programs, report
 
@@ -50,18 +50,18 @@ def main() -> None:
     every = programs.programs(run)
     if unknown := [name for name in _PROGRAMS.value if name not in every]:
         raise ValueError(f"--programs must be of {', '.join(every)}, got {unknown[0]}")
-    found = {"topology": topology, "mesh": mesh}
+    figures = {"topology": topology, "mesh": mesh}
     if _PLAN.value:
         memory = plan.memory_plan(run, every, chip)
         print(memory.to_text())
-        found["plan"] = memory.to_json()
+        figures["plan"] = memory.to_json()
     else:
         rows = []
         for name in _PROGRAMS.value or every:
             rows.append(report.compile_program(name, every[name], chip, mesh))
             print(f"{name}: {rows[-1]['seconds_to_compile']:.1f} s", file=sys.stderr, flush=True)
         print(report.to_text(rows, chip))
-        found |= {"programs": rows, "step": {}}
+        figures |= {"programs": rows, "step": {}}
         tokens = _TOKENS.value or config.rollout.response_len
         estimates = {"at least": "seconds"}
         if chip.clock:
@@ -69,10 +69,10 @@ def main() -> None:
         for how, key in estimates.items():
             for name, reuse in (("plain", 0.0), ("with drafts", _REUSE.value)):
                 seconds = report.step_seconds(run, rows, tokens, reuse, key)
-                found["step"][f"{name}, {how}"] = seconds
-        print(report.step_text(found["step"], tokens, _REUSE.value))
+                figures["step"][f"{name}, {how}"] = seconds
+        print(report.step_text(figures["step"], tokens, _REUSE.value))
     if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(found, indent=1) + "\n")
+        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

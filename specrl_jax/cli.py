@@ -68,13 +68,13 @@ def presets() -> dict[str, ConfigDict]:
     """Every preset of the repository's configs/, by what --config names it."""
     folder = Path(__file__).resolve().parent.parent / "configs"
     names = runpy.run_path(str(folder / "grpo.py"))["PRESETS"]
-    found = {}
+    configs = {}
     for file in sorted(folder.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
         get_config = runpy.run_path(str(file))["get_config"]
         for name in names:
             with contextlib.suppress(ValueError):  # not a preset of this file
-                found[f"configs/{file.name}:{name}"] = get_config(name)
-    return found
+                configs[f"configs/{file.name}:{name}"] = get_config(name)
+    return configs
 
 
 def define_config() -> None:

@@ -148,7 +148,7 @@ def _generator(config: ConfigDict, text: str) -> ConfigDict:
 
 
 def _unseen_rows(config: ConfigDict, count: int) -> list:
-    """`count` problems behind those that the run trained on, held out or was warmed up with."""
+    """`count` problems after those that the run trained on, held out or was warmed up with."""
     data, reader = config.data, READERS[REASONING_GYM]
     start = data.prompts + data.eval_prompts + config.warmup.examples
     return reader.read(data, start, start + count, config.seed)

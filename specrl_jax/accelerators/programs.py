@@ -76,19 +76,19 @@ def _program(
 def _rollout_programs(run: AbstractRun) -> dict[str, Program]:
     held = run.state, run.reference, run.stored, run.weights, run.drafts, run.all_rows
     make = functools.partial(_program, held)
-    found = {"policy_copy": make("once a step", policy_copy, run.model, run.state.params)}
+    listed = {"policy_copy": make("once a step", policy_copy, run.model, run.state.params)}
     if run.drafts is not None:
-        found["pick_drafts"] = make(f"{run.rows} rows", pick_drafts, *run.picked, age=1)
+        listed["pick_drafts"] = make(f"{run.rows} rows", pick_drafts, *run.picked, age=1)
     if run.program.draft_history:
-        found["pick_sources"] = make(f"{run.rows} rows", pick_sources, *run.picked)
-    found |= _starting_programs(run, make) | _running_programs(run, make)
+        listed["pick_sources"] = make(f"{run.rows} rows", pick_sources, *run.picked)
+    listed |= _starting_programs(run, make) | _running_programs(run, make)
     if not run.in_host_memory:
         rows = run.rollout.lens.shape[0]
         slots = array(np.int32, (rows // run.spec.group_size,), None)
         fresh = array(np.bool_, slots.shape, None)
         inputs = run.stored, slots, fresh, _as_stored(run.rollout)
-        found["store_drafts"] = make(f"{rows} rows", write_newest, *inputs)
-    return found
+        listed["store_drafts"] = make(f"{rows} rows", write_newest, *inputs)
+    return listed
 
 
 def _starting_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
@@ -98,26 +98,26 @@ def _starting_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     make = functools.partial(make, rows=size)
     prompts = on_host(size // group, buckets.prompt_slots)
     cache = abstract(functools.partial(decode.prefill, program), run.weights, prompts)
-    found = {
+    listed = {
         "prefill": make(_cells(*prompts.shape), decode.prefill, program, run.weights, prompts),
         "broadcast_prefill": make(
             _cells(size, shared), decode.broadcast_prefill, cache, slots=shared, group_size=group
         ),
     }
     if run.drafts is None:
-        return found
+        return listed
     width, rows = buckets.verify[-1], run.batch_rows(size, with_drafts=True)
     if tries := _tries(run, size, width):
         shape = f"{size} rows in {_cells(*tries.shape)}, width {width}"
         inputs = program, run.weights, tries, rows, _STOP
-        found["verify_tries"] = make(shape, decode.verify_trie, *inputs, width=width)
+        listed["verify_tries"] = make(shape, decode.verify_trie, *inputs, width=width)
     seen = buckets.verify_slots(width, program.response_slots)
     inputs = program, run.weights, run.cache(size, seen), rows, None, _STOP
-    found["verify_rows"] = make(
+    listed["verify_rows"] = make(
         f"{_cells(size, seen)}, width {width}", decode.decode_steps, *inputs, width=width,
         verify=True,
     )  # fmt: skip
-    return found
+    return listed
 
 
 def _tries(run: AbstractRun, size: int, width: int) -> DraftTries | None:
@@ -138,28 +138,28 @@ def _running_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     make = functools.partial(make, rows=size)
     step = functools.partial(make, passes="step")
     inputs = decode.decode_steps, run.program, run.weights, cache, rows
-    found = {"decode": step(shape, *inputs, None, _STOP, width=1)}
+    listed = {"decode": step(shape, *inputs, None, _STOP, width=1)}
     if run.program.draft_source is not None:
         width, drafting = buckets.widths[-1], (run.draft_state, _STOP)
-        found["decode_wide"] = step(f"{shape}, width {width}", *inputs, *drafting, width=width)
+        listed["decode_wide"] = step(f"{shape}, width {width}", *inputs, *drafting, width=width)
     kept = array(np.bool_, (size,), "batch")
     if smaller := buckets.rows_below(size):
         options = {"size": smaller, "slots": slots}
-        found["fewer_rows"] = make(
+        listed["fewer_rows"] = make(
             f"{shape} to {smaller} rows", decode_state.resize, cache, rows, kept, **options
         )
     if len(buckets.responses) > 1:
         short, options = buckets.slots(buckets.responses[-2]), {"size": size, "slots": slots}
         inputs = run.cache(size, short), rows, kept
         shape_change = f"{_cells(size, short)} to {slots} slots"
-        found["longer_cache"] = make(shape_change, decode_state.resize, *inputs, **options)
+        listed["longer_cache"] = make(shape_change, decode_state.resize, *inputs, **options)
     if run.rows > size:
         others = run.cache(run.refill, slots), run.batch_rows(run.refill)
         inputs = cache, rows, *others, array(np.bool_, (run.refill,), "batch")
-        found["insert"] = make(f"{run.refill} rows into {shape}", decode_state.insert, *inputs)
+        listed["insert"] = make(f"{run.refill} rows into {shape}", decode_state.insert, *inputs)
     inputs = rows, run.all_rows
-    found["write_back"] = make(f"{size} of {run.rows} rows", decode_state.scatter, *inputs)
-    return found
+    listed["write_back"] = make(f"{size} of {run.rows} rows", decode_state.scatter, *inputs)
+    return listed
 
 
 def _as_stored(rollout: Rollout) -> Stored:
@@ -173,19 +173,19 @@ def _update_programs(run: AbstractRun) -> dict[str, Program]:
     config, learner, batch = run.config, run.learner, run.batch
     held = run.state, run.reference, run.stored, run.rollout, batch
     make = functools.partial(_program, held, passes="micro-batch")
-    every, found = run.packed(batch.response_lens.shape[0]), {}
+    every, listed = run.packed(batch.response_lens.shape[0]), {}
 
     def shape(packed: PackedRows) -> str:
         return "{} x {} x {} slots".format(*packed.sequences.tokens.shape)
 
     if config.algorithm.kl_coef or config.updates.old_logprobs == "recompute":
         params = run.reference or run.state.params
-        found["logprobs"] = make(shape(every), logprobs, learner, params, every)
+        listed["logprobs"] = make(shape(every), logprobs, learner, params, every)
     if learner.critic:
-        found["critic_values"] = make(shape(every), critic_values, learner, run.state, every)
+        listed["critic_values"] = make(shape(every), critic_values, learner, run.state, every)
     inputs = learner, run.state, batch, run.mini_batch
-    found["update"] = make(shape(run.mini_batch), update, *inputs, policy_frozen=False)
-    return found
+    listed["update"] = make(shape(run.mini_batch), update, *inputs, policy_frozen=False)
+    return listed
 
 
 def _cells(rows: int, slots: int) -> str:

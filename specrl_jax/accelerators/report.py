@@ -63,10 +63,10 @@ def _refused(error: Exception) -> dict[str, Any]:
     """What the compiler says where a program does not fit."""
     text = str(error)
     used = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", text)
-    found: dict[str, Any] = {"error": " ".join(text.split())[:300]}
+    refusal: dict[str, Any] = {"error": " ".join(text.split())[:300]}
     if used:
-        found["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
-    return found
+        refusal["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
+    return refusal
 
 
 def _parts(chip: Chip, mesh: Mapping[str, int], flops: Flops, cost: Cost) -> dict[str, Any]:
@@ -103,13 +103,13 @@ def step_seconds(
 ) -> dict[str, float]:
     """Seconds of each program in a whole step, and their sum; see `step_uses`. key: "seconds" at
     least, or "compiler_seconds"."""
-    uses, found = step_uses(run, tokens, reuse), {}
+    uses, seconds = step_uses(run, tokens, reuse), {}
     for row in rows:
         calls, passes = uses.get(row["program"], (0, 0))
         if "once" in row and (calls or passes):
             parts = ("once", calls), ("each", passes)
-            found[row["program"]] = sum(row[part][key] * n for part, n in parts if part in row)
-    return found | {"all": sum(found.values())}
+            seconds[row["program"]] = sum(row[part][key] * n for part, n in parts if part in row)
+    return seconds | {"all": sum(seconds.values())}
 
 
 def step_text(steps: Mapping[str, Mapping[str, float]], tokens: float, reuse: float) -> str:

@@ -240,7 +240,7 @@ class RolloutRecords:
         """Characters of `text` up to the end of each token.
 
         The tokens of one character are decoded together: all but its last end before it. A token
-        is decoded behind the last whole one, as tokenizers treat a text's beginning differently.
+        is decoded after the last whole one, as tokenizers treat a text's beginning differently.
         """
         pieces = [self._piece(token_id) for token_id in token_ids]
         if "".join(pieces) == text:

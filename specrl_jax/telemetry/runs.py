@@ -209,7 +209,7 @@ def headline(one: Series) -> list[tuple[str, str, str]]:
     """(name, mean, "± deviation" or "") of every figure of a series, as text."""
     rows = []
     for name, figure, style in FIGURES:
-        found = one.mean(figure)
-        mean, spread = ("–", "") if found is None else map(style.format, found)
-        rows.append((name, mean, f"± {spread}" if found and len(one.runs) > 1 else ""))
+        value = one.mean(figure)
+        mean, spread = ("–", "") if value is None else map(style.format, value)
+        rows.append((name, mean, f"± {spread}" if value and len(one.runs) > 1 else ""))
     return rows
