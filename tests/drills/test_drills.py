@@ -235,9 +235,10 @@ def _measures(workdir) -> tuple[float, int, float]:
     status = pathlib.Path("/proc/self/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     sizes = []
-    for path in pathlib.Path(workdir, "checkpoints").rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # of an older checkpoint
-            sizes.append(path.stat().st_size if path.is_file() else 0)
+    for folder, _, files in os.walk(workdir / "checkpoints"):  # passes over what is deleted
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(os.path.getsize(os.path.join(folder, name)))
     return int(resident.split()[1]) / 1024, len(os.listdir("/proc/self/fd")), sum(sizes) / 2**20
 
 
