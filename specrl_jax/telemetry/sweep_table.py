@@ -1,0 +1,285 @@
+"""A sweep as SPEC-RL's Table 3 (arXiv 2509.23232): a line a case, next to a baseline case.
+
+Takes the finished runs of every case (`runs.Series`). Gives Markdown, CSV and two plots.
+"""
+
+import csv
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.telemetry.runs import FIGURES, Run, Series, deviation, without_compiling
+
+_PARTS = ("rollout", "update", "step")
+_FIGURES = {name: figure for name, figure, _ in FIGURES}
+_REWARD = "held-out reward, last"
+HOW = (
+    "Means over the seeds; of the reward ± its standard error. Seconds are those of all steps: "
+    "for each epoch the median of the steps that did not compile, times its steps. Verification "
+    "is part of the rollout. Speed-ups are against the first line, seed by seed."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A figure of every run, and how a case's mean is written."""
+
+    name: str
+    figure: Callable[[Run], float | None]
+    style: str
+    with_error: bool = False
+
+
+# Figures of a run ----------------------------------------------------------------------------
+
+
+def by_epoch(run: Run, part: str) -> dict[int, float]:
+    """Median seconds of a step's part ("rollout") by epoch. Steps that compiled are left out where
+    others are there."""
+    medians = {}
+    for epoch, records in run.epochs.items():
+        values = [r[f"time/{part}"] for r in without_compiling(records) or records]
+        medians[epoch] = statistics.median(values)
+    return medians
+
+
+def seconds(run: Run, part: str) -> float | None:
+    """Seconds of a step's part over all steps, without compilation."""
+    medians = by_epoch(run, part)
+    return math.fsum(len(run.epochs[e]) * x for e, x in medians.items()) if medians else None
+
+
+def until_reward(run: Run, name: str, target: float) -> float | None:
+    """The sum of a metric until a held-out reward was reached; None where it was not."""
+    reached = [r["step"] for r in run.records if r.get("reward/eval", -math.inf) >= target]
+    return math.fsum(r[name] for r in run.steps if r["step"] <= reached[0]) if reached else None
+
+
+def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
+    """(the first step whose recorded responses differ, or None; tokens compared until then).
+
+    Responses that only one of the runs has, of another prompt or of a larger group, do not count.
+    """
+    compared = 0
+    for step in sorted(set(recorded_steps(one)) & set(recorded_steps(other))):
+        mine_all, theirs_all = (
+            {(row["prompt_id"], row["sample"]): row["token_ids"] for row in read_rollouts(x, step)}
+            for x in (one, other)
+        )
+        for key in (key for key in mine_all if key in theirs_all):
+            mine, theirs = mine_all[key], theirs_all[key]
+            if mine != theirs:
+                same = [a == b for a, b in zip(mine, theirs)]
+                return step, compared + [*same, False].index(False)
+            compared += len(mine)
+    return None, compared
+
+
+def columns(baseline: Series | None, target: float = 0.0) -> list[Column]:
+    """The columns of the table. target: a held-out reward; adds what it took to reach it."""
+    of_seed = {run.config.get("seed"): run for run in (baseline.runs if baseline else ())}
+
+    def speed_up(part: str) -> Callable[[Run], float | None]:
+        def figure(run: Run) -> float | None:
+            other = of_seed.get(run.config.get("seed"))
+            ours = seconds(run, part)
+            return seconds(other, part) / ours if other and ours else None
+
+        return figure
+
+    table = [
+        Column("generated tokens", _FIGURES["tokens generated"], "{:,.0f}"),
+        Column("row steps", _FIGURES["row steps"], "{:,.0f}"),
+        Column("rollout, s", lambda run: seconds(run, "rollout"), "{:,.1f}"),
+        Column("rollout speed-up", speed_up("rollout"), "{:.2f}×"),
+        Column("step, s", lambda run: seconds(run, "step"), "{:,.1f}"),
+        Column("step speed-up", speed_up("step"), "{:.2f}×"),
+        Column("held-out reward", _FIGURES[_REWARD], "{:.3f}", with_error=True),
+    ]
+    if target:
+        for what, name in (("tokens", "rollout/tokens_generated"), ("rollout, s", "time/rollout")):
+            figure = lambda run, name=name: until_reward(run, name, target)  # noqa: E731
+            table.append(Column(f"{what} to {target:g}", figure, "{:,.1f}"))
+    return table
+
+
+# The table -----------------------------------------------------------------------------------
+
+
+def mean_and_error(series: Series, column: Column) -> tuple[float, float, int] | None:
+    """Mean over the runs that have the figure, its standard error (0 of one), their number."""
+    values = [x for run in series.runs if (x := column.figure(run)) is not None]
+    if not values:
+        return None
+    return statistics.fmean(values), deviation(values) / math.sqrt(len(values)), len(values)
+
+
+def _cell(series: Series, column: Column) -> str:
+    figure = mean_and_error(series, column)
+    if figure is None:
+        return "–"
+    mean, error, count = figure
+    text = column.style.format(mean)
+    if column.with_error and count > 1:
+        text += f" ± {column.style.format(error)}"
+    return text if count == len(series.runs) else f"{text} ({count} of {len(series.runs)} runs)"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, padded so that it reads as text too; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(f"{x:<{w}}" if i == 0 else f"{x:>{w}}"
+                          for i, (x, w) in enumerate(zip(row, widths))) + " |"
+        for row in rows
+    ]  # fmt: skip
+    rule = "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths))
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def table(cases: Sequence[Series], chosen: Sequence[Column]) -> str:
+    """The table in Markdown."""
+    rows = [["case", "seeds", *(column.name for column in chosen)]]
+    for case in cases:
+        rows.append([case.name, str(len(case.runs)), *(_cell(case, x) for x in chosen)])
+    return markdown(rows)
+
+
+def epoch_table(cases: Sequence[Series]) -> str:
+    """Seconds of a step and its parts by epoch, in Markdown, and how many times as fast as the
+    first case's they are."""
+    rows = [["seconds a step", *(case.name for case in cases)]]
+    for epoch in sorted({epoch for case in cases for run in case.runs for epoch in run.epochs}):
+        for part in _PARTS:
+            means = [_epoch_mean(case, part).get(epoch, (math.nan, 0.0))[0] for case in cases]
+            cells = (
+                f"{x:.3f} ({means[0] / x:.2f}×)" if x and math.isfinite(x) else "–" for x in means
+            )
+            rows.append([f"epoch {epoch}, {part}", *cells])
+    return markdown(rows)
+
+
+def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
+    """By epoch, mean and standard deviation over the seeds."""
+    values: dict[int, list[float]] = {}
+    for run in case.runs:
+        for epoch, x in by_epoch(run, part).items():
+            values.setdefault(epoch, []).append(x)
+    return {epoch: (statistics.fmean(x), deviation(x)) for epoch, x in sorted(values.items())}
+
+
+def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
+    """Which cases have the baseline's tokens, as far as both record them; "" where none has."""
+    by_seed = {run.config.get("seed"): run for run in baseline.runs}
+    lines = []
+    for case in cases:
+        pairs = [(by_seed.get(run.config.get("seed")), run) for run in case.runs]
+        found = [first_difference(a.workdir, b.workdir) for a, b in pairs if a and case != baseline]
+        if found and all(step is None and tokens for step, tokens in found):
+            tokens = sum(tokens for _, tokens in found)
+            lines.append(f"{case.name}: all {tokens:,} recorded tokens are {baseline.name}'s.")
+    return "\n".join(lines)
+
+
+def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 0.0) -> str:
+    """Writes sweep.md, sweep.csv, sweep.png and epochs.png in `folder`; returns the Markdown.
+
+    cases: with at least one run each. baseline: name of the case that speed-ups refer to.
+    """
+    first = next((case for case in cases if case.name == baseline), None)
+    cases = sorted(cases, key=lambda case: case.name != baseline)
+    chosen = columns(first, target)
+    parts = [
+        table(cases, chosen),
+        HOW,
+        same_tokens(cases, first) if first else "",
+        epoch_table(cases),
+    ]
+    text = "\n\n".join(filter(None, parts))
+    (folder / "sweep.md").write_text(text + "\n")
+    with (folder / "sweep.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["case", "seeds", *(x for c in chosen for x in (c.name, f"{c.name}, s.e."))])
+        for case in cases:
+            cells = [(mean_and_error(case, column) or ("", ""))[:2] for column in chosen]
+            rows.writerow([case.name, len(case.runs), *(x for cell in cells for x in cell)])
+    _write_table_plot(cases, chosen, folder / "sweep.png")
+    _write_epochs_plot(cases, folder / "epochs.png")
+    return text
+
+
+# Plots ---------------------------------------------------------------------------------------
+
+_PLOTTED = ("generated tokens", "rollout speed-up", "step speed-up", "held-out reward")
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure  # without pyplot: no window, no state, always Agg
+
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+
+
+def _colors(cases: Sequence[Series]) -> list[Any]:
+    """Grey for the baseline, then viridis, in which neighbours differ for everyone's eyes."""
+    from matplotlib import colormaps
+
+    others = max(len(cases) - 1, 1)
+    return ["#888888", *(colormaps["viridis"]((i + 0.5) / others * 0.9) for i in range(others))]
+
+
+def _trim(ax: Any, title: str) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(title, loc="left", fontweight="bold", fontsize="medium")
+
+
+def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: Path) -> None:
+    """A line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
+    figure = _figure(12, 1.2 + 0.32 * len(cases))
+    by_name = {column.name: column for column in chosen}
+    lines, colors = range(len(cases)), _colors(cases)
+    for ax, name in zip(figure.subplots(1, len(_PLOTTED), sharey=True), _PLOTTED):
+        points = [mean_and_error(case, by_name[name]) or (math.nan, 0.0, 0) for case in cases]
+        means, errors = [x[0] for x in points], [x[1] for x in points]
+        if name == "held-out reward":
+            for line, mean, error, color in zip(lines, means, errors, colors):
+                ax.errorbar(mean, line, xerr=error, fmt="o", color=color, capsize=3)
+        else:
+            bars = ax.barh(lines, means, 0.7, xerr=errors, color=colors, error_kw={"lw": 0.8})
+            texts = [by_name[name].style.format(x) if math.isfinite(x) else "–" for x in means]
+            ax.bar_label(bars, texts, padding=4, fontsize="small")
+            ax.margins(x=0.3)
+        ax.set_yticks(lines, [case.name for case in cases])
+        _trim(ax, name.capitalize())
+    ax.invert_yaxis()
+    figure.savefig(file)
+
+
+def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
+    """Seconds of a step and of its parts by epoch, and held-out reward by step. Means over the
+    seeds, with their standard deviation."""
+    figure = _figure(13, 3.4 + 0.2 * math.ceil(len(cases) / 4))
+    *parts, last = figure.subplots(1, len(_PARTS) + 1)
+    width = 0.8 / len(cases)
+    for i, (case, color) in enumerate(zip(cases, _colors(cases))):
+        for ax, part in zip(parts, _PARTS):
+            points = _epoch_mean(case, part)
+            x = [epoch + (i + 0.5) * width - 0.4 for epoch in points]
+            means, errors = ([y[k] for y in points.values()] for k in (0, 1))
+            ax.bar(x, means, width, color=color, yerr=errors, error_kw={"lw": 0.8})
+        rewards = case.values("reward/eval")
+        last.errorbar([*rewards], [*map(statistics.fmean, rewards.values())], color=color,
+                      label=case.name, yerr=[*map(deviation, rewards.values())], lw=1.6,
+                      elinewidth=0.6)  # fmt: skip
+    for ax, part in zip(parts, _PARTS):
+        ax.set(xlabel="epoch", ylabel="seconds a step")
+        _trim(ax, part.capitalize())
+    last.set(xlabel="step")
+    _trim(last, "Held-out reward")
+    for ax in (*parts, last):
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(ncols=min(len(cases), 4), loc="outside lower center", frameon=False)
+    figure.savefig(file)
