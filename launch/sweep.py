@@ -9,8 +9,8 @@ runs. The same command again goes on where it was stopped. A run that fails is l
 on, and the exit code is 1.
 
 WORKDIR has a work directory a run, the table (sweep.md, sweep.csv, sweep.png), seconds by epoch
-(epochs.png), and report.html of all runs. Where log.rollouts=1.0 records all responses, the table
-says which cases have the baseline's tokens.
+(epochs.png), and report.html of all runs. Where log.rollouts=1.0 records all responses, they
+say until which step a case has the baseline's tokens.
 
 --cluster=slurm runs all at the same time through submitit, whose options are flags too:
 --cluster.slurm_partition=gpu --cluster.gpus_per_node=1 --cluster.timeout_min=240
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--baseline", default="", help="case that speed-ups refer to (default: the first)")
     add("--target", type=float, default=0.0, help="held-out reward to reach")
     add("--workdir", type=Path, default=Path("runs", "sweep"))
-    add("--cluster", default="", choices=["", "slurm", "local", "debug"], help="of submitit")
+    add("--cluster", default="", choices=["", "slurm", "local"], help="of submitit")
     return parser
 
 

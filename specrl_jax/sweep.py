@@ -4,6 +4,7 @@ Takes settings from flags or from a configuration's `get_hyper`. Gives work dire
 same sweep reads again: a finished run is not started, an unfinished one resumes.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -46,7 +47,7 @@ class TrainingRun:
     """One case with one seed."""
 
     case: str
-    flags: tuple[str, ...]  # of launch/train.py, without --workdir
+    command: tuple[str, ...]  # of launch/train.py
     workdir: Path
     config: str  # the resolved configuration, as JSON
 
@@ -143,7 +144,8 @@ def training_runs(
             if workdir in runs:
                 raise ValueError(f"two runs would be in {workdir}; name every case and seed once")
             resolved = json.dumps(config.to_dict(), sort_keys=True)
-            runs[workdir] = TrainingRun(case.name or "base", flags, workdir, resolved)
+            command = (sys.executable, str(_TRAIN), *flags, f"--workdir={workdir}")
+            runs[workdir] = TrainingRun(case.name or "base", command, workdir, resolved)
     return list(runs.values())
 
 
@@ -167,9 +169,12 @@ class Training:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end
         with output.open("a+") as file:
             start = file.seek(0, os.SEEK_END)
-            command = [sys.executable, str(_TRAIN), *run.flags, f"--workdir={run.workdir}"]
             self._process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=self._environment(), start_new_session=True
+                run.command,
+                stdout=file,
+                stderr=file,
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on once
             )
             try:
                 code = self._process.wait()
@@ -189,7 +194,9 @@ class Training:
     def stop(self) -> None:
         """Have the run finish its step and save."""
         self._process.terminate()
-        self._process.wait()
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            # Not `wait`: a signal's handler calls this while `wait` holds its lock.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
     def checkpoint(self):
         """What submitit runs later, where a job reaches its time limit or makes way for another."""
@@ -211,8 +218,8 @@ Submit = Callable[[TrainingRun], Callable[[], str]]
 
 
 def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
-    """How runs start. cluster: "" one after another here, else submitit's "slurm", "local"
-    (processes at the same time) or "debug". options: of its `update_parameters`."""
+    """How runs start. cluster: "" one after another here, else submitit's "slurm" or "local"
+    (processes here, at the same time). options: of its `update_parameters`."""
     if not cluster:
         return Training
     try:
@@ -222,8 +229,8 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
     try:
         executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
         executor.update_parameters(**{"name": folder.name, "timeout_min": _TIME_LIMIT} | options)
-    except (NameError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"--cluster: {' '.join(str(error).split())}") from error
+    except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"--cluster: {str(error).splitlines()[0]}") from error
 
     def submit(run: TrainingRun) -> Callable[[], str]:
         noted = run.workdir / "job"

@@ -19,8 +19,9 @@ _FIGURES = {name: figure for name, figure, _ in FIGURES}
 _REWARD = "held-out reward, last"
 HOW = (
     "Means over the seeds; of the reward ± its standard error. Seconds are those of all steps: "
-    "for each epoch the median of the steps that did not compile, times its steps. Verification "
-    "is part of the rollout. Speed-ups are against the first line, seed by seed."
+    "for each epoch the median of the steps that did not compile, times its steps; a dash where "
+    "all compiled. Verification is part of the rollout. Speed-ups are against the first line, "
+    "seed by seed."
 )
 
 
@@ -38,19 +39,19 @@ class Column:
 
 
 def by_epoch(run: Run, part: str) -> dict[int, float]:
-    """Median seconds of a step's part ("rollout") by epoch. Steps that compiled are left out where
-    others are there."""
-    medians = {}
-    for epoch, records in run.epochs.items():
-        values = [r[f"time/{part}"] for r in without_compiling(records) or records]
-        medians[epoch] = statistics.median(values)
-    return medians
+    """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
+    without the epochs in which all did."""
+    left = {epoch: without_compiling(records) for epoch, records in run.epochs.items()}
+    return {e: statistics.median(r[f"time/{part}"] for r in x) for e, x in left.items() if x}
 
 
 def seconds(run: Run, part: str) -> float | None:
-    """Seconds of a step's part over all steps, without compilation."""
+    """Seconds of a step's part over all steps, without compilation; None where an epoch has none
+    that did not compile."""
     medians = by_epoch(run, part)
-    return math.fsum(len(run.epochs[e]) * x for e, x in medians.items()) if medians else None
+    if not medians or len(medians) < len(run.epochs):
+        return None
+    return math.fsum(len(run.epochs[epoch]) * x for epoch, x in medians.items())
 
 
 def until_reward(run: Run, name: str, target: float) -> float | None:
@@ -79,15 +80,20 @@ def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
     return None, compared
 
 
-def columns(baseline: Series | None, target: float = 0.0) -> list[Column]:
+def _of_seed(baseline: Series, run: Run) -> Run | None:
+    """The baseline's run that has this run's seed."""
+    seed = run.config.get("seed")
+    return next((other for other in baseline.runs if other.config.get("seed") == seed), None)
+
+
+def columns(baseline: Series, target: float = 0.0) -> list[Column]:
     """The columns of the table. target: a held-out reward; adds what it took to reach it."""
-    of_seed = {run.config.get("seed"): run for run in (baseline.runs if baseline else ())}
 
     def speed_up(part: str) -> Callable[[Run], float | None]:
         def figure(run: Run) -> float | None:
-            other = of_seed.get(run.config.get("seed"))
-            ours = seconds(run, part)
-            return seconds(other, part) / ours if other and ours else None
+            other = _of_seed(baseline, run)
+            ours, theirs = seconds(run, part), seconds(other, part) if other else None
+            return theirs / ours if ours and theirs else None
 
         return figure
 
@@ -155,10 +161,8 @@ def epoch_table(cases: Sequence[Series]) -> str:
     rows = [["seconds a step", *(case.name for case in cases)]]
     for epoch in sorted({epoch for case in cases for run in case.runs for epoch in run.epochs}):
         for part in _PARTS:
-            means = [_epoch_mean(case, part).get(epoch, (math.nan, 0.0))[0] for case in cases]
-            cells = (
-                f"{x:.3f} ({means[0] / x:.2f}×)" if x and math.isfinite(x) else "–" for x in means
-            )
+            means = [_epoch_mean(case, part).get(epoch, (0.0,))[0] for case in cases]
+            cells = (f"{x:.3f} ({means[0] / x:.2f}×)" if x else "–" for x in means)
             rows.append([f"epoch {epoch}, {part}", *cells])
     return markdown(rows)
 
@@ -173,15 +177,19 @@ def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
 
 
 def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
-    """Which cases have the baseline's tokens, as far as both record them; "" where none has."""
-    by_seed = {run.config.get("seed"): run for run in baseline.runs}
+    """Until which step a case has the baseline's tokens, of runs that record all responses."""
     lines = []
     for case in cases:
-        pairs = [(by_seed.get(run.config.get("seed")), run) for run in case.runs]
-        found = [first_difference(a.workdir, b.workdir) for a, b in pairs if a and case != baseline]
-        if found and all(step is None and tokens for step, tokens in found):
-            tokens = sum(tokens for _, tokens in found)
-            lines.append(f"{case.name}: all {tokens:,} recorded tokens are {baseline.name}'s.")
+        ends, tokens = [], 0
+        for run in case.runs:
+            other = _of_seed(baseline, run)
+            if case is not baseline and other and run.config.get("log.rollouts", 0) >= 1:
+                step, compared = first_difference(other.workdir, run.workdir)
+                ends.append("the end" if step is None else f"step {step}")
+                tokens += compared
+        if ends:
+            until = f"{baseline.name}'s tokens until {', '.join(ends)}"
+            lines.append(f"{case.name}: {until} ({tokens:,} compared)")
     return "\n".join(lines)
 
 
@@ -190,15 +198,10 @@ def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 
 
     cases: with at least one run each. baseline: name of the case that speed-ups refer to.
     """
-    first = next((case for case in cases if case.name == baseline), None)
+    first = next((case for case in cases if case.name == baseline), Series(baseline, []))
     cases = sorted(cases, key=lambda case: case.name != baseline)
     chosen = columns(first, target)
-    parts = [
-        table(cases, chosen),
-        HOW,
-        same_tokens(cases, first) if first else "",
-        epoch_table(cases),
-    ]
+    parts = [table(cases, chosen), HOW, same_tokens(cases, first), epoch_table(cases)]
     text = "\n\n".join(filter(None, parts))
     (folder / "sweep.md").write_text(text + "\n")
     with (folder / "sweep.csv").open("w", newline="") as file:
@@ -238,22 +241,24 @@ def _trim(ax: Any, title: str) -> None:
 
 def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: Path) -> None:
     """A line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
-    figure = _figure(12, 1.2 + 0.32 * len(cases))
-    by_name = {column.name: column for column in chosen}
+    missing = (math.nan, 0.0, 0)
+    panels = {x: [mean_and_error(case, x) for case in cases] for x in chosen if x.name in _PLOTTED}
+    panels = {x: points for x, points in panels.items() if any(points)}
+    figure = _figure(2 + 3 * len(panels), 1.2 + 0.32 * len(cases))
     lines, colors = range(len(cases)), _colors(cases)
-    for ax, name in zip(figure.subplots(1, len(_PLOTTED), sharey=True), _PLOTTED):
-        points = [mean_and_error(case, by_name[name]) or (math.nan, 0.0, 0) for case in cases]
-        means, errors = [x[0] for x in points], [x[1] for x in points]
-        if name == "held-out reward":
+    (axes,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for ax, (column, points) in zip(axes, panels.items()):
+        means, errors, _ = zip(*(point or missing for point in points))
+        if column.with_error:  # not from 0: the reward's differences are small
             for line, mean, error, color in zip(lines, means, errors, colors):
                 ax.errorbar(mean, line, xerr=error, fmt="o", color=color, capsize=3)
         else:
             bars = ax.barh(lines, means, 0.7, xerr=errors, color=colors, error_kw={"lw": 0.8})
-            texts = [by_name[name].style.format(x) if math.isfinite(x) else "–" for x in means]
+            texts = [column.style.format(x) if math.isfinite(x) else "–" for x in means]
             ax.bar_label(bars, texts, padding=4, fontsize="small")
             ax.margins(x=0.3)
         ax.set_yticks(lines, [case.name for case in cases])
-        _trim(ax, name.capitalize())
+        _trim(ax, column.name.capitalize())
     ax.invert_yaxis()
     figure.savefig(file)
 
@@ -261,7 +266,7 @@ def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: P
 def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
     """Seconds of a step and of its parts by epoch, and held-out reward by step. Means over the
     seeds, with their standard deviation."""
-    figure = _figure(13, 3.4 + 0.2 * math.ceil(len(cases) / 4))
+    figure = _figure(13, 3.4 + 0.1 * len(cases))
     *parts, last = figure.subplots(1, len(_PARTS) + 1)
     width = 0.8 / len(cases)
     for i, (case, color) in enumerate(zip(cases, _colors(cases))):
@@ -281,5 +286,5 @@ def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
     _trim(last, "Held-out reward")
     for ax in (*parts, last):
         ax.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(ncols=min(len(cases), 4), loc="outside lower center", frameon=False)
+    figure.legend(ncols=2, loc="outside lower left", frameon=False, fontsize="small")
     figure.savefig(file)
