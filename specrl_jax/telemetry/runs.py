@@ -118,9 +118,10 @@ def series(runs: Sequence[Run]) -> list[Series]:
         values = {name.split(".")[-1]: settings[indices[0]].get(name) for name in fields}
         name = ", ".join(f"{field} = {value}" for field, value in values.items())
         folder = runs[indices[0]].workdir.resolve().name
-        case = _OF_A_SWEEP.fullmatch(folder)
-        if case or not 0 < len(values) <= _MAX_NAMED:
-            name = case[1] if case and len(indices) > 1 else folder
+        if case := _OF_A_SWEEP.fullmatch(folder):
+            name = case[1]
+        elif not 0 < len(values) <= _MAX_NAMED:
+            name = folder
         named.append(Series(name, [runs[i] for i in indices]))
     return named
 

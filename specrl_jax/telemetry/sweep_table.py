@@ -208,7 +208,8 @@ def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 
         rows = csv.writer(file)
         rows.writerow(["case", "seeds", *(x for c in chosen for x in (c.name, f"{c.name}, s.e."))])
         for case in cases:
-            cells = [(mean_and_error(case, column) or ("", ""))[:2] for column in chosen]
+            figures = [mean_and_error(case, column) or ("", "", 0) for column in chosen]
+            cells = [(mean, error if count > 1 else "") for mean, error, count in figures]
             rows.writerow([case.name, len(case.runs), *(x for cell in cells for x in cell)])
     _write_table_plot(cases, chosen, folder / "sweep.png")
     _write_epochs_plot(cases, folder / "epochs.png")
@@ -286,5 +287,6 @@ def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
     _trim(last, "Held-out reward")
     for ax in (*parts, last):
         ax.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(ncols=2, loc="outside lower left", frameon=False, fontsize="small")
+    ncols = max(1, 180 // (8 + max(len(case.name) for case in cases)))  # what the width holds
+    figure.legend(ncols=ncols, loc="outside lower left", frameon=False, fontsize="small")
     figure.savefig(file)

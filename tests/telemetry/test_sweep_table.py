@@ -119,7 +119,8 @@ def test_where_tokens_part(tmp_path, others, expected):
 
 
 def test_a_report_names_cases(tmp_path):
-    """Four fields differ, more than a name can hold; the folder's name has the case."""
-    runs = [read_run(write_run(tmp_path / f"fast,seed={i}", FAST, i).workdir) for i in (0, 1)]
-    assert [one.name for one in series(runs)] == ["fast"]
-    assert [one.name for one in series(runs[:1])] == ["fast,seed=0"]
+    folders = [tmp_path / f"a={name},seed={seed}" for name in "xy" for seed in (0, 1)]
+    runs = [write_run(folder, FAST) for folder in folders]
+    for run in runs[2:]:
+        run.config["a"] = "y"
+    assert [one.name for one in series(runs)] == ["a=x", "a=y"]
