@@ -13,7 +13,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -52,16 +52,25 @@ def policy_parser(description: str) -> Parser:
 
 def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
     """A copy of `config` changed by arguments --config.FIELD=VALUE; ValueError in one line."""
-    argv, values = ["", *arguments], flags.FlagValues()
     changed = config.copy_and_resolve_references()
+    _config_of(arguments, config_flags.DEFINE_config_dict, config=changed, lock_config=False)
+    return changed
+
+
+def read_config(arguments: Sequence[str]) -> ConfigDict:
+    """The config of --config=FILE[:PRESET] --config.FIELD=VALUE ...; ValueError in one line."""
+    return _config_of(arguments, config_flags.DEFINE_config_file)
+
+
+def _config_of(arguments: Sequence[str], define: Callable, **options: Any) -> ConfigDict:
+    argv, values = ["", *arguments], flags.FlagValues()
     try:
-        config_flags.DEFINE_config_dict(
-            "config", changed, flag_values=values, lock_config=False, sys_argv=argv
-        )
+        define("config", flag_values=values, sys_argv=argv, **options)
         values(argv)
+        values["config"].value.to_dict()  # a file that failed to load raises only here
     except Exception as error:
         raise ValueError(_in_one_line(error, argv)) from error
-    return changed
+    return values["config"].value
 
 
 def presets() -> dict[str, ConfigDict]:

@@ -22,6 +22,7 @@ ALLOWED = {
     "sharding": set(),
     "field_rules": set(),
     "config": {"field_rules"},
+    "hyper": set(),
     "inputs": set(),
     "algorithms/masked": PURE,
     "algorithms/losses": PURE,
@@ -49,6 +50,7 @@ ALLOWED = {
         "runtime",
         "sharding",
     },
+    "sweep": {"cli", "config", "hyper", "telemetry"},
     "warmup": {"algorithms", "data", "models", "sharding", "types"},
 }
 # The stages of a step, and the only rooms that may see more than one of them. These rooms import

@@ -27,6 +27,7 @@ from specrl_jax.telemetry.rollout_viewer import viewer
 FILE_NAME = "report.html"
 
 _VIEWER_BYTES = 30 << 20  # of all runs' responses on the page
+_MOST_NAMES = 4  # of runs in the title
 _MOST_OF_THE_TIME = 0.05  # that refreshing may take
 
 
@@ -72,8 +73,11 @@ def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
             elif by_epoch:
                 accepted.setdefault(one.name, []).extend(by_epoch[list(by_epoch)[-1]])
     steps = sorted({run.records[-1]["step"] if run.records else 0 for run in runs})
+    names = dict.fromkeys(run.workdir.resolve().name for run in runs)
+    if len(names) > _MOST_NAMES:
+        names = [f"{runs[0].workdir.resolve().parent.name}, {len(runs)} runs"]
     return {
-        "title": " · ".join(dict.fromkeys(run.workdir.resolve().name for run in runs))[:200],
+        "title": " · ".join(names)[:200],
         "written": f"{datetime.now():%Y-%m-%d %H:%M}, step {', '.join(map(str, steps))}",
         "series": [
             {"name": one.name, "runs": len(one.runs), "figures": reports.headline(one)}

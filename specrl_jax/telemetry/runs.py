@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from specrl_jax.telemetry.metrics import FILE_NAME, read_metrics
 
 Record = dict[str, Any]
 
+# A run of a sweep is in a work directory that is named CASE,seed=N.
+_OF_A_SWEEP = re.compile(r"(.+),seed=-?\d+")
 # Fields of the configuration in which seeds of one setting may differ.
 _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
@@ -96,7 +99,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def series(runs: Sequence[Run]) -> list[Series]:
-    """Runs by setting, in their order. A series is named after the fields that tell it apart."""
+    """Runs by setting, in their order. A series is named after its case in a sweep, else after the
+    fields that tell it apart."""
     settings = [
         {k: v for k, v in run.config.items() if k.split(".")[0] not in _NOT_A_SETTING}
         for run in runs
@@ -113,8 +117,11 @@ def series(runs: Sequence[Run]) -> list[Series]:
     for indices in members.values():
         values = {name.split(".")[-1]: settings[indices[0]].get(name) for name in fields}
         name = ", ".join(f"{field} = {value}" for field, value in values.items())
-        if not 0 < len(values) <= _MAX_NAMED:
-            name = runs[indices[0]].workdir.resolve().name
+        folder = runs[indices[0]].workdir.resolve().name
+        if case := _OF_A_SWEEP.fullmatch(folder):
+            name = case[1]
+        elif not 0 < len(values) <= _MAX_NAMED:
+            name = folder
         named.append(Series(name, [runs[i] for i in indices]))
     return named
 

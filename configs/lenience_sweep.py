@@ -1,0 +1,31 @@
+"""SPEC-RL's table of leniences (arXiv 2509.23232, Table 3): seven values, random and delayed reuse.
+
+    python launch/sweep.py --config=configs/lenience_sweep.py[:PRESET] --seeds=3
+
+Presets and all fields are those of configs/grpo.py. The first case, without drafts, is what the
+others are compared with. Ten cases and three seeds of `tiny` take 45 minutes on 2 CPU cores.
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+_GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
+
+
+def get_config(preset: str = "tiny") -> ConfigDict:
+    """The configuration of a preset; raises ValueError on an unknown name."""
+    return _GRPO["get_config"](preset)
+
+
+def get_hyper(hyper):
+    """The cases, see specrl_jax/hyper.py."""
+    return hyper.chainit(
+        [
+            hyper.fixed("rollout.draft", "none"),
+            hyper.sweep("rollout.lenience", ["1", "e^0.2", "e^0.5", "e^0.8", "e^1", "e^2", "inf"]),
+            hyper.fixed("rollout.accept", "random"),
+            hyper.fixed("rollout.draft_age", 2),
+        ]
+    )

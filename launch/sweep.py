@@ -1,0 +1,109 @@
+"""Train under several settings and seeds, and put the runs side by side.
+
+    python launch/sweep.py --config=configs/grpo.py --seeds=3 --sweep=rollout.lenience=1,e^0.5,inf
+    python launch/sweep.py --case="GRPO: configs/grpo.py" --case="PPO: configs/ppo.py" --seeds=3
+    python launch/sweep.py --config=configs/lenience_sweep.py --seeds=3     (the file's get_hyper)
+
+Several --sweep make a grid, of every --case where there are some. --config.FIELD=VALUE changes all
+runs. The same command again goes on where it was stopped. A run that fails is listed, the others go
+on, and the exit code is 1.
+
+WORKDIR has a work directory a run, the table (sweep.md, sweep.csv, sweep.png), seconds by epoch
+(epochs.png), and report.html of all runs. Where log.rollouts=1.0 records all responses, they
+say until which step a case has the baseline's tokens.
+
+--cluster=slurm runs all at the same time through submitit, whose options are flags too:
+--cluster.slurm_partition=gpu --cluster.gpus_per_node=1 --cluster.timeout_min=240
+"""
+
+import argparse
+import ast
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from specrl_jax import cli
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, but for --config.FIELD=VALUE and --cluster.OPTION=VALUE."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = cli.Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser.add_argument("--config", default="", help="configuration file[:preset]")
+    add = parser.add_argument
+    add("--sweep", action="append", default=[], help="FIELD=VALUE,VALUE,...; e^0.5, inf too")
+    add("--case", action="append", default=[], help="NAME: [CONFIG] FIELD=VALUE ...")
+    add("--seeds", default="1", help="N (seeds 0 to N-1) or a list as 0,3,5 (default: 1)")
+    add("--baseline", default="", help="case that speed-ups refer to (default: the first)")
+    add("--target", type=float, default=0.0, help="held-out reward to reach")
+    add("--workdir", type=Path, default=Path("runs", "sweep"))
+    add("--cluster", default="", choices=["", "slurm", "local"], help="of submitit")
+    return parser
+
+
+def _seeds(text: str) -> list[int]:
+    with contextlib.suppress(ValueError):
+        seeds = [int(seed) for seed in text.split(",") if seed]
+        if seeds and ("," in text or seeds[0] >= 1):
+            return seeds if "," in text else list(range(seeds[0]))
+    raise ValueError(f"--seeds must be a number >= 1 or a list as 0,1, got {text!r}")
+
+
+def _cluster_options(flags: list[str]) -> dict[str, Any]:
+    options = {}
+    for flag in flags:
+        name, _, value = flag.removeprefix("--cluster.").partition("=")
+        options[name] = value
+        with contextlib.suppress(SyntaxError, ValueError):
+            options[name] = ast.literal_eval(value)
+    return options
+
+
+def _cases(args: argparse.Namespace) -> list:
+    from specrl_jax import hyper, sweep
+
+    cases = [sweep.parse_case(text, args.config) for text in args.case]
+    if not cases and not args.config:
+        raise ValueError("--config=FILE[:PRESET] must be given, or --case with a file")
+    sweeps = [sweep.parse_sweep(text) for text in args.sweep]
+    fields = [field for one in sweeps for field in one[0]]
+    if len(set(fields)) < len(fields):
+        raise ValueError(f"--sweep must not name a field twice, got {', '.join(fields)}")
+    overrides = hyper.product(sweeps)
+    if not args.sweep and not args.case:
+        overrides = sweep.config_sweep(args.config)
+    if any("seed" in override for override in overrides):
+        raise ValueError("seed must not be swept; give --seeds instead")
+    return sweep.grid(cases or [sweep.Case("", args.config)], overrides)
+
+
+def main() -> None:
+    args, rest = parser().parse_known_args()
+    config_flags = [flag for flag in rest if flag.startswith("--config.")]
+    options = [flag for flag in rest if flag.startswith("--cluster.")]
+    cli.refuse([x for x in rest if x not in (*config_flags, *options)], vars(args))
+    if any(flag.startswith("--config.seed=") for flag in rest):
+        raise ValueError("--config.seed must not be given; give --seeds instead")
+    seeds = _seeds(args.seeds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run saves, as at Ctrl-C
+    from specrl_jax import sweep  # imports JAX, for which --help need not wait
+
+    cases = _cases(args)
+    runs = sweep.training_runs(cases, seeds, args.workdir, config_flags)
+    names = dict.fromkeys(run.case for run in runs)
+    baseline = args.baseline or next(iter(names))
+    if baseline not in names:
+        raise ValueError(f"--baseline must be one of {', '.join(names)}, got {baseline!r}")
+    submit = sweep.submitter(args.cluster, _cluster_options(options), args.workdir)
+    failed = sweep.train_all(runs, submit)
+    print(sweep.write_results(runs, failed, baseline, args.workdir, args.target))
+    for workdir, reason in failed.items():
+        print(f"failed: {workdir.name}: {reason}", file=sys.stderr)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    with cli.user_errors():
+        main()

@@ -1,0 +1,291 @@
+"""Training runs under several settings and seeds, each a process of launch/train.py.
+
+Takes settings from flags or from a configuration's `get_hyper`. Gives work directories that the
+same sweep reads again: a finished run is not started, an unfinished one resumes.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import inspect
+import json
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specrl_jax import cli, hyper
+from specrl_jax.config import validate
+from specrl_jax.telemetry import sweep_table
+from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
+from specrl_jax.telemetry.report_page import write_report
+from specrl_jax.telemetry.runs import Run, Series, read_run
+
+_TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
+_TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
+# What a run that a signal ended says last; it exits with 0, as it saved all it had.
+_STOPPED = re.compile(r"(SIG\w+, saved at step \d+ of \d+); run the same command to go on")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One setting."""
+
+    name: str
+    config: str  # configuration file[:preset]
+    changes: tuple[str, ...] = ()  # FIELD=VALUE
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """One case with one seed."""
+
+    case: str
+    command: tuple[str, ...]  # of launch/train.py
+    workdir: Path
+    config: str  # the resolved configuration, as JSON
+
+    @property
+    def done(self) -> Path:
+        """Holds `config` once the run has come to its end."""
+        return self.workdir / "done.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end, under this configuration."""
+        return self.done.exists() and self.done.read_text() == self.config
+
+
+# Cases ---------------------------------------------------------------------------------------
+
+
+def parse_case(text: str, config: str) -> Case:
+    """ "NAME: [CONFIG] FIELD=VALUE FIELD=VALUE ..."; without CONFIG of `config`."""
+    name, colon, rest = text.partition(":")
+    name, words = name.strip(), rest.split()
+    files = [word for word in words if "=" not in word]
+    if not colon or not name or len(files) > 1:
+        raise ValueError(f"--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got {text!r}")
+    if not files and not config:
+        raise ValueError(f"--case names no configuration file and there is no --config: {text!r}")
+    changes = [word.partition("=") for word in words if "=" in word]
+    return Case(
+        name, files[0] if files else config, tuple(f"{f}={_flag_text(v)}" for f, _, v in changes)
+    )
+
+
+def parse_sweep(text: str) -> hyper.Sweep:
+    """FIELD=VALUE,VALUE,..."""
+    field, _, values = text.partition("=")
+    values = values.split(",")
+    if not re.fullmatch(r"\w+(\.\w+)*", field) or not all(values):
+        raise ValueError(f"--sweep must be FIELD=VALUE,VALUE,..., got {text!r}")
+    return hyper.sweep(field, values)
+
+
+def config_sweep(config: str) -> hyper.Sweep:
+    """What `get_hyper` of a configuration file gives, with or without the argument `hyper`."""
+    cli.read_config([f"--config={config}"])  # a mistake in the file is one line
+    get_hyper = runpy.run_path(config.partition(":")[0]).get("get_hyper")
+    if get_hyper is None:
+        raise ValueError(f"give --sweep or --case, or define get_hyper(hyper) in {config}")
+    overrides = get_hyper(hyper) if inspect.signature(get_hyper).parameters else get_hyper()
+    if not isinstance(overrides, list) or not all(isinstance(x, Mapping) for x in overrides):
+        raise ValueError(f"get_hyper of {config} must give a list of dicts, got {overrides!r}")
+    return [{k.removeprefix("config."): v for k, v in x.items()} for x in overrides]
+
+
+def grid(cases: Sequence[Case], overrides: hyper.Sweep) -> list[Case]:
+    """Every case with every override, named after both."""
+    return [
+        Case(
+            ",".join(filter(None, [case.name, *(f"{k}={_name(v)}" for k, v in change.items())])),
+            case.config,
+            (*case.changes, *(f"{k}={_flag_text(v)}" for k, v in change.items())),
+        )
+        for case in cases
+        for change in overrides
+    ]
+
+
+def _name(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _flag_text(value: Any) -> str:
+    """A value as --config.FIELD takes it; e^0.5 is 1.6487."""
+    power = re.fullmatch(r"e\^(-?\d+(\.\d+)?)", str(value))
+    return repr(math.exp(float(power[1]))) if power else str(value)
+
+
+def training_runs(
+    cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest: Sequence[str]
+) -> list[TrainingRun]:
+    """Every case with every seed; rest: further --config.FIELD=VALUE flags.
+
+    Raises ValueError in one line where a configuration is not valid, or two runs would share a
+    work directory.
+    """
+    runs: dict[Path, TrainingRun] = {}
+    for seed in seeds:
+        for case in cases:
+            changes = [f"--config.{change}" for change in case.changes]
+            # The last flag of a field counts: what is swept goes after what is shared.
+            flags = (f"--config={case.config}", *rest, *changes, f"--config.seed={seed}")
+            config = cli.read_config(flags)
+            validate(config)
+            workdir = folder / re.sub(r"[ /]", "_", f"{case.name or 'base'},seed={seed}")
+            if workdir in runs:
+                raise ValueError(f"two runs would be in {workdir}; name every case and seed once")
+            resolved = json.dumps(config.to_dict(), sort_keys=True)
+            command = (sys.executable, str(_TRAIN), *flags, f"--workdir={workdir}")
+            runs[workdir] = TrainingRun(case.name or "base", command, workdir, resolved)
+    return list(runs.values())
+
+
+# Runs ----------------------------------------------------------------------------------------
+
+
+class Training:
+    """Called, it trains a run to its end and gives "", or one line that says why it failed.
+
+    A function that submitit can send to a cluster. The process gets SIGTERM, so that it saves,
+    where this one is interrupted.
+    """
+
+    def __init__(self, run: TrainingRun):
+        self._run, self._process = run, None
+
+    def __call__(self) -> str:
+        run, output = self._run, self._run.workdir / "output.txt"
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        with (run.workdir / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end
+        with output.open("a+") as file:
+            start = file.seek(0, os.SEEK_END)
+            self._process = subprocess.Popen(
+                run.command,
+                stdout=file,
+                stderr=file,
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on once
+            )
+            try:
+                code = self._process.wait()
+            except BaseException:
+                self.stop()
+                raise
+            file.seek(start)
+            said = file.read().strip()
+        if code:
+            last = said.split("\n")[-1].strip().removeprefix("error: ") or "it said nothing"
+            return f"ended with {code}: {last}; see {output}"
+        if stopped := _STOPPED.search(said):
+            return stopped[1]
+        run.done.write_text(run.config)
+        return ""
+
+    def stop(self) -> None:
+        """Have the run finish its step and save."""
+        self._process.terminate()
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            # Not `wait`: a signal's handler calls this while `wait` holds its lock.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+    def checkpoint(self):
+        """What submitit runs later, where a job reaches its time limit or makes way for another."""
+        from submitit.helpers import DelayedSubmission
+
+        self.stop()
+        return DelayedSubmission(Training(self._run))
+
+    def _environment(self) -> dict[str, str]:
+        """With wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
+        wandb cuts no tag itself and takes at most 64 letters."""
+        workdir = self._run.workdir
+        tags = ",".join(tag[:64] for tag in workdir.name.split(","))
+        return {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags} | os.environ
+
+
+# Starts a run; what it gives waits for the end, and gives "" or why the run failed.
+Submit = Callable[[TrainingRun], Callable[[], str]]
+
+
+def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
+    """How runs start. cluster: "" one after another here, else submitit's "slurm" or "local"
+    (processes here, at the same time). options: of its `update_parameters`."""
+    if not cluster:
+        return Training
+    try:
+        import submitit
+    except ImportError:
+        raise ValueError("--cluster needs submitit: pip install 'specrl_jax[slurm]'") from None
+    try:
+        executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
+        executor.update_parameters(**{"name": folder.name, "timeout_min": _TIME_LIMIT} | options)
+    except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"--cluster: {str(error).splitlines()[0]}") from error
+
+    def submit(run: TrainingRun) -> Callable[[], str]:
+        noted = run.workdir / "job"
+        if cluster == "slurm" and noted.exists():  # of an earlier sweep, which was stopped
+            job = submitit.SlurmJob(folder / "jobs", noted.read_text())
+            if not job.done():
+                return functools.partial(_result, job)
+        job = executor.submit(Training(run))
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        noted.write_text(job.job_id)
+        return functools.partial(_result, job)
+
+    return submit
+
+
+def _result(job: Any) -> str:
+    from submitit.core.utils import UncompletedJobError
+
+    try:
+        return job.result()
+    except UncompletedJobError as error:
+        return f"job {job.job_id}: {str(error).splitlines()[0]}; see {job.paths.stderr}"
+
+
+def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
+    """Trains every run that is not finished; says on stderr how each ended. Returns why runs
+    failed, by work directory."""
+    waits = ((run, (lambda: "") if run.finished else submit(run)) for run in runs)
+    if submit is not Training:
+        waits = list(waits)  # they run at the same time
+    failed = {}
+    for number, (run, wait) in enumerate(waits, start=1):
+        if reason := wait():
+            failed[run.workdir] = reason
+        status = f"failed, {reason}" if reason else "done"
+        print(f"{number}/{len(runs)} {run.workdir.name}: {status}", file=sys.stderr, flush=True)
+    return failed
+
+
+def write_results(
+    runs: Sequence[TrainingRun],
+    failed: Collection[Path],
+    baseline: str,
+    folder: Path,
+    target: float = 0.0,
+) -> str:
+    """Writes the table, its plots and the report of all runs that did not fail; returns the table
+    in Markdown."""
+    done = [run for run in runs if run.workdir not in failed]
+    if not done:
+        return "No run came to its end."
+    cases: dict[str, list[Run]] = {}
+    for run in done:
+        cases.setdefault(run.case, []).append(read_run(run.workdir))
+    series = [Series(name, members) for name, members in cases.items()]
+    text = sweep_table.write(series, baseline, folder, target)
+    write_report([run.workdir for run in done], folder / REPORT)
+    return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {REPORT}"

@@ -1,0 +1,292 @@
+"""A sweep as SPEC-RL's Table 3 (arXiv 2509.23232): a line a case, next to a baseline case.
+
+Takes the finished runs of every case (`runs.Series`). Gives Markdown, CSV and two plots.
+"""
+
+import csv
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.telemetry.records import read_rollouts, recorded_steps
+from specrl_jax.telemetry.runs import FIGURES, Run, Series, deviation, without_compiling
+
+_PARTS = ("rollout", "update", "step")
+_FIGURES = {name: figure for name, figure, _ in FIGURES}
+_REWARD = "held-out reward, last"
+HOW = (
+    "Means over the seeds; of the reward ± its standard error. Seconds are those of all steps: "
+    "for each epoch the median of the steps that did not compile, times its steps; a dash where "
+    "all compiled. Verification is part of the rollout. Speed-ups are against the first line, "
+    "seed by seed."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A figure of every run, and how a case's mean is written."""
+
+    name: str
+    figure: Callable[[Run], float | None]
+    style: str
+    with_error: bool = False
+
+
+# Figures of a run ----------------------------------------------------------------------------
+
+
+def by_epoch(run: Run, part: str) -> dict[int, float]:
+    """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
+    without the epochs in which all did."""
+    left = {epoch: without_compiling(records) for epoch, records in run.epochs.items()}
+    return {e: statistics.median(r[f"time/{part}"] for r in x) for e, x in left.items() if x}
+
+
+def seconds(run: Run, part: str) -> float | None:
+    """Seconds of a step's part over all steps, without compilation; None where an epoch has none
+    that did not compile."""
+    medians = by_epoch(run, part)
+    if not medians or len(medians) < len(run.epochs):
+        return None
+    return math.fsum(len(run.epochs[epoch]) * x for epoch, x in medians.items())
+
+
+def until_reward(run: Run, name: str, target: float) -> float | None:
+    """The sum of a metric until a held-out reward was reached; None where it was not."""
+    reached = [r["step"] for r in run.records if r.get("reward/eval", -math.inf) >= target]
+    return math.fsum(r[name] for r in run.steps if r["step"] <= reached[0]) if reached else None
+
+
+def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
+    """(the first step whose recorded responses differ, or None; tokens compared until then).
+
+    Responses that only one of the runs has, of another prompt or of a larger group, do not count.
+    """
+    compared = 0
+    for step in sorted(set(recorded_steps(one)) & set(recorded_steps(other))):
+        mine_all, theirs_all = (
+            {(row["prompt_id"], row["sample"]): row["token_ids"] for row in read_rollouts(x, step)}
+            for x in (one, other)
+        )
+        for key in (key for key in mine_all if key in theirs_all):
+            mine, theirs = mine_all[key], theirs_all[key]
+            if mine != theirs:
+                same = [a == b for a, b in zip(mine, theirs)]
+                return step, compared + [*same, False].index(False)
+            compared += len(mine)
+    return None, compared
+
+
+def _of_seed(baseline: Series, run: Run) -> Run | None:
+    """The baseline's run that has this run's seed."""
+    seed = run.config.get("seed")
+    return next((other for other in baseline.runs if other.config.get("seed") == seed), None)
+
+
+def columns(baseline: Series, target: float = 0.0) -> list[Column]:
+    """The columns of the table. target: a held-out reward; adds what it took to reach it."""
+
+    def speed_up(part: str) -> Callable[[Run], float | None]:
+        def figure(run: Run) -> float | None:
+            other = _of_seed(baseline, run)
+            ours, theirs = seconds(run, part), seconds(other, part) if other else None
+            return theirs / ours if ours and theirs else None
+
+        return figure
+
+    table = [
+        Column("generated tokens", _FIGURES["tokens generated"], "{:,.0f}"),
+        Column("row steps", _FIGURES["row steps"], "{:,.0f}"),
+        Column("rollout, s", lambda run: seconds(run, "rollout"), "{:,.1f}"),
+        Column("rollout speed-up", speed_up("rollout"), "{:.2f}×"),
+        Column("step, s", lambda run: seconds(run, "step"), "{:,.1f}"),
+        Column("step speed-up", speed_up("step"), "{:.2f}×"),
+        Column("held-out reward", _FIGURES[_REWARD], "{:.3f}", with_error=True),
+    ]
+    if target:
+        for what, name in (("tokens", "rollout/tokens_generated"), ("rollout, s", "time/rollout")):
+            figure = lambda run, name=name: until_reward(run, name, target)  # noqa: E731
+            table.append(Column(f"{what} to {target:g}", figure, "{:,.1f}"))
+    return table
+
+
+# The table -----------------------------------------------------------------------------------
+
+
+def mean_and_error(series: Series, column: Column) -> tuple[float, float, int] | None:
+    """Mean over the runs that have the figure, its standard error (0 of one), their number."""
+    values = [x for run in series.runs if (x := column.figure(run)) is not None]
+    if not values:
+        return None
+    return statistics.fmean(values), deviation(values) / math.sqrt(len(values)), len(values)
+
+
+def _cell(series: Series, column: Column) -> str:
+    figure = mean_and_error(series, column)
+    if figure is None:
+        return "–"
+    mean, error, count = figure
+    text = column.style.format(mean)
+    if column.with_error and count > 1:
+        text += f" ± {column.style.format(error)}"
+    return text if count == len(series.runs) else f"{text} ({count} of {len(series.runs)} runs)"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, padded so that it reads as text too; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(f"{x:<{w}}" if i == 0 else f"{x:>{w}}"
+                          for i, (x, w) in enumerate(zip(row, widths))) + " |"
+        for row in rows
+    ]  # fmt: skip
+    rule = "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths))
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def table(cases: Sequence[Series], chosen: Sequence[Column]) -> str:
+    """The table in Markdown."""
+    rows = [["case", "seeds", *(column.name for column in chosen)]]
+    for case in cases:
+        rows.append([case.name, str(len(case.runs)), *(_cell(case, x) for x in chosen)])
+    return markdown(rows)
+
+
+def epoch_table(cases: Sequence[Series]) -> str:
+    """Seconds of a step and its parts by epoch, in Markdown, and how many times as fast as the
+    first case's they are."""
+    rows = [["seconds a step", *(case.name for case in cases)]]
+    for epoch in sorted({epoch for case in cases for run in case.runs for epoch in run.epochs}):
+        for part in _PARTS:
+            means = [_epoch_mean(case, part).get(epoch, (0.0,))[0] for case in cases]
+            cells = (f"{x:.3f} ({means[0] / x:.2f}×)" if x else "–" for x in means)
+            rows.append([f"epoch {epoch}, {part}", *cells])
+    return markdown(rows)
+
+
+def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
+    """By epoch, mean and standard deviation over the seeds."""
+    values: dict[int, list[float]] = {}
+    for run in case.runs:
+        for epoch, x in by_epoch(run, part).items():
+            values.setdefault(epoch, []).append(x)
+    return {epoch: (statistics.fmean(x), deviation(x)) for epoch, x in sorted(values.items())}
+
+
+def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
+    """Until which step a case has the baseline's tokens, of runs that record all responses."""
+    lines = []
+    for case in cases:
+        ends, tokens = [], 0
+        for run in case.runs:
+            other = _of_seed(baseline, run)
+            if case is not baseline and other and run.config.get("log.rollouts", 0) >= 1:
+                step, compared = first_difference(other.workdir, run.workdir)
+                ends.append("the end" if step is None else f"step {step}")
+                tokens += compared
+        if ends:
+            until = f"{baseline.name}'s tokens until {', '.join(ends)}"
+            lines.append(f"{case.name}: {until} ({tokens:,} compared)")
+    return "\n".join(lines)
+
+
+def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 0.0) -> str:
+    """Writes sweep.md, sweep.csv, sweep.png and epochs.png in `folder`; returns the Markdown.
+
+    cases: with at least one run each. baseline: name of the case that speed-ups refer to.
+    """
+    first = next((case for case in cases if case.name == baseline), Series(baseline, []))
+    cases = sorted(cases, key=lambda case: case.name != baseline)
+    chosen = columns(first, target)
+    parts = [table(cases, chosen), HOW, same_tokens(cases, first), epoch_table(cases)]
+    text = "\n\n".join(filter(None, parts))
+    (folder / "sweep.md").write_text(text + "\n")
+    with (folder / "sweep.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["case", "seeds", *(x for c in chosen for x in (c.name, f"{c.name}, s.e."))])
+        for case in cases:
+            figures = [mean_and_error(case, column) or ("", "", 0) for column in chosen]
+            cells = [(mean, error if count > 1 else "") for mean, error, count in figures]
+            rows.writerow([case.name, len(case.runs), *(x for cell in cells for x in cell)])
+    _write_table_plot(cases, chosen, folder / "sweep.png")
+    _write_epochs_plot(cases, folder / "epochs.png")
+    return text
+
+
+# Plots ---------------------------------------------------------------------------------------
+
+_PLOTTED = ("generated tokens", "rollout speed-up", "step speed-up", "held-out reward")
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure  # without pyplot: no window, no state, always Agg
+
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+
+
+def _colors(cases: Sequence[Series]) -> list[Any]:
+    """Grey for the baseline, then viridis, in which neighbours differ for everyone's eyes."""
+    from matplotlib import colormaps
+
+    others = max(len(cases) - 1, 1)
+    return ["#888888", *(colormaps["viridis"]((i + 0.5) / others * 0.9) for i in range(others))]
+
+
+def _trim(ax: Any, title: str) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(title, loc="left", fontweight="bold", fontsize="medium")
+
+
+def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: Path) -> None:
+    """A line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
+    missing = (math.nan, 0.0, 0)
+    panels = {x: [mean_and_error(case, x) for case in cases] for x in chosen if x.name in _PLOTTED}
+    panels = {x: points for x, points in panels.items() if any(points)}
+    figure = _figure(2 + 3 * len(panels), 1.2 + 0.32 * len(cases))
+    lines, colors = range(len(cases)), _colors(cases)
+    (axes,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for ax, (column, points) in zip(axes, panels.items()):
+        means, errors, _ = zip(*(point or missing for point in points))
+        if column.with_error:  # not from 0: the reward's differences are small
+            for line, mean, error, color in zip(lines, means, errors, colors):
+                ax.errorbar(mean, line, xerr=error, fmt="o", color=color, capsize=3)
+        else:
+            bars = ax.barh(lines, means, 0.7, xerr=errors, color=colors, error_kw={"lw": 0.8})
+            texts = [column.style.format(x) if math.isfinite(x) else "–" for x in means]
+            ax.bar_label(bars, texts, padding=4, fontsize="small")
+            ax.margins(x=0.3)
+        ax.set_yticks(lines, [case.name for case in cases])
+        _trim(ax, column.name.capitalize())
+    ax.invert_yaxis()
+    figure.savefig(file)
+
+
+def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
+    """Seconds of a step and of its parts by epoch, and held-out reward by step. Means over the
+    seeds, with their standard deviation."""
+    figure = _figure(13, 3.4 + 0.1 * len(cases))
+    *parts, last = figure.subplots(1, len(_PARTS) + 1)
+    width = 0.8 / len(cases)
+    for i, (case, color) in enumerate(zip(cases, _colors(cases))):
+        for ax, part in zip(parts, _PARTS):
+            points = _epoch_mean(case, part)
+            x = [epoch + (i + 0.5) * width - 0.4 for epoch in points]
+            means, errors = ([y[k] for y in points.values()] for k in (0, 1))
+            ax.bar(x, means, width, color=color, yerr=errors, error_kw={"lw": 0.8})
+        rewards = case.values("reward/eval")
+        last.errorbar([*rewards], [*map(statistics.fmean, rewards.values())], color=color,
+                      label=case.name, yerr=[*map(deviation, rewards.values())], lw=1.6,
+                      elinewidth=0.6)  # fmt: skip
+    for ax, part in zip(parts, _PARTS):
+        ax.set(xlabel="epoch", ylabel="seconds a step")
+        _trim(ax, part.capitalize())
+    last.set(xlabel="step")
+    _trim(last, "Held-out reward")
+    for ax in (*parts, last):
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    ncols = max(1, 180 // (8 + max(len(case.name) for case in cases)))  # what the width holds
+    figure.legend(ncols=ncols, loc="outside lower left", frameon=False, fontsize="small")
+    figure.savefig(file)

@@ -1,0 +1,126 @@
+"""The table of a sweep: figures by hand on written records."""
+
+import csv
+import json
+import math
+
+import pytest
+
+from specrl_jax.telemetry import sweep_table
+from specrl_jax.telemetry.records import FIELDS
+from specrl_jax.telemetry.runs import Series, read_run, series
+
+
+def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
+    """A work directory: an epoch for each list of (seconds of a step, whether it compiled)."""
+    (folder / "rollouts").mkdir(parents=True)
+    lines, step = [{"step": 0, "reward/eval": 0.125}], 0
+    for epoch, steps in enumerate(seconds, start=1):
+        for value, compiled in steps:
+            step += 1
+            record = {"step": step, "epoch": epoch, "reward/mean": 0.5, "time/step": value}
+            record |= {"time/rollout": value / 2, "time/update": value / 4}
+            record |= {"time/compile": value if compiled else 0.0}
+            record |= {"rollout/tokens_generated": tokens[epoch - 1], "rollout/row_steps": 10}
+            lines.append(record)
+        lines[-1]["reward/eval"] = rewards[epoch - 1]
+    for step, rows in enumerate(responses, start=1):
+        blank = dict.fromkeys(FIELDS)
+        text = "".join(
+            json.dumps(blank | {"prompt_id": "a", "sample": i, "token_ids": row}) + "\n"
+            for i, row in enumerate(rows)
+        )
+        (folder / "rollouts" / f"step_{step}.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    config = {"seed": seed, "log": {"rollouts": 1.0 if responses else 0.02}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_run(folder)
+
+
+# Without the steps that compile: medians 2 and 4 in the first run's epochs, twice as long there.
+SLOW = [[(9.0, True), (2.0, False), (2.0, False)], [(3.0, False), (5.0, False)]]
+FAST = [[(9.0, True), (1.0, False), (1.0, False)], [(2.0, False), (2.0, False)]]
+
+
+@pytest.fixture
+def cases(tmp_path):
+    """Two seeds of "plain", which takes twice the seconds of "fast"."""
+    plain = [write_run(tmp_path / f"p{i}", SLOW, i, (0.1, 0.4 + 0.2 * i)) for i in (0, 1)]
+    fast = [write_run(tmp_path / f"f{i}", FAST, i, tokens=(100, 20)) for i in (0, 1)]
+    return [Series("plain", plain), Series("fast", fast)]
+
+
+def test_the_figures_of_a_run(cases):
+    run = cases[0].runs[0]
+    assert sweep_table.by_epoch(run, "step") == {1: 2.0, 2: 4.0}
+    assert sweep_table.seconds(run, "rollout") == 3 * 1.0 + 2 * 2.0
+    assert sweep_table.until_reward(run, "rollout/tokens_generated", 0.4) == 700
+    assert sweep_table.until_reward(run, "rollout/tokens_generated", 0.125) == 0
+    assert sweep_table.until_reward(run, "rollout/tokens_generated", 0.5) is None
+
+
+def test_an_epoch_that_only_compiled_has_no_seconds(tmp_path):
+    run = write_run(tmp_path / "a", [[(1.0, True)], [(1.0, False)]])
+    assert sweep_table.by_epoch(run, "step") == {2: 1.0}
+    assert sweep_table.seconds(run, "step") is None
+
+
+def _cells(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+
+
+def test_the_table(cases, tmp_path):
+    text = sweep_table.write(cases[::-1], "plain", tmp_path, target=0.5)
+    assert (tmp_path / "sweep.md").read_text() == text + "\n"
+    heading, _, plain, fast = _cells(text.partition("\n\n")[0])
+    plain, fast = (dict(zip(heading, row)) for row in (plain, fast))
+    assert plain["case"], fast["case"] == ("plain", "fast")
+    assert (plain["generated tokens"], fast["generated tokens"]) == ("700", "340")
+    assert (plain["rollout, s"], fast["rollout, s"]) == ("7.0", "3.5")
+    assert (plain["step, s"], fast["step, s"]) == ("14.0", "7.0")
+    assert fast["rollout speed-up"] == fast["step speed-up"] == "2.00×"
+    assert plain["held-out reward"] == "0.500 ± 0.100"  # 0.4 and 0.6
+    assert plain["tokens to 0.5"] == "700.0 (1 of 2 runs)"
+    by_epoch = _cells(text.rpartition("\n\n")[2])
+    assert by_epoch[0] == ["seconds a step", "plain", "fast"]
+    assert by_epoch[-1] == ["epoch 2, step", "4.000 (1.00×)", "2.000 (2.00×)"]
+    for name in ("sweep.png", "epochs.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert [row["case"] for row in rows] == ["plain", "fast"]
+    assert float(rows[0]["held-out reward, s.e."]) == pytest.approx(
+        0.2 / math.sqrt(2) / math.sqrt(2)
+    )
+
+
+def test_a_baseline_without_runs_gives_no_speed_up(cases, tmp_path):
+    heading, _, *rows = _cells(sweep_table.write(cases[1:], "plain", tmp_path).partition("\n\n")[0])
+    assert [dict(zip(heading, row))["step speed-up"] for row in rows] == ["–"]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([[[1, 2], [3]], [[4], [5, 6]]], (None, 6)),
+        ([[[1, 2], [3]], [[4], [5, 7]]], (2, 5)),
+        ([[[1, 2], [3]], [[4], [5]]], (2, 5)),  # shorter: its end is another token
+        ([[[9, 2], [3]], [[4], [5, 6]]], (1, 0)),
+        ([[[1, 2], [3], [9]], [[4]]], (None, 4)),  # groups of another size: what both have
+    ],
+)
+def test_where_tokens_part(tmp_path, others, expected):
+    one = write_run(tmp_path / "one", [], responses=[[[1, 2], [3]], [[4], [5, 6]]])
+    other = write_run(tmp_path / "other", [], responses=others)
+    assert sweep_table.first_difference(one.workdir, other.workdir) == expected
+    until = "the end" if expected[0] is None else f"step {expected[0]}"
+    line = sweep_table.same_tokens([Series("b", [other])], Series("a", [one]))
+    assert line == f"b: a's tokens until {until} ({expected[1]} compared)"
+
+
+def test_a_report_names_cases(tmp_path):
+    folders = [tmp_path / f"a={name},seed={seed}" for name in "xy" for seed in (0, 1)]
+    runs = [write_run(folder, FAST) for folder in folders]
+    for run in runs[2:]:
+        run.config["a"] = "y"
+    assert [one.name for one in series(runs)] == ["a=x", "a=y"]
