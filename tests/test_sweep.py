@@ -279,6 +279,3 @@ def test_plain_and_tree_drafts_through_the_command(tmp_path):
     again = launch("launch/sweep.py", *arguments, **ONE_DEVICE)  # finished runs are read, not run
     assert again.stdout == first.stdout
     assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/*")} == before
-    os.remove(tmp_path / "tree,seed=0" / "done.json")  # as launch/train.py alone leaves it
-    third = launch("launch/sweep.py", *arguments, **ONE_DEVICE)
-    assert (third.returncode, third.stdout) == (0, first.stdout)
