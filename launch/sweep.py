@@ -16,11 +16,15 @@ say until which step a case has the baseline's tokens.
 --cluster.slurm_partition=gpu --cluster.gpus_per_node=1 --cluster.timeout_min=240
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
 import argparse
 import ast
 import contextlib
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 

@@ -237,22 +237,24 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
         if cluster == "slurm" and noted.exists():  # of an earlier sweep, which was stopped
             job = submitit.SlurmJob(folder / "jobs", noted.read_text())
             if not job.done():
-                return functools.partial(_result, job)
+                return functools.partial(_result, job, noted)
         job = executor.submit(Training(run))
         run.workdir.mkdir(parents=True, exist_ok=True)
         noted.write_text(job.job_id)
-        return functools.partial(_result, job)
+        return functools.partial(_result, job, noted)
 
     return submit
 
 
-def _result(job: Any) -> str:
+def _result(job: Any, noted: Path) -> str:
     from submitit.core.utils import UncompletedJobError
 
     try:
-        return job.result()
+        reason = job.result()
     except UncompletedJobError as error:
-        return f"job {job.job_id}: {str(error).splitlines()[0]}; see {job.paths.stderr}"
+        reason = f"job {job.job_id}: {str(error).splitlines()[0]}; see {job.paths.stderr}"
+    noted.unlink(missing_ok=True)
+    return reason
 
 
 def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
