@@ -128,7 +128,8 @@ def generate_and_score(
         ),
     )
     if state.speculation is not None:
-        state.speculation.measure_used(weights)
+        with timed(times, "time/measure"):
+            state.speculation.measure_used(weights)
     result = responses.result
     prompts, rollout = select(prompts, result.groups), result.rollout
     prefix_lens, sources = jax.device_get((rollout.prefix_lens, rollout.sources))

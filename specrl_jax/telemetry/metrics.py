@@ -121,6 +121,7 @@ METRICS: dict[str, Metric] = {
     "time/decode": Metric("of the rollout: decoding after the prefixes", "seconds"),
     "time/verify_predicted": Metric("of the rollout: verification, as predicted", "seconds"),
     "time/decode_predicted": Metric("of the rollout: decoding, as predicted", "seconds"),
+    "time/measure": Metric("measuring the step costs of programs used first here", "seconds"),
     "time/reward": Metric("scoring the responses", "seconds"),
     "time/update": Metric("the step's optimizer updates", "seconds"),
     "time/eval": Metric("rollout and scoring of held-out prompts", "seconds"),
