@@ -270,11 +270,11 @@ def _set_aside_unranked(directory: epath.Path) -> None:
 
 def _set_aside(step: epath.Path, reason: str) -> None:
     names = (f"damaged-{step.name}" + "+" * n for n in range(1000))
-    aside = next(step.parent / name for name in names if not (step.parent / name).exists())
+    target = next(step.parent / name for name in names if not (step.parent / name).exists())
     if jax.process_index() == 0:
-        step.rename(aside)
+        step.rename(target)
     ocp.multihost.sync_global_processes("set_aside")
-    print(f"{reason}; it is kept as {aside.name}", flush=True)
+    print(f"{reason}; it is kept as {target.name}", flush=True)
 
 
 def _unsaved(directory: epath.Path) -> str:
@@ -332,10 +332,10 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _check_same(where: os.PathLike, saved: Mapping, wanted: Mapping) -> None:
+def _check_same(where: os.PathLike, saved: Mapping, needed: Mapping) -> None:
     """Raises ValueError unless both describe arrays of the same names, shapes and dtypes."""
-    for name in sorted(saved.keys() | wanted.keys()):
-        there, here = saved.get(name, "no array"), wanted.get(name, "no array")
+    for name in sorted(saved.keys() | needed.keys()):
+        there, here = saved.get(name, "no array"), needed.get(name, "no array")
         if there != here:
             raise ValueError(
                 f"{where}: {name} is {there}, this run needs {here}; "

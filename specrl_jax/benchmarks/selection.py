@@ -88,8 +88,8 @@ def log_ratios(
     """log π / π_old [tokens] of the tokens that the policy of the recorded step drew itself."""
     tokens, prompt_lens, lens, old = recorded_rows(records, prompts)
     per_row = put(prompt_lens, "batch"), put(lens, "batch")
-    unread = put(np.zeros_like(old), "batch", None)
-    batch = Batch(put(tokens, "batch", None), *per_row, unread, unread)
+    unused = put(np.zeros_like(old), "batch", None)
+    batch = Batch(put(tokens, "batch", None), *per_row, unused, unused)
     packed = pack_rows(learner, batch, np.arange(len(tokens)))
     new = logprobs(learner, params, packed)
     ratios = jax.device_get(new) - old

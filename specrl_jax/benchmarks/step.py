@@ -118,8 +118,8 @@ def matmul_rate(dtype: str) -> float:
 
 def weights_read(model: ModelConfig) -> int:
     """Weights that a decode step reads: all, of an untied embedding nearly nothing."""
-    unread = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
-    return param_count(model) - unread
+    lookup_only = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
+    return param_count(model) - lookup_only
 
 
 def decode_bytes(model: ModelConfig, rows: int, slots: int) -> int:
