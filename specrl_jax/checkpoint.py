@@ -270,11 +270,11 @@ def _set_aside_unranked(directory: epath.Path) -> None:
 
 def _set_aside(step: epath.Path, reason: str) -> None:
     names = (f"damaged-{step.name}" + "+" * n for n in range(1000))
-    target = next(step.parent / name for name in names if not (step.parent / name).exists())
+    aside = next(step.parent / name for name in names if not (step.parent / name).exists())
     if jax.process_index() == 0:
-        step.rename(target)
+        step.rename(aside)
     ocp.multihost.sync_global_processes("set_aside")
-    print(f"{reason}; it is kept as {target.name}", flush=True)
+    print(f"{reason}; it is kept as {aside.name}", flush=True)
 
 
 def _unsaved(directory: epath.Path) -> str:
