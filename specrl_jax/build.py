@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.learner import Learner, make_learner, make_schedule
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import (
@@ -134,7 +135,7 @@ def policy_schedule(config, total_steps: int) -> optax.Schedule:
 
 def frozen_steps(config) -> int:
     """Steps at the start in which the policy is frozen: only the critic learns."""
-    return config.critic.warmup_steps if config.critic.kind != "none" else 0
+    return config.critic.warmup_steps if has_critic(config.critic.kind) else 0
 
 
 def _check_enough(config, stream: PromptStream, count: int) -> None:

@@ -332,10 +332,10 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _check_same(where: os.PathLike, saved: Mapping, wanted: Mapping) -> None:
+def _check_same(where: os.PathLike, saved: Mapping, needed: Mapping) -> None:
     """Raises ValueError unless both describe arrays of the same names, shapes and dtypes."""
-    for name in sorted(saved.keys() | wanted.keys()):
-        there, here = saved.get(name, "no array"), wanted.get(name, "no array")
+    for name in sorted(saved.keys() | needed.keys()):
+        there, here = saved.get(name, "no array"), needed.get(name, "no array")
         if there != here:
             raise ValueError(
                 f"{where}: {name} is {there}, this run needs {here}; "

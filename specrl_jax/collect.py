@@ -128,7 +128,8 @@ def generate_and_score(
         ),
     )
     if state.speculation is not None:
-        state.speculation.measure_used(weights)
+        with timed(times, "time/measure"):
+            state.speculation.measure_used(weights)
     result = responses.result
     prompts, rollout = select(prompts, result.groups), result.rollout
     prefix_lens, sources = jax.device_get((rollout.prefix_lens, rollout.sources))
@@ -330,11 +331,11 @@ def _measure_reuse(
     rejected_mass = off_policy.estimate_rejected_mass(
         _joined(x.prefix_lens for x in rollouts), _joined(x.draft_lens for x in rollouts)
     )
-    values = off_policy.measure(batch, state.lenience.log, rejected_mass)
+    log_lenience = state.lenience.log
+    values = off_policy.measure(batch, log_lenience, rejected_mass, rule.lenient_share)
     if not rule.lenient:
-        values.pop("reuse/lenient_fraction", None)
         return rejected_mass, values
-    values["reuse/log_lenience"] = state.lenience.log
+    values["reuse/log_lenience"] = log_lenience
     if config.lenience_auto:
         state.lenience = state.lenience.adapted(config, values)
     return rejected_mass, values

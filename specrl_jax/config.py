@@ -240,6 +240,10 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     rule = "False where no previous drafts are verified by a rule with a lenience"
     lenient = drafts.previous and accept.lenient
     yield "rollout.lenience_auto", rule, not adapted or lenient
+    shares = _chosen(config, "rollout.lenience_measure") == "reuse/lenient_fraction"
+    rule = f"another one where rollout.accept is {rollout.accept} (it has no lenient_share)"
+    measured = accept.lenient_share is not None or not shares
+    yield "rollout.lenience_measure", rule, not adapted or measured
     low, high = rollout.lenience_min, rollout.lenience_max
     rule = f"in [rollout.lenience_min, rollout.lenience_max] = [{low}, {high}] where it is adapted"
     yield "rollout.lenience", rule, not adapted or low <= rollout.lenience <= high

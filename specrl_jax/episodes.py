@@ -13,7 +13,7 @@ answered, and the next rollout goes on with all of them.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -80,24 +80,22 @@ def respond(
     drafts, options: as of `generate`. metrics: gets `time/rollout` and `time/reward`, if given.
     """
     metrics = {} if metrics is None else metrics
-    if scorer.max_turns:
-        return _Episodes(spec, prompts, scorer, metrics).play(
-            lambda turn_drafts, carry_over: generate(
-                spec,
-                weights,
-                prompts,
-                noise,
-                drafts=dataclasses.replace(drafts, previous=turn_drafts),
-                **options | {"carry_over": carry_over},
-            ),
-            drafts.previous,
-        )
-    with timed(metrics, "time/rollout"):
-        result = generate(spec, weights, prompts, noise, drafts=drafts, **options)
-        tokens, lens = jax.device_get((result.rollout.tokens, result.rollout.lens))
-    with timed(metrics, "time/reward"):
-        scores = scorer.score(select(prompts, result.groups), tokens, lens)
-    return Responses(result, tokens, lens, scores, np.ones_like(lens))
+    episodes = _Episodes(spec, prompts, scorer, drafts.previous) if scorer.max_turns else None
+    while True:
+        if episodes is not None:
+            drafts = dataclasses.replace(drafts, previous=episodes.next_drafts)
+            options["carry_over"] = episodes.carry_over()
+        with timed(metrics, "time/rollout"):
+            result = generate(spec, weights, prompts, noise, drafts=drafts, **options)
+            tokens, lens = jax.device_get((result.rollout.tokens, result.rollout.lens))
+        with timed(metrics, "time/reward"):
+            if episodes is None:
+                scores = scorer.score(select(prompts, result.groups), tokens, lens)
+                return Responses(result, tokens, lens, scores, np.ones_like(lens))
+            answers = episodes.step(result, tokens, lens)
+        if episodes.over.all():
+            return episodes.responses(result, tokens, lens)
+        episodes.append(answers, result, lens)
 
 
 def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
@@ -114,63 +112,63 @@ def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
 class _Episodes:
     """Episodes in progress, one a row."""
 
-    def __init__(self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, metrics: dict):
-        self.spec, self.prompts, self.scorer, self.metrics = spec, prompts, scorer, metrics
+    def __init__(
+        self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, drafts: Drafts | None
+    ):
+        """drafts: earlier episodes."""
+        self.spec, self.prompts, self.scorer, self.drafts = spec, prompts, scorer, drafts
+        self.next_drafts = drafts  # of the turn that each row is in
+        if drafts is not None:
+            self.next_drafts = turn_drafts(drafts, None, spec.program.eos_ids)
         rows = len(prompts.lens) * spec.group_size
+        self.held: PartialRows | None = None  # what the rows hold
+        self.stats: list[Stats] = []
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
         self.rewards, self.reasons = np.zeros(rows, np.float32), [""] * rows
         self.over = np.zeros(rows, bool)
+        self.ended = np.zeros(rows, bool)  # rows whose turn the last rollout ended
         self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
+        self.draft_lens = np.zeros(rows, np.int32)  # draft tokens that a row had so far
 
-    def play(
-        self,
-        generate_turn: Callable[[Drafts | None, CarryOver], RolloutResult],
-        drafts: Drafts | None,
-    ) -> Responses:
-        """generate_turn: one rollout of all rows. drafts: earlier episodes."""
-        held, stats, eos_ids = None, [], self.spec.program.eos_ids
-        turn = None if drafts is None else turn_drafts(drafts, None, eos_ids)
-        counted = np.zeros_like(self.turn_starts)  # draft tokens so far
-        while True:
-            with timed(self.metrics, "time/rollout"):
-                unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
-                result = generate_turn(
-                    turn, CarryOver(partial_rows=held, allow_unfinished=unfinished)
-                )
-                stats.append(result.stats)
-                rollout = result.rollout
-                tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
-                ended = ~self.over if result.finished is None else result.finished & ~self.over
-            with timed(self.metrics, "time/reward"):
-                answers = self._step(tokens, lens, ended)
-            if self.over.all():
-                return self._responses(result, stats, tokens, lens)
-            held = PartialRows(rollout, put(self.over, "batch"), put(result.draft_lens, "batch"))
-            forced, counts = self._padded(answers)
-            held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
-            self.turn_starts = np.where(ended, lens + counts, self.turn_starts)
-            if drafts is not None:
-                turn = turn_drafts(drafts, held, eos_ids, put(self.turn_starts, "batch"))
-                # The rest of the draft of a row in the middle of its turn is verified next time.
-                left = np.maximum(result.draft_lens - counted - (lens - result.resumed_lens), 0)
-                goes_on = ~ended & (np.asarray(jax.device_get(turn.lens)) > lens)
-                counted = result.draft_lens - np.where(goes_on, left, 0)
-                held = dataclasses.replace(held, draft_lens=put(counted, "batch"))
+    def carry_over(self) -> CarryOver:
+        """What the next rollout of all rows goes on from."""
+        unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
+        return CarryOver(partial_rows=self.held, allow_unfinished=unfinished)
 
-    def _responses(
-        self, result: RolloutResult, stats: list[Stats], tokens: np.ndarray, lens: np.ndarray
-    ) -> Responses:
+    def append(
+        self, answers: dict[int, list[int]], result: RolloutResult, lens: np.ndarray
+    ) -> None:
+        """Goes on from a rollout with the environment's answers, as `step` gives them."""
+        draft_lens = put(result.draft_lens, "batch")
+        held = PartialRows(result.rollout, put(self.over, "batch"), draft_lens)
+        forced, counts = self._padded(answers)
+        self.held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
+        self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
+        if self.drafts is None:
+            return
+        eos_ids, turn_starts = self.spec.program.eos_ids, put(self.turn_starts, "batch")
+        self.next_drafts = turn_drafts(self.drafts, self.held, eos_ids, turn_starts)
+        # The rest of the draft of a row in the middle of its turn is verified next time.
+        left = np.maximum(result.draft_lens - self.draft_lens - (lens - result.resumed_lens), 0)
+        goes_on = ~self.ended & (np.asarray(jax.device_get(self.next_drafts.lens)) > lens)
+        self.draft_lens = result.draft_lens - np.where(goes_on, left, 0)
+        self.held = dataclasses.replace(self.held, draft_lens=put(self.draft_lens, "batch"))
+
+    def responses(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
+        """All episodes, once they are over."""
         failed = np.array([bool(reason) for reason in self.reasons])
         no_observations = ("",) * len(self.reasons)
         scores = Scores(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
-        result = dataclasses.replace(result, stats=Stats.total(stats))
+        result = dataclasses.replace(result, stats=Stats.total(self.stats))
         return Responses(result, tokens, lens, scores, np.array([len(x) for x in self.texts]))
 
-    def _step(
-        self, tokens: np.ndarray, lens: np.ndarray, ended: np.ndarray
+    def step(
+        self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
     ) -> dict[int, list[int]]:
-        """The environment's step of every row whose turn has `ended`; its answers' ids by row."""
-        rows = np.flatnonzero(ended).tolist()
+        """The environment's step of every row whose turn ended; its answers' ids by row."""
+        self.stats.append(result.stats)
+        self.ended = ~self.over if result.finished is None else result.finished & ~self.over
+        rows = np.flatnonzero(self.ended).tolist()
         for row in rows:
             turn = tokens[row, self.turn_starts[row] : lens[row]].tolist()
             self.texts[row].append(self.scorer.tokenizer.decode(turn))

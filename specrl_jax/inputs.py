@@ -36,9 +36,9 @@ def reason(error: BaseException) -> str:
 def user_path(path: str, field: str) -> Path:
     """The path in a field of the config, with ~ expanded; it need not exist."""
     with one_line(f"{field} must be a path, got {path[:60]!r}"):
-        found = Path(path).expanduser()
-        found.exists()  # raises where no file could have such a name
-    return found
+        expanded = Path(path).expanduser()
+        expanded.exists()  # raises where no file could have such a name
+    return expanded
 
 
 def json_object(text: bytes, where: str) -> dict[str, Any]:

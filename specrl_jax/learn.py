@@ -14,7 +14,12 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage, overlong_penalty
+from specrl_jax.algorithms.advantages import (
+    AdvantageConfig,
+    choose_advantage,
+    has_critic,
+    overlong_penalty,
+)
 from specrl_jax.algorithms.losses import policy_metrics
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import (
@@ -197,7 +202,7 @@ def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
 def skips_no_signal(config) -> bool:
     """Whether rows without an advantage are left out: nothing else in the loss has a gradient."""
     others = config.algorithm.kl_coef or config.algorithm.entropy_coef
-    return config.updates.skip_no_signal and not others and config.critic.kind == "none"
+    return config.updates.skip_no_signal and not (others or has_critic(config.critic.kind))
 
 
 @jax.jit

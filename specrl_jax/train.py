@@ -167,10 +167,16 @@ def _on_host(rollouts: Sequence[tuple[Prompts, Responses]], group_size: int) -> 
 
     Rows beyond those of the prompts are left out.
     """
-    unread = ("sampling_logprobs", "origin_logprobs", "draft_logprobs", "top_ids", "top_logprobs")
+    left_out = (
+        "sampling_logprobs",
+        "origin_logprobs",
+        "draft_logprobs",
+        "top_ids",
+        "top_logprobs",
+    )
     parts = []
     for prompts, responses in rollouts:
-        rollout = dataclasses.replace(responses.result.rollout, **dict.fromkeys(unread))
+        rollout = dataclasses.replace(responses.result.rollout, **dict.fromkeys(left_out))
         scores = responses.scores
         on_host = jax.device_get((rollout, scores.rewards, scores.failed))
         rows = len(prompts.lens) * group_size

@@ -82,7 +82,7 @@ class Source(enum.IntEnum):
     """Where a token of a response came from."""
 
     SAMPLED = 0  # from the policy, without a draft for it or after the last accepted token
-    DRAFTED = 1  # from the policy, and equal to a tree draft's token: it cost no decode step
+    DRAFTED = 1  # from the policy, and equal to the draft source's token: it cost no decode step
     REUSED = 2  # accepted from the earlier response by the acceptance rule
     FORCED = 3  # from an environment
 

@@ -24,12 +24,12 @@ VERIFICATIONS = {
 
 
 def make_costs(relative=CPU, rows=(1, 16, 64, 128), slots=(64, 128)) -> StepCosts:
-    """A grid of plain steps and verifications of every width, and of matching steps above 1."""
+    """A grid of plain steps and verifications of every width, and of drafting steps above 1."""
     return StepCosts(
         {
-            Point(r, s, width, matching): 1e-3 * (2 + 0.3 * r) * (1 + s / 200) * factor
+            Point(r, s, width, drafting): 1e-3 * (2 + 0.3 * r) * (1 + s / 200) * factor
             for r, s, (width, factor) in itertools.product(rows, slots, relative.items())
-            for matching in ((False, True) if width > 1 else (False,))
+            for drafting in ((False, True) if width > 1 else (False,))
         }
     )
 

@@ -79,7 +79,7 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
 def set_field(config, field: str, value) -> None:
     """Sets what a config file might, of any type."""
     *sections, name = field.split(".")
-    section = functools.reduce(lambda found, part: found[part], sections, config)
+    section = functools.reduce(lambda node, part: node[part], sections, config)
     del section[name]  # with the type of its value
     section[name] = value
 

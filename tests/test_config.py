@@ -172,6 +172,17 @@ def test_impossible_combinations(changes, field, words):
     assert re.fullmatch(rule, _message(changes))
 
 
+def test_a_rule_without_a_share_of_lenient_tokens_is_not_adapted_by_it(monkeypatch):
+    class Lenient(acceptance.AcceptanceRule):
+        lenient = True
+
+    monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "own", Lenient())
+    changes = ADAPTED | {"rollout.accept": "own"}
+    said = "rollout.lenience_measure must be another one where rollout.accept is own"
+    assert _message(changes).startswith(said)
+    validate(small_runs.small_config(changes | {"rollout.lenience_measure": "kl"}))
+
+
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [*itertools.product(PRESETS, ("grpo", "ppo", "dapo")), ("tiny", "multiturn")],

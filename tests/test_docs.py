@@ -1,5 +1,6 @@
 """The documents keep their size; their links and the fields that they name exist."""
 
+import ast
 import re
 import runpy
 
@@ -52,3 +53,28 @@ def test_every_field_that_is_named_exists(path):
 
 def _parents(fields) -> set[str]:
     return {name.rpartition(".")[0] for name in fields}
+
+
+def _defined() -> set[str]:
+    """What is defined in the package: NAME, MODULE.NAME, CLASS.NAME."""
+    names = set()
+    for path in (ROOT / "specrl_jax").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        parents = [(path.stem, tree), *((x.name, x) for x in tree.body if hasattr(x, "bases"))]
+        for parent, node in parents:
+            inside = {x.name for x in node.body if hasattr(x, "name")}
+            assigned = [x.targets for x in node.body if isinstance(x, ast.Assign)]
+            assigned += [[x.target] for x in node.body if isinstance(x, ast.AnnAssign)]
+            inside |= {x.id for targets in assigned for x in targets if hasattr(x, "id")}
+            names |= inside | {f"{parent}.{name}" for name in inside}
+    return names
+
+
+def test_the_walk_names_what_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    walk = re.search(r"^## The walk of one batch\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
+    named = {re.sub(r"\(\)$|\[.*\]$", "", name) for name in re.findall(r"`([^`]+)`", walk)}
+    files = {name for name in named if name.endswith((".py", ".jsonl"))}
+    assert len(named) > 40
+    assert files == {"launch/train.py", "metrics.jsonl"}
+    assert named - files <= _defined()

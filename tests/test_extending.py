@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import ONE_DEVICE, ROOT
+from small_runs import ONE_DEVICE, ROOT, small_config
 
+from specrl_jax import train as loop
+from specrl_jax.rollout.drafts import sources
 from specrl_jax.telemetry.metrics import read_metrics
 
 TEXT = (ROOT / "docs" / "extending.md").read_text()
@@ -74,7 +76,17 @@ def test_a_draft_source(tmp_path):
     assert last["rollout/tokens_drafted"] > 0
 
 
-@pytest.mark.slow
+def test_a_draft_source_with_a_memory_by_itself(mesh, tmp_path, monkeypatch):
+    names = {"__name__": "frequent"}
+    exec(BLOCK.search(RECIPES["A draft source with a memory"])[2], names)
+    choice = sources.DraftChoice(source=lambda settings: names["Frequent"](vocab=256))
+    monkeypatch.setitem(sources.DRAFT_SOURCES, "frequent", choice)
+    changes = {"rollout.draft": "frequent", "rollout.adaptive": False, "train.steps": 1}
+    loop.train(small_config(changes), tmp_path)
+    assert read_metrics(tmp_path)[-1]["rollout/tokens_drafted"] > 0
+
+
+@pytest.mark.slow  # the same, started as its reader would
 def test_a_draft_source_with_a_memory(tmp_path):
     last = run_recipe(RECIPES["A draft source with a memory"], tmp_path)[-1]
     assert last["rollout/tokens_drafted"] > 0
@@ -86,10 +98,11 @@ def test_an_acceptance_rule(tmp_path):
     assert 0.9 < last["policy/importance_mean"] < 1.1
 
 
-def test_an_advantage(tmp_path):
+def test_an_advantage_with_an_objective(tmp_path):
     last = run_recipe(RECIPES["An advantage or objective"], tmp_path)[-1]
     assert last["step"] == 6
     assert last["update/grad_norm"] > 0
+    assert last["policy/clip_fraction"] == 0
 
 
 def test_a_model_family(tmp_path):

@@ -1,9 +1,10 @@
-"""The way from `train.step` to the jitted decode loop is short enough to be read."""
+"""The way from `train.step` to the jitted programs of a rollout is short enough to be read."""
 
 import pathlib
 import sys
 
 import pytest
+from ml_collections import ConfigDict
 from small_runs import small_config
 
 import specrl_jax
@@ -11,7 +12,8 @@ from specrl_jax import train as loop
 from specrl_jax.rollout.engine import decode
 
 PACKAGE = str(pathlib.Path(specrl_jax.__file__).parent)
-MOST = 8
+# The most frames, `train.step` included, by program.
+MOST = {"decode_steps": 8, "prefill": 9, "verify_trie": 9, "re_prefill": 9}
 DAPO = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "data.prompts": 48}
 
 
@@ -27,29 +29,49 @@ def frames_of_the_package(frame) -> list[str]:
     return []  # called by something else, such as an evaluation
 
 
+# Rows are prefilled again with their tokens once the environment has answered.
+GUESS = {
+    "environment.name": "guess", "environment.max_turns": 2, "reward.extract": "",
+    "data.source": "guess", "data.name": "guess", "data.render": "", "data.prompt_len": 4,
+    "tokenizer.alphabet": "0123456789-?<>", "rollout.response_len": 10,
+}  # fmt: skip
+# Verified from packed tries where prompt slots are many: a prefill would compute them all.
+GRPO = {"data.prompt_len": 24}
+CASES = {
+    "grpo": ("grpo", GRPO, {"decode_steps", "prefill", "verify_trie"}),
+    "environment": ("grpo", GUESS, {"decode_steps", "prefill", "re_prefill"}),
+    "dapo": ("dapo", DAPO, {"decode_steps", "prefill"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "changes"),
-    [("grpo", {}), pytest.param("dapo", DAPO, marks=pytest.mark.slow)],
-    ids=["grpo", "dapo"],
+    "case", ["grpo", "environment", pytest.param("dapo", marks=pytest.mark.slow)]
 )
-def test_few_frames_lie_between_a_step_and_the_decode_loop(
-    mesh, tmp_path, monkeypatch, algorithm, changes
+def test_few_frames_lie_between_a_step_and_the_programs_of_a_rollout(
+    mesh, tmp_path, monkeypatch, case
 ):
-    stacks, decode_steps = {}, decode.decode_steps
+    stacks = set()
 
-    def seen(*args, **kwargs):
-        frames = frames_of_the_package(sys._getframe(1))
-        if frames:
-            stacks[tuple(frames)] = kwargs["width"]
-        return decode_steps(*args, **kwargs)
+    def watched(name, program):
+        def call(*args, **kwargs):
+            if frames := frames_of_the_package(sys._getframe(1)):
+                stacks.add((name, *frames))
+            return program(*args, **kwargs)
 
-    monkeypatch.setattr(decode, "decode_steps", seen)
+        return call
+
+    for name in MOST:
+        monkeypatch.setattr(decode, name, watched(name, getattr(decode, name)))
+    algorithm, changes, used = CASES[case]
     changes = {
         "rollout.draft": "previous", "rollout.accept": "ratio", "rollout.adaptive": False,
         "train.steps": 4,
     } | changes  # fmt: skip
-    loop.train(small_config(changes, algorithm=algorithm), tmp_path / "run")
-    assert max(stacks.values()) > 1  # a verification, beside decoding
-    assert min(stacks.values()) == 1
-    for frames in stacks:
-        assert len(frames) <= MOST, frames
+    config = small_config(algorithm=algorithm)
+    if "data.source" in changes:
+        config.data.options = ConfigDict()  # of that source
+    config.update_from_flattened_dict(changes)
+    loop.train(config, tmp_path / "run")
+    assert {name for name, *_ in stacks} >= used
+    for name, *frames in stacks:
+        assert len(frames) <= MOST[name], (name, frames)

@@ -32,7 +32,7 @@ ALLOWED = {
     "models": {"inputs", "sharding"},
     "rewards": {"types"},
     "rollout": {"data/prompts", "models", "packing", "sharding", "types"},
-    "telemetry": {"types"},
+    "telemetry": {"algorithms/advantages", "types"},
     "checkpoint": {"checksums", "config", "types"},
     "checksums": set(),
     "chat": {"data", "inputs", "rollout", "saved_policy"},

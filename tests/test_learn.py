@@ -42,10 +42,10 @@ def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path):
         changes = SOME_SIGNAL | {"updates.skip_no_signal": skip, "train.steps": 2}
         run = tmp_path / str(skip)
         loop.train(small_config(changes), run)
-        found = records(run)[1:]
-        signal = [record["update/signal_fraction"] for record in found]
+        steps = records(run)[1:]
+        signal = [record["update/signal_fraction"] for record in steps]
         assert all(0 < x < 1 for x in signal) if skip else signal == [1, 1]
-        computed[skip] = sum(record["update/computed_fraction"] for record in found)
+        computed[skip] = sum(record["update/computed_fraction"] for record in steps)
         policies[skip] = {n: x for n, x in saved(run, 2).items() if n.startswith("train.params.")}
     assert 0 < computed[True] < computed[False]
     for name, value in policies[False].items():

@@ -54,7 +54,7 @@ def compile_program(
     try:
         cost = Module(compiled.as_text(), mesh).cost()
     except Exception as error:  # libtpu cannot print some programs for v5p
-        row["unread"] = str(error).splitlines()[0][:200]
+        row["not_readable"] = str(error).splitlines()[0][:200]
         cost = Cost(moved=sum_of_parts, each=Cost(moved=sum_of_parts) if program.passes else None)
     return row | _parts(chip, mesh, flops, cost)
 

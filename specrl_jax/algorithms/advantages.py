@@ -64,7 +64,7 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     gets exactly 0. Worked row, G = 4: rewards 1 0 0 1 have mean 0.5 and std √(1/3) = 0.577, hence
     advantages 0.866 −0.866 −0.866 0.866, or ±0.5 without the division.
 
-    rewards: float32 [B], not split; the rows of a group are contiguous (B = Q·G).
+    rewards: float [B], of JAX, not split, or NumPy; the rows of a group are contiguous (B = Q·G).
     epsilon: ε, in units of reward.
 
     Raises ValueError where G < 2, or B is not a multiple of G.
@@ -74,14 +74,15 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
         raise ValueError(f"group_size must be >= 2 for group-relative advantages, got {size}")
     if rows % size:
         raise ValueError(f"rewards must hold whole groups of group_size {size}, got {rows} rows")
+    xp = rewards.__array_namespace__()  # so that a report computes them without JAX's compiler
     groups = rewards.reshape(rows // size, size)
     # Measured from the group's first reward, equal rewards are zeros and their mean is exact.
     # Otherwise the rounding error of a mean of eight 0.1s, divided by ε, is an advantage of 0.01.
     shifted = groups - groups[:, :1]
-    centred = shifted - jnp.mean(shifted, axis=1, keepdims=True)
+    centred = shifted - xp.mean(shifted, axis=1, keepdims=True)
     if config.normalize_std:
-        variance = jnp.sum(jnp.square(centred), axis=1, keepdims=True) / (size - 1)
-        centred = centred / (jnp.sqrt(variance) + epsilon)
+        variance = xp.sum(xp.square(centred), axis=1, keepdims=True) / (size - 1)
+        centred = centred / (xp.sqrt(variance) + epsilon)
     if config.leave_one_out:
         centred = centred * (size / (size - 1))
     return centred.reshape(rows)
@@ -171,13 +172,18 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
+def has_critic(kind: str) -> bool:
+    """Whether `config.critic.kind` is the kind of a critic; else there is none."""
+    return kind != "none"
+
+
 def choose_advantage(config) -> Advantage:
     """The advantage that `config.algorithm.advantage` names; "auto" is the first that fits.
 
     Raises ValueError where the advantage needs a critic and there is none, or the other way round.
     """
-    name, has_critic = config.algorithm.advantage, config.critic.kind != "none"
-    fitting = {n: a for n, a in ADVANTAGES.items() if a.needs_critic == has_critic}
+    name, critic = config.algorithm.advantage, has_critic(config.critic.kind)
+    fitting = {n: a for n, a in ADVANTAGES.items() if a.needs_critic == critic}
     if name == "auto":
         return next(iter(fitting.values()))
     if name not in fitting:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.models import value
 from specrl_jax.models.config import ModelConfig
@@ -68,7 +69,7 @@ def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learne
         logits_chunk=config.rollout.logits_chunk,
         micro_batch_size=config.updates.micro_batch_size,
         packing=config.updates.packing,
-        critic=None if config.critic.kind == "none" else _make_critic(config),
+        critic=_make_critic(config) if has_critic(config.critic.kind) else None,
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 

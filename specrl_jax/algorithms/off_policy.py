@@ -25,6 +25,8 @@ MEASURES = {"share": "reuse/lenient_fraction", "kl": "reuse/kl"}
 
 # (log r, log ℓ, d) → weight of accepted tokens [B, R], see `importance_weights`.
 WeightFunction = Callable[[Array, Array, Array], Array]
+# (log r, log ℓ) → chance that an accepted token is rejected without lenience [B, R].
+ShareFunction = Callable[[Array, Array], Array]
 
 
 def accepted_mask(rollout: Rollout) -> Array:
@@ -33,25 +35,32 @@ def accepted_mask(rollout: Rollout) -> Array:
     return inside & (rollout.sources == Source.REUSED)
 
 
-def measure(rollout: Rollout, log_lenience: float, rejected_mass: float) -> dict[str, float]:
+def measure(
+    rollout: Rollout,
+    log_lenience: float,
+    rejected_mass: float,
+    lenient_share: ShareFunction | None,
+) -> dict[str, float]:
     """The `reuse/*` metrics of a rollout; none where no token was accepted.
 
     rejected_mass: from `estimate_rejected_mass`.
+    lenient_share: of the acceptance rule in force; without one there is no
+        `reuse/lenient_fraction`.
     """
     count = int(jnp.sum(rollout.prefix_lens))
     if not count:
         return {}
-    values = jax.device_get(_measure(rollout, jnp.float32(log_lenience), jnp.int32(count)))
+    inputs = jnp.float32(log_lenience), jnp.int32(count)
+    values = jax.device_get(_measure(rollout, *inputs, lenient_share))
     return {name: float(x) for name, x in values.items()} | {"reuse/rejected_mass": rejected_mass}
 
 
-@jax.jit
-def _measure(rollout: Rollout, log_lenience: Array, count: Array) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames="lenient_share")
+def _measure(
+    rollout: Rollout, log_lenience: Array, count: Array, lenient_share: ShareFunction | None
+) -> dict[str, Array]:
     mask = accepted_mask(rollout)
     log_ratio = jnp.where(mask, rollout.sampling_logprobs - rollout.draft_logprobs, 0.0)
-    # Chance that an accepted token is rejected without lenience: 1 − min(1, r) / min(1, ℓ·r).
-    lenient = jnp.where(log_lenience > 0, log_lenience, 0.0)
-    share = -jnp.expm1(jnp.minimum(log_ratio, 0) - jnp.minimum(log_ratio + lenient, 0))
     # Over y ~ π_old the mean of r − 1 − log r is KL(π_old ‖ π). Accepted tokens are distributed as
     # min(π_old, ℓπ) instead.
     divergence = jnp.expm1(log_ratio) - log_ratio
@@ -61,14 +70,16 @@ def _measure(rollout: Rollout, log_lenience: Array, count: Array) -> dict[str, A
     def mean(values: Array) -> Array:
         return jnp.sum(jnp.where(mask, values, 0)) / count
 
-    return {
+    values = {
         "reuse/log_ratio_mean": mean(log_ratio),
         "reuse/log_ratio_p05": low,
         "reuse/log_ratio_p50": middle,
         "reuse/log_ratio_p95": high,
-        "reuse/lenient_fraction": mean(share),
         "reuse/kl": mean(divergence),
     }
+    if lenient_share is not None:
+        values["reuse/lenient_fraction"] = mean(lenient_share(log_ratio, log_lenience))
+    return values
 
 
 def estimate_rejected_mass(prefix_lens: np.ndarray, draft_lens: np.ndarray) -> float:

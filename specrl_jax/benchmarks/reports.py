@@ -1,13 +1,13 @@
 """What a benchmark reports: one table, and the same figures for a JSON file."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import numpy as np
+
+from specrl_jax.rollout.adaptive import measure_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +38,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """Where the figures come from."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "devices": math.prod(jax.sharding.get_mesh().shape.values()),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "jax": jax.__version__,
-    }
+    return measure_steps.machine() | {"load": round(os.getloadavg()[0], 1)}
 
 
 def _text(value: Any) -> str:

@@ -27,13 +27,12 @@ from specrl_jax.types import Drafts, Rollout
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
 LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
-_LONGEST = 8  # times the median
 _LENGTHS_SEED, _CORRUPTION_SEED = 1, 2
 
 
 def measure_rollout(name: str, size: Size, log: Log) -> Report:
     """Seconds of the naive loop, of the plain rollout, and of every kind of draft."""
-    lens = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
+    lens = drawn_lengths(size)
     weights, prompts = random_weights(size.model), random_prompts(size, size.rows)
     inputs = weights, prompts, Noise(jax.random.key(0), 1)
     naive, plain = make_spec(size, one_bucket=True), make_spec(size)
@@ -85,6 +84,11 @@ def make_spec(
         max_width=size.max_width if tree else 1,
         verify_width=128,
     )
+
+
+def drawn_lengths(size: Size) -> np.ndarray:
+    """int32 [rows] response lengths of which the longest is 8 times the median."""
+    return long_tailed(size.rows, size.response_len, size.response_len / 8)
 
 
 def long_tailed(rows: int, longest: int, median: float) -> np.ndarray:

@@ -82,15 +82,30 @@ def recorded_rows(
     return tokens, prompt_lens, lens, old
 
 
+def place_batch(
+    tokens: np.ndarray, prompt_lens: np.ndarray, lens: np.ndarray, old_logprobs: np.ndarray,
+    advantages: np.ndarray,
+) -> Batch:  # fmt: skip
+    """Rows on the device; advantages [B] are those of whole responses, a nan log-prob becomes 0."""
+
+    def place(x: np.ndarray, dtype: type) -> jax.Array:
+        return put(x.astype(dtype), "batch", *(None,) * (x.ndim - 1))
+
+    of_rows = (place(x, np.int32) for x in (tokens, prompt_lens, lens))
+    of_tokens = (
+        np.nan_to_num(old_logprobs),
+        np.broadcast_to(advantages[:, None], old_logprobs.shape),
+    )
+    return Batch(*of_rows, *(place(x, np.float32) for x in of_tokens))
+
+
 def log_ratios(
     learner: Learner, params: Params, records: list[dict], prompts: dict[str, list[int]]
 ) -> np.ndarray:
     """log π / π_old [tokens] of the tokens that the policy of the recorded step drew itself."""
-    tokens, prompt_lens, lens, old = recorded_rows(records, prompts)
-    per_row = put(prompt_lens, "batch"), put(lens, "batch")
-    unread = put(np.zeros_like(old), "batch", None)
-    batch = Batch(put(tokens, "batch", None), *per_row, unread, unread)
-    packed = pack_rows(learner, batch, np.arange(len(tokens)))
+    *rows, old = recorded_rows(records, prompts)
+    batch = place_batch(*rows, old, np.zeros(len(old)))
+    packed = pack_rows(learner, batch, np.arange(len(old)))
     new = logprobs(learner, params, packed)
     ratios = jax.device_get(new) - old
     return ratios[np.isfinite(ratios)]

@@ -21,7 +21,7 @@ from specrl_jax.benchmarks.timing import Case, Log, run
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import cache_bytes, init_cache
 from specrl_jax.models.transformer import Params, param_count
-from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule, Ratio
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.generate import DraftInputs, Noise, generate
 from specrl_jax.sharding import put
 
@@ -79,8 +79,9 @@ def measure_device(name: str, size: Size, log: Log) -> Report:
     bandwidth, rate = copy_rate(), matmul_rate(size.model.dtype)
     weights, rng, rows = random_weights(size.model), np.random.default_rng(0), []
     slots = size.prompt_len + size.response_len
+    rule = next(x for x in ACCEPTANCE_RULES.values() if not x.samples_anew)
     for count in sorted({GROUP, size.rows}):
-        plain = full_length(size, weights, count, accept=Ratio())
+        plain = full_length(size, weights, count, accept=rule)
         drafts, _ = make_drafts(run(plain).rollout, 0.0, size.model.vocab_size, rng)
         verifying = functools.partial(plain, drafts=DraftInputs(drafts))
         tokens = run(verifying).stats.verify_work
@@ -117,8 +118,8 @@ def matmul_rate(dtype: str) -> float:
 
 def weights_read(model: ModelConfig) -> int:
     """Weights that a decode step reads: all, of an untied embedding nearly nothing."""
-    unread = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
-    return param_count(model) - unread
+    lookup_only = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
+    return param_count(model) - lookup_only
 
 
 def decode_bytes(model: ModelConfig, rows: int, slots: int) -> int:

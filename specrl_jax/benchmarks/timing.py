@@ -61,13 +61,13 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
     """
     stats, rollout = runs[-1].stats, runs[-1].rollout
     tokens, seconds = int(rollout.lens.sum()), spread(run.seconds for run in runs)
-    found: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
+    row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
     for name, slow in baselines.items():
-        found[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
+        row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
     for phase in ("prefill", "verify", "decode"):
-        found[phase] = float(np.median([getattr(run.stats, f"{phase}_seconds") for run in runs]))
-    found |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
-    return found | {"drafted": stats.drafted_tokens / tokens}
+        row[phase] = float(np.median([getattr(run.stats, f"{phase}_seconds") for run in runs]))
+    row |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
+    return row | {"drafted": stats.drafted_tokens / tokens}
 
 
 def make_speculation(spec: RolloutSpec, rows: int) -> Speculation:

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
 
 from specrl_jax import runtime
 from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative
@@ -29,21 +28,19 @@ from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import update
 from specrl_jax.benchmarks.policies import GROUP, Size
 from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.rollout import long_tailed
-from specrl_jax.benchmarks.selection import encoded_prompts, recorded_rows
+from specrl_jax.benchmarks.rollout import drawn_lengths
+from specrl_jax.benchmarks.selection import encoded_prompts, place_batch, recorded_rows
 from specrl_jax.benchmarks.step import forward_flops, matmul_rate
 from specrl_jax.benchmarks.timing import Log
 from specrl_jax.build import build
 from specrl_jax.models.transformer import init_params
 from specrl_jax.packing import PACKINGS, pack
 from specrl_jax.saved_policy import run_config
-from specrl_jax.sharding import put
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.types import Batch
 
 # Packing, and whether rows without signal are left out. The first is the baseline.
 CASES = (("rows", False), ("rows", True), ("sequences", True), ("trie", False), ("trie", True))
-_LONGEST = 8  # times the median of drawn lengths
 PROMPT_TIMES = (1, 8, 32)  # times the size's prompt_len, of drawn batches
 
 
@@ -123,10 +120,10 @@ def _recorded(run: Path) -> list[tuple[str, Learner, Batch]]:
         if not records or records[0]["epoch"] in epochs:
             continue
         epochs.add(records[0]["epoch"])
-        tokens, prompt_lens, lens, old_logprobs = recorded_rows(records, prompts)
+        rows = recorded_rows(records, prompts)
         rewards = jnp.array([record["reward"] for record in records], jnp.float32)
         advantages = np.asarray(group_relative(rewards, settings))
-        batch = make_batch(tokens, prompt_lens, lens, np.nan_to_num(old_logprobs), advantages)
+        batch = place_batch(*rows, advantages)
         batches.append((f"epoch {records[0]['epoch']}, step {step}", trainer.learner, batch))
     if not batches:
         raise ValueError(f"{run}: no recorded rollouts; the run needs log.rollouts = 1.0")
@@ -135,7 +132,7 @@ def _recorded(run: Path) -> list[tuple[str, Learner, Batch]]:
 
 def _drawn(size: Size) -> list[tuple[str, Learner, Batch]]:
     """Prompts of three lengths with responses of lognormal lengths; then full, distinct rows."""
-    drawn = long_tailed(size.rows, size.response_len, size.response_len / _LONGEST)
+    drawn = drawn_lengths(size)
     cases = [
         (f"prompts of {n * size.prompt_len}", n * size.prompt_len, drawn) for n in PROMPT_TIMES
     ]
@@ -148,12 +145,12 @@ def _drawn(size: Size) -> list[tuple[str, Learner, Batch]]:
         )
         tokens[:, :shared] = np.repeat(tokens[::GROUP, :shared], GROUP, axis=0)
         prompt_lens, old = np.full(size.rows, prompt_len), np.zeros((size.rows, size.response_len))
-        batch = make_batch(tokens, prompt_lens, lens, old, rng.normal(size=size.rows))
-        batches.append((label, make_learner(size), batch))
+        batch = place_batch(tokens, prompt_lens, lens, old, rng.normal(size=size.rows))
+        batches.append((label, grpo_learner(size), batch))
     return batches
 
 
-def make_learner(size: Size) -> Learner:
+def grpo_learner(size: Size) -> Learner:
     """GRPO with AdamW, four rows at once."""
     loss = LossConfig(
         objective="clip", ratio="token", clip_low=0.2, clip_high=0.2, dual_clip=0.0,
@@ -161,21 +158,3 @@ def make_learner(size: Size) -> Learner:
         max_response_len=size.response_len,
     )  # fmt: skip
     return Learner(size.model, loss, optax.adamw(1e-6), 1.0, logits_chunk=64, micro_batch_size=4)
-
-
-def make_batch(
-    tokens: np.ndarray, prompt_lens: np.ndarray, lens: np.ndarray, old_logprobs: np.ndarray,
-    advantages: np.ndarray,
-) -> Batch:  # fmt: skip
-    """Rows of a step on the device; advantages [B] are those of whole responses."""
-
-    def place(x: np.ndarray, dtype: type) -> Array:
-        return put(x.astype(dtype), "batch", *(None,) * (x.ndim - 1))
-
-    return Batch(
-        place(tokens, np.int32),
-        place(prompt_lens, np.int32),
-        place(lens, np.int32),
-        place(old_logprobs, np.float32),
-        place(np.repeat(advantages[:, None], old_logprobs.shape[1], axis=1), np.float32),
-    )

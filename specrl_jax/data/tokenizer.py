@@ -196,8 +196,8 @@ class HuggingFaceTokenizer:
             {"role": "assistant", "content": said},
             {"role": "user", "content": text},
         ]
-        _, found, rest = self.templated(messages).partition(said)
-        if not found:
+        _, separator, rest = self.templated(messages).partition(said)
+        if not separator:
             raise ValueError(f"{self._source} must have a chat template that writes every turn")
         ids = self.encode(rest)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids

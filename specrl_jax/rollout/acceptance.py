@@ -68,6 +68,9 @@ class AcceptanceRule:
     # (log π(y) - log π_old(y), log ℓ, share of rejections) -> weight of an accepted token y, which
     # turns means over emitted tokens into means under π; arrays [B, R], None: there is none.
     importance_weight: ClassVar[Callable[[Array, Array, Array], Array] | None] = None
+    # (log π(y) - log π_old(y), log ℓ) -> chance that an accepted token y is rejected at ℓ = 1, in
+    # [0, 1]; arrays [B, R], None: `reuse/lenient_fraction` is not measured.
+    lenient_share: ClassVar[Callable[[Array, Array], Array] | None] = None
 
     def cut(self, uniforms: Array, draft_lens: Array) -> Array:
         """Draft tokens that are left of each draft, int32 [B]."""
@@ -110,6 +113,12 @@ class Ratio(AcceptanceRule):
     def importance_weight(log_ratio, log_lenience, rejected_mass):
         """(1 - d) max(r, 1 / ℓ): π over the part of the emitted distribution that is accepted."""
         return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -log_lenience))
+
+    @staticmethod
+    def lenient_share(log_ratio, log_lenience):
+        """1 - min(1, r) / min(1, ℓ r)."""
+        lenience = jnp.where(log_lenience > 0, log_lenience, 0.0)
+        return -jnp.expm1(jnp.minimum(log_ratio, 0) - jnp.minimum(log_ratio + lenience, 0))
 
 
 class RandomCut(AcceptanceRule):

@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     # Work of the rollout
     "rollout/decode_steps": Metric("decode steps over all buckets", "steps"),
     "rollout/row_steps": Metric("rows x decode steps computed", "row steps"),
-    "rollout/tokens_drafted": Metric("sampled tokens that a tree draft predicted", "tokens"),
+    "rollout/tokens_drafted": Metric("sampled tokens that the draft source proposed", "tokens"),
     "rollout/width_mean": Metric("tokens verified in a decode step, mean over row steps", "tokens"),
     "rollout/width_max": Metric("tokens verified in the widest decode step", "tokens"),
     "rollout/wide_fraction": Metric("share of row steps wider than one token", "1"),
@@ -121,6 +121,7 @@ METRICS: dict[str, Metric] = {
     "time/decode": Metric("of the rollout: decoding after the prefixes", "seconds"),
     "time/verify_predicted": Metric("of the rollout: verification, as predicted", "seconds"),
     "time/decode_predicted": Metric("of the rollout: decoding, as predicted", "seconds"),
+    "time/measure": Metric("measuring the step costs of programs used first here", "seconds"),
     "time/reward": Metric("scoring the responses", "seconds"),
     "time/update": Metric("the step's optimizer updates", "seconds"),
     "time/eval": Metric("rollout and scoring of held-out prompts", "seconds"),

@@ -4,18 +4,18 @@ Takes `WORKDIR/rollouts` (`records`). Gives JSON-able dicts: the responses to a 
 each step that has them, with the text, source, log-prob and age of every token.
 """
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
+from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative, has_critic
 from specrl_jax.telemetry.records import read_some_rollouts
 from specrl_jax.telemetry.runs import Run
 
 Response = dict[str, Any]  # a line of a record
-
-_EPSILON = 1e-6  # as in algorithms.advantages
 
 
 def viewer(run: Run, limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
@@ -100,21 +100,19 @@ def _pieces(line: Response) -> list[str]:
 def _advantages(
     kind: str, column: Sequence[Response], config: dict[str, Any]
 ) -> list[float | None]:
-    """As GRPO, Dr. GRPO and RLOO have them (algorithms.advantages.group_relative).
+    """By `group_relative`.
 
     None for other advantages, penalties for length, held-out prompts and incomplete groups.
     """
     rewards, size = [line["reward"] for line in column], config.get("rollout.group_size")
     of_group = config.get("algorithm.advantage") in ("auto", "group")
-    others = config.get("critic.kind") != "none" or config.get("reward.overlong_tokens")
+    others = has_critic(config.get("critic.kind", "none")) or config.get("reward.overlong_tokens")
     if kind != "step" or not of_group or others or len(column) != size or None in rewards:
         return [None] * len(column)
-    shifted = [reward - rewards[0] for reward in rewards]  # equal rewards give exactly 0
-    centred = [x - statistics.fmean(shifted) for x in shifted]
-    scale = size / (size - 1) if config.get("algorithm.leave_one_out") else 1.0
-    if config.get("algorithm.normalize_std"):
-        scale /= math.sqrt(math.fsum(x * x for x in centred) / (size - 1)) + _EPSILON
-    return [round(x * scale, 3) for x in centred]
+    names = ("normalize_std", "leave_one_out")
+    by_group = (bool(config.get(f"algorithm.{name}")) for name in names)
+    settings = AdvantageConfig(size, *by_group, gamma=1.0, gae_lambda=1.0)
+    return group_relative(np.array(rewards, float), settings).round(3).tolist()
 
 
 def _change(before: Sequence[Response], now: Sequence[Response]) -> float:

@@ -34,8 +34,8 @@ def test_collectives_and_loops_of_a_real_program(make_mesh):
         compiled = jax.jit(sharded).lower(_placed(mesh, (8, 32), "data"), steps).compile()
     cost = Module(compiled.as_text(), MESH).cost()
     size = 4 * 32 * 4
-    found = {key: tuple(numbers) for key, numbers in cost.collectives.items()}
-    assert found == {("all-reduce", "fsdp"): (5, 5 * size), ("all-gather", "data"): (1, 2 * size)}
+    counted = {key: tuple(numbers) for key, numbers in cost.collectives.items()}
+    assert counted == {("all-reduce", "fsdp"): (5, 5 * size), ("all-gather", "data"): (1, 2 * size)}
     each = {key: tuple(numbers) for key, numbers in cost.each.collectives.items()}
     assert each == {("all-reduce", "data x fsdp"): (1, 2 * size)}
     assert sorted(passes or 0 for _, passes in cost.loops) == [0, 5]
@@ -85,8 +85,8 @@ def test_bytes_cycles_and_axes_of_hlo():
     # negate reads 400 and writes near the core, S(1); 400 are written from there; 8,000 permuted.
     assert cost.moved == 8_000 + 3 * (804 + 400 + 400 + 8_000)
     assert cost.cycles == 3 * 7
-    found = {key: tuple(numbers) for key, numbers in cost.collectives.items()}
-    assert found == {
+    counted = {key: tuple(numbers) for key, numbers in cost.collectives.items()}
+    assert counted == {
         ("all-reduce", "data"): (1, 4_000),
         ("collective-permute", "data"): (3, 12_000),
     }

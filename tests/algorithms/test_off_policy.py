@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_reference as ref
-from small_runs import records, small_config
+from small_runs import ROOT, records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.algorithms import off_policy
@@ -18,6 +19,7 @@ from specrl_jax.sharding import put
 from specrl_jax.types import Rollout, Source
 
 VOCAB = 7
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 LENIENCES = [0.0, 0.3, 1.0, math.inf]
 
 
@@ -96,7 +98,8 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
         draft_logprobs=jnp.where(accepted[:, None], *reversed(score)),
     )
     mass = off_policy.estimate_rejected_mass(accepted.astype(int), np.ones(rows, int))
-    measured = off_policy.measure(rollout, log_lenience, mass)
+    share = ACCEPTANCE_RULES["ratio"].lenient_share
+    measured = off_policy.measure(rollout, log_lenience, mass, share)
     ratio = new / old
     accepted_mass = old * np.minimum(1, np.exp(log_lenience) * ratio)
     strict = old * np.minimum(1, ratio)
@@ -117,8 +120,32 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
         assert measured["reuse/lenient_fraction"] == 0
 
 
+def squared():
+    """The rule of docs/extending.md."""
+    code = re.search(r"^# squared\.py\n.*?(?=^```)", EXTENDING, re.MULTILINE | re.DOTALL)[0]
+    names = {"__name__": "squared"}
+    exec(code, names)
+    return names["Squared"]()
+
+
+def test_a_rule_brings_its_own_share_of_lenient_tokens(mesh):
+    """r = 1/2, ℓ = 3/2: SPEC-RL's rule accepts 3/4 of the tokens, 1/2 without lenience; the squared
+    one 9/16 and 1/4."""
+    _, old = distributions()
+    rollout = one_token_rollout(old / 2, old, accepted=True)
+
+    def share(rule):
+        measured = off_policy.measure(rollout, math.log(1.5), 0.0, rule.lenient_share)
+        return measured.get("reuse/lenient_fraction")
+
+    assert share(ACCEPTANCE_RULES["ratio"]) == pytest.approx(1 / 3)
+    assert share(squared()) == pytest.approx(5 / 9)
+    assert share(ACCEPTANCE_RULES["random"]) is None
+
+
 def test_nothing_accepted_has_no_measure(mesh):
-    assert off_policy.measure(one_token_rollout(*distributions(), accepted=False), 0.5, 0.0) == {}
+    sampled = one_token_rollout(*distributions(), accepted=False)
+    assert off_policy.measure(sampled, 0.5, 0.0, None) == {}
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 

@@ -96,7 +96,7 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
     def results(learner, shape):
         """(gradients, losses, log-probs, values) of every seed."""
         with jax.set_mesh(make_mesh(*shape)):
-            found = []
+            by_packing = []
             for seed in range(3):
                 batch = _random_rows(seed)
                 if not loss.kl_coef:
@@ -112,8 +112,8 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
                 values = critic_values(learner, state, packed) if critic else None
                 state, metrics = update(learner, state, batch, packed)
                 gradients = state.opt_state, state.critic_opt_state
-                found.append(jax.device_get((gradients, metrics["loss"], read, values)))
-            return found
+                by_packing.append(jax.device_get((gradients, metrics["loss"], read, values)))
+            return by_packing
 
     expected = results(of_rows, (1, 1, 1))
     for got, want in zip(results(tries, (4, 2, 1)), expected, strict=True):

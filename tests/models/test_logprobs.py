@@ -126,7 +126,7 @@ def test_a_tree_of_inputs_is_cut_alike(make_mesh, shape):
             )
             for chunk in (7, 3, 1)
         )
-    for found in chunked:
-        np.testing.assert_array_equal(found["pair"][0], tokens)
-        np.testing.assert_array_equal(found["pair"][1], extra * 2)
-        np.testing.assert_allclose(found["scores"], at_once["scores"], rtol=1e-6, atol=1e-6)
+    for scored in chunked:
+        np.testing.assert_array_equal(scored["pair"][0], tokens)
+        np.testing.assert_array_equal(scored["pair"][1], extra * 2)
+        np.testing.assert_allclose(scored["scores"], at_once["scores"], rtol=1e-6, atol=1e-6)

@@ -45,7 +45,7 @@ def make_rollout():
     logprobs += [[math.nan] * 5]
     sources = [[2, 2, 1, 0, 9], [0] * 5, [2, 2, 9, 9, 9], [9] * 5]
     steps = [[1, 3, 7, 7, 99], [7] * 5, [2, 2, 99, 99, 99], [99] * 5]
-    unread = {"sampling_logprobs": None, "origin_logprobs": None}
+    left_out = {"sampling_logprobs": None, "origin_logprobs": None}
     return Rollout(
         tokens=np.array(tokens, np.int32),
         lens=np.array([4, 5, 2, 0], np.int32),
@@ -53,7 +53,7 @@ def make_rollout():
         policy_logprobs=np.array(logprobs, np.float32),
         origin_steps=np.array(steps, np.int32),
         sources=np.array(sources, np.int8),
-        **unread,
+        **left_out,
     )
 
 

@@ -112,7 +112,7 @@ class StepTimer:
         program, rows = self.program, self._rows(point.rows)
         if point.verifies:
             rows = with_drafts(rows, self._drafts(point.rows), program.accept)
-        draft_state = self._draft_state() if point.matching else None
+        draft_state = self._draft_state() if point.drafting else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition(*map(np.int32, (-1, program.response_slots, steps, point.rows)))
         if point.sequences:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 WIDTH_MARGIN = 1.15  # expected gain of a width over plain steps that is worth it
 VERIFY_MARGIN = 1.05  # seconds that a verification saves, over its own, that are worth it
-HALF_LIFE = 256  # row steps after which counts of suffix drafts count half
+HALF_LIFE = 256  # row steps after which counts of the draft source count half
 VERIFIED_HALF_LIFE = 4_096  # verified tokens after which counts of previous responses count half
-PRIOR_ROW_STEPS = 8  # of no accepted suffix draft, before anything is known
+PRIOR_ROW_STEPS = 8  # of no accepted token of the draft source, before anything is known
 PRIOR_RATE, PRIOR_TOKENS = 0.99, 32  # acceptance of previous responses, before anything is known
 PROBE_EVERY = 50  # a probe of n steps comes once in n times as many decode steps
 PROBE_ROW_STEPS = 128  # row steps of a probe, within PROBE_STEPS
@@ -44,7 +44,7 @@ DRAWS = 3  # simulated sets of accepted lengths; every row has another quantile 
 class Acceptance:
     """Counts of accepted draft tokens; they fade as new ones come in."""
 
-    # Of suffix drafts, by token 0, 1, ...: row steps that checked it and accepted all before, and
+    # Of draft sources, by token 0, 1, ...: row steps that checked it and accepted all before, and
     # of these, those that accepted the token too; a missing token is not accepted.
     reached: list[float] = dataclasses.field(default_factory=list)
     accepted: list[float] = dataclasses.field(default_factory=list)
@@ -117,7 +117,7 @@ class VerifyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """The next decode steps in a bucket. Suffixes are matched where width > 1."""
+    """The next decode steps in a bucket. The draft source proposes where width > 1."""
 
     rows: int
     slots: int
@@ -278,7 +278,7 @@ class Speculation(StatePart):
         beside: whether it verified previous responses as well, which makes it another program: one
         more to compile, worth it only where no program of the kind was measured.
         """
-        known = self.costs.knows(point.width, point.matching)
+        known = self.costs.knows(point.width, point.drafting)
         if point not in self.costs and not (beside and known):
             self._used[point] = None
         return self.costs.seconds(*point) if known else 0.0

@@ -22,12 +22,12 @@ class Point(NamedTuple):
     rows: int
     slots: int
     width: int
-    matching: bool  # whether suffixes are matched; a wide program without is a verification
+    drafting: bool  # whether a draft source proposes; a wide program without is a verification
     sequences: int = 0  # packed, that a verification computes instead of the rows' own tokens
 
     @property
     def verifies(self) -> bool:
-        return self.width > 1 and not self.matching
+        return self.width > 1 and not self.drafting
 
 
 class StepCosts:
@@ -49,11 +49,11 @@ class StepCosts:
     def __contains__(self, point: Point) -> bool:
         return point in self._measured
 
-    def knows(self, width: int, matching: bool) -> bool:
-        """Whether a program of this kind was measured: a plain step, one with suffix matching, or a
+    def knows(self, width: int, drafting: bool) -> bool:
+        """Whether a program of this kind was measured: a plain step, one with a draft source, or a
         verification."""
-        kinds = ((p.width > 1, p.matching) for p in self._measured)
-        return (width > 1, matching) in kinds
+        kinds = ((p.width > 1, p.drafting) for p in self._measured)
+        return (width > 1, drafting) in kinds
 
     def seconds(self, *numbers: int) -> float:
         """Seconds of one step of a `Point` of a kind that `knows` says was measured."""
@@ -66,7 +66,7 @@ class StepCosts:
         return float(_terms(point) @ self._fits[point.verifies])
 
     def to_json(self) -> list[list]:
-        """[[rows, slots, width, matching, sequences, seconds], ...], sorted."""
+        """[[rows, slots, width, drafting, sequences, seconds], ...], sorted."""
         return [[*point, seconds] for point, seconds in sorted(self._measured.items())]
 
     @classmethod

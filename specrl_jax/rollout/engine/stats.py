@@ -21,7 +21,7 @@ class Stats:
     verify_work: int = 0  # tokens that the verification passes computed, padding included
     verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
     accepted_tokens: int = 0  # of these, accepted
-    drafted_tokens: int = 0  # tree draft tokens that were emitted
+    drafted_tokens: int = 0  # the draft source's tokens that were emitted
     preempted: int = 0  # rows that gave up their cache
     cache_bytes: int = 0  # most bytes of KV caches at once, copies included, over all devices
     # (rows, cache slots, width, steps) of the decode loops, in order.

@@ -59,10 +59,10 @@ def test_a_step_is_measured_without_what_its_call_takes(
     clock = Clock(monkeypatch, 0.01, 0.001)
     timer = timer_of(tmp_path, accept="ratio_residual", stored_logprobs=2)
     assert timer.measure(None, point) == pytest.approx(seconds)
-    shapes, steps, matching, drafted, kwargs = zip(*clock.calls)
+    shapes, steps, drafting, drafted, kwargs = zip(*clock.calls)
     assert set(shapes) == {(point.rows, point.slots)}
     assert set(steps) == ({1} if point.verifies else {1, 1 + STEPS})
-    assert set(matching) == {point.matching}
+    assert set(drafting) == {point.drafting}
     assert set(drafted) == {point.verifies}
     assert all(known == {"width": point.width, "verify": wide} for known in kwargs)
     assert clock.now < 1.0

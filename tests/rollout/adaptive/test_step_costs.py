@@ -14,7 +14,7 @@ MEASURED = {Point(rows, slots, 1, False): ms for (rows, slots), ms in STEPS.item
 MEASURED |= {Point(*shape, False): ms for shape, ms in VERIFICATIONS.items()}
 
 
-def formula(rows, slots, width, matching=False) -> float:
+def formula(rows, slots, width, drafting=False) -> float:
     return 3.0 + 0.5 * rows + 0.01 * rows * slots + 0.2 * rows * width + 1e-4 * rows * width * slots
 
 
@@ -64,8 +64,8 @@ def test_costs_are_positive_and_do_not_depend_on_the_order_of_measuring():
         costs, other = StepCosts(measured), StepCosts(dict(reversed(measured.items())))
         for point in points:
             more = [3 * n + 1 for n in point[:3]]
-            assert costs.seconds(*more, point.matching) > 0
-            assert costs.seconds(*more, point.matching) == other.seconds(*more, point.matching)
+            assert costs.seconds(*more, point.drafting) > 0
+            assert costs.seconds(*more, point.drafting) == other.seconds(*more, point.drafting)
 
 
 def test_a_new_measurement_changes_the_fit():
