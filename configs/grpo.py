@@ -208,8 +208,8 @@ def base() -> ConfigDict:
     checkpoint.keep_best = 1  # checkpoints with the best held-out reward to keep
 
     config.log = log = ConfigDict()
-    log.wandb = "auto"  # off | offline | online | auto (online where logged in, else offline)
-    log.plots = True  # report.html at checkpoints and the end, PNG plots at the end
+    log.tracker = "wandb"  # none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard
+    log.report = True  # WORKDIR/report.html, at checkpoints and the end
     log.rollouts = 0.02  # share of prompts whose responses go to WORKDIR/rollouts/step_N.jsonl
 
     config.mesh = mesh = ConfigDict()

@@ -231,8 +231,8 @@ def _measures(pid: int, workdir) -> tuple[float, int, float]:
 
 def _micro(workdir, steps: int) -> None:
     config = small_runs.preset("micro")
-    config.train.steps, config.log.wandb, config.log.rollouts = steps, "off", 0.0
-    config.log.plots = False
+    config.train.steps, config.log.tracker, config.log.rollouts = steps, "none", 0.0
+    config.log.report = False
     with cli.user_errors():
         loop.train(config, workdir)
 
