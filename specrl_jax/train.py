@@ -31,7 +31,7 @@ from specrl_jax.telemetry.summary import summary
 from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.types import Prompts
 
-# What a resumed run may change: where it runs, how it is recorded and evaluated, and how long it is.
+# What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
 MAY_CHANGE = (
     "log", "checkpoint", "mesh", "train", "evaluate.every", "evaluate.samples",
     "evaluate.batch_size",

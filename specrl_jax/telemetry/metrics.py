@@ -1,8 +1,8 @@
 """Every metric's name, meaning and unit; the file `WORKDIR/metrics.jsonl`; the run's log.
 
 `MetricsLog.write` takes a dict of scalars a step. It writes one JSON object a line, prints a line
-on the console and sends the values to a tracker. Every step is written once, also after a kill and a
-resume.
+on the console and sends the values to a tracker. Every step is written once, also after a kill and
+a resume.
 """
 
 import contextlib

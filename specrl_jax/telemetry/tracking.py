@@ -107,7 +107,8 @@ class TensorBoard(Tracker):
             from tensorboardX import SummaryWriter
 
             # After a resume TensorBoard forgets the steps that are computed again.
-            self._writer = SummaryWriter(str(self._folder), purge_step=step or None)
+            options = {"purge_step": step or None, "filename_suffix": f".from_{step}"}
+            self._writer = SummaryWriter(str(self._folder), **options)
             text = json.dumps(self._config, indent=2, default=dict)
             self._writer.add_text("config", _as_code(text), step)
         for name, value in {"data/epoch": epoch, **values}.items():

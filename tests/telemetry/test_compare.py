@@ -96,8 +96,8 @@ def test_cases_of_several_fields_and_files(tmp_path):
         compare.parse_case(text, "a.py:micro")
         for text in ("plain: rollout.draft=none", "PPO block: b.py rollout.accept=block x.y=2")
     ]
-    first, second, *_ = compare.training_runs(cases, [3, 4], tmp_path, ["--config.log.report=False"])
-    assert first.flags == ("--config=a.py:micro", "--config.log.report=False",
+    first, second, *_ = compare.training_runs(cases, [3, 4], tmp_path, ["--config.log.report=0"])
+    assert first.flags == ("--config=a.py:micro", "--config.log.report=0",
                            "--config.rollout.draft=none", "--config.seed=3")  # fmt: skip
     assert second.flags[2:4] == ("--config.rollout.accept=block", "--config.x.y=2")
     assert second.flags[0] == "--config=b.py"
