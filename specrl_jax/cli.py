@@ -142,8 +142,10 @@ def _parse(argv: Sequence[str]) -> list[str]:
         )
     # The options of a task are not known before it is: no preset need have them.
     options = [match for argument in argv if (match := _OPTION.fullmatch(argument))]
+    argv = [argument for argument in argv if not _OPTION.fullmatch(argument)]
+    sys.argv[1:] = argv[1:]  # ml_collections reads it too
     try:
-        rest = flags.FLAGS([argument for argument in argv if not _OPTION.fullmatch(argument)])
+        rest = flags.FLAGS(argv)
         config = flags.FLAGS["config"].value
         config.to_dict()  # a file that failed to load raises only here
         with config.unlocked():
