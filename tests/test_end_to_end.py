@@ -167,6 +167,19 @@ def test_a_finished_run_says_so_and_changes_nothing(finished, mesh, capsys):
     assert files(finished) == before
 
 
+def test_a_finished_run_can_be_made_longer_and_evaluated_more(finished, tmp_path, mesh, capsys):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    changes = {"train.epochs": 5, "evaluate.samples": 3, "evaluate.every": 1}
+    loop.train(small_config(LONG | changes), workdir)
+    assert "resumed at step 8 of 10" in capsys.readouterr().out
+    lines = records(workdir)
+    assert lines[:9] == records(finished)
+    assert [r["step"] for r in lines[9:]] == [9, 10]
+    assert all(r["rollout/reuse_fraction"] > 0 and "reward/eval" in r for r in lines[9:])
+    loop.train(small_config(LONG), workdir)  # shorter again: the run is past its end
+    assert "finished at step 10 of 8, nothing to do" in capsys.readouterr().out
+
+
 def test_a_changed_config_is_refused_with_the_fields_named(finished, mesh):
     before = files(finished)
     changes = {"rollout.lenience": 2.0, "seed": 3}
