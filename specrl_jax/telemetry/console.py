@@ -21,7 +21,7 @@ _COLUMNS = (
 # Shown behind a line where it is not 0: metric, words.
 _TROUBLE = (
     ("reward/failed", "{:.0f} answers failed"),
-    ("rollout/truncated_fraction", "{:.0%} cut"),
+    ("rollout/truncated_fraction", "{:.1%} cut"),
     ("update/skipped", "{:.0f} updates skipped"),
 )
 

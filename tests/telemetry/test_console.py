@@ -54,10 +54,10 @@ def test_what_went_wrong_stands_behind_the_line(capsys):
         lines.show(step, 1, {"rollout/truncated_fraction": 1.0})
     _, first, second, third, warning, fourth = capsys.readouterr().out.splitlines()
     assert first.endswith("-")
-    assert second.endswith("  3 answers failed, 12% cut")
-    assert third.endswith("  100% cut")
+    assert second.endswith("  3 answers failed, 12.5% cut")
+    assert third.endswith("  100.0% cut")
     assert warning.startswith("warning: step 3: all responses were cut at rollout.response_len, ")
-    assert fourth.endswith("  100% cut")  # warned of once
+    assert fourth.endswith("  100.0% cut")  # warned of once
 
 
 @pytest.mark.parametrize(
