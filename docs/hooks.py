@@ -4,15 +4,11 @@ README.md and CHANGELOG.md become pages. Presets, fields and metrics are read fr
 docstrings of `MODULES` by mkdocstrings.
 """
 
-import ast
 import inspect
-import io
 import re
 import runpy
-import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,23 +67,10 @@ def presets_page() -> str:
 # Configuration ------------------------------------------------------------------------------
 
 
-class Field(NamedTuple):
-    """A field of configs/grpo.py: its section, its name in it, its value as code, its comment."""
-
-    section: str
-    name: str
-    value: str
-    comment: str
-
-    @property
-    def path(self) -> str:
-        return f"{self.section}.{self.name}" if self.section else self.name
-
-
 def configuration_page() -> str:
     """Every field with its value, its bounds and its comment, a table for each section."""
-    source = (ROOT / "configs" / "grpo.py").read_text()
-    about, fields = read_fields(source)
+    from specrl_jax.config_file import fields
+
     parts = [
         "# Configuration",
         "The fields of `configs/grpo.py`, with the values of the preset `tiny`. A flag"
@@ -95,51 +78,15 @@ def configuration_page() -> str:
         " ([arXiv 2509.23232](https://arxiv.org/abs/2509.23232)). Other presets and files change"
         " some values: see [Presets](presets.md).",
     ]
-    for section in dict.fromkeys(field.section for field in fields):
-        rows = [
-            (f"`{f.name}`{{ #{f.path} }}", f"`{f.value}`", _text(_allowed(f.path)), _text(f.comment))
-            for f in fields
-            if f.section == section
-        ]
-        parts += [f"## {section or 'The run'}", _text(about.get(section, ""))]
-        parts.append(_table(("field", "value", "may be", "meaning"), rows))
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for field in fields(ROOT / "configs" / "grpo.py"):
+        section, _, name = field.name.rpartition(".")
+        row = (f"`{name}`{{ #{field.name} }}", f"`{field.value}`")
+        row += (_text(_allowed(field.name)), _text(field.comment))
+        sections.setdefault(section or "The run", []).append(row)
+    for section, rows in sections.items():
+        parts += [f"## {section}", _table(("field", "value", "may be", "meaning"), rows)]
     return "\n\n".join(parts)
-
-
-def read_fields(source: str) -> tuple[dict[str, str], list[Field]]:
-    """From the code of configs/grpo.py: each section's comment, and the fields in order."""
-    comments = {
-        token.start[0]: token.string.removeprefix("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    functions = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
-    about, fields, paths = {}, [], {"config": ""}
-    for node in functions["base"].body:
-        if not isinstance(node, ast.Assign):
-            continue
-        comment, value = comments.get(node.lineno, ""), ast.get_source_segment(source, node.value)
-        attributes = [a for a in _attributes(node) if a.value.id in paths]
-        if value == "ConfigDict()" and attributes:
-            (attribute,) = attributes
-            path = Field(paths[attribute.value.id], attribute.attr, "", "").path
-            paths |= {target.id: path for target in node.targets if isinstance(target, ast.Name)}
-            about[path] = comment
-        else:
-            values = [ast.get_source_segment(source, v) for v in getattr(node.value, "elts", [])]
-            values = values or [value] * len(attributes)
-            for attribute, text in zip(attributes, values):
-                section = paths[attribute.value.id]
-                fields.append(Field(section, attribute.attr, text, comment))
-    return about, fields
-
-
-def _attributes(node: ast.Assign) -> Iterator[ast.Attribute]:
-    """What an assignment sets: a.x = …, a.x = a.y = …, a.x, a.y = …."""
-    for target in node.targets:
-        for part in getattr(target, "elts", [target]):
-            if isinstance(part, ast.Attribute):
-                yield part
 
 
 def _allowed(path: str) -> str:
