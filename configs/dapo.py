@@ -4,6 +4,13 @@
 
 Presets and all other fields are those of configs/grpo.py. Lenience and dual clip are SPEC-RL's for
 DAPO (arXiv 2509.23232).
+
+Expect from micro a held-out reward near 0.7 (standard error 0.04), within a minute on 2 cores of an
+AMD EPYC without accelerator, most of it for compilation. It teaches dynamic sampling: 18 steps take
+six passes over the prompts, as groups without signal are left out.
+
+Measured, micro, one seed: held out 0.55 → 0.72 in 18 steps; 94 to 99 % of the draft tokens accepted
+from epoch 2 on. The other presets were not measured with DAPO.
 """
 
 import math

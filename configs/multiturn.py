@@ -1,10 +1,17 @@
 """GRPO on episodes of several turns: guess a number with the help of "<" and ">".
 
-    python launch/train.py --config=configs/multiturn.py
+    python launch/train.py --config=configs/multiturn.py          the preset tiny
+    python launch/train.py --config=configs/multiturn.py:micro    the same in seconds
 
-All other fields are those of configs/grpo.py. A policy of random weights learns on two CPU cores
-that "2-7?" asks for a number from 2 to 7, and to follow the answers: "4" ">" "6" "<" "5". The
-environment's tokens are never trained on.
+All other fields are those of configs/grpo.py. A policy of random weights learns that "2-7?" asks
+for a number from 2 to 7, and to follow the answers: "4" ">" "6" "<" "5". The environment's tokens
+are never trained on.
+
+Expect a held-out reward near 0.8 from tiny, in minutes on 2 cores of an AMD EPYC without
+accelerator. It teaches how turns work, and what drafts keep of them.
+
+Measured: tiny, one seed, held out 0 → 0.78 in 96 steps. From step 60 on it learns its 146 problems
+by heart, and drafts are kept whole. Its time and micro were not measured.
 """
 
 import runpy
@@ -16,9 +23,9 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 
 
 def get_config(preset: str = "tiny") -> ConfigDict:
-    """The configuration; the only preset is tiny."""
-    if preset != "tiny":
-        raise ValueError(f"preset must be tiny, got {preset!r}")
+    """The configuration of a preset, tiny or micro; raises ValueError on another name."""
+    if preset not in ("tiny", "micro"):
+        raise ValueError(f"preset must be tiny or micro, got {preset!r}")
     config = _GRPO["get_config"](preset)
     config.environment.name, config.environment.max_turns = "guess", 4
     config.tokenizer.alphabet = "0123456789-?<>"
@@ -31,4 +38,10 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.updates.learning_rate = 1e-3
     config.warmup.steps = 0
     config.train.steps = 96
+    if preset == "micro":
+        config.data.options.high, config.data.eval_prompts = 5, 14
+        config.rollout.prompts_per_step, config.rollout.group_size = 16, 8
+        config.updates.mini_batch_size, config.updates.micro_batch_size = 64, 64
+        config.evaluate.batch_size = 16
+        config.train.steps = 12
     return config

@@ -13,10 +13,14 @@ Sizes: tiny (default), 27m, smollm2, qwen3_1p7b. --config=FILE[:PRESET] is confi
 where it is left out; --config.FIELD=VALUE changes it. --json=FILE writes the figures.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
 import argparse
 import functools
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
 

@@ -11,8 +11,12 @@ Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2, h100:8, h200:8 and so on. TPUs need
 whole step. --json=FILE writes all figures.
 """
 
-import json
 import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
+import json
 from pathlib import Path
 
 from absl import flags

@@ -10,6 +10,11 @@ with any :OPTION=VALUE, or lm_eval:NAME, where NAME may be a task file of your o
 --json=FILE writes the figures.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
 import argparse
 import functools
 import json

@@ -7,6 +7,11 @@ or empty. --step=best is the checkpoint with the highest held-out reward. --push
 private model where the hub has none of this name; log in with `hf auth login` first.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
 import argparse
 from pathlib import Path
 

@@ -8,9 +8,13 @@ is left out; 0 is greedy. --config.FIELD=VALUE changes the configuration: --conf
 anew, --config.rollout.response_len=N is the longest response.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
 import argparse
 import functools
-import sys
 
 from specrl_jax import cli
 

@@ -7,6 +7,11 @@ are one curve, with the standard deviation as a band. FILE is RUN/report.html fo
 report.html in the folder that holds the runs. --config.log.rollouts=1.0 records all responses.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
 import argparse
 import os
 from pathlib import Path

@@ -7,6 +7,11 @@ as it is. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of t
 settings that may differ from its own in what the weights' shapes do not depend on.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
+    sys.exit(f"error: Python must be 3.11 or later, got {sys.version.split()[0]}")
+
 from pathlib import Path
 
 from absl import flags

@@ -1,9 +1,10 @@
-"""What the programs in launch/ share: the --config flag, and errors in one line.
+"""What the programs in launch/ share: the --config flag, --help, and errors in one line.
 
 Imports nothing slow, so that --help and a misspelt flag answer at once.
 """
 
 import argparse
+import ast
 import contextlib
 import difflib
 import functools
@@ -18,7 +19,11 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from specrl_jax import config_file
 from specrl_jax.config import RENAMED_FIELDS
+
+_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_OPTION = re.compile(r"--config\.(data\.options\.(\w+))=(.*)", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,10 +80,9 @@ def _config_of(arguments: Sequence[str], define: Callable, **options: Any) -> Co
 
 def presets() -> dict[str, ConfigDict]:
     """Every preset of the repository's configs/, by what --config names it."""
-    folder = Path(__file__).resolve().parent.parent / "configs"
-    names = runpy.run_path(str(folder / "grpo.py"))["PRESETS"]
+    names = config_file.presets(_CONFIGS / "grpo.py")
     configs = {}
-    for file in sorted(folder.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
+    for file in sorted(_CONFIGS.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
         get_config = runpy.run_path(str(file))["get_config"]
         for name in names:
             with contextlib.suppress(ValueError):  # not a preset of this file
@@ -89,12 +93,16 @@ def presets() -> dict[str, ConfigDict]:
 def define_config() -> None:
     """Define the flags --config (file[:preset], must come first) and --config.FIELD=VALUE."""
     config_flags.DEFINE_config_file("config", None, "configuration file[:preset]")
-    flags.mark_flag_as_required("config")
+
+
+def _preset() -> str:
+    """What --config names: file[:preset]."""
+    return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
 def config_name() -> str:
     """configs/grpo.py:micro → grpo-micro; configs/grpo.py → grpo-tiny."""
-    path, _, preset = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+    path, _, preset = _preset().partition(":")
     return f"{Path(path).stem}-{preset or 'tiny'}"
 
 
@@ -116,8 +124,11 @@ def run(main: Callable[[], None]) -> None:
 def user_errors() -> Iterator[None]:
     """Print an error that the user can mend in one line and exit with 2; let others through.
 
-    SPECRL_TRACEBACK=1 shows the traceback.
+    SPECRL_TRACEBACK=1 shows the traceback. Modules of the current directory can be imported inside:
+    rewards and the like are named as module:function.
     """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     try:
         yield
     except KeyboardInterrupt:
@@ -130,16 +141,64 @@ def user_errors() -> Iterator[None]:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
+    if not {"--help", "-h", "-help"}.isdisjoint(argv):
+        print(_help())
+        sys.exit(0)
+    if not any(argument.partition("=")[0] in ("--config", "-config") for argument in argv):
+        _fail(
+            "--config must name a configuration file, as in --config=configs/grpo.py:micro; "
+            "--help has its presets and fields"
+        )
+    # The options of a task are not known before it is: no preset need have them.
+    options = [match for argument in argv if (match := _OPTION.fullmatch(argument))]
+    argv = [argument for argument in argv if not _OPTION.fullmatch(argument)]
+    sys.argv[1:] = argv[1:]  # ml_collections reads it too
     try:
-        rest = flags.FLAGS(list(argv))
-        if "config" in flags.FLAGS and flags.FLAGS["config"].value is not None:
-            flags.FLAGS["config"].value.to_dict()  # a file that failed to load raises only here
+        rest = flags.FLAGS(argv)
+        config = flags.FLAGS["config"].value
+        config.to_dict()  # a file that failed to load raises only here
+        with config.unlocked():
+            for _, name, text in (match.groups() for match in options):
+                config.data.options[name] = _literal(text)
+        _begin_own_task(config, {match[1] for match in options})
     except Exception as error:
         if os.environ.get("SPECRL_TRACEBACK"):
             raise
         _fail(_in_one_line(error, argv))
     else:
         return rest
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _begin_own_task(config: ConfigDict, options: set[str]) -> None:
+    """Have a task of the user's own inherit nothing of the preset's, and say so."""
+    path, _, preset = _preset().partition(":")
+    given = options | config_flags.get_override_values(flags.FLAGS["config"]).keys()
+    reset = config_file.begin_own_task(config, config_file.get_config(path, preset), given)
+    if reset:
+        print(f"{path}: its task is not this one; not inherited: {', '.join(reset)}", flush=True)
+
+
+def _help() -> str:
+    """The program's docstring and flags, and the presets and fields of configs/grpo.py."""
+    file = _CONFIGS / "grpo.py"
+    own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    parts = [
+        (sys.modules["__main__"].__doc__ or "").strip(),
+        "\nFlags:",
+        *(f"  --{flag.name}: {flag.help}" for flag in own if flag.name != "config"),
+        "\nPresets, as in --config=configs/grpo.py:micro",
+        *(f"  {name}: {line}" for name, line in config_file.presets(file).items()),
+        "\nFields, with the values of the preset tiny:",
+        *(f"  --config.{x.name}={x.value}\n      {x.comment}" for x in config_file.fields(file)),
+    ]
+    return "\n".join(parts)
 
 
 def _in_one_line(error: Exception, argv: Sequence[str]) -> str:

@@ -19,6 +19,8 @@ RENAMED_FIELDS = {
     "rollout.verify_chunk": "rollout.verify_width",
     "algorithm.max_rounds": "algorithm.max_gen_batches",
     "environment.behind": "environment.allow_unfinished",
+    "log.wandb": "log.tracker",
+    "log.plots": "log.report",
 }
 
 # Field → its names. "module:TABLE" stands for those of a table below specrl_jax.
@@ -40,7 +42,7 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "updates.schedule": "algorithms.learner:SCHEDULES",
     "updates.old_logprobs": ("rollout", "recompute"),
     "updates.packing": "packing:PACKINGS",
-    "log.wandb": ("off", "offline", "online", "auto"),
+    "log.tracker": "telemetry.tracking:TRACKERS",
 }
 
 # Of one rule: the field, the rule in words, whether the configuration keeps it.

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from specrl_jax.build import make_scorer
 from specrl_jax.config import validate
+from specrl_jax.config_file import OF_TASK
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
 from specrl_jax.evaluate import Answered, evaluate, figures, group_rewards
@@ -31,9 +32,8 @@ from specrl_jax.types import Example
 HELD_OUT = "held_out"
 REASONING_GYM = "reasoning_gym"
 _GENERATED = 100  # problems of a generator, where the user sets no limit
-_FORMAT = {  # what a new task does not inherit
-    "data.render": "", "data.instruction": "", "data.answer_pattern": "", "reward.extract": "",
-    "reward.threshold": 0.0, "environment.name": "", "warmup.steps": 0,
+_FORMAT = OF_TASK | {  # what a new task does not inherit
+    "environment.name": "", "warmup.steps": 0,
     "data.prompt_field": "question", "data.answer_field": "answer",
 }  # fmt: skip
 

@@ -92,7 +92,7 @@ _TEXTS = """
 _SWITCHES = """
     model.tie_embeddings model.remat tokenizer.chat rollout.lenience_auto rollout.adaptive
     rollout.run_ahead algorithm.normalize_std algorithm.leave_one_out algorithm.dynamic_sampling
-    curriculum.reuse_screening updates.skip_no_signal log.plots
+    curriculum.reuse_screening updates.skip_no_signal log.report
 """
 
 _TEXT: Rule = ("text", lambda x: isinstance(x, str))

@@ -22,18 +22,23 @@ from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.runtime import StopRequest, compile_metrics, only_process
 from specrl_jax.state import TrainerState, init_state, resume
-from specrl_jax.telemetry import report
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
 from specrl_jax.telemetry.records import RolloutRecords
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.report_page import ReportWriter
+from specrl_jax.telemetry.runs import read_run
+from specrl_jax.telemetry.summary import summary
+from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.types import Prompts
 
-# What a resumed run may change: where it runs and how it is recorded, not what it computes.
-MAY_CHANGE = ("log", "checkpoint", "mesh")
+# What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
+MAY_CHANGE = (
+    "log", "checkpoint", "mesh", "train", "evaluate.every", "evaluate.samples",
+    "evaluate.batch_size",
+)  # fmt: skip
 # What may differ in a run that begins with another's checkpoint: nothing that its arrays depend on.
 MAY_CHANGE_FROM_OTHER = (
-    *MAY_CHANGE, "resume_from", "updates", "train", "evaluate", "reward", "critic.learning_rate",
+    *MAY_CHANGE, "resume_from", "updates", "evaluate", "reward", "critic.learning_rate",
     "critic.schedule_warmup", "critic.warmup_steps", "critic.coef", "critic.clip",
     "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl_coef",
     "algorithm.entropy_coef",
@@ -70,6 +75,7 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
     with. Raises ValueError in one line where the configuration, the data or `workdir` do not allow
     it, FloatingPointError where training diverges.
     """
+    check_installed(config.log.tracker)
     described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
     has_config = check_run_config(workdir, described, ignore=MAY_CHANGE)
     if resume_from and not has_config:
@@ -102,7 +108,7 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
             for written in (log, records):
                 written.restore(kept or -1)  # step 0 is evaluated and written again
             failures = FailureLog(workdir if jax.process_index() == 0 else None, log.warn)
-            writes = config.log.plots and jax.process_index() == 0
+            writes = config.log.report and jax.process_index() == 0
             with _way_on(checkpoints), ReportWriter(workdir, writes, log.warn) as page:
                 loop(trainer, state, checkpoints, log, records, failures, stop, page)
     _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
@@ -237,23 +243,21 @@ def _way_on(checkpoints: Checkpointer) -> Iterator[None]:
 
 
 def _finish(trainer: Trainer, state: TrainerState, workdir: Path, stopped_by: str) -> None:
-    metrics = read_metrics(workdir)
+    if trainer.config.log.report:
+        print(f"report: {workdir / REPORT}")
     if stopped_by:
         where = f"step {state.step} of {trainer.total_steps}"
         print(f"{workdir}: {stopped_by}, saved at {where}; run the same command to go on")
     else:
-        print(report.summary_table(metrics))
-    if trainer.config.log.plots and (paths := report.write_plots(metrics, workdir)):
-        print(f"report: {workdir / REPORT}, plots: {paths[0].parent}")
+        print(summary(read_run(workdir)))
 
 
 def _open_log(trainer: Trainer, workdir: Path) -> MetricsLog:
     return MetricsLog(
         workdir,
         total_steps=trainer.total_steps,
-        wandb_mode=trainer.config.log.wandb,
-        run_name=workdir.name,
-        config_dict=trainer.config.to_dict(),
+        tracker=trainer.config.log.tracker,
+        config=trainer.config.to_dict(),
     )
 
 

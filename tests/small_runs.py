@@ -69,8 +69,8 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
         "evaluate.batch_size": 8,
         "checkpoint.every": 100,
         "train.epochs": 2,
-        "log.wandb": "off",
-        "log.plots": False,
+        "log.tracker": "none",
+        "log.report": False,
     }
     config.update_from_flattened_dict(values | (changes or {}) | more)
     return config

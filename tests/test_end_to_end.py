@@ -161,10 +161,23 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on(
 def test_a_finished_run_says_so_and_changes_nothing(finished, mesh, capsys):
     """Also where the config says otherwise how and where it runs."""
     before = files(finished)
-    changes = {"log.wandb": "offline", "checkpoint.every": 1, "mesh.data": 1}
+    changes = {"log.tracker": "wandb", "checkpoint.every": 1, "mesh.data": 1}
     loop.train(small_config(LONG | changes), finished)
     assert "finished at step 8 of 8, nothing to do" in capsys.readouterr().out
     assert files(finished) == before
+
+
+def test_a_finished_run_can_be_made_longer_and_evaluated_more(finished, tmp_path, mesh, capsys):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    changes = {"train.epochs": 5, "evaluate.samples": 3, "evaluate.every": 1}
+    loop.train(small_config(LONG | changes), workdir)
+    assert "resumed at step 8 of 10" in capsys.readouterr().out
+    lines = records(workdir)
+    assert lines[:9] == records(finished)
+    assert [r["step"] for r in lines[9:]] == [9, 10]
+    assert all(r["rollout/reuse_fraction"] > 0 and "reward/eval" in r for r in lines[9:])
+    loop.train(small_config(LONG), workdir)  # shorter again: the run is past its end
+    assert "finished at step 10 of 8, nothing to do" in capsys.readouterr().out
 
 
 def test_a_changed_config_is_refused_with_the_fields_named(finished, mesh):
@@ -209,19 +222,18 @@ def test_metrics_without_a_checkpoint_are_not_written_over(finished, tmp_path, m
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
-def test_plots_and_a_summary_at_the_end(tmp_path, mesh, capsys):
-    loop.train(small_config({"log.plots": True, "evaluate.every": 2}), tmp_path / "run")
+def test_a_report_and_a_summary_at_the_end(tmp_path, mesh, capsys):
+    loop.train(small_config({"log.report": True, "evaluate.every": 2}), tmp_path / "run")
     out = capsys.readouterr().out
     assert "held-out reward: first " in out
-    assert "plots: " in out
+    assert f"report: {tmp_path / 'run' / 'report.html'}\n" in out
     assert 'id="data"' in (tmp_path / "run" / "report.html").read_text()
-    assert len(list((tmp_path / "run").rglob("*.png"))) >= 5
 
 
 # --- meshes ---------------------------------------------------------------------------------------
 
 # The preset micro with its own policy and rollout; only the warm-up and the data are cut short.
-MICRO = {"warmup.steps": 40, "warmup.examples": 256, "log.wandb": "off", "reward.workers": 1,
+MICRO = {"warmup.steps": 40, "warmup.examples": 256, "log.tracker": "none", "reward.workers": 1,
          "evaluate.every": 0}  # fmt: skip
 
 
@@ -351,7 +363,7 @@ def test_a_whole_run_through_the_command_line(tmp_path):
 def test_the_micro_preset_on_eight_devices(shape, tmp_path):
     """The preset as a user starts it, at its full size: it ends, and its drafts are mostly kept."""
     sizes = zip(("data", "fsdp", "tensor"), shape)
-    flags = [f"--workdir={tmp_path}", "--config.log.wandb=off"]
+    flags = [f"--workdir={tmp_path}", "--config.log.tracker=none"]
     flags += [f"--config.mesh.{name}={size}" for name, size in sizes]
     done = launch("launch/train.py", "--config=configs/grpo.py:micro", *flags)
     assert done.returncode == 0, done.stderr

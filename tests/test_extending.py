@@ -45,7 +45,6 @@ def run_recipe(text: str, folder) -> list[dict]:
             commands += code
     python = f'python() {{ "{sys.executable}" "$@"; }}\n'
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | ONE_DEVICE
-    commands = commands.replace("PYTHONPATH=.", f"PYTHONPATH=.:{ROOT}")
     subprocess.run(["bash", "-c", python + commands], cwd=folder, env=environment, check=True)
     (run,) = (folder / "runs").iterdir()
     return read_metrics(run)

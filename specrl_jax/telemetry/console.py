@@ -11,10 +11,18 @@ _COLUMNS = (
     ("eval", "reward/eval", 6, "{:.3f}"),
     ("reuse", "rollout/reuse_fraction", 6, "{:.1%}"),
     ("prefix", "rollout/prefix_len_mean", 7, "{:.1f}"),
+    ("rowsteps", "rollout/row_steps", 8, "{:,.0f}"),
     ("rollout", "time/rollout", 8, "{:.2f}s"),
     ("verify", "time/verify", 7, "{:.2f}s"),
     ("decode", "time/decode", 8, "{:.2f}s"),
     ("update", "time/update", 7, "{:.2f}s"),
+)
+
+# Shown behind a line where it is not 0: metric, words.
+_TROUBLE = (
+    ("reward/failed", "{:.0f} answers failed"),
+    ("rollout/truncated_fraction", "{:.1%} cut"),
+    ("update/skipped", "{:.0f} updates skipped"),
 )
 
 
@@ -36,6 +44,7 @@ class Console:
 
         self._total = total_steps
         self._lines = 0
+        self._warned = False
         self._times: deque[float] = deque(maxlen=20)
         self._progress = None
         console = rich.console.Console()
@@ -54,7 +63,14 @@ class Console:
         cells = [
             style.format(values[name]) if name in values else "-" for _, name, _, style in _COLUMNS
         ]
-        self._print(f"{step}/{self._total}", epoch, cells, left)
+        trouble = [words.format(values[name]) for name, words in _TROUBLE if values.get(name)]
+        self._print(f"{step}/{self._total}", epoch, cells, left, ", ".join(trouble))
+        if values.get("rollout/truncated_fraction") == 1 and not self._warned:
+            self._warned = True
+            self.write_line(
+                f"warning: step {step}: all responses were cut at rollout.response_len, none has "
+                "an end; raise it, or ask for shorter ones in data.instruction"
+            )
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=f"{left} left")
 
@@ -66,12 +82,14 @@ class Console:
             step_seconds = values.get("time/step", math.nan)
         return max(self._total - step, 0) * step_seconds if step > 0 else None
 
-    def _print(self, step: str, epoch: int | str, cells: Sequence[str], left: str) -> None:
-        """An aligned line of at most 100 columns."""
+    def _print(
+        self, step: str, epoch: int | str, cells: Sequence[str], left: str, trouble: str = ""
+    ) -> None:
+        """An aligned line of at most 100 columns, and what went wrong behind it."""
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
         for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
             line += f"{cell:>{width + 1}}"
-        self.write_line(line + f"{left:>9}")
+        self.write_line(f"{line}{left:>9}  {trouble}".rstrip())
 
     def write_line(self, line: str) -> None:
         """A line of its own, above the progress bar."""

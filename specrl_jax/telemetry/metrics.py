@@ -1,8 +1,8 @@
 """Every metric's name, meaning and unit; the file `WORKDIR/metrics.jsonl`; the run's log.
 
 `MetricsLog.write` takes a dict of scalars a step. It writes one JSON object a line, prints a line
-on the console and sends the values to wandb. Every step is written once, also after a kill and a
-resume.
+on the console and sends the values to a tracker. Every step is written once, also after a kill and
+a resume.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax.telemetry import jsonl
 from specrl_jax.telemetry.console import Console
-from specrl_jax.telemetry.tracking import WandbRun, resolve_wandb_mode
+from specrl_jax.telemetry.tracking import SafeTracker
 
 FILE_NAME = "metrics.jsonl"
 
@@ -197,9 +197,8 @@ def _scalar(name: str, value: Any) -> float | int:
 class MetricsLog(contextlib.AbstractContextManager):
     """Writes a run's metrics; a context manager.
 
-    workdir: holds `metrics.jsonl`, `wandb_id` and `wandb/`; made if missing.
-    wandb_mode: "off", "offline", "online" or "auto" (see `resolve_wandb_mode`).
-    run_name, config_dict: for wandb.
+    workdir: holds `metrics.jsonl` and what the tracker writes; made if missing.
+    tracker: a name of `tracking.TRACKERS`. config: of the run, for the tracker.
 
     Raises ValueError for a damaged `metrics.jsonl`.
     """
@@ -209,18 +208,16 @@ class MetricsLog(contextlib.AbstractContextManager):
         workdir: str | os.PathLike,
         *,
         total_steps: int,
-        wandb_mode: str,
-        run_name: str,
-        config_dict: Mapping[str, Any],
+        tracker: str,
+        config: Mapping[str, Any],
     ):
-        mode = resolve_wandb_mode(wandb_mode)
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / FILE_NAME
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
         self._keep(math.inf)
         self._console = Console(total_steps)
-        self._wandb = WandbRun(workdir, mode, run_name, config_dict)
+        self._tracker = SafeTracker(tracker, workdir, config)
 
     def restore(self, step: int) -> None:
         """Removes the records after `step` and an unfinished last line.
@@ -266,7 +263,7 @@ class MetricsLog(contextlib.AbstractContextManager):
             raise OSError(f"{self._path}: {error.strerror}; free space and run again") from error
         self._last_step = step
         self._console.show(step, epoch, scalars)
-        self._wandb.log(step, epoch, scalars)
+        self._tracker.log(step, epoch, scalars)
 
     def warn(self, line: str) -> None:
         """Shows a line to the user."""
@@ -274,6 +271,7 @@ class MetricsLog(contextlib.AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self._console.close()
-        self._wandb.close()
+        if line := self._tracker.close():
+            print(line, flush=True)
         with contextlib.suppress(OSError):  # `write` reported a full disk
             self._file.close()

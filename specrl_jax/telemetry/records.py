@@ -37,7 +37,7 @@ FIELDS = {
     "sample": "number of the response among the prompt's G, from 0 on",
     "prompt": "the policy's input, decoded, with chat template, without special tokens",
     "answer": "the problem's reference answer",
-    "text": "the response as it was scored: decoded, without special tokens",
+    "text": "the response, decoded, without special tokens; before reward.extract",
     "token_ids": "per token: its id",
     "token_ends": "per token: characters of the text up to its end; absent in older records",
     "sources": "per token, a letter: s sampled, d drafted, r reused, f forced (see types.Source)",

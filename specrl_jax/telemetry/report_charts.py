@@ -1,7 +1,8 @@
 """The charts of a run's report, as figures of Plotly: {"data": [...], "layout": {...}}.
 
 Takes `Series` of runs, one colour each, with the standard deviation over their seeds as a band. One
-series has a colour for each metric. A chart without data is left out. Colours are Okabe and Ito's.
+series has a colour for each metric. A chart without data, or of zeros alone, is left out. Colours
+are Okabe and Ito's.
 """
 
 import itertools
@@ -20,7 +21,7 @@ BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY = (
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
 _DASHES = ("solid", "dot", "dash")
 _MAX_EPOCH_NAMES = 8  # in a chart; more epochs have lines without names
-_OFF_SCALE = 4.0  # times the median: a longer step compiled, and is not drawn to its full height
+_OFF_SCALE = 1.5  # times the longest step that did not compile: not drawn to its full height
 _MAX_HISTOGRAMS, _BINS = 4, 12
 
 
@@ -41,8 +42,9 @@ _TRAINING = (
     _Curves("Accepted prefix", "tokens, mean over rows",
             {"rollout/prefix_len_mean": "accepted", "rollout/response_len_mean": "response"}),
     _Curves("Responses reused whole", "share", {"rollout/full_reuse_ratio": "whole"}, share=True),
-    _Curves("Tokens", "tokens a step",
-            {"rollout/tokens_reused": "reused", "rollout/tokens_generated": "generated"}),
+    _Curves("Tokens and work", "a step",
+            {"rollout/tokens_reused": "reused", "rollout/tokens_generated": "generated",
+             "rollout/row_steps": "row steps (work)"}),
     _Curves("Overlap with the last epoch's response", "ROUGE-1 F1",
             {"rollout/overlap_rouge1": "overlap"}, share=True),
     _Curves("Entropy", "nats a token", {"policy/entropy": "entropy"}),
@@ -92,7 +94,8 @@ def exactness_charts(series: Sequence[Series]) -> list[Chart]:
 
 
 def _drawn(charts: Sequence[_Curves], series: Sequence[Series]) -> list[Chart]:
-    return [chart for curves in charts if (chart := _chart(curves, series))["data"]]
+    drawn = (_chart(curves, series) for curves in charts)
+    return [chart for chart in drawn if any(any(trace["y"]) for trace in chart["data"])]
 
 
 def _chart(curves: _Curves, series: Sequence[Series]) -> Chart:
@@ -112,7 +115,7 @@ def _chart(curves: _Curves, series: Sequence[Series]) -> Chart:
     layout = _layout(curves.unit, series[0].runs[0])
     if curves.share:
         layout["yaxis"]["range"] = [0, 1]
-    note = _cut(layout, traces) if curves.seconds else ""
+    note = _cut(layout, traces, series) if curves.seconds else ""
     return {"title": curves.title, "note": note, "data": traces, "layout": layout}
 
 
@@ -157,14 +160,16 @@ def _layout(unit: str, run: Run) -> dict[str, Any]:
     }
 
 
-def _cut(layout: dict[str, Any], traces: Sequence[dict]) -> str:
-    """Limits the height: the first steps compile and would flatten all others. Names the cut."""
+def _cut(layout: dict[str, Any], traces: Sequence[dict], series: Sequence[Series]) -> str:
+    """Limits the height to that of steps that did not compile, if any; names those beyond it."""
+    records = [r for one in series for run in one.runs for r in without_compiling(run.steps)]
+    steady = {record["step"] for record in records}
     points = [xy for trace in traces for xy in zip(trace["x"], trace["y"]) if xy[1] is not None]
-    limit = _OFF_SCALE * statistics.median([y for _, y in points] or [0])
-    beyond = {x: y for x, y in points if y > limit}
+    longest = max((y for x, y in points if x in steady), default=math.inf)
+    beyond = {x: y for x, y in points if y > _OFF_SCALE * longest}
     if not beyond:
         return ""
-    layout["yaxis"]["range"] = [0, 1.2 * max(y for _, y in points if y <= limit)]
+    layout["yaxis"]["range"] = [0, 1.2 * longest]
     noted = ", ".join(f"step {x}: {y:.1f} s" for x, y in list(beyond.items())[:3])
     more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
     return f"Off the scale, compiling: {noted}{more}."
@@ -180,7 +185,7 @@ def seconds_chart(series: Sequence[Series]) -> Chart:
         steps = runs[0].steps
         layout = _layout("seconds", runs[0]) | {"barmode": "stack", "bargap": 0}
         totals = {"x": [r["step"] for r in steps], "y": [r.get("time/step") for r in steps]}
-        note = _cut(layout, [totals])
+        note = _cut(layout, [totals], series)
         bars = [(record["step"], [record]) for record in steps]
     else:
         layout = {"barmode": "stack", "yaxis": {"title": {"text": "seconds a step"}}}

@@ -1,20 +1,226 @@
-"""A run's metrics on wandb. A failure of wandb is one warning; training goes on."""
+"""A run's metrics on wandb or TensorBoard, with its configuration, sample rollouts and report.
+
+A failure of either library is one warning; training goes on. Both work without a network: `close`
+says how to send or see what was written.
+"""
 
 import contextlib
+import importlib.util
+import json
 import logging
 import netrc
 import os
+import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlparse
+
+from specrl_jax import __version__
+from specrl_jax.telemetry.records import read_some_rollouts
+
+_SAMPLES_BYTES = 1 << 18  # of the recorded responses that are sent
+_COLUMNS = ("step", "epoch", "prompt", "answer", "sample", "text", "reward", "reused")
+_MAX_NAME = 64  # characters of a wandb name or tag
 
 _log = logging.getLogger(__name__)
 
 
+class Tracker:
+    """Where metrics go beside `metrics.jsonl`. This one sends them nowhere; others may raise.
+
+    workdir: of the run, which exists. config: nested, with what describes the run.
+    """
+
+    module: ClassVar[str] = ""  # what must be installed
+    install: ClassVar[str] = ""  # how to install it
+
+    def __init__(self, workdir: Path, config: Mapping[str, Any]):
+        pass
+
+    def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """A step's metrics; steps grow, but begin again further back after a resume."""
+
+    def close(self) -> str:
+        """Sends sample rollouts and the report; returns what to tell the user, or ""."""
+        return ""
+
+
+class Wandb(Tracker):
+    """A wandb run: online where logged in, else offline. $WANDB_MODE and its kin are followed."""
+
+    module, install = "wandb", "pip install wandb"
+
+    def __init__(self, workdir: Path, config: Mapping[str, Any]):
+        self._workdir, self._run = workdir, None
+        mode = _wandb_mode()
+        try:
+            self._run = _start_wandb(workdir, mode, config)
+        except Exception as error:
+            if mode != "online":
+                raise
+            _warn("wandb online", error)  # no network, or a wrong key: to be sent later
+            self._run = _start_wandb(workdir, "offline", config)
+        for name in ("*", "reward/eval"):
+            summary = {"summary": "max,last"} if name == "reward/eval" else {}
+            self._run.define_metric(name, step_metric="step", **summary)
+
+    def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        # Not as wandb's own step, which may not go back after a resume.
+        self._run.log({"step": step, "epoch": epoch, **values})
+
+    def close(self) -> str:
+        try:
+            self._send_files()
+        finally:
+            self._run.finish()
+        if self._run.settings.mode == "offline":
+            return f"wandb: to send this run: wandb sync {Path(self._run.dir).parent}"
+        return f"wandb: {self._run.url}" if self._run.url else ""
+
+    def _send_files(self) -> None:
+        import wandb
+
+        if samples := sample_rollouts(self._workdir):
+            rows = [[sample[name] for name in _COLUMNS] for sample in samples]
+            self._run.log({"rollouts": wandb.Table(columns=list(_COLUMNS), data=rows)})
+        report = self._workdir / "report.html"
+        if report.exists():
+            artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
+            artifact.add_file(str(report))
+            self._run.log_artifact(artifact)
+
+
+class TensorBoard(Tracker):
+    """Event files in WORKDIR/tensorboard."""
+
+    module, install = "tensorboardX", "pip install 'specrl_jax[tensorboard]'"
+
+    def __init__(self, workdir: Path, config: Mapping[str, Any]):
+        self._workdir, self._config = workdir, config
+        self._folder = workdir / "tensorboard"
+        self._writer, self._last_step = None, 0
+
+    def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+
+            # After a resume TensorBoard forgets the steps that are computed again.
+            options = {"purge_step": step or None, "filename_suffix": f".from_{step}"}
+            self._writer = SummaryWriter(str(self._folder), **options)
+            text = json.dumps(self._config, indent=2, default=dict)
+            self._writer.add_text("config", _as_code(text), step)
+        for name, value in {"data/epoch": epoch, **values}.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+        self._last_step = step
+
+    def close(self) -> str:
+        if self._writer is None:
+            return ""
+        for sample in sample_rollouts(self._workdir):
+            title = f"rollouts/{sample['prompt'][:40]} #{sample['sample']}"
+            facts = f"reward {sample['reward']}, {sample['reused']:.0%} of the tokens reused"
+            text = _as_code(f"{sample['prompt']}\n{sample['text']}")
+            self._writer.add_text(title, f"{facts}\n\n{text}", sample["step"])
+        self._writer.close()
+        return f"tensorboard: to see this run: tensorboard --logdir={self._folder}"
+
+
+# `log.tracker`. The only place where a tracker's name is written.
+TRACKERS: dict[str, type[Tracker]] = {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def check_installed(name: str) -> None:
+    """Raises ValueError in one line where the tracker's library is missing."""
+    tracker = TRACKERS[name]
+    if tracker.module and importlib.util.find_spec(tracker.module) is None:
+        raise ValueError(f"log.tracker = {name} needs {tracker.module}: {tracker.install}")
+
+
+class SafeTracker:
+    """A tracker whose first failure is a warning; after that it does nothing."""
+
+    def __init__(self, name: str, workdir: Path, config: Mapping[str, Any]):
+        self._name, self._tracker = name, None
+        with self._failure_is_a_warning("starting"):
+            described = {"version": __version__, "git": git_state()}
+            self._tracker = TRACKERS[name](workdir, dict(config) | described)
+
+    def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        if self._tracker is not None:
+            with self._failure_is_a_warning("logging"):
+                self._tracker.log(step, epoch, values)
+
+    def close(self) -> str:
+        """See `Tracker.close`."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            with self._failure_is_a_warning("closing"):
+                return tracker.close()
+        return ""
+
+    @contextlib.contextmanager
+    def _failure_is_a_warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._tracker = None
+            _warn(f"{self._name}: {what}", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    reason = (str(error).splitlines() or [""])[0]
+    _log.warning("%s failed, training goes on: %r", what, reason)
+
+
+# What is sent -------------------------------------------------------------------------------
+
+
+def sample_rollouts(workdir: Path) -> list[dict[str, Any]]:
+    """Recorded training responses to a few prompts over all their steps; [] where none are.
+
+    reused: the share of the response's tokens.
+    """
+    lines = read_some_rollouts(workdir, _SAMPLES_BYTES)[0]["step"]
+    return [
+        {name: line[name] for name in _COLUMNS if name != "reused"}
+        | {"reused": line["prefix_len"] / max(len(line["token_ids"]), 1)}
+        for line in lines
+    ]
+
+
+def git_state() -> dict[str, Any]:
+    """The commit of the current directory's repository, and whether files differ from it ("dirty").
+
+    {} where there is no repository, or no git.
+    """
+    try:
+        commit, changes = (
+            subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10)
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": commit.stdout.strip(), "dirty": bool(changes.stdout.strip())}
+
+
+def _as_code(text: str) -> str:
+    """A block of Markdown that shows any text as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+# wandb --------------------------------------------------------------------------------------
+
+
+def _wandb_mode() -> str:
+    """$WANDB_MODE if set, else online if logged in: without a key wandb would ask, or block."""
+    return os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+
+
 def _logged_in() -> bool:
-    """Whether wandb has a key. Without one it would ask, or block."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -25,61 +231,33 @@ def _logged_in() -> bool:
         return False
 
 
-def resolve_wandb_mode(mode: str) -> str:
-    """The mode to use; "auto" is $WANDB_MODE if set, else online if logged in, else offline."""
-    if mode != "auto":
-        return mode
-    if environment_mode := os.environ.get("WANDB_MODE", ""):
-        return environment_mode if environment_mode in ("online", "offline") else "off"
-    return "online" if _logged_in() else "offline"
-
-
-class WandbRun:
-    """A wandb run. Its first failure is a warning; after that it does nothing."""
-
-    def __init__(self, workdir: Path, mode: str, run_name: str, config: Mapping[str, Any]):
-        self._run = None
-        # Without a network, an online run becomes offline, for `wandb sync`.
-        for attempt in {"off": (), "online": ("online", "offline")}.get(mode, (mode,)):
-            with self._failure_is_a_warning(attempt):  # not installed, no network, no key, or a bug
-                self._run = _start(workdir, attempt, run_name, config)
-                return
-
-    def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        if self._run is not None:
-            with self._failure_is_a_warning("logging"):
-                self._run.log({"epoch": epoch, **values}, step=step)
-
-    def close(self) -> None:
-        if self._run is not None:
-            with self._failure_is_a_warning("closing"):
-                self._run.finish()
-            self._run = None
-
-    @contextlib.contextmanager
-    def _failure_is_a_warning(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._run = None
-            reason = (str(error).splitlines() or [""])[0]
-            _log.warning("wandb: %s failed, training goes on: %r", what, reason)
-
-
-def _start(workdir: Path, mode: str, run_name: str, config: Mapping[str, Any]) -> Any:
+def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
     import wandb
 
     id_file = workdir / "wandb_id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
+    run_id = id_file.read_text().strip()
+    folder = workdir.resolve()
+    # Work directories of the same name are told apart; those of one folder are a group.
+    names = {"name": f"{folder.name[: _MAX_NAME - 5]}-{run_id[:4]}", "group": folder.parent.name}
+    variables = {"name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "tags": "WANDB_TAGS"}
+    names["tags"] = _tags(config)
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "specrl_jax"),
-        name=run_name,
-        id=id_file.read_text().strip(),
+        id=run_id,
         resume="allow" if mode == "online" else None,
         dir=str(workdir),
         mode=mode,
         config=dict(config),
         # console="off": wandb would replace stdout, and the progress bar writes there.
         settings=wandb.Settings(console="off", silent=True, init_timeout=30),
+        **{key: x for key, x in names.items() if x and not os.environ.get(variables[key])},
     )
+
+
+def _tags(config: Mapping[str, Any]) -> list[str]:
+    """The task and the kind of draft, by which runs are found."""
+    fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))
+    tags = (str(config.get(section, {}).get(field, "")) for section, field in fields)
+    return [tag[:_MAX_NAME] for tag in tags if tag]

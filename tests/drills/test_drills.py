@@ -245,8 +245,8 @@ def _measures(workdir) -> tuple[float, int, float]:
 def _micro(workdir, steps: int, measure_every: int = 0) -> None:
     """The preset micro; what it measures of itself goes to the file `workdir`.json."""
     config = small_runs.preset("micro")
-    config.train.steps, config.log.wandb, config.log.rollouts = steps, "off", 0.0
-    config.log.plots = False
+    config.train.steps, config.log.tracker, config.log.rollouts = steps, "none", 0.0
+    config.log.report = False
     write, seen = MetricsLog.write, []
 
     def write_and_measure(log, step: int, *inputs, **options) -> None:

@@ -12,6 +12,7 @@ VALUES = {
     "reward/eval": 0.7,
     "rollout/reuse_fraction": 0.8312,
     "rollout/prefix_len_mean": 41.24,
+    "rollout/row_steps": 12_345,
     "time/rollout": 1.234,
     "time/verify": 0.2,
     "time/decode": 0.98,
@@ -28,9 +29,9 @@ def test_lines_are_aligned_under_their_heading(capsys, monkeypatch):
     lines.show(12, 1, {"reward/mean": 1.0})
     header, first, second = lines = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in lines] == [
-        "step epoch reward eval reuse prefix rollout verify decode update left",
-        "1/96 1 0.612 0.700 83.1% 41.2 1.23s 0.20s 0.98s 0.40s 3:10",
-        "12/96 1 1.000 - - - - - - - 1:24",
+        "step epoch reward eval reuse prefix rowsteps rollout verify decode update left",
+        "1/96 1 0.612 0.700 83.1% 41.2 12,345 1.23s 0.20s 0.98s 0.40s 3:10",
+        "12/96 1 1.000 - - - - - - - - 1:24",
     ]
     assert len(header) == len(first) == len(second) <= 100
     assert header.index("prefix") + len("prefix") == first.index("41.2") + len("41.2")
@@ -43,6 +44,20 @@ def test_time_left_counts_this_process_only(capsys, monkeypatch):
     for step in (50, 51, 52):  # resumed at 50; 44 steps of 3 s are left after step 52
         lines.show(step, 1, {})
     assert capsys.readouterr().out.split()[-1] == "2:12"
+
+
+def test_what_went_wrong_stands_behind_the_line(capsys):
+    lines = Console(total_steps=96)
+    lines.show(1, 1, {"reward/failed": 0, "rollout/truncated_fraction": 0.0})
+    lines.show(2, 1, {"reward/failed": 3, "rollout/truncated_fraction": 0.125})
+    for step in (3, 4):
+        lines.show(step, 1, {"rollout/truncated_fraction": 1.0})
+    _, first, second, third, warning, fourth = capsys.readouterr().out.splitlines()
+    assert first.endswith("-")
+    assert second.endswith("  3 answers failed, 12.5% cut")
+    assert third.endswith("  100.0% cut")
+    assert warning.startswith("warning: step 3: all responses were cut at rollout.response_len, ")
+    assert fourth.endswith("  100.0% cut")  # warned of once
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from specrl_jax.telemetry.metrics import METRICS, RENAMED_METRICS, MetricsLog, r
 def open_log(workdir, **overrides):
     options = {
         "total_steps": 96,
-        "wandb_mode": "off",
-        "run_name": "test",
-        "config_dict": {"seed": 0},
+        "tracker": "none",
+        "config": {"seed": 0},
     }
     return MetricsLog(workdir, **options | overrides)
 

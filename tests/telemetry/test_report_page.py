@@ -124,6 +124,27 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
         go.Figure(data=chart["data"], layout=chart["layout"])
 
 
+def test_steps_that_compile_do_not_flatten_the_others(tmp_path):
+    """Steps 1 and 6 compiled: 4 and 9 seconds of rollout, against at most 2."""
+    one = runs.series([runs.read_run(write_run(tmp_path / "a"))])
+    charts = {chart["title"]: chart for chart in report_charts.training_charts(one)}
+    rollout = charts["Rollout"]
+    assert rollout["layout"]["yaxis"]["range"] == [0, pytest.approx(2.4)]
+    assert rollout["note"] == "Off the scale, compiling: step 1: 4.0 s, step 6: 9.0 s."
+    seconds = report_charts.seconds_chart(one)
+    assert seconds["note"] == "Off the scale, compiling: step 6: 11.0 s."
+    work = [trace for trace in charts["Tokens and work"]["data"] if "row steps" in trace["name"]]
+    assert work[0]["y"] == [10] * 6
+    (tmp_path / "b").mkdir()
+    lines = [{"step": 1, "epoch": 1, "reward/mean": 0.5, "time/rollout": 9.0, "time/step": 9.0,
+              "time/compile": 8.0, "rollout/prefix_len_mean": 0.0}]  # fmt: skip
+    (tmp_path / "b" / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    short = runs.series([runs.read_run(tmp_path / "b")])
+    charts = {chart["title"]: chart for chart in report_charts.training_charts(short)}
+    assert list(charts) == ["Reward", "Rollout"]  # nothing was reused: no panel of zeros
+    assert charts["Rollout"]["note"] == ""  # every step compiled: all of it is shown
+
+
 def test_the_viewer_by_hand(tmp_path):
     run = runs.read_run(write_run(tmp_path / "a", lines=two_epochs()))
     data, accepted = rollout_viewer.viewer(run, 1 << 20)

@@ -1,103 +1,153 @@
-"""wandb: the mode, the values, and failures that do not stop a run."""
+"""wandb and TensorBoard: what they are given, and failures that do not stop a run."""
 
+import json
 import subprocess
 import sys
 import time
 import types
 
 import pytest
+from test_report_page import two_epochs, write_run
 
+from specrl_jax.telemetry import tracking
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
-from specrl_jax.telemetry.tracking import WandbRun, resolve_wandb_mode
+from specrl_jax.telemetry.tracking import SafeTracker
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logged_out(monkeypatch, tmp_path):
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("MODE", "API_KEY", "BASE_URL", "NAME", "RUN_GROUP", "TAGS", "PROJECT"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     return tmp_path / "netrc"
 
 
-def test_auto_is_offline_unless_logged_in(logged_out, monkeypatch):
-    assert resolve_wandb_mode("auto") == "offline"
-    logged_out.write_text("machine other.example login user password secret\n")
-    assert resolve_wandb_mode("auto") == "offline"
-    logged_out.write_text("machine api.wandb.ai login user password secret\n")
-    assert resolve_wandb_mode("auto") == "online"
-    assert resolve_wandb_mode("offline") == "offline"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert resolve_wandb_mode("auto") == "off"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert resolve_wandb_mode("auto") == "offline"
-    monkeypatch.delenv("WANDB_MODE")
-    logged_out.unlink()
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert resolve_wandb_mode("auto") == "online"
-
-
 class FakeRun:
-    def __init__(self, logged, broken):
-        self.logged, self.broken = logged, broken
+    """Records what it is asked for."""
 
-    def log(self, values, step):
-        if self.broken:
-            raise RuntimeError("lost the service\nsecond line")
-        self.logged.append((step, values))
+    def __init__(self, options, broken):
+        self.options, self.broken = options, broken
+        self.calls, self.id, self.dir, self.url = [], options["id"], "wandb/run-1/files", "u.r/l"
+        self.settings = types.SimpleNamespace(mode=options["mode"])
 
-    def finish(self):
-        self.logged.append("finished")
+    def __getattr__(self, name):
+        def call(*args, **options):
+            if self.broken and name == "log":
+                raise RuntimeError("lost the service\nsecond line")
+            self.calls.append((name, *args, *options.items()))
+
+        return call
+
+
+class FakeArtifact:
+    def __init__(self, name, type):
+        self.type, self.files = type, []
+
+    def add_file(self, path):
+        self.files.append(path)
 
 
 def fake_wandb(monkeypatch, *, init_fails=(), broken=False):
-    calls, logged = [], []
+    """The runs that are begun."""
+    runs = []
 
     def init(**options):
-        calls.append(options)
         if options["mode"] in init_fails:
             raise TimeoutError("no network")
-        return FakeRun(logged, broken)
+        runs.append(FakeRun(options, broken))
+        return runs[-1]
 
-    module = types.SimpleNamespace(init=init, Settings=lambda **options: options)
+    module = types.SimpleNamespace(
+        init=init, Artifact=FakeArtifact,
+        Settings=lambda **options: options, Table=lambda columns, data: (columns, data),
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", module)
-    return calls, logged
+    return runs
 
 
-def test_wandb_gets_the_same_values_and_a_stable_id(tmp_path, monkeypatch):
-    calls, logged = fake_wandb(monkeypatch)
-    for step in (1, 2):
-        run = WandbRun(tmp_path, "online", "test", {"seed": 0})
-        run.log(step, 1, {"reward/mean": 0.5})
-        run.close()
-    assert logged == [
-        (1, {"epoch": 1, "reward/mean": 0.5}),
-        "finished",
-        (2, {"epoch": 1, "reward/mean": 0.5}),
-        "finished",
+def test_wandb_is_offline_unless_logged_in(logged_out, tmp_path, monkeypatch):
+    runs = fake_wandb(monkeypatch)
+
+    def mode():
+        SafeTracker("wandb", tmp_path, {})
+        return runs[-1].options["mode"]
+
+    assert mode() == "offline"
+    logged_out.write_text("machine other.example login user password secret\n")
+    assert mode() == "offline"
+    logged_out.write_text("machine api.wandb.ai login user password secret\n")
+    assert mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert mode() == "disabled"
+    monkeypatch.delenv("WANDB_MODE")
+    logged_out.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert mode() == "online"
+
+
+CONFIG = {"seed": 0, "data": {"name": "sums"}, "rollout": {"draft": "tree", "accept": "ratio"}}
+
+
+def test_what_wandb_is_given(tmp_path, monkeypatch):
+    """Values over a step of their own, a name of its own, the responses and the report."""
+    runs = fake_wandb(monkeypatch)
+    folder = write_run(tmp_path / "sweep" / "a", lines=two_epochs())
+    (folder / "report.html").write_text("page")
+    for step in (4, 2):  # a resume goes back
+        tracker = SafeTracker("wandb", folder, CONFIG)
+        tracker.log(step, 1, {"reward/mean": 0.5})
+        line = tracker.close()
+    first, second = runs
+    assert line == "wandb: to send this run: wandb sync wandb/run-1"
+    assert ("log", {"step": 2, "epoch": 1, "reward/mean": 0.5}) in second.calls
+    assert ("define_metric", "*", ("step_metric", "step")) in second.calls
+    tables = [
+        x["rollouts"] for name, x, *_ in second.calls[:-1] if name == "log" and "rollouts" in x
     ]
-    assert calls[0]["id"] == calls[1]["id"] == (tmp_path / "wandb_id").read_text()
-    assert calls[0]["resume"] == "allow"
-    assert calls[0]["dir"] == str(tmp_path)
-    assert calls[0]["config"] == {"seed": 0}
+    assert [(row[0], row[5], row[6]) for row in tables[0][1]] == [
+        (2, "1 3", 0.0), (2, "1 2", 1.0), (5, "1 2", 0.0), (5, "1 2", 1.0)
+    ]  # fmt: skip
+    assert [row[-1] for row in tables[0][1]] == [0, 0, 0.5, 1]
+    (artifact,) = [call[1] for call in second.calls if call[0] == "log_artifact"]
+    assert (artifact.type, artifact.files) == ("report", [str(folder / "report.html")])
+    assert second.calls[-1] == ("finish",)
+    options = second.options
+    assert options["id"] == first.options["id"] == (folder / "wandb_id").read_text()
+    assert options["name"] == f"a-{options['id'][:4]}"
+    assert (options["group"], options["tags"]) == ("sweep", ["sums", "tree", "ratio"])
+    assert (options["dir"], options["config"]["seed"]) == (str(folder), 0)
+
+
+def test_the_commit_and_whether_it_was_changed(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], check=True)
+
+    monkeypatch.chdir(tmp_path)
+    assert tracking.git_state() == {}
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    clean = tracking.git_state()
+    assert len(clean["commit"]) == 40
+    assert not clean["dirty"]
+    (tmp_path / "new").touch()
+    assert tracking.git_state() == clean | {"dirty": True}
 
 
 def test_without_a_network_an_online_run_becomes_offline(tmp_path, monkeypatch, caplog):
-    calls, logged = fake_wandb(monkeypatch, init_fails={"online"})
-    WandbRun(tmp_path, "online", "test", {}).log(1, 1, {})
-    assert [call["mode"] for call in calls] == ["online", "offline"]
-    assert logged[0] == (1, {"epoch": 1})
+    runs = fake_wandb(monkeypatch, init_fails={"online"})
+    monkeypatch.setenv("WANDB_MODE", "online")
+    SafeTracker("wandb", tmp_path, {}).log(1, 1, {})
+    assert [run.options["mode"] for run in runs] == ["offline"]
+    assert runs[0].calls[-1] == ("log", {"step": 1, "epoch": 1})
     assert "no network" in caplog.text
 
 
 @pytest.mark.parametrize("failure", ["missing", "init", "log"])
-def test_wandb_failures_are_one_line_and_the_step_is_written(
-    tmp_path, monkeypatch, caplog, failure
-):
+def test_failures_are_one_line_and_the_step_is_written(tmp_path, monkeypatch, caplog, failure):
     fake_wandb(monkeypatch, init_fails={"offline"} if failure == "init" else (), broken=True)
     if failure == "missing":
         monkeypatch.setitem(sys.modules, "wandb", None)
-    options = {"total_steps": 96, "run_name": "test", "config_dict": {}}
-    with MetricsLog(tmp_path, wandb_mode="offline", **options) as log:
+    with MetricsLog(tmp_path, total_steps=96, tracker="wandb", config={}) as log:
         log.write(1, 1, {"reward/mean": 0.5})
         log.write(2, 1, {"reward/mean": 0.5})
     assert len(caplog.records) == 1
@@ -105,19 +155,92 @@ def test_wandb_failures_are_one_line_and_the_step_is_written(
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_real_wandb_offline(tmp_path):
-    pytest.importorskip("wandb")
-    start = time.monotonic()
-    script = (
-        "import pathlib, sys; from specrl_jax.telemetry.tracking import WandbRun\n"
-        "run = WandbRun(pathlib.Path(sys.argv[1]), 'offline', 'a', {'seed': 0})\n"
-        "run.log(1, 1, {'reward/mean': 0.5}); run.close()\n"
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
+    tracking.check_installed("none")
+    monkeypatch.setattr(tracking.TensorBoard, "module", "no_such_module")
+    rule = (
+        r"^log.tracker = tensorboard needs no_such_module: pip install 'specrl_jax\[tensorboard\]'$"
     )
-    command = [sys.executable, "-c", script, tmp_path]
+    with pytest.raises(ValueError, match=rule):
+        tracking.check_installed("tensorboard")
+
+
+# The libraries themselves ---------------------------------------------------------------------
+
+
+def test_wandb_offline_is_read_back(tmp_path):
+    """By wandb's own reader: the metrics, their axis, the table and the report."""
+    pytest.importorskip("wandb")
+    folder = write_run(tmp_path / "sweep" / "a", lines=two_epochs())
+    (folder / "report.html").write_text("page")
+    start = time.monotonic()
+    script = """
+import pathlib, struct, sys
+from specrl_jax.telemetry.tracking import SafeTracker
+tracker = SafeTracker('wandb', pathlib.Path(sys.argv[1]), {'seed': 7})
+tracker.log(1, 1, {'reward/mean': 0.5})
+print(tracker.close())
+
+import wandb
+wandb.teardown()  # until all is on the disk
+from wandb.proto import wandb_internal_pb2 as pb
+data = next(pathlib.Path(sys.argv[1]).glob('wandb/offline-run-*/*.wandb')).read_bytes()
+place, parts, seen = 7, b'', set()  # behind the file's head; LevelDB's log format follows
+while place + 7 <= len(data):
+    _, size, part = struct.unpack('<IHB', data[place:place + 7])
+    parts += data[place + 7:place + 7 + size]
+    place += 7 + size
+    place += -place % 32768 if -place % 32768 < 7 else 0
+    if part not in (1, 4):  # whole, or the last part
+        continue
+    record, parts = pb.Record.FromString(parts), b''
+    kind = record.WhichOneof('record_type')
+    if kind == 'history':
+        for item in record.history.item:
+            seen.add((''.join(item.nested_key) or item.key, item.value_json[:40]))
+    if kind == 'metric':
+        seen.add((record.metric.glob_name or record.metric.name, record.metric.step_metric))
+    if kind == 'run':
+        seen.update((x.key, x.value_json) for x in record.run.config.update)
+    if kind == 'artifact' or kind == 'request' and record.request.HasField('log_artifact'):
+        artifact = record.artifact if kind == 'artifact' else record.request.log_artifact.artifact
+        seen.add(('artifact', artifact.type))
+print(*map(repr, seen), sep='\\n')
+"""
     # In a process of its own: wandb's hooks stay out of the other tests.
+    command = [sys.executable, "-c", script, folder]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
-    run_id = (tmp_path / "wandb_id").read_text()
-    assert len(list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))) == 1
+    first, *seen = done.stdout.splitlines()
+    assert first.startswith(f"wandb: to send this run: wandb sync {folder}/wandb/offline-run-")
+    seen = set(map(str.strip, seen))
+    for pair in (("reward/mean", "0.5"), ("step", "1"), ("*", "step"), ("seed", "7"),
+                 ("artifact", "report"), ("artifact", "run_table")):  # fmt: skip
+        assert repr(pair) in seen, (pair, seen)
     assert time.monotonic() - start < 90  # an attempt to reach the network blocks for longer
+
+
+def test_tensorboard_is_read_back(tmp_path):
+    """By TensorBoard's own reader; a resumed run writes over the steps that it computes again."""
+    pytest.importorskip("tensorboardX")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = write_run(tmp_path / "a", lines=two_epochs())
+    for first, values in ((1, (0.1, 0.2, 0.3)), (3, (0.5, 0.75))):
+        tracker = SafeTracker("tensorboard", folder, CONFIG)
+        for step, value in enumerate(values, start=first):
+            tracker.log(step, 1, {"reward/mean": value})
+        line = tracker.close()
+    assert line == f"tensorboard: to see this run: tensorboard --logdir={folder}/tensorboard"
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    points = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
+    assert points == [(1, 0.1), (2, 0.2), (3, 0.5), (4, 0.75)]
+    assert events.Scalars("data/epoch")[0].value == 1
+    texts = {tag: [x.tensor_proto.string_val[0].decode() for x in events.Tensors(tag)]
+             for tag in events.Tags()["tensors"]}  # fmt: skip
+    config = json.loads(texts["config/text_summary"][-1])
+    assert config | CONFIG == config
+    assert set(config["git"]) <= {"commit", "dirty"}
+    rollouts = [x for tag, values in texts.items() if tag.startswith("rollouts/") for x in values]
+    assert any("100% of the tokens reused\n\n    2 1>\n    1 2" in text for text in rollouts)

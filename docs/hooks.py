@@ -1,0 +1,155 @@
+"""Pages that MkDocs generates while it builds the site (mkdocs.yml).
+
+README.md and CHANGELOG.md become pages. Presets, fields and metrics are read from the code, and the
+docstrings of `MODULES` by mkdocstrings.
+"""
+
+import inspect
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Documents outside docs/, as its links name them → the page that shows the same.
+LINKS = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "configs/grpo.py": "configuration.md",
+}
+CONFIGS = ("grpo", "ppo", "dapo", "multiturn")
+# Subject → modules below specrl_jax.
+MODULES = {
+    "Runs": ("train", "evaluate", "saved_policy", "telemetry.metrics"),
+    "Rollouts": ("rollout.generate", "rollout.acceptance", "rollout.drafts.sources"),
+    "Algorithms": ("algorithms.advantages", "algorithms.losses"),
+    "Rewards": ("rewards.scorers", "rewards.environments"),
+    "Models": ("models.families", "models.config"),
+}
+
+
+def on_files(files, config):
+    """Add the generated pages, and the notebooks as files to download."""
+    from mkdocs.structure.files import File
+
+    for name, page in PAGES.items():
+        files.append(File.generated(config, name, content=page()))
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown, **_):
+    """Links between documents of the repository as links between pages of the site."""
+
+    def link(match: re.Match) -> str:
+        path = match[1].removeprefix("../").removeprefix("docs/")
+        return f"]({LINKS.get(path, path)}"
+
+    return re.sub(r"\]\((?!\w+:|#)([^)#\s]+)", link, markdown)
+
+
+# Presets ------------------------------------------------------------------------------------
+
+
+def presets_page() -> str:
+    """The docstrings of configs/*.py and of their presets."""
+    parts = ["# Presets", "A preset is `--config=configs/FILE.py:NAME`."]
+    for name in CONFIGS:
+        file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
+        parts += [f"## configs/{name}.py", inspect.cleandoc(file["__doc__"])]
+        for preset, change in file.get("PRESETS", {}).items():
+            parts += [f"### {preset}", inspect.cleandoc(change.__doc__)]
+    return "\n\n".join(parts)
+
+
+# Configuration ------------------------------------------------------------------------------
+
+
+def configuration_page() -> str:
+    """Every field with its value, its bounds and its comment, a table for each section."""
+    from specrl_jax.config_file import fields
+
+    parts = [
+        "# Configuration",
+        "The fields of `configs/grpo.py`, with the values of the preset `tiny`. A flag"
+        " `--config.FIELD=VALUE` sets one. *Paper* is SPEC-RL's published run"
+        " ([arXiv 2509.23232](https://arxiv.org/abs/2509.23232)). Other presets and files change"
+        " some values: see [Presets](presets.md).",
+    ]
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for field in fields(ROOT / "configs" / "grpo.py"):
+        section, _, name = field.name.rpartition(".")
+        row = (f"`{name}`{{ #{field.name} }}", f"`{field.value}`")
+        row += (_text(_allowed(field.name)), _text(field.comment))
+        sections.setdefault(section or "The run", []).append(row)
+    for section, rows in sections.items():
+        parts += [f"## {section}", _table(("field", "value", "may be", "meaning"), rows)]
+    return "\n\n".join(parts)
+
+
+def _allowed(path: str) -> str:
+    """The bounds or choices of a field in words."""
+    from specrl_jax.config import CHOICES, choices
+    from specrl_jax.field_rules import MAX_INT, RULES
+
+    if path in CHOICES:
+        return ", ".join(choices(path))
+    rules = [rule for rule, _ in RULES.get(path, []) if str(MAX_INT) not in rule]
+    kinds = {"an integer": "integer", "a number": "number"}
+    return ", ".join(kinds.get(rule, rule) for rule in rules)
+
+
+# Metrics ------------------------------------------------------------------------------------
+
+
+def metrics_page() -> str:
+    """`telemetry.metrics.METRICS`, a table for each group."""
+    from specrl_jax.telemetry.metrics import METRICS
+
+    parts = [
+        "# Metrics",
+        "`WORKDIR/metrics.jsonl` has one JSON object a step: `step`, `epoch`, and those of these"
+        " metrics that have a value there. `specrl_jax.telemetry.metrics.read_metrics` reads it.",
+    ]
+    for group in dict.fromkeys(name.partition("/")[0] for name in METRICS):
+        rows = [
+            (f"`{name}`", _text(metric.meaning), _text(metric.unit))
+            for name, metric in METRICS.items()
+            if name.startswith(f"{group}/")
+        ]
+        parts += [f"## {group}", _table(("metric", "meaning", "unit"), rows)]
+    return "\n\n".join(parts)
+
+
+# Python -------------------------------------------------------------------------------------
+
+
+def python_page() -> str:
+    """A directive of mkdocstrings for each module of `MODULES`."""
+    parts = ["# Python", "What the recipes of [Extending](extending.md) and notebooks call."]
+    for subject, modules in MODULES.items():
+        parts += [f"## {subject}", *(f"::: specrl_jax.{module}" for module in modules)]
+    return "\n\n".join(parts)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _text(text: str) -> str:
+    """Plain text as Markdown that shows it, also in a table."""
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
+    return re.sub(r"([\\*_`\[\]])", r"\\\1", text)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "index.md": (ROOT / "README.md").read_text,
+    "changelog.md": (ROOT / "CHANGELOG.md").read_text,
+    "presets.md": presets_page,
+    "configuration.md": configuration_page,
+    "metrics.md": metrics_page,
+    "python.md": python_page,
+}

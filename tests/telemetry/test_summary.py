@@ -1,0 +1,88 @@
+"""The summary of a run, by hand."""
+
+import pathlib
+
+from specrl_jax.telemetry.runs import Run
+from specrl_jax.telemetry.summary import summary
+
+
+def make_records():
+    """Three epochs of two steps, after an evaluation before the first. Steps 1 and 3 compiled."""
+    rows = [
+        # epoch, reward, eval, generated, reused, row steps, prefix, whole, verify, decode, rollout
+        (1, 0.30, None, 1000, 0, 500, 0.0, 0.0, 0.1, 9.0, 30.0),
+        (1, 0.40, 0.45, 1000, 0, 500, 0.0, 0.0, 0.1, 2.0, 2.2),
+        (2, 0.50, None, 300, 700, 200, 7.0, 0.25, 0.3, 1.0, 9.4),
+        (2, 0.60, 0.80, 100, 100, 100, 8.0, 0.75, 0.3, 0.8, 1.2),
+        (3, 0.70, None, 200, 800, 150, 8.0, 0.5, 0.3, 0.7, 1.1),
+        (3, 0.80, 0.75, 100, 900, 50, 9.0, 0.5, 0.3, 0.5, 0.9),
+    ]
+    names = (
+        *("reward/mean", "reward/eval", "rollout/tokens_generated", "rollout/tokens_reused"),
+        *("rollout/row_steps", "rollout/prefix_len_mean", "rollout/full_reuse_ratio"),
+        *("time/verify", "time/decode", "time/rollout"),
+    )
+    records = [{"step": 0, "epoch": 1, "reward/eval": 0.37}]
+    for step, (epoch, *values) in enumerate(rows, start=1):
+        present = {n: v for n, v in zip(names, values, strict=True) if v is not None}
+        present |= {"time/update": 0.5, "time/step": present["time/rollout"] + 1}
+        present["time/compile"] = 8.0 if step in (1, 3) else 0.0
+        records.append({"step": step, "epoch": epoch, **present})
+    return records
+
+
+def lines_of(records):
+    return summary(Run(pathlib.Path("run"), {}, records)).splitlines()
+
+
+def table_rows(lines):
+    rows = [line.split() for line in lines]
+    return {row[0]: row for row in rows if row and (row[0].isdecimal() or row[0] == "all")}
+
+
+def test_headlines_name_first_best_and_last():
+    lines = lines_of(make_records())
+    assert lines[0] == (
+        "held-out reward: first 0.370 (step 0), best 0.800 (step 4), last 0.750 (step 6)"
+    )
+    assert lines[1] == (
+        "training reward: first 0.300 (step 1), best 0.800 (step 6), last 0.800 (step 6)"
+    )
+
+
+def test_a_row_for_each_epoch_by_hand():
+    """Seconds are those of steps that did not compile."""
+    rows = table_rows(lines_of(make_records()))
+    assert rows["1"][1:6] == ["0.350", "0.450", "0.0%", "0.0", "0.0%"]
+    assert rows["1"][6:9] == ["2,000", "0", "1,000"]
+    assert rows["1"][9:] == ["2.20", "0.10", "2.00", "0.50", "3.20"]
+    # reuse: 800 reused of 1,200 tokens, not the mean of 70 % and 50 %.
+    assert rows["2"][1:6] == ["0.550", "0.800", "66.7%", "7.5", "50.0%"]
+    assert rows["2"][6:] == ["400", "800", "300", "1.20", "0.30", "0.80", "0.50", "2.20"]
+    assert rows["3"][9:] == ["1.00", "0.30", "0.60", "0.50", "2.00"]
+    assert rows["all"][1:5] == ["0.550", "0.750", "48.1%", "5.3"]
+    assert rows["all"][6:9] == ["2,700", "2,500", "1,500"]
+
+
+def test_columns_line_up():
+    lines = lines_of(make_records())
+    start = next(i for i, line in enumerate(lines) if line.startswith("epoch"))
+    assert len({len(line) for line in lines[start : start + 7]}) == 1
+
+
+def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
+    """2.2 s against the median of 1.2, 1.1 and 0.9; 3.2 against 2.1."""
+    assert lines_of(make_records())[-1] == (
+        "rollouts 2.0× against the plain first epoch, verification included; whole step 1.5×"
+    )
+    assert "plain" not in lines_of(make_records()[:3])[-1]  # one epoch has nothing to compare
+
+
+def test_what_a_plain_run_lacks_is_a_dash():
+    records = [{"step": 1, "epoch": 1, "reward/mean": 0.5, "time/rollout": float("nan")}]
+    assert table_rows(lines_of(records))["1"] == ["1", "0.500", *["-"] * 12]
+
+
+def test_no_steps():
+    for records in ([], [{"step": 0, "epoch": 0, "reward/eval": 0.1}]):
+        assert lines_of(records) == ["No training step was recorded."]

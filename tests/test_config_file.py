@@ -1,0 +1,76 @@
+"""A configuration file's presets and fields, and what a task of one's own does not inherit."""
+
+import small_runs
+from ml_collections import ConfigDict
+
+from specrl_jax import config_file
+from specrl_jax.config import flatten
+
+GRPO = small_runs.ROOT / "configs" / "grpo.py"
+
+
+def test_every_field_is_listed_once_with_its_comment():
+    listed = config_file.fields(GRPO)
+    names = [field.name for field in listed]
+    assert len(set(names)) == len(names)
+    several = {"data.options.min_decimals", "data.options.max_decimals"}  # of one line
+    several |= {"data.options.min_value", "data.options.max_value"}
+    assert set(names) | several == {name for name, _ in flatten(small_runs.preset("tiny"))}
+    by_name = {field.name: field for field in listed}
+    assert by_name["rollout.tree.depth"].value == "16"
+    assert by_name["rollout.lenience"].comment.startswith("ℓ >= 0 of ratio: 0 no reuse")
+
+
+def test_presets_have_a_line():
+    presets = config_file.presets(GRPO)
+    assert list(presets) == ["tiny", "micro", "custom", "smollm2", "gsm8k", "qwen3_1p7b"]
+    assert all(line.endswith(".") for line in presets.values())
+    assert config_file.presets(small_runs.ROOT / "configs" / "multiturn.py") == {}
+
+
+def own_task(preset: str, **changes) -> tuple[ConfigDict, list[str]]:
+    """The configuration that these fields of a preset begin, and what was reset."""
+    config = small_runs.preset(preset)
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(changes)
+    reset = config_file.begin_own_task(config, small_runs.preset(preset), changes.keys())
+    return config, reset
+
+
+MINE = {"data__source": "jsonl", "data__path": "mine.jsonl", "reward__name": "mine:score"}
+
+
+def test_a_file_of_ones_own_inherits_nothing_of_the_presets_task():
+    config, reset = own_task("smollm2", **MINE)
+    assert config.reward.extract == config.data.instruction == config.data.name == ""
+    assert config.data.prompts == 0  # all rows, not 14
+    assert not config.data.options
+    assert reset == [
+        "data.instruction", "reward.extract", "data.name", "data.prompts", "data.options"
+    ]  # fmt: skip
+    config, reset = own_task("tiny", **MINE)
+    assert config.data.render == ""
+
+
+def test_what_was_given_stays():
+    config, reset = own_task("smollm2", **MINE, reward__extract="=(.*)", data__prompts=20)
+    assert (config.reward.extract, config.data.prompts) == ("=(.*)", 20)
+    assert not {"reward.extract", "data.prompts"} & set(reset)
+
+
+def test_another_task_of_the_generator_keeps_its_number_of_prompts():
+    config, _ = own_task("tiny", data__name="chain_sum", data__options__min_numbers=2)
+    assert config.data.prompts == 1024  # it has no end
+    assert config.data.options.to_dict() == {"min_numbers": 2}  # given
+
+
+def test_a_reward_of_ones_own_gets_the_whole_response():
+    config, reset = own_task("smollm2", reward__name="mine:score")
+    assert reset == ["reward.extract"]
+    assert config.data.instruction
+
+
+def test_the_presets_own_task_stays_as_it_is():
+    assert own_task("gsm8k", data__path="folder")[1] == []  # of its train.jsonl and test.jsonl
+    assert own_task("smollm2", reward__timeout=1.0)[1] == []
+    assert own_task("custom", **{k: v for k, v in MINE.items() if k != "data__source"})[1] == []
