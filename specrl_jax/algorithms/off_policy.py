@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.types import Rollout, Source
 
 # Metric of `measure` that each choice of config.rollout.lenience_measure controls.
@@ -38,10 +39,10 @@ def measure(rollout: Rollout, log_lenience: float, rejected_mass: float) -> dict
 
     rejected_mass: from `estimate_rejected_mass`.
     """
-    count = int(jnp.sum(rollout.prefix_lens))
+    count = int(hosts.fetch(jnp.sum(rollout.prefix_lens)))
     if not count:
         return {}
-    values = jax.device_get(_measure(rollout, jnp.float32(log_lenience), jnp.int32(count)))
+    values = hosts.fetch(_measure(rollout, jnp.float32(log_lenience), jnp.int32(count)))
     return {name: float(x) for name, x in values.items()} | {"reuse/rejected_mass": rejected_mass}
 
 
