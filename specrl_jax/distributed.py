@@ -46,7 +46,7 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
     if not _join(coordinator, num_processes, process_id):
         yield
         return
-    watch = _Watch()
+    watch = _Watch(_client(), jax.process_index(), jax.process_count())
     if not hosts.is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the process's end
     try:
@@ -95,15 +95,19 @@ def _in_cluster() -> bool:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 or any("," in x for x in pod)
 
 
+def _client():
+    # JAX has no public door to the service's messages; Orbax goes the same way.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
 class _Watch:
     """Tells the others of this process, and this process of the others."""
 
-    def __init__(self):
-        # JAX has no public door to the service's messages; Orbax goes the same way.
-        from jax._src import distributed
-
-        self._client = distributed.global_state.client
-        self._me, self._count = jax.process_index(), jax.process_count()
+    def __init__(self, client, process: int, count: int):
+        """client: of JAX's coordination service. process: this one, of `count`."""
+        self._client, self._me, self._count = client, process, count
         # Of each process its last sign of life, and when that was new.
         self._seen = {process: ("", time.monotonic()) for process in range(self._count)}
         self._ending, self._closed = threading.Event(), threading.Event()
@@ -135,7 +139,7 @@ class _Watch:
             number += 1
             self._beat(str(number))
             with contextlib.suppress(Exception):  # process 0 is lost: `_listen` notices
-                if hosts.is_primary() and (lost := self._silent(SILENCE_S)):
+                if self._me == 0 and (lost := self._silent(SILENCE_S)):
                     self._announce(f"{lost[0]} {_SILENT}", 1)
 
     def _beat(self, sign: str) -> None:
@@ -208,7 +212,7 @@ class _Watch:
     def _exit(self, code: int) -> NoReturn:
         """Ends the process without JAX's own farewell, which waits for all processes."""
         self._beat(_GONE)
-        if hosts.is_primary():  # the others hear of the failure through it: they leave first
+        if self._me == 0:  # the others hear of the failure through it: they leave first
             end = time.monotonic() + GRACE_S + 2 * BEAT_S
             while time.monotonic() < end and not self._is_alone():
                 time.sleep(BEAT_S / 4)

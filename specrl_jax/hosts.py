@@ -29,14 +29,24 @@ def is_primary() -> bool:
 def fetch(tree: Any) -> Any:
     """The pytree with NumPy arrays in the place of device arrays, whole in every process."""
     if jax.process_count() > 1:
-        tree = jax.tree.map(_whole, tree)
+        leaves, structure = jax.tree.flatten(tree)
+        split = [i for i, leaf in enumerate(leaves) if _is_split(leaf)]
+        if split:
+            mesh = leaves[split[0]].sharding.mesh
+            gathered = jax.jit(_same, out_shardings=jax.sharding.NamedSharding(mesh, jax.P()))
+            for i, leaf in zip(split, gathered([leaves[i] for i in split])):
+                leaves[i] = leaf
+        tree = jax.tree.unflatten(structure, leaves)
     return jax.device_get(tree)
 
 
-def _whole(x: Any) -> Any:
-    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
-        return x
-    return multihost_utils.process_allgather(x, tiled=True)
+def _is_split(x: Any) -> bool:
+    """Whether this process does not have all of an array."""
+    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+
+
+def _same(arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays
 
 
 def place(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
