@@ -123,8 +123,9 @@ class _Watch:
 
     def end(self, error: BaseException) -> NoReturn:
         """Ends this process, for its own error or for the failure of another that led to it."""
+        failure = self._failure_elsewhere() if _is_lost_connection(error) else None
         self._ending.set()
-        if _is_lost_connection(error) and (failure := self._failure_elsewhere()):
+        if failure:
             self._leave(*failure)
         code = _show(error)
         line = (str(error).splitlines() or [""])[0] or type(error).__name__
@@ -180,8 +181,8 @@ class _Watch:
             except Exception as error:
                 if "DEADLINE_EXCEEDED" in str(error):
                     continue
-                if not self._ending.is_set():  # at once: JAX is about to abort this process
-                    self._leave(*self._primary_lost())
+                if not self._ending.is_set():
+                    self._leave_without_primary()
             else:
                 if not self._ending.wait(GRACE_S):
                     self._leave(*failure)
@@ -195,15 +196,17 @@ class _Watch:
                 return tuple(json.loads(self._client.key_value_try_get(_FAILED)))
             except Exception as error:
                 if "NOT_FOUND" not in str(error):
-                    return self._primary_lost()
+                    self._leave_without_primary()
             with contextlib.suppress(Exception):
                 if lost := self._silent(BROKEN_SILENCE_S):
                     return f"{lost[0]} {_SILENT}", 1
             time.sleep(BEAT_S / 4)
         return None
 
-    def _primary_lost(self) -> tuple[str, int]:
-        return f"{self._name(0)} {_SILENT}", 1
+    def _leave_without_primary(self) -> NoReturn:
+        """At once: JAX is about to abort this process, with a stack trace."""
+        print(f"error: {self._name(0)} {_SILENT}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _leave(self, line: str, code: int) -> NoReturn:
         print(f"error: {line}", file=sys.stderr, flush=True)

@@ -27,8 +27,8 @@ FLAGS = {
 LOST = "ended without a word, or hangs; start all processes again to go on"
 
 
-def _arguments(workdir) -> list[str]:
-    flags = [f"--config.{name}={value}" for name, value in FLAGS.items()]
+def _arguments(workdir, flags=FLAGS) -> list[str]:
+    flags = [f"--config.{name}={value}" for name, value in flags.items()]
     return ["--config=tests/small_runs.py", f"--workdir={workdir}", *flags]
 
 
@@ -48,12 +48,12 @@ def _start(folder, programs: list[list[str]]) -> list[subprocess.Popen]:
     return processes
 
 
-def _run(folder, workdir, *fates: str) -> list[tuple[int, str, str]]:
+def _run(folder, workdir, *fates: str, flags=FLAGS) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of a process for each of `fates`: "" or "WHAT STEP"."""
     programs = [
         ["tests/one_of_two.py", *fate.split()] if fate else ["launch/train.py"] for fate in fates
     ]
-    processes = _start(folder, [program + _arguments(workdir) for program in programs])
+    processes = _start(folder, [program + _arguments(workdir, flags) for program in programs])
     try:
         codes = [process.wait(timeout=200) for process in processes]
     finally:
@@ -97,11 +97,15 @@ def _assert_close(one: dict, two: dict) -> None:
 # Longer ones -------------------------------------------------------------------------------------
 
 
+# Which programs are used is a matter of seconds, and so is the last bit.
+PLAIN = FLAGS | {"rollout.adaptive": False}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The work directory of a run of two processes that was not interrupted."""
     folder = tmp_path_factory.mktemp("two")
-    assert [code for code, *_ in _run(folder, folder / "run", "", "")] == [0, 0]
+    assert [code for code, *_ in _run(folder, folder / "run", "", "", flags=PLAIN)] == [0, 0]
     return folder / "run"
 
 
@@ -109,25 +113,25 @@ def finished(tmp_path_factory):
 def test_a_stop_signal_to_one_process_stops_both_and_the_run_goes_on(finished, tmp_path, make_mesh):
     """On two processes it is the same run to the bit; on one process with two devices as well."""
     workdir = tmp_path / "run"
-    (code, out, _), (other, *_) = _run(tmp_path, workdir, "", "term 2")
+    (code, out, _), (other, *_) = _run(tmp_path, workdir, "", "term 2", flags=PLAIN)
     assert (code, other) == (0, 0)
     assert "SIGTERM, saved at step 2 of 4; run the same command to go on" in out
     again = shutil.copytree(workdir, tmp_path / "again")
-    (code, out, _), _ = _run(tmp_path, workdir, "", "")
+    (code, out, _), _ = _run(tmp_path, workdir, "", "", flags=PLAIN)
     assert code == 0
     assert "resumed at step 2 of 4" in out
     assert_same_run(workdir, finished, 4)
     with jax.set_mesh(make_mesh(2, 1, 1)):
-        train(small_config(FLAGS), again)
+        train(small_config(PLAIN), again)
     assert_same_run(again, finished, 4)
 
 
 @pytest.mark.slow
 def test_a_run_of_one_process_goes_on_with_two(finished, tmp_path, make_mesh):
     with jax.set_mesh(make_mesh(2, 1, 1)):
-        train(small_config(FLAGS), tmp_path / "run")
+        train(small_config(PLAIN), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
-    (code, out, _), _ = _run(tmp_path, tmp_path / "run", "", "")
+    (code, out, _), _ = _run(tmp_path, tmp_path / "run", "", "", flags=PLAIN)
     assert code == 0
     assert "resumed at step 3 of 4" in out
     assert_same_run(tmp_path / "run", finished, 4)
@@ -135,19 +139,20 @@ def test_a_run_of_one_process_goes_on_with_two(finished, tmp_path, make_mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fates", "status", "line"),
+    ("fates", "statuses", "line"),
     [
-        (("", "oops 1"), 1, "process 1 of 2 on {host} failed: oops"),
-        (("oops 1", ""), 1, "process 0 of 2 on {host} failed: oops"),
-        (("kill 1", ""), 1, "process 0 of 2 on {host} " + LOST),
+        (("", "oops 1"), {1}, "process 1 of 2 on {host} failed: oops"),
+        (("oops 1", ""), {1}, "process 0 of 2 on {host} failed: oops"),
+        # JAX may be the first to end it.
+        (("kill 1", ""), {1, -signal.SIGABRT}, "process 0 of 2 " + LOST),
     ],
 )
-def test_the_other_process_ends_too(tmp_path, fates, status, line):
+def test_the_other_process_ends_too(tmp_path, fates, statuses, line):
     start = time.time()
     ends = _run(tmp_path, tmp_path / "run", *fates)
     took = time.time() - max(start, (tmp_path / "run" / "metrics.jsonl").stat().st_mtime)
     code, _, errors = ends[fates.index("")]
-    assert code == status
+    assert code in statuses
     assert f"error: {line.format(host=socket.gethostname())}" in errors.splitlines()
     assert took < 60
 
