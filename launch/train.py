@@ -22,7 +22,9 @@ _RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to b
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "HOST:PORT of process 0; auto: as the cluster says; default: Slurm's steps"
 )
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "with --coordinator=HOST:PORT", 0)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", 0, "with --coordinator=HOST:PORT; 1: alone", 0
+)
 _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "of this process, from 0", -1)
 
 

@@ -37,7 +37,8 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
 
     coordinator: HOST:PORT of process 0, any free port there; or `AUTO`; "" is `AUTO` in a step of
     Slurm with several tasks or where a TPU pod's environment names several workers.
-    num_processes, process_id: of the run, and this one's from 0; with HOST:PORT.
+    num_processes, process_id: of the run, and this one's from 0; with HOST:PORT. 1 process stays
+    alone anywhere.
 
     An error that leaves the block ends this process here, with its message and exit status, and
     then the others. Processes other than the primary print nothing but errors. Raises ValueError in
@@ -60,6 +61,8 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
 
 def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
     """Whether this process is one of several; it has joined them then."""
+    if num_processes == 1:
+        return False
     by_hand = coordinator not in ("", AUTO)
     if by_hand and not 0 <= process_id < num_processes:
         raise ValueError(
@@ -68,7 +71,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
         )
     if not by_hand and (num_processes or process_id >= 0):
         raise ValueError("--num_processes and --process_id must come with --coordinator=HOST:PORT")
-    if num_processes == 1 or (not coordinator and not _in_cluster()):
+    if not coordinator and not _in_cluster():
         return False
     # Its handler would take SIGTERM, which would then not end a process outside its loop.
     jax.config.update("jax_enable_preemption_service", False)

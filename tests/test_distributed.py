@@ -175,10 +175,11 @@ def test_arguments_that_do_not_fit_are_refused(inputs):
         pass
 
 
-def test_alone_nothing_is_joined(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+@pytest.mark.parametrize(("tasks", "inputs"), [("1", ()), ("2", ("", 1))])
+def test_alone_nothing_is_joined(monkeypatch, tasks, inputs):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    with distributed.one_run():
+    with distributed.one_run(*inputs):
         assert jax.process_count() == 1
 
 
