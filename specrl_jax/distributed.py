@@ -79,6 +79,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
     if by_hand:
         given = {"num_processes": num_processes, "process_id": process_id}
         given["coordinator_address"] = coordinator
+    print(f"joining the run's other processes, at most {JOIN_S} s", flush=True)
     try:
         jax.distributed.initialize(
             **given,
