@@ -5,6 +5,10 @@
 The same command again resumes the run in DIR (default: runs/CONFIG-PRESET). A finished run is left
 as it is. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of the run in RUN, under
 settings that may differ from its own in what the weights' shapes do not depend on.
+
+On several hosts the same command runs on each of them, with DIR on a file system that they share.
+Slurm's steps are joined by themselves, TPU pods with --coordinator=auto, others by --coordinator,
+--num_processes and --process_id. See docs/scaling.md, slurm.sh and tpu_pod.sh.
 """
 
 import sys
@@ -20,18 +24,26 @@ from specrl_jax import cli
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
 _RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to begin DIR with")
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", "", "HOST:PORT of process 0; auto: as the cluster says; default: Slurm's steps"
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", 0, "with --coordinator=HOST:PORT; 1: alone", 0
+)
+_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "of this process, from 0", -1)
 
 
 def main() -> None:
-    from specrl_jax import runtime  # imports JAX, for which --help need not wait
+    from specrl_jax import distributed, runtime  # import JAX, for which --help need not wait
 
-    config = flags.FLAGS.config
-    runtime.start(config)
-    from specrl_jax.train import train
+    with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
+        config = flags.FLAGS.config
+        runtime.start(config)
+        from specrl_jax.train import train
 
-    workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
-    print(f"workdir: {workdir}", flush=True)
-    train(config, workdir, _RESUME_FROM.value)
+        workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
+        print(f"workdir: {workdir}", flush=True)
+        train(config, workdir, _RESUME_FROM.value)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """config → `Trainer`: all of a run that never changes. `state` holds what every step changes."""
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from specrl_jax import __version__
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.learner import Learner, make_learner, make_schedule
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -56,6 +58,18 @@ class Trainer:
     @property
     def trained_group_size(self) -> int:
         return trained_group_size(self.config)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """What processes of one run must have read alike, by name."""
+        held_out = [ids for prompts, _ in self.held_out for ids in prompts.ids.tolist()]
+        examples = repr((self.prompts.ids.tolist(), held_out)).encode()
+        return {
+            "specrl_jax": __version__,
+            "data.source": hashlib.sha256(examples).hexdigest()[:16],
+            "tokenizer.source": self.scorer.tokenizer.fingerprint,
+            "model.source": repr(self.model),
+        }
 
 
 def build(config) -> tuple[Trainer, Params]:

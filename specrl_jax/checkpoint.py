@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 from etils import epath
 
+from specrl_jax import hosts
 from specrl_jax.checksums import checksums
 from specrl_jax.config import check_names, flatten
 
@@ -50,7 +51,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.directory = epath.Path(directory).resolve()
         _check_folders(self.directory)
         if not read_only:
-            _set_aside_unranked(self.directory)
+            hosts.on_primary(_set_aside_unranked, self.directory)
         absl_logging.get_absl_handler().addFilter(_is_shown)  # once, however often it is called
         _hide_abandoned_reads()
         policies = ocp.checkpoint_managers
@@ -157,6 +158,10 @@ class Checkpointer(contextlib.AbstractContextManager):
                 arrays, host = self.restore(step, like)
             except DamagedCheckpointError as error:
                 damaged[step] = str(error)  # the error itself would hold the arrays
+                if jax.process_count() > 1:  # the others may have read it well
+                    raise DamagedCheckpointError(
+                        f"{error}; rename the folder to go back to the step before"
+                    ) from None
                 continue
             for newer, message in damaged.items():
                 _set_aside(self.directory / str(newer), f"{message}; going back to step {step}")
@@ -271,9 +276,7 @@ def _set_aside_unranked(directory: epath.Path) -> None:
 def _set_aside(step: epath.Path, reason: str) -> None:
     names = (f"damaged-{step.name}" + "+" * n for n in range(1000))
     aside = next(step.parent / name for name in names if not (step.parent / name).exists())
-    if jax.process_index() == 0:
-        step.rename(aside)
-    ocp.multihost.sync_global_processes("set_aside")
+    step.rename(aside)
     print(f"{reason}; it is kept as {aside.name}", flush=True)
 
 

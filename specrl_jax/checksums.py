@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
+
 _Words = TypeVar("_Words", Array, np.ndarray)
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 _CHUNK = 2**20  # elements that NumPy works on at once
@@ -23,7 +25,7 @@ def checksums(arrays: Mapping[str, Array | np.ndarray]) -> dict[str, int]:
     need hold them.
     """
     sums = {name: (_of_numpy if _in_host_memory(x) else _of_jax)(x) for name, x in arrays.items()}
-    return {name: int(x) for name, x in jax.device_get(sums).items()}
+    return {name: int(x) for name, x in hosts.fetch(sums).items()}
 
 
 def _in_host_memory(x: Array | np.ndarray) -> bool:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.build import Trainer, policy_copy
 from specrl_jax.data.curriculum import base_id, part_of
@@ -132,8 +133,8 @@ def generate_and_score(
             state.speculation.measure_used(weights)
     result = responses.result
     prompts, rollout = select(prompts, result.groups), result.rollout
-    prefix_lens, sources = jax.device_get((rollout.prefix_lens, rollout.sources))
-    tokens, lens = jax.device_get((previous.tokens, previous.lens))
+    prefix_lens, sources = hosts.fetch((rollout.prefix_lens, rollout.sources))
+    tokens, lens = hosts.fetch((previous.tokens, previous.lens))
     state.store.put(prompts, rollout, step=state.step)
     state.stream.observe(prompts, responses.scores.rewards.reshape(-1, group))
     forced = np.sum(sources == Source.FORCED, axis=1)
@@ -234,7 +235,7 @@ def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[Groups, 
     values = result.metrics()
     if state.run_ahead is not None:
         begun = state.run_ahead
-        lens = jax.device_get(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
+        lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
         if lens.any():
             accepted = int(scored.prefix_lens[lens > 0].sum())
             values["rollout/run_ahead_accepted"] = accepted / int(lens.sum())
@@ -253,7 +254,7 @@ def _full_batch(
     places = places_of(groups, size)
     sources = [state.waiting_rows.rollout, *(x.rollout for x in rollouts)]
     rollout = assemble(sources, places)
-    lens = np.asarray(jax.device_get(rollout.lens))
+    lens = hosts.fetch(rollout.lens)
     stale = int(lens[places[:, 0] == KEPT].sum())
     values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
     state.waiting_rows = WaitingRows(assemble(sources, state.groups.keep()))

@@ -13,12 +13,12 @@ answered, and the next rollout goes on with all of them.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
+from specrl_jax import hosts
 from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
@@ -51,7 +51,13 @@ class ResponseScorer:
     def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Scores:
         """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
         texts = [self.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, lens)]
-        return self.pool.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
+        return self.score_texts(texts, *_problems(prompts, range(len(lens)), len(lens)))
+
+    def score_texts(self, texts: Sequence, *problems: list) -> Scores:
+        """The pool's scores; every process scores a part and gets those of the others."""
+        part = hosts.own_part(len(texts))
+        own = self.pool.score(texts[part], *(values[part] for values in problems))
+        return Scores.joined(hosts.gather(own))
 
 
 class Responses(NamedTuple):
@@ -87,7 +93,7 @@ def respond(
             options["carry_over"] = episodes.carry_over()
         with timed(metrics, "time/rollout"):
             result = generate(spec, weights, prompts, noise, drafts=drafts, **options)
-            tokens, lens = jax.device_get((result.rollout.tokens, result.rollout.lens))
+            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with timed(metrics, "time/reward"):
             if episodes is None:
                 scores = scorer.score(select(prompts, result.groups), tokens, lens)
@@ -150,7 +156,7 @@ class _Episodes:
         self.next_drafts = turn_drafts(self.drafts, self.held, eos_ids, turn_starts)
         # The rest of the draft of a row in the middle of its turn is verified next time.
         left = np.maximum(result.draft_lens - self.draft_lens - (lens - result.resumed_lens), 0)
-        goes_on = ~self.ended & (np.asarray(jax.device_get(self.next_drafts.lens)) > lens)
+        goes_on = ~self.ended & (hosts.fetch(self.next_drafts.lens) > lens)
         self.draft_lens = result.draft_lens - np.where(goes_on, left, 0)
         self.held = dataclasses.replace(self.held, draft_lens=put(self.draft_lens, "batch"))
 
@@ -173,7 +179,7 @@ class _Episodes:
             turn = tokens[row, self.turn_starts[row] : lens[row]].tolist()
             self.texts[row].append(self.scorer.tokenizer.decode(turn))
         texts = [tuple(self.texts[row]) for row in rows]
-        scores = self.scorer.pool.score(texts, *_problems(self.prompts, rows, len(lens)))
+        scores = self.scorer.score_texts(texts, *_problems(self.prompts, rows, len(lens)))
         answers = {}
         for i, row in enumerate(rows):
             self.rewards[row], self.reasons[row] = scores.rewards[i], scores.reasons[i]

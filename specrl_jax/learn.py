@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import (
     AdvantageConfig,
@@ -61,7 +62,7 @@ def shaped_rewards(trainer: Trainer, groups: Groups) -> tuple[np.ndarray, dict[s
     settings = trainer.config.reward
     if not settings.overlong_tokens:
         return groups.rewards, {}
-    lens = np.asarray(jax.device_get(groups.rollout.lens))
+    lens = hosts.fetch(groups.rollout.lens)
     longest = trainer.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
     rewards = (groups.rewards - penalty).astype(np.float32)
@@ -84,7 +85,7 @@ def with_advantages(
     batch = dataclasses.replace(
         batch, values=values, advantages=estimate.advantages, returns=estimate.returns
     )
-    metrics = {name: float(x) for name, x in jax.device_get(estimate.metrics).items()}
+    metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
@@ -134,7 +135,7 @@ def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[s
     for packed in mini_batches * settings.passes:
         state.train, sums = update(learner, state.train, batch, packed, policy_frozen=frozen)
         history.append(sums)
-    history = finite_updates(trainer, state, jax.device_get(history))
+    history = finite_updates(trainer, state, hosts.fetch(history))
     values = _update_metrics(trainer, history) | values
     values |= _packing_metrics(mini_batches, batch)
     if settings.skip_nonfinite:
@@ -192,7 +193,7 @@ def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
     rows, size = np.arange(len(batch.tokens)), trainer.config.updates.mini_batch_size
     included = np.ones(len(rows), bool)
     if skips_no_signal(trainer.config):
-        included = np.asarray(jax.device_get(_has_signal(batch)))
+        included = hosts.fetch(_has_signal(batch))
     return [
         pack_rows(trainer.learner, batch, part, included[part])
         for part in np.split(rows, len(rows) // size)
@@ -238,9 +239,9 @@ def _with_other_logprobs(
 
 
 def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
-    rows = sum(np.any(jax.device_get(packed.nodes) >= 0, axis=1).sum() for packed in mini_batches)
+    rows = sum(np.any(hosts.fetch(packed.nodes) >= 0, axis=1).sum() for packed in mini_batches)
     slots = sum(
-        jax.device_get(packed.count) * packed.sequences.tokens[0].size for packed in mini_batches
+        hosts.fetch(packed.count) * packed.sequences.tokens[0].size for packed in mini_batches
     )
     return {
         "update/signal_fraction": rows / len(batch.tokens),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from specrl_jax import hosts
 from specrl_jax.config import check_mesh, validate
 from specrl_jax.sharding import make_mesh
 
@@ -82,10 +83,14 @@ def _compilations() -> tuple[list[float], list[str]]:
 
 @contextlib.contextmanager
 def only_process(workdir: Path) -> Iterator[None]:
-    """Lock `workdir` for this process, until it ends in whatever way.
+    """Lock `workdir` for this process, until it ends in whatever way; the primary does so for all
+    processes of a run.
 
     Raises ValueError where another process holds the lock.
     """
+    if not hosts.is_primary():
+        yield
+        return
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / "lock", "w") as lock:
         try:
@@ -108,6 +113,11 @@ class StopRequest:
         self.name = ""
 
     def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def agreed(self) -> bool:
+        """Whether any process got a signal. For all processes, at the same place."""
+        self.name = next(filter(None, hosts.gather(self.name)), "")
         return bool(self.name)
 
     def __enter__(self) -> "StopRequest":

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from specrl_jax import hosts
+
 MESH_AXES = ("data", "fsdp", "tensor")
 
 COMPUTE = {
@@ -85,11 +87,11 @@ def eval_shape(function: Callable, *args):
 
 
 def put(array, *axes: str | None) -> jax.Array:
-    """Host array → device array with these logical axes on the mesh in use."""
+    """Host array, equal in all processes → device array with these logical axes on the mesh."""
     if _shapes_only.get():
         return reshard(jnp.asarray(array), *axes)
     sharding = NamedSharding(jax.sharding.get_mesh(), spec(*axes))
-    return jax.device_put(np.asarray(array), sharding)
+    return hosts.place(np.asarray(array), sharding)
 
 
 def reshard(array: jax.Array, *axes: str | None) -> jax.Array:

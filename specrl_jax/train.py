@@ -9,9 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from specrl_jax import hosts
 from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import collect, record_failures
+from specrl_jax.config import flatten
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.episodes import Responses, timed
 from specrl_jax.evaluate import evaluate
@@ -22,7 +24,7 @@ from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.runtime import StopRequest, compile_metrics, only_process
 from specrl_jax.state import TrainerState, init_state, resume
-from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
+from specrl_jax.telemetry.metrics import MetricsLog, NoLog, read_metrics
 from specrl_jax.telemetry.records import RolloutRecords
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.report_page import ReportWriter
@@ -57,7 +59,9 @@ def step(
     batch = collect(trainer, state)
     if records is not None and records.active:
         rollouts = [(x.prompts, x.responses) for x in batch.rollouts]
-        records.write(state.step, epoch, *_on_host(rollouts, trainer.rollout_spec.group_size))
+        on_host = _on_host(rollouts, trainer.rollout_spec.group_size)
+        if hosts.is_primary():
+            records.write(state.step, epoch, *on_host)
     if failures is not None:
         record_failures(failures, trainer, state.step, batch.rollouts)
     times = {}
@@ -77,18 +81,21 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
     """
     check_installed(config.log.tracker)
     described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
-    has_config = check_run_config(workdir, described, ignore=MAY_CHANGE)
+    flags = dict(flatten(described)) | {"--workdir": str(workdir)}
+    hosts.check_same(flags, "start them with the same flags")
+    has_config = hosts.on_primary(check_run_config, workdir, described, ignore=MAY_CHANGE)
     if resume_from and not has_config:
         _parse_origin(resume_from, config)  # a mistake shows before anything is loaded
     keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
     trainer, params = build(config)
+    hosts.check_same(trainer.fingerprints, "give them the same files")
     with (
         trainer.scorer.pool,
         only_process(workdir),
         Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
     ):
         last = checkpoints.latest_step()
-        _check_complete(workdir, last, has_config)
+        hosts.on_primary(_check_complete, workdir, last, has_config)
         state = resume(trainer, params, checkpoints) if last is not None else None
         if state and state.step >= trainer.total_steps:
             print(
@@ -101,24 +108,26 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
         elif state is None:
             state = init_state(trainer, params)
         del params
-        save_run_config(workdir, described)  # from here on the directory is this run's
+        if hosts.is_primary():
+            save_run_config(workdir, described)  # from here on the directory is this run's
         records = _open_records(trainer, workdir)
         with _open_log(trainer, workdir) as log, StopRequest() as stop:
             kept = state.step if last else 0
-            for written in (log, records):
+            for written in (log, records) if hosts.is_primary() else ():
                 written.restore(kept or -1)  # step 0 is evaluated and written again
-            failures = FailureLog(workdir if jax.process_index() == 0 else None, log.warn)
-            writes = config.log.report and jax.process_index() == 0
+            failures = FailureLog(workdir if hosts.is_primary() else None, log.warn)
+            writes = config.log.report and hosts.is_primary()
             with _way_on(checkpoints), ReportWriter(workdir, writes, log.warn) as page:
                 loop(trainer, state, checkpoints, log, records, failures, stop, page)
-    _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
+    if hosts.is_primary():
+        _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
 
 
 def loop(
     trainer: Trainer,
     state: TrainerState,
     checkpoints: Checkpointer,
-    log: MetricsLog,
+    log: MetricsLog | NoLog,
     records: RolloutRecords,
     failures: FailureLog,
     stop: StopRequest,
@@ -132,7 +141,8 @@ def loop(
     else:
         checkpoints.save(state.step, state.arrays(), state.host())  # nothing if it is there
     checkpoints.wait()  # where metrics of a step have no checkpoint, files were lost
-    while state.step < trainer.total_steps and not stop:
+    stopped = False
+    while state.step < trainer.total_steps and not (stopped := stop.agreed()):
         epoch, start = state.epoch, time.perf_counter()
         values = step(trainer, state, records, failures)
         values["time/step"] = time.perf_counter() - start
@@ -146,7 +156,7 @@ def loop(
             metric = values.get("reward/eval")
             checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
             page.refresh()
-    if stop:
+    if stopped:
         checkpoints.save(state.step, state.arrays(), state.host())  # nothing if it is there
 
 
@@ -164,7 +174,8 @@ def held_out_metrics(
         values["reward/eval"], answered = evaluate(*inputs)
     if records.active:
         on_host = _on_host(answered, trainer.eval_spec.group_size)
-        records.write(state.step, epoch, *on_host, kind="eval")
+        if hosts.is_primary():
+            records.write(state.step, epoch, *on_host, kind="eval")
     return values
 
 
@@ -184,7 +195,7 @@ def _on_host(rollouts: Sequence[tuple[Prompts, Responses]], group_size: int) -> 
     for prompts, responses in rollouts:
         rollout = dataclasses.replace(responses.result.rollout, **dict.fromkeys(left_out))
         scores = responses.scores
-        on_host = jax.device_get((rollout, scores.rewards, scores.failed))
+        on_host = hosts.fetch((rollout, scores.rewards, scores.failed))
         rows = len(prompts.lens) * group_size
         parts.append(jax.tree.map(lambda x, rows=rows: x[:rows], on_host))
     prompts = concatenate(*(prompts for prompts, _ in rollouts))
@@ -252,7 +263,9 @@ def _finish(trainer: Trainer, state: TrainerState, workdir: Path, stopped_by: st
         print(summary(read_run(workdir)))
 
 
-def _open_log(trainer: Trainer, workdir: Path) -> MetricsLog:
+def _open_log(trainer: Trainer, workdir: Path) -> MetricsLog | NoLog:
+    if not hosts.is_primary():
+        return NoLog()
     return MetricsLog(
         workdir,
         total_steps=trainer.total_steps,
@@ -264,7 +277,7 @@ def _open_log(trainer: Trainer, workdir: Path) -> MetricsLog:
 def _open_records(trainer: Trainer, workdir: Path) -> RolloutRecords:
     return RolloutRecords(
         workdir,
-        trainer.config.log.rollouts if jax.process_index() == 0 else 0.0,
+        trainer.config.log.rollouts,
         decode=trainer.scorer.tokenizer.decode,
         eos_ids=trainer.rollout_spec.program.eos_ids,
     )

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import read_nodes, score, unpacked
@@ -80,7 +81,7 @@ def supervise(
     order = order[: steps * size].reshape(steps, size).astype(np.int32)
     for start in range(0, steps, _CHUNK):
         state, figures = _run(learner, optimizer, state, data, order[start : start + _CHUNK])
-        losses, weight_norm = jax.device_get(figures)
+        losses, weight_norm = hosts.fetch(figures)
         step = min(start + _CHUNK, steps)
         for name, value in (("loss", losses.sum()), ("weight_norm", weight_norm)):
             if not np.isfinite(value):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.types import Rollout, Source
 
 # Metric of `measure` that each choice of config.rollout.lenience_measure controls.
@@ -47,11 +48,11 @@ def measure(
     lenient_share: of the acceptance rule in force; without one there is no
         `reuse/lenient_fraction`.
     """
-    count = int(jnp.sum(rollout.prefix_lens))
+    count = int(hosts.fetch(jnp.sum(rollout.prefix_lens)))
     if not count:
         return {}
     inputs = jnp.float32(log_lenience), jnp.int32(count)
-    values = jax.device_get(_measure(rollout, *inputs, lenient_share))
+    values = hosts.fetch(_measure(rollout, *inputs, lenient_share))
     return {name: float(x) for name, x in values.items()} | {"reuse/rejected_mass": rejected_mass}
 
 

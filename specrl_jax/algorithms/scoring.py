@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.models import value
@@ -60,7 +61,7 @@ def pack_rows(
 
     included: bool [n], the rows to compute; None: all.
     """
-    host = jax.device_get((batch.tokens, batch.prompt_lens, batch.response_lens))
+    host = hosts.fetch((batch.tokens, batch.prompt_lens, batch.response_lens))
     tokens, prompt_lens, response_lens = (x[rows] for x in host)
     lens = prompt_lens + response_lens
     if included is not None:

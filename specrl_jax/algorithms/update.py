@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
 from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
@@ -31,7 +32,7 @@ def make_batch(prompts: Prompts, rollout: Rollout, *, lengths: tuple[int, ...]) 
     Responses are cut to the shortest of `lengths` that holds them all, so that the update is
     compiled for a few lengths and short responses cost little.
     """
-    longest = int(jax.device_get(jnp.max(rollout.lens)))
+    longest = int(hosts.fetch(jnp.max(rollout.lens)))
     return batch_of_length(prompts, rollout, min(n for n in lengths if n >= longest))
 
 

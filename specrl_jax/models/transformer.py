@@ -190,7 +190,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
 def place_params(config: ModelConfig, params: dict) -> Params:
     """Host weights → device arrays in the stored layout of the mesh in use."""
     place = functools.partial(jax.sharding.NamedSharding, jax.sharding.get_mesh())
-    return jax.device_put(params, jax.tree.map(place, param_specs(config)))
+    return jax.tree.map(hosts.place, params, jax.tree.map(place, param_specs(config)))
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:

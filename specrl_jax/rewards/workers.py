@@ -20,7 +20,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import chain
 from multiprocessing.connection import Pipe
 
 import numpy as np
@@ -47,6 +48,19 @@ class Scores:
     reasons: tuple[str, ...]  # B texts, "" unless failed
     done: np.ndarray  # bool [B]: the episode is over; always so without an environment
     observations: tuple[str, ...]  # B texts: the environment's answers where not done
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        """Those of all parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        values = ([getattr(part, field.name) for part in parts] for field in fields(cls))
+        return cls(
+            *(
+                np.concatenate(x) if isinstance(x[0], np.ndarray) else tuple(chain(*x))
+                for x in values
+            )
+        )
 
 
 class RewardPool(contextlib.AbstractContextManager):

@@ -6,11 +6,11 @@ one rollout leaves to the next is in `carry_over.py`.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.adaptive.speculation import Speculation
@@ -59,10 +59,10 @@ class RolloutResult:
         """Under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
         if self.run_ahead is not None:
-            begun = jax.device_get(self.run_ahead.drafts.lens)
+            begun = hosts.fetch(self.run_ahead.drafts.lens)
             values["rollout/tokens_run_ahead"] = int(np.sum(begun))
         if self.resumed is not None:
-            total = int(np.sum(jax.device_get(self.rollout.lens)))
+            total = int(np.sum(hosts.fetch(self.rollout.lens)))
             values["rollout/tokens_resumed"] = self.resumed_tokens
             values["rollout/stale_fraction"] = int(self.resumed_lens.sum()) / max(total, 1)
         return values
@@ -92,13 +92,13 @@ def generate(
     all_rows = start_all_rows(program, requests.prompts, noise, steps, max_lens)
     draft_lens = np.zeros_like(requests.draft_lens)
     if held is not None:
-        all_rows, draft_lens = restore(all_rows, held), jax.device_get(held.draft_lens)
+        all_rows, draft_lens = restore(all_rows, held), hosts.fetch(held.draft_lens)
     if drafts.previous is not None:
         previous = _drafts_for(requests, drafts.previous, carry_over)
         lens, cut_lens = cut_drafts(spec, all_rows, previous, np.int32(noise.step))
-        draft_lens = draft_lens + np.maximum(jax.device_get(lens) - requests.held_lens, 0)
+        draft_lens = draft_lens + np.maximum(hosts.fetch(lens) - requests.held_lens, 0)
         previous = dataclasses.replace(previous, lens=cut_lens)
-        requests = dataclasses.replace(requests, draft_lens=jax.device_get(cut_lens))
+        requests = dataclasses.replace(requests, draft_lens=hosts.fetch(cut_lens))
         previous = previous if requests.draft_lens.any() else None
         drafts = dataclasses.replace(drafts, previous=previous)
     budget = KVBudget(program.model, buckets, spec.max_rows, spec.cache_bytes)
@@ -158,7 +158,7 @@ def _requests(
     nothing = np.zeros(len(prompts.lens) * spec.group_size, np.int32)
     held_lens, done = nothing, nothing > 0
     if held is not None:
-        held_lens, done = jax.device_get((held.rollout.lens, held.done))
+        held_lens, done = hosts.fetch((held.rollout.lens, held.done))
     return Requests(
         prompts,
         noise_steps,
@@ -200,7 +200,7 @@ def _drafts_for(requests: Requests, drafts: Drafts, carry_over: CarryOver) -> Dr
 
 def _record_compared(counts: Array, stats: Stats, speculation: Speculation | None) -> None:
     """Note what became of drafts that no step verified."""
-    accepted, verified, drafted_too = jax.device_get(counts).tolist()
+    accepted, verified, drafted_too = hosts.fetch(counts).tolist()
     stats.drafted_tokens -= drafted_too
     if speculation is not None:
         accepted, verified = accepted - stats.accepted_tokens, verified - stats.verified_tokens
@@ -224,7 +224,7 @@ def _without_unfinished(
     group = len(done) // len(prompts.lens)
     # What is left of the drafts of rows that rejected nothing so far is lost, not rejected; rows
     # that have not begun get theirs again.
-    lens, prefix_lens = jax.device_get((result.rollout.lens, result.rollout.prefix_lens))
+    lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
     draft_lens = np.where(~done & (prefix_lens == lens), prefix_lens, result.draft_lens)
     complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[: carry_over.stop_after_groups]
     others = np.setdiff1d(np.arange(len(prompts.lens)), complete)

@@ -275,3 +275,16 @@ class MetricsLog(contextlib.AbstractContextManager):
             print(line, flush=True)
         with contextlib.suppress(OSError):  # `write` reported a full disk
             self._file.close()
+
+
+class NoLog(contextlib.AbstractContextManager):
+    """In the place of a `MetricsLog` in a process that does not write, as another one does."""
+
+    def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        pass
+
+    def warn(self, line: str) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass

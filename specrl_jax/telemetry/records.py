@@ -149,7 +149,7 @@ def _prompt_id(line: bytes) -> bytes:
 class RolloutRecords:
     """Writes the responses to a share of the prompts, one file a step.
 
-    share: of the prompts, in [0, 1]; 0 in processes that do not write, as another one does.
+    share: of the prompts, in [0, 1]. One process of a run writes.
     decode: token ids → text, without special tokens.
     eos_ids: the tokens that end a response.
     """

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specrl_jax import hosts
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.adaptive.step_costs import Point
@@ -43,15 +44,16 @@ QUANTILE = 0.25  # a machine is now and then slower than itself, but never faste
 
 
 def machine() -> dict:
-    """What seconds depend on beside the programs, in values that JSON keeps."""
-    device = jax.devices()[0]
-    return {
+    """What seconds depend on beside the programs, in values that JSON keeps: the primary's."""
+    device, processes = jax.devices()[0], jax.process_count()
+    own = {
         "device": f"{device.platform} {device.device_kind}",
         "mesh": list(jax.sharding.get_mesh().shape.values()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "jax": jax.__version__,
         "malloc": os.environ.get("GLIBC_TUNABLES", ""),
     }
+    return hosts.broadcast(own | ({"processes": processes} if processes > 1 else {}))
 
 
 @functools.cache
@@ -83,11 +85,13 @@ class StepTimer:
         label |= {"code": code_digest(*own), **machine()}
         digest = hashlib.sha256(json.dumps(label, sort_keys=True).encode()).hexdigest()[:16]
         path = self.directory / f"step_costs_{digest}.json"
-        if (kept := _read(path).get(point)) is not None:
+        kept = hosts.on_primary(lambda: _read(path).get(point))
+        if kept is not None:
             return kept
         seconds = self.measure(weights, point)
-        rows = [[*key, value] for key, value in (_read(path) | {point: seconds}).items()]
-        _write_whole(path, json.dumps({"label": label, "seconds": rows}))
+        if hosts.is_primary():
+            rows = [[*key, value] for key, value in (_read(path) | {point: seconds}).items()]
+            _write_whole(path, json.dumps({"label": label, "seconds": rows}))
         return seconds
 
     def measure(self, weights: Params, point: Point) -> float:
@@ -108,7 +112,7 @@ class StepTimer:
         return step if step > 0 else calls[-1] / counts[-1]
 
     def _seconds(self, weights: Params, point: Point, steps: int) -> float:
-        """Wall-clock seconds of one call."""
+        """Wall-clock seconds of one call, by the primary's clock."""
         program, rows = self.program, self._rows(point.rows)
         if point.verifies:
             rows = with_drafts(rows, self._drafts(point.rows), program.accept)
@@ -131,7 +135,7 @@ class StepTimer:
         jax.block_until_ready((rows, draft_state))
         start = time.perf_counter()
         jax.block_until_ready(call(limits, width=point.width)[-1])
-        return time.perf_counter() - start
+        return hosts.broadcast(time.perf_counter() - start)
 
     def _rows(self, size: int) -> DecodeState:
         program = dataclasses.replace(self.program, group_size=1)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.sharding import merge_rows, put, shards, spec
 from specrl_jax.types import Drafts
 
@@ -155,7 +156,7 @@ class HostMemory(_Memory):
         written = set(slots.tolist())
         self._held = {key: x for key, x in self._held.items() if written.isdisjoint(key)}
         for stored, new in zip(
-            jax.tree.leaves(self.arrays), jax.tree.leaves(jax.device_get(newest)), strict=True
+            jax.tree.leaves(self.arrays), jax.tree.leaves(hosts.fetch(newest)), strict=True
         ):
             stored[:, slots[fresh]] = 0
             for generation in range(len(stored) - 1, 0, -1):

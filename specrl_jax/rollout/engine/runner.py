@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.sources import DraftHistory
@@ -114,7 +115,7 @@ class ModelRunner:
     @functools.cached_property
     def draft_tokens(self) -> np.ndarray:
         """int32 [B, R], of the drafts to verify; read when they are first packed."""
-        return np.asarray(jax.device_get(self.drafts.previous.tokens))
+        return hosts.fetch(self.drafts.previous.tokens)
 
     def verify_trie(
         self, index: np.ndarray, size: int, tries: DraftTries, width: int
@@ -165,7 +166,7 @@ class ModelRunner:
         return decode_state.gather(rows, padded)
 
     def _count(self, batch: DecodeBatch) -> None:
-        batch.update(np.asarray(decode.progress(batch.rows, self.stop_condition())))
+        batch.update(hosts.fetch(decode.progress(batch.rows, self.stop_condition())))
 
     # Rows move -------------------------------------------------------------------------------
 
@@ -312,7 +313,7 @@ class ModelRunner:
     def _read_counts(self, batch: DecodeBatch, counts: StepCounts, progress: Array) -> StepCounts:
         """The counts on the host, once the model has run; notes which rows are done."""
         done = (batch.rows.index, batch.rows.done) if self.requests.ends_early else None
-        counts, progress, done = jax.device_get((counts, progress, done))
+        counts, progress, done = hosts.fetch((counts, progress, done))
         batch.update(progress)
         if done is not None:
             index, done = done

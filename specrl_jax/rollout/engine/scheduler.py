@@ -11,9 +11,9 @@ import collections
 import dataclasses
 import itertools
 
-import jax
 import numpy as np
 
+from specrl_jax import hosts
 from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
 from specrl_jax.rollout.engine.decode import StepCounts
 from specrl_jax.rollout.engine.decode_state import DecodeState
@@ -405,7 +405,7 @@ class Scheduler:
         """Rows give up their cache: those at the cache limit where groups are waiting; else rows of
         the next step, which are over then, and the shortest, which cost least to prefill again."""
         rows = self.running.rows
-        index, lens, done = jax.device_get((rows.index, rows.lens, rows.done))
+        index, lens, done = hosts.fetch((rows.index, rows.lens, rows.done))
         num_train = self.requests.num_train_rows
         if self._limited_rows_block_waiting():
             out = ~done & (lens == lens[~done].max())

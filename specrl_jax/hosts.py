@@ -1,0 +1,103 @@
+"""What several processes of one run share: values of sharded arrays, and decisions.
+
+A run may have a process on each of several hosts (JAX's multi-controller runtime). All of them
+compute the same program in the same order. So whatever decides what is computed next must be equal
+in all: values of arrays come through `fetch`; clocks, files and the like are read by the primary
+process, `broadcast` and `on_primary` give them to the others. Each of these functions, apart from
+`is_primary` and `own_part`, must be called by all processes, in the same order.
+
+With one process nothing is sent, and `fetch` is `jax.device_get`.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_T = TypeVar("_T")
+_LEAST_BYTES = 1 << 10  # sent at once: messages are padded to few sizes, so few programs
+
+
+def is_primary() -> bool:
+    """Whether this process is the one that writes files and reads clocks."""
+    return jax.process_index() == 0
+
+
+def fetch(tree: Any) -> Any:
+    """The pytree with NumPy arrays in the place of device arrays, whole in every process."""
+    if jax.process_count() > 1:
+        leaves, structure = jax.tree.flatten(tree)
+        split = [i for i, leaf in enumerate(leaves) if _is_split(leaf)]
+        if split:
+            mesh = leaves[split[0]].sharding.mesh
+            gathered = jax.jit(_same, out_shardings=jax.sharding.NamedSharding(mesh, jax.P()))
+            for i, leaf in zip(split, gathered([leaves[i] for i in split])):
+                leaves[i] = leaf
+        tree = jax.tree.unflatten(structure, leaves)
+    return jax.device_get(tree)
+
+
+def _is_split(x: Any) -> bool:
+    """Whether this process does not have all of an array."""
+    return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+
+
+def _same(arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays
+
+
+def place(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Host array, equal in all processes → device array; each process places its devices' part."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    # `device_put` would send the array to the other processes to compare it with theirs.
+    array = np.asarray(array)
+    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def gather(value: _T) -> list[_T]:
+    """The values of all processes, by process. Any Python value that pickle keeps."""
+    if jax.process_count() == 1:
+        return [value]
+    message = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(message))).tolist()
+    padded = np.zeros(max(_LEAST_BYTES, 1 << (max(sizes) - 1).bit_length()), np.uint8)
+    padded[: len(message)] = message
+    messages = multihost_utils.process_allgather(padded)
+    return [pickle.loads(x[:n].tobytes()) for x, n in zip(messages, sizes)]
+
+
+def broadcast(value: _T) -> _T:
+    """The primary's value; that of the other processes is not read."""
+    return gather(value if is_primary() else None)[0] if jax.process_count() > 1 else value
+
+
+def on_primary(function: Callable[..., _T], *args, **options) -> _T:
+    """What a function gives that the primary calls; the other processes do not call it."""
+    return broadcast(function(*args, **options) if is_primary() else None)
+
+
+def own_part(count: int) -> slice:
+    """This process's part of `count` things that the processes share out evenly, in order."""
+    index, processes = jax.process_index(), jax.process_count()
+    return slice(count * index // processes, count * (index + 1) // processes)
+
+
+def check_same(values: Mapping[str, Any], advice: str) -> None:
+    """Raises ValueError in one line where a value differs between processes.
+
+    It names the first that does, both values, and ends with `advice`.
+    """
+    first, *others = gather(dict(values))
+    for process, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            here, there = first.get(name), other.get(name)
+            if here != there:
+                raise ValueError(
+                    f"{name} must be the same in all processes, got {here!r} in process 0 and "
+                    f"{there!r} in process {process}; {advice}"
+                )
