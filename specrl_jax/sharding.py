@@ -51,8 +51,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
 
 
 def platform() -> str:
-    """The devices of the mesh in use: cpu, gpu or tpu."""
-    return jax.sharding.get_mesh().devices.flat[0].platform
+    """The devices of the mesh in use: cpu, gpu or tpu; known while a program is traced, too."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
 def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:

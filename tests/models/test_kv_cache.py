@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.models import kv_cache
+from specrl_jax.models import kv_cache, row_slices
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.sharding import put
 
@@ -13,6 +13,18 @@ MODEL = ModelConfig(
     vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
 )
 AXES = ("batch", "kv_heads", None, None)
+
+
+@pytest.fixture
+def as_on_tpu(monkeypatch):
+    """The cache of a TPU, and its way to write slots."""
+    monkeypatch.setitem(kv_cache.AXES, "cpu", kv_cache.AXES["tpu"])
+    monkeypatch.setitem(row_slices.ACCESS, "cpu", row_slices.ACCESS["tpu"])
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 
 
@@ -78,3 +90,24 @@ def test_gather_rows_cuts_or_pads_slots(make_mesh, shape, slots):
         gather_rows = jax.jit(kv_cache.gather_rows, static_argnums=2)
         (got,) = gather_rows((_put(keys, -keys),), jnp.asarray(rows), slots)
     _check(got, want, -want)
+
+
+@MESHES
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_tpu_holds_and_gives_the_same(make_mesh, as_on_tpu, shape, width):
+    """Written, repeated, moved and cut in the other layout, against NumPy."""
+    model = MODEL.replace(num_layers=1)
+    new, starts = _random(8, width, 2, 4), np.arange(8, dtype=np.int32) % 4
+    want = np.zeros((8, 6, 2, 4), np.float32)
+    for row, start in enumerate(starts):
+        want[row, start : start + width] = new[row]
+    with jax.set_mesh(make_mesh(*shape)):
+        keys, values = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
+        (layer,) = kv_cache.init_cache(model, rows=8, slots=6)
+        assert layer[0].shape == layer[1].shape == (8, 6, 2, 4)
+        layer = jax.jit(kv_cache.write)(layer, keys, values, put(starts, "batch"))
+        twice = kv_cache.repeat_rows(kv_cache.resize((layer,), 5), 2)
+        assert kv_cache.cache_slots(twice) == 5
+        _check(kv_cache.keys_and_values(layer), want, -want)
+        repeated = np.repeat(want[:, :5], 2, axis=0)
+        _check(kv_cache.keys_and_values(twice[0]), repeated, -repeated)

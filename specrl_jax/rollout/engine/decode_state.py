@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_rows
+from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import reshard, spec, take_rows
@@ -234,7 +235,7 @@ def where_rows(rows: Array, new: Array, old: Array) -> Array:
 
 def cut_columns(matrix: Array, start: Array, width: int) -> Array:
     """[b, W, ...]: columns from each row's own start; starts need start + W <= C."""
-    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(matrix, start)
+    return read_slots(matrix, start, width)
 
 
 def column_at(matrix: Array, at: Array) -> Array:
@@ -245,5 +246,4 @@ def column_at(matrix: Array, at: Array) -> Array:
 
 def write_columns(matrix: Array, values: Array, columns: Array) -> Array:
     """[b, C, ...]: the values [b, W, ...] written from each row's own column on."""
-    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-    return jax.vmap(write)(matrix, values, columns)
+    return write_slots(matrix, values, columns)
