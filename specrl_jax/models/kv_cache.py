@@ -15,7 +15,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.row_slices import write_slots
-from specrl_jax.sharding import merge_rows, platform, reshard, spec, take_rows
+from specrl_jax.sharding import merge_rows, on_shards, platform, spec, take_own_rows
 
 Layer = tuple[Array, Array]  # keys, values
 KVCache = tuple[Layer, ...]
@@ -108,28 +108,25 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
 
 
 def gather_slots(cache: KVCache, slots_BS: Array) -> KVCache:
-    """A cache [B, S] of slots of another: of row · its slots + slot, zeros where that is < 0."""
+    """A cache [B, S] of slots of another: of row · its slots + slot, zeros where that is < 0. Rows
+    are counted, and gathered, on each shard of the batch."""
 
-    def gather(x_BTKH: Array) -> Array:
-        x_BTKH = reshard(x_BTKH, None, None, "kv_heads", None)
-        flat = jnp.reshape(
-            x_BTKH, (-1, *x_BTKH.shape[2:]), out_sharding=spec(None, "kv_heads", None)
-        )
-        x_BSKH = take_rows(flat, jnp.maximum(slots_BS, 0), None, "kv_heads", None)
+    def gather(x_BTKH: Array, slots_BS: Array) -> Array:
+        x_BSKH = take_own_rows(jax.lax.collapse(x_BTKH, 0, 2), jnp.maximum(slots_BS, 0))
         return jnp.where((slots_BS >= 0)[:, :, None, None], x_BSKH, 0)
 
-    def as_tokens(layer: Layer) -> list[Array]:
-        return [gather(_transpose(x, axes, "BSKH")) for x, axes in zip(layer, _axes())]
+    def local(cache: KVCache, slots_BS: Array) -> KVCache:
+        def as_tokens(layer: Layer) -> list[Array]:
+            layouts = zip(layer, _axes())
+            return [gather(_transpose(x, axes, "BSKH"), slots_BS) for x, axes in layouts]
 
-    return tuple(as_layer(*as_tokens(layer)) for layer in cache)
+        return tuple(as_layer(*as_tokens(layer)) for layer in cache)
+
+    return on_shards(local, cache, slots_BS, like=cache)
 
 
-def gather_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:
-    """The rows of an index array, in `slots` slots (cut or padded with zeros)."""
+def gather_own_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:
+    """The rows of an index array, in `slots` slots (cut or padded with zeros), inside `on_shards`:
+    rows of the shard."""
     cut = resize(cache, min(slots, cache_slots(cache)))  # before the gather: fewer bytes to move
-
-    def gather(x: Array, axes: str) -> Array:
-        return take_rows(x, rows, *(_LOGICAL[axis] for axis in axes[1:]))
-
-    gathered = tuple(tuple(map(gather, layer, _axes())) for layer in cut)
-    return resize(gathered, slots)
+    return resize(take_own_rows(cut, rows), slots)
