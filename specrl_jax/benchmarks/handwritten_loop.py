@@ -13,6 +13,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots, keys_and_values, write
+from specrl_jax.models.layers import join_projections
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.sampling import SamplingConfig, sample
 from specrl_jax.sharding import spec
@@ -55,6 +56,7 @@ def forward(
     seen = places[None, :] <= position[:, None]
     new_cache = []
     for w, layer in zip(weights["layers"], cache):
+        w = w if "qkv_proj" in w else join_projections(w)
         normed = _norm(model, x, w["attn_norm"])
         attended, layer = _attention(model, w, normed, turn, seen, position, layer)
         x = x + attended

@@ -1,13 +1,14 @@
 """Cache writes and row moves, against NumPy slices."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specrl_jax.models import kv_cache, row_slices
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.sharding import put
+from specrl_jax.sharding import on_shards, put
 
 MODEL = ModelConfig(
     vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
@@ -81,14 +82,20 @@ def test_repeated_rows_stand_together(make_mesh, shape):
 
 @MESHES
 @pytest.mark.parametrize("slots", [3, 5, 8])
-def test_gather_rows_cuts_or_pads_slots(make_mesh, shape, slots):
+def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
+    """Rows count on each shard of the batch."""
     keys = _random(8, 5, 2, 4)
-    rows = np.array([6, 1, 1, 7], np.int32)
+    rows, shards = np.array([1, 0, 0, 1], np.int32), shape[0] * shape[1]
     want = np.zeros((4, slots, 2, 4), np.float32)
-    want[:, : min(slots, 5)] = keys[rows, :slots]
+    places = rows + np.arange(4) // (4 // shards) * (8 // shards)
+    want[:, : min(slots, 5)] = keys[places, :slots]
+
+    def gather(cache, rows):
+        own = functools.partial(kv_cache.gather_own_rows, slots=slots)
+        return on_shards(own, cache, rows, like=cache)
+
     with jax.set_mesh(make_mesh(*shape)):
-        gather_rows = jax.jit(kv_cache.gather_rows, static_argnums=2)
-        (got,) = gather_rows((_put(keys, -keys),), jnp.asarray(rows), slots)
+        (got,) = jax.jit(gather)((_put(keys, -keys),), put(rows, "batch"))
     _check(got, want, -want)
 
 

@@ -67,6 +67,14 @@ class StopCondition:
     refill_at: Array = _NONE  # or [shards]: at most so many of them are active on any of these
     max_left: Array = _NONE  # at most so many of them are active on all shards together
 
+    @classmethod
+    def of(cls, *numbers: int, refill_at: np.ndarray | None = None, **others: int):
+        """Of numbers on the host: a device array for each would cost it half a millisecond a run.
+        refill_at: int [shards]; None: no bound."""
+        bounds = np.full(shards("batch"), -1) if refill_at is None else refill_at
+        others = {name: np.int32(number) for name, number in others.items()}
+        return cls(*map(np.int32, numbers), refill_at=bounds.astype(np.int32), **others)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

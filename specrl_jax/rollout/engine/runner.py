@@ -320,12 +320,15 @@ class ModelRunner:
     ) -> StopCondition:
         """max_len: tokens of a row, by default all its slots. The others as in `StopCondition`."""
         max_len = self.program.response_slots if max_len is None else max_len
-        if refill_at is None:
-            refill_at = np.full(shards("batch"), -1)
-        rows = self.requests.shard_train_rows, self.requests.shard_rows
-        # NumPy's arrays: a device array for each would cost the host half a millisecond a run.
-        return StopCondition(
-            *map(np.int32, (max_active, max_len, max_steps, *rows, refill_at, max_left))
+        requests = self.requests
+        return StopCondition.of(
+            max_active,
+            max_len,
+            max_steps,
+            requests.shard_train_rows,
+            requests.shard_rows,
+            refill_at=refill_at,
+            max_left=max_left,
         )
 
     def run(
@@ -357,10 +360,9 @@ class ModelRunner:
             self.stats.add_verification(batch.size, width, counts, seconds)
         else:
             self.stats.add_decode(batch.shape, width, counts, seconds)
-            idle = np.sum(left.max() - left) + np.sum(
-                batch.counts.unfinished.max() - batch.counts.unfinished
-            )
-            self.stats.imbalance_row_steps += int(counts.steps) * idle / 2
+            left = np.stack([left, batch.counts.unfinished])  # before and after
+            idle = np.sum(left.max(axis=1, keepdims=True) - left) / 2
+            self.stats.imbalance_row_steps += float(counts.steps * idle)
         return counts
 
     def _read_counts(self, batch: DecodeBatch, counts: StepCounts, progress: Array) -> StepCounts:
