@@ -48,9 +48,17 @@ class Dealing:
 
     @classmethod
     def of(cls, requests: Requests, drafts: Drafts | None) -> "Dealing":
-        """By the tokens that drafts say are left; like any other where there is none."""
+        """By the tokens that drafts say are left; like any other where there is none.
+
+        Raises ValueError where shards cannot have as many groups each.
+        """
         pieces, count = shards("batch"), len(requests.noise_steps)
         group = len(requests.done) // count
+        if count % pieces or requests.num_train_rows % (pieces * group):
+            raise ValueError(
+                f"a rollout's prompts must be divisible by mesh.data x mesh.fsdp = {pieces}, "
+                f"got {requests.num_train_rows // group} of {count}; set rollout.prompts_per_step"
+            )
         lens = 0 * requests.held_lens if drafts is None else jax.device_get(drafts.lens)
         left = np.maximum(lens - requests.held_lens, 0).reshape(count, group).sum(axis=1)
         mean = left[left > 0].mean() if left.any() else 1.0
