@@ -53,8 +53,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
 
 
 def platform() -> str:
-    """The devices of the mesh in use: cpu, gpu or tpu."""
-    return jax.sharding.get_mesh().devices.flat[0].platform
+    """The devices of the mesh in use: cpu, gpu or tpu; known while a program is traced, too."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
 def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
@@ -110,6 +110,25 @@ def take_rows(tree, index: jax.Array, *axes: str | None):
         return array.at[index].get(out_sharding=out, mode="promise_in_bounds")
 
     return jax.tree.map(take, tree)
+
+
+def on_shards(function: Callable, *trees, like):
+    """`function(*trees)` on every shard of the batch, with its own rows: no communication.
+
+    trees: pytrees of arrays. like: a pytree of arrays that are laid out as the results.
+    """
+    layouts = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
+    return jax.shard_map(function, out_specs=layouts, check_vma=False)(*trees)
+
+
+def shard_number() -> jax.Array:
+    """Which shard of the batch it is, inside `on_shards`."""
+    return jax.lax.axis_index(COMPUTE["batch"])
+
+
+def take_own_rows(tree, index: jax.Array):
+    """`array[index]` of every array in a pytree, inside `on_shards`: rows of the shard."""
+    return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), tree)
 
 
 def merge_rows(array: jax.Array, *axes: str | None) -> jax.Array:

@@ -37,8 +37,6 @@ from specrl_jax.rollout.engine.draft_tries import (
 )
 from specrl_jax.types import Rollout
 
-_STOP = StopCondition(*map(np.int32, (0, 1, 1, 1)))
-
 
 class Program(NamedTuple):
     """One program that a run compiles."""
@@ -54,6 +52,10 @@ class Program(NamedTuple):
 def programs(run: AbstractRun) -> dict[str, Program]:
     """The programs of a step, by name, in the order in which they run."""
     return _rollout_programs(run) | _update_programs(run)
+
+
+def _stop() -> StopCondition:
+    return StopCondition.of(0, 1, 1, 1)
 
 
 def _program(
@@ -109,10 +111,10 @@ def _starting_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     width, rows = buckets.verify[-1], run.batch_rows(size, with_drafts=True)
     if tries := _tries(run, size, width):
         shape = f"{size} rows in {_cells(*tries.shape)}, width {width}"
-        inputs = program, run.weights, tries, rows, _STOP
+        inputs = program, run.weights, tries, rows, _stop()
         listed["verify_tries"] = make(shape, decode.verify_trie, *inputs, width=width)
     seen = buckets.verify_slots(width, program.response_slots)
-    inputs = program, run.weights, run.cache(size, seen), rows, None, _STOP
+    inputs = program, run.weights, run.cache(size, seen), rows, None, _stop()
     listed["verify_rows"] = make(
         f"{_cells(size, seen)}, width {width}", decode.decode_steps, *inputs, width=width,
         verify=True,
@@ -138,9 +140,9 @@ def _running_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     make = functools.partial(make, rows=size)
     step = functools.partial(make, passes="step")
     inputs = decode.decode_steps, run.program, run.weights, cache, rows
-    listed = {"decode": step(shape, *inputs, None, _STOP, width=1)}
+    listed = {"decode": step(shape, *inputs, None, _stop(), width=1)}
     if run.program.draft_source is not None:
-        width, drafting = buckets.widths[-1], (run.draft_state, _STOP)
+        width, drafting = buckets.widths[-1], (run.draft_state, _stop())
         listed["decode_wide"] = step(f"{shape}, width {width}", *inputs, *drafting, width=width)
     kept = array(np.bool_, (size,), "batch")
     if smaller := buckets.rows_below(size):

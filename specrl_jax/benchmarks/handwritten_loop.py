@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import KVCache, cache_slots
+from specrl_jax.models.kv_cache import KVCache, cache_slots, keys_and_values, write
+from specrl_jax.models.layers import join_projections
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.sampling import SamplingConfig, sample
 from specrl_jax.sharding import spec
@@ -55,6 +56,7 @@ def forward(
     seen = places[None, :] <= position[:, None]
     new_cache = []
     for w, layer in zip(weights["layers"], cache):
+        w = w if "qkv_proj" in w else join_projections(w)
         normed = _norm(model, x, w["attn_norm"])
         attended, layer = _attention(model, w, normed, turn, seen, position, layer)
         x = x + attended
@@ -77,10 +79,8 @@ def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
     if model.qk_norm:
         q, k = _norm(model, q, w["q_norm"]), _norm(model, k, w["k_norm"])
     q, k = _turn(q, turn), _turn(k, turn)
-    keys, values = layer = (
-        _write(layer[0], k[:, :, :, None], position, axis=2),
-        _write(layer[1], v[:, :, None], position, axis=1),
-    )
+    layer = write(layer, k[:, None], v[:, None], position)
+    keys, values = keys_and_values(layer)
     q = q.reshape(rows, kv, heads // kv, model.head_dim)
     scores = jnp.einsum("BKGH,BKHS->BKGS", q, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores * model.head_dim**-0.5, -1e30)
@@ -99,10 +99,3 @@ def _norm(model: ModelConfig, x: Array, scale: Array) -> Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.norm_eps)
     return (x32 * scale[(None,) * (x.ndim - 1)].astype(jnp.float32)).astype(x.dtype)
-
-
-def _write(matrix: Array, new: Array, at: Array, axis: int = 0) -> Array:
-    """`new` in slot `at` [B] of every row; axis: of a row's slots."""
-    return jax.vmap(lambda row, x, i: jax.lax.dynamic_update_slice_in_dim(row, x, i, axis))(
-        matrix, new, at
-    )

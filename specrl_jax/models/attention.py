@@ -1,4 +1,4 @@
-"""Attention over keys and values as the KV cache holds them: the one place for its backends.
+"""Attention over keys and values from a KV cache: the one place for its backends.
 
 `attention` is the function that layers call. `_reference` is plain JAX. A kernel takes the same
 arguments and stands beside it. Who sees whom follows from integers alone, see `attention`.
@@ -27,7 +27,7 @@ def attention(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, visible: Visible) -> 
     """Grouped-query attention (arXiv 2305.13245), [B, T, N, H].
 
     q_BTNH: Queries, already scaled by H^-1/2.
-    k_BKHS, v_BKSH: Keys and values of S slots, in the layout of `kv_cache`.
+    k_BKHS, v_BKSH: Keys and values of S slots, as `kv_cache.keys_and_values` gives them.
 
     Many queries go in pieces. The backward pass recomputes the scores of a piece. Where query t is
     in slot t, a piece skips the keys that none of its queries sees.

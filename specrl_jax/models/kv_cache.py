@@ -5,8 +5,8 @@ cache stores no lengths: the caller passes where to write (`start`), and queries
 their own position. To reject tokens is to write over them. Slots past a row's last token may hold
 any finite value.
 
-Keys are [B, K, H, S] and values [B, K, S, H], as the products of attention read them. XLA on CPU
-would transpose other layouts at every step.
+The order of the axes is the platform's, see `AXES`: `keys_and_values` gives keys [B, K, H, S] and
+values [B, K, S, H], as the products of attention read them.
 """
 
 import jax
@@ -14,28 +14,43 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.sharding import merge_rows, reshard, spec, take_rows
+from specrl_jax.models.row_slices import write_slots
+from specrl_jax.sharding import merge_rows, on_shards, platform, spec, take_own_rows
 
-Layer = tuple[Array, Array]  # keys [B, K, H, S], values [B, K, S, H]
+Layer = tuple[Array, Array]  # keys, values
 KVCache = tuple[Layer, ...]
 
-_AXES = ("batch", "kv_heads", None, None)
-_SLOTS = (3, 2)  # the axis of slots in keys and in values
+_ATTENDED = ("BKHS", "BKSH")
+# Axes of keys and of values, by platform; others are as cpu. XLA on CPU would transpose other
+# layouts at every step. On TPU a slot is written in place where its heads lie together.
+AXES = {"cpu": _ATTENDED, "tpu": ("BSKH", "BSKH")}
+_LOGICAL = {"B": "batch", "K": "kv_heads", "H": None, "S": None}
+
+
+def _axes() -> tuple[str, str]:
+    return AXES.get(platform(), AXES["cpu"])
+
+
+def _specs() -> tuple[jax.P, jax.P]:
+    return tuple(spec(*(_LOGICAL[axis] for axis in axes)) for axes in _axes())
+
+
+def _transpose(x: Array, old: str, new: str) -> Array:
+    return x.transpose([old.index(axis) for axis in new])
 
 
 def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """An empty cache of `rows` x `slots`, in the compute type."""
+    sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
 
-    def zeros(*sizes: int) -> Array:
-        shape = (rows, config.num_kv_heads, *sizes)
-        return jnp.zeros(shape, config.dtype, out_sharding=spec(*_AXES))
+    def zeros(axes: str, layout: jax.P) -> Array:
+        return jnp.zeros([sizes[axis] for axis in axes], config.dtype, out_sharding=layout)
 
-    size = config.head_dim
-    return tuple((zeros(size, slots), zeros(slots, size)) for _ in range(config.num_layers))
+    return tuple(tuple(map(zeros, _axes(), _specs())) for _ in range(config.num_layers))
 
 
 def cache_slots(cache: KVCache) -> int:
-    return cache[0][0].shape[_SLOTS[0]]
+    return cache[0][0].shape[_axes()[0].index("S")]
 
 
 def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
@@ -46,66 +61,72 @@ def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
 
 def as_layer(k_BTKH: Array, v_BTKH: Array) -> Layer:
     """Keys and values of T tokens, in the layout of a cache of T slots."""
-    return k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
+    return tuple(_transpose(x, "BSKH", axes) for x, axes in zip((k_BTKH, v_BTKH), _axes()))
+
+
+def keys_and_values(layer: Layer) -> Layer:
+    """Keys [B, K, H, S] and values [B, K, S, H]."""
+    return tuple(map(_transpose, layer, _axes(), _ATTENDED))
 
 
 def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
     """Writes T tokens in every row from its own `start` on; needs start + T <= S.
 
-    `dynamic_update_slice` clamps a start that is too large, and would write over earlier slots.
+    A start that is too large writes over earlier slots.
     """
 
-    def write_slots(old: Array, new: Array, axis: int) -> Array:
-        def write_row(row: Array, slots: Array, start: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(row, slots, start, axis - 1)
+    def write_one(old: Array, new: Array, axes: str) -> Array:
+        return write_slots(old, new, start_B, axes.index("S"))
 
-        return jax.vmap(write_row)(old, new, start_B)
-
-    return tuple(map(write_slots, layer, as_layer(k_BTKH, v_BTKH), _SLOTS))
+    return tuple(map(write_one, layer, as_layer(k_BTKH, v_BTKH), _axes()))
 
 
 def resize(cache: KVCache, slots: int) -> KVCache:
     """The first `slots` slots; zeros after the old ones where there are fewer."""
 
-    def fit(x: Array, axis: int) -> Array:
+    def fit(x: Array, axes: str) -> Array:
+        axis = axes.index("S")
         x = jax.lax.slice_in_dim(x, 0, min(slots, x.shape[axis]), axis=axis)
         pads = [(0, 0)] * x.ndim
         pads[axis] = (0, slots - x.shape[axis])
         return jnp.pad(x, pads)
 
-    return tuple(tuple(map(fit, layer, _SLOTS)) for layer in cache)
+    return tuple(tuple(map(fit, layer, _axes())) for layer in cache)
 
 
 def repeat_rows(cache: KVCache, times: int) -> KVCache:
     """Every row `times` times, side by side: a prompt's cache for each response of its group."""
 
-    def repeat(x: Array) -> Array:
+    def repeat(x: Array, axes: str) -> Array:
         rows, *rest = x.shape
-        shape = (rows, times, *rest)
-        groups = jnp.broadcast_to(x[:, None], shape, out_sharding=spec("batch", None, *_AXES[1:]))
-        return merge_rows(groups, *_AXES[1:])
+        names = [_LOGICAL[axis] for axis in axes[1:]]
+        layout = spec("batch", None, *names)
+        groups = jnp.broadcast_to(x[:, None], (rows, times, *rest), out_sharding=layout)
+        return merge_rows(groups, *names)
 
-    return jax.tree.map(repeat, cache)
+    return tuple(tuple(map(repeat, layer, _axes())) for layer in cache)
 
 
 def gather_slots(cache: KVCache, slots_BS: Array) -> KVCache:
-    """A cache [B, S] of slots of another: of row · its slots + slot, zeros where that is < 0."""
+    """A cache [B, S] of slots of another: of row · its slots + slot, zeros where that is < 0. Rows
+    are counted, and gathered, on each shard of the batch."""
 
-    def gather(x_BTKH: Array) -> Array:
-        x_BTKH = reshard(x_BTKH, None, None, "kv_heads", None)
-        flat = jnp.reshape(
-            x_BTKH, (-1, *x_BTKH.shape[2:]), out_sharding=spec(None, "kv_heads", None)
-        )
-        x_BSKH = take_rows(flat, jnp.maximum(slots_BS, 0), None, "kv_heads", None)
+    def gather(x_BTKH: Array, slots_BS: Array) -> Array:
+        x_BSKH = take_own_rows(jax.lax.collapse(x_BTKH, 0, 2), jnp.maximum(slots_BS, 0))
         return jnp.where((slots_BS >= 0)[:, :, None, None], x_BSKH, 0)
 
-    return tuple(
-        as_layer(gather(k.transpose(0, 3, 1, 2)), gather(v.transpose(0, 2, 1, 3))) for k, v in cache
-    )
+    def local(cache: KVCache, slots_BS: Array) -> KVCache:
+        def as_tokens(layer: Layer) -> list[Array]:
+            layouts = zip(layer, _axes())
+            return [gather(_transpose(x, axes, "BSKH"), slots_BS) for x, axes in layouts]
+
+        return tuple(as_layer(*as_tokens(layer)) for layer in cache)
+
+    return on_shards(local, cache, slots_BS, like=cache)
 
 
-def gather_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:
-    """The rows of an index array, in `slots` slots (cut or padded with zeros)."""
+def gather_own_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:
+    """The rows of an index array, in `slots` slots (cut or padded with zeros), inside `on_shards`:
+    rows of the shard."""
     cut = resize(cache, min(slots, cache_slots(cache)))  # before the gather: fewer bytes to move
-    gathered = take_rows(cut, rows, *_AXES[1:])
-    return resize(gathered, slots)
+    return resize(take_own_rows(cut, rows), slots)

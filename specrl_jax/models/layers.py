@@ -14,7 +14,7 @@ from jax import Array
 
 from specrl_jax.models.attention import Visible, attention
 from specrl_jax.models.config import ModelConfig, RopeScaling
-from specrl_jax.models.kv_cache import Layer, as_layer, write
+from specrl_jax.models.kv_cache import Layer, as_layer, keys_and_values, write
 from specrl_jax.models.parameters import LAYER
 from specrl_jax.sharding import reshard, shards, spec
 
@@ -142,7 +142,7 @@ class Attention(LayerModule):
             layer = as_layer(k, v)
         else:
             layer = write(cache, k, v, visible.slots[:, 0])
-        attended = attention(q, *layer, visible)
+        attended = attention(q, *keys_and_values(layer), visible)
         return self._output(attended), None if cache is None else layer
 
     def _output(self, out_BTNH: Array) -> Array:

@@ -23,13 +23,15 @@ from specrl_jax.rollout.carry_over import (
     restore,
     take,
 )
+from specrl_jax.rollout.dealing import Dealing
 from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.rows import Noise, cut_drafts, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.runner import ModelRunner
 from specrl_jax.rollout.engine.scheduler import Scheduler
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -88,19 +90,15 @@ def generate(
     requests = _requests(spec, prompts, noise.step, carry_over, held)
     buckets = _buckets(spec, requests, carry_over)
     program = spec.program_for(buckets)
-    steps = requests.noise_steps
-    all_rows = start_all_rows(program, requests.prompts, noise, steps, max_lens)
-    draft_lens = np.zeros_like(requests.draft_lens)
-    if held is not None:
-        all_rows, draft_lens = restore(all_rows, held), hosts.fetch(held.draft_lens)
     if drafts.previous is not None:
         previous = _drafts_for(requests, drafts.previous, carry_over)
-        lens, cut_lens = cut_drafts(spec, all_rows, previous, np.int32(noise.step))
-        draft_lens = draft_lens + np.maximum(hosts.fetch(lens) - requests.held_lens, 0)
-        previous = dataclasses.replace(previous, lens=cut_lens)
-        requests = dataclasses.replace(requests, draft_lens=hosts.fetch(cut_lens))
-        previous = previous if requests.draft_lens.any() else None
         drafts = dataclasses.replace(drafts, previous=previous)
+    steps, held_lens = requests.noise_steps, requests.held_lens
+    dealing = Dealing.of(requests, drafts.previous)
+    requests, drafts = dealing.requests(requests), dealing.draft_inputs(drafts)
+    held, max_lens = dealing.take(held), dealing.max_lens(max_lens, program.response_slots)
+    start = _start(spec, program, noise, requests, drafts, held, max_lens)
+    all_rows, requests, drafts, draft_lens = start
     budget = KVBudget(program.model, buckets, spec.max_rows, spec.cache_bytes)
     runner = ModelRunner(program, budget, weights, all_rows, requests, drafts)
     scheduler = Scheduler(runner, speculation)
@@ -111,21 +109,22 @@ def generate(
     )
     if compare:
         _record_compared(counts, runner.stats, speculation)
-    num_train = requests.num_train_rows
+    rollout, finished = dealing.put_back(rollout), dealing.put_rows_back(runner.finished)
+    draft_lens, num_train = dealing.put_rows_back(draft_lens), requests.num_train_rows
     result = RolloutResult(
         rollout,
         runner.stats,
         groups=np.arange(len(prompts.lens)),
         noise_steps=steps[: len(prompts.lens)],
         draft_lens=draft_lens[:num_train],
-        resumed_lens=requests.held_lens[:num_train],
-        resumed_tokens=int(requests.held_lens.sum()),
-        finished=runner.finished[:num_train] if carry_over.allow_unfinished else None,
+        resumed_lens=held_lens[:num_train],
+        resumed_tokens=int(held_lens.sum()),
+        finished=finished[:num_train] if carry_over.allow_unfinished else None,
     )
     if carry_over.next_prompts is not None:
         return _without_next_step(result, carry_over.next_prompts)
     if carry_over.resumed is not None:
-        return _without_unfinished(result, prompts, carry_over, runner.finished)
+        return _without_unfinished(result, prompts, carry_over, finished)
     return result
 
 
@@ -166,7 +165,7 @@ def _requests(
         held_lens,
         done,
         draft_lens=nothing,
-        num_resumed=len(resumed_steps),
+        begin_first=np.arange(len(noise_steps)) < len(resumed_steps),
         stop_after_groups=carry_over.stop_after_groups,
         allow_unfinished=carry_over.allow_unfinished,
     )
@@ -178,6 +177,31 @@ def _buckets(spec: RolloutSpec, requests: Requests, carry_over: CarryOver) -> Bu
     # The same shapes at every step, also where fewer groups are left.
     whole = carry_over.stop_after_groups * spec.group_size
     return spec.buckets(whole + len(carry_over.resumed.rows.done))
+
+
+def _start(
+    spec: RolloutSpec,
+    program: ProgramSpec,
+    noise: Noise,
+    requests: Requests,
+    drafts: DraftInputs,
+    held: PartialRows | None,
+    max_lens: np.ndarray | None,
+) -> tuple[DecodeState, Requests, DraftInputs, np.ndarray]:
+    """All rows as they begin, requests and drafts with the drafts to verify, and int32 [B], draft
+    tokens that rows had when they began."""
+    steps, draft_lens = requests.noise_steps, np.zeros_like(requests.draft_lens)
+    all_rows = start_all_rows(program, requests.prompts, noise, steps, max_lens)
+    if held is not None:
+        all_rows, draft_lens = restore(all_rows, held), hosts.fetch(held.draft_lens)
+    if (previous := drafts.previous) is not None:
+        lens, cut_lens = cut_drafts(spec, all_rows, previous, np.int32(noise.step))
+        draft_lens = draft_lens + np.maximum(hosts.fetch(lens) - requests.held_lens, 0)
+        previous = dataclasses.replace(previous, lens=cut_lens)
+        requests = dataclasses.replace(requests, draft_lens=hosts.fetch(cut_lens))
+        previous = previous if requests.draft_lens.any() else None
+        drafts = dataclasses.replace(drafts, previous=previous)
+    return all_rows, requests, drafts, draft_lens
 
 
 def _drafts_for(requests: Requests, drafts: Drafts, carry_over: CarryOver) -> Drafts:

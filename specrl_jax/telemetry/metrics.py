@@ -58,6 +58,9 @@ METRICS: dict[str, Metric] = {
     # Work of the rollout
     "rollout/decode_steps": Metric("decode steps over all buckets", "steps"),
     "rollout/row_steps": Metric("rows x decode steps computed", "row steps"),
+    "rollout/imbalance_row_steps": Metric(
+        "idle row steps, as another shard had more rows to decode", "row steps"
+    ),
     "rollout/tokens_drafted": Metric("sampled tokens that the draft source proposed", "tokens"),
     "rollout/width_mean": Metric("tokens verified in a decode step, mean over row steps", "tokens"),
     "rollout/width_max": Metric("tokens verified in the widest decode step", "tokens"),

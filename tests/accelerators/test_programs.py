@@ -8,6 +8,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from specrl_jax import runtime, train
 from specrl_jax.accelerators.abstract_run import abstract_run, device_bytes
 from specrl_jax.accelerators.chips import CHIPS
+from specrl_jax.accelerators.compiled import Module
 from specrl_jax.accelerators.plan import memory_plan
 from specrl_jax.accelerators.programs import programs
 from specrl_jax.models.kv_cache import init_cache
@@ -54,6 +55,28 @@ def test_a_run_compiles_the_same_programs(make_mesh, tmp_path, empty_cache, draf
             missing += [name] * int(runtime.compile_metrics()["compile/built"])
     assert set(missing) <= other
     assert len(every) > 10
+
+
+# They take drafts to the shards of their groups, and back, once a step.
+EXCHANGES = {"pick_drafts", "store_drafts"}
+OF_WEIGHTS = {"policy_copy", "logprobs", "update"}
+MOVES = {"broadcast_prefill", "fewer_rows", "longer_cache", "insert", "write_back"}
+
+
+def test_rows_stay_on_their_shard(make_mesh):
+    """A change of the bucket needs no communication; the policy sends a few counts of rows."""
+    config = small_runs.small_config(FIELDS | {"rollout.prompts_per_step": 16})
+    config.rollout.max_rows = 32
+    mesh = make_mesh(4, 2, 1)
+    with jax.set_mesh(mesh):
+        every = programs(abstract_run(config))
+        for name in every.keys() - EXCHANGES - OF_WEIGHTS:
+            text = every[name].trace().lower().compile().as_text()
+            cost = Module(text, dict(mesh.shape)).cost()
+            parts = [cost.collectives, cost.each.collectives if cost.each else {}]
+            sent = sum(size for part in parts for _, size in part.values())
+            assert sent <= (0 if name in MOVES else 1_000), name
+    assert every.keys() > MOVES
 
 
 def test_the_plan_by_hand(make_mesh):

@@ -1,18 +1,31 @@
 """Cache writes and row moves, against NumPy slices."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.models import kv_cache
+from specrl_jax.models import kv_cache, row_slices
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.sharding import put
+from specrl_jax.sharding import on_shards, put
 
 MODEL = ModelConfig(
     vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
 )
 AXES = ("batch", "kv_heads", None, None)
+
+
+@pytest.fixture
+def as_on_tpu(monkeypatch):
+    """The cache of a TPU, and its way to write slots."""
+    monkeypatch.setitem(kv_cache.AXES, "cpu", kv_cache.AXES["tpu"])
+    monkeypatch.setitem(row_slices.ACCESS, "cpu", row_slices.ACCESS["tpu"])
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 
 
@@ -69,12 +82,39 @@ def test_repeated_rows_stand_together(make_mesh, shape):
 
 @MESHES
 @pytest.mark.parametrize("slots", [3, 5, 8])
-def test_gather_rows_cuts_or_pads_slots(make_mesh, shape, slots):
+def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
+    """Rows count on each shard of the batch."""
     keys = _random(8, 5, 2, 4)
-    rows = np.array([6, 1, 1, 7], np.int32)
+    rows, shards = np.array([1, 0, 0, 1], np.int32), shape[0] * shape[1]
     want = np.zeros((4, slots, 2, 4), np.float32)
-    want[:, : min(slots, 5)] = keys[rows, :slots]
+    places = rows + np.arange(4) // (4 // shards) * (8 // shards)
+    want[:, : min(slots, 5)] = keys[places, :slots]
+
+    def gather(cache, rows):
+        own = functools.partial(kv_cache.gather_own_rows, slots=slots)
+        return on_shards(own, cache, rows, like=cache)
+
     with jax.set_mesh(make_mesh(*shape)):
-        gather_rows = jax.jit(kv_cache.gather_rows, static_argnums=2)
-        (got,) = gather_rows((_put(keys, -keys),), jnp.asarray(rows), slots)
+        (got,) = jax.jit(gather)((_put(keys, -keys),), put(rows, "batch"))
     _check(got, want, -want)
+
+
+@MESHES
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_tpu_holds_and_gives_the_same(make_mesh, as_on_tpu, shape, width):
+    """Written, repeated, moved and cut in the other layout, against NumPy."""
+    model = MODEL.replace(num_layers=1)
+    new, starts = _random(8, width, 2, 4), np.arange(8, dtype=np.int32) % 4
+    want = np.zeros((8, 6, 2, 4), np.float32)
+    for row, start in enumerate(starts):
+        want[row, start : start + width] = new[row]
+    with jax.set_mesh(make_mesh(*shape)):
+        keys, values = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
+        (layer,) = kv_cache.init_cache(model, rows=8, slots=6)
+        assert layer[0].shape == layer[1].shape == (8, 6, 2, 4)
+        layer = jax.jit(kv_cache.write)(layer, keys, values, put(starts, "batch"))
+        twice = kv_cache.repeat_rows(kv_cache.resize((layer,), 5), 2)
+        assert kv_cache.cache_slots(twice) == 5
+        _check(kv_cache.keys_and_values(layer), want, -want)
+        repeated = np.repeat(want[:, :5], 2, axis=0)
+        _check(kv_cache.keys_and_values(twice[0]), repeated, -repeated)

@@ -164,16 +164,23 @@ def test_the_model_runs_once(mesh, monkeypatch):
 
 @pytest.mark.parametrize("used", range(1, 13))
 def test_few_numbers_of_sequences(make_mesh, used):
-    """Halves of the rows and three quarters of these, whole on every shard."""
+    """Halves of the rows and three quarters of these, as many on every shard."""
     with jax.set_mesh(make_mesh(2, 2, 1)):
         pieces = shards("batch")
         prompts = np.ones((used, P), np.int32)
         drafts = np.arange(2, 2 + used * R, dtype=np.int32).reshape(used, R)
         prompts[:, 0] = np.arange(used)
-        tries = pack_drafts(prompts, np.full(used, P), drafts, np.full(used, R), 16)
+        rows = np.arange(used)
+        places = rows % pieces * (16 // pieces) + rows // pieces  # the shards in turn
+        lens = np.full(used, P), np.full(used, R)
+        tries = pack_drafts(prompts, lens[0], drafts, lens[1], 16, places)
         assert len(tries.tokens) == -(-used // 2 // pieces) * pieces
         assert tries.nodes.shape == (16, P + R)
-        assert (tries.nodes[used:] == -1).all()
+        assert (np.delete(tries.nodes, places, axis=0) == -1).all()
+        of_shard = tries.tokens.reshape(pieces, -1)  # whose sequences the nodes count
+        for row, place in enumerate(places):
+            own = of_shard[place // (16 // pieces)][tries.nodes[place]]
+            np.testing.assert_array_equal(own, [*prompts[row], *drafts[row]])
         # A slot that holds nothing sees itself.
         assert (tries.ends > np.arange(2 * (P + R))).all()
 

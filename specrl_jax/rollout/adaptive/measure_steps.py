@@ -118,7 +118,7 @@ class StepTimer:
             rows = with_drafts(rows, self._drafts(point.rows), program.accept)
         draft_state = self._draft_state() if point.drafting else None
         # Rows that end within these steps are computed on as rows that are done.
-        limits = StopCondition(*map(np.int32, (-1, program.response_slots, steps, point.rows)))
+        limits = StopCondition.of(-1, program.response_slots, steps, point.rows)
         if point.sequences:
             call = functools.partial(decode.verify_trie, program, weights, _tries(point), rows)
         else:

@@ -8,6 +8,9 @@ where they are 32 apart).
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+
+import numpy as np
 
 NARROW = 32  # tokens; verification widths further apart than that are worth a program
 
@@ -62,6 +65,10 @@ class Buckets:
     def rows_for(self, count: int) -> int:
         """The smallest bucket that holds `count` rows."""
         return min(rows for rows in self.rows if rows >= count)
+
+    def rows_for_shards(self, counts: Sequence[int] | np.ndarray) -> int:
+        """The smallest bucket that holds so many rows [shards] on each shard."""
+        return self.rows_for(int(np.max(counts)) * self.multiple)
 
     def rows_below(self, rows: int) -> int:
         """The next smaller bucket, 0 below the smallest."""

@@ -18,10 +18,12 @@ that need the whole draft always verify it in one pass.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specrl_jax.models.kv_cache import (
@@ -44,20 +46,34 @@ from specrl_jax.rollout.engine.decode_state import (
 from specrl_jax.rollout.engine.draft_tries import DraftTries
 from specrl_jax.rollout.engine.rejection_sampler import Proposal, StepOutput, accept_or_sample
 from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.sharding import reshard, spec, take_rows
+from specrl_jax.sharding import on_shards, reshard, shards, spec, take_own_rows
 from specrl_jax.types import Source
+
+_MOST, _NONE = np.int32(np.iinfo(np.int32).max), np.int32(-1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
     """When `decode_steps` ends: int32 scalars, on the host or on the device. If all rows are to end
-    (`max_active` <= 0), also once no draft is left to verify."""
+    (no bound of active rows > 0), also once no draft is left to verify."""
 
-    max_active: Array  # at most so many of the rows to train on are active
+    max_active: Array  # at most so many of the rows to train on are active on each shard
     max_len: Array  # a row that holds so many tokens is at its cache limit, and not active
     max_steps: Array
-    num_train_rows: Array  # rows with a smaller index are to train on
+    # Rows to train on are the first `num_train_rows` of every `shard_rows` rows.
+    num_train_rows: Array
+    shard_rows: Array = _MOST  # rows of a rollout on each shard of the batch
+    refill_at: Array = _NONE  # or [shards]: at most so many of them are active on any of these
+    max_left: Array = _NONE  # at most so many of them are active on all shards together
+
+    @classmethod
+    def of(cls, *numbers: int, refill_at: np.ndarray | None = None, **others: int):
+        """Of numbers on the host: a device array for each would cost it half a millisecond a run.
+        refill_at: int [shards]; None: no bound."""
+        bounds = np.full(shards("batch"), -1) if refill_at is None else refill_at
+        others = {name: np.int32(number) for name, number in others.items()}
+        return cls(*map(np.int32, numbers), refill_at=bounds.astype(np.int32), **others)
 
 
 @jax.tree_util.register_dataclass
@@ -178,13 +194,15 @@ def decode_steps(
 
 
 def _goes_on(rows: DecodeState, steps: Array, stop: StopCondition) -> Array:
-    train = _active(rows, stop) & (rows.index < stop.num_train_rows)
-    more = (jnp.sum(train, dtype=jnp.int32) > stop.max_active) & (steps < stop.max_steps)
+    left = _count_on_shards(_active(rows, stop) & _trained(rows, stop))
+    more = (jnp.max(left) > stop.max_active) & (steps < stop.max_steps)
+    more &= jnp.all(left > stop.refill_at) & (jnp.sum(left) > stop.max_left)
     if rows.draft is None:
         return more
     # Steps that verify cost a little more, with residuals or a draft source more than that.
     # Rows at their cache limit count: the scheduler drops drafts only if no row is verifying.
-    return more & ((stop.max_active > 0) | jnp.any(verifying(rows)))
+    bounds = stop.max_active, jnp.max(stop.refill_at), stop.max_left
+    return more & ((functools.reduce(jnp.maximum, bounds) > 0) | jnp.any(verifying(rows)))
 
 
 @functools.partial(jax.jit, static_argnames=("program", "width"), donate_argnames="rows")
@@ -207,9 +225,8 @@ def verify_trie(
     tokens, depths, ends, nodes = (reshard(x, "batch", None) for x in tries)
     packed = init_cache(program.model, *tokens.shape)
     hidden, packed = model(tokens, cache=packed, positions_BT=depths, ends_BS=ends)
-    hidden = reshard(hidden, None, None, None).reshape(-1, hidden.shape[-1])
-    read = cut_columns(nodes, rows.prompt_lens - 1, width)
-    hidden = take_rows(hidden, jnp.maximum(read, 0), None, None)
+    read = jnp.maximum(cut_columns(nodes, rows.prompt_lens - 1, width), 0)
+    hidden = on_shards(_at_nodes, hidden, read, like=hidden)
     proposal, active = _propose(program, rows, None, width), _active(rows, stop)
     verify = not program.accept.samples_anew  # as in `decode_steps`
     output = accept_or_sample(program, model, hidden, rows, proposal, verify)
@@ -219,18 +236,38 @@ def verify_trie(
     return gather_slots(packed, nodes), new, counts, progress(new, stop)
 
 
+def _at_nodes(hidden_STD: Array, nodes_bW: Array) -> Array:
+    return take_own_rows(jax.lax.collapse(hidden_STD, 0, 2), nodes_bW)
+
+
 @jax.jit
 def progress(rows: DecodeState, stop: StopCondition) -> Array:
-    """int32 [6]: rows to train on that are not done, all active rows, rows at their cache limit,
-    rows verifying, the longest response of rows not done, the longest draft left to verify."""
+    """int32 [shards, 6]: rows to train on that are not done, all active rows, rows at their cache
+    limit, rows verifying, the longest response of rows not done, the longest draft left to verify.
+    """
     active, verifies = _active(rows, stop), verifying(rows)
     left = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens - rows.lens
-    train = ~rows.done & (rows.index < stop.num_train_rows)
+    train = ~rows.done & _trained(rows, stop)
     counts = (train, active, ~rows.done & ~active, verifies)
-    return jnp.stack(
-        [jnp.sum(x, dtype=jnp.int32) for x in counts]
-        + [jnp.max(jnp.where(~rows.done, rows.lens, 0)), jnp.max(jnp.where(verifies, left, 0))]
-    )
+    longest = jnp.where(~rows.done, rows.lens, 0), jnp.where(verifies, left, 0)
+    numbers = [_count_on_shards(x) for x in counts]
+    return jnp.stack([*numbers, *(_on_each_shard(jnp.max, x) for x in longest)], axis=1)
+
+
+def _count_on_shards(marked: Array) -> Array:
+    """int32 [shards]: rows that are marked in bool [b]; on every device."""
+    return _on_each_shard(functools.partial(jnp.sum, dtype=jnp.int32), marked)
+
+
+def _on_each_shard(reduce: Callable, numbers: Array) -> Array:
+    """[shards]: of the rows [b] on each; on every device."""
+    parts = jnp.reshape(numbers, (shards("batch"), -1), out_sharding=spec("batch", None))
+    return reshard(reduce(parts, axis=1), None)
+
+
+def _trained(rows: DecodeState, stop: StopCondition) -> Array:
+    """bool [b]: rows to train on; and some padding, which is done."""
+    return rows.index % stop.shard_rows < stop.num_train_rows
 
 
 def _active(rows: DecodeState, stop: StopCondition) -> Array:

@@ -3,6 +3,9 @@
 `all_rows` holds every row of the rollout in order. A decode batch holds those that are being
 computed, in any order; `index` is each row's place among all rows. Rows are gathered into a batch,
 inserted into another, thinned out as they finish, and scattered back; no token visits the host.
+
+Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: every move
+is one within each shard, without communication.
 """
 
 import dataclasses
@@ -13,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_rows
+from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_own_rows
+from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.sampling import uniforms
-from specrl_jax.sharding import reshard, spec, take_rows
+from specrl_jax.sharding import on_shards, reshard, shard_number, shards, spec, take_own_rows
 from specrl_jax.types import Drafts, Rollout, Source
 
 
@@ -102,22 +106,32 @@ def verifying(rows: DecodeState) -> Array:
 
 @jax.jit
 def gather(all_rows: DecodeState, places: Array) -> DecodeState:
-    """The rows at `places` int32 [b], replicated; a place outside them gives a padding row."""
-    size = all_rows.lens.shape[0]
-    rows = take_rows(all_rows, jnp.clip(places, 0, size - 1))
-    return _pad(rows, reshard((places >= 0) & (places < size), "batch"))
+    """The rows at `places` int32 [b], each among those of its own shard; a place outside them gives
+    a padding row."""
+
+    def local(all_rows: DecodeState, places: Array) -> DecodeState:
+        size = all_rows.lens.shape[0]
+        rows = take_own_rows(all_rows, jnp.clip(places, 0, size - 1))
+        return _pad(rows, (places >= 0) & (places < size))
+
+    return on_shards(local, all_rows, reshard(places, "batch"), like=all_rows)
 
 
 @functools.partial(jax.jit, donate_argnames="all_rows")
 def scatter(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
-    """All rows with a decode batch's rows written to their places; padding is left out."""
+    """All rows with a decode batch's rows written to their places, which lie on the same shard;
+    padding is left out."""
+    return on_shards(_scatter_own, rows, all_rows, like=all_rows)
+
+
+def _scatter_own(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
     total, size = all_rows.lens.shape[0], rows.lens.shape[0]
-    index = reshard(rows.index, None)
+    index = rows.index - shard_number() * total
     place = jnp.full(total, -1).at[index].set(jnp.arange(size), mode="drop")
-    here = reshard(place, "batch") >= 0
+    here = place >= 0
 
     def write(old: Array, new: Array) -> Array:
-        return where_rows(here, take_rows(new, jnp.maximum(place, 0)), old)
+        return where_rows(here, take_own_rows(new, jnp.maximum(place, 0)), old)
 
     draft = all_rows.draft
     if draft is not None:
@@ -161,19 +175,28 @@ def without_drafts(rows: DecodeState) -> DecodeState:
 def resize(
     cache: KVCache, rows: DecodeState, keep: Array, *, size: int, slots: int
 ) -> tuple[KVCache, DecodeState]:
-    """The rows marked in `keep` bool [b], in order, in a batch of `size` rows and `slots` slots.
+    """The rows marked in `keep` bool [b], in order, in a batch of `size` rows and `slots` slots,
+    each on its shard, which must have room for those of its own.
 
     The rest is padding. Scatter the rows first: those that are not kept are gone.
     """
-    order, real = _front(reshard(keep, None), size)
-    return gather_rows(cache, order, slots), _pad(take_rows(rows, order), real)
+    places = size // shards("batch")
+
+    def local(cache: KVCache, rows: DecodeState, keep: Array) -> tuple[KVCache, DecodeState]:
+        order = jnp.argsort(~keep, stable=True)[:places]
+        order = jnp.pad(order, (0, places - order.shape[0]))
+        kept = _pad(take_own_rows(rows, order), jnp.arange(places) < jnp.sum(keep))
+        return gather_own_rows(cache, order, slots), kept
+
+    return on_shards(local, cache, rows, keep, like=(cache, rows))
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))
 def insert(
     cache: KVCache, rows: DecodeState, others: KVCache, other_rows: DecodeState, chosen: Array
 ) -> tuple[KVCache, DecodeState]:
-    """A batch with the rows marked in `chosen` bool [c] of another, in order, in its free places.
+    """A batch with the rows marked in `chosen` bool [c] of another, in order, in its free places,
+    each on its shard.
 
     Free are the places of rows that are done: scatter the rows first. There must be enough of them;
     the caches may differ in length. The result has drafts to verify if one of the batches has.
@@ -181,13 +204,20 @@ def insert(
     drafts = [x.draft for x in (rows, other_rows) if x.draft is not None]
     if len(drafts) == 1:
         rows, other_rows = (_with_drafts_like(x, drafts[0]) for x in (rows, other_rows))
-    order, count = jnp.argsort(~reshard(chosen, None), stable=True), jnp.sum(chosen)
-    free = reshard(rows.done, None)
-    rank = jnp.cumsum(free) - 1
-    taken = reshard(free & (rank < count), "batch")
+    batch = cache, rows
+    return on_shards(_insert_own, batch, (others, other_rows), chosen, like=batch)
+
+
+def _insert_own(
+    batch: tuple[KVCache, DecodeState], others: tuple[KVCache, DecodeState], chosen: Array
+) -> tuple[KVCache, DecodeState]:
+    cache, rows = batch
+    order, count = jnp.argsort(~chosen, stable=True), jnp.sum(chosen)
+    rank = jnp.cumsum(rows.done) - 1
+    taken = rows.done & (rank < count)
     source = order[jnp.clip(rank, 0, len(order) - 1)]
-    news = gather_rows(others, source, cache_slots(cache)), take_rows(other_rows, source)
-    return jax.tree.map(functools.partial(where_rows, taken), news, (cache, rows))
+    news = gather_own_rows(others[0], source, cache_slots(cache)), take_own_rows(others[1], source)
+    return jax.tree.map(functools.partial(where_rows, taken), news, batch)
 
 
 def _with_drafts_like(rows: DecodeState, like: DraftToVerify) -> DecodeState:
@@ -206,13 +236,6 @@ def _with_drafts_like(rows: DecodeState, like: DraftToVerify) -> DecodeState:
 def mark_padding(rows: DecodeState, unwanted: Array) -> DecodeState:
     """Rows marked in `unwanted` bool [b] become padding."""
     return _pad(rows, ~unwanted)
-
-
-def _front(keep: Array, size: int) -> tuple[Array, Array]:
-    """Indices [size] with the rows to keep in front, and which of them those are."""
-    order = jnp.argsort(~keep, stable=True)[:size]
-    order = jnp.pad(order, (0, size - order.shape[0]))
-    return order, reshard(jnp.arange(size) < jnp.sum(keep), "batch")
 
 
 def _pad(rows: DecodeState, real: Array) -> DecodeState:
@@ -234,7 +257,7 @@ def where_rows(rows: Array, new: Array, old: Array) -> Array:
 
 def cut_columns(matrix: Array, start: Array, width: int) -> Array:
     """[b, W, ...]: columns from each row's own start; starts need start + W <= C."""
-    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(matrix, start)
+    return read_slots(matrix, start, width)
 
 
 def column_at(matrix: Array, at: Array) -> Array:
@@ -245,5 +268,4 @@ def column_at(matrix: Array, at: Array) -> Array:
 
 def write_columns(matrix: Array, values: Array, columns: Array) -> Array:
     """[b, C, ...]: the values [b, W, ...] written from each row's own column on."""
-    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-    return jax.vmap(write)(matrix, values, columns)
+    return write_slots(matrix, values, columns)

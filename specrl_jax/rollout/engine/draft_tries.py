@@ -21,7 +21,9 @@ class DraftTries(NamedTuple):
     tokens: np.ndarray  # [S, T]
     depths: np.ndarray  # [S, T]
     ends: np.ndarray  # [S, T]
-    nodes: np.ndarray  # [b, P + W], sequence · T + slot of each row's tokens; -1 after them
+    # [b, P + W], sequence · T + slot of each row's tokens, -1 after them; a row's shard counts its
+    # own sequences.
+    nodes: np.ndarray
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,19 +51,34 @@ def saves_work(shape: tuple[int, int], size: int, width: int, group: int, prompt
 
 
 def pack_drafts(
-    prompts: np.ndarray, prompt_lens: np.ndarray, drafts: np.ndarray, lens: np.ndarray, size: int
+    prompts: np.ndarray,
+    prompt_lens: np.ndarray,
+    drafts: np.ndarray,
+    lens: np.ndarray,
+    size: int,
+    places: np.ndarray | None = None,
 ) -> DraftTries:
-    """Tries of n rows; few numbers of sequences occur, each a multiple of the batch's shards.
+    """Tries of n rows; few numbers of sequences occur, each a multiple of the batch's shards. Each
+    shard has the sequences of its own rows.
 
     prompts: int32 [n, P], right-padded. drafts: int32 [n, W], of which `lens` count. size: rows of
-    the bucket, at least n; the rows after the n hold nothing.
+    the bucket, at least n. places: int [n], of the rows in the bucket (None: the first n); the
+    others hold nothing.
     """
     count, width = drafts.shape
+    places = np.arange(count) if places is None else places
     tokens = np.pad(prompts, ((0, 0), (0, width)))
     np.put_along_axis(tokens, prompt_lens[:, None] + np.arange(width), drafts, axis=1)
     slots = tokens.shape[1]
-    tries = pack(tokens, prompt_lens + lens, sequence_slots(slots), _TRIE)
-    used = len(tries.tokens)
-    tries = tries.padded(min(n for n in sequence_counts(size) if n >= used))
-    nodes = np.pad(tries.nodes, ((0, size - count), (0, 0)), constant_values=-1)
-    return DraftTries(tries.tokens, tries.depths, tries.ends, nodes)
+    pieces = shards("batch")
+    of_shard = [places // (size // pieces) == shard for shard in range(pieces)]
+    length, lens = sequence_slots(slots), prompt_lens + lens
+    tries = [pack(tokens[own], lens[own], length, _TRIE) for own in of_shard]
+    used = max(len(x.tokens) for x in tries) * pieces  # the fullest shard's
+    sequences = min(n for n in sequence_counts(size) if n >= used)
+    nodes = np.full((size, slots), -1, np.int32)
+    for own, x in zip(of_shard, tries):
+        nodes[places[own]] = x.nodes
+    tries = [x.padded(sequences // pieces) for x in tries]
+    packed = (np.concatenate([getattr(x, n) for x in tries]) for n in ("tokens", "depths", "ends"))
+    return DraftTries(*packed, nodes)

@@ -2,7 +2,8 @@
 
 Rows that decode share one batch, `running`; beside it there may be one more whose rows begin. All
 rows of the rollout are in `all_rows`, in order; a batch writes its rows back there. The scheduler
-decides which rows run, in which bucket and for how long.
+decides which rows run, in which bucket and for how long. Shards of the batch have equal parts of a
+bucket, and a row stays on its shard: the fullest one needs the bucket.
 
 Between two runs the host reads a few counts. Of tokens it reads the drafts alone, to pack them.
 """
@@ -10,14 +11,14 @@ Between two runs the host reads a few counts. Of tokens it reads the drafts alon
 import dataclasses
 import functools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.models.kv_cache import KVCache
+from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode, decode_state
@@ -28,11 +29,9 @@ from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.sharding import put
+from specrl_jax.sharding import put, shards
 
 FOREVER = np.iinfo(np.int32).max
-_COUNTS = ("train_rows", "active", "at_cache_limit", "verifying")
-_LENGTHS = ("longest", "longest_draft")
 
 
 @dataclasses.dataclass
@@ -44,28 +43,54 @@ class DecodeBatch:
     size: int  # rows, padding included
     slots: int  # of the cache
     written_back: int  # rows that were unfinished when the batch was last written back
-    # As `decode.progress` reports them.
-    train_rows: int = 0  # train rows that are not done
-    active: int = 0
-    at_cache_limit: int = 0  # rows that wait for a longer cache
-    verifying: int = 0
+    counts: "RowCounts"
     longest: int = 0  # tokens of the longest row that is not done
     longest_draft: int = 0  # draft tokens left to verify
 
     @property
     def unfinished(self) -> int:
-        return self.active + self.at_cache_limit
+        return int(self.counts.unfinished.sum())
+
+    @property
+    def train_rows(self) -> int:
+        return int(self.counts.train.sum())
+
+    @property
+    def verifying(self) -> int:
+        return int(self.counts.verifying.sum())
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.size, self.slots
 
     def update(self, progress: np.ndarray) -> None:
-        for name, number in zip((*_COUNTS, *_LENGTHS), progress.tolist(), strict=True):
-            setattr(self, name, number)
+        """progress: as `decode.progress` reports it."""
+        self.counts = RowCounts(*progress[:, :4].T)
+        self.longest, self.longest_draft = progress[:, 4:].max(axis=0).tolist()
 
     def drop_drafts(self) -> None:
-        self.rows, self.verifying, self.longest_draft = decode_state.without_drafts(self.rows), 0, 0
+        self.rows, self.longest_draft = decode_state.without_drafts(self.rows), 0
+        self.counts = self.counts._replace(verifying=0 * self.counts.verifying)
+
+
+class RowCounts(NamedTuple):
+    """Rows of a batch on each shard, int [shards]."""
+
+    train: np.ndarray  # to train on, not done
+    active: np.ndarray
+    at_cache_limit: np.ndarray  # they wait for a longer cache
+    verifying: np.ndarray
+
+    @property
+    def unfinished(self) -> np.ndarray:
+        return self.active + self.at_cache_limit
+
+    @classmethod
+    def begun(cls, train: np.ndarray, active: np.ndarray, verifying: np.ndarray) -> "RowCounts":
+        """Of rows [b] that are marked."""
+        marks = (x.reshape(shards("batch"), -1).sum(axis=1) for x in (train, active, verifying))
+        train, active, verifying = marks
+        return cls(train, active, 0 * active, verifying)
 
 
 @dataclasses.dataclass
@@ -90,27 +115,33 @@ class ModelRunner:
 
     # Rows begin ------------------------------------------------------------------------------
 
-    def prefill(
-        self, index: np.ndarray, size: int, slots: int, draft_lens: np.ndarray
-    ) -> DecodeBatch:
-        """A batch of the rows `index` int [n], whole groups that hold nothing yet. draft_lens:
-        int [n], draft tokens to verify, 0 for all where none are."""
+    def prefill(self, index: np.ndarray, slots: int, draft_lens: np.ndarray) -> DecodeBatch:
+        """A batch of the rows `index` int [size], whole groups that hold nothing yet, and padding,
+        -1. draft_lens: int [size], draft tokens to verify, 0 for all where none are."""
         group = self.program.group_size
-        prompts = self.requests.prompts.tokens[np.resize(index[::group], size // group) // group]
-        rows = self._gather(index, size, with_drafts=draft_lens.any())
+        prompts = self.requests.prompts.tokens[self._prompts(index[::group])]
+        rows = self._gather(index, with_drafts=draft_lens.any())
         start = time.perf_counter()
         cache = decode.prefill(self.program, self.weights, prompts)
         cache = decode.broadcast_prefill(cache, slots=slots, group_size=group)
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
         self.stats.programs.add(("prefill", *prompts.shape))
-        self.note_bytes(prompts.shape, (size, slots), *self.running_shape())
-        return DecodeBatch(
-            cache, rows, size, slots, len(index), active=len(index),
-            train_rows=int(np.count_nonzero(index < self.requests.num_train_rows)),
-            # Rows that hold nothing verify exactly where they have a draft.
-            verifying=int(np.count_nonzero(draft_lens)), longest_draft=int(draft_lens.max()),
-        )  # fmt: skip
+        self.note_bytes(prompts.shape, (len(index), slots), *self.running_shape())
+        # Rows that hold nothing verify exactly where they have a draft.
+        counts = RowCounts.begun(self.requests.trained(index), index >= 0, draft_lens > 0)
+        batch = self._batch(cache, rows, index)
+        return dataclasses.replace(batch, counts=counts, longest_draft=int(draft_lens.max()))
+
+    def _batch(self, cache: KVCache, rows: DecodeState, index: np.ndarray) -> DecodeBatch:
+        """Of the rows `index`, not counted yet."""
+        nothing = RowCounts.begun(*[index < -1] * 3)
+        slots = cache_slots(cache)
+        return DecodeBatch(cache, rows, len(index), slots, np.count_nonzero(index >= 0), nothing)
+
+    def _prompts(self, index: np.ndarray) -> np.ndarray:
+        """The prompts of rows, padding with any."""
+        return np.where(index >= 0, index, index.max()) // self.program.group_size
 
     @functools.cached_property
     def draft_tokens(self) -> np.ndarray:
@@ -118,17 +149,17 @@ class ModelRunner:
         return hosts.fetch(self.drafts.previous.tokens)
 
     def verify_trie(
-        self, index: np.ndarray, size: int, tries: DraftTries, width: int
+        self, index: np.ndarray, tries: DraftTries, width: int
     ) -> tuple[DecodeBatch, StepCounts]:
-        """A batch of the rows `index` int [n], which hold nothing before: prompts and drafts of at
-        most `width` tokens are computed and verified in one pass over their tries."""
-        rows = self._gather(index, size, with_drafts=True)
+        """A batch of the rows `index` int [size], which hold nothing before: prompts and drafts of
+        at most `width` tokens are computed and verified in one pass over their tries."""
+        rows = self._gather(index, with_drafts=True)
         stop = self.stop_condition(max_active=-1, max_steps=1)
         start = time.perf_counter()
         cache, rows, counts, progress = decode.verify_trie(
             self.program, self.weights, tries, rows, stop, width=width
         )
-        batch = DecodeBatch(cache, rows, size, tries.nodes.shape[1], len(index))
+        batch = self._batch(cache, rows, index)
         self.draft_state_stale = True
         counts = self._read_counts(batch, counts, progress)
         self.stats.add_verification(*tries.shape, counts, time.perf_counter() - start)
@@ -137,33 +168,32 @@ class ModelRunner:
         return batch, counts
 
     def re_prefill(
-        self, index: np.ndarray, size: int, slots: int, width: int, *, with_drafts: bool
+        self, index: np.ndarray, slots: int, width: int, *, with_drafts: bool
     ) -> DecodeBatch:
-        """A batch of the rows `index`, which hold up to `width` tokens but have no cache: one pass
-        over prompts and tokens."""
-        rows = self._gather(index, size, with_drafts=with_drafts)
-        prompts = self.requests.prompts.tokens[np.resize(index, size) // self.program.group_size]
+        """A batch of the rows `index` int [size], which hold up to `width` tokens but have no
+        cache: one pass over prompts and tokens."""
+        rows = self._gather(index, with_drafts=with_drafts)
+        prompts = self.requests.prompts.tokens[self._prompts(index)]
         start = time.perf_counter()
         cache = decode.re_prefill(
             self.program, self.weights, prompts, rows, slots=slots, width=width
         )
-        batch = DecodeBatch(cache, rows, size, slots, len(index))
+        batch = self._batch(cache, rows, index)
         self._count(batch)
         self.stats.prefill_seconds += time.perf_counter() - start
         self.stats.programs.add(("re_prefill", *batch.shape, width))
         self.note_bytes(batch.shape, *self.running_shape())
         return batch
 
-    def _gather(self, index: np.ndarray, size: int, *, with_drafts: bool) -> DecodeState:
+    def _gather(self, index: np.ndarray, *, with_drafts: bool) -> DecodeState:
         if with_drafts and self.all_rows.draft is None:
             previous, log_lenience = self.drafts.previous, self.drafts.log_lenience
             self.all_rows = decode_state.with_drafts(
                 self.all_rows, previous, self.program.accept, log_lenience
             )
-        padded = np.full(size, -1, np.int32)
-        padded[: len(index)] = index
+        places = np.where(index >= 0, index % self.requests.shard_rows, -1).astype(np.int32)
         rows = self.all_rows if with_drafts else decode_state.without_drafts(self.all_rows)
-        return decode_state.gather(rows, padded)
+        return decode_state.gather(rows, places)
 
     def _count(self, batch: DecodeBatch) -> None:
         batch.update(hosts.fetch(decode.progress(batch.rows, self.stop_condition())))
@@ -175,7 +205,8 @@ class ModelRunner:
         if not batch.unfinished:
             self._write_back_finished(batch)
             return
-        running, shape = self.running, self.inserted_shape(batch.unfinished, batch.longest)
+        running = self.running
+        shape = self.inserted_shape(batch.counts.unfinished, batch.longest)
         if running is None:
             self.running = self._resized(batch, *shape)
             return
@@ -186,19 +217,19 @@ class ModelRunner:
         cache, rows = decode_state.insert(
             running.cache, running.rows, batch.cache, batch.rows, ~batch.rows.done
         )
-        sums = {n: getattr(running, n) + getattr(batch, n) for n in _COUNTS}
-        most = {n: max(getattr(running, n), getattr(batch, n)) for n in _LENGTHS}
-        total = running.unfinished + batch.unfinished
-        self.running = DecodeBatch(cache, rows, *shape, total, **sums, **most)
+        counts = RowCounts(*map(np.add, running.counts, batch.counts))
+        longest = max(running.longest, batch.longest)
+        draft, total = max(running.longest_draft, batch.longest_draft), counts.unfinished.sum()
+        self.running = DecodeBatch(cache, rows, *shape, int(total), counts, longest, draft)
 
-    def inserted_shape(self, unfinished: int, longest: int) -> tuple[int, int]:
-        """(rows, slots) of the bucket for the running rows and `unfinished` more, the longest of
-        which holds `longest` tokens."""
+    def inserted_shape(self, unfinished: np.ndarray, longest: int) -> tuple[int, int]:
+        """(rows, slots) of the bucket for the running rows and `unfinished` [shards] more, the
+        longest of which holds `longest` tokens."""
         if self.running is not None:
-            unfinished += self.running.unfinished
+            unfinished = unfinished + self.running.counts.unfinished
             longest = max(longest, self.running.longest)
         buckets = self.budget.buckets
-        return buckets.rows_for(unfinished), buckets.slots_for(longest + 1)
+        return buckets.rows_for_shards(unfinished), buckets.slots_for(longest + 1)
 
     def resize(self, size: int, slots: int) -> DecodeBatch:
         """The running batch, its unfinished rows compacted into another bucket."""
@@ -225,13 +256,23 @@ class ModelRunner:
         self._extra_bucket = [(size, batch.slots)]
         self.note_bytes(batch.shape, *self.running_shape())
         # Only train rows have drafts.
-        others = dataclasses.replace(batch, verifying=0)
-        others.train_rows = others.active = others.written_back = batch.active - batch.verifying
-        others.rows = decode_state.mark_padding(batch.rows, verifying)
-        others.rows = decode_state.without_drafts(others.rows)
-        left = dataclasses.replace(batch, cache=cache, rows=rows, size=size)
-        left.train_rows = left.active = left.written_back = batch.verifying
-        if others.active:
+        counts = batch.counts
+        ahead = counts.active - counts.verifying
+        others = dataclasses.replace(
+            batch,
+            rows=decode_state.without_drafts(decode_state.mark_padding(batch.rows, verifying)),
+            counts=counts._replace(train=ahead, active=ahead, verifying=0 * ahead),
+            written_back=int(ahead.sum()),
+        )
+        left = dataclasses.replace(
+            batch,
+            cache=cache,
+            rows=rows,
+            size=size,
+            counts=counts._replace(train=counts.verifying, active=counts.verifying),
+            written_back=batch.verifying,
+        )
+        if ahead.any():
             self.insert(others)
         self._extra_bucket = []
         return left
@@ -243,7 +284,7 @@ class ModelRunner:
         self.write_back(running)
         running.rows = decode_state.mark_padding(running.rows, put(rows, "batch"))
         self._count(running)
-        running.written_back = running.active
+        running.written_back = int(running.counts.active.sum())
 
     def write_back_all(self) -> None:
         """Write the running rows back; then none is running."""
@@ -271,13 +312,25 @@ class ModelRunner:
     # The model runs --------------------------------------------------------------------------
 
     def stop_condition(
-        self, max_active: int = FOREVER, max_len: int | None = None, max_steps: int = FOREVER
+        self,
+        max_active: int = FOREVER,
+        max_len: int | None = None,
+        max_steps: int = FOREVER,
+        refill_at: np.ndarray | None = None,
+        max_left: int = -1,
     ) -> StopCondition:
-        """max_len: tokens of a row, by default all its slots."""
+        """max_len: tokens of a row, by default all its slots. The others as in `StopCondition`."""
         max_len = self.program.response_slots if max_len is None else max_len
-        # NumPy's scalars: a device array for each would cost the host half a millisecond a run.
-        numbers = (min(max_active, FOREVER), max_len, max_steps, self.requests.num_train_rows)
-        return StopCondition(*map(np.int32, numbers))
+        requests = self.requests
+        return StopCondition.of(
+            max_active,
+            max_len,
+            max_steps,
+            requests.shard_train_rows,
+            requests.shard_rows,
+            refill_at=refill_at,
+            max_left=max_left,
+        )
 
     def run(
         self, batch: DecodeBatch, stop: StopCondition, width: int, *, verify: bool = False
@@ -285,7 +338,7 @@ class ModelRunner:
         """`decode.decode_steps` on the batch; verify: a verification pass."""
         drafting = self.program.draft_source is not None and width > 1 and not verify
         draft_state = self._synced_draft_state(batch) if drafting else None
-        start = time.perf_counter()
+        left, start = batch.counts.unfinished, time.perf_counter()
         batch.cache, batch.rows, draft_state, counts, progress = decode.decode_steps(
             self.program,
             self.weights,
@@ -308,6 +361,9 @@ class ModelRunner:
             self.stats.add_verification(batch.size, width, counts, seconds)
         else:
             self.stats.add_decode(batch.shape, width, counts, seconds)
+            left = np.stack([left, batch.counts.unfinished])  # before and after
+            idle = np.sum(left.max(axis=1, keepdims=True) - left) / 2
+            self.stats.imbalance_row_steps += float(counts.steps * idle)
         return counts
 
     def _read_counts(self, batch: DecodeBatch, counts: StepCounts, progress: Array) -> StepCounts:
@@ -317,7 +373,7 @@ class ModelRunner:
         batch.update(progress)
         if done is not None:
             index, done = done
-            self.finished[index[done & (index < self.requests.num_train_rows)]] = True
+            self.finished[index[done & self.requests.trained(index)]] = True
         return counts
 
     def _synced_draft_state(self, batch: DecodeBatch) -> Any:

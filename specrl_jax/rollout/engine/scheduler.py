@@ -5,11 +5,13 @@
           └─ preempted, resumed: prefilled with their tokens ←───┘
 
 Nothing that is decided here changes a token of a row. `runner.py` carries the decisions out.
+Each shard of the batch has queues of its own: its rows, which never leave it.
 """
 
 import collections
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +20,11 @@ from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
 from specrl_jax.rollout.engine.decode import StepCounts
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.draft_tries import DraftTries, pack_drafts, saves_work
-from specrl_jax.rollout.engine.requests import Requests
+from specrl_jax.rollout.engine.queues import HeldRow, Queues
 from specrl_jax.rollout.engine.runner import FOREVER, DecodeBatch, ModelRunner
 
 STEPS_BETWEEN_INSERTS = 64  # of rows of the next step into idle places
 STEPS_BETWEEN_COUNTS = 32  # at most, of the groups that are done, where enough of them end it all
-
-# Tokens that a row holds, and its index.
-HeldRow = tuple[int, int]
 
 
 @dataclasses.dataclass
@@ -33,21 +32,18 @@ class Starting:
     """Rows that begin, beside those that are running."""
 
     batch: DecodeBatch
-    drafts_left: np.ndarray  # int [n], draft tokens of each row that are not verified
+    drafts_left: np.ndarray  # int [n], draft tokens of each real row that are not verified
     plan: VerifyPlan | None  # the first verification pass
 
 
 class Scheduler:
-    """Runs all rows of a rollout to their end.
-
-    Rows wait in four queues. `resumed` and `preempted` rows hold tokens, `waiting` groups hold
-    none; groups of `next_step` only use places that would be idle.
-    """
+    """Runs all rows of a rollout to their end."""
 
     def __init__(self, runner: ModelRunner, speculation: Speculation | None = None):
         self.runner, self.requests, self.speculation = runner, runner.requests, speculation
         self.program, self.budget = runner.program, runner.budget
         self.buckets = self.budget.buckets
+        self.shards = self.buckets.multiple
         self.rule = self.program.accept
         # Where every token is sampled anew, only wide decode steps use what is left of a draft.
         self.verify_while_decoding = runner.drafts.previous is not None and (
@@ -56,23 +52,7 @@ class Scheduler:
         # A rule that needs the whole draft has no choice of a pass.
         self.chooses_verification = speculation is not None and not self.rule.whole_draft
         self.budget.check()
-        self._enqueue(self.requests)
-
-    def _enqueue(self, requests: Requests) -> None:
-        group, num_train = self.program.group_size, requests.num_train_rows
-        held = requests.held_lens.reshape(-1, group).any(axis=1)
-        # Drafts of like length are verified together: a pass is as wide as its longest.
-        longest = requests.draft_lens.reshape(-1, group).max(axis=1)
-        groups = np.flatnonzero(~held).tolist()
-        groups.sort(key=lambda g: (g >= requests.num_resumed, -longest[g], g))
-        self.waiting = collections.deque(g for g in groups if g * group < num_train)
-        self.next_step = collections.deque(g for g in groups if g * group >= num_train)
-        self.resumed: list[HeldRow] = [
-            (int(requests.held_lens[row]), row)
-            for row in range(num_train)
-            if held[row // group] and not requests.done[row]
-        ]
-        self.preempted: list[HeldRow] = []
+        self.queues = Queues(self.requests)
 
     @property
     def running(self) -> DecodeBatch | None:
@@ -89,7 +69,7 @@ class Scheduler:
             if self.running is None:
                 break
             self._decode()
-            if not self.running.train_rows and not self._is_waiting():
+            if not self.running.train_rows and not self.queues.is_waiting():
                 break
         if self.running is not None:
             self.runner.write_back_all()
@@ -98,16 +78,12 @@ class Scheduler:
     def _may_end(self) -> bool:
         """Whether so much is done that the rest may wait for the next rollout."""
         requests = self.requests
-        if requests.allow_unfinished and self.running is not None and not self._is_waiting():
+        if requests.allow_unfinished and self.running is not None and not self.queues.is_waiting():
             return self.running.train_rows <= requests.allow_unfinished
         if not requests.stop_after_groups:
             return False
         groups = self.runner.finished.reshape(-1, self.program.group_size).all(axis=1)
         return int(groups.sum()) >= requests.stop_after_groups
-
-    def _is_waiting(self) -> bool:
-        """Whether train rows that are not done are not running."""
-        return bool(self.resumed or self.waiting or self.preempted)
 
     def _may_draft(self) -> bool:
         """Whether decode steps wider than 1 are to be expected."""
@@ -125,113 +101,143 @@ class Scheduler:
             return
         if not self.running.unfinished:
             self.runner.write_back_all()
-        elif self.budget.cache_bytes and self._is_waiting():
-            size = self.buckets.rows_for(self.running.unfinished)
+        elif self.budget.cache_bytes and self.queues.is_waiting():
+            size = self.buckets.rows_for_shards(self.running.counts.unfinished)
             self.runner.resize(size, self.running.slots)
 
     def _begin(self) -> Starting | None:
         """Waiting rows that start now; None where there is no room for any."""
-        if not self._is_waiting():
+        if not self.queues.is_waiting():
             return self._begin_next_step()
-        held_rows = self.resumed or ([] if self.waiting else self.preempted)
-        size = self._num_admitted(held_rows)
+        resumed, waiting = any(self.queues.resumed), any(self.queues.waiting)
+        held_rows = self.queues.resumed if resumed or waiting else self.queues.preempted
+        size, counts = self._num_admitted(held_rows)
         if not size:
             return None
-        if self.resumed:
-            chosen, self.resumed = self.resumed[:size], self.resumed[size:]
-            return self._re_prefill(chosen, size, with_drafts=True)
-        if self.waiting:
-            count = min(size // self.program.group_size, len(self.waiting))
-            return self._prefill(self.waiting, count, size)
-        self.preempted.sort()
-        chosen, self.preempted = self.preempted[:size], self.preempted[size:]
-        return self._re_prefill(chosen, size)
+        if not resumed and waiting:
+            return self._prefill(self.queues.waiting, counts // self.program.group_size, size)
+        chosen = []
+        for queue, count in zip(held_rows, counts.tolist()):
+            if not resumed:
+                queue.sort()
+            chosen.append(queue[:count])
+            del queue[:count]
+        return self._re_prefill(chosen, size, with_drafts=resumed)
 
-    def _num_admitted(self, held_rows: list[HeldRow]) -> int:
-        """Rows of the bucket in which rows begin, 0 for none: `held_rows`, else waiting groups."""
-        running = self.running.unfinished if self.running else 0
-        held = max((n for n, _ in held_rows), default=0) if held_rows else self._tokens_at_once()
-        longest = max(held, self.running.longest if self.running else 0)
+    def _num_admitted(self, held_rows: list[list[HeldRow]]) -> tuple[int, np.ndarray]:
+        """Rows of the bucket in which rows begin, 0 for none, and how many begin on each shard:
+        `held_rows`, else waiting groups."""
+        running, group = self._unfinished(), self.program.group_size
+        held = [n for n, _ in itertools.chain(*held_rows)] or [self._tokens_at_once()]
+        longest = max(*held, self.running.longest if self.running else 0)
         # As where rows are inserted: rows that filled a cache come back to the next longer one.
         capacity = self.budget.capacity(self.buckets.response_for(longest + 1))
-        count = len(held_rows) or len(self.waiting) * self.program.group_size
-        free = capacity - running
+        counts = np.array([len(rows) for rows in held_rows])
+        unit = 1 if counts.any() else group
+        counts = counts if counts.any() else group * np.array([len(x) for x in self.queues.waiting])
+        free = np.maximum(capacity // self.shards - running, 0)
         # Padding is gone once rows are inserted: only a bound on bytes counts it.
-        ignore_padding = count <= free and not self.budget.cache_bytes
-        size = self.buckets.admission(count, capacity if ignore_padding else free)
-        if running and size < min(count, self.budget.refill(capacity)):
-            return 0
-        if size and running and self._exceeds_budget(size, min(size, count), longest):
-            return 0
-        return size
+        ignore_padding = np.all(counts <= free) and not self.budget.cache_bytes
+        # A shard that could begin its rows alone; each asks for a bucket, the fullest gets its own.
+        asked = np.array([
+            n and self.buckets.admission(n * self.shards, capacity if ignore_padding else m)
+            for n, m in zip(counts.tolist(), (free * self.shards).tolist())
+        ])  # fmt: skip
+        size, nothing = int(asked.max()), (0, counts)
+        enough = np.minimum(counts * self.shards, self.budget.refill(capacity))
+        if running.any() and not np.any((counts > 0) & (asked >= enough)):
+            return nothing
+        begin = np.minimum(np.minimum(counts, size // self.shards), free) // unit * unit
+        if size and running.any() and self._exceeds_budget(size, begin, longest):
+            return nothing
+        return size, begin
+
+    def _unfinished(self) -> np.ndarray:
+        """int [shards], running rows that are not done."""
+        return self.running.counts.unfinished if self.running else np.zeros(self.shards, int)
 
     def _tokens_at_once(self) -> int:
         """Tokens for which waiting groups need a cache at once: an accepted draft, or the pass over
         a draft that is verified whole."""
         group = self.program.group_size
-        longest = int(self.requests.draft_lens.reshape(-1, group)[list(self.waiting)].max())
+        groups = list(itertools.chain(*self.queues.waiting))
+        longest = int(self.requests.draft_lens.reshape(-1, group)[groups].max())
         whole = self.rule.whole_draft and longest
         return self.buckets.verify_width_for(longest) if whole else longest
 
     def _begin_next_step(self) -> Starting | None:
         """Let groups of the next step start in places that would be idle."""
-        if not self.next_step or self.running is None:
+        if not any(self.queues.next_step) or self.running is None:
             return None
         group, running = self.program.group_size, self.running
         capacity = self.budget.capacity(self.buckets.response_for(running.longest + 1))
-        count = (min(running.size, capacity) - running.unfinished) // group
-        count = min(count, len(self.next_step), self.buckets.admissions[0] // group)
-        if count * group < max(running.size // 4, 1):  # not worth a prefill and a move
+        idle = min(running.size, capacity) // self.shards - running.counts.unfinished
+        waiting = [len(queue) for queue in self.queues.next_step]
+        most = self.buckets.admissions[0] // self.shards // group
+        counts = np.minimum(np.minimum(idle // group, waiting), most)
+        rows = int(counts.max()) * group * self.shards
+        if rows < max(running.size // 4, 1):  # not worth a prefill and a move
             return None
-        size = self.buckets.admission(count * group, self.buckets.admissions[0])
-        if self._exceeds_budget(size, count * group, running.longest):
+        counts = np.maximum(counts, 0)
+        size = self.buckets.admission(rows, self.buckets.admissions[0])
+        if self._exceeds_budget(size, counts * group, running.longest):
             return None
-        return self._prefill(self.next_step, count, size)
+        return self._prefill(self.queues.next_step, counts, size)
 
-    def _exceeds_budget(self, size: int, count: int, longest: int) -> bool:
-        """Whether `count` rows of up to `longest` tokens, begun in a bucket of `size`, and the
-        running rows would take too many bytes."""
-        joined = self.runner.inserted_shape(count, longest)
+    def _exceeds_budget(self, size: int, counts: np.ndarray, longest: int) -> bool:
+        """Whether `counts` [shards] rows of up to `longest` tokens, begun in a bucket of `size`,
+        and the running rows would take too many bytes."""
+        joined = self.runner.inserted_shape(counts, longest)
         longest_draft = int(self.requests.draft_lens.max())
         widths = self._widths_to_verify(longest_draft) if longest_draft else []
         slots = max([joined[1], *(self.buckets.verify_slots(w, longest_draft) for w in widths)])
         return not self.budget.holds((size, slots), *{*self.runner.running_shape(), joined})
 
-    def _prefill(self, queue: collections.deque[int], count: int, size: int) -> Starting:
-        """The first `count` groups of a queue; they hold nothing."""
-        group = self.program.group_size
-        groups = np.asarray([queue.popleft() for _ in range(count)])
-        index = (groups[:, None] * group + np.arange(group)).reshape(-1)
-        drafts = self.requests.draft_lens[index]
-        tries = self._pack_drafts(index, size, drafts)
-        plan = self._plan_verification(drafts, size, tries=tries)
+    def _prefill(
+        self, queues: list[collections.deque[int]], counts: np.ndarray, size: int
+    ) -> Starting:
+        """The first `counts` [shards] groups of queues; they hold nothing."""
+        index = self.queues.places(self.queues.pop_groups(queues, counts), size)
+        real = index >= 0
+        drafts = np.where(real, self.requests.draft_lens[index], 0)
+        tries = self._pack_drafts(index, drafts)
+        plan = self._plan_verification(drafts[real], size, tries=tries)
         if plan and plan.sequences:
-            batch, counts = self.runner.verify_trie(index, size, tries, plan.verify_width)
-            self._record(plan, counts)
-            return Starting(batch, drafts, None)
+            batch, counted = self.runner.verify_trie(index, tries, plan.verify_width)
+            self._record(plan, counted)
+            return Starting(batch, drafts[real], None)
         # Without a pass, the slots that rows will share, so that they need not move.
-        slots = plan.slots if plan else self.runner.inserted_shape(0, 0)[1]
+        slots = plan.slots if plan else self.runner.inserted_shape(np.zeros(1, int), 0)[1]
         verify = drafts if plan or self.verify_while_decoding else np.zeros_like(drafts)
-        return Starting(self.runner.prefill(index, size, slots, verify), drafts, plan)
+        return Starting(self.runner.prefill(index, slots, verify), drafts[real], plan)
 
-    def _pack_drafts(self, index: np.ndarray, size: int, drafts: np.ndarray) -> DraftTries | None:
+    def _pack_drafts(self, index: np.ndarray, drafts: np.ndarray) -> DraftTries | None:
         """Prompts and drafts of these rows packed, where they can be verified whole in one pass and
         that computes fewer tokens than a prefill and a pass over the rows."""
         buckets, longest, group = self.buckets, int(drafts.max()), self.program.group_size
-        width = buckets.verify_width_for(longest)
+        size, width, places = (
+            len(index),
+            buckets.verify_width_for(longest),
+            np.flatnonzero(index >= 0),
+        )
         if not 0 < longest <= width:
             return None
+        index, lens = index[places], drafts[places]
         prompts, tokens = self.requests.prompts, self.runner.draft_tokens[index, :width]
-        of_row = index // group
-        tries = pack_drafts(prompts.tokens[of_row], prompts.lens[of_row], tokens, drafts, size)
+        of_row = prompts.tokens[index // group], prompts.lens[index // group]
+        tries = pack_drafts(*of_row, tokens, lens, size, places)
         shapes = (tries.shape, (size, tries.nodes.shape[1]), *self.runner.running_shape())
         fits = self.budget.holds(*shapes)
         saves = saves_work(tries.shape, size, width, group, buckets.prompt_slots)
         return tries if fits and saves else None
 
-    def _re_prefill(self, chosen: list[HeldRow], size: int, with_drafts: bool = False) -> Starting:
-        """Rows that hold tokens. with_drafts: they may have drafts left to verify."""
-        index, longest = np.asarray([row for _, row in chosen]), max(n for n, _ in chosen)
+    def _re_prefill(
+        self, chosen: list[list[HeldRow]], size: int, with_drafts: bool = False
+    ) -> Starting:
+        """Rows of each shard that hold tokens. with_drafts: they may have drafts left to verify."""
+        longest = max(n for n, _ in itertools.chain(*chosen))
+        places = self.queues.places([[row for _, row in rows] for rows in chosen], size)
+        index = places[places >= 0]
         width = self.buckets.response_for(longest)
         slots, plan, left = self.buckets.slots(width), None, np.zeros(len(index), np.int32)
         begun = self.buckets.prompt_slots + width
@@ -244,7 +250,7 @@ class Scheduler:
         if plan:
             slots = max(slots, begun + plan.verify_width)
         verify = plan is not None or self.verify_while_decoding
-        batch = self.runner.re_prefill(index, size, slots, width, with_drafts=verify)
+        batch = self.runner.re_prefill(places, slots, width, with_drafts=verify)
         return Starting(batch, left, plan)
 
     # Verification ----------------------------------------------------------------------------
@@ -279,7 +285,7 @@ class Scheduler:
         if not widths:
             return None
         running, buckets = self.running, self.buckets
-        others = len(self.waiting) * self.program.group_size
+        others = sum(map(len, self.queues.waiting)) * self.program.group_size
         plans = [
             VerifyPlan(
                 draft_lens=tuple(drafts_left[drafts_left > 0].tolist()),
@@ -331,11 +337,11 @@ class Scheduler:
     def _split(self, starting: Starting) -> None:
         """Keep only the rows that are verifying, where they fit a smaller bucket and there is room
         for both and for the batch into which the others are inserted."""
-        batch = starting.batch
-        size = self.buckets.rows_for(batch.verifying)
+        batch, counts = starting.batch, starting.batch.counts
+        size = self.buckets.rows_for_shards(counts.verifying)
         if size >= batch.size:
             return
-        joined = self.runner.inserted_shape(batch.active - batch.verifying, batch.longest)
+        joined = self.runner.inserted_shape(counts.active - counts.verifying, batch.longest)
         shapes = (batch.shape, (size, batch.slots), *self.runner.running_shape(), joined)
         if self.budget.holds(*shapes):
             starting.batch = self.runner.split(batch, size)
@@ -354,64 +360,71 @@ class Scheduler:
             running.drop_drafts()
         response = self.buckets.response_for(running.longest + 1)
         running = self.runner.resize(
-            self.buckets.rows_for(running.unfinished), self.buckets.slots(response)
+            self.buckets.rows_for_shards(running.counts.unfinished), self.buckets.slots(response)
         )
-        max_active, max_steps = self._when_to_stop(capacity)
+        pause = {"max_len": response, **self._when_to_pause(capacity)}
         if self.speculation is None:
-            stop = self.runner.stop_condition(max_active, response, max_steps)
+            stop = self.runner.stop_condition(**pause)
             self.runner.run(running, stop, self.buckets.widths[-1])
             return
         plan = self.speculation.plan_steps(running.size, running.slots, self.buckets.widths)
-        max_steps = min(max_steps, plan.max_steps or max_steps)
-        stop = self.runner.stop_condition(max_active, response, max_steps)
+        pause["max_steps"] = min(pause["max_steps"], plan.max_steps or FOREVER)
+        stop = self.runner.stop_condition(**pause)
         counts = self.runner.run(running, stop, plan.width)
         numbers = int(counts.accepted), int(counts.verified)
         self.runner.stats.predicted_seconds += self.speculation.record_steps(
             plan, int(counts.steps), counts.matched.tolist(), *numbers
         )
 
-    def _when_to_stop(self, capacity: int) -> tuple[int, int]:
-        """Active train rows, and steps, at which decoding pauses."""
+    def _when_to_pause(self, capacity: int) -> dict[str, Any]:
+        """Arguments of a stop condition: active train rows, and steps, at which decoding pauses."""
         running, requests = self.running, self.requests
-        if self._is_waiting():
-            # As many places are free then as rows begin together; at least one more than now.
-            free = self.budget.refill(capacity)
-            max_active = max(min(capacity - free, running.train_rows - 1), 0)
+        if self.queues.is_waiting():
+            # As many places are free then as rows begin together; at least one more than now. So on
+            # any shard where rows wait.
+            kept, left = capacity - self.budget.refill(capacity), running.counts.train
+            refill = np.clip(left - 1, 0, max(kept // self.shards, 0))
+            refill = np.where((self.queues.waiting_rows() > 0) & (left > 0), refill, -1)
+            pause = {"max_active": 0, "refill_at": refill}
         else:
-            max_active = max(self.buckets.rows_below(running.size), requests.allow_unfinished)
+            pause = {"max_active": self.buckets.rows_below(running.size) // self.shards}
+            pause["max_left"] = requests.allow_unfinished
         if requests.stop_after_groups:
             steps = max(self.program.response_slots // 8, 1)
-            return max_active, min(steps, STEPS_BETWEEN_COUNTS)
+            return pause | {"max_steps": min(steps, STEPS_BETWEEN_COUNTS)}
         if running.train_rows < running.unfinished:  # the next step's rows keep the bucket as it is
-            return 0, STEPS_BETWEEN_INSERTS
-        insert = self.next_step and not self._is_waiting()
-        return max_active, STEPS_BETWEEN_INSERTS if insert else FOREVER
+            return {"max_active": 0, "max_steps": STEPS_BETWEEN_INSERTS}
+        insert = any(self.queues.next_step) and not self.queues.is_waiting()
+        return pause | {"max_steps": STEPS_BETWEEN_INSERTS if insert else FOREVER}
 
     # Preemption ------------------------------------------------------------------------------
 
     def _should_preempt(self, capacity: int) -> bool:
         if not self.budget.cache_bytes:
             return False
-        return self.running.unfinished > capacity or self._limited_rows_block_waiting()
+        most = int(self.running.counts.unfinished.max()) * self.shards
+        return most > capacity or self._limited_rows_block_waiting()
 
     def _limited_rows_block_waiting(self) -> bool:
         """Whether rows at the cache limit wait for groups that have yet to begin in a short cache.
         Not where the first groups to be done end the rollout: long rows would wait for ever."""
-        return bool(
-            self.running.at_cache_limit and self.waiting and not self.requests.stop_after_groups
-        )
+        limited = self.running.counts.at_cache_limit.any() and any(self.queues.waiting)
+        return bool(limited and not self.requests.stop_after_groups)
 
     def _preempt(self, capacity: int) -> None:
         """Rows give up their cache: those at the cache limit where groups are waiting; else rows of
         the next step, which are over then, and the shortest, which cost least to prefill again."""
         rows = self.running.rows
         index, lens, done = hosts.fetch((rows.index, rows.lens, rows.done))
-        num_train = self.requests.num_train_rows
+        trained = self.requests.trained(index)
         if self._limited_rows_block_waiting():
             out = ~done & (lens == lens[~done].max())
         else:
-            order = np.lexsort((index, lens, index < num_train, done))
+            shard = np.arange(len(done)) // (len(done) // self.shards)
+            order = np.lexsort((index, lens, trained, done, shard)).reshape(self.shards, -1)
             out = np.zeros(len(done), bool)
-            out[order[: self.running.unfinished - capacity]] = True
-        self.preempted += [(int(n), int(i)) for n, i in zip(lens[out], index[out]) if i < num_train]
+            for own, count in zip(order, self.running.counts.unfinished):
+                out[own[: max(count - capacity // self.shards, 0)]] = True
+        back = out & trained
+        self.queues.add_preempted(index[back], lens[back])
         self.runner.preempt(out)

@@ -18,6 +18,8 @@ class Stats:
     predicted_verify_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, fillers included
+    # Of these, in places that only the fullest shard of the batch needs.
+    imbalance_row_steps: float = 0
     verify_work: int = 0  # tokens that the verification passes computed, padding included
     verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
     accepted_tokens: int = 0  # of these, accepted
@@ -71,6 +73,8 @@ class Stats:
             "rollout/cache_gib": self.cache_bytes / 2**30,
             "rollout/programs": len(self.programs),
         }
+        if self.imbalance_row_steps:
+            values["rollout/imbalance_row_steps"] = self.imbalance_row_steps
         if self.row_steps:
             fed = sum(size * steps * width for size, _, width, steps in self.decode_runs)
             wide = sum(size * steps for size, _, width, steps in self.decode_runs if width > 1)

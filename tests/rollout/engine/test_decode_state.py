@@ -53,16 +53,25 @@ def take(rows, order) -> DecodeState:
     return jax.tree.map(lambda x: x[np.asarray(order)], rows)
 
 
-def check(rows, expected, real=None):
-    """All fields; where `real` is given only of the rows before it, the rest being fillers."""
+def check(rows, all_rows, order=None):
+    """All fields are those of these of all rows; -1 stands for a filler."""
     rows = ref.host(rows)
-    real = len(rows.lens) if real is None else real
-    assert jax.tree.structure(rows) == jax.tree.structure(expected)
-    jax.tree.map(
-        np.testing.assert_array_equal, take(rows, range(real)), take(expected, range(real))
-    )
-    np.testing.assert_array_equal(rows.index[real:], np.full(len(rows.lens) - real, FILLER))
-    assert rows.done[real:].all()
+    order = np.arange(len(rows.lens)) if order is None else np.asarray(order)
+    real = order >= 0
+    assert jax.tree.structure(rows) == jax.tree.structure(all_rows)
+    jax.tree.map(np.testing.assert_array_equal, take(rows, real), take(all_rows, order[real]))
+    assert (rows.index[~real] == FILLER).all()
+    assert rows.done[~real].all()
+
+
+def on_shards(rows, size, shape) -> np.ndarray:
+    """The truth of a move: these of all B rows, each in its shard's part of `size` places."""
+    shards = shape[0] * shape[1]
+    order = np.full((shards, size // shards), -1)
+    for shard, part in enumerate(order):
+        own = [row for row in rows if row // (B // shards) == shard]
+        part[: len(own)] = own
+    return order.reshape(-1)
 
 
 def cache_of(host, places, slots=6):
@@ -71,12 +80,13 @@ def cache_of(host, places, slots=6):
     return jax.tree.map(lambda x: x + marks, init_cache(ref.ONE_LAYER, len(host.lens), slots))
 
 
-def check_cache(cache, places, slots, filled):
+def check_cache(cache, order, slots, filled):
+    real = order >= 0
     for x in ref.by_slot(cache):
         assert x.shape[1:] == (slots, 2, 4)
-        marks = np.asarray(places, np.float32) + 0.5
-        expected = np.broadcast_to(marks[:, None, None, None], (len(places), filled, 2, 4))
-        np.testing.assert_array_equal(x[: len(places), :filled], expected)
+        marks = order[real].astype(np.float32) + 0.5
+        expected = np.broadcast_to(marks[:, None, None, None], (len(marks), filled, 2, 4))
+        np.testing.assert_array_equal(x[real, :filled], expected)
         assert not x[:, filled:].any()
 
 
@@ -134,29 +144,29 @@ def test_compare_worked_rows(make_mesh, shape, begun):
 @SHAPES
 @pytest.mark.parametrize("drafting", [True, False])
 def test_gather(make_mesh, shape, drafting):
-    all_rows = random_rows(drafting=drafting)
+    """Places count on each shard."""
+    all_rows, shards = random_rows(drafting=drafting), shape[0] * shape[1]
+    places = np.array([3, -1, 2, B], np.int32)
+    first = np.arange(4) // (4 // shards) * (B // shards)
     with jax.set_mesh(make_mesh(*shape)):
-        placed = ref.put_rows(all_rows)
-        picked = decode_state.gather(placed, put(np.array([6, 1, 3, -1], np.int32), None))
-        check(picked, take(all_rows, [6, 1, 3]), real=3)
-        beyond = decode_state.gather(placed, put(np.array([0, B], np.int32), None))
-        check(beyond, take(all_rows, [0]), real=1)
+        picked = decode_state.gather(ref.put_rows(all_rows), places)
+        check(picked, all_rows, np.where((places >= 0) & (places < B), first + places, -1))
 
 
 @SHAPES
 def test_scatter(make_mesh, shape):
     """What a batch changed is written to its places; padding and other rows change nothing."""
     all_rows, change = random_rows(), random_rows(seed=4)
-    places = [5, 2, 7]
+    places = [2, 5, 7]
     batch = dataclasses.replace(
-        take(change, [0, 1, 2, 3]), index=np.array([*places, FILLER], np.int32)
+        take(change, [0, 3, 1, 2]), index=np.array([2, FILLER, 5, 7], np.int32)
     )
     with jax.set_mesh(make_mesh(*shape)):
         got = decode_state.scatter(ref.put_rows(batch), ref.put_rows(all_rows))
 
     def write(old, new):
         old = old.copy()
-        old[places] = new[:3]
+        old[places] = new[[0, 2, 3]]
         return old
 
     expected = jax.tree.map(write, all_rows, batch)
@@ -169,15 +179,15 @@ def test_scatter(make_mesh, shape):
 def test_scatter_from_a_batch_without_drafts(make_mesh, shape):
     """The rows that come back have nothing pending; those that were elsewhere still have."""
     all_rows, change = random_rows(), random_rows(drafting=False, seed=4)
-    batch = dataclasses.replace(take(change, [0, 1]), index=np.array([4, 0], np.int32))
+    batch = dataclasses.replace(take(change, [0, 1]), index=np.array([0, 4], np.int32))
     with jax.set_mesh(make_mesh(*shape)):
         got = ref.host(decode_state.scatter(ref.put_rows(batch), ref.put_rows(all_rows)))
     lens = all_rows.draft.lens.copy()
-    lens[[4, 0]] = 0
+    lens[[0, 4]] = 0
     np.testing.assert_array_equal(got.draft.lens, lens)
     np.testing.assert_array_equal(got.draft.tokens, all_rows.draft.tokens)
-    np.testing.assert_array_equal(got.tokens[[4, 0]], batch.tokens)
-    others = np.setdiff1d(np.arange(B), [4, 0])
+    np.testing.assert_array_equal(got.tokens[[0, 4]], batch.tokens)
+    others = np.setdiff1d(np.arange(B), [0, 4])
     np.testing.assert_array_equal(got.tokens[others], all_rows.tokens[others])
 
 
@@ -189,22 +199,27 @@ def test_resize(make_mesh, shape, drafting):
     with jax.set_mesh(make_mesh(*shape)):
         placed, cache = ref.put_rows(all_rows), cache_of(all_rows, all_rows.index)
         small, rows = decode_state.resize(cache, placed, put(chosen, "batch"), size=4, slots=9)
-        check(rows, take(all_rows, [1, 4, 6]), real=3)
-        check_cache(small, [1, 4, 6], slots=9, filled=6)
+        order = on_shards([1, 4, 6], 4, shape)
+        check(rows, all_rows, order)
+        check_cache(small, order, slots=9, filled=6)
         large, rows = decode_state.resize(cache, placed, put(chosen, "batch"), size=12, slots=4)
-        check(rows, take(all_rows, [1, 4, 6]), real=3)
-        check_cache(large, [1, 4, 6], slots=4, filled=4)
+        order = on_shards([1, 4, 6], 12, shape)
+        check(rows, all_rows, order)
+        check_cache(large, order, slots=4, filled=4)
 
 
 @SHAPES
 @pytest.mark.parametrize("deeper", [False, True])
 def test_insert(make_mesh, shape, deeper):
-    """Rows go where others are done, whatever the length of the cache they come from."""
+    """Rows go where others of their shard are done, whatever the length of the cache they come
+    from."""
     all_rows = random_rows(12)
     left, right = take(all_rows, [9, 0, 4, 7, 10, 6]), take(all_rows, [3, 11, 2, 5])
     left = dataclasses.replace(left, done=np.array([1, 0, 1, 0, 1, 1], bool))
     chosen, slots = np.array([1, 0, 0, 1], bool), 9 if deeper else 3
-    expected = [3, 0, 5, 7, 10, 6]
+    one_shard = shape == (1, 1, 1)
+    expected = [3, 0, 5, 7, 10, 6] if one_shard else [3, 0, 4, 7, 5, 6]
+    new = np.array([1, 0, one_shard, 0, not one_shard, 0], bool)
     with jax.set_mesh(make_mesh(*shape)):
         cache, rows = decode_state.insert(
             cache_of(left, left.index, 6), ref.put_rows(left),
@@ -212,7 +227,7 @@ def test_insert(make_mesh, shape, deeper):
         )  # fmt: skip
     got = ref.host(rows)
     np.testing.assert_array_equal(got.index, expected)
-    np.testing.assert_array_equal(got.done, [right.done[0], 0, right.done[3], 0, 1, 1])
+    np.testing.assert_array_equal(got.done, left.done & ~new)
     for name in ("tokens", "lens", "policy_logprobs", "seeds"):
         np.testing.assert_array_equal(getattr(got, name), getattr(take(all_rows, expected), name))
     np.testing.assert_array_equal(got.draft.tokens, take(all_rows, expected).draft.tokens)
@@ -220,7 +235,7 @@ def test_insert(make_mesh, shape, deeper):
         assert x.shape == (6, 6, 2, 4)
         marks = np.array(expected) + 0.5
         np.testing.assert_array_equal(x[:, :3, 0, 0], np.outer(marks, np.ones(3)))
-        deep = np.ones(6, bool) if deeper else np.array([0, 1, 0, 1, 1, 1], bool)
+        deep = ~new | deeper
         np.testing.assert_array_equal(x[:, 3:, 1, 3], np.outer(marks * deep, np.ones(3)))
 
 

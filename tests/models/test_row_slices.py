@@ -1,0 +1,47 @@
+"""Slots of every row from a place of its own, in every platform's way, against NumPy slices."""
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax.models import row_slices
+from specrl_jax.sharding import put
+
+STARTS = np.array([0, 5, 2, 3], np.int32)
+
+
+@pytest.fixture(params=row_slices.ACCESS)
+def access(request, monkeypatch, mesh):
+    monkeypatch.setitem(row_slices.ACCESS, "cpu", row_slices.ACCESS[request.param])
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def _random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("rest", [(), (3,)])
+@pytest.mark.parametrize("width", [1, 2])
+def test_reads_and_writes(access, rest, width):
+    old, new = _random(4, 7, *rest), _random(4, width, *rest) + 10
+    want = old.copy()
+    for row, start in enumerate(STARTS):
+        want[row, start : start + width] = new[row]
+    axes = ("batch", *(None,) * (old.ndim - 1))
+    array, starts = put(old, *axes), put(STARTS, "batch")
+    got = jax.jit(row_slices.write_slots)(array, put(new, *axes), starts)
+    np.testing.assert_array_equal(got, want)
+    read = jax.jit(row_slices.read_slots, static_argnums=2)(got, starts, width)
+    np.testing.assert_array_equal(read, new)
+
+
+def test_slots_on_another_axis(access):
+    old, new = _random(4, 3, 7), _random(4, 3, 2) + 10
+    want = old.copy()
+    for row, start in enumerate(STARTS):
+        want[row, :, start : start + 2] = new[row]
+    array, values = (put(x, "batch", None, None) for x in (old, new))
+    got = jax.jit(row_slices.write_slots, static_argnums=3)(array, values, put(STARTS, "batch"), 2)
+    np.testing.assert_array_equal(got, want)
