@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from specrl_jax import hosts
 from specrl_jax.models.attention import Visible
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
