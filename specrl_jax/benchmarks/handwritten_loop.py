@@ -13,10 +13,9 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots, keys_and_values, write
-from specrl_jax.models.layers import join_projections
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.sampling import SamplingConfig, sample
-from specrl_jax.sharding import spec
+from specrl_jax.sharding import platform, spec
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="cache")
@@ -56,11 +55,12 @@ def forward(
     seen = places[None, :] <= position[:, None]
     new_cache = []
     for w, layer in zip(weights["layers"], cache):
-        w = w if "qkv_proj" in w else join_projections(w)
         normed = _norm(model, x, w["attn_norm"])
         attended, layer = _attention(model, w, normed, turn, seen, position, layer)
         x = x + attended
-        gate_up = w["gate_up_proj"].reshape(model.embed_dim, -1)
+        # [D, 2, F], or [2, D, F] on TPU.
+        gate_up = w["gate_up_proj"].swapaxes(0, -2) if platform() == "tpu" else w["gate_up_proj"]
+        gate_up = gate_up.reshape(model.embed_dim, -1)
         gate, up = jnp.split(_norm(model, x, w["mlp_norm"]) @ gate_up, 2, axis=1)
         x = x + (jax.nn.silu(gate) * up) @ w["down_proj"]
         new_cache.append(layer)

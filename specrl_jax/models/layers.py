@@ -16,7 +16,7 @@ from specrl_jax.models.attention import Visible, attention
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, as_layer, keys_and_values, write
 from specrl_jax.models.parameters import LAYER
-from specrl_jax.sharding import reshard, shards, spec
+from specrl_jax.sharding import platform, reshard, shards, spec
 
 # Logical axes of one layer's parameters, with those of `join_projections`.
 LAYER_AXES: dict[str, tuple[str | None, ...]] = {n: p.layout for n, p in LAYER.items()} | {
@@ -27,12 +27,20 @@ LAYER_AXES: dict[str, tuple[str | None, ...]] = {n: p.layout for n, p in LAYER.i
 }
 
 
+# Axes of gate_up by platform, others as cpu. XLA on TPU would lay another order out at every call.
+_GATE_UP = {"cpu": "DCF", "tpu": "CDF"}
+
+
+def _gate_up_axes() -> str:
+    return _GATE_UP.get(platform(), _GATE_UP["cpu"])
+
+
 def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
     """One layer's parameters, with one array for the weights that multiply the same input.
 
     A decode step then has fewer and wider products. qkv is [D, K, G + 2, H]: the queries of a
     key/value head, its key, its value, so that a split over "tensor" cuts between heads. gate_up is
-    [D, 2, F]. Biases likewise, without D.
+    [D, 2, F], on TPU [2, D, F]. Biases likewise, without D.
     """
 
     def heads(kind: str) -> Array:
@@ -49,7 +57,8 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
             joined[f"qkv_{kind}"] = heads(kind)
         if f"gate_{kind}" in layer:
             pair = [layer[f"{name}_{kind}"] for name in ("gate", "up")]
-            joined[f"gate_up_{kind}"] = jnp.stack(pair, axis=-2)
+            axis = _gate_up_axes().index("C") if kind == "proj" else -2
+            joined[f"gate_up_{kind}"] = jnp.stack(pair, axis=axis)
         separate |= {f"{name}_{kind}" for name in ("q", "k", "v", "gate", "up")}
     return {name: x for name, x in layer.items() if name not in separate} | joined
 
@@ -195,7 +204,9 @@ class MLP(LayerModule):
             gate_MF = self.project("MD,DF->MF", x_MD, "gate", "batch", "mlp")
             up_MF = self.project("MD,DF->MF", x_MD, "up", "batch", "mlp")
         else:
-            both_MCF = self.project("MD,DCF->MCF", x_MD, "gate_up", "batch", None, "mlp")
+            both_MCF = self.project(
+                f"MD,{_gate_up_axes()}->MCF", x_MD, "gate_up", "batch", None, "mlp"
+            )
             gate_MF, up_MF = both_MCF[:, 0], both_MCF[:, 1]
         hidden_MF = jax.nn.silu(gate_MF) * up_MF
         out_MD = self.project("MF,FD->MD", hidden_MF, "down", "batch", None)

@@ -23,7 +23,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import Block, join_projections, rms_norm, rope_tables
 from specrl_jax.models.parameters import LAYER, TOP, select
-from specrl_jax.sharding import check_divides, platform, reshard, spec
+from specrl_jax.sharding import check_divides, reshard, spec
 
 Params = dict[str, Array | dict[str, Array]]
 
@@ -197,10 +197,8 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
     """The rollout's copy of the weights, made once a step.
 
-    Cast to the compute type, gathered over "fsdp", layers unstacked, projections joined. On TPU
-    they stay apart: XLA would lay joined ones out anew at every call.
+    Cast to the compute type, gathered over "fsdp", layers unstacked, projections joined.
     """
-    join = (lambda layer: layer) if platform() == "tpu" else join_projections
 
     def convert(x: Array, axes: tuple[str | None, ...]) -> Array:
         # Always a copy: the update donates the originals.
@@ -208,7 +206,7 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 
     weights = {n: convert(x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     weights["layers"] = tuple(
-        join({n: convert(x[i], LAYER[n].layout) for n, x in params["layers"].items()})
+        join_projections({n: convert(x[i], LAYER[n].layout) for n, x in params["layers"].items()})
         for i in range(config.num_layers)
     )
     return weights
