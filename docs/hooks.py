@@ -47,6 +47,8 @@ def on_page_markdown(markdown, **_):
         path = match[1].removeprefix("../").removeprefix("docs/")
         return f"]({LINKS.get(path, path)}"
 
+    # A badge's picture would be loaded from elsewhere: its text is the link.
+    markdown = re.sub(r"!\[(\w+)\]\(https:[^)]*\.svg\)", r"\1", markdown)
     return re.sub(r"\]\((?!\w+:|#)([^)#\s]+)", link, markdown)
 
 

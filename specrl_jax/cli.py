@@ -144,7 +144,9 @@ def _parse(argv: Sequence[str]) -> list[str]:
     if not {"--help", "-h", "-help"}.isdisjoint(argv):
         print(_help())
         sys.exit(0)
-    if not any(argument.partition("=")[0] in ("--config", "-config") for argument in argv):
+    has_config = "config" in flags.FLAGS  # which `define_config` defines
+    names = {argument.partition("=")[0] for argument in argv}
+    if has_config and names.isdisjoint(("--config", "-config")):
         _fail(
             "--config must name a configuration file, as in --config=configs/grpo.py:micro; "
             "--help has its presets and fields"
@@ -155,12 +157,13 @@ def _parse(argv: Sequence[str]) -> list[str]:
     sys.argv[1:] = argv[1:]  # ml_collections reads it too
     try:
         rest = flags.FLAGS(argv)
-        config = flags.FLAGS["config"].value
-        config.to_dict()  # a file that failed to load raises only here
-        with config.unlocked():
-            for _, name, text in (match.groups() for match in options):
-                config.data.options[name] = _literal(text)
-        _begin_own_task(config, {match[1] for match in options})
+        if has_config:
+            config = flags.FLAGS["config"].value
+            config.to_dict()  # a file that failed to load raises only here
+            with config.unlocked():
+                for _, name, text in (match.groups() for match in options):
+                    config.data.options[name] = _literal(text)
+            _begin_own_task(config, {match[1] for match in options})
     except Exception as error:
         if os.environ.get("SPECRL_TRACEBACK"):
             raise

@@ -76,7 +76,7 @@ def test_two_processes_train_as_one_and_end_together(tmp_path, make_mesh):
     assert "policy:" not in silent  # one process talks
     steps = records(workdir)
     assert [r["step"] for r in steps] == [0, 1, 2]
-    assert 0 < steps[2]["rollout/reuse_fraction"] < 1
+    assert steps[2]["rollout/reuse_fraction"] > 0
     assert {"0", "1"} <= {path.name for path in (workdir / "checkpoints").iterdir()}
 
     with jax.set_mesh(make_mesh(1, 1, 1)):
