@@ -64,6 +64,7 @@ def _run(folder, workdir, *fates: str, flags=FLAGS) -> list[tuple[int, str, str]
     return [(code, *text) for code, text in zip(codes, texts)]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_end_together(tmp_path, make_mesh):
     """The first step is that of one process; in the second, with drafts, one is killed."""
     workdir = tmp_path / "run"
