@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from small_runs import ONE_DEVICE, ROOT, assert_same_run, records, small_config
 
-from specrl_jax import distributed
+from specrl_jax import config_file, distributed
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.train import train
 
@@ -23,6 +23,7 @@ FLAGS = {
     "log.rollouts": 1.0, "checkpoint.every": 1, "train.epochs": 4, "rollout.prompts_per_step": 8,
     "updates.mini_batch_size": 64, "updates.micro_batch_size": 16, "data.source": "jsonl",
     "data.path": "tests/digits.jsonl", "data.render": "", "data.prompts": 8, "data.eval_prompts": 0,
+    "reward.extract": r"(\d)",
 }  # fmt: skip
 LOST = "ended without a word, or hangs; start all processes again to go on"
 
@@ -30,6 +31,13 @@ LOST = "ended without a word, or hangs; start all processes again to go on"
 def _arguments(workdir, flags=FLAGS) -> list[str]:
     flags = [f"--config.{name}={value}" for name, value in flags.items()]
     return ["--config=tests/small_runs.py", f"--workdir={workdir}", *flags]
+
+
+def _config(flags=FLAGS, **changes):
+    """The configuration that the flags give, with fields changed."""
+    config = small_config(flags, **changes)
+    config_file.begin_own_task(config, small_config(), flags.keys())
+    return config
 
 
 def _start(folder, programs: list[list[str]]) -> list[subprocess.Popen]:
@@ -64,7 +72,6 @@ def _run(folder, workdir, *fates: str, flags=FLAGS) -> list[tuple[int, str, str]
     return [(code, *text) for code, text in zip(codes, texts)]
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one_and_end_together(tmp_path, make_mesh):
     """The first step is that of one process; in the second, with drafts, one is killed."""
     workdir = tmp_path / "run"
@@ -81,7 +88,7 @@ def test_two_processes_train_as_one_and_end_together(tmp_path, make_mesh):
     assert {"0", "1"} <= {path.name for path in (workdir / "checkpoints").iterdir()}
 
     with jax.set_mesh(make_mesh(1, 1, 1)):
-        train(small_config(FLAGS, **{"train.steps": 1}), tmp_path / "alone")
+        train(_config(**{"train.steps": 1}), tmp_path / "alone")
     _assert_close(steps[1], records(tmp_path / "alone")[1])
     for one, two in zip(read_rollouts(workdir, 1), read_rollouts(tmp_path / "alone", 1)):
         logprobs = (x.pop("policy_logprobs") for x in (one, two))  # in 4 decimals
@@ -123,14 +130,14 @@ def test_a_stop_signal_to_one_process_stops_both_and_the_run_goes_on(finished, t
     assert "resumed at step 2 of 4" in out
     assert_same_run(workdir, finished, 4)
     with jax.set_mesh(make_mesh(2, 1, 1)):
-        train(small_config(PLAIN), again)
+        train(_config(PLAIN), again)
     assert_same_run(again, finished, 4)
 
 
 @pytest.mark.slow
 def test_a_run_of_one_process_goes_on_with_two(finished, tmp_path, make_mesh):
     with jax.set_mesh(make_mesh(2, 1, 1)):
-        train(small_config(PLAIN), tmp_path / "run")
+        train(_config(PLAIN), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
     (code, out, _), _ = _run(tmp_path, tmp_path / "run", "", "", flags=PLAIN)
     assert code == 0
