@@ -57,7 +57,7 @@ def base() -> ConfigDict:
     data.options = options = ConfigDict()  # of the reasoning_gym task, the game or the data set
     options.min_numbers = 6  # shortest list to sort
     options.max_numbers = 12  # longest list to sort
-    options.min_decimals = 0  # digits behind the point, at least
+    options.min_decimals = 0  # digits after the point, at least
     options.max_decimals = 0  # and at most
     options.min_value = 0  # smallest number
     options.max_value = 9  # largest number

@@ -14,7 +14,7 @@
 #SBATCH --signal=TERM@600
 set -euo pipefail
 
-# Under Slurm JAX takes one GPU a task unless it is told which.
+# Under Slurm JAX takes one GPU a task unless a flag says which.
 gpus=${SLURM_GPUS_ON_NODE:-8}
 JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((gpus - 1)))
 export JAX_LOCAL_DEVICE_IDS

@@ -44,15 +44,15 @@ def presets(path: str | Path) -> dict[str, str]:
 
 def fields(path: str | Path) -> list[Field]:
     """The fields that the file sets in lines of the form `section.name = value  # comment`."""
-    sections, found = {"config": ""}, {}
+    sections, by_name = {"config": ""}, {}
     for line in Path(path).read_text("utf-8").splitlines():
         if match := _SECTION.match(line):
             parent, name, variable = match.groups()
             sections[variable] = f"{sections.get(parent or 'config', '')}{name}."
         elif (match := _FIELD.match(line)) and match[1] in sections:
             name = sections[match[1]] + match[2]
-            found.setdefault(name, Field(name, match[3], match[4]))
-    return list(found.values())
+            by_name.setdefault(name, Field(name, match[3], match[4]))
+    return list(by_name.values())
 
 
 def begin_own_task(config: ConfigDict, preset: ConfigDict, given: Collection[str]) -> list[str]:

@@ -332,7 +332,7 @@ def check_equal(rollout, other, rows=slice(None), *, but=()):
         if field.name in but or mine is None:
             continue
         mine, theirs = np.asarray(mine), np.asarray(theirs)[rows]
-        if mine.ndim == 3:  # behind a response's end they hold anything
+        if mine.ndim == 3:  # after a response's end they hold anything
             mine, theirs = mine[inside], theirs[inside]
         if mine.dtype == np.float32:
             np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=field.name)

@@ -243,7 +243,7 @@ class Module:
 
 def groups_of(text: str, devices: int) -> Iterator[np.ndarray]:
     """The groups of devices of a collective: {{0,1},{2,3}}, or [2,2]<=[4] with a transposition, or
-    mesh['a'=2,'b'=2] {'a'}, where 'a':(2)4 is the part of 4 behind one of 2."""
+    mesh['a'=2,'b'=2] {'a'}, where 'a':(2)4 is the part of 4 after one of 2."""
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         chosen = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])
         parts = {axis: (int(before), int(size)) for axis, before, size in chosen if size}

@@ -92,7 +92,7 @@ def gae(rewards: Array, values: Array, mask: Array, config: AdvantageConfig) -> 
     """Generalized advantage estimation over the tokens of responses (arXiv 1506.02438, eq. 16).
 
         δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ)        rₜ: the response's reward at its last token, else 0
-        Aₜ = δₜ + γλ·Aₜ₊₁                  V and A behind the last token: 0
+        Aₜ = δₜ + γλ·Aₜ₊₁                  V and A after the last token: 0
         Rₜ = Aₜ + V(sₜ)                    the critic's target
 
     γ = λ = 1 is reward − V(sₜ). Worked row, γ = 1, λ = 0.5, reward 1, values 0.2 0.4 0.6: δ = 0.2

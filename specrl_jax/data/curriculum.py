@@ -21,7 +21,7 @@ class PromptStream(StatePart):
     """Uniform: endless batches of Q distinct prompts, each prompt at most once an epoch.
 
     The order of an epoch is a pure function of (seed, epoch). An epoch is floor(N / Q) batches;
-    the `leftover` prompts behind them are left out of that epoch, others of the next. `epoch` and
+    the `leftover` prompts after them are left out of that epoch, others of the next. `epoch` and
     `step` (within it) are those of the next batch.
 
     settings: `config.curriculum`. total_steps: of the run.

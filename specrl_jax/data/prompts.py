@@ -165,7 +165,7 @@ def _prompt(value: Any) -> str | tuple[dict, ...]:
 
 
 def _with_instruction(prompt: str | tuple[dict, ...], text: str) -> str | tuple[dict, ...]:
-    """The prompt, or a chat's last message, with `text` behind it or around it at "{prompt}"."""
+    """The prompt, or a chat's last message, with `text` after it or around it at "{prompt}"."""
     if not text:
         return prompt
     if not isinstance(prompt, str):
@@ -259,7 +259,7 @@ def select(prompts: Prompts, rows: Sequence[int] | np.ndarray) -> Prompts:
 def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]]:
     """All problems in order: (batch of exactly `size` prompts, number of real ones).
 
-    The last batch is filled up with prompts of one token, behind the real ones. They have ids of
+    The last batch is filled up with prompts of one token, after the real ones. They have ids of
     their own: a repeated prompt would share its noise with the first.
     """
     total = len(encoded.examples)

@@ -69,7 +69,7 @@ class EndlessReader:
         return rows[: data.prompts], rows[data.prompts :]
 
     def more(self, data: Any, seed: int, count: int) -> Rows:
-        """The next `count` rows behind those of `train_and_eval`."""
+        """The next `count` rows after those of `train_and_eval`."""
         start = data.prompts + data.eval_prompts
         return self.read(data, start, start + count, seed)
 

@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
     """A tokenizer from a Hugging Face directory, a tokenizer.json, a .gguf file or the hub.
 
     chat: prompts go through the chat template, up to the begin of the assistant's turn; plain text
-      is one message of a user. Otherwise text is encoded as it is, behind the
+      is one message of a user. Otherwise text is encoded as it is, after the
       beginning-of-sequence token where the tokenizer itself adds one.
 
     Raises ValueError in one line where `source` has no tokenizer, the hub cannot be reached, or

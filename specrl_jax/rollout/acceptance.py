@@ -1,7 +1,7 @@
-"""Which draft tokens are accepted, and what the token behind them is sampled from.
+"""Which draft tokens are accepted, and what the token after them is sampled from.
 
 An acceptance rule looks at one row's draft from left to right. The accepted tokens are the
-*verified prefix*; the token behind it is sampled from the policy π, or from a *residual* of it.
+*verified prefix*; the token after it is sampled from the policy π, or from a *residual* of it.
 
 Rules that emit exactly π, if the draft was sampled from π_old, need more of π_old than the draft's
 own probabilities: its k likeliest tokens are kept one by one, all *other tokens* as one outcome.
@@ -27,7 +27,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """What the token behind the verified prefix is sampled from, see `residual_scores`."""
+    """What the token after the verified prefix is sampled from, see `residual_scores`."""
 
     other_tokens: Array  # bool [b], the draft's outcome "other tokens" was accepted
     log_scale: Array  # float32 [b], log P of the verified prefix; inf: sample from π
@@ -94,7 +94,7 @@ class Ratio(AcceptanceRule):
     """SPEC-RL (arXiv 2509.23232, eq. 5): u <= min(1, ℓ π(y) / π_old(y)).
 
     With r = π / π_old it emits min(π_old, ℓ π) + d π, d = 1 - Σ min(π_old, ℓ π): as published, the
-    token behind the prefix is sampled from π, not from a residual, so this is not π even at ℓ = 1.
+    token after the prefix is sampled from π, not from a residual, so this is not π even at ℓ = 1.
 
     Differs from the paper: uniforms are keyed by the step. The published code seeds them once, so
     that a token accepted in one epoch meets the same number in the next.
@@ -141,7 +141,7 @@ class RandomCut(AcceptanceRule):
 
 class RatioResidual(AcceptanceRule):
     """Speculative sampling (arXiv 2211.17192, algorithm 1): u <= min(1, π(z) / π_old(z)) for the
-    outcome z; the token behind the prefix is sampled from (π - π_old)_+."""
+    outcome z; the token after the prefix is sampled from (π - π_old)_+."""
 
     exact = True
     needs_distribution = True
@@ -163,7 +163,7 @@ class Block(AcceptanceRule):
         h_i = s_i / (s_i + 1 - P_i),  h_T = P_T
 
     The longest prefix with u_i <= h_i is accepted, i its length and u_i the uniform of its last
-    token. The token behind it is sampled ∝ (P_i π - π_old)_+, or from π if all is accepted.
+    token. The token after it is sampled ∝ (P_i π - π_old)_+, or from π if all is accepted.
     """
 
     exact = True
@@ -225,7 +225,7 @@ def in_top(tokens: Array, top_ids: Array) -> Array:
 def residual_scores(
     scores: Array, top_ids: Array, top_logprobs: Array, residual: Residual
 ) -> Array:
-    """Log-weights [..., V] of the token behind the prefix, ∝ (P π - π_old)_+, unnormalised.
+    """Log-weights [..., V] of the token after the prefix, ∝ (P π - π_old)_+, unnormalised.
 
     scores: [..., V] of π, tempered and truncated. top_ids, top_logprobs: [..., k] of π_old at this
     position. Where other tokens were accepted: π without top_ids. π itself for P = inf, and where
@@ -245,7 +245,7 @@ def residual_scores(
 
 
 def _with_others(top_logprobs: Array) -> Array:
-    """[..., k] → [..., k + 1]: the log-mass of all other tokens behind."""
+    """[..., k] → [..., k + 1]: the log-mass of all other tokens after."""
     rest = 1.0 - jnp.sum(jnp.exp(top_logprobs), axis=-1, keepdims=True)
     return jnp.concatenate([top_logprobs, jnp.log(jnp.maximum(rest, 0.0))], axis=-1)
 
@@ -273,7 +273,7 @@ def _joint_log_ratio(log_ratio: Array) -> Array:
 
 
 def _keep_prob(log_p: Array, step: Verification) -> Array:
-    """h of prefixes with joint ratio P [b, W], from the distributions behind them."""
+    """h of prefixes with joint ratio P [b, W], from the distributions after them."""
     gain = jnp.exp(log_p[..., None] + _with_others(step.top_logprobs))
     gain = jnp.sum(jnp.maximum(gain - jnp.exp(_with_others(step.old_top_logprobs)), 0.0), axis=-1)
     total = gain - jnp.expm1(log_p)

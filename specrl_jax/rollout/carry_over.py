@@ -152,7 +152,7 @@ class CarryOver:
 
 @jax.jit
 def append_forced(held: PartialRows, tokens: Array, lens: Array) -> PartialRows:
-    """What rows hold, with `lens` [B] tokens of `tokens` [B, O] behind it that no policy drew."""
+    """What rows hold, with `lens` [B] tokens of `tokens` [B, O] after it that no policy drew."""
     rollout = held.rollout
     positions = jnp.arange(rollout.tokens.shape[1])[None, :]
     new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])
@@ -174,7 +174,7 @@ def turn_drafts(
     """Drafts [B] up to the end of the turn; none where what a row holds is not theirs.
 
     Like the rows they begin with what is held: a draft of n tokens for a row that holds m < n is
-    one for n - m tokens. begins: int32 [B], where the rows' turns began, if not behind what they
+    one for n - m tokens. begins: int32 [B], where the rows' turns began, if not after what they
     hold. A row that has rejected a token since has no draft until its turn ends, also where what it
     drew instead is what the draft said.
     """
@@ -219,7 +219,7 @@ class WaitingRows(StatePart):
 
 
 def take(tree, places: np.ndarray, rows: int | None = None):
-    """The rows of a pytree of [B, ...] at `places` int [n], and zeros behind them, [rows or n]."""
+    """The rows of a pytree of [B, ...] at `places` int [n], and zeros after them, [rows or n]."""
     numbered = np.full((rows or len(places), 2), -1)
     numbered[: len(places)] = np.stack([np.zeros_like(places), places], axis=1)
     return assemble([tree], numbered)

@@ -18,7 +18,7 @@ _COLUMNS = (
     ("update", "time/update", 7, "{:.2f}s"),
 )
 
-# Shown behind a line where it is not 0: metric, words.
+# Shown after a line where it is not 0: metric, words.
 _TROUBLE = (
     ("reward/failed", "{:.0f} answers failed"),
     ("rollout/truncated_fraction", "{:.1%} cut"),
@@ -85,7 +85,7 @@ class Console:
     def _print(
         self, step: str, epoch: int | str, cells: Sequence[str], left: str, trouble: str = ""
     ) -> None:
-        """An aligned line of at most 100 columns, and what went wrong behind it."""
+        """An aligned line of at most 100 columns, and what went wrong after it."""
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
         for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
             line += f"{cell:>{width + 1}}"

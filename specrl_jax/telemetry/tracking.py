@@ -239,7 +239,7 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
         id_file.write_text(uuid.uuid4().hex[:12])
     run_id = id_file.read_text().strip()
     folder = workdir.resolve()
-    # Work directories of the same name are told apart; those of one folder are a group.
+    # Work directories of the same name get different names; those of one folder are a group.
     names = {"name": f"{folder.name[: _MAX_NAME - 5]}-{run_id[:4]}", "group": folder.parent.name}
     variables = {"name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "tags": "WANDB_TAGS"}
     names["tags"] = _tags(config)
@@ -257,7 +257,7 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
 
 
 def _tags(config: Mapping[str, Any]) -> list[str]:
-    """The task and the kind of draft, by which runs are found."""
+    """The task and the kind of draft, to search for runs."""
     fields = (("data", "name"), ("rollout", "draft"), ("rollout", "accept"))
     tags = (str(config.get(section, {}).get(field, "")) for section, field in fields)
     return [tag[:_MAX_NAME] for tag in tags if tag]

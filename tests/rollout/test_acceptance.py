@@ -61,7 +61,7 @@ def monte_carlo(sampling, log_lenience, steps=8):
 
 
 def count(counts, firsts, rollout):
-    """Add a rollout's responses, behind the prompts' last tokens."""
+    """Add a rollout's responses, after the prompts' last tokens."""
     lens, tokens = np.asarray(rollout.lens).tolist(), np.asarray(rollout.tokens).tolist()
     counts.update(
         (first, *row[:n]) for first, n, row in zip(firsts.tolist(), lens, tokens, strict=True)

@@ -145,7 +145,7 @@ def thresholds(decide, scored: Scored) -> np.ndarray:
     """[D, T]: the uniform of each position up to which it accepts, by bisection of the rule.
 
     A prefix that ends with position i is asked about alone: uniforms before it accept, if they
-    matter at all, and those behind it reject.
+    matter at all, and those after it reject.
     """
     shape = scored.arguments[0].shape
     probs_by_response = np.zeros(shape)
@@ -181,7 +181,7 @@ def verdicts(world: World, rule: str):
 
 
 def emitted(world: World, rule: str) -> dict[tuple[int, ...], float]:
-    """Probabilities of whole responses: verified prefix, token behind it, the rest from π."""
+    """Probabilities of whole responses: verified prefix, token after it, the rest from π."""
     scored, new = score(world), world.distributions(0)
     rows, accepted, tail, log_scale, probs = map(np.array, zip(*verdicts(world, rule), strict=True))
     at = np.minimum(accepted, world.slots - 1)
@@ -250,7 +250,7 @@ def test_block_keeps_every_prefix_as_often_as_any_rule_can(mesh, name):
     scored = score(world)
     logprobs, old, now_top, old_top, listed = (x.astype(np.float64) for x in scored.arguments)
     tails = [np.log(np.maximum(1 - np.exp(x).sum(axis=-1), 1e-300)) for x in (now_top, old_top)]
-    with np.errstate(invalid="ignore"):  # behind the drafts
+    with np.errstate(invalid="ignore"):  # after the drafts
         quotient = np.exp(np.where(listed, logprobs - old, tails[0] - tails[1]))
     joint, product = collections.defaultdict(float), collections.defaultdict(float)
     for row, p in enumerate(scored.probs):

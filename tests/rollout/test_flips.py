@@ -1,7 +1,7 @@
 """Thousands of rows under the match rule: drafts of every kind give the plain rollout's tokens.
 
 Programs of different width round differently, and where two candidates tie within that a draw
-flips. Rows are compared up to their first different token, behind which they are others.
+flips. Rows are compared up to their first different token, after which they are others.
 """
 
 import dataclasses

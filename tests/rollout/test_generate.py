@@ -109,7 +109,7 @@ def check_stats(spec, rollout, stats, drafts=None):
     ):
         buckets = spec.buckets(len(lens))
         if drafts is not None:
-            # The pass draws a token behind every draft, unless the draft fills it.
+            # The pass draws a token after every draft, unless the draft fills it.
             width = buckets.verify_width_for(int(np.asarray(drafts.lens).max()))
             prompts = len(lens) // spec.group_size * spec.prompt_slots
             assert 0 < stats.verify_work < len(lens) * width + prompts
@@ -299,7 +299,7 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
 
 
 def test_a_shorter_draft_is_continued(mesh):
-    """A draft without an end, kept whole: decoding goes on behind it."""
+    """A draft without an end, kept whole: decoding goes on after it."""
     spec, weights = counting(cache_lengths=2)
     prompts = counting_prompts()
     drafts = as_drafts(run(spec, weights, prompts)[0])
@@ -309,7 +309,7 @@ def test_a_shorter_draft_is_continued(mesh):
     np.testing.assert_array_equal(np.asarray(rollout.prefix_lens), np.asarray(drafts.lens))
     assert stats.verify_work == 2 * 24
     assert stats.verified_tokens == np.asarray(drafts.lens).sum()
-    assert stats.decode_steps == 2  # the pass has drawn the token behind the draft
+    assert stats.decode_steps == 2  # the pass has drawn the token after the draft
 
 
 def test_all_drafts_empty_is_a_first_epoch(mesh):

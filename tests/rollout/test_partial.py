@@ -37,7 +37,7 @@ MARKED = [
 
 
 def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
-    """It was carried without having begun; the groups behind it have drafts of full length."""
+    """It was carried without having begun; the groups after it have drafts of full length."""
     spec = make_spec(slots=32, group=2, cache_lengths=4, row_buckets=4, accept="match", eos=(16,))
     bound = 2.5 * 16 * 10 * cache_bytes(ref.MODEL, 1, 1)  # 16 rows at the first cache length
     spec = dataclasses.replace(spec, cache_bytes=bound)
@@ -344,7 +344,7 @@ def test_what_the_run_records(trained):
 
 @pytest.mark.slow
 def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
-    """Stopped behind steps 2 and 5 and gone on with: who is in flight is in the checkpoint."""
+    """Stopped after steps 2 and 5 and gone on with: who is in flight is in the checkpoint."""
     for number in (2, 5):
         with monkeypatch.context() as patch:
             patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt

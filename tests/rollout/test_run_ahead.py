@@ -219,7 +219,7 @@ def test_a_policy_that_stays_keeps_all_of_it(tmp_path, mesh):
 
 @pytest.mark.slow
 def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
-    """Stopped behind step 2 and gone on with: the drafts are in the checkpoint."""
+    """Stopped after step 2 and gone on with: the drafts are in the checkpoint."""
     with monkeypatch.context() as patch:
         patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt
         interrupt(MetricsLog, "write", 2, number=15)

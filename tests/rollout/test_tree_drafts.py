@@ -54,7 +54,7 @@ def any_drafts(plain, old) -> tuple[np.ndarray, np.ndarray]:
         (garbage, full),
         (plain.tokens, plain.lens),
         (plain.tokens, np.minimum(plain.lens, 2)),  # too short
-        (longer, full),  # goes on behind the response's end
+        (longer, full),  # goes on after the response's end
         (garbage, np.zeros(B)),  # none
         (wrong, plain.lens),  # wrong at the very end
         (garbage, rng.integers(1, R, B)),
@@ -191,7 +191,7 @@ def test_previous_and_tree_drafts_on_any_mesh(make_mesh, base, shape):
     assert check_sources(rollout, stats, plain, drafts).any()
 
 
-# The other rules: tree drafts go by the match rule, behind the prefix, and change nothing
+# The other rules: tree drafts go by the match rule, after the prefix, and change nothing
 
 
 def old_drafts(spec, prompts, mesh_is_other=False):

@@ -39,7 +39,7 @@ def make_prompts(ids=("a1", "b1"), tokens=((4, 3, 5, 7), (6, 7, 0, 0)), lens=(4,
 
 
 def make_rollout():
-    """Two responses to each of two prompts; what stands behind a length must not be read."""
+    """Two responses to each of two prompts; what stands after a length must not be read."""
     tokens = [[5, 3, 4, 1, 0], [5, 3, 4, 4, 4], [6, 2, 7, 7, 7], [7] * 5]
     logprobs = [[-0.00001, -1.23456, -2.5, -0.25, 9.0], [-1.0] * 5, [-0.5, -7.0, 9.0, 9.0, 9.0]]
     logprobs += [[math.nan] * 5]

@@ -185,7 +185,7 @@ import wandb
 wandb.teardown()  # until all is on the disk
 from wandb.proto import wandb_internal_pb2 as pb
 data = next(pathlib.Path(sys.argv[1]).glob('wandb/offline-run-*/*.wandb')).read_bytes()
-place, parts, seen = 7, b'', set()  # behind the file's head; LevelDB's log format follows
+place, parts, seen = 7, b'', set()  # after the file's head; LevelDB's log format follows
 while place + 7 <= len(data):
     _, size, part = struct.unpack('<IHB', data[place:place + 7])
     parts += data[place + 7:place + 7 + size]

@@ -71,7 +71,7 @@ class SuffixIndex:
 def build(
     stored_QMR: Array, lens_QM: Array, weights: Array, *, live: int, depth: int
 ) -> SuffixIndex:
-    """An index of M stored responses a prompt and, behind them, `live` empty sources of weight 1.
+    """An index of M stored responses a prompt and, after them, `live` empty sources of weight 1.
 
     stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: float32 [M].
     """
@@ -88,7 +88,7 @@ def build(
 @functools.partial(jax.jit, donate_argnames="index")
 def sync(index: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
     """The index with what all rows hold in its live sources; row i of B = Q * G is sample i % G of
-    prompt i // G. Columns behind the response slots are left out."""
+    prompt i // G. Columns after the response slots are left out."""
     prompts = index.tokens.shape[0]
     inside = jnp.arange(index.slots)[None, :] < lens_B[:, None]
     held = jnp.where(inside, tokens_BC[:, : index.slots], EMPTY)
@@ -136,7 +136,7 @@ def propose(
     """Draft up to `width` tokens for rows that hold `lens` tokens, recorded in their own sources.
 
     prompts, sources, lens: int32 [b], split over the batch, in any order. Returns drafts int32
-    [b, width] (0 behind their ends) and their lengths int32 [b]. The config looks no deeper than
+    [b, width] (0 after their ends) and their lengths int32 [b]. The config looks no deeper than
     the index.
     """
     # Every row is on its own and the index is everywhere: no device needs another.
@@ -165,7 +165,7 @@ def _propose(index: SuffixIndex, prompts, sources, lens, *, width: int, config: 
 def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) -> Array:
     """One number for each position: the larger, the better it matches; int32 [b, N, R], or -1.
 
-    Column i is the place behind response token i - 1, which must be written: never the row's own
+    Column i is the place after response token i - 1, which must be written: never the row's own
     newest. own: the row's last tokens, newest first. The number holds three: tokens matched without
     a gap, tokens matched at all, and the column, so that one maximum finds all of them.
     """
@@ -218,7 +218,7 @@ def _fold(keys_bNR: Array) -> Array:
 def _continuations(
     index: SuffixIndex, prompts, sources, lens, places_bP: Array, width: int
 ) -> Array:
-    """The `width` tokens behind each place, int32 [b, P, W], EMPTY behind their ends.
+    """The `width` tokens after each place, int32 [b, P, W], EMPTY after their ends.
 
     The row's own text does not end: what it would hold next is the draft itself, so that a row that
     goes round in a circle is followed round and round (`a b c a b c` and a match of `c` continue

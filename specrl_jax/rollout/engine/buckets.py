@@ -79,7 +79,7 @@ class Buckets:
         return min((r for r in self.responses if r >= length), default=self.responses[-1])
 
     def slots(self, response: int) -> int:
-        """Cache slots for `response` tokens: none behind them for candidates, which plain steps
+        """Cache slots for `response` tokens: none after them for candidates, which plain steps
         would have to read too, but enough for the widest step's own tokens."""
         return self.prompt_slots + max(response, self.max_width)
 
@@ -99,7 +99,7 @@ class Buckets:
 
     def verify_slots(self, width: int, longest: int) -> int:
         """Cache slots to verify drafts of at most `longest` tokens, `width` of them at a time: a
-        pass begins behind what a row has."""
+        pass begins after what a row has."""
         if longest <= width:
             return self.prompt_slots + width
         return self.prompt_slots + self.response_for(longest) + width

@@ -150,7 +150,7 @@ def decode_steps(
 
     draft_state: of `program.draft_source`, which then proposes tokens for rows that are not
     verifying; None: nobody does. verify: a verification pass, where a rule that does not sample
-    anew needs one sampled token, behind the accepted ones, not one at every position. The cache
+    anew needs one sampled token, after the accepted ones, not one at every position. The cache
     needs slots for the prompt and `stop.max_len` tokens, with a draft state for `width` at least,
     without one for width - 1 more.
 
@@ -310,7 +310,7 @@ def _append(
     verifies: Array,
     max_len: Array,
 ) -> tuple[DecodeState, Any, Array]:
-    """Write a step's tokens behind the responses of active rows. Returns rows, draft state and
+    """Write a step's tokens after the responses of active rows. Returns rows, draft state and
     int32 [W + 1]: `matched` and `drafted` of `StepCounts`. `_mark_reused` does what remains."""
     width = output.tokens.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]

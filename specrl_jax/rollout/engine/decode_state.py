@@ -146,7 +146,7 @@ def compare(
     all_rows: DecodeState, drafts: Drafts, held: Rollout | None
 ) -> tuple[Array, Array, Array]:
     """What the rows have of drafts that no step verified: the leading tokens that are the draft's,
-    behind those that rows held at the start.
+    after those that rows held at the start.
 
     Returns prefix_lens, sources, and int32 [3]: the number of these tokens; that with each row's
     first token that differs; how many of these tokens the draft source proposed too. Worked row: of

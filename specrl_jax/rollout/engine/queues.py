@@ -60,7 +60,7 @@ class Queues:
         return [[g * group + i for g in groups for i in range(group)] for groups in chosen]
 
     def places(self, rows: list[list[int]], size: int) -> np.ndarray:
-        """int [size]: each shard's rows in its part of a bucket, and -1 behind them."""
+        """int [size]: each shard's rows in its part of a bucket, and -1 after them."""
         index = np.full((self.shards, size // self.shards), -1)
         for part, own in zip(index, rows):
             part[: len(own)] = own

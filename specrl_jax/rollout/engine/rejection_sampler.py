@@ -58,7 +58,7 @@ class StepOutput:
 def accept_or_sample(
     program: ProgramSpec, model, hidden: Array, rows: DecodeState, proposal: Proposal, verify: bool
 ) -> StepOutput:
-    """Accept draft tokens from the left, and sample the token behind them.
+    """Accept draft tokens from the left, and sample the token after them.
 
     hidden: [b, W, D], W states from a row's last token on. verify: sample at one position only, as
     in `decode.decode_steps`.
@@ -161,7 +161,7 @@ def _sample_at_end(
     program: ProgramSpec, model, hidden, rows: DecodeState, accepted, verifying,
     residual: Residual | None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Token [b] and its log-probs at the position behind the accepted ones, sampled from the
+    """Token [b] and its log-probs at the position after the accepted ones, sampled from the
     residual in rows that are verifying."""
     width, config = hidden.shape[1], program.sampling
     end = jnp.minimum(accepted, width - 1)

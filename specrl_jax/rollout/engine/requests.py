@@ -15,7 +15,7 @@ class DraftInputs:
 
     previous: Drafts | None = None  # [B], for the acceptance rule to verify
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
-    # Stored responses of the prompts, and of the next step's behind them, for the draft source.
+    # Stored responses of the prompts, and of the next step's after them, for the draft source.
     history: DraftHistory | None = None
 
 

@@ -91,8 +91,8 @@ def cut_drafts(
         lens = count_leading(drafts.origin_steps >= step - spec.token_age, lens)
     if spec.refresh and not rule.samples_anew:
         # Noise of a position that no response has: it must not sway what is accepted.
-        behind = jnp.full_like(lens, spec.program.response_slots)
-        lens = jnp.where(uniforms(seeds, behind) <= spec.refresh, 0, lens)
+        past_end = jnp.full_like(lens, spec.program.response_slots)
+        lens = jnp.where(uniforms(seeds, past_end) <= spec.refresh, 0, lens)
     return lens, rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 

@@ -25,7 +25,7 @@ class ProgramSpec:
     group_size: int = 1  # G, responses per prompt
     draft_source: DraftSource | None = None  # proposes tokens in the decode steps
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
-    margin: int = 1  # columns behind the response slots, at least the widest step
+    margin: int = 1  # columns after the response slots, at least the widest step
 
     @property
     def columns(self) -> int:

@@ -26,7 +26,7 @@ _append = jax.jit(append)
 def make_index(stored, slots, weights=None, live=1, depth=4):
     """From [Q][M] lists of tokens."""
     count = len(stored[0])
-    tokens = np.full((len(stored), count, slots), 99, np.int32)  # what lies behind is not read
+    tokens = np.full((len(stored), count, slots), 99, np.int32)  # what lies after is not read
     lens = np.array([[len(text) for text in texts] for texts in stored], np.int32)
     for q, texts in enumerate(stored):
         for n, text in enumerate(texts):
@@ -166,7 +166,7 @@ def test_append_writes_what_is_counted_and_nothing_else(mesh):
 
 
 def test_sync_replaces_what_live_sources_hold(mesh):
-    """Samples 0 and 1 of prompts 0 and 1; columns behind the response slots are left out."""
+    """Samples 0 and 1 of prompts 0 and 1; columns after the response slots are left out."""
     stored = [[[6, 7]], [[8]]]
     index = make_index(stored, slots=4, live=2)
     index = write(index, [0], [2], [0], [[9, 9, 9, 9]])

@@ -108,7 +108,7 @@ def test_a_verification_that_does_not_pay_is_left_to_decode_steps(mesh, base, ac
 
 
 def test_steps_verify_alike_on_a_mesh(make_mesh, base):
-    """A split batch and vocabulary; behind the last draft the batch goes on without."""
+    """A split batch and vocabulary; after the last draft the batch goes on without."""
     spec, rollouts = spec_of(accept="ratio", **ONE_BUCKET), []
     for shape in ((1, 1, 1), (2, 2, 2)):
         with jax.set_mesh(make_mesh(*shape)):
@@ -170,7 +170,7 @@ def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, acc
 
 def test_what_a_pass_is_asked_for(mesh, base):
     """Drafts of 8 tokens, all right, in caches for 4 and 8 tokens, 2 tokens a pass: each begins
-    behind what was kept. Rows without a draft come last, beside nobody who verifies."""
+    after what was kept. Rows without a draft come last, beside nobody who verifies."""
     seen = []
 
     class Spy(Whims):

@@ -175,7 +175,7 @@ def test_a_step_of_tree_drafts_by_hand(mesh):
 
 
 def test_rejected_drafts_are_followed_by_trees(mesh):
-    """Two steps of width 3: the tree goes on behind the first token that was drawn."""
+    """Two steps of width 3: the tree goes on after the first token that was drawn."""
     spec, weights = counting()
     spec = dataclasses.replace(spec, draft_source=ref.TREE)
     prompts = ref.make_prompts([[1]] * 4, P)
@@ -199,7 +199,7 @@ def test_rejected_drafts_are_followed_by_trees(mesh):
 
 
 def test_a_step_ends_at_an_end_of_sequence_and_at_the_longest_length(mesh):
-    """Candidates behind either are not taken, right or wrong."""
+    """Candidates after either are not taken, right or wrong."""
     spec, weights = counting(eos=(5, 9))
     prompts = ref.make_prompts([[3], [3], [9], [9], [9], [7]], P)
     drafts = np.array([[4, 5, 6, 7]] * 2 + [[10, 11, 12, 13]] * 3 + [[1, 1, 1, 1]])

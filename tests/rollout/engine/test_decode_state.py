@@ -111,7 +111,7 @@ def test_rows_begin_with_prompts_only(mesh):
 @SHAPES
 @pytest.mark.parametrize("begun", [False, True])
 def test_compare_worked_rows(make_mesh, shape, begun):
-    """A mismatch, a draft longer than its response and one shorter, none; behind one held token."""
+    """A mismatch, a draft longer than its response and one shorter, none; after one held token."""
     tokens = np.array([[5, 6, 7, 8], [5, 6, 0, 0], [5, 6, 7, 8], [5, 6, 7, 8]], np.int32)
     drafts = np.array([[5, 6, 9, 8], [5, 6, 7, 8], [5, 6, 7, 0], [5, 6, 7, 8]], np.int32)
     lens, draft_lens = np.array([4, 2, 4, 4], np.int32), np.array([4, 4, 3, 0], np.int32)
