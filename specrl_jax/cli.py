@@ -12,7 +12,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,25 +57,54 @@ def policy_parser(description: str) -> Parser:
 
 def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
     """A copy of `config` changed by arguments --config.FIELD=VALUE; ValueError in one line."""
-    changed = config.copy_and_resolve_references()
-    _config_of(arguments, config_flags.DEFINE_config_dict, config=changed, lock_config=False)
+    changed, argv = config.copy_and_resolve_references(), ["", *arguments]
+    with _flags_of(argv) as values:
+        config_flags.DEFINE_config_dict(
+            "config", changed, flag_values=values, sys_argv=argv, lock_config=False
+        )
+        values(argv)
     return changed
 
 
 def read_config(arguments: Sequence[str]) -> ConfigDict:
     """The config of --config=FILE[:PRESET] --config.FIELD=VALUE ...; ValueError in one line."""
-    return _config_of(arguments, config_flags.DEFINE_config_file)
-
-
-def _config_of(arguments: Sequence[str], define: Callable, **options: Any) -> ConfigDict:
-    argv, values = ["", *arguments], flags.FlagValues()
-    try:
-        define("config", flag_values=values, sys_argv=argv, **options)
+    argv, options = _without_options(["", *arguments])
+    with _flags_of(argv) as values:
+        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
         values(argv)
-        values["config"].value.to_dict()  # a file that failed to load raises only here
+        _complete(values["config"], options)
+    return values["config"].value
+
+
+@contextlib.contextmanager
+def _flags_of(argv: Sequence[str]) -> Iterator[flags.FlagValues]:
+    """Flags of their own; what goes wrong inside is a ValueError of one line."""
+    try:
+        yield flags.FlagValues()
     except Exception as error:
         raise ValueError(_in_one_line(error, argv)) from error
-    return values["config"].value
+
+
+def _without_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments without the options of a task, and these: the task is not known before them,
+    so no preset need have them."""
+    matches = [match for argument in argv if (match := _OPTION.fullmatch(argument))]
+    known = [argument for argument in argv if not _OPTION.fullmatch(argument)]
+    return known, {name: text for _, name, text in (match.groups() for match in matches)}
+
+
+def _complete(flag: flags.Flag, options: Mapping[str, str]) -> list[str]:
+    """Set the options of the task. A task of the user's own inherits nothing of the preset's:
+    returns the fields that were reset."""
+    config = flag.value
+    config.to_dict()  # a file that failed to load raises only here
+    with config.unlocked():
+        for name, text in options.items():
+            config.data.options[name] = _literal(text)
+    path, _, preset = config_flags.get_config_filename(flag).partition(":")
+    given = {f"data.options.{name}" for name in options}
+    given |= config_flags.get_override_values(flag).keys()
+    return config_file.begin_own_task(config, config_file.get_config(path, preset), given)
 
 
 def presets() -> dict[str, ConfigDict]:
@@ -151,25 +180,19 @@ def _parse(argv: Sequence[str]) -> list[str]:
             "--config must name a configuration file, as in --config=configs/grpo.py:micro; "
             "--help has its presets and fields"
         )
-    # The options of a task are not known before it is: no preset need have them.
-    options = [match for argument in argv if (match := _OPTION.fullmatch(argument))]
-    argv = [argument for argument in argv if not _OPTION.fullmatch(argument)]
-    sys.argv[1:] = argv[1:]  # ml_collections reads it too
+    known, options = _without_options(argv)
+    sys.argv[1:] = known[1:]  # ml_collections reads it too
     try:
-        rest = flags.FLAGS(argv)
-        if has_config:
-            config = flags.FLAGS["config"].value
-            config.to_dict()  # a file that failed to load raises only here
-            with config.unlocked():
-                for _, name, text in (match.groups() for match in options):
-                    config.data.options[name] = _literal(text)
-            _begin_own_task(config, {match[1] for match in options})
+        rest = flags.FLAGS(known)
+        reset = _complete(flags.FLAGS["config"], options) if has_config else []
     except Exception as error:
         if os.environ.get("SPECRL_TRACEBACK"):
             raise
         _fail(_in_one_line(error, argv))
-    else:
-        return rest
+    if reset:
+        path = _preset().partition(":")[0]
+        print(f"{path}: its task is not this one; not inherited: {', '.join(reset)}", flush=True)
+    return rest
 
 
 def _literal(text: str) -> Any:
@@ -177,15 +200,6 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return text
-
-
-def _begin_own_task(config: ConfigDict, options: set[str]) -> None:
-    """Have a task of the user's own inherit nothing of the preset's, and say so."""
-    path, _, preset = _preset().partition(":")
-    given = options | config_flags.get_override_values(flags.FLAGS["config"]).keys()
-    reset = config_file.begin_own_task(config, config_file.get_config(path, preset), given)
-    if reset:
-        print(f"{path}: its task is not this one; not inherited: {', '.join(reset)}", flush=True)
 
 
 def _help() -> str:

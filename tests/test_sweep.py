@@ -120,6 +120,15 @@ def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
     assert json.loads(runs[2].config)["rollout"]["lenience"] == float("inf")
 
 
+def test_a_task_of_ones_own_is_read_as_launch_train_reads_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    own = ["--config.data.source=jsonl", f"--config.data.path={tmp_path}/mine.jsonl"]
+    flags = [*own, "--config.data.options.of_mine=3"]
+    (run,) = sweep.training_runs([sweep.Case("", CONFIG)], [0], tmp_path, flags)
+    data = json.loads(run.config)["data"]
+    assert (data["options"], data["name"], data["render"]) == ({"of_mine": 3}, "", "")
+
+
 @pytest.mark.parametrize("text", ["no colon", ": a=1", "two files: a.py b.py"])
 def test_a_case_that_is_none(text):
     with pytest.raises(ValueError, match=f"^--case must be .* got '{text}'$"):

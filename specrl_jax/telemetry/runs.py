@@ -138,8 +138,9 @@ def without_compiling(records: Iterable[Record]) -> list[Record]:
     ]
 
 
-def speed_up(run: Run, part: str) -> float | None:
-    """Median seconds of a step's `part` in the first epoch over those in all later epochs.
+def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
+    """Median seconds of a step's `part` in the first epoch over those in all later epochs, or over
+    those in the last.
 
     Steps that compiled are left out. None where the first epoch is not plain (it reused tokens),
     or an epoch on either side has no step left.
@@ -147,9 +148,10 @@ def speed_up(run: Run, part: str) -> float | None:
     epochs = list(run.epochs.values())
     if not epochs or sum(r.get("rollout/tokens_reused", 0) for r in epochs[0]):
         return None
+    others = epochs[-1:] if last_epoch and len(epochs) > 1 else epochs[1:]
     first, later = (
         [r[part] for r in without_compiling(records) if r.get(part) is not None]
-        for records in (epochs[0], [r for members in epochs[1:] for r in members])
+        for records in (epochs[0], [r for members in others for r in members])
     )
     if not first or not later or not statistics.median(later):
         return None

@@ -95,10 +95,15 @@ def _headlines(records: Sequence[Record]) -> list[str]:
 
 def _speed(run: Run) -> list[str]:
     """No line where the run has no plain first epoch or no later one."""
-    rollout, step = speed_up(run, "time/rollout"), speed_up(run, "time/step")
+    parts = "time/rollout", "time/step"
+    rollout, step = (speed_up(run, part) for part in parts)
     if rollout is None or step is None:
         return []
-    return [
+    line = (
         f"\nrollouts {rollout:.1f}× against the plain first epoch, verification included; "
         f"whole step {step:.1f}×"
-    ]
+    )
+    last = [speed_up(run, part, last_epoch=True) for part in parts]
+    if len(run.epochs) > 2 and None not in last:
+        line += " (last epoch: {:.1f}×, {:.1f}×)".format(*last)
+    return [line]

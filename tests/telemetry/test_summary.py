@@ -71,9 +71,10 @@ def test_columns_line_up():
 
 
 def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
-    """2.2 s against the median of 1.2, 1.1 and 0.9; 3.2 against 2.1."""
+    """2.2 s against the median of 1.2, 1.1 and 0.9; 3.2 against 2.1. The last epoch's: 1.0, 2.0."""
     assert lines_of(make_records())[-1] == (
-        "rollouts 2.0× against the plain first epoch, verification included; whole step 1.5×"
+        "rollouts 2.0× against the plain first epoch, verification included; whole step 1.5× "
+        "(last epoch: 2.2×, 1.6×)"
     )
     assert "plain" not in lines_of(make_records()[:3])[-1]  # one epoch has nothing to compare
 
