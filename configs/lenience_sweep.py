@@ -3,7 +3,7 @@
     python launch/sweep.py --config=configs/lenience_sweep.py[:PRESET] --seeds=3
 
 Presets and all fields are those of configs/grpo.py. The first case, without drafts, is what the
-others are compared with. Ten cases and three seeds of `tiny` take 45 minutes on 2 CPU cores.
+others are compared with. Ten cases and three seeds of `tiny` take 25 to 45 minutes on 2 CPU cores.
 """
 
 import runpy

@@ -151,7 +151,6 @@ def test_a_run_of_one_process_goes_on_with_two(finished, tmp_path, make_mesh):
     [
         (("", "oops 1"), {1}, "process 1 of 2 on {host} failed: oops"),
         (("oops 1", ""), {1}, "process 0 of 2 on {host} failed: oops"),
-        # JAX may be the first to end it.
         (("kill 1", ""), {1, -signal.SIGABRT}, "process 0 of 2 " + LOST),
     ],
 )
@@ -161,7 +160,10 @@ def test_the_other_process_ends_too(tmp_path, fates, statuses, line):
     took = time.time() - max(start, (tmp_path / "run" / "metrics.jsonl").stat().st_mtime)
     code, _, errors = ends[fates.index("")]
     assert code in statuses
-    assert f"error: {line.format(host=socket.gethostname())}" in errors.splitlines()
+    if code != -signal.SIGABRT:  # JAX was the first to end it, and says so
+        assert f"error: {line.format(host=socket.gethostname())}" in errors.splitlines()
+    else:
+        assert "Polled an error from coordination service" in errors
     assert took < 60
 
 
