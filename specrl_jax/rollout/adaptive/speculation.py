@@ -37,6 +37,7 @@ PROBE_ROW_STEPS = 128  # row steps of a probe, within PROBE_STEPS
 PROBE_STEPS = (4, 32)  # fewest and most steps of a probe
 REVIEW_STEPS = 64  # most wide steps before the width is chosen again
 MEASURED_PER_ROLLOUT = 2  # programs whose seconds are measured after a rollout
+MEASURED_PER_KIND = 4  # of one width; a fit tells the seconds of the others
 DRAWS = 3  # simulated sets of accepted lengths; every row has another quantile in each
 
 
@@ -279,7 +280,8 @@ class Speculation(StatePart):
         more to compile, worth it only where no program of the kind was measured.
         """
         known = self.costs.knows(point.width, point.drafting)
-        if point not in self.costs and not (beside and known):
+        enough = self.costs.count_like(point) >= MEASURED_PER_KIND
+        if point not in self.costs and not enough and not (beside and known):
             self._used[point] = None
         return self.costs.seconds(*point) if known else 0.0
 
