@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
-from specrl_jax.telemetry.runs import FIGURES, Run, Series, deviation, without_compiling
+from specrl_jax.telemetry.runs import FIGURES, Run, Series, deviation, median_seconds
 
 _PARTS = ("rollout", "update", "step")
 _FIGURES = {name: figure for name, figure, _ in FIGURES}
@@ -41,8 +41,9 @@ class Column:
 def by_epoch(run: Run, part: str) -> dict[int, float]:
     """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
     without the epochs in which all did."""
-    left = {epoch: without_compiling(records) for epoch, records in run.epochs.items()}
-    return {e: statistics.median(r[f"time/{part}"] for r in x) for e, x in left.items() if x}
+    figure = median_seconds(f"time/{part}")
+    medians = {epoch: figure(records) for epoch, records in run.epochs.items()}
+    return {epoch: x for epoch, x in medians.items() if x is not None}
 
 
 def seconds(run: Run, part: str) -> float | None:
