@@ -219,11 +219,11 @@ RECKONED = (
 )
 
 
-def headline(one: Series) -> list[tuple[str, str, str]]:
+def headline(series: Series) -> list[tuple[str, str, str]]:
     """(name, mean, "± deviation" or "") of every figure of a series, as text."""
     rows = []
     for name, figure, style in FIGURES:
-        value = one.mean(figure)
+        value = series.mean(figure)
         mean, spread = ("–", "") if value is None else map(style.format, value)
-        rows.append((name, mean, f"± {spread}" if value and len(one.runs) > 1 else ""))
+        rows.append((name, mean, f"± {spread}" if value and len(series.runs) > 1 else ""))
     return rows

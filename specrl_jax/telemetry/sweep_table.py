@@ -61,16 +61,16 @@ def until_reward(run: Run, name: str, target: float) -> float | None:
     return math.fsum(r[name] for r in run.steps if r["step"] <= reached[0]) if reached else None
 
 
-def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
+def first_difference(workdir: Path, other: Path) -> tuple[int | None, int]:
     """(the first step whose recorded responses differ, or None; tokens compared until then).
 
     Responses that only one of the runs has, of another prompt or of a larger group, do not count.
     """
     compared = 0
-    for step in sorted(set(recorded_steps(one)) & set(recorded_steps(other))):
+    for step in sorted(set(recorded_steps(workdir)) & set(recorded_steps(other))):
         mine_all, theirs_all = (
             {(row["prompt_id"], row["sample"]): row["token_ids"] for row in read_rollouts(x, step)}
-            for x in (one, other)
+            for x in (workdir, other)
         )
         for key in (key for key in mine_all if key in theirs_all):
             mine, theirs = mine_all[key], theirs_all[key]

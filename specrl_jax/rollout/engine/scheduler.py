@@ -249,19 +249,20 @@ class Scheduler:
         longest = admitted.longest
         index = admitted.index[admitted.index >= 0]
         width = self.buckets.response_for(longest)
-        slots, plan, left = self.buckets.slots(width), None, np.zeros(len(index), np.int32)
-        begun = self.buckets.prompt_slots + width
+        slots, plan, drafts_left = self.buckets.slots(width), None, np.zeros(len(index), np.int32)
+        begun, size = self.buckets.prompt_slots + width, len(admitted.index)
         if admitted.resumed:
-            left = np.maximum(self.requests.draft_lens[index] - self.requests.held_lens[index], 0)
-            widest = self.buckets.verify_width_for(int(left.max()))
-            plan = self._plan_verification(left, len(admitted.index), begun + widest, longest)
+            draft_lens, held_lens = self.requests.draft_lens, self.requests.held_lens
+            drafts_left = np.maximum(draft_lens[index] - held_lens[index], 0)
+            widest = self.buckets.verify_width_for(int(drafts_left.max()))
+            plan = self._plan_verification(drafts_left, size, begun + widest, longest)
         if plan and not self.budget.verifies(begun + plan.verify_width, slots):
             plan = None
         if plan:
             slots = max(slots, begun + plan.verify_width)
         verify = plan is not None or self.verify_while_decoding
         batch = self.runner.re_prefill(admitted.index, slots, width, with_drafts=verify)
-        return Starting(batch, left, plan)
+        return Starting(batch, drafts_left, plan)
 
     # Verification ----------------------------------------------------------------------------
 
@@ -330,11 +331,11 @@ class Scheduler:
             if verifying := starting.batch.verifying:
                 self._split(starting)
                 # Rows that rejected nothing so far all have as many tokens less to verify.
-                left = starting.drafts_left
-                done = left.max() - starting.batch.longest_draft
-                left = np.maximum(np.sort(left)[-verifying:] - done, 1)
+                drafts_left = starting.drafts_left
+                done = drafts_left.max() - starting.batch.longest_draft
+                drafts_left = np.maximum(np.sort(drafts_left)[-verifying:] - done, 1)
                 shape, held = starting.batch.shape, starting.batch.longest
-                plan = self._plan_verification(left, *shape, held)
+                plan = self._plan_verification(drafts_left, *shape, held)
         if not (self.verify_while_decoding and starting.batch.verifying):
             starting.batch.drop_drafts()
 
@@ -392,9 +393,9 @@ class Scheduler:
         if self.queues.is_waiting():
             # As many places are free then as rows begin together; at least one more than now. So on
             # any shard where rows wait.
-            kept, left = capacity - self.budget.refill(capacity), running.counts.train
-            refill = np.clip(left - 1, 0, max(kept // self.shards, 0))
-            refill = np.where((self.queues.waiting_rows() > 0) & (left > 0), refill, -1)
+            full, train_rows = capacity - self.budget.refill(capacity), running.counts.train
+            refill = np.clip(train_rows - 1, 0, max(full // self.shards, 0))
+            refill = np.where((self.queues.waiting_rows() > 0) & (train_rows > 0), refill, -1)
             pause = {"max_active": 0, "refill_at": refill}
         else:
             pause = {"max_active": self.buckets.rows_below(running.size) // self.shards}
