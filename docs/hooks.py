@@ -21,7 +21,7 @@ LINKS = {
 CONFIGS = ("grpo", "ppo", "dapo", "multiturn")
 # Subject → modules below specrl_jax.
 MODULES = {
-    "Runs": ("train", "evaluate", "saved_policy", "telemetry.metrics"),
+    "Runs": ("train", "evaluate", "evaluation.saved_policy", "telemetry.metrics"),
     "Rollouts": ("rollout.generate", "rollout.acceptance", "rollout.drafts.sources"),
     "Algorithms": ("algorithms.advantages", "algorithms.losses"),
     "Rewards": ("rewards.scorers", "rewards.environments"),

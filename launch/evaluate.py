@@ -42,8 +42,8 @@ def main() -> None:
         raise ValueError(f"--samples and --limit must be >= 0, got {args.samples}, {args.limit}")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
-    from specrl_jax import eval_tasks, saved_policy
     from specrl_jax.benchmarks.reports import Report
+    from specrl_jax.evaluation import eval_tasks, saved_policy
 
     names = [name for name in args.tasks.split(",") if name]
     if args.model and eval_tasks.HELD_OUT in names:
@@ -72,7 +72,7 @@ def main() -> None:
 
 def _lm_eval(policy, names: list[str], limit: int) -> list[dict]:
     try:
-        from specrl_jax import lm_eval_model
+        from specrl_jax.evaluation import lm_eval_model
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise

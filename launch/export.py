@@ -31,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args, rest = parser().parse_known_args()
     cli.refuse(rest, vars(args))
-    from specrl_jax import export, saved_policy  # imports JAX, for which --help need not wait
+    # It imports JAX, for which --help need not wait.
+    from specrl_jax.evaluation import export, saved_policy
 
     export.check_out(args.out)
     presets = cli.presets()

@@ -66,8 +66,8 @@ def chat(responder) -> None:
 def main() -> None:
     args, rest = parser().parse_known_args()
     cli.refuse([flag for flag in rest if not flag.startswith("--config.")], vars(args))
-    from specrl_jax import chat as text
-    from specrl_jax import saved_policy
+    from specrl_jax.evaluation import chat as text
+    from specrl_jax.evaluation import saved_policy
 
     defaults = cli.presets()["configs/grpo.py:tiny"]
     if args.temperature is not None:

@@ -72,7 +72,7 @@ def _cases(args: argparse.Namespace) -> list:
     if not cases and not args.config:
         raise ValueError("--config=FILE[:PRESET] must be given, or --case with a file")
     sweeps = [sweep.parse_sweep(text) for text in args.sweep]
-    fields = [field for one in sweeps for field in one[0]]
+    fields = [field for part in sweeps for field in part[0]]
     if len(set(fields)) < len(fields):
         raise ValueError(f"--sweep must not name a field twice, got {', '.join(fields)}")
     overrides = hyper.product(sweeps)

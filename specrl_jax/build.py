@@ -169,12 +169,12 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
 
 def _check_cache(trainer: Trainer) -> None:
     """Whether the KV caches of training and evaluation fit their bound."""
-    buckets = [trainer.rollout_spec.buckets(trainer.rows)]
+    rollouts = [trainer.rollout_spec.buckets(trainer.rows)]
     if trainer.held_out:
         evaluation = trainer.config.evaluate
-        buckets.append(trainer.eval_spec.buckets(evaluation.batch_size * evaluation.samples))
-    for one in buckets:
-        KVBudget(trainer.model, one, cache_bytes=trainer.rollout_spec.cache_bytes).check()
+        rollouts.append(trainer.eval_spec.buckets(evaluation.batch_size * evaluation.samples))
+    for buckets in rollouts:
+        KVBudget(trainer.model, buckets, cache_bytes=trainer.rollout_spec.cache_bytes).check()
 
 
 def _describe(trainer: Trainer, stream: PromptStream) -> None:

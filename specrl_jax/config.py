@@ -264,8 +264,8 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     rule = f"0 or >= rollout.prompts_per_step = {size}"
     yield "rollout.store_prompts", rule, not 0 < rollout.store_prompts < size
     rule = f"False {where} (it is not exact for responses that were not finished)"
-    ahead = rollout.run_ahead and drafts.previous
-    yield "rollout.run_ahead", rule, accept.samples_anew or not ahead
+    runs_ahead = rollout.run_ahead and drafts.previous
+    yield "rollout.run_ahead", rule, accept.samples_anew or not runs_ahead
 
 
 def _carry_over(config: ConfigDict) -> Iterator[Check]:

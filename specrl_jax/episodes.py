@@ -155,9 +155,10 @@ class _Episodes:
         eos_ids, turn_starts = self.spec.program.eos_ids, put(self.turn_starts, "batch")
         self.next_drafts = turn_drafts(self.drafts, self.held, eos_ids, turn_starts)
         # The rest of the draft of a row in the middle of its turn is verified next time.
-        left = np.maximum(result.draft_lens - self.draft_lens - (lens - result.resumed_lens), 0)
+        begun = self.draft_lens + lens - result.resumed_lens
+        drafts_left = np.maximum(result.draft_lens - begun, 0)
         goes_on = ~self.ended & (hosts.fetch(self.next_drafts.lens) > lens)
-        self.draft_lens = result.draft_lens - np.where(goes_on, left, 0)
+        self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
         self.held = dataclasses.replace(self.held, draft_lens=put(self.draft_lens, "batch"))
 
     def responses(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:

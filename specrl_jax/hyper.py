@@ -38,7 +38,7 @@ def product(sweeps: Sequence[Sweep], name: str = "") -> Sweep:
 
 def zipit(sweeps: Sequence[Sweep]) -> Sweep:
     """The first of every sweep together, then the second. Sweeps must have one length."""
-    lengths = [len(one) for one in sweeps]
+    lengths = list(map(len, sweeps))
     if len(set(lengths)) > 1:
         raise ValueError(f"hyper.zipit must get sweeps of one length, got lengths {lengths}")
     return [{k: v for part in parts for k, v in part.items()} for parts in zip(*sweeps)]

@@ -90,8 +90,12 @@ def put(array, *axes: str | None) -> jax.Array:
     """Host array, equal in all processes → device array with these logical axes on the mesh."""
     if _shapes_only.get():
         return reshard(jnp.asarray(array), *axes)
-    sharding = NamedSharding(jax.sharding.get_mesh(), spec(*axes))
-    return hosts.place(np.asarray(array), sharding)
+    return put_as(np.asarray(array), spec(*axes))
+
+
+def put_as(array: np.ndarray, layout: PartitionSpec) -> jax.Array:
+    """Host array, equal in all processes → device array with this layout on the mesh."""
+    return hosts.place(array, NamedSharding(jax.sharding.get_mesh(), layout))
 
 
 def reshard(array: jax.Array, *axes: str | None) -> jax.Array:

@@ -112,9 +112,9 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
             save_run_config(workdir, described)  # from here on the directory is this run's
         records = _open_records(trainer, workdir)
         with _open_log(trainer, workdir) as log, StopRequest() as stop:
-            kept = state.step if last else 0
+            restored = state.step if last else 0
             for written in (log, records) if hosts.is_primary() else ():
-                written.restore(kept or -1)  # step 0 is evaluated and written again
+                written.restore(restored or -1)  # step 0 is evaluated and written again
             failures = FailureLog(workdir if hosts.is_primary() else None, log.warn)
             writes = config.log.report and hosts.is_primary()
             with _way_on(checkpoints), ReportWriter(workdir, writes, log.warn) as page:

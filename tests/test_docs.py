@@ -20,9 +20,9 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = {"index.md", "changelog.md", "presets.md", "configuration.md", "metrics.md"}
 # The programs that README and tutorial start → the tests that start them.
 TESTS = {
-    "evaluate": "test_saved_policy.py",
-    "export": "test_saved_policy.py",
-    "generate": "test_saved_policy.py",
+    "evaluate": "evaluation/test_saved_policy.py",
+    "export": "evaluation/test_saved_policy.py",
+    "generate": "evaluation/test_saved_policy.py",
     "report": "telemetry/test_report_page.py",
     "sweep": "test_sweep.py",
     "train": "test_end_to_end.py",

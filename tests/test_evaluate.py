@@ -1,4 +1,4 @@
-"""Estimates of evaluation, against numbers reckoned by hand."""
+"""Estimates of evaluation, against numbers worked out by hand."""
 
 import itertools
 

@@ -12,8 +12,8 @@ from specrl_jax import train as loop
 from specrl_jax.rollout.engine import decode
 
 PACKAGE = str(pathlib.Path(specrl_jax.__file__).parent)
-# The most frames, `train.step` included, by program.
-MOST = {"decode_steps": 8, "prefill": 9, "verify_trie": 9, "re_prefill": 9}
+PROGRAMS = ("decode_steps", "prefill", "verify_trie", "re_prefill")
+MOST = 8  # frames, `train.step` included
 DAPO = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "data.prompts": 48}
 
 
@@ -60,7 +60,7 @@ def test_few_frames_lie_between_a_step_and_the_programs_of_a_rollout(
 
         return call
 
-    for name in MOST:
+    for name in PROGRAMS:
         monkeypatch.setattr(decode, name, watched(name, getattr(decode, name)))
     algorithm, changes, used = CASES[case]
     changes = {
@@ -74,4 +74,4 @@ def test_few_frames_lie_between_a_step_and_the_programs_of_a_rollout(
     loop.train(config, tmp_path / "run")
     assert {name for name, *_ in stacks} >= used
     for name, *frames in stacks:
-        assert len(frames) <= MOST[name], (name, frames)
+        assert len(frames) <= MOST, (name, frames)

@@ -17,8 +17,8 @@ from specrl_jax.algorithms.scoring import logprobs, pack_rows
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.build import Trainer, build
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.evaluation.saved_policy import run_config
 from specrl_jax.models.transformer import Params
-from specrl_jax.saved_policy import run_config
 from specrl_jax.sharding import put, shards
 from specrl_jax.state import resume
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps

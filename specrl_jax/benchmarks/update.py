@@ -33,9 +33,9 @@ from specrl_jax.benchmarks.selection import encoded_prompts, place_batch, record
 from specrl_jax.benchmarks.step import forward_flops, matmul_rate
 from specrl_jax.benchmarks.timing import Log
 from specrl_jax.build import build
+from specrl_jax.evaluation.saved_policy import run_config
 from specrl_jax.models.transformer import init_params
 from specrl_jax.packing import PACKINGS, pack
-from specrl_jax.saved_policy import run_config
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.types import Batch
 

@@ -60,9 +60,9 @@ class Dealing:
                 f"got {requests.num_train_rows // group} of {count}; set rollout.prompts_per_step"
             )
         lens = 0 * requests.held_lens if drafts is None else hosts.fetch(drafts.lens)
-        left = np.maximum(lens - requests.held_lens, 0).reshape(count, group).sum(axis=1)
-        mean = left[left > 0].mean() if left.any() else 1.0
-        work = np.where(left > 0, left, mean) * ~requests.done.reshape(count, group).all(axis=1)
+        tokens = np.maximum(lens - requests.held_lens, 0).reshape(count, group).sum(axis=1)
+        mean = tokens[tokens > 0].mean() if tokens.any() else 1.0
+        work = np.where(tokens > 0, tokens, mean) * ~requests.done.reshape(count, group).all(axis=1)
         num_train = requests.num_train_rows // group
         if pieces == 1 or (num_train == count and np.ptp(work) == 0):
             return cls(None, group)

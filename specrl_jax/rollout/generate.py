@@ -175,8 +175,8 @@ def _buckets(spec: RolloutSpec, requests: Requests, carry_over: CarryOver) -> Bu
     if carry_over.resumed is None:
         return spec.buckets(requests.num_train_rows)
     # The same shapes at every step, also where fewer groups are left.
-    whole = carry_over.stop_after_groups * spec.group_size
-    return spec.buckets(whole + len(carry_over.resumed.rows.done))
+    trained = carry_over.stop_after_groups * spec.group_size
+    return spec.buckets(trained + len(carry_over.resumed.rows.done))
 
 
 def _start(
@@ -234,9 +234,9 @@ def _record_compared(counts: Array, stats: Stats, speculation: Speculation | Non
 def _without_next_step(result: RolloutResult, next_prompts: Prompts) -> RolloutResult:
     """The train rows; those of the next step's prompts as drafts."""
     rows = np.arange(len(result.rollout.lens), dtype=np.int32)
-    train, ahead = np.split(rows, [len(result.resumed_lens)])
+    train, next_step = np.split(rows, [len(result.resumed_lens)])
     names = tuple(example.prompt_id for example in next_prompts.examples)
-    drafts = as_drafts(take(result.rollout, ahead))
+    drafts = as_drafts(take(result.rollout, next_step))
     rollout = take(result.rollout, train)
     return dataclasses.replace(result, rollout=rollout, run_ahead=RunAhead(drafts, names))
 
@@ -250,20 +250,20 @@ def _without_unfinished(
     # that have not begun get theirs again.
     lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
     draft_lens = np.where(~done & (prefix_lens == lens), prefix_lens, result.draft_lens)
-    complete = np.flatnonzero(done.reshape(-1, group).all(axis=1))[: carry_over.stop_after_groups]
-    others = np.setdiff1d(np.arange(len(prompts.lens)), complete)
-    train, left = (_rows_of(groups, group) for groups in (complete, others))
+    finished = np.flatnonzero(done.reshape(-1, group).all(axis=1))[: carry_over.stop_after_groups]
+    others = np.setdiff1d(np.arange(len(prompts.lens)), finished)
+    train, resumed = (_rows_of(groups, group) for groups in (finished, others))
     rows = PartialRows(result.rollout, put(done, "batch"), put(draft_lens, "batch"))
     size = len(carry_over.resumed.rows.done)
     return dataclasses.replace(
         result,
         rollout=take(result.rollout, train),
-        groups=complete,
-        noise_steps=result.noise_steps[complete],
+        groups=finished,
+        noise_steps=result.noise_steps[finished],
         draft_lens=result.draft_lens[train],
         resumed_lens=result.resumed_lens[train],
         resumed=Resumed(
-            take(rows, left, size),
+            take(rows, resumed, size),
             tuple(prompts.examples[g].prompt_id for g in others),
             tuple(result.noise_steps[others].tolist()),
         ),

@@ -56,7 +56,7 @@ class Console:
 
     def show(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         self._times.append(time.monotonic())
-        left = format_duration(self._seconds_left(step, values))
+        time_left = format_duration(self._seconds_left(step, values))
         if self._lines % 20 == 0:
             self._print("step", "epoch", [heading for heading, *_ in _COLUMNS], "left")
         self._lines += 1
@@ -64,7 +64,7 @@ class Console:
             style.format(values[name]) if name in values else "-" for _, name, _, style in _COLUMNS
         ]
         trouble = [words.format(values[name]) for name, words in _TROUBLE if values.get(name)]
-        self._print(f"{step}/{self._total}", epoch, cells, left, ", ".join(trouble))
+        self._print(f"{step}/{self._total}", epoch, cells, time_left, ", ".join(trouble))
         if values.get("rollout/truncated_fraction") == 1 and not self._warned:
             self._warned = True
             self.write_line(
@@ -72,7 +72,7 @@ class Console:
                 "an end; raise it, or ask for shorter ones in data.instruction"
             )
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=f"{left} left")
+            self._progress.update(self._task, completed=step, description=f"{time_left} left")
 
     def _seconds_left(self, step: int, values: Mapping[str, float]) -> float | None:
         """From the last 20 steps of this process: earlier ones compiled or ran before a resume."""
@@ -83,13 +83,13 @@ class Console:
         return max(self._total - step, 0) * step_seconds if step > 0 else None
 
     def _print(
-        self, step: str, epoch: int | str, cells: Sequence[str], left: str, trouble: str = ""
+        self, step: str, epoch: int | str, cells: Sequence[str], time_left: str, trouble: str = ""
     ) -> None:
         """An aligned line of at most 100 columns, and what went wrong after it."""
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
         for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
             line += f"{cell:>{width + 1}}"
-        self.write_line(f"{line}{left:>9}  {trouble}".rstrip())
+        self.write_line(f"{line}{time_left:>9}  {trouble}".rstrip())
 
     def write_line(self, line: str) -> None:
         """A line of its own, above the progress bar."""

@@ -100,14 +100,14 @@ def _drawn(charts: Sequence[_Curves], series: Sequence[Series]) -> list[Chart]:
 
 def _chart(curves: _Curves, series: Sequence[Series]) -> Chart:
     traces: list[dict] = []
-    for i, one in enumerate(series):
+    for i, case in enumerate(series):
         for j, (metric, name) in enumerate(curves.metrics.items()):
-            points = one.values(metric)
+            points = case.values(metric)
             if not points:
                 continue
             several = len(series) > 1
             label = ", ".join(
-                [one.name] * several + [name] * (len(curves.metrics) > 1 or not several)
+                [case.name] * several + [name] * (len(curves.metrics) > 1 or not several)
             )
             color = _COLORS[(i if several else j) % len(_COLORS)]
             dash = _DASHES[(j if several else 0) % len(_DASHES)]
@@ -162,7 +162,7 @@ def _layout(unit: str, run: Run) -> dict[str, Any]:
 
 def _cut(layout: dict[str, Any], traces: Sequence[dict], series: Sequence[Series]) -> str:
     """Limits the height to that of steps that did not compile, if any; names those beyond it."""
-    records = [r for one in series for run in one.runs for r in without_compiling(run.steps)]
+    records = [r for case in series for run in case.runs for r in without_compiling(run.steps)]
     steady = {record["step"] for record in records}
     points = [xy for trace in traces for xy in zip(trace["x"], trace["y"]) if xy[1] is not None]
     longest = max((y for x, y in points if x in steady), default=math.inf)
@@ -180,7 +180,7 @@ def _cut(layout: dict[str, Any], traces: Sequence[dict], series: Sequence[Series
 
 def seconds_chart(series: Sequence[Series]) -> Chart:
     """A step's seconds as stacked bars: of every step of a single run, else means by epoch."""
-    runs = [run for one in series for run in one.runs]
+    runs = [run for case in series for run in case.runs]
     if len(runs) == 1:
         steps = runs[0].steps
         layout = _layout("seconds", runs[0]) | {"barmode": "stack", "bargap": 0}
@@ -206,13 +206,13 @@ def seconds_chart(series: Sequence[Series]) -> Chart:
 
 def _by_epoch(series: Sequence[Series]) -> list[tuple[Any, list[Record]]]:
     """(epoch, series), or the epoch of a single series → the records of all seeds."""
-    epochs = {epoch for one in series for run in one.runs for epoch in run.epochs}
+    epochs = {epoch for case in series for run in case.runs for epoch in run.epochs}
     bars: list[tuple[Any, list[Record]]] = []
     for epoch in sorted(epochs):
-        for one in series:
-            records = [r for run in one.runs for r in run.epochs.get(epoch, [])]
+        for case in series:
+            records = [r for run in case.runs for r in run.epochs.get(epoch, [])]
             name = f"epoch {epoch}"
-            x = (name, one.name) if len(series) > 1 else name
+            x = (name, case.name) if len(series) > 1 else name
             bars.append((x, without_compiling(records)))
     return bars
 

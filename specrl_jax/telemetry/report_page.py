@@ -63,15 +63,15 @@ def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
     series = reports.series(runs)
     limit, shown = _VIEWER_BYTES // len(runs), []
     accepted: dict[str, list[int]] = {}
-    for one in series:
-        for run in one.runs:
+    for case in series:
+        for run in case.runs:
             responses, by_epoch = _bounded(run, limit)
             shown.append(responses)
             if len(series) == 1:
                 for epoch, lengths in by_epoch.items():
                     accepted.setdefault(epoch, []).extend(lengths)
             elif by_epoch:
-                accepted.setdefault(one.name, []).extend(by_epoch[list(by_epoch)[-1]])
+                accepted.setdefault(case.name, []).extend(by_epoch[list(by_epoch)[-1]])
     steps = sorted({run.records[-1]["step"] if run.records else 0 for run in runs})
     names = dict.fromkeys(run.workdir.resolve().name for run in runs)
     if len(names) > _MOST_NAMES:
@@ -80,8 +80,8 @@ def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
         "title": " · ".join(names)[:200],
         "written": f"{datetime.now():%Y-%m-%d %H:%M}, step {', '.join(map(str, steps))}",
         "series": [
-            {"name": one.name, "runs": len(one.runs), "figures": reports.headline(one)}
-            for one in series
+            {"name": case.name, "runs": len(case.runs), "figures": reports.headline(case)}
+            for case in series
         ],
         "reckoned": reports.RECKONED,
         "seconds": [seconds_chart(series)] if any(run.steps for run in runs) else [],

@@ -6,6 +6,7 @@ Takes WORKDIR/config.json and metrics.jsonl. Gives `Series`, and their headline 
 import dataclasses
 import json
 import math
+import operator
 import os
 import re
 import statistics
@@ -16,6 +17,8 @@ from typing import Any
 from specrl_jax.telemetry.metrics import FILE_NAME, read_metrics
 
 Record = dict[str, Any]
+# From records to one number; None where there is no value.
+Figure = Callable[[Sequence[Record]], float | None]
 
 # A run of a sweep is in a work directory that is named CASE,seed=N.
 _OF_A_SWEEP = re.compile(r"(.+),seed=-?\d+")
@@ -47,6 +50,18 @@ class Run:
             by_epoch.setdefault(record["epoch"], []).append(record)
         return by_epoch
 
+    @property
+    def first_epoch(self) -> list[Record]:
+        return next(iter(self.epochs.values()), [])
+
+    @property
+    def later_epochs(self) -> list[Record]:
+        return self.steps[len(self.first_epoch) :]
+
+    @property
+    def last_epoch(self) -> list[Record]:
+        return list(self.epochs.values())[-1] if self.epochs else []
+
 
 @dataclasses.dataclass(frozen=True)
 class Series:
@@ -59,10 +74,8 @@ class Series:
         """A metric by step, of every run that has it there; what is not finite is left out."""
         by_step: dict[int, list[float]] = {}
         for run in self.runs:
-            for record in run.records:
-                value = record.get(name)
-                if value is not None and math.isfinite(value):
-                    by_step.setdefault(record["step"], []).append(value)
+            for step, value in values(run.records, name):
+                by_step.setdefault(step, []).append(value)
         return dict(sorted(by_step.items()))
 
     def mean(self, figure: Callable[[Run], float | None]) -> tuple[float, float] | None:
@@ -129,6 +142,28 @@ def series(runs: Sequence[Run]) -> list[Series]:
 # Figures ------------------------------------------------------------------------------------
 
 
+def values(records: Iterable[Record], name: str) -> list[tuple[int, float]]:
+    """(step, value) where a metric exists and is finite."""
+    points = ((record["step"], record.get(name)) for record in records)
+    return [(step, x) for step, x in points if x is not None and math.isfinite(x)]
+
+
+def metric(name: str, reduce: Callable[[list[float]], float]) -> Figure:
+    """A metric over records, reduced to one number."""
+
+    def figure(records: Sequence[Record]) -> float | None:
+        numbers = [value for _, value in values(records, name)]
+        return reduce(numbers) if numbers else None
+
+    return figure
+
+
+def median_seconds(name: str) -> Figure:
+    """Of a step or its part ("time/rollout"), over the steps that did not compile."""
+    median = metric(name, statistics.median)
+    return lambda records: median(without_compiling(records))
+
+
 def without_compiling(records: Iterable[Record]) -> list[Record]:
     """The steps that spent at most a twentieth of their time on compiling."""
     return [
@@ -138,6 +173,13 @@ def without_compiling(records: Iterable[Record]) -> list[Record]:
     ]
 
 
+def reused_fraction(records: Sequence[Record]) -> float | None:
+    """Reused over all tokens of the policy, not the mean of the steps' fractions."""
+    names = ("rollout/tokens_reused", "rollout/tokens_generated")
+    reused, generated = (metric(name, math.fsum)(records) or 0.0 for name in names)
+    return reused / (reused + generated) if reused + generated else None
+
+
 def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
     """Median seconds of a step's `part` in the first epoch over those in all later epochs, or over
     those in the last.
@@ -145,65 +187,31 @@ def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
     Steps that compiled are left out. None where the first epoch is not plain (it reused tokens),
     or an epoch on either side has no step left.
     """
-    epochs = list(run.epochs.values())
-    if not epochs or sum(r.get("rollout/tokens_reused", 0) for r in epochs[0]):
+    first, later = run.first_epoch, run.later_epochs
+    if not first or reused_fraction(first):
         return None
-    others = epochs[-1:] if last_epoch and len(epochs) > 1 else epochs[1:]
-    first, later = (
-        [r[part] for r in without_compiling(records) if r.get(part) is not None]
-        for records in (epochs[0], [r for members in others for r in members])
-    )
-    if not first or not later or not statistics.median(later):
-        return None
-    return statistics.median(first) / statistics.median(later)
+    if last_epoch and later:
+        later = list(run.epochs.values())[-1]
+    before, after = (median_seconds(part)(records) for records in (first, later))
+    return before / after if before and after else None
 
 
-def reused_fraction(run: Run, after_first: bool = False) -> float | None:
-    """Reused over all tokens of the policy; `after_first` leaves the first epoch out."""
-    epochs = list(run.epochs.values())[after_first:]
-    reused, generated = (
-        sum(r.get(f"rollout/tokens_{name}", 0) for members in epochs for r in members)
-        for name in ("reused", "generated")
-    )
-    return reused / (reused + generated) if reused + generated else None
-
-
-def _at(name: str, place: int) -> Callable[[Run], float | None]:
-    """A metric's first (0) or last (-1) value."""
-
-    def figure(run: Run) -> float | None:
-        values = [r[name] for r in run.records if r.get(name) is not None]
-        return values[place] if values else None
-
-    return figure
-
-
-def _last_epoch(name: str) -> Callable[[Run], float | None]:
-    def figure(run: Run) -> float | None:
-        members = list(run.epochs.values())[-1:]
-        values = [r[name] for m in members for r in m if r.get(name) is not None]
-        return statistics.fmean(values) if values else None
-
-    return figure
-
-
-def _total(name: str) -> Callable[[Run], float | None]:
-    return lambda run: math.fsum(r.get(name) or 0 for r in run.steps) if run.steps else None
-
-
-# What a headline figure is called, how it is reckoned, its format.
+_first, _last = operator.itemgetter(0), operator.itemgetter(-1)
+# What a headline figure is called, how it is computed, its format.
 FIGURES: tuple[tuple[str, Callable[[Run], float | None], str], ...] = (
-    ("held-out reward, first", _at("reward/eval", 0), "{:.3f}"),
-    ("held-out reward, last", _at("reward/eval", -1), "{:.3f}"),
-    ("training reward, last epoch", _last_epoch("reward/mean"), "{:.3f}"),
-    ("tokens reused", reused_fraction, "{:.1%}"),
-    ("the same, later epochs", lambda run: reused_fraction(run, after_first=True), "{:.1%}"),
-    ("rollout speed-up", lambda run: speed_up(run, "time/rollout"), "{:.2f}×"),
-    ("whole-step speed-up", lambda run: speed_up(run, "time/step"), "{:.2f}×"),
-    ("tokens generated", _total("rollout/tokens_generated"), "{:,.0f}"),
-    ("row steps", _total("rollout/row_steps"), "{:,.0f}"),
-    ("seconds of all steps", _total("time/step"), "{:,.0f}"),
-)
+    ("held-out reward, first", lambda x: metric("reward/eval", _first)(x.records), "{:.3f}"),
+    ("held-out reward, last", lambda x: metric("reward/eval", _last)(x.records), "{:.3f}"),
+    ("training reward, last epoch",
+     lambda x: metric("reward/mean", statistics.fmean)(x.last_epoch), "{:.3f}"),
+    ("tokens reused", lambda x: reused_fraction(x.steps), "{:.1%}"),
+    ("the same, later epochs", lambda x: reused_fraction(x.later_epochs), "{:.1%}"),
+    ("rollout speed-up", lambda x: speed_up(x, "time/rollout"), "{:.2f}×"),
+    ("whole-step speed-up", lambda x: speed_up(x, "time/step"), "{:.2f}×"),
+    ("tokens generated",
+     lambda x: metric("rollout/tokens_generated", math.fsum)(x.steps), "{:,.0f}"),
+    ("row steps", lambda x: metric("rollout/row_steps", math.fsum)(x.steps), "{:,.0f}"),
+    ("seconds of all steps", lambda x: metric("time/step", math.fsum)(x.steps), "{:,.0f}"),
+)  # fmt: skip
 RECKONED = (
     "Speed-up: the median seconds of a step in the run's own first epoch, which has no earlier "
     "responses to draft from (tree drafts come from the group alone there), over the median in all "
@@ -214,11 +222,11 @@ RECKONED = (
 )
 
 
-def headline(one: Series) -> list[tuple[str, str, str]]:
+def headline(series: Series) -> list[tuple[str, str, str]]:
     """(name, mean, "± deviation" or "") of every figure of a series, as text."""
     rows = []
     for name, figure, style in FIGURES:
-        value = one.mean(figure)
+        value = series.mean(figure)
         mean, spread = ("–", "") if value is None else map(style.format, value)
-        rows.append((name, mean, f"± {spread}" if value and len(one.runs) > 1 else ""))
+        rows.append((name, mean, f"± {spread}" if value and len(series.runs) > 1 else ""))
     return rows

@@ -3,56 +3,35 @@
 import math
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
-from specrl_jax.telemetry.runs import Record, Run, speed_up, without_compiling
-
-# From an epoch's records to one number; None where there is no value.
-Summary = Callable[[Sequence[Record]], float | None]
-
-
-def _values(records: Iterable[Record], name: str) -> list[tuple[int, float]]:
-    """(step, value) where a metric exists and is finite."""
-    points = ((record["step"], record.get(name)) for record in records)
-    return [(step, x) for step, x in points if x is not None and math.isfinite(x)]
-
-
-def _metric(name: str, reduce: Callable[[list[float]], float]) -> Summary:
-    def summarize(records: Sequence[Record]) -> float | None:
-        values = [value for _, value in _values(records, name)]
-        return reduce(values) if values else None
-
-    return summarize
-
-
-def _seconds(part: str) -> Summary:
-    median = _metric(f"time/{part}", statistics.median)
-    return lambda records: median(without_compiling(records))
-
-
-def _reuse(records: Sequence[Record]) -> float | None:
-    """The fraction over all tokens, not the mean of the steps' fractions."""
-    names = ("rollout/tokens_reused", "rollout/tokens_generated")
-    reused, generated = (_metric(name, math.fsum)(records) or 0.0 for name in names)
-    return reused / (reused + generated) if reused + generated else None
-
+from specrl_jax.telemetry.runs import (
+    Figure,
+    Record,
+    Run,
+    median_seconds,
+    metric,
+    reused_fraction,
+    speed_up,
+    values,
+)
 
 _mean, _total, _last = statistics.fmean, math.fsum, operator.itemgetter(-1)
 # Heading, how an epoch's steps become one number, format.
-_COLUMNS: tuple[tuple[str, Summary, str], ...] = (
-    ("reward", _metric("reward/mean", _mean), "{:.3f}"),
-    ("eval", _metric("reward/eval", _last), "{:.3f}"),
-    ("reuse", _reuse, "{:.1%}"),
-    ("prefix", _metric("rollout/prefix_len_mean", _mean), "{:.1f}"),
-    ("whole", _metric("rollout/full_reuse_ratio", _mean), "{:.1%}"),
-    ("generated", _metric("rollout/tokens_generated", _total), "{:,.0f}"),
-    ("reused", _metric("rollout/tokens_reused", _total), "{:,.0f}"),
-    ("row_steps", _metric("rollout/row_steps", _total), "{:,.0f}"),
-    ("rollout_s", _seconds("rollout"), "{:.2f}"),
-    ("verify_s", _seconds("verify"), "{:.2f}"),
-    ("decode_s", _seconds("decode"), "{:.2f}"),
-    ("update_s", _seconds("update"), "{:.2f}"),
-    ("step_s", _seconds("step"), "{:.2f}"),
+_COLUMNS: tuple[tuple[str, Figure, str], ...] = (
+    ("reward", metric("reward/mean", _mean), "{:.3f}"),
+    ("eval", metric("reward/eval", _last), "{:.3f}"),
+    ("reuse", reused_fraction, "{:.1%}"),
+    ("prefix", metric("rollout/prefix_len_mean", _mean), "{:.1f}"),
+    ("whole", metric("rollout/full_reuse_ratio", _mean), "{:.1%}"),
+    ("generated", metric("rollout/tokens_generated", _total), "{:,.0f}"),
+    ("reused", metric("rollout/tokens_reused", _total), "{:,.0f}"),
+    ("row_steps", metric("rollout/row_steps", _total), "{:,.0f}"),
+    ("rollout_s", median_seconds("time/rollout"), "{:.2f}"),
+    ("verify_s", median_seconds("time/verify"), "{:.2f}"),
+    ("decode_s", median_seconds("time/decode"), "{:.2f}"),
+    ("update_s", median_seconds("time/update"), "{:.2f}"),
+    ("step_s", median_seconds("time/step"), "{:.2f}"),
 )
 
 _LEGEND = (
@@ -78,14 +57,14 @@ def summary(run: Run) -> str:
 
 
 def _cells(records: Sequence[Record]) -> list[str]:
-    values = ((summarize(records), style) for _, summarize, style in _COLUMNS)
-    return ["-" if value is None else style.format(value) for value, style in values]
+    figures = ((figure(records), style) for _, figure, style in _COLUMNS)
+    return ["-" if x is None else style.format(x) for x, style in figures]
 
 
 def _headlines(records: Sequence[Record]) -> list[str]:
     lines = []
     for title, name in (("held-out reward", "reward/eval"), ("training reward", "reward/mean")):
-        if points := _values(records, name):
+        if points := values(records, name):
             best = max(points, key=lambda point: point[1])
             named = zip(("first", "best", "last"), (points[0], best, points[-1]))
             places = (f"{which} {value:.3f} (step {step})" for which, (step, value) in named)

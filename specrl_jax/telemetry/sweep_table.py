@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
-from specrl_jax.telemetry.runs import FIGURES, Run, Series, deviation, without_compiling
+from specrl_jax.telemetry.runs import FIGURES, Run, Series, deviation, median_seconds
 
 _PARTS = ("rollout", "update", "step")
 _FIGURES = {name: figure for name, figure, _ in FIGURES}
@@ -41,8 +41,9 @@ class Column:
 def by_epoch(run: Run, part: str) -> dict[int, float]:
     """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
     without the epochs in which all did."""
-    left = {epoch: without_compiling(records) for epoch, records in run.epochs.items()}
-    return {e: statistics.median(r[f"time/{part}"] for r in x) for e, x in left.items() if x}
+    figure = median_seconds(f"time/{part}")
+    medians = {epoch: figure(records) for epoch, records in run.epochs.items()}
+    return {epoch: x for epoch, x in medians.items() if x is not None}
 
 
 def seconds(run: Run, part: str) -> float | None:
@@ -60,16 +61,16 @@ def until_reward(run: Run, name: str, target: float) -> float | None:
     return math.fsum(r[name] for r in run.steps if r["step"] <= reached[0]) if reached else None
 
 
-def first_difference(one: Path, other: Path) -> tuple[int | None, int]:
+def first_difference(workdir: Path, other: Path) -> tuple[int | None, int]:
     """(the first step whose recorded responses differ, or None; tokens compared until then).
 
     Responses that only one of the runs has, of another prompt or of a larger group, do not count.
     """
     compared = 0
-    for step in sorted(set(recorded_steps(one)) & set(recorded_steps(other))):
+    for step in sorted(set(recorded_steps(workdir)) & set(recorded_steps(other))):
         mine_all, theirs_all = (
             {(row["prompt_id"], row["sample"]): row["token_ids"] for row in read_rollouts(x, step)}
-            for x in (one, other)
+            for x in (workdir, other)
         )
         for key in (key for key in mine_all if key in theirs_all):
             mine, theirs = mine_all[key], theirs_all[key]

@@ -37,7 +37,7 @@ MARKED = [
 
 
 def test_the_bound_holds_where_a_group_with_a_short_draft_comes_first(mesh):
-    """It was carried without having begun; the groups after it have drafts of full length."""
+    """It was resumed without having begun; the groups after it have drafts of full length."""
     spec = make_spec(slots=32, group=2, cache_lengths=4, row_buckets=4, accept="match", eos=(16,))
     bound = 2.5 * 16 * 10 * cache_bytes(ref.MODEL, 1, 1)  # 16 rows at the first cache length
     spec = dataclasses.replace(spec, cache_bytes=bound)
@@ -80,7 +80,7 @@ def one_step(spec, weights, prompts, number, resumed, stop=Q, **options):
 
 
 def steps(spec, policies, **options) -> list[Step]:
-    """A run's steps 1, 2, ...: Q + X groups in flight, fresh ones from EVERY in order."""
+    """A run's steps 1, 2, ...: Q + X groups run at once, new ones from EVERY in order."""
     resumed, taken, done = Resumed.empty(X * G, R), 0, []
     for number, weights in enumerate(policies, start=1):
         by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
@@ -125,7 +125,7 @@ def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh,
 
 
 def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
-    """In order: carried groups, then the batch's. What is over is carried, complete or not."""
+    """In order: resumed groups, then the batch's. What is over is resumed, complete or not."""
     result, _ = moving
     surplus = 0
     for step in result:
@@ -235,7 +235,7 @@ def test_what_was_not_judged_yet_is_not_rejected(mesh):
 
 
 def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
-    """As many as are wanted are in flight: the carried ones and Q - X more."""
+    """Q + X groups run at once: the resumed ones and as many new ones as that leaves."""
     spec, (_, weights) = make_spec(), ref.policy()
     (step,) = steps(spec, [weights])
     resumed = step.outcome.resumed
@@ -251,8 +251,8 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
 
 
 @pytest.mark.slow
-def test_more_extra_groups_than_wanted_ones(mesh):
-    """Of ten groups in flight, two are wanted: the others wait for up to three steps."""
+def test_more_extra_groups_than_trained_ones(mesh):
+    """Two of ten running groups end a step: the others wait for up to three steps."""
     spec, (_, weights) = make_spec(row_buckets=3), ref.policy()
     prompts, resumed, came = select(EVERY, range(10)), Resumed.empty(8 * G, R), []
     for number in range(1, 5):
@@ -344,7 +344,7 @@ def test_what_the_run_records(trained):
 
 @pytest.mark.slow
 def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
-    """Stopped after steps 2 and 5 and gone on with: who is in flight is in the checkpoint."""
+    """Stopped after steps 2 and 5 and gone on with: which groups run is in the checkpoint."""
     for number in (2, 5):
         with monkeypatch.context() as patch:
             patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt

@@ -32,14 +32,14 @@ from specrl_jax.rollout.engine.decode_state import DecodeState, with_drafts
 from specrl_jax.rollout.engine.draft_tries import DraftTries, sequence_slots
 from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.sharding import put
+from specrl_jax.sharding import eval_shape, put, put_as
 from specrl_jax.types import Drafts, Prompts
 
 _log = logging.getLogger(__name__)
 
 STEPS = 8  # of the longer of two calls, beyond those of the shorter
-ROUNDS = (3, 9)  # fewest and most rounds of calls, more than the fewest within SECONDS
-SECONDS = 0.2  # a call that takes longer is made once
+ROUNDS = (3, 5)  # fewest and most rounds of calls, more than the fewest within SECONDS
+SECONDS = 0.1  # a call that takes longer is made no more than twice
 QUANTILE = 0.25  # a machine is now and then slower than itself, but never faster
 
 
@@ -113,9 +113,7 @@ class StepTimer:
 
     def _seconds(self, weights: Params, point: Point, steps: int) -> float:
         """Wall-clock seconds of one call, by the primary's clock."""
-        program, rows = self.program, self._rows(point.rows)
-        if point.verifies:
-            rows = with_drafts(rows, self._drafts(point.rows), program.accept)
+        program, rows = self.program, self._rows(point.rows, point.verifies)
         draft_state = self._draft_state() if point.drafting else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition.of(-1, program.response_slots, steps, point.rows)
@@ -137,15 +135,29 @@ class StepTimer:
         jax.block_until_ready(call(limits, width=point.width)[-1])
         return hosts.broadcast(time.perf_counter() - start)
 
-    def _rows(self, size: int) -> DecodeState:
-        program = dataclasses.replace(self.program, group_size=1)
-        noise = Noise(jax.random.key(0), step=0)
-        return start_all_rows(program, _prompts(size), noise, np.zeros(size, int))
+    def _rows(self, size: int, drafted: bool) -> DecodeState:
+        """Rows that hold a prompt of one token, and a draft of all slots. Shapes are traced alone:
+        compiling what makes the rows of a rollout would take longer than the steps."""
+        program, full = self.program, np.full(size, self.program.response_slots)
 
-    def _drafts(self, size: int) -> Drafts:
-        slots, k = self.program.response_slots, self.program.stored_logprobs
-        lens = put(np.full(size, slots, np.int32), "batch")
-        return dataclasses.replace(Drafts.of(empty_rollout(size, slots, k)), lens=lens)
+        def start() -> DecodeState:
+            own, noise = dataclasses.replace(program, group_size=1), Noise(jax.random.key(0), 0)
+            rows = start_all_rows(own, _prompts(size), noise, np.zeros(size, int))
+            drafts = Drafts.of(empty_rollout(size, full[0], program.stored_logprobs))
+            return with_drafts(rows, drafts, program.accept) if drafted else rows
+
+        def place(array: np.ndarray) -> jax.Array:
+            return put(array.astype(np.int32), "batch")
+
+        rows = jax.tree.map(
+            lambda x: put_as(np.zeros(x.shape, x.dtype), x.sharding.spec), eval_shape(start)
+        )
+        if drafted:
+            rows = dataclasses.replace(
+                rows, draft=dataclasses.replace(rows.draft, lens=place(full))
+            )
+        numbers = {"index": np.arange(size), "prompt_lens": np.ones(size), "max_lens": full}
+        return dataclasses.replace(rows, **{name: place(x) for name, x in numbers.items()})
 
     def _draft_state(self) -> Any:
         """Of the draft source, for made-up prompts and stored responses."""

@@ -37,6 +37,7 @@ PROBE_ROW_STEPS = 128  # row steps of a probe, within PROBE_STEPS
 PROBE_STEPS = (4, 32)  # fewest and most steps of a probe
 REVIEW_STEPS = 64  # most wide steps before the width is chosen again
 MEASURED_PER_ROLLOUT = 2  # programs whose seconds are measured after a rollout
+MEASURED_PER_KIND = 4  # of one width; a fit tells the seconds of the others
 DRAWS = 3  # simulated sets of accepted lengths; every row has another quantile in each
 
 
@@ -230,23 +231,24 @@ class Speculation(StatePart):
             return max(self.costs.seconds(*plan.point) - prefill, 1e-9)
         seconds, lens = 0.0, np.asarray(plan.draft_lens)
         for begin in range(0, end, plan.verify_width):
-            left = int(np.sum((accepted >= begin) & (lens > begin)))
-            rows = min(plan.buckets.rows_for(left), plan.rows) if begin else plan.rows
-            seconds += self.costs.seconds(rows, plan.slots, plan.verify_width, False) * (left > 0)
+            num_verifying = int(np.sum((accepted >= begin) & (lens > begin)))
+            rows = min(plan.buckets.rows_for(num_verifying), plan.rows) if begin else plan.rows
+            step = self.costs.seconds(rows, plan.slots, plan.verify_width, False)
+            seconds += step * (num_verifying > 0)
         return seconds
 
     def _decode_seconds(self, plan: VerifyPlan, lens: np.ndarray, accepted: int) -> float:
         """Seconds to decode `lens` [rows] tokens in the buckets that hold the rows left at each
         step, as far as other rows do not share these steps. accepted: tokens of the longest row."""
         steps = np.arange(lens.max(initial=0))
-        left = len(lens) - np.searchsorted(np.sort(lens), steps, side="right")
-        others = np.clip(plan.capacity - left, 0, plan.others)
-        rows = np.minimum(left + others, plan.buckets.rows[0])
+        decoding = len(lens) - np.searchsorted(np.sort(lens), steps, side="right")
+        others = np.clip(plan.capacity - decoding, 0, plan.others)
+        rows = np.minimum(decoding + others, plan.buckets.rows[0])
         longest = max(plan.held + accepted, plan.others_held) + 1 + steps
         sizes, ends = np.sort(plan.buckets.rows), np.asarray(plan.buckets.responses)
         shapes = np.searchsorted(sizes, rows), np.searchsorted(ends[:-1], longest)
         shares = np.zeros((len(sizes), len(ends)))
-        np.add.at(shares, shapes, left / (left + others))
+        np.add.at(shares, shapes, decoding / (decoding + others))
         return sum(
             shares[i, j]
             * self._token_seconds(int(sizes[i]), plan.buckets.slots(int(ends[j])), plan)
@@ -279,7 +281,8 @@ class Speculation(StatePart):
         more to compile, worth it only where no program of the kind was measured.
         """
         known = self.costs.knows(point.width, point.drafting)
-        if point not in self.costs and not (beside and known):
+        enough = self.costs.count_like(point) >= MEASURED_PER_KIND
+        if point not in self.costs and not enough and not (beside and known):
             self._used[point] = None
         return self.costs.seconds(*point) if known else 0.0
 

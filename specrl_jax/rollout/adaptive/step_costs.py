@@ -55,6 +55,11 @@ class StepCosts:
         kinds = ((p.width > 1, p.drafting) for p in self._measured)
         return (width > 1, drafting) in kinds
 
+    def count_like(self, point: Point) -> int:
+        """Number of measured programs of its kind and width, over packed sequences or not."""
+        kinds = [(p.width, p.drafting, p.sequences > 0) for p in (point, *self._measured)]
+        return kinds[1:].count(kinds[0])
+
     def seconds(self, *numbers: int) -> float:
         """Seconds of one step of a `Point` of a kind that `knows` says was measured."""
         point = Point(*numbers)

@@ -113,7 +113,7 @@ class DraftStore(StatePart):
 
         Raises ValueError where a prompt comes twice.
         """
-        slots, fresh = self._take([e.prompt_id for e in prompts.examples])
+        slots, reassigned = self._take([e.prompt_id for e in prompts.examples])
         newest = Stored(
             tokens=rollout.tokens,
             lens=rollout.lens,
@@ -124,7 +124,7 @@ class DraftStore(StatePart):
             top_ids=rollout.top_ids,
             top_logprobs=rollout.top_logprobs,
         )
-        self._memory.write(slots, fresh, newest)
+        self._memory.write(slots, reassigned, newest)
 
     def arrays(self) -> Stored:
         """What a checkpoint saves, jax or NumPy. The next `put` changes or frees them."""

@@ -47,9 +47,10 @@ class Stored:
 
 
 def abstract_stored(
-    generations: int, whole: int, prompts: int, samples: int, slots: int, k: int
+    generations: int, with_logprobs: int, prompts: int, samples: int, slots: int, k: int
 ) -> Stored:
-    """Shapes, dtypes and layouts of E = `generations`, A = `whole`; N is `prompts`, rounded up."""
+    """Shapes, dtypes and layouts of E = `generations`, A = `with_logprobs`; N: `prompts`, rounded
+    up."""
     pieces = math.lcm(_SLOTS, shards("batch"))
     rows = (-(-prompts // pieces) * pieces, samples)
 
@@ -60,11 +61,11 @@ def abstract_stored(
         tokens=array(jnp.int32, generations, *rows, slots),
         lens=array(jnp.int32, generations, *rows),
         steps=array(jnp.int32, generations, *rows),
-        sampling_logprobs=array(jnp.float32, whole, *rows, slots),
-        origin_logprobs=array(jnp.float32, whole, *rows, slots),
-        origin_steps=array(jnp.int32, whole, *rows, slots),
-        top_ids=array(jnp.int32, whole, *rows, slots, k) if k else None,
-        top_logprobs=array(jnp.float32, whole, *rows, slots, k) if k else None,
+        sampling_logprobs=array(jnp.float32, with_logprobs, *rows, slots),
+        origin_logprobs=array(jnp.float32, with_logprobs, *rows, slots),
+        origin_steps=array(jnp.int32, with_logprobs, *rows, slots),
+        top_ids=array(jnp.int32, with_logprobs, *rows, slots, k) if k else None,
+        top_logprobs=array(jnp.float32, with_logprobs, *rows, slots, k) if k else None,
     )
 
 
@@ -104,8 +105,8 @@ class DeviceMemory(_Memory):
     def prefetch(self, slots: np.ndarray) -> None:
         pass
 
-    def write(self, slots: np.ndarray, fresh: np.ndarray, newest: Stored) -> None:
-        self.arrays = write_newest(self.arrays, put(slots, None), put(fresh, None), newest)
+    def write(self, slots: np.ndarray, reassigned: np.ndarray, newest: Stored) -> None:
+        self.arrays = write_newest(self.arrays, put(slots, None), put(reassigned, None), newest)
 
     def load(self, arrays: Stored) -> None:
         self.arrays = jax.tree.map(
@@ -151,14 +152,14 @@ class HostMemory(_Memory):
         index = np.maximum(slots, 0)
         self._held[key] = self._thread.submit(_to_device, self.arrays, index, layouts)
 
-    def write(self, slots: np.ndarray, fresh: np.ndarray, newest: Stored) -> None:
+    def write(self, slots: np.ndarray, reassigned: np.ndarray, newest: Stored) -> None:
         # A transfer of these very rows may be under way: whatever it reads, nobody will look.
         written = set(slots.tolist())
         self._held = {key: x for key, x in self._held.items() if written.isdisjoint(key)}
         for stored, new in zip(
             jax.tree.leaves(self.arrays), jax.tree.leaves(hosts.fetch(newest)), strict=True
         ):
-            stored[:, slots[fresh]] = 0
+            stored[:, slots[reassigned]] = 0
             for generation in range(len(stored) - 1, 0, -1):
                 stored[generation][slots] = stored[generation - 1][slots]
             stored[0][slots] = new.reshape(len(slots), -1, *new.shape[1:])
@@ -209,16 +210,16 @@ def pick_sources(stored: Stored, index: Array | None, oldest: Array) -> tuple[Ar
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_newest(stored: Stored, slots: Array, fresh: Array, newest: Stored) -> Stored:
+def write_newest(stored: Stored, slots: Array, reassigned: Array, newest: Stored) -> Stored:
     """The arrays with `newest` [Q * G] as generation 0 of the prompts in `slots` int32 [Q]; older
-    ones move back by one. fresh: bool [Q], prompts whose slots were another's."""
+    ones move back by one. reassigned: bool [Q], prompts whose slots were another's."""
     prompts = slots.shape[0]
 
     def write(array: Array, new: Array) -> Array:
         new = _whole(new)
         new = new.reshape(1, prompts, -1, *new.shape[1:])
         before = array.at[:, slots].get(out_sharding=jax.P(*(None,) * array.ndim))
-        before = jax.vmap(_keep, in_axes=(0, None))(before, ~fresh)
+        before = jax.vmap(_keep, in_axes=(0, None))(before, ~reassigned)
         moved = jnp.concatenate([new, before[:-1]])
         # The scatter's layout is the partitioner's business; the result keeps the store's.
         scatter = jax.sharding.auto_axes(

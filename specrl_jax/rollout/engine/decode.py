@@ -194,9 +194,9 @@ def decode_steps(
 
 
 def _goes_on(rows: DecodeState, steps: Array, stop: StopCondition) -> Array:
-    left = _count_on_shards(_active(rows, stop) & _trained(rows, stop))
-    more = (jnp.max(left) > stop.max_active) & (steps < stop.max_steps)
-    more &= jnp.all(left > stop.refill_at) & (jnp.sum(left) > stop.max_left)
+    train_rows = _count_on_shards(_active(rows, stop) & _trained(rows, stop))
+    more = (jnp.max(train_rows) > stop.max_active) & (steps < stop.max_steps)
+    more &= jnp.all(train_rows > stop.refill_at) & (jnp.sum(train_rows) > stop.max_left)
     if rows.draft is None:
         return more
     # Steps that verify cost a little more, with residuals or a draft source more than that.
@@ -246,10 +246,10 @@ def progress(rows: DecodeState, stop: StopCondition) -> Array:
     limit, rows verifying, the longest response of rows not done, the longest draft left to verify.
     """
     active, verifies = _active(rows, stop), verifying(rows)
-    left = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens - rows.lens
+    drafts_left = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens - rows.lens
     train = ~rows.done & _trained(rows, stop)
     counts = (train, active, ~rows.done & ~active, verifies)
-    longest = jnp.where(~rows.done, rows.lens, 0), jnp.where(verifies, left, 0)
+    longest = jnp.where(~rows.done, rows.lens, 0), jnp.where(verifies, drafts_left, 0)
     numbers = [_count_on_shards(x) for x in counts]
     return jnp.stack([*numbers, *(_on_each_shard(jnp.max, x) for x in longest)], axis=1)
 
@@ -296,8 +296,8 @@ def _propose(program: ProgramSpec, rows: DecodeState, draft_state: Any, width: i
         old = cut_columns(rows.draft.tokens, rows.lens, width)
         # Rows without draft tokens may have any.
         tokens = old if draft_state is None else jnp.where(verifies[:, None], old, tokens)
-        left = jnp.clip(rows.draft.lens - rows.lens, 0, width)
-        draft_len = jnp.where(verifies, left, draft_len)
+        draft_left = jnp.clip(rows.draft.lens - rows.lens, 0, width)
+        draft_len = jnp.where(verifies, draft_left, draft_len)
     return Proposal(tokens, draft_len, verifies)
 
 
@@ -343,8 +343,8 @@ def _append(
     if rows.draft is not None:
         # Over once a token was sampled, unless it was cut off with what came before.
         over = verifies & (count > accepted)
-        left = jnp.where(over, rows.lens + accepted, rows.draft.lens)
-        changes["draft"] = dataclasses.replace(rows.draft, lens=left)
+        draft_lens = jnp.where(over, rows.lens + accepted, rows.draft.lens)
+        changes["draft"] = dataclasses.replace(rows.draft, lens=draft_lens)
     last = column_at(output.tokens, jnp.maximum(count - 1, 0))
     rows = dataclasses.replace(
         rows,

@@ -257,14 +257,14 @@ class ModelRunner:
         self.note_bytes(batch.shape, *self.running_shape())
         # Only train rows have drafts.
         counts = batch.counts
-        ahead = counts.active - counts.verifying
+        next_step = counts.active - counts.verifying
         others = dataclasses.replace(
             batch,
             rows=decode_state.without_drafts(decode_state.mark_padding(batch.rows, verifying)),
-            counts=counts._replace(train=ahead, active=ahead, verifying=0 * ahead),
-            written_back=int(ahead.sum()),
+            counts=counts._replace(train=next_step, active=next_step, verifying=0 * next_step),
+            written_back=int(next_step.sum()),
         )
-        left = dataclasses.replace(
+        verifying_rows = dataclasses.replace(
             batch,
             cache=cache,
             rows=rows,
@@ -272,10 +272,10 @@ class ModelRunner:
             counts=counts._replace(train=counts.verifying, active=counts.verifying),
             written_back=batch.verifying,
         )
-        if ahead.any():
+        if next_step.any():
             self.insert(others)
         self._extra_bucket = []
-        return left
+        return verifying_rows
 
     def preempt(self, rows: np.ndarray) -> None:
         """Running rows marked in `rows` bool [b] give up their cache."""
@@ -338,7 +338,7 @@ class ModelRunner:
         """`decode.decode_steps` on the batch; verify: a verification pass."""
         drafting = self.program.draft_source is not None and width > 1 and not verify
         draft_state = self._synced_draft_state(batch) if drafting else None
-        left, start = batch.counts.unfinished, time.perf_counter()
+        unfinished, start = batch.counts.unfinished, time.perf_counter()
         batch.cache, batch.rows, draft_state, counts, progress = decode.decode_steps(
             self.program,
             self.weights,
@@ -361,8 +361,8 @@ class ModelRunner:
             self.stats.add_verification(batch.size, width, counts, seconds)
         else:
             self.stats.add_decode(batch.shape, width, counts, seconds)
-            left = np.stack([left, batch.counts.unfinished])  # before and after
-            idle = np.sum(left.max(axis=1, keepdims=True) - left) / 2
+            unfinished = np.stack([unfinished, batch.counts.unfinished])  # before and after
+            idle = np.sum(unfinished.max(axis=1, keepdims=True) - unfinished) / 2
             self.stats.imbalance_row_steps += float(counts.steps * idle)
         return counts
 

@@ -27,6 +27,15 @@ STEPS_BETWEEN_INSERTS = 64  # of rows of the next step into idle places
 STEPS_BETWEEN_COUNTS = 32  # at most, of the groups that are done, where enough of them end it all
 
 
+@dataclasses.dataclass(frozen=True)
+class Admitted:
+    """Waiting rows that begin together."""
+
+    index: np.ndarray  # int [size], -1 for padding
+    longest: int | None = None  # tokens of the longest; None: the rows hold none
+    resumed: bool = False  # whether rows that hold tokens may have drafts left to verify
+
+
 @dataclasses.dataclass
 class Starting:
     """Rows that begin, beside those that are running."""
@@ -62,7 +71,9 @@ class Scheduler:
         """All rows, at their end unless the rollout may end early."""
         while not self._may_end():
             self._make_room()
-            while starting := self._begin():
+            while admitted := self._admit():
+                holds_none = admitted.longest is None
+                starting = (self._prefill if holds_none else self._re_prefill)(admitted)
                 self._verify(starting)
                 self.runner.insert(starting.batch)
                 del starting  # and with it a cache, before others begin
@@ -105,24 +116,32 @@ class Scheduler:
             size = self.buckets.rows_for_shards(self.running.counts.unfinished)
             self.runner.resize(size, self.running.slots)
 
-    def _begin(self) -> Starting | None:
-        """Waiting rows that start now; None where there is no room for any."""
+    def _admit(self) -> Admitted | None:
+        """Waiting rows that begin now; None where there is no room for any."""
         if not self.queues.is_waiting():
-            return self._begin_next_step()
+            return self._admit_next_step()
         resumed, waiting = any(self.queues.resumed), any(self.queues.waiting)
         held_rows = self.queues.resumed if resumed or waiting else self.queues.preempted
         size, counts = self._num_admitted(held_rows)
         if not size:
             return None
         if not resumed and waiting:
-            return self._prefill(self.queues.waiting, counts // self.program.group_size, size)
+            groups = counts // self.program.group_size
+            return self._admit_groups(self.queues.waiting, groups, size)
         chosen = []
         for queue, count in zip(held_rows, counts.tolist()):
             if not resumed:
                 queue.sort()
             chosen.append(queue[:count])
             del queue[:count]
-        return self._re_prefill(chosen, size, with_drafts=resumed)
+        places = self.queues.places([[row for _, row in rows] for rows in chosen], size)
+        return Admitted(places, max(n for n, _ in itertools.chain(*chosen)), resumed)
+
+    def _admit_groups(
+        self, queues: list[collections.deque[int]], counts: np.ndarray, size: int
+    ) -> Admitted:
+        """The first `counts` [shards] groups of queues, in a bucket of `size` rows."""
+        return Admitted(self.queues.places(self.queues.pop_groups(queues, counts), size))
 
     def _num_admitted(self, held_rows: list[list[HeldRow]]) -> tuple[int, np.ndarray]:
         """Rows of the bucket in which rows begin, 0 for none, and how many begin on each shard:
@@ -165,8 +184,8 @@ class Scheduler:
         whole = self.rule.whole_draft and longest
         return self.buckets.verify_width_for(longest) if whole else longest
 
-    def _begin_next_step(self) -> Starting | None:
-        """Let groups of the next step start in places that would be idle."""
+    def _admit_next_step(self) -> Admitted | None:
+        """Groups of the next step that begin in places that would be idle."""
         if not any(self.queues.next_step) or self.running is None:
             return None
         group, running = self.program.group_size, self.running
@@ -182,7 +201,7 @@ class Scheduler:
         size = self.buckets.admission(rows, self.buckets.admissions[0])
         if self._exceeds_budget(size, counts * group, running.longest):
             return None
-        return self._prefill(self.queues.next_step, counts, size)
+        return self._admit_groups(self.queues.next_step, counts, size)
 
     def _exceeds_budget(self, size: int, counts: np.ndarray, longest: int) -> bool:
         """Whether `counts` [shards] rows of up to `longest` tokens, begun in a bucket of `size`,
@@ -193,15 +212,12 @@ class Scheduler:
         slots = max([joined[1], *(self.buckets.verify_slots(w, longest_draft) for w in widths)])
         return not self.budget.holds((size, slots), *{*self.runner.running_shape(), joined})
 
-    def _prefill(
-        self, queues: list[collections.deque[int]], counts: np.ndarray, size: int
-    ) -> Starting:
-        """The first `counts` [shards] groups of queues; they hold nothing."""
-        index = self.queues.places(self.queues.pop_groups(queues, counts), size)
-        real = index >= 0
+    def _prefill(self, admitted: Admitted) -> Starting:
+        """Rows that hold no tokens: their prompts, or their prompts and drafts in one pass."""
+        index, real = admitted.index, admitted.index >= 0
         drafts = np.where(real, self.requests.draft_lens[index], 0)
         tries = self._pack_drafts(index, drafts)
-        plan = self._plan_verification(drafts[real], size, tries=tries)
+        plan = self._plan_verification(drafts[real], len(index), tries=tries)
         if plan and plan.sequences:
             batch, counted = self.runner.verify_trie(index, tries, plan.verify_width)
             self._record(plan, counted)
@@ -215,11 +231,8 @@ class Scheduler:
         """Prompts and drafts of these rows packed, where they can be verified whole in one pass and
         that computes fewer tokens than a prefill and a pass over the rows."""
         buckets, longest, group = self.buckets, int(drafts.max()), self.program.group_size
-        size, width, places = (
-            len(index),
-            buckets.verify_width_for(longest),
-            np.flatnonzero(index >= 0),
-        )
+        size, width = len(index), buckets.verify_width_for(longest)
+        places = np.flatnonzero(index >= 0)
         if not 0 < longest <= width:
             return None
         index, lens = index[places], drafts[places]
@@ -231,27 +244,25 @@ class Scheduler:
         saves = saves_work(tries.shape, size, width, group, buckets.prompt_slots)
         return tries if fits and saves else None
 
-    def _re_prefill(
-        self, chosen: list[list[HeldRow]], size: int, with_drafts: bool = False
-    ) -> Starting:
-        """Rows of each shard that hold tokens. with_drafts: they may have drafts left to verify."""
-        longest = max(n for n, _ in itertools.chain(*chosen))
-        places = self.queues.places([[row for _, row in rows] for rows in chosen], size)
-        index = places[places >= 0]
+    def _re_prefill(self, admitted: Admitted) -> Starting:
+        """Rows that hold tokens."""
+        longest = admitted.longest
+        index = admitted.index[admitted.index >= 0]
         width = self.buckets.response_for(longest)
-        slots, plan, left = self.buckets.slots(width), None, np.zeros(len(index), np.int32)
-        begun = self.buckets.prompt_slots + width
-        if with_drafts:
-            left = np.maximum(self.requests.draft_lens[index] - self.requests.held_lens[index], 0)
-            widest = self.buckets.verify_width_for(int(left.max()))
-            plan = self._plan_verification(left, size, begun + widest, longest)
+        slots, plan, drafts_left = self.buckets.slots(width), None, np.zeros(len(index), np.int32)
+        begun, size = self.buckets.prompt_slots + width, len(admitted.index)
+        if admitted.resumed:
+            draft_lens, held_lens = self.requests.draft_lens, self.requests.held_lens
+            drafts_left = np.maximum(draft_lens[index] - held_lens[index], 0)
+            widest = self.buckets.verify_width_for(int(drafts_left.max()))
+            plan = self._plan_verification(drafts_left, size, begun + widest, longest)
         if plan and not self.budget.verifies(begun + plan.verify_width, slots):
             plan = None
         if plan:
             slots = max(slots, begun + plan.verify_width)
         verify = plan is not None or self.verify_while_decoding
-        batch = self.runner.re_prefill(places, slots, width, with_drafts=verify)
-        return Starting(batch, left, plan)
+        batch = self.runner.re_prefill(admitted.index, slots, width, with_drafts=verify)
+        return Starting(batch, drafts_left, plan)
 
     # Verification ----------------------------------------------------------------------------
 
@@ -320,11 +331,11 @@ class Scheduler:
             if verifying := starting.batch.verifying:
                 self._split(starting)
                 # Rows that rejected nothing so far all have as many tokens less to verify.
-                left = starting.drafts_left
-                done = left.max() - starting.batch.longest_draft
-                left = np.maximum(np.sort(left)[-verifying:] - done, 1)
+                drafts_left = starting.drafts_left
+                done = drafts_left.max() - starting.batch.longest_draft
+                drafts_left = np.maximum(np.sort(drafts_left)[-verifying:] - done, 1)
                 shape, held = starting.batch.shape, starting.batch.longest
-                plan = self._plan_verification(left, *shape, held)
+                plan = self._plan_verification(drafts_left, *shape, held)
         if not (self.verify_while_decoding and starting.batch.verifying):
             starting.batch.drop_drafts()
 
@@ -382,9 +393,9 @@ class Scheduler:
         if self.queues.is_waiting():
             # As many places are free then as rows begin together; at least one more than now. So on
             # any shard where rows wait.
-            kept, left = capacity - self.budget.refill(capacity), running.counts.train
-            refill = np.clip(left - 1, 0, max(kept // self.shards, 0))
-            refill = np.where((self.queues.waiting_rows() > 0) & (left > 0), refill, -1)
+            full, train_rows = capacity - self.budget.refill(capacity), running.counts.train
+            refill = np.clip(train_rows - 1, 0, max(full // self.shards, 0))
+            refill = np.where((self.queues.waiting_rows() > 0) & (train_rows > 0), refill, -1)
             pause = {"max_active": 0, "refill_at": refill}
         else:
             pause = {"max_active": self.buckets.rows_below(running.size) // self.shards}

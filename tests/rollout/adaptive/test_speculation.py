@@ -249,6 +249,19 @@ def test_programs_are_measured_once_they_were_used_and_few_after_a_rollout():
     )
 
 
+def test_few_programs_of_a_kind_are_measured():
+    """Seconds of the others follow from a fit."""
+    chooser = Speculation(timer=Timer())
+    for rows in (64, 32, 16, 8, 4, 2):
+        chooser.record_steps(StepPlan(rows, 99, 1, 9), 5)
+        chooser.measure_used(None)
+    assert [point.rows for point in chooser.timer.points] == [64, 32, 16, 8]
+    assert chooser.record_steps(StepPlan(4, 99, 1, 9), 5) == pytest.approx(5 * 4)
+    chooser.record_steps(StepPlan(64, 99, 2, 9), 5)
+    chooser.measure_used(None)
+    assert chooser.timer.points[-1].width == 2
+
+
 def test_a_plain_step_is_measured_where_every_draft_was_accepted():
     """Else nothing could tell that decoding costs less: drafts would be verified for ever."""
     chooser, plan = Speculation(timer=Timer()), make_plan(verify_width=32)

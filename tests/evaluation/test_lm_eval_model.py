@@ -11,12 +11,12 @@ from small_runs import small_config
 pytest.importorskip("lm_eval", reason="needs pip install '.[eval]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and what it imports
 
-from specrl_jax import lm_eval_model  # noqa: E402
-from specrl_jax.chat import Responder  # noqa: E402
 from specrl_jax.data.tokenizer import load_tokenizer  # noqa: E402
+from specrl_jax.evaluation import lm_eval_model  # noqa: E402
+from specrl_jax.evaluation.chat import Responder  # noqa: E402
+from specrl_jax.evaluation.saved_policy import SavedPolicy  # noqa: E402
 from specrl_jax.models.load import load_policy  # noqa: E402
 from specrl_jax.models.transformer import Transformer  # noqa: E402
-from specrl_jax.saved_policy import SavedPolicy  # noqa: E402
 
 CONTEXTS = ["7>", "3<", "0>"]  # of one length: few programs
 CHOICES = ["7", "1 3", ";"]

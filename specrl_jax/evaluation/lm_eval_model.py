@@ -19,12 +19,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from specrl_jax.data.prompts import EncodedDataset, eval_batches, make_example, words
+from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import one_line
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.logprobs import map_tokens, pick, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.generate import generate
-from specrl_jax.saved_policy import SavedPolicy
 from specrl_jax.sharding import put
 
 _SLOTS = 64  # rows are padded to multiples of so many tokens, so that programs are few

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
 from specrl_jax.data.tokenizer import Messages
+from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import one_line
 from specrl_jax.rollout.stream import stream
-from specrl_jax.saved_policy import SavedPolicy
 
 _SLOTS = 64  # prompts are padded to multiples of so many tokens, so that programs are few
 

@@ -13,10 +13,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from specrl_jax.config import flatten
+from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import reason
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import param_count
-from specrl_jax.saved_policy import SavedPolicy
 from specrl_jax.telemetry.metrics import read_metrics
 
 _MAX_SHARD_BYTES = 4 * 2**30
