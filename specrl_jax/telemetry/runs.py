@@ -191,7 +191,7 @@ def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
     if not first or reused_fraction(first):
         return None
     if last_epoch and later:
-        later = list(run.epochs.values())[-1]
+        later = run.last_epoch
     before, after = (median_seconds(part)(records) for records in (first, later))
     return before / after if before and after else None
 
