@@ -288,9 +288,8 @@ def _verification(title: str, size: Size) -> Iterator[dict[str, Any]]:
 
 def _suffix_drafts(title: str, size: Size) -> Iterator[dict[str, Any]]:
     plain, tree = _case(size), _case(size, tree=True)
-    _, stored = make_drafts(
-        run(plain).rollout, 0.0, size.model.vocab_size, np.random.default_rng(0)
-    )
+    rollout = run(plain).rollout
+    stored = by_prompt(rollout.tokens, rollout.lens, GROUP)
     tree.keywords["drafts"] = DraftInputs(history=DraftHistory.from_store(*stored, GROUP))
     stats = run(tree).stats
     speedup = _repeat(lambda: run(plain).seconds / run(tree).seconds)
