@@ -32,9 +32,10 @@ from specrl_jax.benchmarks.limits import (
 )
 from specrl_jax.benchmarks.policies import GROUP, Size, choose, random_params, random_weights
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.rollout import by_prompt, full_length
+from specrl_jax.benchmarks.rollout import VERIFY_WIDTH, by_prompt, full_length
 from specrl_jax.benchmarks.timing import Case, Log, run
 from specrl_jax.build import build, policy_copy
+from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params, Transformer
@@ -42,7 +43,7 @@ from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.decode import prefill
 from specrl_jax.rollout.generate import DraftInputs
-from specrl_jax.sharding import put
+from specrl_jax.sharding import platform, put
 from specrl_jax.state import init_state
 from specrl_jax.types import Drafts
 
@@ -54,6 +55,7 @@ SIZES = {
 BANDWIDTH_GOAL, PEAK_GOAL, DRAFTS_GOAL, ERROR_GOAL = 0.7, 0.4, 2.5, 0.05
 LAST_BEGIN = 480.0  # seconds after the start, after which no further part begins
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
+_KERNEL_SLOTS = 128  # of the cache of the check of numbers: a size that kernels take
 STEP_TOKENS = 128  # of a response in a training step: verified in one pass
 # A rule under which a verification pass decides, as for SPEC-RL.
 RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)
@@ -70,6 +72,7 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
     names = [name] if name else ["tiny"] if on_cpu else list(SIZES)
     given = {key: value for key, value in changes.items() if value is not None}
     sizes = {n: choose(n, **({} if on_cpu else SIZES.get(n, {})) | given) for n in names}
+    sizes = {n: _chosen_attention(size) for n, size in sizes.items()}
     rows, failed = [], False
     for part_name, part in _parts(config, sizes).items():
         try:
@@ -84,6 +87,20 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
             log(f"{part_name}: {first_line}")
     title = f"device: {'; '.join(f'{n} {size.describe()}' for n, size in sizes.items())}"
     return Report(f"{title}; {time.perf_counter() - start:.0f} s", rows, failed)
+
+
+def _chosen_attention(size: Size) -> Size:
+    """The size with the kernels that a run of its shapes would take."""
+    if not hasattr(size.model, "kernels"):
+        return size
+    from specrl_jax.models.attention_choice import Shapes
+    from specrl_jax.models.attention_choice import choose as choose_kernels
+
+    slots, width = size.prompt_len + size.response_len, min(VERIFY_WIDTH, size.response_len)
+    shapes = Shapes(size.rows, slots, width, 2 * slots)
+    with contextlib.redirect_stdout(sys.stderr):
+        kernels = choose_kernels("auto", size.model, shapes)
+    return dataclasses.replace(size, model=size.model.replace(kernels=kernels))
 
 
 def _parts(config, sizes: dict[str, Size]) -> dict[str, Part]:
@@ -199,7 +216,10 @@ def _numerics(title: str, size: Size) -> Iterator[dict[str, Any]]:
     params = random_params(model)
     with jax.default_matmul_precision("highest"):
         exact = _passes(model.replace(dtype="float32"), params)
-    for kind, model_of_kind in _attentions(model).items():
+    kinds = {"reference": model, "kernels": _with_kernels(model, _KERNEL_SLOTS)}
+    for kind, model_of_kind in kinds.items():
+        if kind == "kernels" and model_of_kind == model:
+            continue  # there are none here, or none that takes this model
         for name, logits in _passes(model_of_kind, params).items():
             # The root mean square over the vocabulary, of the worst token.
             error = np.max(np.std(logits - exact[name], axis=-1)) / np.std(exact[name])
@@ -208,11 +228,13 @@ def _numerics(title: str, size: Size) -> Iterator[dict[str, Any]]:
             yield row | {"goal": f"< {ERROR_GOAL:g}", "met": met}
 
 
-def _attentions(model: ModelConfig) -> dict[str, ModelConfig]:
-    """The model with every kind of attention."""
-    if not hasattr(model, "attention"):
-        return {"reference": model}
-    return {kind: model.replace(attention=kind) for kind in ("reference", "kernel")}
+def _with_kernels(model: ModelConfig, slots: int) -> ModelConfig:
+    """The model with every kernel of the platform that takes it and caches of so many slots."""
+    kernels = getattr(attention, "kernel_module", lambda _: None)(platform())
+    if kernels is None:
+        return model
+    uses = [use for use in attention.USES if not kernels.refusal(use, model, slots)]
+    return model.replace(kernels=tuple(uses))
 
 
 def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
@@ -231,7 +253,7 @@ def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
         ends = jnp.tile(jnp.repeat(jnp.array([length, 2 * length]), length), (count, 1))
         packed, _ = update(twice, positions_BT=depths, ends_BS=ends)
         zeros = jnp.zeros_like(starts)
-        prompts, cache = policy(tokens, zeros, init_cache(model, count, length + width))
+        prompts, cache = policy(tokens, zeros, init_cache(model, count, _KERNEL_SLOTS))
         step, cache = policy(tokens[:, :1], starts, cache)
         wide, _ = policy(tokens[:, :width], starts, cache)
         hidden = {"update": packed, "prefill": prompts, "decode": step, "verification": wide}

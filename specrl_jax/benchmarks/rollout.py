@@ -29,6 +29,7 @@ from specrl_jax.types import Drafts, Rollout
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
 LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
+VERIFY_WIDTH = 128
 _LENGTHS_SEED, _CORRUPTION_SEED = 1, 2
 
 
@@ -85,7 +86,7 @@ def make_spec(
         row_buckets=1 if one_bucket else size.row_buckets,
         cache_lengths=1 if one_bucket else size.cache_lengths,
         max_width=size.max_width if tree else 1,
-        verify_width=128,
+        verify_width=VERIFY_WIDTH,
     )
 
 
