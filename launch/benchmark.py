@@ -20,6 +20,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 import argparse
 import functools
 import json
+import runpy
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -88,7 +89,7 @@ def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
     jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))  # the first device
     numbers = {name: getattr(args, name) for name in _NUMBERS}
     if args.benchmark == "device":
-        return cli.read_config([f"--config={_CONFIG}:tiny"]), args.size, numbers, log
+        return runpy.run_path(str(_CONFIG))["get_config"]("tiny"), args.size, numbers, log
     return args.size or "tiny", numbers, log
 
 
