@@ -1,18 +1,20 @@
 """The policies that benchmarks run: random weights in the shapes of several sizes.
 
 A random policy whose output head is its embedding would repeat its last token, and its drafts would
-be right for free; `random_weights` prevents it.
+be right for free; `random_params` prevents it.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
+from specrl_jax.build import policy_copy
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.pretrained import SHAPES
-from specrl_jax.models.transformer import Params, init_params, param_count, rollout_weights
+from specrl_jax.models.transformer import Params, init_params, param_count
 from specrl_jax.types import Prompts
 
 GROUP = 8  # responses a prompt
@@ -75,17 +77,23 @@ def choose(name: str, **changes: Any) -> Size:
     return dataclasses.replace(SIZES[name], model=SIZES[name].model.replace(dtype=dtype), **given)
 
 
-def random_weights(model: ModelConfig) -> Params:
-    """The rollout's copy of random weights whose logits have a std near 2 and do not repeat."""
+@functools.partial(jax.jit, static_argnames=("model", "uniform"))
+def random_params(model: ModelConfig, *, uniform: bool = False) -> Params:
+    """Random weights whose logits have a std near 2 and do not repeat.
 
-    def build() -> Params:
-        params = init_params(model, jax.random.key(0))
-        # So small that the residual stream is what the layers write, not the last token.
-        params["embed"] *= _EMBED_STD * model.embed_dim**0.5
-        params["final_norm"] *= _LOGIT_STD / (_EMBED_STD * model.embed_dim**0.5)
-        return rollout_weights(model, params)
+    uniform: all logits are 0, though every layer computes as always. So a token depends on its
+    noise alone, and rounding, which differs with the width of a step, changes none.
+    """
+    params = init_params(model, jax.random.key(0))
+    # So small that the residual stream is what the layers write, not the last token.
+    params["embed"] *= _EMBED_STD * model.embed_dim**0.5
+    params["final_norm"] *= 0 if uniform else _LOGIT_STD / (_EMBED_STD * model.embed_dim**0.5)
+    return params
 
-    return jax.jit(build)()
+
+def random_weights(model: ModelConfig, *, uniform: bool = False) -> Params:
+    """The rollout's copy of `random_params`."""
+    return policy_copy(model, random_params(model, uniform=uniform))
 
 
 def random_prompts(size: Size, rows: int) -> Prompts:

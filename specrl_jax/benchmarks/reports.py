@@ -16,6 +16,7 @@ class Report:
 
     title: str  # one line: what was measured
     rows: list[dict[str, Any]]  # a case each, by heading; a figure that a case has not is absent
+    failed: bool = False  # a part of it did not run
 
     def to_json(self) -> dict[str, Any]:
         return {"title": self.title, "machine": machine(), "cases": self.rows}

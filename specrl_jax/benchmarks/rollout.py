@@ -8,13 +8,15 @@ match: every case emits the tokens of the plain rollout, up to rounding.
 
 import functools
 import statistics
+from typing import Any
 
 import jax
 import numpy as np
 
-from specrl_jax.benchmarks.policies import GROUP, Size, random_prompts, random_weights
+from specrl_jax.benchmarks.policies import GROUP, Size, choose, random_prompts, random_weights
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.timing import Log, figures, make_speculation, run, run_in_turn
+from specrl_jax.benchmarks.timing import Case, Log, figures, make_speculation, run, run_in_turn
+from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
@@ -27,11 +29,13 @@ from specrl_jax.types import Drafts, Rollout
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
 LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
+VERIFY_WIDTH = 128
 _LENGTHS_SEED, _CORRUPTION_SEED = 1, 2
 
 
-def measure_rollout(name: str, size: Size, log: Log) -> Report:
-    """Seconds of the naive loop, of the plain rollout, and of every kind of draft."""
+def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Report:
+    """Seconds of the naive loop, of the plain rollout, and of every kind of draft; see `choose`."""
+    size = choose(name, **changes)
     lens = drawn_lengths(size)
     weights, prompts = random_weights(size.model), random_prompts(size, size.rows)
     inputs = weights, prompts, Noise(jax.random.key(0), 1)
@@ -82,7 +86,19 @@ def make_spec(
         row_buckets=1 if one_bucket else size.row_buckets,
         cache_lengths=1 if one_bucket else size.cache_lengths,
         max_width=size.max_width if tree else 1,
-        verify_width=128,
+        verify_width=VERIFY_WIDTH,
+    )
+
+
+def full_length(size: Size, weights: Params, rows: int, **changes: Any) -> Case:
+    """A rollout of `rows` rows that all end at the longest length, in one bucket.
+
+    changes: see `make_spec`.
+    """
+    spec, noise = make_spec(size, one_bucket=True, **changes), Noise(jax.random.key(0), 1)
+    lens = np.full(rows, size.response_len, np.int32)
+    return functools.partial(
+        generate, spec, weights, random_prompts(size, rows), noise, max_lens=lens
     )
 
 

@@ -32,6 +32,11 @@ class Run(NamedTuple):
     stats: Stats
     rollout: Rollout  # NumPy
 
+    @property
+    def step_seconds(self) -> float:
+        """Of a decode step, in the mean."""
+        return self.stats.decode_seconds / self.stats.decode_steps
+
 
 def run(case: Case) -> Run:
     """One rollout; what its choices still need is measured after it, as in training."""

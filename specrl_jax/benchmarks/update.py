@@ -20,21 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specrl_jax import runtime
 from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative
 from specrl_jax.algorithms.learner import Learner, init_train_state
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import update
-from specrl_jax.benchmarks.policies import GROUP, Size
+from specrl_jax.benchmarks.limits import forward_flops, matmul_rate
+from specrl_jax.benchmarks.policies import GROUP, Size, choose
+from specrl_jax.benchmarks.recorded import Recorded, place_rows
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.rollout import drawn_lengths
-from specrl_jax.benchmarks.selection import encoded_prompts, place_batch, recorded_rows
-from specrl_jax.benchmarks.step import forward_flops, matmul_rate
 from specrl_jax.benchmarks.timing import Log
-from specrl_jax.build import build
-from specrl_jax.evaluation.saved_policy import run_config
-from specrl_jax.models.transformer import init_params
+from specrl_jax.models.transformer import Params, init_params
 from specrl_jax.packing import PACKINGS, pack
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.types import Batch
@@ -44,22 +41,45 @@ CASES = (("rows", False), ("rows", True), ("sequences", True), ("trie", False), 
 PROMPT_TIMES = (1, 8, 32)  # times the size's prompt_len, of drawn batches
 
 
-def measure_update(name: str, size: Size, log: Log, run: Path | None = None) -> Report:
-    """A line for each packing of every batch."""
-    batches = _recorded(run) if run else _drawn(size)
+def measure_update(
+    name: str, changes: dict[str, int | None], log: Log, run: Path | None = None
+) -> Report:
+    """A line for each packing of every batch. name, changes: of a size, see `policies.choose`;
+    run: a work directory. Raises ValueError in one line."""
+    size = choose(name, **changes)
+    learner, params, batches = _recorded(run) if run else _drawn(size)
     rows = []
-    for label, learner, batch in batches:
-        rows += _measure(label, learner, batch, size.repeats)
+    for label, batch in batches.items():
+        rows += _measure(label, learner, params, batch, size.repeats)
         log(f"{label}: measured")
-    what = f"responses of {run}" if run else f"{size.describe()}, drawn lengths"
-    title = f"update {run or name}: {what}; seconds of a step's updates, median (min-max) of "
-    return Report(f"{title}{size.repeats}; over rows: times as fast as padded rows", rows)
+    what = f"responses of {run}" if run else f"{name}, {size.describe()}, drawn lengths"
+    title = f"update: {what}; seconds of a step's updates, median (min-max) of {size.repeats}; "
+    return Report(f"{title}over rows: times as fast as padded rows", rows)
 
 
-def _measure(label: str, learner: Learner, batch: Batch, repeats: int) -> list[dict]:
+def _recorded(workdir: Path) -> tuple[Learner, Params, dict[str, Batch]]:
+    """The first recorded step of every epoch."""
+    run, batches, epochs = Recorded.of(workdir), {}, set()
+    trainer = run.trainer
+    settings = AdvantageConfig.from_config(trainer.config, trainer.trained_group_size)
+    for step in recorded_steps(workdir):
+        records = read_rollouts(workdir, step)
+        if not records or records[0]["epoch"] in epochs:
+            continue
+        epochs.add(records[0]["epoch"])
+        records.sort(key=lambda record: (record["prompt_id"], record["sample"]))
+        rewards = jnp.array([record["reward"] for record in records], jnp.float32)
+        advantages = np.asarray(group_relative(rewards, settings))
+        label = f"epoch {records[0]['epoch']}, step {step}"
+        batches[label], _ = run.batch(records, advantages)
+    if not batches:
+        raise ValueError(f"{workdir}: no recorded rollouts; the run needs log.rollouts = 1.0")
+    return trainer.learner, run.params, batches
+
+
+def _measure(label: str, learner: Learner, params: Params, batch: Batch, repeats: int) -> list:
     """Every case in turn, round by round."""
     signal = np.asarray(jnp.any(batch.advantages != 0, axis=1))
-    params = init_params(learner.model, jax.random.key(0))
     cases, memory = {}, {}
     for packing, skip in CASES:
         inputs = dataclasses.replace(learner, packing=packing), params, batch, signal | (not skip)
@@ -79,7 +99,9 @@ def _measure(label: str, learner: Learner, batch: Batch, repeats: int) -> list[d
     return [*rows, {"batch": label, "packing": "least", "seconds": least}]
 
 
-def _updates(learner: Learner, params, batch: Batch, included: np.ndarray) -> tuple[float, int]:
+def _updates(
+    learner: Learner, params: Params, batch: Batch, included: np.ndarray
+) -> tuple[float, int]:
     """Seconds of one update on all rows, packing included, and the slots that it computes."""
     state = init_train_state(learner, jax.tree.map(jnp.copy, params))
     jax.block_until_ready(state)
@@ -90,7 +112,7 @@ def _updates(learner: Learner, params, batch: Batch, included: np.ndarray) -> tu
     return time.perf_counter() - start, slots
 
 
-def _memory(learner: Learner, params, batch: Batch, included: np.ndarray) -> float:
+def _memory(learner: Learner, params: Params, batch: Batch, included: np.ndarray) -> float:
     """MiB of temporary arrays of the compiled update, where one micro-batch holds all rows."""
     learner = dataclasses.replace(learner, micro_batch_size=0)
     packed = pack_rows(learner, batch, np.arange(len(included)), included)
@@ -106,38 +128,14 @@ def _distinct(batch: Batch, signal: np.ndarray) -> tuple[int, int]:
     return len(np.unique(tries.nodes[tries.nodes >= 0])), int(lens.max()) // 2
 
 
-def _recorded(run: Path) -> list[tuple[str, Learner, Batch]]:
-    """The first recorded step of every epoch."""
-    config = run_config(run)
-    runtime.start(config)
-    trainer, _ = build(config)
-    prompts, batches, epochs = encoded_prompts(trainer), [], set()
-    settings = AdvantageConfig.from_config(config, trainer.trained_group_size)
-    for step in recorded_steps(run):
-        records = sorted(
-            read_rollouts(run, step), key=lambda record: (record["prompt_id"], record["sample"])
-        )
-        if not records or records[0]["epoch"] in epochs:
-            continue
-        epochs.add(records[0]["epoch"])
-        rows = recorded_rows(records, prompts)
-        rewards = jnp.array([record["reward"] for record in records], jnp.float32)
-        advantages = np.asarray(group_relative(rewards, settings))
-        batch = place_batch(*rows, advantages)
-        batches.append((f"epoch {records[0]['epoch']}, step {step}", trainer.learner, batch))
-    if not batches:
-        raise ValueError(f"{run}: no recorded rollouts; the run needs log.rollouts = 1.0")
-    return batches
-
-
-def _drawn(size: Size) -> list[tuple[str, Learner, Batch]]:
+def _drawn(size: Size) -> tuple[Learner, Params, dict[str, Batch]]:
     """Prompts of three lengths with responses of lognormal lengths; then full, distinct rows."""
     drawn = drawn_lengths(size)
     cases = [
         (f"prompts of {n * size.prompt_len}", n * size.prompt_len, drawn) for n in PROMPT_TIMES
     ]
     cases.append(("distinct and full", 0, np.full(size.rows, size.response_len)))
-    rng, batches = np.random.default_rng(0), []
+    rng, batches = np.random.default_rng(0), {}
     for label, shared, lens in cases:
         prompt_len = shared or size.prompt_len
         tokens = rng.integers(
@@ -145,12 +143,12 @@ def _drawn(size: Size) -> list[tuple[str, Learner, Batch]]:
         )
         tokens[:, :shared] = np.repeat(tokens[::GROUP, :shared], GROUP, axis=0)
         prompt_lens, old = np.full(size.rows, prompt_len), np.zeros((size.rows, size.response_len))
-        batch = place_batch(tokens, prompt_lens, lens, old, rng.normal(size=size.rows))
-        batches.append((label, grpo_learner(size), batch))
-    return batches
+        batches[label] = place_rows(tokens, prompt_lens, lens, old, rng.normal(size=size.rows))
+    learner = _grpo_learner(size)
+    return learner, init_params(learner.model, jax.random.key(0)), batches
 
 
-def grpo_learner(size: Size) -> Learner:
+def _grpo_learner(size: Size) -> Learner:
     """GRPO with AdamW, four rows at once."""
     loss = LossConfig(
         objective="clip", ratio="token", clip_low=0.2, clip_high=0.2, dual_clip=0.0,

@@ -9,10 +9,10 @@ import pytest
 from small_runs import ONE_DEVICE, ROOT, launch, small_config
 
 from specrl_jax import train
-from specrl_jax.benchmarks import reports, update
+from specrl_jax.benchmarks import device, reports, update
+from specrl_jax.benchmarks.limits import decode_bytes, forward_flops
 from specrl_jax.benchmarks.policies import choose
 from specrl_jax.benchmarks.rollout import corrupt, long_tailed, make_drafts
-from specrl_jax.benchmarks.step import decode_bytes, forward_flops
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Rollout
@@ -25,16 +25,23 @@ SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
 # The commands --------------------------------------------------------------------------------
 
 
+class Command:
+    """Runs a command in this process; gives the cases of its JSON file and its text."""
+
+    def __init__(self, path, capsys):
+        self._path, self._capsys = path, capsys
+
+    def __call__(self, *arguments: str) -> tuple[list[dict], str]:
+        runpy.run_path(str(LAUNCH))["main"]([*arguments, f"--json={self._path}"])
+        return self.last()
+
+    def last(self) -> tuple[list[dict], str]:
+        return json.loads(self._path.read_text())["cases"], self._capsys.readouterr().out
+
+
 @pytest.fixture
 def run(mesh, tmp_path, capsys):
-    """Runs a command in this process: (cases of the JSON file, text)."""
-
-    def call(*arguments: str) -> tuple[list[dict], str]:
-        path = tmp_path / "figures.json"
-        runpy.run_path(str(LAUNCH))["main"]([*arguments, f"--json={path}"])
-        return json.loads(path.read_text())["cases"], capsys.readouterr().out
-
-    return call
+    return Command(tmp_path / "figures.json", capsys)
 
 
 def test_rollout(run):
@@ -55,21 +62,31 @@ def test_rollout(run):
     assert all(name in text for name in by_name)
 
 
-def test_step(run):
-    cases, text = run("step", *SMALL)
-    (case,) = cases
-    assert (case["rows"], case["cache_slots"]) == (8, 15)
-    ratio = case["handwritten_ms"]["median"] / case["rollout_ms"]["median"]
-    assert case["handwritten_share"]["median"] == pytest.approx(ratio)
-    assert "handwritten share" in text
-
-
-def test_device(run):
-    (case,), text = run("device", *SMALL)
-    assert case["rows"] == 8
-    for share in ("share_of_bandwidth", "share_of_matmul"):
-        assert 0 < case[share]["median"] < math.inf
-    assert "TFLOP/s" in text
+def test_device(run, monkeypatch):
+    """Every part gives its figure; one that fails is a line, and the others go on."""
+    monkeypatch.setattr(device, "REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr(device, "prefill", lambda *_: 1 / 0)
+    with pytest.raises(SystemExit) as stop:
+        run("device", *SMALL)
+    assert stop.value.code == 1
+    cases, text = run.last()
+    rows = {case["figure"]: case for case in cases}
+    assert rows["prefill, tiny"]["note"] == "ZeroDivisionError: division by zero"
+    assert [name for name, row in rows.items() if row.get("met") == "failed"] == ["prefill, tiny"]
+    for name in ("bandwidth", "peak", "decode, tiny", "verification, tiny", "suffix drafts, tiny"):
+        assert 0 < rows[name]["value"] < math.inf
+    both = [rows[f"step, drafts {draft}, tiny"]["value"] for draft in ("none", "previous")]
+    assert rows["step with drafts, tiny"]["value"] == pytest.approx(both[0] / both[1])
+    assert "100% accepted" in rows["verification, tiny"]["note"]
+    # Every response is among the stored ones: two tokens a step.
+    assert rows["suffix drafts, tiny"]["note"].startswith("12 tokens in 7 steps")
+    for name in ("update", "prefill", "decode", "verification"):
+        row = rows[f"numerics, tiny: {name}, reference"]
+        assert (row["goal"], row["met"]) == ("< 0.05", "yes")
+        assert row["value"] > 0  # of bfloat16
+    goals = [(row["goal"], row["met"]) for name, row in rows.items() if name.startswith("decode")]
+    assert goals == [(">= 0.7", "yes" if rows["decode, tiny"]["value"] >= 0.7 else "no")]
+    assert "figure" in text
 
 
 def _check_update(cases: list[dict], batches: int) -> None:
@@ -107,23 +124,20 @@ def test_update_on_recorded_responses(mesh, tmp_path):
 
 
 @pytest.mark.slow
-def test_trained_and_rules(tmp_path):
+def test_rules(tmp_path):
     """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved."""
-    paths = {name: tmp_path / f"{name}.json" for name in ("trained", "rules")}
+    path = tmp_path / "rules.json"
     flags = ("--config=tests/small_runs.py", "--config.updates.learning_rate=0.1",
              "--config.rollout.lenience=1.65", "--config.rollout.stored_logprobs=8",
              "--config.rollout.adaptive=False", "--drift=1", "--repeats=2")  # fmt: skip
-    for name, path in paths.items():
-        done = launch(str(LAUNCH), name, *flags, f"--json={path}", **ONE_DEVICE)
-        assert done.returncode == 0, done.stderr
-    plain, strict, lenient, whole = json.loads(paths["trained"].read_text())["cases"]
-    assert plain["drafts"] == "none"
-    assert plain["reused"] == 0
-    kept = [case["kept_of_draft"] for case in (strict, lenient, whole)]
-    assert 0 < kept[0] < kept[1] < kept[2] == 1
-    kept = {x["rule"]: x["kept_of_draft"] for x in json.loads(paths["rules"].read_text())["cases"]}
+    done = launch(str(LAUNCH), "rules", *flags, f"--json={path}", **ONE_DEVICE)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(path.read_text())["cases"]
+    kept = {x["rule"]: x["kept_of_draft"] for x in cases}
+    assert kept["no drafts"] == 0
     assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["ratio_residual"] > kept["match"]
     assert kept["block"] > kept["match"]
+    assert cases[0]["over_plain"]["median"] == 1
 
 
 @pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
@@ -148,9 +162,9 @@ def test_selection(mesh, tmp_path, rate):
     ("arguments", "message"),
     [
         (["rollout", "--repeats=0"], "--repeats must be >= 1, got 0"),
-        (["rollout", "--rows=12"], "--rows must be a multiple of 8, got 12"),
+        (["device", "--rows=12"], "--rows must be a multiple of 8, got 12"),
         (["rollout", "--size=huge"], "--size must be one of tiny, 27m, smollm2, qwen3_1p7b"),
-        (["step", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
+        (["device", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
         (["rollout", "--repeat=4"], "unknown arguments: --repeat=4, did you mean --repeats?"),
         (["speed"], "invalid choice: 'speed'"),
         (["update", "--run=/nowhere"], "--run must be the work directory of a run, got /nowhere"),
@@ -238,7 +252,9 @@ def test_bytes_and_operations_worked_rows():
         shape = model.replace(tie_embeddings=tied)
         assert decode_bytes(shape, 3, 5) == 2 * weights + cache
         # 2 operations a weight and token; attention: scores and sums of 5 slots by 4 heads of 2.
-        assert forward_flops(shape, 21, 5) == 21 * (2 * weights + 2 * 2 * 2 * 5 * 4 * 2)
+        both = weights + 2 * 2 * 5 * 4 * 2
+        assert forward_flops(shape, 21, 5) == 2 * 21 * both
+        assert forward_flops(shape, 21, 5, scored=1) == 2 * (21 * both - 20 * 40)
 
 
 def test_a_report(mesh):

@@ -1,0 +1,87 @@
+"""Benchmark `rules`: what each acceptance rule keeps of drafts, and how fast a rollout is with it.
+
+A config's policy writes drafts and is trained for some GRPO steps more. Then it responds to the
+same prompts without drafts, and with them under every rule.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+
+from specrl_jax import train
+from specrl_jax.benchmarks.reports import Report, spread
+from specrl_jax.benchmarks.timing import Case, Log, run
+from specrl_jax.build import Trainer, build, policy_copy
+from specrl_jax.data.curriculum import PromptStream
+from specrl_jax.models.transformer import Params, param_count
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
+from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate
+from specrl_jax.state import init_state
+from specrl_jax.types import Drafts, Prompts
+
+_LONGEST_DRIFT = 16  # steps
+
+
+def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
+    """Seconds and draft tokens kept by rule, with the noise of `repeats` steps.
+
+    drift: GRPO steps between the policy that wrote the drafts and the one that is timed; None: an
+    epoch, at most 16. Raises ValueError in one line.
+    """
+    config.rollout.draft = next(n for n, choice in DRAFT_SOURCES.items() if choice.previous)
+    # Drafts then keep of π_old what any rule needs.
+    config.rollout.accept = next(n for n, x in ACCEPTANCE_RULES.items() if x.needs_distribution)
+    trainer, params = build(config)
+    if drift is None:
+        drift = min(len(trainer.prompts.lens) // config.rollout.prompts_per_step, _LONGEST_DRIFT)
+    weights, prompts, drafts = _train_and_draft(trainer, params, drift)
+    lens, rows, plain = jax.device_get(drafts.lens), [], []
+    for label, spec, inputs in _cases(trainer, drafts):
+        case = functools.partial(generate, spec, weights, prompts, drafts=inputs)
+        runs = _with_noises(case, trainer.key, drift + 2, repeats)
+        plain, kept = plain or runs, np.array([x.rollout.prefix_lens for x in runs])
+        row = {"rule": label, "seconds": spread(x.seconds for x in runs)}
+        row["over_plain"] = spread(a.seconds / b.seconds for a, b in zip(plain, runs))
+        row["tokens_kept"] = spread(np.mean(kept, axis=1))
+        row["kept_of_draft"] = float(np.sum(kept) / (repeats * lens.sum()))
+        rows.append(row | {"kept_whole": float(np.mean(kept == lens))})
+        log(f"{label}: {np.mean(kept):.2f} tokens kept")
+    title = f"rules: {param_count(trainer.model) / 1e6:.2f}M parameters; {len(lens)} drafts of "
+    title += f"{lens.mean():.1f} tokens, {drift} steps old; noise of {repeats} steps"
+    return Report(title, rows)
+
+
+def _train_and_draft(
+    trainer: Trainer, params: Params, drift: int
+) -> tuple[Params, Prompts, Drafts]:
+    """A policy, prompts, and responses of the policy that it was `drift` GRPO steps before."""
+    state, size = init_state(trainer, params), trainer.config.rollout.prompts_per_step
+    older = policy_copy(trainer.model, state.train.params)
+    with trainer.scorer.pool:
+        for _ in range(drift):
+            train.step(trainer, state)
+    prompts = PromptStream(trainer.prompts, size, trainer.config.seed).next()
+    written = generate(trainer.rollout_spec, older, prompts, Noise(trainer.key, 1)).rollout
+    return policy_copy(trainer.model, state.train.params), prompts, Drafts.of(written)
+
+
+def _cases(trainer: Trainer, drafts: Drafts) -> list[tuple[str, RolloutSpec, DraftInputs]]:
+    """No drafts; every rule; and a lenient one with the config's lenience too."""
+    cases, spec = [("no drafts", trainer.rollout_spec, DraftInputs())], trainer.rollout_spec
+    for name, rule in ACCEPTANCE_RULES.items():
+        of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
+        chosen = trainer.config.rollout.lenience or 1.0
+        for lenience in sorted({1.0, chosen}) if rule.lenient else [1.0]:
+            label = f"{name}, ℓ={lenience:.4g}" if rule.lenient else name
+            cases.append((label, of_rule, DraftInputs(drafts, math.log(lenience))))
+    return cases
+
+
+def _with_noises(case: Case, key: jax.Array, first: int, repeats: int) -> list:
+    """Runs with the noise of steps from `first` on; one before them compiles."""
+    steps = [first, *range(first, first + repeats)]
+    return [run(functools.partial(case, noise=Noise(key, n))) for n in steps][1:]
