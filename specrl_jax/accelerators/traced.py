@@ -79,7 +79,7 @@ def count_flops(
 
 def _kernel_flops(eqn: Any, live: float) -> float:
     """Of an attention kernel: its first two arrays of numbers are queries and keys."""
-    name = eqn.params["name_and_src_info"].name
+    name = eqn.params["name"]
     kind = next((kind for kind in _KERNELS if name.startswith(kind)), None)
     if kind is None:
         raise ValueError(f"traced._KERNELS must say what {name} computes")

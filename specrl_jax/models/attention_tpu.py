@@ -107,4 +107,6 @@ def _one_sequence(q_NTH: Array, k_KTH: Array, v_KTH: Array, *ends: Array, block:
         q_seq_shards=1,
         residual_checkpoint_name=_OUTPUTS,
     )
+    if ends:  # the library has made this switch an array, which it then cannot test in a trace
+        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
     return kernel(q_NTH, k_KTH, v_KTH)
