@@ -24,6 +24,7 @@ _LEAST_PAGE, _PAGE = 16, 128  # slots
 _SLOTS_AT_ONCE = 256  # of a row that are read ahead; a row reads at most so many too many
 _ROWS_AT_ONCE, _QUERIES_AT_ONCE = 8, 128
 _BLOCK = 512  # queries, and keys, of a block of a packed sequence
+_INTERPRET = False  # of packed sequences, for tests
 _OUTPUTS = "packed_attention"  # what the backward pass keeps; masks are made again
 
 
@@ -106,6 +107,7 @@ def _one_sequence(q_NTH: Array, k_KTH: Array, v_KTH: Array, *ends: Array, block:
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=_OUTPUTS,
+        interpret=_INTERPRET,
     )
     if ends:  # the library has made this switch an array, which it then cannot test in a trace
         kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
