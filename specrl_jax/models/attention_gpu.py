@@ -59,7 +59,7 @@ def _decode(q_B1NH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Arra
         k_splits=math.gcd(slots // block, _SPLITS),
         interpret=_INTERPRET,
     )
-    return out[:, None]
+    return out[:, None].astype(q_B1NH.dtype)
 
 
 def _verify(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Array:
