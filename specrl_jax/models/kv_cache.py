@@ -27,7 +27,7 @@ KVCache = tuple[Layer, ...]
 _ATTENDED = ("BKHS", "BKSH")
 # Axes of keys and of values, by platform; others are as cpu. XLA on CPU would transpose other
 # layouts at every step. On TPU a slot is written in place where its heads lie together.
-AXES = {"cpu": _ATTENDED, "tpu": ("BSKH", "BSKH")}
+AXES = {"cpu": _ATTENDED, "gpu": ("BKSH", "BKSH"), "tpu": ("BSKH", "BSKH")}
 _BOTH = ("BSKH",)  # of keys and values in one, where K counts both
 _LOGICAL = {"B": "batch", "K": "kv_heads", "H": None, "S": None}
 
