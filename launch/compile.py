@@ -7,8 +7,8 @@ Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2, h100:8, h200:8 and so on. TPUs need
 `pip install '.[compile-tpu]'`, GPUs '.[compile-cuda]'. docs/scaling.md explains the table.
 
 --plan prints the memory plan alone. --programs=decode,update compiles these alone. --tokens and
---reuse are a response's mean length and the share of it that drafts give, for the estimate of a
-whole step. --json=FILE writes all figures.
+--reuse are a response's mean length and the share of it that drafts give, for the estimates of
+attention kernels and of a whole step. --json=FILE writes all figures.
 """
 
 import sys
@@ -60,13 +60,16 @@ def main() -> None:
         print(memory.to_text())
         figures["plan"] = memory.to_json()
     else:
-        rows = []
+        rows, tokens = [], _TOKENS.value or config.rollout.response_len
+        # A row holds its prompt and, over its life, half of its response.
+        live = min((config.data.prompt_len + tokens / 2) / run.slots, 1.0)
+        figures["live"] = live
         for name in _PROGRAMS.value or every:
-            rows.append(report.compile_program(name, every[name], chip, mesh))
+            rows.append(report.compile_program(name, every[name], chip, mesh, live))
             print(f"{name}: {rows[-1]['seconds_to_compile']:.1f} s", file=sys.stderr, flush=True)
         print(report.to_text(rows, chip))
+        print(f"attention kernels over the cache read the {live:.0%} of it that rows fill")
         figures |= {"programs": rows, "step": {}}
-        tokens = _TOKENS.value or config.rollout.response_len
         estimates = {"at least": "seconds"}
         if chip.clock:
             estimates["the compiler's estimate"] = "compiler_seconds"

@@ -27,6 +27,7 @@ RENAMED_FIELDS = {
 CHOICES: dict[str, str | tuple[str, ...]] = {
     "model.family": "models.families:FAMILIES",
     "model.dtype": ("auto", "float32", "bfloat16"),
+    "model.attention": ("auto", "reference", "kernel"),
     "data.source": "data.readers:READERS",
     "rollout.draft": "rollout.drafts.sources:DRAFT_SOURCES",
     "rollout.accept": "rollout.acceptance:ACCEPTANCE_RULES",

@@ -3,6 +3,9 @@
 A loop whose number of passes the compiler knows counts that often. The others, such as the loop
 over tokens or over micro-batches, count once and apart: `Cost.each` is one pass of all of them. Of
 a conditional the branch that moves most bytes counts. Sizes are those of one device.
+
+The compiler knows nothing of attention kernels. Those over the cache read the live part of it,
+others their operands once; all write their results.
 """
 
 import collections
@@ -35,6 +38,9 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 # In place: only the operand at this place is read, and written.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
 _WORKSPACE = re.compile(r", s8\[\d+\](\{[^}]*\})?\)$")  # of cuBLAS, in the result's type
+# Custom calls that read the largest operand, the cache, or all of that size, as far as it is live.
+_OVER_CACHE = re.compile(r"ragged_paged_attention|mha_forward")
+_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__gpu\$xla.gpu.triton)"')
 _IMPLAUSIBLE = 10**12  # cycles; the compiler's estimate overflowed
 
 
@@ -65,6 +71,7 @@ class Cost:
 
     moved: float = 0.0  # bytes that its operations read from and write to the device's memory
     cycles: float = 0.0  # the compiler's own estimate; 0 where it gives none
+    kernels: float = 0.0  # of `moved`, by kernels, whose cycles the compiler does not know
     # (kind, mesh axes) → how often, bytes of the larger of input and result
     collectives: dict[tuple[str, str], np.ndarray] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(lambda: np.zeros(2))
@@ -78,6 +85,7 @@ class Cost:
     def add(self, other: "Cost", times: float = 1) -> None:
         self.moved += times * other.moved
         self.cycles += times * other.cycles
+        self.kernels += times * other.kernels
         for mine, theirs in ((self.collectives, other.collectives), (self.loops, other.loops)):
             for key, numbers in theirs.items():
                 mine[key] += times * numbers
@@ -87,10 +95,11 @@ class Cost:
 
 
 class Module:
-    """A parsed module of a program over a mesh, {axis: size}."""
+    """A parsed module of a program over a mesh, {axis: size}. live: share of the cache's slots that
+    hold tokens."""
 
-    def __init__(self, text: str, mesh: Mapping[str, int]):
-        self.mesh, self.entry = mesh, ""
+    def __init__(self, text: str, mesh: Mapping[str, int], live: float = 1.0):
+        self.mesh, self.live, self.entry = mesh, live, ""
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
@@ -120,6 +129,7 @@ class Module:
     def _add_operation(self, total: Cost, op: Instruction, body: dict[str, Instruction]) -> None:
         moved = 0 if op.kind in _FREE else self._moved(op, body)
         total.moved += moved
+        total.kernels += moved if _is_kernel(op) else 0
         cycles = op.number(r'"estimated_cycles":"(\d+)"') or 0
         total.cycles += cycles if cycles < _IMPLAUSIBLE else 0
         inside = [self.computations[name] for name in op.called("calls")] if _fused(op) else []
@@ -181,6 +191,10 @@ class Module:
             return nbytes(op.type)  # a tuple of source and destination
         if op.kind.endswith("-done"):
             return 0
+        if _is_kernel(op) and _OVER_CACHE.search(op.rest):
+            sizes = [nbytes(body[x].type) for x in op.operands if x in body]
+            cache = sum(size for size in sizes if size == max(sizes))
+            return round(sum(sizes) - cache * (1 - self.live)) + nbytes(op.type)
         if not _fused(op):
             return nbytes(_WORKSPACE.sub(")", op.type)) + _operand_bytes(op, body)
         return self._moved_by_fusion(op, body)
@@ -284,6 +298,10 @@ def nbytes(type: str, *, anywhere: bool = False) -> int:
 def _operand_bytes(op: Instruction, body: Mapping[str, Instruction], *places: int) -> int:
     names = [op.operands[place] for place in places] or op.operands
     return sum(nbytes(body[name].type) for name in names if name in body)
+
+
+def _is_kernel(op: Instruction) -> bool:
+    return op.kind == "custom-call" and bool(_KERNEL.search(op.rest))
 
 
 def _fused(op: Instruction) -> bool:

@@ -23,9 +23,11 @@ _HEADINGS = (
 
 
 def compile_program(
-    name: str, program: Program, chip: Chip, mesh: Mapping[str, int]
+    name: str, program: Program, chip: Chip, mesh: Mapping[str, int], live: float = 1.0
 ) -> dict[str, Any]:
     """Figures of one program; where it does not fit the chip, "error" and what it would need.
+
+    live: share of the cache's slots that hold tokens: what attention kernels read of it.
 
     Bytes are those of a device, FLOPs of all devices. "once" is a call without its open loop, and
     "each" one pass of that loop.
@@ -34,7 +36,7 @@ def compile_program(
     row |= {"passes": program.passes, "arguments": program.arguments}
     start = time.perf_counter()
     traced = program.trace()
-    flops = count_flops(traced.jaxpr)
+    flops = count_flops(traced.jaxpr, live), count_flops(traced.jaxpr, live, kernels_only=True)
     row["planned"] = planned_bytes(program, traced)
     try:
         compiled = traced.lower().compile()
@@ -52,7 +54,7 @@ def compile_program(
     row["peak"] = max(getattr(memory, "peak_memory_in_bytes", 0), 0) or sum_of_parts
     row["total"] = row["peak"] + program.beside
     try:
-        cost = Module(compiled.as_text(), mesh).cost()
+        cost = Module(compiled.as_text(), mesh, live).cost()
     except Exception as error:  # libtpu cannot print some programs for v5p
         row["not_readable"] = str(error).splitlines()[0][:200]
         cost = Cost(moved=sum_of_parts, each=Cost(moved=sum_of_parts) if program.passes else None)
@@ -69,24 +71,31 @@ def _refused(error: Exception) -> dict[str, Any]:
     return refusal
 
 
-def _parts(chip: Chip, mesh: Mapping[str, int], flops: Flops, cost: Cost) -> dict[str, Any]:
-    parts = {"once": (flops.once, cost)}
+def _parts(
+    chip: Chip, mesh: Mapping[str, int], flops: tuple[Flops, Flops], cost: Cost
+) -> dict[str, Any]:
+    """flops: of all, and of kernels alone."""
+    parts = {"once": ([x.once for x in flops], cost)}
     if cost.each is not None:
-        parts["each"] = flops.each, cost.each
+        parts["each"] = [x.each for x in flops], cost.each
     else:
-        parts["once"] = flops.once + flops.each, cost
+        parts["once"] = [x.once + x.each for x in flops], cost
     return {part: _figures(chip, mesh, *numbers) for part, numbers in parts.items()}
 
 
-def _figures(chip: Chip, mesh: Mapping[str, int], flops: float, cost: Cost) -> dict[str, Any]:
+def _figures(chip: Chip, mesh: Mapping[str, int], of: list[float], cost: Cost) -> dict[str, Any]:
+    flops, of_kernels = of
     seconds = roofline(chip, mesh, flops, cost)
+    kernels = roofline(chip, mesh, of_kernels, Cost(moved=cost.kernels))
     return {
         "flops": flops,
         "moved": cost.moved,
         "seconds": seconds.total,
         "bound": seconds.bound,
         "by": dataclasses.asdict(seconds),
-        "compiler_seconds": cost.cycles / chip.clock if chip.clock else None,
+        "kernel_seconds": kernels.total,
+        # The compiler does not know what kernels take: their bound stands in.
+        "compiler_seconds": cost.cycles / chip.clock + kernels.total if chip.clock else None,
         "collectives": [
             {"kind": kind, "axes": axes, "count": float(count), "bytes": float(size)}
             for (kind, axes), (count, size) in cost.collectives.items()

@@ -1,7 +1,7 @@
 """Reads a traced program, before any compiler: its arithmetic, and an estimate of its memory.
 
 FLOPs are those of matrix products over all devices, as the program is written. Loops of unknown
-length count once and apart, as in `compiled.Cost`.
+length count once and apart, as in `compiled.Cost`. Attention kernels count by `_KERNELS`.
 
 Memory assumes what XLA usually does: elementwise operations are fused into their consumers, updates
 of slices and the state of loops are in place. Collectives' buffers and fragmentation are left out.
@@ -28,6 +28,17 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_o
 _IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 
 
+# Attention kernels by the start of their names → products of queries and keys, and the share of all
+# pairs that is computed: a causal mask's, or None for the live share of the cache.
+_KERNELS: dict[str, tuple[int, float | None]] = {
+    "ragged_paged_attention": (2, None),
+    "mha_forward": (2, None),
+    "splash_mha_fwd": (2, 0.5),
+    "splash_mha_dq": (3, 0.5),
+    "splash_mha_dkv": (4, 0.5),
+}
+
+
 class Flops(NamedTuple):
     """Operations of matrix products, over all devices; two a multiplication."""
 
@@ -38,15 +49,21 @@ class Flops(NamedTuple):
         return Flops(self.once + times * other.once, self.each + times * other.each)
 
 
-def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
-    """Of all that a program computes."""
+def count_flops(
+    jaxpr: Jaxpr | ClosedJaxpr, live: float = 1.0, *, kernels_only: bool = False
+) -> Flops:
+    """Of all that a program computes, or of its attention kernels. live: share of the cache's slots
+    that hold tokens, which is what kernels read of it."""
     total = Flops()
     for eqn in _open(jaxpr).eqns:
-        name, inner = eqn.primitive.name, [count_flops(x) for x in _inside(eqn)]
-        if name == "dot_general":
+        name = eqn.primitive.name
+        inner = [count_flops(x, live, kernels_only=kernels_only) for x in _inside(eqn)]
+        if name == "dot_general" and not kernels_only:
             contracted = eqn.params["dimension_numbers"][0][0]
             sizes = (eqn.invars[0].aval.shape[axis] for axis in contracted)
             total = total.plus(Flops(2 * math.prod((*eqn.outvars[0].aval.shape, *sizes))))
+        elif name == "pallas_call":
+            total = total.plus(Flops(_kernel_flops(eqn, live)))
         elif name == "cond":
             total = total.plus(max(inner))
         elif name == "while":
@@ -58,6 +75,25 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
             for flops in inner:
                 total = total.plus(flops, times)
     return total
+
+
+def _kernel_flops(eqn: Any, live: float) -> float:
+    """Of an attention kernel: its first two arrays of numbers are queries and keys."""
+    name = eqn.params["name"]
+    kind = next((kind for kind in _KERNELS if name.startswith(kind)), None)
+    if kind is None:
+        raise ValueError(f"traced._KERNELS must say what {name} computes")
+    products, share = _KERNELS[kind]
+    arrays = [x.aval for x in eqn.invars if x.aval.dtype.kind not in "iub" and x.aval.ndim > 1]
+    queries, keys = arrays[:2]
+    if kind == "ragged_paged_attention":  # pages of all rows, keys and values; lengths [rows]
+        rows = next(x.aval.shape[0] for x in eqn.invars if x.aval.ndim == 1)
+        slots = keys.shape[0] * keys.shape[1] / rows
+    elif kind == "mha_forward":  # a key/value head's queries are an axis
+        slots = keys.size * queries.shape[-2] / queries.size
+    else:
+        slots = keys.shape[-2]
+    return 2 * products * queries.size * slots * (live if share is None else share)
 
 
 def temporary_bytes(jaxpr: Jaxpr | ClosedJaxpr, donated: tuple = ()) -> int:
@@ -168,7 +204,9 @@ def _bytes(aval: Any) -> int:
 
 
 def _inside(eqn: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """The jaxprs of an equation."""
+    """The jaxprs of an equation; those of a kernel describe a part of it, and are left out."""
+    if eqn.primitive.name == "pallas_call":
+        return
     for value in eqn.params.values():
         for x in value if isinstance(value, tuple | list) else (value,):
             if isinstance(x, Jaxpr | ClosedJaxpr):

@@ -157,7 +157,7 @@ def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
 
 def _parents_hidden(model: Transformer, sequences: Sequences) -> Array:
     """Hidden states [m, T, D] in which the tokens of the slots are chosen: their parents'."""
-    hidden_mTD, _ = model(sequences.tokens, positions_BT=sequences.depths, ends_BS=sequences.ends)
+    hidden_mTD, _ = model(sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends)
     return jax.vmap(lambda hidden, parents: hidden[parents])(hidden_mTD, sequences.parents)
 
 

@@ -1,51 +1,97 @@
-"""Attention over keys and values from a KV cache: the one place for its backends.
+"""Attention, over rows of the KV cache and over packed sequences: the one place for its backends.
 
-`attention` is the function that layers call. `_reference` is plain JAX. A kernel takes the same
-arguments and stands beside it. Who sees whom follows from integers alone, see `attention`.
+`attend` and `attend_packed` are what layers call. The plain reference below runs everywhere.
+Kernels of libraries take the same arguments; `attention_tpu` and `attention_gpu` hold them, and
+`attention_choice` says which of them a run uses (`ModelConfig.kernels`).
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.sharding import spec
+from specrl_jax.models.kv_cache import Layer, keys_and_values
+from specrl_jax.sharding import platform, spec
 
-QUERIES_AT_ONCE = 512  # bounds the scores in memory to [B, N, 512, S]
+QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, S]
 
-
-class Visible(NamedTuple):
-    """Who sees whom: a query in slot i sees the key in slot j where j <= i < ends[j]."""
-
-    slots: Array | None = None  # int32 [B, T], of the queries; None: query t is in slot t, S = T
-    ends: Array | None = None  # int32 [B, S], slot after a token's subtree (`packing`); None: S
+# What a kernel may do, by its name in `ModelConfig.kernels`: steps of one token, wider steps over
+# the cache, packed sequences.
+USES = ("decode", "verify", "packed")
 
 
-def attention(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, visible: Visible) -> Array:
-    """Grouped-query attention (arXiv 2305.13245), [B, T, N, H].
+def attend(q_BTNH: Array, layer: Layer, start_B: Array, *, kernels: tuple[str, ...] = ()) -> Array:
+    """Grouped-query attention (arXiv 2305.13245) over the KV cache, [B, T, N, H].
+
+    Query t of row b is in slot start[b] + t, and sees the slots up to its own.
 
     q_BTNH: Queries, already scaled by H^-1/2.
-    k_BKHS, v_BKSH: Keys and values of S slots, as `kv_cache.keys_and_values` gives them.
-
-    Many queries go in pieces. The backward pass recomputes the scores of a piece. Where query t is
-    in slot t, a piece skips the keys that none of its queries sees.
+    layer: A layer of the cache, the T tokens included.
+    start_B: int32 [B]; start + T <= S.
+    kernels: Those of `USES` for which a kernel is taken instead of the reference.
     """
-    queries, step = q_BTNH.shape[1], QUERIES_AT_ONCE
-    if queries <= step:
-        return _reference(q_BTNH, k_BKHS, v_BKSH, visible)
-    slots_BT, ends_BS = visible
-    pieces = []
-    for start in range(0, queries, step):
-        stop = min(start + step, queries)
-        q = q_BTNH[:, start:stop]
-        if slots_BT is None:
-            pieces.append(_windowed(q, k_BKHS, v_BKSH, ends_BS, start))
-        else:
-            part = Visible(slots_BT[:, start:stop], ends_BS)
-            pieces.append(jax.checkpoint(_reference)(q, k_BKHS, v_BKSH, part))
+    width = q_BTNH.shape[1]
+    if ("decode" if width == 1 else "verify") in kernels:
+        return kernel_module(platform()).attend(q_BTNH, layer, start_B)
+    k_BKHS, v_BKSH = keys_and_values(layer)
+    slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
+    if width <= QUERIES_AT_ONCE:
+        return _reference(q_BTNH, k_BKHS, v_BKSH, slots_BT, None)
+    pieces = [
+        jax.checkpoint(_reference)(q_BTNH[:, part], k_BKHS, v_BKSH, slots_BT[:, part], None)
+        for part in _pieces(width)
+    ]
     return jnp.concatenate(pieces, axis=1)
+
+
+def attend_packed(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    ends_BT: Array | None = None,
+    *,
+    kernels: tuple[str, ...] = (),
+) -> Array:
+    """Grouped-query attention of T tokens among themselves, [B, T, N, H].
+
+    Query i sees key j where j <= i < ends[j].
+
+    q_BTNH: Queries, already scaled by H^-1/2.
+    ends_BT: int32, slot after a token's subtree (`packing`); None: T for all.
+    kernels: As in `attend`.
+
+    The reference takes many queries in pieces. Its backward pass recomputes the scores of a piece,
+    and a piece skips the keys that none of its queries sees.
+    """
+    if "packed" in kernels:
+        return kernel_module(platform()).attend_packed(q_BTNH, k_BTKH, v_BTKH, ends_BT)
+    queries = q_BTNH.shape[1]
+    k_BKHS, v_BKSH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
+    if queries <= QUERIES_AT_ONCE:
+        return _reference(q_BTNH, k_BKHS, v_BKSH, jnp.arange(queries)[None, :], ends_BT)
+    pieces = [
+        _windowed(q_BTNH[:, part], k_BKHS, v_BKSH, ends_BT, part.start) for part in _pieces(queries)
+    ]
+    return jnp.concatenate(pieces, axis=1)
+
+
+def kernel_module(name: str):
+    """The kernels of a platform, imported when they are first asked for; None where it has none."""
+    if name == "tpu":
+        from specrl_jax.models import attention_tpu
+
+        return attention_tpu
+    if name in ("gpu", "cuda"):
+        from specrl_jax.models import attention_gpu
+
+        return attention_gpu
+    return None
+
+
+def _pieces(queries: int) -> list[slice]:
+    step = QUERIES_AT_ONCE
+    return [slice(start, min(start + step, queries)) for start in range(0, queries, step)]
 
 
 def _windowed(
@@ -65,7 +111,7 @@ def _windowed(
     def attend(first: int, q: Array, k: Array, v: Array, ends: Array | None) -> Array:
         keys, values = k[..., first:stop], v[:, :, first:stop]
         ends = None if ends is None else ends[:, first:stop] - first
-        return jax.checkpoint(_reference)(q, keys, values, Visible(slots_BT - first, ends))
+        return jax.checkpoint(_reference)(q, keys, values, slots_BT - first, ends)
 
     inputs = q_BTNH, k_BKHS, v_BKSH, ends_BS
     if ends_BS is None or not start:
@@ -80,8 +126,13 @@ def _windowed(
     return jax.lax.switch(choice, [functools.partial(attend, first) for first in firsts], *inputs)
 
 
-def _reference(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, visible: Visible) -> Array:
+def _reference(
+    q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, slots_BT: Array, ends_BS: Array | None
+) -> Array:
     """softmax(q·k + mask)·v as two plain products for each row and key/value head.
+
+    slots_BT: int32 [B or 1, T], of the queries; a query in slot i sees slot j where j <= i <
+    ends[j].
 
     The queries of a key/value head form one axis Q = T·G (G query heads for each key/value head),
     so that keys and values need no transpose. The mask is a sum: XLA on CPU fuses it with the
@@ -98,7 +149,7 @@ def _reference(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, visible: Visible) ->
     q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
     q_BKQH = reshape(q_BKTGH, (kv_heads, queries * groups), "kv_heads", None)
     scores = jnp.einsum("BKQH,BKHS->BKQS", q_BKQH, k_BKHS, preferred_element_type=jnp.float32)
-    mask_BTS = _mask(visible, queries, k_BKHS.shape[-1])
+    mask_BTS = _mask(slots_BT, ends_BS, k_BKHS.shape[-1])
     bias_BTS = jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min)
     bias_BQS = jnp.repeat(bias_BTS, groups, axis=1)
     weights = jax.nn.softmax(scores + bias_BQS[:, None], axis=-1).astype(v_BKSH.dtype)
@@ -107,9 +158,7 @@ def _reference(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, visible: Visible) ->
     return reshape(out_BKTGH.transpose(0, 2, 1, 3, 4), (queries, heads), None, "heads")
 
 
-def _mask(visible: Visible, queries: int, keys: int) -> Array:
+def _mask(slots_BT: Array, ends_BS: Array | None, keys: int) -> Array:
     """bool [B or 1, T, S], True where a query sees a slot."""
-    slots_BT, ends_BS = visible
-    slots_BT = jnp.arange(queries)[None, :] if slots_BT is None else slots_BT
     mask_BTS = jnp.arange(keys)[None, None, :] <= slots_BT[:, :, None]
     return mask_BTS if ends_BS is None else mask_BTS & (slots_BT[:, :, None] < ends_BS[:, None, :])

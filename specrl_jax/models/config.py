@@ -39,6 +39,7 @@ class ModelConfig:
     mlp_bias: bool = False  # on all three MLP projections
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
+    kernels: tuple[str, ...] = ()  # of `attention.USES`, those for which a kernel is taken
 
     @property
     def untied(self) -> bool:

@@ -1,4 +1,4 @@
-"""Keys and values of past tokens, one array pair per layer.
+"""Keys and values of past tokens: for each layer a pair of arrays, or one array of both.
 
 Rows are left-aligned: slot s of a row holds the key and value of its token at position s. The
 cache stores no lengths: the caller passes where to write (`start`), and queries see the slots up to
@@ -6,8 +6,12 @@ their own position. To reject tokens is to write over them. Slots past a row's l
 any finite value.
 
 The order of the axes is the platform's, see `AXES`: `keys_and_values` gives keys [B, K, H, S] and
-values [B, K, S, H], as the products of attention read them.
+values [B, K, S, H], as the products of attention read them. Kernels on TPU want one array
+[B, S, 2 K, H], in which each head's keys lie beside its values.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +21,22 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.row_slices import write_slots
 from specrl_jax.sharding import merge_rows, on_shards, platform, spec, take_own_rows
 
-Layer = tuple[Array, Array]  # keys, values
+Layer = tuple[Array, ...]  # keys and values, or both in one
 KVCache = tuple[Layer, ...]
 
 _ATTENDED = ("BKHS", "BKSH")
 # Axes of keys and of values, by platform; others are as cpu. XLA on CPU would transpose other
 # layouts at every step. On TPU a slot is written in place where its heads lie together.
-AXES = {"cpu": _ATTENDED, "tpu": ("BSKH", "BSKH")}
+AXES = {"cpu": _ATTENDED, "gpu": ("BKSH", "BKSH"), "tpu": ("BSKH", "BSKH")}
+_BOTH = ("BSKH",)  # of keys and values in one, where K counts both
 _LOGICAL = {"B": "batch", "K": "kv_heads", "H": None, "S": None}
 
 
-def _axes() -> tuple[str, str]:
+def _axes(layer: Layer | None = None) -> tuple[str, ...]:
+    """Of the arrays of a layer; None: of keys and values apart."""
+    if layer is not None and len(layer) == 1:
+        return _BOTH
     return AXES.get(platform(), AXES["cpu"])
-
-
-def _specs() -> tuple[jax.P, jax.P]:
-    return tuple(spec(*(_LOGICAL[axis] for axis in axes)) for axes in _axes())
 
 
 def _transpose(x: Array, old: str, new: str) -> Array:
@@ -42,15 +46,19 @@ def _transpose(x: Array, old: str, new: str) -> Array:
 def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """An empty cache of `rows` x `slots`, in the compute type."""
     sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
+    axes = _axes()
+    if platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
+        axes, sizes["K"] = _BOTH, 2 * config.num_kv_heads
 
-    def zeros(axes: str, layout: jax.P) -> Array:
+    def zeros(axes: str) -> Array:
+        layout = spec(*(_LOGICAL[axis] for axis in axes))
         return jnp.zeros([sizes[axis] for axis in axes], config.dtype, out_sharding=layout)
 
-    return tuple(tuple(map(zeros, _axes(), _specs())) for _ in range(config.num_layers))
+    return tuple(tuple(map(zeros, axes)) for _ in range(config.num_layers))
 
 
 def cache_slots(cache: KVCache) -> int:
-    return cache[0][0].shape[_axes()[0].index("S")]
+    return cache[0][0].shape[_axes(cache[0])[0].index("S")]
 
 
 def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
@@ -59,13 +67,25 @@ def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
     return config.num_layers * rows * slots * per_slot
 
 
-def as_layer(k_BTKH: Array, v_BTKH: Array) -> Layer:
-    """Keys and values of T tokens, in the layout of a cache of T slots."""
+def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
+    """Keys and values of T tokens, in the layout of a cache of T slots. like: a layer of it."""
+    if len(like) == 1:
+        pairs = jnp.stack([k_BTKH, v_BTKH], axis=3)
+        rows, tokens, heads, _, size = pairs.shape
+        layout = spec("batch", None, "kv_heads", None)
+        return (jnp.reshape(pairs, (rows, tokens, 2 * heads, size), out_sharding=layout),)
     return tuple(_transpose(x, "BSKH", axes) for x, axes in zip((k_BTKH, v_BTKH), _axes()))
 
 
 def keys_and_values(layer: Layer) -> Layer:
     """Keys [B, K, H, S] and values [B, K, S, H]."""
+    if len(layer) == 1:
+        rows, slots, both, size = layer[0].shape
+        layout = spec("batch", None, "kv_heads", None, None)
+        pairs = jnp.reshape(layer[0], (rows, slots, both // 2, 2, size), out_sharding=layout)
+        return tuple(
+            _transpose(pairs[:, :, :, place], "BSKH", axes) for place, axes in enumerate(_ATTENDED)
+        )
     return tuple(map(_transpose, layer, _axes(), _ATTENDED))
 
 
@@ -78,7 +98,7 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
     def write_one(old: Array, new: Array, axes: str) -> Array:
         return write_slots(old, new, start_B, axes.index("S"))
 
-    return tuple(map(write_one, layer, as_layer(k_BTKH, v_BTKH), _axes()))
+    return tuple(map(write_one, layer, as_layer(k_BTKH, v_BTKH, layer), _axes(layer)))
 
 
 def resize(cache: KVCache, slots: int) -> KVCache:
@@ -91,7 +111,12 @@ def resize(cache: KVCache, slots: int) -> KVCache:
         pads[axis] = (0, slots - x.shape[axis])
         return jnp.pad(x, pads)
 
-    return tuple(tuple(map(fit, layer, _axes())) for layer in cache)
+    return _map_layers(fit, cache)
+
+
+def _map_layers(function: Callable[[Array, str], Array], cache: KVCache) -> KVCache:
+    """function(array, axes) of every array of the cache."""
+    return tuple(tuple(map(function, layer, _axes(layer))) for layer in cache)
 
 
 def repeat_rows(cache: KVCache, times: int) -> KVCache:
@@ -104,23 +129,21 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
         groups = jnp.broadcast_to(x[:, None], (rows, times, *rest), out_sharding=layout)
         return merge_rows(groups, *names)
 
-    return tuple(tuple(map(repeat, layer, _axes())) for layer in cache)
+    return _map_layers(repeat, cache)
 
 
 def gather_slots(cache: KVCache, slots_BS: Array) -> KVCache:
     """A cache [B, S] of slots of another: of row · its slots + slot, zeros where that is < 0. Rows
     are counted, and gathered, on each shard of the batch."""
 
-    def gather(x_BTKH: Array, slots_BS: Array) -> Array:
+    def gather(x: Array, axes: str, slots_BS: Array) -> Array:
+        x_BTKH = _transpose(x, axes, "BSKH")
         x_BSKH = take_own_rows(jax.lax.collapse(x_BTKH, 0, 2), jnp.maximum(slots_BS, 0))
-        return jnp.where((slots_BS >= 0)[:, :, None, None], x_BSKH, 0)
+        x_BSKH = jnp.where((slots_BS >= 0)[:, :, None, None], x_BSKH, 0)
+        return _transpose(x_BSKH, "BSKH", axes)
 
     def local(cache: KVCache, slots_BS: Array) -> KVCache:
-        def as_tokens(layer: Layer) -> list[Array]:
-            layouts = zip(layer, _axes())
-            return [gather(_transpose(x, axes, "BSKH"), slots_BS) for x, axes in layouts]
-
-        return tuple(as_layer(*as_tokens(layer)) for layer in cache)
+        return _map_layers(functools.partial(gather, slots_BS=slots_BS), cache)
 
     return on_shards(local, cache, slots_BS, like=cache)
 

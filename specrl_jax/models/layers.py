@@ -7,14 +7,16 @@ Suffixes name axes: B rows, T tokens of this call, M = B·T, S cache slots, D em
 N query heads, K key/value heads, G query heads per key/value head, H head dim, A = N·H.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specrl_jax.models.attention import Visible, attention
+from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import ModelConfig, RopeScaling
-from specrl_jax.models.kv_cache import Layer, as_layer, keys_and_values, write
+from specrl_jax.models.kv_cache import Layer, as_layer, write
 from specrl_jax.models.parameters import LAYER
 from specrl_jax.sharding import platform, reshard, shards, spec
 
@@ -103,6 +105,13 @@ def apply_rope(x_BTNH: Array, rope: tuple[Array, Array], scale: float = 1.0) -> 
     return (rotated * scale).astype(x_BTNH.dtype)
 
 
+class Place(NamedTuple):
+    """Where the T tokens of a call are, and who sees whom."""
+
+    starts: Array | None = None  # int32 [B], cache slot of each row's first token; None: 0
+    ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
+
+
 class LayerModule(nnx.Module):
     """Holds the parameters `names` of a layer; `weight` gives one in compute type and layout."""
 
@@ -140,19 +149,21 @@ class Attention(LayerModule):
         *("q_bias", "k_bias", "v_bias", "qkv_bias", "o_bias", "q_norm", "k_norm"),
     )
 
-    def __call__(self, x_BTD, rope, visible: Visible, cache: Layer | None = None):
+    def __call__(self, x_BTD, rope, place: Place, cache: Layer | None = None):
         q, k, v = self._heads(x_BTD)
         if self.q_norm is not None:
             q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
             k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
         q = apply_rope(q, rope, self.config.head_dim**-0.5)  # while it is float32
         k = apply_rope(k, rope)
-        if cache is None or visible.slots is None:
-            layer = as_layer(k, v)
+        kernels = self.config.kernels
+        if place.starts is None:
+            cache = None if cache is None else as_layer(k, v, cache)
+            attended = attend_packed(q, k, v, place.ends, kernels=kernels)
         else:
-            layer = write(cache, k, v, visible.slots[:, 0])
-        attended = attention(q, *keys_and_values(layer), visible)
-        return self._output(attended), None if cache is None else layer
+            cache = write(cache, k, v, place.starts)
+            attended = attend(q, cache, place.starts, kernels=kernels)
+        return self._output(attended), cache
 
     def _output(self, out_BTNH: Array) -> Array:
         """[B, T, D]. As one product over A: over N and H, XLA on CPU copies the weight."""
@@ -223,9 +234,9 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.Param(params["mlp_norm"])
         self.mlp = MLP(config, params)
 
-    def __call__(self, x_BTD, rope, visible: Visible, cache: Layer | None = None):
+    def __call__(self, x_BTD, rope, place: Place, cache: Layer | None = None):
         normed = rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps)
-        attended, cache = self.attention(normed, rope, visible, cache)
+        attended, cache = self.attention(normed, rope, place, cache)
         x_BTD = x_BTD + attended
         normed = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
         return x_BTD + self.mlp(normed), cache

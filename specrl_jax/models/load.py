@@ -4,6 +4,7 @@ import jax
 
 from specrl_jax.inputs import user_path
 from specrl_jax.models import hf
+from specrl_jax.models.attention_choice import Shapes, choose
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.pretrained import SHAPES
@@ -47,7 +48,7 @@ def load_shape(config, vocab_size: int) -> ModelConfig:
 
 
 def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
-    """`_for_run`, once tokenizer and mesh fit too."""
+    """`_for_run`, once tokenizer and mesh fit too, with the kernels that the run takes."""
     shape = _for_run(shape, config)
     if vocab_size > shape.vocab_size:
         raise ValueError(
@@ -55,7 +56,7 @@ def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
             f"got a tokenizer of {vocab_size}"
         )
     check_mesh(shape, jax.sharding.get_mesh())
-    return shape
+    return shape.replace(kernels=choose(config.model.attention, shape, Shapes.of(config)))
 
 
 def _random_shape(config, vocab_size: int) -> ModelConfig:

@@ -18,10 +18,9 @@ from flax import nnx
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.models.attention import Visible
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
-from specrl_jax.models.layers import Block, join_projections, rms_norm, rope_tables
+from specrl_jax.models.layers import Block, Place, join_projections, rms_norm, rope_tables
 from specrl_jax.models.parameters import LAYER, TOP, select
 from specrl_jax.sharding import check_divides, reshard, spec
 
@@ -47,7 +46,7 @@ class Transformer(nnx.Module):
         cache: KVCache | None = None,
         *,
         positions_BT: Array | None = None,
-        ends_BS: Array | None = None,
+        ends_BT: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
@@ -56,22 +55,21 @@ class Transformer(nnx.Module):
         cache: Keys and values of all earlier slots. Without it the tokens see each other. Without
             `start_B` it has T slots, all of which are written.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
-        ends_BS: int32, where the rows are packed tries; see `attention.Visible`.
+        ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         """
         rows, width = tokens_BT.shape
-        whole = start_B is None
-        if whole:
+        place = Place(start_B, ends_BT)
+        if start_B is None:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
         elif cache is None:
             raise ValueError(
                 "tokens that start after others need a KV cache of the others, got none"
             )
         slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
-        visible = Visible(None if whole else slots_BT, ends_BS)
         slots = width if cache is None else cache_slots(cache)
         rope = self._rope(slots_BT if positions_BT is None else positions_BT, slots)
         x_BTD = self._lookup(tokens_BT)
-        x_BTD, cache = self._run_layers(x_BTD, rope, visible, cache)
+        x_BTD, cache = self._run_layers(x_BTD, rope, place, cache)
         return rms_norm(x_BTD, self.final_norm[...], self.config.norm_eps), cache
 
     def _rope(self, positions_BT: Array, slots: int) -> tuple[Array, Array]:
@@ -102,20 +100,20 @@ class Transformer(nnx.Module):
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
         return table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
 
-    def _run_layers(self, x_BTD, rope, visible: Visible, cache: KVCache | None):
+    def _run_layers(self, x_BTD, rope, place: Place, cache: KVCache | None):
         if not self.stacked:
             new_cache = []
             for i, params in enumerate(self.layers):
                 layer_cache = None if cache is None else cache[i]
                 block = Block(self.config, params)
-                x_BTD, layer_cache = block(x_BTD, rope, visible, layer_cache)
+                x_BTD, layer_cache = block(x_BTD, rope, place, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, None if cache is None else tuple(new_cache)
         if cache is not None:
             raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
 
         def layer(x_BTD: Array, params: dict[str, Array]):
-            return Block(self.config, params)(x_BTD, rope, visible)[0], None
+            return Block(self.config, params)(x_BTD, rope, place)[0], None
 
         if self.config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)

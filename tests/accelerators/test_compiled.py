@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding
 
 from specrl_jax.accelerators.compiled import Module, groups_of, nbytes
 from specrl_jax.accelerators.traced import count_flops, temporary_bytes
+from specrl_jax.models import attention_tpu
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 1}
 
@@ -142,3 +143,48 @@ def test_memory_of_donated_and_fused_arrays(mesh):
     traced, size = jax.jit(program).trace(*shapes), 64 * 64 * 4
     assert temporary_bytes(traced.jaxpr) == 2 * size  # tanh and z, then z and the result
     assert temporary_bytes(traced.jaxpr, (shapes[0],)) == 2 * size
+
+
+KERNEL_HLO = """
+HloModule m
+
+ENTRY %main (lens: s32[2], q: bf16[2,8,128], cache: bf16[16,128,8,128]) -> bf16[2,8,128] {
+  %lens = s32[2]{0} parameter(0)
+  %q = bf16[2,8,128]{2,1,0} parameter(1)
+  %cache = bf16[16,128,8,128]{3,2,1,0} parameter(2)
+  ROOT %out = bf16[2,8,128]{2,1,0} custom-call(%lens, %q, %cache), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/ragged_paged_attention_kernel"}
+}
+"""  # noqa: E501
+
+
+def test_kernels_over_the_cache_read_its_live_part():
+    cost = Module(KERNEL_HLO, MESH, live=0.25).cost()
+    queries, cache = 2 * 8 * 128 * 2, 16 * 128 * 8 * 128 * 2
+    assert cost.moved == cost.kernels == 8 + 2 * queries + cache / 4
+
+
+def test_flops_of_attention_kernels(make_mesh):
+    """Two rows of 256 slots, a quarter of them live; sequences of 256 tokens with gradients."""
+    mesh = make_mesh(2, 1, 2)
+    with jax.set_mesh(mesh):
+
+        def array(*shape, dtype=jnp.float32):
+            axes = ("data", None, "tensor", None)[: len(shape)]
+            sharding = NamedSharding(mesh, jax.P(*axes))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        starts = array(2, dtype=jnp.int32)
+        layer = (array(2, 256, 4, 128),)
+        decode = jax.jit(attention_tpu.attend).trace(array(2, 1, 8, 128), layer, starts)
+        pairs = 2 * 8 * 256 * 128  # rows, heads, slots, head size
+        assert count_flops(decode.jaxpr, 0.25).once == 2 * 2 * pairs / 4
+
+        def loss(q, k, v, ends):
+            return attention_tpu.attend_packed(q, k, v, ends).sum()
+
+        keys, ends = array(2, 256, 4, 64), array(2, 256, dtype=jnp.int32)
+        inputs = array(2, 256, 8, 64), keys, keys, ends
+        update = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*inputs)
+        pairs = 2 * 8 * 256 * 256 * 64 / 2  # half of them causal
+        # Forward, twice as traced; queries' gradients; those of keys and values.
+        assert count_flops(update.jaxpr, kernels_only=True).once == 2 * (2 * 2 + 3 + 4) * pairs

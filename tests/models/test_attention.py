@@ -4,61 +4,67 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.models import attention
+from specrl_jax.models import attention, kv_cache
 from specrl_jax.sharding import put, spec
 
-B, T, S, N, K, H = 4, 6, 7, 4, 2, 3
+B, T, S, N, K, H = 4, 6, 9, 4, 2, 3
 RNG = np.random.default_rng(0)
 Q_BTNH = RNG.normal(size=(B, T, N, H)).astype(np.float32)
 K_BSKH, V_BSKH = RNG.normal(size=(2, B, S, K, H)).astype(np.float32)
-SLOTS_BT = np.sort(RNG.integers(0, S, (B, T)), axis=1).astype(np.int32)
-# Where a subtree ends; slot 0's is the whole row, so that every query sees a slot.
-ENDS_BS = np.minimum(np.arange(S) + RNG.integers(1, 5, (B, S)), S).astype(np.int32)
-ENDS_BS[:, 0] = S
-MASK_BTS = (np.arange(S) <= SLOTS_BT[..., None]) & (SLOTS_BT[..., None] < ENDS_BS[:, None])
+START_B = np.array([0, 3, 1, 2], np.int32)
+SLOTS_BT = START_B[:, None] + np.arange(T)
+# Where a subtree ends; of slot 0 that is the end of the row, so that every query sees a slot.
+ENDS_BT = np.minimum(np.arange(T) + RNG.integers(1, 5, (B, T)), T).astype(np.int32)
+ENDS_BT[:, 0] = T
+PIECES = pytest.mark.parametrize("pieces_of", [512, 4])
+MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 
 
-def _numpy_attention() -> np.ndarray:
-    k_BSNH, v_BSNH = (np.repeat(x.astype(np.float64), N // K, axis=2) for x in (K_BSKH, V_BSKH))
+def _numpy_attention(keys: np.ndarray, values: np.ndarray, mask_BTS: np.ndarray) -> np.ndarray:
+    k_BSNH, v_BSNH = (np.repeat(x.astype(np.float64), N // K, axis=2) for x in (keys, values))
     scores = np.einsum("BTNH,BSNH->BNTS", Q_BTNH.astype(np.float64), k_BSNH)
-    weights = np.exp(scores) * MASK_BTS[:, None]
+    weights = np.exp(scores) * mask_BTS[:, None]
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.einsum("BNTS,BSNH->BTNH", weights, v_BSNH)
 
 
-def _inputs():
-    return (
-        put(Q_BTNH, "batch", None, "heads", None),
-        put(K_BSKH.transpose(0, 2, 3, 1), "batch", "kv_heads", None, None),
-        put(V_BSKH.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None),
-        attention.Visible(put(SLOTS_BT, "batch", None), put(ENDS_BS, "batch", None)),
-    )
+def _queries() -> jax.Array:
+    return put(Q_BTNH, "batch", None, "heads", None)
 
 
-@pytest.mark.parametrize("pieces_of", [512, 4])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
-def test_against_float64(make_mesh, monkeypatch, shape, pieces_of):
+def _heads(*arrays: np.ndarray) -> list[jax.Array]:
+    return [put(x, "batch", None, "kv_heads", None) for x in arrays]
+
+
+@PIECES
+@MESHES
+@pytest.mark.parametrize("arrays", [1, 2])
+def test_rows_of_a_cache_against_float64(make_mesh, monkeypatch, shape, pieces_of, arrays):
+    """With keys and values in one array, too."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
     with jax.set_mesh(make_mesh(*shape)):
-        out = jax.jit(lambda *inputs: attention.attention(*inputs))(*_inputs())
+        layer = kv_cache.as_layer(*_heads(K_BSKH, V_BSKH), like=(None,) * arrays)
+        out = jax.jit(attention.attend)(_queries(), layer, put(START_B, "batch"))
         assert jax.typeof(out).sharding.spec == spec("batch", None, "heads", None)
-    np.testing.assert_allclose(out, _numpy_attention(), rtol=1e-5, atol=1e-6)
+    seen = np.arange(S) <= SLOTS_BT[..., None]
+    np.testing.assert_allclose(out, _numpy_attention(K_BSKH, V_BSKH, seen), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_in_pieces_equal_those_at_once(mesh, monkeypatch):
-    *arrays, visible = _inputs()
+@PIECES
+@MESHES
+def test_packed_sequences_against_float64(make_mesh, monkeypatch, shape, pieces_of):
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
+    keys, values = K_BSKH[:, :T], V_BSKH[:, :T]
+    with jax.set_mesh(make_mesh(*shape)):
+        inputs = _queries(), *_heads(keys, values), put(ENDS_BT, "batch", None)
+        out = jax.jit(lambda *x: attention.attend_packed(*x))(*inputs)
+        assert jax.typeof(out).sharding.spec == spec("batch", None, "heads", None)
+    i, j = np.arange(T)[:, None], np.arange(T)
+    seen = (j <= i) & (i < ENDS_BT[:, None, :])
+    np.testing.assert_allclose(out, _numpy_attention(keys, values, seen), rtol=1e-5, atol=1e-6)
 
-    def grads(pieces_of: int):
-        monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
-        return jax.grad(
-            lambda q, k, v: (attention.attention(q, k, v, visible) ** 2).sum(), argnums=(0, 1, 2)
-        )(*arrays)
 
-    for in_pieces, at_once in zip(grads(4), grads(512), strict=True):
-        np.testing.assert_allclose(in_pieces, at_once, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+@MESHES
 def test_pieces_skip_keys_that_no_query_sees(make_mesh, monkeypatch, shape):
     """Sequences of 24 tokens in pieces of 4: output and gradients are those of all keys at once,
     where a piece sees 4, 8, 16 or 24 of them, and without branches."""
@@ -72,9 +78,7 @@ def test_pieces_skip_keys_that_no_query_sees(make_mesh, monkeypatch, shape):
         monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
 
         def loss(q, k, v):
-            keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-            visible = attention.Visible(None, ends)
-            return (attention.attention(q, keys, values, visible) ** 2).sum()
+            return (attention.attend_packed(q, k, v, ends) ** 2).sum()
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arrays)
 

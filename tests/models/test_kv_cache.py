@@ -19,8 +19,8 @@ AXES = ("batch", "kv_heads", None, None)
 @pytest.fixture
 def as_on_tpu(monkeypatch):
     """The cache of a TPU, and its way to write slots."""
-    monkeypatch.setitem(kv_cache.AXES, "cpu", kv_cache.AXES["tpu"])
-    monkeypatch.setitem(row_slices.ACCESS, "cpu", row_slices.ACCESS["tpu"])
+    monkeypatch.setattr(kv_cache, "platform", lambda: "tpu")
+    monkeypatch.setattr(row_slices, "platform", lambda: "tpu")
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -101,20 +101,27 @@ def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
 
 @MESHES
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_tpu_holds_and_gives_the_same(make_mesh, as_on_tpu, shape, width):
-    """Written, repeated, moved and cut in the other layout, against NumPy."""
-    model = MODEL.replace(num_layers=1)
+@pytest.mark.parametrize("kernels", [(), ("decode",)])
+def test_a_tpu_holds_and_gives_the_same(make_mesh, as_on_tpu, shape, width, kernels):
+    """Written, repeated, moved and cut in the other layouts, against NumPy."""
+    model = MODEL.replace(num_layers=1, kernels=kernels)
     new, starts = _random(8, width, 2, 4), np.arange(8, dtype=np.int32) % 4
     want = np.zeros((8, 6, 2, 4), np.float32)
     for row, start in enumerate(starts):
         want[row, start : start + width] = new[row]
+    shapes = [(8, 6, 4, 4)] if kernels else [(8, 6, 2, 4)] * 2
+    order = np.array([[3, -1, 4, 0]] * 8, np.int32)  # slots of the shard's first row
     with jax.set_mesh(make_mesh(*shape)):
         keys, values = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
         (layer,) = kv_cache.init_cache(model, rows=8, slots=6)
-        assert layer[0].shape == layer[1].shape == (8, 6, 2, 4)
+        assert [x.shape for x in layer] == shapes
         layer = jax.jit(kv_cache.write)(layer, keys, values, put(starts, "batch"))
         twice = kv_cache.repeat_rows(kv_cache.resize((layer,), 5), 2)
         assert kv_cache.cache_slots(twice) == 5
         _check(kv_cache.keys_and_values(layer), want, -want)
         repeated = np.repeat(want[:, :5], 2, axis=0)
         _check(kv_cache.keys_and_values(twice[0]), repeated, -repeated)
+        (picked,) = jax.jit(kv_cache.gather_slots)((layer,), put(order, "batch", None))
+        first = np.arange(8) // (8 // (shape[0] * shape[1])) * (8 // (shape[0] * shape[1]))
+        slots = np.where((order >= 0)[..., None, None], want[first[:, None], order], 0)
+        _check(kv_cache.keys_and_values(picked), slots, -slots)

@@ -94,9 +94,8 @@ class StepCounts:
 def prefill(program: ProgramSpec, weights: Params, prompts_QP: Array) -> KVCache:
     """KV cache [Q, P] of the prompts, on host or device; for `broadcast_prefill`."""
     prompts_QP = reshard(prompts_QP, "batch", None)
-    start = jnp.zeros(prompts_QP.shape[0], jnp.int32, out_sharding=spec("batch"))
     cache = init_cache(program.model, *prompts_QP.shape)
-    return Transformer(program.model, weights)(prompts_QP, start, cache)[1]
+    return Transformer(program.model, weights)(prompts_QP, cache=cache)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "group_size"))
@@ -224,7 +223,7 @@ def verify_trie(
     model = Transformer(program.model, weights)
     tokens, depths, ends, nodes = (reshard(x, "batch", None) for x in tries)
     packed = init_cache(program.model, *tokens.shape)
-    hidden, packed = model(tokens, cache=packed, positions_BT=depths, ends_BS=ends)
+    hidden, packed = model(tokens, cache=packed, positions_BT=depths, ends_BT=ends)
     read = jnp.maximum(cut_columns(nodes, rows.prompt_lens - 1, width), 0)
     hidden = on_shards(_at_nodes, hidden, read, like=hidden)
     proposal, active = _propose(program, rows, None, width), _active(rows, stop)

@@ -1,0 +1,114 @@
+"""Attention by Pallas kernels that ship with JAX for TPUs; the arguments are those of `attention`.
+
+Rows of the cache go to ragged_paged_attention, which reads only the slots that a row has filled: a
+cache layer [B, S, 2 K, H] is cut into pages where it lies. Packed sequences go to splash_attention
+(FlashAttention, arXiv 2205.14135), which skips blocks that no query sees.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.kv_cache import Layer
+from specrl_jax.sharding import on_shards, shards
+
+AHEAD_OF_TIME = ("decode", "verify", "packed")  # these compile where the device is absent
+_LANES = 128
+_LEAST_PAGE, _PAGE = 16, 128  # slots
+_SLOTS_AT_ONCE = 256  # of a row that are read ahead; a row reads at most so many too many
+_ROWS_AT_ONCE, _QUERIES_AT_ONCE = 8, 128
+_BLOCK = 512  # queries, and keys, of a block of a packed sequence
+_INTERPRET = False  # of packed sequences, for tests
+_OUTPUTS = "packed_attention"  # what the backward pass keeps; masks are made again
+
+
+def refusal(use: str, model: ModelConfig, slots: int) -> str:
+    """Why the kernel for `use` cannot take this model and cache of `slots`; "" where it can."""
+    if use == "packed":
+        return ""
+    if model.head_dim % _LANES:
+        return f"heads must be a multiple of {_LANES} wide, these are {model.head_dim}"
+    if slots % _LEAST_PAGE:
+        return f"a cache must have a multiple of {_LEAST_PAGE} slots, this has {slots}"
+    both = 2 * model.num_kv_heads // shards("kv_heads")
+    packed = both * jnp.dtype(model.dtype).itemsize / 4  # in rows of registers
+    if packed not in (1, 2, 4, 8) and packed % 8:
+        return f"1, 2, 4 or 8 key/value heads must be on a device, here are {both // 2}"
+    return ""
+
+
+def attend(q_BTNH: Array, layer: Layer, start_B: Array) -> Array:
+    """`attention.attend` of a cache whose layers are one array."""
+    return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
+
+
+def _attend_on_shard(q_BTNH: Array, kv_BSCH: Array, start_B: Array) -> Array:
+    rows, width, heads, size = q_BTNH.shape
+    if extra := -kv_BSCH.shape[1] % _LEAST_PAGE:  # only of caches that rows leave after a pass
+        kv_BSCH = jnp.pad(kv_BSCH, ((0, 0), (0, extra), (0, 0), (0, 0)))
+    page = math.gcd(kv_BSCH.shape[1], _PAGE)
+    pages = kv_BSCH.shape[1] // page
+    out = ragged.ragged_paged_attention(
+        q_BTNH.reshape(-1, heads, size),
+        kv_BSCH.reshape(-1, page, *kv_BSCH.shape[2:]),
+        start_B + width,
+        jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages),
+        jnp.arange(rows + 1, dtype=jnp.int32) * width,
+        jnp.full(1, rows, jnp.int32),
+        num_kv_pages_per_block=min(_SLOTS_AT_ONCE // page, pages),
+        num_queries_per_block=min(rows * width, _ROWS_AT_ONCE if width == 1 else _QUERIES_AT_ONCE),
+    )
+    return out.reshape(q_BTNH.shape)
+
+
+def attend_packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
+    """`attention.attend_packed`, with its gradient."""
+    ends = () if ends_BT is None else (ends_BT,)
+    return on_shards(_packed_on_shard, q_BTNH, k_BTKH, v_BTKH, *ends, like=q_BTNH)
+
+
+def _packed_on_shard(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *ends: Array) -> Array:
+    tokens = q_BTNH.shape[1]
+    block = min(_BLOCK, -(-tokens // _LANES) * _LANES)
+    extra = -tokens % block  # no real query sees the keys after it
+
+    def padded(x_BTNH: Array) -> Array:
+        return jnp.pad(x_BTNH, ((0, 0), (0, extra), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    inputs = [padded(x) for x in (q_BTNH, k_BTKH, v_BTKH)]
+    # Padded tokens see those before them, and themselves.
+    ends = [jnp.pad(x, ((0, 0), (0, extra)), constant_values=tokens + extra) for x in ends]
+    one = jax.checkpoint(
+        functools.partial(_one_sequence, block=block),
+        policy=jax.checkpoint_policies.save_only_these_names(_OUTPUTS),
+    )
+    out_BNTH = jax.lax.map(lambda x: one(*x), (*inputs, *ends))
+    return out_BNTH.swapaxes(1, 2)[:, :tokens]
+
+
+def _one_sequence(q_NTH: Array, k_KTH: Array, v_KTH: Array, *ends: Array, block: int) -> Array:
+    heads, tokens, _ = q_NTH.shape
+    if ends:
+        i, j = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None, :]
+        mask = ((j <= i) & (i < ends[0][None, :]))[None]  # the same for all heads
+    else:
+        causal = splash.CausalMask((tokens, tokens))
+        mask = splash.MultiHeadMask([causal] * heads)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash.make_splash_mha(
+        mask,
+        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=_OUTPUTS,
+        interpret=_INTERPRET,
+    )
+    if ends:  # the library has made this switch an array, which it then cannot test in a trace
+        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+    return kernel(q_NTH, k_KTH, v_KTH)
