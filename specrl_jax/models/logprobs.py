@@ -50,6 +50,7 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
     """
     if hidden_BTD.shape[1] <= chunk:
         return function(model.logits(hidden_BTD), inputs)
+    hidden_BTD = reshard(hidden_BTD, "batch", None, None)
     return _map_chunks(function, chunk, model.head, hidden_BTD, inputs)
 
 
