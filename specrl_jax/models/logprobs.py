@@ -4,14 +4,15 @@ A mask and a sum pick a token's score, so that the gradient needs no scatter. Lo
 through the head in chunks, so that no device holds all of [B, T, V] at once.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.transformer import Transformer
-from specrl_jax.sharding import reshard, spec
+from specrl_jax.models.transformer import Transformer, compute_head, head_logits
+from specrl_jax.sharding import reshard, shards, spec
 
 
 def vocab_ids(size: int) -> Array:
@@ -41,17 +42,78 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
     """`function(logits [B, t, V], inputs [B, t, ...])` over chunks of t <= `chunk` tokens.
 
     inputs is a pytree of arrays [B, T, ...]. The function gives arrays [B, t, ...]; the result has
-    them joined, [B, T, ...]. Where there are several chunks, the backward pass recomputes their
-    logits: one chunk's at a time is in memory there too.
+    them joined, [B, T, ...].
+
+    Gradients reach the hidden states and the head, not the inputs. Where there are several chunks,
+    the backward pass recomputes their logits: one chunk's at a time is in memory there too. The
+    function's results are then floats, and it closes over no traced array.
     """
-    width = hidden_BTD.shape[1]
+    if hidden_BTD.shape[1] <= chunk:
+        return function(model.logits(hidden_BTD), inputs)
+    hidden_BTD = reshard(hidden_BTD, "batch", None, None)
+    return _map_chunks(function, chunk, model.head, hidden_BTD, inputs)
 
-    def run_chunk(hidden: Array, inputs):
-        return function(model.logits(hidden), inputs)
 
-    if width <= chunk:
-        return run_chunk(hidden_BTD, inputs)
-    run_chunk = jax.checkpoint(run_chunk)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _map_chunks(function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs):
+    """`map_tokens` with several chunks. The head is gathered once, outside the loop, and so is its
+    gradient summed over the devices."""
+    return _map_chunks_forward(function, chunk, head_VD, hidden_BTD, inputs)[0]
+
+
+def _map_chunks_forward(function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs):
+    compute_VD = compute_head(head_VD, hidden_BTD.dtype)
+
+    def step(nothing: None, part: tuple):
+        hidden, inputs = part
+        return nothing, function(head_logits(hidden, compute_VD), inputs)
+
+    _, results = _scan_chunks(step, None, (hidden_BTD, inputs), chunk)
+    return results, (head_VD, compute_VD, hidden_BTD, inputs)
+
+
+def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
+    stored_VD, head_VD, hidden_BTD, inputs = saved
+    layout = jax.typeof(stored_VD).sharding.spec
+    # Each shard of the batch has a sum of its own, of its rows: the loop sums over no devices.
+    start = jnp.zeros(
+        (shards("batch"), *head_VD.shape), jnp.float32, out_sharding=spec("batch", "vocab", None)
+    )
+
+    def step(total_XVD: Array, part: tuple):
+        hidden, inputs, given = part
+        _, pull = jax.vjp(lambda logits: function(logits, inputs), head_logits(hidden, head_VD))
+        (grad_BTV,) = pull(given)
+        grad_BTV = grad_BTV.astype(head_VD.dtype)
+        hidden_grad = jnp.einsum(
+            "BTV,VD->BTD", grad_BTV, head_VD, out_sharding=spec("batch", None, None)
+        )
+        head_grad = jnp.einsum(
+            "XBTV,XBTD->XVD",
+            _by_shard(grad_BTV, None, "vocab"),
+            _by_shard(hidden, None, None),
+            preferred_element_type=jnp.float32,
+            out_sharding=spec("batch", "vocab", None),
+        )
+        return total_XVD + head_grad, hidden_grad
+
+    total_XVD, hidden_grad = _scan_chunks(step, start, (hidden_BTD, inputs, given), chunk)
+    head_grad = jax.sharding.reshard(jnp.sum(total_XVD, axis=0), layout)
+    return head_grad.astype(stored_VD.dtype), hidden_grad, None
+
+
+_map_chunks.defvjp(_map_chunks_forward, _map_chunks_backward)
+
+
+def _by_shard(array: Array, *axes: str | None) -> Array:
+    """[B, ...] → [X, B / X, ...], X shards of the batch; `axes` are the others' layout."""
+    shape = (shards("batch"), -1, *array.shape[1:])
+    return jnp.reshape(array, shape, out_sharding=spec("batch", None, *axes))
+
+
+def _scan_chunks(step: Callable, carry, arrays, chunk: int):
+    """`carry, result = step(carry, part)` over chunks of arrays [B, T, ...], the results joined."""
+    width = jax.tree.leaves(arrays)[0].shape[1]
     multiple = width // chunk * chunk
 
     def reshape(x: Array, *shape: int) -> Array:
@@ -64,9 +126,9 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
     def join(x: Array) -> Array:  # and back
         return reshape(jnp.moveaxis(x, 0, 1), x.shape[1], multiple, *x.shape[3:])
 
-    pieces = jax.lax.map(lambda x: run_chunk(*x), jax.tree.map(cut, (hidden_BTD, inputs)))
+    carry, pieces = jax.lax.scan(step, carry, jax.tree.map(cut, arrays))
     pieces = jax.tree.map(join, pieces)
     if multiple == width:
-        return pieces
-    rest = run_chunk(hidden_BTD[:, multiple:], jax.tree.map(lambda x: x[:, multiple:], inputs))
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), pieces, rest)
+        return carry, pieces
+    carry, rest = step(carry, jax.tree.map(lambda x: x[:, multiple:], arrays))
+    return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), pieces, rest)

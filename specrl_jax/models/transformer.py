@@ -87,14 +87,14 @@ class Transformer(nnx.Module):
             x[0].at[positions_BT].get(out_sharding=out, mode="promise_in_bounds") for x in tables
         )
 
+    @property
+    def head(self) -> Array:
+        """[V, D], as the parameters hold it: `lm_head`, or the embeddings that stand in for it."""
+        return (self.embed if self.lm_head is None else self.lm_head)[...]
+
     def logits(self, hidden: Array) -> Array:
         """float32 [..., V], split over "tensor", for hidden states [..., D]."""
-        head = self.embed if self.lm_head is None else self.lm_head
-        head_VD = reshard(head[...].astype(self.config.dtype), "vocab", None)
-        out = spec("batch", *(None,) * (hidden.ndim - 2), "vocab")
-        return jnp.einsum(
-            "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32, out_sharding=out
-        )
+        return head_logits(hidden, compute_head(self.head, self.config.dtype))
 
     def _lookup(self, tokens_BT: Array) -> Array:
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
@@ -118,6 +118,19 @@ class Transformer(nnx.Module):
         if self.config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)
         return jax.lax.scan(layer, x_BTD, dict(self.layers))[0], None
+
+
+def compute_head(head_VD: Array, dtype) -> Array:
+    """The head in compute type and layout."""
+    return reshard(head_VD.astype(dtype), "vocab", None)
+
+
+def head_logits(hidden: Array, head_VD: Array) -> Array:
+    """float32 [..., V], split over "tensor", for hidden states [..., D] and `compute_head`'s."""
+    out = spec("batch", *(None,) * (hidden.ndim - 2), "vocab")
+    return jnp.einsum(
+        "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32, out_sharding=out
+    )
 
 
 def param_shapes(config: ModelConfig) -> dict:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.accelerators.compiled import Module
 from specrl_jax.models import logprobs
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer, init_params
@@ -130,3 +131,70 @@ def test_a_tree_of_inputs_is_cut_alike(make_mesh, shape):
         np.testing.assert_array_equal(scored["pair"][0], tokens)
         np.testing.assert_array_equal(scored["pair"][1], extra * 2)
         np.testing.assert_allclose(scored["scores"], at_once["scores"], rtol=1e-6, atol=1e-6)
+
+
+def _policy(tied: bool) -> tuple[ModelConfig, dict]:
+    config = ModelConfig(vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=2,
+                         num_kv_heads=2, head_dim=4, tie_embeddings=tied)  # fmt: skip
+    return config, init_params(config, jax.random.key(0))
+
+
+def _grads(config: ModelConfig, params: dict, hidden, tokens, weights):
+    """Value and gradients of Σ weights · (log p + H), in chunks of 3 of 7 tokens."""
+
+    def function(logits, inputs):
+        tokens, weights = inputs
+        return weights * (logprobs.token_logprobs(logits, tokens) + logprobs.entropy(logits))
+
+    def total(params, hidden):
+        model = Transformer(config, params)
+        return jnp.sum(logprobs.map_tokens(function, model, hidden, (tokens, weights), 3))
+
+    return jax.value_and_grad(total, argnums=(0, 1))(params, hidden)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_gradients_in_chunks_against_float64(make_mesh, shape, tied):
+    """d log p(y) and dH by their formulas, times the hidden states for the head's gradient."""
+    rng = np.random.default_rng(5)
+    hidden, weights = rng.normal(size=(8, 7, 8)), rng.normal(size=(8, 7))
+    tokens = rng.integers(0, 16, (8, 7)).astype(np.int32)
+    with jax.set_mesh(make_mesh(*shape)):
+        config, params = _policy(tied)
+        given = (put(x.astype(np.float32), "batch", *(None,) * (x.ndim - 1))
+                 for x in (hidden, weights))  # fmt: skip
+        hidden_BTD, weights_BT = given
+        inputs = hidden_BTD, put(tokens, "batch", None), weights_BT
+        _, (grads, hidden_grad) = jax.jit(functools.partial(_grads, config))(params, *inputs)
+    name = "embed" if tied else "lm_head"
+    assert jax.typeof(grads[name]).sharding.spec == jax.typeof(params[name]).sharding.spec
+    head = np.asarray(params[name], np.float64)
+    log_p = _log_softmax(np.asarray(hidden, np.float32).astype(np.float64) @ head.T)
+    p, weights = np.exp(log_p), weights[..., None]
+    entropy = -np.sum(p * log_p, axis=-1, keepdims=True)
+    want = weights * (np.eye(16)[tokens] - p - p * (log_p + entropy))
+    np.testing.assert_allclose(hidden_grad, want @ head, rtol=1e-5, atol=1e-5)
+    want_VD = np.einsum("BTV,BTD->VD", want, hidden)
+    np.testing.assert_allclose(grads[name], want_VD, rtol=1e-5, atol=1e-5)
+
+
+def test_the_loops_over_chunks_send_nothing_over_the_batch(make_mesh):
+    """The head is gathered once and its gradient summed once, both outside the loops."""
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        config, params = _policy(tied=True)
+        hidden = put(np.zeros((8, 7, 8), np.float32), "batch", None, None)
+        tokens, weights = (put(np.zeros((8, 7), t), "batch", None) for t in (np.int32, np.float32))
+        compiled = jax.jit(functools.partial(_grads, config)).lower(params, hidden, tokens, weights)
+        module = Module(compiled.compile().as_text(), dict(mesh.shape))
+    loops = [op for body in module.computations.values() for op in body.values()
+             if op.kind == "while"]  # fmt: skip
+    assert len(loops) == 2  # forward and backward
+    for loop in loops:
+        sent = module.cost(*loop.called("body")).collectives
+        assert {axes for _, axes in sent} <= {"tensor"}
+    sent = {key: times for key, (times, _) in module.cost().collectives.items()}
+    assert sent.pop(("all-reduce", "tensor")) > 0  # parts of the vocabulary
+    assert sum(sent.values()) == 2
+    assert sent["all-gather", "fsdp"] == 1
