@@ -35,7 +35,7 @@ from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import VERIFY_WIDTH, by_prompt, full_length
 from specrl_jax.benchmarks.timing import Case, Log, run
 from specrl_jax.build import build, policy_copy
-from specrl_jax.models import attention
+from specrl_jax.models import attention, attention_choice
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params, Transformer
@@ -91,15 +91,10 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
 
 def _chosen_attention(size: Size) -> Size:
     """The size with the kernels that a run of its shapes would take."""
-    if not hasattr(size.model, "kernels"):
-        return size
-    from specrl_jax.models.attention_choice import Shapes
-    from specrl_jax.models.attention_choice import choose as choose_kernels
-
     slots, width = size.prompt_len + size.response_len, min(VERIFY_WIDTH, size.response_len)
-    shapes = Shapes(size.rows, slots, width, 2 * slots)
+    shapes = attention_choice.Shapes(size.rows, slots, width, 2 * slots)
     with contextlib.redirect_stdout(sys.stderr):
-        kernels = choose_kernels("auto", size.model, shapes)
+        kernels = attention_choice.choose("auto", size.model, shapes)
     return dataclasses.replace(size, model=size.model.replace(kernels=kernels))
 
 
@@ -230,7 +225,7 @@ def _numerics(title: str, size: Size) -> Iterator[dict[str, Any]]:
 
 def _with_kernels(model: ModelConfig, slots: int) -> ModelConfig:
     """The model with every kernel of the platform that takes it and caches of so many slots."""
-    kernels = getattr(attention, "kernel_module", lambda _: None)(platform())
+    kernels = attention.kernel_module(platform())
     if kernels is None:
         return model
     uses = [use for use in attention.USES if not kernels.refusal(use, model, slots)]
@@ -251,7 +246,7 @@ def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
         twice = jnp.concatenate([tokens, tokens], axis=1)
         depths = jnp.tile(jnp.arange(length), (count, 2))
         ends = jnp.tile(jnp.repeat(jnp.array([length, 2 * length]), length), (count, 1))
-        packed, _ = update(twice, positions_BT=depths, ends_BS=ends)
+        packed, _ = update(twice, positions_BT=depths, ends_BT=ends)
         zeros = jnp.zeros_like(starts)
         prompts, cache = policy(tokens, zeros, init_cache(model, count, _KERNEL_SLOTS))
         step, cache = policy(tokens[:, :1], starts, cache)
