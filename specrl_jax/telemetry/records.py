@@ -228,7 +228,7 @@ class RolloutRecords:
         return {
             "text": text,
             "token_ids": token_ids,
-            "token_ends": self._token_ends(token_ids, text),
+            "token_ends": self.token_ends(token_ids, text),
             "sources": "".join(map(_LETTERS.__getitem__, rollout.sources[row, response].tolist())),
             "policy_logprobs": _finite(rollout.policy_logprobs[row, response], _LOGPROB_DECIMALS),
             "origin_steps": rollout.origin_steps[row, response].tolist(),
@@ -236,7 +236,7 @@ class RolloutRecords:
             "ended": bool(token_ids) and token_ids[-1] in self._eos_ids,
         }
 
-    def _token_ends(self, token_ids: list[int], text: str) -> list[int]:
+    def token_ends(self, token_ids: list[int], text: str) -> list[int]:
         """Characters of `text` up to the end of each token.
 
         The tokens of one character are decoded together: all but its last end before it. A token

@@ -189,14 +189,14 @@ def test_where_tokens_end_that_are_parts_of_characters(tmp_path, words, ids, end
         return b"".join(words.get(i, b"") for i in tokens).decode(errors="replace")
 
     out = open_records(tmp_path, decode=decode_bytes)
-    assert out._token_ends(ids, decode_bytes(ids)) == ends
+    assert out.token_ends(ids, decode_bytes(ids)) == ends
 
 
 def test_where_tokens_end_whose_first_space_is_left_out(tmp_path):
     """As Llama's tokenizer decodes."""
     words = {5: " one", 6: " two", 7: "s"}
     out = open_records(tmp_path, decode=lambda ids: "".join(words[i] for i in ids)[1:])
-    assert out._token_ends([5, 6, 7], "one twos") == [3, 7, 8]
+    assert out.token_ends([5, 6, 7], "one twos") == [3, 7, 8]
 
 
 def test_a_share_of_the_prompts_with_all_their_samples(tmp_path):
