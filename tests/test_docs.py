@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import ROOT, preset
+from small_runs import ONE_DEVICE, ROOT, preset
 
 from specrl_jax import cli
 from specrl_jax.config import flatten, validate
@@ -149,7 +149,7 @@ def test_the_tutorial_from_the_first_to_the_last_command(tmp_path, monkeypatch):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (code,) = (c for kind, c in BLOCK.findall(TUTORIAL) if kind == "python")
     (tmp_path / "sums.py").write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | ONE_DEVICE | {"PYTHONPATH": str(ROOT)}
     for words in commands(ROOT / "docs" / "tutorial.md"):
         if words[0] == "python":
             trains = words[1] in ("launch/train.py", "launch/sweep.py")
