@@ -58,7 +58,11 @@ def compile_program(
     except Exception as error:  # libtpu cannot print some programs for v5p
         row["not_readable"] = str(error).splitlines()[0][:200]
         cost = Cost(moved=sum_of_parts, each=Cost(moved=sum_of_parts) if program.passes else None)
-    return row | _parts(chip, mesh, flops, cost)
+    row |= _parts(chip, mesh, flops, cost)
+    if "not_readable" in row:
+        for part in row.keys() & {"once", "each"}:
+            row[part]["compiler_seconds"] = None
+    return row
 
 
 def _refused(error: Exception) -> dict[str, Any]:

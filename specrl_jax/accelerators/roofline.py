@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from specrl_jax.accelerators.abstract_run import AbstractRun
 from specrl_jax.accelerators.chips import Chip
 from specrl_jax.accelerators.compiled import Cost
+from specrl_jax.packing import PACKINGS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,8 @@ def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[
     """How often a step calls each program, and passes of its open loop over all calls.
 
     tokens: of a response in the mean. reuse: the share of them that is accepted from drafts; 0:
-    nothing is verified. Rows in flight are always full, and the update computes every row, padded.
+    nothing is verified. Rows in flight are always full. The update computes every row; sequences
+    have no empty slots, prompts are the longest, and responses share nothing with each other.
     """
     updates, rows, buckets = run.config.updates, run.rows, run.buckets
     starts = math.ceil(rows / run.first)
@@ -56,7 +58,7 @@ def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[
     in_tries = bool(reuse) and longest <= width
     prefills = 0 if in_tries else starts
     calls = (rows // updates.mini_batch_size) * updates.passes
-    micro_batches = run.mini_batch.sequences.tokens.shape[0]
+    micro_batches = _micro_batches(run, tokens)
     every = micro_batches * rows // updates.mini_batch_size
     return {
         "policy_copy": (1, 0),
@@ -76,3 +78,14 @@ def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[
         "critic_values": (1, every),
         "update": (calls, calls * micro_batches),
     }
+
+
+def _micro_batches(run: AbstractRun, tokens: float) -> int:
+    """That a mini-batch fills with responses of so many tokens."""
+    sequences, packing = run.mini_batch.sequences.tokens, PACKINGS[run.learner.packing]
+    rows, prompt = run.config.updates.mini_batch_size, run.config.data.prompt_len
+    if not packing.fill:
+        return sequences.shape[0]
+    prompts = rows / run.spec.group_size if packing.share else rows
+    slots = prompts * prompt + rows * tokens
+    return min(math.ceil(slots / math.prod(sequences.shape[1:])), sequences.shape[0])
