@@ -1,6 +1,6 @@
 """Compile a run's programs for accelerators that are not here.
 
-    python launch/compile.py --config=configs/grpo.py:smollm2 --topology=v5e:2x2
+    python launch/compile.py --config=configs/grpo.py:gsm8k --topology=v5e:2x2
     python launch/compile.py --config=configs/grpo.py:qwen3_1p7b --topology=h100:8 --plan
 
 Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2, h100:8, h200:8 and so on. TPUs need
