@@ -35,7 +35,7 @@ from specrl_jax.types import Prompts
 
 # What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
 MAY_CHANGE = (
-    "log", "checkpoint", "mesh", "train", "evaluate.every", "evaluate.samples",
+    "log", "checkpoint", "mesh", "model.attention", "train", "evaluate.every", "evaluate.samples",
     "evaluate.batch_size",
 )  # fmt: skip
 # What may differ in a run that begins with another's checkpoint: nothing that its arrays depend on.

@@ -126,6 +126,7 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
 
 def _on_this_machine(config: ConfigDict) -> ConfigDict:
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = -1, 1, 1
+    config.model.attention = "auto"  # a kernel may be that of another kind of device
     return config
 
 

@@ -45,7 +45,7 @@ class Shapes:
         return cls(
             rows=min(rows, rollout.max_rows or rows),
             slots=prompt + max(rollout.response_len, rollout.max_width),
-            verify_width=min(rollout.verify_width, rollout.response_len),
+            verify_width=min(rollout.verify_width or rollout.response_len, rollout.response_len),
             packed_tokens=2 * (prompt + rollout.response_len),
         )
 
@@ -70,6 +70,8 @@ def choose(setting: str, model: ModelConfig, shapes: Shapes) -> tuple[str, ...]:
     chosen = []
     for use in attention.USES:
         why_not = kernels.refusal(use, model, shapes.slots)
+        if not why_not and setting == "kernel" and _absent() and use not in kernels.AHEAD_OF_TIME:
+            why_not = "it can only be compiled where the device is"
         if setting == "kernel" and why_not:
             raise ValueError(
                 f"model.attention must be auto or reference for this model, got 'kernel': for "
@@ -77,7 +79,8 @@ def choose(setting: str, model: ModelConfig, shapes: Shapes) -> tuple[str, ...]:
             )
         taken, why = not why_not, why_not or "model.attention = kernel"
         if taken and setting == "auto":
-            taken, why = _by_rule(kernels, use) if _absent() else _measured(use, model, shapes)
+            so_far = model.replace(kernels=tuple(chosen))  # they set the cache's layout
+            taken, why = _by_rule(kernels, use) if _absent() else _measured(use, so_far, shapes)
         print(f"attention, {use}: {'kernel' if taken else 'reference'} ({why})", flush=True)
         chosen += [use] if taken else []
     return tuple(chosen)
@@ -95,15 +98,18 @@ def _by_rule(kernels: Any, use: str) -> tuple[bool, str]:
 
 
 def _measured(use: str, model: ModelConfig, shapes: Shapes) -> tuple[bool, str]:
-    """Whether the kernel is taken, and why; the primary's clock decides."""
+    """Whether the kernel is taken beside those of `model`, and why; the primary's clock decides."""
+    results, problem = [], ""
     try:
-        programs = [_program(use, model.replace(kernels=x), shapes) for x in ((), (use,))]
-        (want, slow), (got, fast) = (_timed(*program) for program in programs)
-        error = max(map(_difference, jax.tree.leaves(got), jax.tree.leaves(want)))
-        verdict = judge(error, _TOLERANCE[model.dtype], fast, slow)
-    except Exception as problem:  # compilers and kernels have kinds of their own
-        verdict = False, f"the kernel fails: {reason(problem)}"
-    return hosts.broadcast(verdict)
+        for kernels in (model.kernels, (*model.kernels, use)):
+            results.append(_timed(*_program(use, model.replace(kernels=kernels), shapes)))
+    except Exception as error:  # compilers and kernels have kinds of their own
+        problem = f"the kernel fails: {reason(error)}"
+    if problems := list(filter(None, hosts.gather(problem))):
+        return False, problems[0]  # in all processes, also those where it works
+    (want, slow), (got, fast) = results
+    difference = max(map(_difference, jax.tree.leaves(got), jax.tree.leaves(want)))
+    return hosts.broadcast(judge(difference, _TOLERANCE[model.dtype], fast, slow))
 
 
 def judge(error: float, tolerance: float, fast: float, slow: float) -> tuple[bool, str]:
@@ -137,11 +143,12 @@ def _program(use: str, model: ModelConfig, shapes: Shapes) -> tuple[Callable, tu
 
 
 def _packed(kernels: tuple[str, ...], q: Array, k: Array, v: Array, ends: Array):
-    """Output and gradients of a packed sequence's attention."""
+    """Gradients and output of a packed sequence's attention, and the output of a prefill."""
 
     def loss(q, k, v):
         out = attention.attend_packed(q, k, v, ends, kernels=kernels)
-        return jnp.sum(out.astype(jnp.float32) ** 2), out
+        prefilled = attention.attend_packed(q, k, v, kernels=kernels)
+        return jnp.sum(out.astype(jnp.float32) ** 2), (out, prefilled)
 
     return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
 

@@ -78,9 +78,15 @@ def attend_packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | 
 def _packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *ends: Array) -> Array:
     if not ends:
         return _cudnn(q_BTNH, k_BTKH, v_BTKH, None)
-    slots = jnp.arange(q_BTNH.shape[1])
+    tokens = q_BTNH.shape[1]
+    extra = tokens % 2  # cuDNN's backward pass with a mask takes even lengths alone
+    pads = (0, 0), (0, extra)
+    q, k, v = (jnp.pad(x, (*pads, (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH))
+    # A padded token sees itself.
+    ends_BT = jnp.pad(ends[0], pads, constant_values=tokens + extra)
+    slots = jnp.arange(tokens + extra)
     i, j = slots[None, :, None], slots[None, None, :]
-    return _cudnn(q_BTNH, k_BTKH, v_BTKH, (j <= i) & (i < ends[0][:, None, :]))
+    return _cudnn(q, k, v, (j <= i) & (i < ends_BT[:, None, :]))[:, :tokens]
 
 
 def _cudnn(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:

@@ -50,7 +50,7 @@ def attend(q_BTNH: Array, layer: Layer, start_B: Array) -> Array:
 
 def _attend_on_shard(q_BTNH: Array, kv_BSCH: Array, start_B: Array) -> Array:
     rows, width, heads, size = q_BTNH.shape
-    if extra := -kv_BSCH.shape[1] % _LEAST_PAGE:  # only of caches that rows leave after a pass
+    if extra := -kv_BSCH.shape[1] % _LEAST_PAGE:  # a copy: of caches whose slots do not fit
         kv_BSCH = jnp.pad(kv_BSCH, ((0, 0), (0, extra), (0, 0), (0, 0)))
     page = math.gcd(kv_BSCH.shape[1], _PAGE)
     pages = kv_BSCH.shape[1] // page

@@ -1,8 +1,8 @@
 """Measures seconds of a rollout's programs on the device at hand, one program when it is asked for.
 
-A program runs a few steps on made-up rows; its shapes, and so its seconds, do not depend on what it
-computes. Seconds are kept on disk, so that the next run of the same programs on the same device
-reads them, as does a run that is resumed.
+A program runs a few steps on made-up rows, which fill half the cache: kernels read what is filled.
+Else its seconds do not depend on what it computes. Seconds are kept on disk, so that the next run
+of the same programs on the same device reads them, as does a run that is resumed.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ class StepTimer:
 
     def _seconds(self, weights: Params, point: Point, steps: int) -> float:
         """Wall-clock seconds of one call, by the primary's clock."""
-        program, rows = self.program, self._rows(point.rows, point.verifies)
+        program, rows = self.program, self._rows(point)
         draft_state = self._draft_state() if point.drafting else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition.of(-1, program.response_slots, steps, point.rows)
@@ -135,10 +135,13 @@ class StepTimer:
         jax.block_until_ready(call(limits, width=point.width)[-1])
         return hosts.broadcast(time.perf_counter() - start)
 
-    def _rows(self, size: int, drafted: bool) -> DecodeState:
-        """Rows that hold a prompt of one token, and a draft of all slots. Shapes are traced alone:
-        compiling what makes the rows of a rollout would take longer than the steps."""
-        program, full = self.program, np.full(size, self.program.response_slots)
+    def _rows(self, point: Point) -> DecodeState:
+        """Rows whose prompt fills half the cache that their steps leave, in tries one token, with a
+        draft of all slots. Shapes are traced alone: compiling what makes the rows of a rollout
+        would take longer than the steps."""
+        program, size, drafted = self.program, point.rows, point.verifies
+        full, most = np.full(size, program.response_slots), 1 if drafted else 1 + STEPS
+        prompt = 1 if point.sequences else max((point.slots - most * point.width) // 2, 1)
 
         def start() -> DecodeState:
             own, noise = dataclasses.replace(program, group_size=1), Noise(jax.random.key(0), 0)
@@ -156,7 +159,7 @@ class StepTimer:
             rows = dataclasses.replace(
                 rows, draft=dataclasses.replace(rows.draft, lens=place(full))
             )
-        numbers = {"index": np.arange(size), "prompt_lens": np.ones(size), "max_lens": full}
+        numbers = {"index": np.arange(size), "prompt_lens": np.full(size, prompt), "max_lens": full}
         return dataclasses.replace(rows, **{name: place(x) for name, x in numbers.items()})
 
     def _draft_state(self) -> Any:
