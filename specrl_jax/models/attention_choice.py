@@ -24,6 +24,7 @@ from specrl_jax.sharding import platform, shards, spec
 
 _ROWS = 16  # at most, on each shard of the batch, to compare with
 _TIMES = 5
+_BY_RULE = "its rules hold, not measured"
 # A kernel agrees where outputs and gradients differ by at most this share of their largest value.
 _TOLERANCE = {"float32": 1e-2, "bfloat16": 5e-2}  # TPUs multiply float32 in bfloat16 passes
 
@@ -67,11 +68,11 @@ def choose(setting: str, model: ModelConfig, shapes: Shapes) -> tuple[str, ...]:
                 "got 'kernel'"
             )
         return ()
-    chosen = []
+    chosen, absent = [], _absent()
     for use in attention.USES:
         why_not = kernels.refusal(use, model, shapes.slots)
-        if not why_not and setting == "kernel" and _absent() and use not in kernels.AHEAD_OF_TIME:
-            why_not = "it can only be compiled where the device is"
+        if not why_not and absent and use not in kernels.AHEAD_OF_TIME:
+            why_not = "the kernel can only be compiled where the device is"
         if setting == "kernel" and why_not:
             raise ValueError(
                 f"model.attention must be auto or reference for this model, got 'kernel': for "
@@ -80,7 +81,7 @@ def choose(setting: str, model: ModelConfig, shapes: Shapes) -> tuple[str, ...]:
         taken, why = not why_not, why_not or "model.attention = kernel"
         if taken and setting == "auto":
             so_far = model.replace(kernels=tuple(chosen))  # they set the cache's layout
-            taken, why = _by_rule(kernels, use) if _absent() else _measured(use, so_far, shapes)
+            taken, why = (True, _BY_RULE) if absent else _measured(use, so_far, shapes)
         print(f"attention, {use}: {'kernel' if taken else 'reference'} ({why})", flush=True)
         chosen += [use] if taken else []
     return tuple(chosen)
@@ -89,12 +90,6 @@ def choose(setting: str, model: ModelConfig, shapes: Shapes) -> tuple[str, ...]:
 def _absent() -> bool:
     """Whether programs are compiled for devices that are not here."""
     return jax.sharding.get_mesh().devices.flat[0] not in jax.devices()
-
-
-def _by_rule(kernels: Any, use: str) -> tuple[bool, str]:
-    if use in kernels.AHEAD_OF_TIME:
-        return True, "its rules hold, not measured"
-    return False, "the kernel can only be compiled where the device is"
 
 
 def _measured(use: str, model: ModelConfig, shapes: Shapes) -> tuple[bool, str]:

@@ -46,6 +46,9 @@ def test_kernel_takes_all_or_says_why_not(mesh, kernels):
 
 def test_rules_alone_decide_where_the_device_is_absent(mesh, kernels, monkeypatch, capsys):
     monkeypatch.setattr(attention_choice, "_absent", lambda: True)
+    with pytest.raises(ValueError, match=r"for verify, the kernel can only be compiled where"):
+        choose("kernel", MODEL, SHAPES)
+    capsys.readouterr()
     kernels.refused["packed"] = "heads of 4"
     assert choose("auto", MODEL, SHAPES) == ("decode",)
     assert capsys.readouterr().out.splitlines() == [
