@@ -367,7 +367,7 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.response_len = 4_096
     config.rollout.lenience = math.exp(0.5)
     config.rollout.max_rows, config.rollout.row_buckets = 128, 4  # 128: the most on 16 x v5e
-    config.rollout.logits_chunk = 64
+    config.rollout.logits_chunk = 256
     config.rollout.cache_lengths = 4
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4

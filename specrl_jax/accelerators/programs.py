@@ -158,7 +158,8 @@ def _running_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     if run.rows > size:
         others = run.cache(run.refill, slots), run.batch_rows(run.refill)
         inputs = cache, rows, *others, array(np.bool_, (run.refill,), "batch")
-        listed["insert"] = make(f"{run.refill} rows into {shape}", decode_state.insert, *inputs)
+        moved = f"{run.refill} rows into {shape}"
+        listed["insert"] = make(moved, decode_state.insert, *inputs, passes="row of a shard")
     inputs = rows, run.all_rows
     listed["write_back"] = make(f"{size} of {run.rows} rows", decode_state.scatter, *inputs)
     return listed

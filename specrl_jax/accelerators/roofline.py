@@ -12,6 +12,7 @@ from specrl_jax.accelerators.abstract_run import AbstractRun
 from specrl_jax.accelerators.chips import Chip
 from specrl_jax.accelerators.compiled import Cost
 from specrl_jax.packing import PACKINGS
+from specrl_jax.sharding import shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,8 @@ def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[
     """
     updates, rows, buckets = run.config.updates, run.rows, run.buckets
     starts = math.ceil(rows / run.first)
-    inserts = max(math.ceil((rows - run.running) / run.refill), 0)
+    inserted = max(rows - run.running, 0)
+    inserts = math.ceil(inserted / run.refill)
     moves = sum(size < run.running for size in buckets.rows)
     passes = math.ceil(tokens * reuse / buckets.verify[-1])
     longest, width = run.program.response_slots, buckets.verify[-1]
@@ -71,7 +73,7 @@ def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[
         "decode": (1, rows * tokens * (1 - reuse) / run.running),
         "fewer_rows": (moves, 0),
         "longer_cache": (len(buckets.responses) - 1, 0),
-        "insert": (inserts, 0),
+        "insert": (inserts, inserted / shards("batch")),
         "write_back": (inserts + moves + 1, 0),
         "store_drafts": (1, 0),
         "logprobs": (1, every),

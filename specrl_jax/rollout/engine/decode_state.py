@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_own_rows
+from specrl_jax.models.kv_cache import resize as resize_cache
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.sampling import uniforms
@@ -211,13 +212,19 @@ def insert(
 def _insert_own(
     batch: tuple[KVCache, DecodeState], others: tuple[KVCache, DecodeState], chosen: Array
 ) -> tuple[KVCache, DecodeState]:
-    cache, rows = batch
-    order, count = jnp.argsort(~chosen, stable=True), jnp.sum(chosen)
-    rank = jnp.cumsum(rows.done) - 1
-    taken = rows.done & (rank < count)
-    source = order[jnp.clip(rank, 0, len(order) - 1)]
-    news = gather_own_rows(others[0], source, cache_slots(cache)), take_own_rows(others[1], source)
-    return jax.tree.map(functools.partial(where_rows, taken), news, batch)
+    """Row by row, in place: nothing is held twice, and only rows that move are read."""
+    order, places = (jnp.argsort(~marked, stable=True) for marked in (chosen, batch[1].done))
+    slots = min(cache_slots(batch[0]), cache_slots(others[0]))
+
+    def copy_row(i: Array, batch: tuple[KVCache, DecodeState]) -> tuple[KVCache, DecodeState]:
+        cache, rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, order[i]), others)
+        return jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, places[i], axis=0),
+            batch,
+            (resize_cache(cache, slots), rows),
+        )
+
+    return jax.lax.fori_loop(0, jnp.sum(chosen), copy_row, batch)
 
 
 def _with_drafts_like(rows: DecodeState, like: DraftToVerify) -> DecodeState:

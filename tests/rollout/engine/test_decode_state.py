@@ -235,8 +235,8 @@ def test_insert(make_mesh, shape, deeper):
         assert x.shape == (6, 6, 2, 4)
         marks = np.array(expected) + 0.5
         np.testing.assert_array_equal(x[:, :3, 0, 0], np.outer(marks, np.ones(3)))
-        deep = ~new | deeper
-        np.testing.assert_array_equal(x[:, 3:, 1, 3], np.outer(marks * deep, np.ones(3)))
+        deep = ~new | deeper  # of the others, slots past their cache's end may hold anything
+        np.testing.assert_array_equal(x[deep, 3:, 1, 3], np.outer(marks[deep], np.ones(3)))
 
 
 @pytest.mark.parametrize("first", [False, True])
