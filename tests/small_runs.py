@@ -58,7 +58,7 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
         "rollout.max_rows": 0,
         "rollout.lenience": 1.0,
         "updates.mini_batch_size": 16,
-        "updates.micro_batch_size": 0,
+        "updates.micro_batch_size": 8,  # one program of the update, however many tokens differ
         "updates.learning_rate": 0.02,
         "updates.schedule": "constant",
         "updates.schedule_warmup": 0,

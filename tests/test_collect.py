@@ -144,6 +144,7 @@ def speed(request, tmp_path_factory, make_mesh):
     changes = CHANGES | SPEED | UNSEEN | {"rollout.draft": "tree"}
     changes["curriculum.reuse_screening"] = reuse
     changes |= {"log.rollouts": 1.0, "updates.mini_batch_size": 16 if reuse else 12}
+    changes["updates.micro_batch_size"] = 4
     workdir = tmp_path_factory.mktemp("speed") / "run"
     with jax.set_mesh(make_mesh(1, 1, 1)):
         return watch(small_config(changes), workdir), workdir, G if reuse else G - N

@@ -45,7 +45,7 @@ GUESS = {"environment.name": "guess"}
 MATCH = {"rollout.accept": "match"}
 ADAPTED = {"rollout.lenience_auto": True}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
-LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4}
+LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4, "updates.micro_batch_size": 4}
 # changes, the field that is refused, words of its rule
 IMPOSSIBLE = [
     ({"updates.mini_batch_size": 5}, "updates.mini_batch_size", "a divisor of the 32 responses"),

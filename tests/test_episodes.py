@@ -110,12 +110,21 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES)
-@pytest.mark.parametrize("lost", [False, True], ids=["right drafts", "drafts of another step"])
-def test_drafts_change_no_token(mesh, pool, plain, changes, lost):
-    """Right ones are kept to the end of every turn, over what the environment said in between."""
+@pytest.mark.parametrize(
+    ("choice", "lost"),
+    [
+        *((name, False) for name in CHOICES),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("previous", "few rows")),
+        ("trees within a bound of the cache", True),
+    ],
+)
+def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
+    """Right ones are kept to the end of every turn, over what the environment said in between.
+
+    lost: the drafts are another step's.
+    """
     expected, _, weights = plain
-    spec, prompts = spec_of(accept="match", **changes), prompts_of()
+    spec, prompts = spec_of(accept="match", **CHOICES[choice]), prompts_of()
     source = expected
     if lost:
         source = run(pool, spec_of(accept="match"), weights, prompts, step=2)
@@ -151,11 +160,10 @@ RULES = {
     "ratio_residual": {"accept": "ratio_residual", "stored_logprobs": 8},
     "block": {"accept": "block", "stored_logprobs": 8},
 }
-CASES = [("match, trees", True), ("ratio, few rows", True), ("match, trees", False)]
-CASES += [("ratio, few rows", False)]
+CASES = [("ratio, few rows", True), ("match, trees", False), ("ratio, few rows", False)]
 CASES += [
     pytest.param(rule, True, marks=pytest.mark.slow)
-    for rule in ("match", "ratio_residual", "block")
+    for rule in ("match", "match, trees", "ratio_residual", "block")
 ]
 
 

@@ -45,7 +45,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", ["grpo", "environment", pytest.param("dapo", marks=pytest.mark.slow)]
+    "case", ["grpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("environment", "dapo"))]
 )
 def test_few_frames_lie_between_a_step_and_the_programs_of_a_rollout(
     mesh, tmp_path, monkeypatch, case

@@ -80,7 +80,7 @@ def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
         q, k = _norm(model, q, w["q_norm"]), _norm(model, k, w["k_norm"])
     q, k = _turn(q, turn), _turn(k, turn)
     layer = write(layer, k[:, None], v[:, None], position)
-    keys, values = keys_and_values(layer)
+    keys, values = keys_and_values(layer, kv, model.head_dim)
     q = q.reshape(rows, kv, heads // kv, model.head_dim)
     scores = jnp.einsum("BKGH,BKHS->BKGS", q, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, None, None], scores * model.head_dim**-0.5, -1e30)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.kv_cache import Layer, keys_and_values
-from specrl_jax.sharding import platform, spec
+from specrl_jax.models.kv_cache import Layer, is_flat, keys_and_values
+from specrl_jax.sharding import on_shards, platform, shards, spec
 
 QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, S]
 
@@ -21,7 +21,9 @@ QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, 
 USES = ("decode", "verify", "packed")
 
 
-def attend(q_BTNH: Array, layer: Layer, start_B: Array, *, kernels: tuple[str, ...] = ()) -> Array:
+def attend(
+    q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int, *, kernels: tuple[str, ...] = ()
+) -> Array:
     """Grouped-query attention (arXiv 2305.13245) over the KV cache, [B, T, N, H].
 
     Query t of row b is in slot start[b] + t, and sees the slots up to its own.
@@ -29,17 +31,22 @@ def attend(q_BTNH: Array, layer: Layer, start_B: Array, *, kernels: tuple[str, .
     q_BTNH: Queries, already scaled by H^-1/2.
     layer: A layer of the cache, the T tokens included.
     start_B: int32 [B]; start + T <= S.
+    kv_heads: K, of all devices.
     kernels: Those of `USES` for which a kernel is taken instead of the reference.
     """
     width = q_BTNH.shape[1]
     if ("decode" if width == 1 else "verify") in kernels:
-        return kernel_module(platform()).attend(q_BTNH, layer, start_B)
-    k_BKHS, v_BKSH = keys_and_values(layer)
+        return kernel_module(platform()).attend(q_BTNH, layer, start_B, kv_heads)
     slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
+    if is_flat(layer):
+        reference, held = functools.partial(_flat_reference, kv_heads=kv_heads), layer
+    else:
+        held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
+        reference = functools.partial(_reference, ends_BS=None)
     if width <= QUERIES_AT_ONCE:
-        return _reference(q_BTNH, k_BKHS, v_BKSH, slots_BT, None)
+        return reference(q_BTNH, *held, slots_BT)
     pieces = [
-        jax.checkpoint(_reference)(q_BTNH[:, part], k_BKHS, v_BKSH, slots_BT[:, part], None)
+        jax.checkpoint(reference)(q_BTNH[:, part], *held, slots_BT[:, part])
         for part in _pieces(width)
     ]
     return jnp.concatenate(pieces, axis=1)
@@ -156,6 +163,36 @@ def _reference(
     out_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights, v_BKSH)
     out_BKTGH = reshape(out_BKQH, (kv_heads, queries, groups), "kv_heads", None, None)
     return reshape(out_BKTGH.transpose(0, 2, 1, 3, 4), (queries, heads), None, "heads")
+
+
+def _flat_reference(
+    q_BTNH: Array, k_BSC: Array, v_BSC: Array, slots_BT: Array, kv_heads: int
+) -> Array:
+    """`_reference` of keys and values whose heads lie side by side, read where they lie.
+
+    To cut them into heads would copy the cache. So a query is 0 in the places of the other heads,
+    and of all weighted values it keeps its own head's: K times the products.
+    """
+    own = functools.partial(_flat_on_shard, kv_heads=kv_heads // shards("kv_heads"))
+    return on_shards(own, q_BTNH, k_BSC, v_BSC, slots_BT, like=q_BTNH)
+
+
+def _flat_on_shard(
+    q_BTNH: Array, k_BSC: Array, v_BSC: Array, slots_BT: Array, kv_heads: int
+) -> Array:
+    batch, queries, heads, head_dim = q_BTNH.shape
+    own_NK = jnp.arange(heads)[:, None] // (heads // kv_heads) == jnp.arange(kv_heads)[None, :]
+    q_BTNKH = jnp.where(own_NK[:, :, None], q_BTNH[:, :, :, None], 0)
+    q_BQC = q_BTNKH.reshape(batch, queries * heads, kv_heads * head_dim)
+    filled = q_BQC.shape[2]
+    q_BQC = jnp.pad(q_BQC, ((0, 0), (0, 0), (0, k_BSC.shape[2] - filled)))
+    scores = jnp.einsum("BQC,BSC->BQS", q_BQC, k_BSC, preferred_element_type=jnp.float32)
+    mask_BTS = _mask(slots_BT, None, k_BSC.shape[1])
+    bias_BTS = jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores + jnp.repeat(bias_BTS, heads, axis=1), axis=-1)
+    out_BQC = jnp.einsum("BQS,BSC->BQC", weights.astype(v_BSC.dtype), v_BSC)
+    out_BTNKH = out_BQC[:, :, :filled].reshape(q_BTNKH.shape)
+    return jnp.sum(jnp.where(own_NK[:, :, None], out_BTNKH, 0), axis=3)
 
 
 def _mask(slots_BT: Array, ends_BS: Array | None, keys: int) -> Array:

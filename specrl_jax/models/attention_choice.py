@@ -134,7 +134,8 @@ def _program(use: str, model: ModelConfig, shapes: Shapes) -> tuple[Callable, tu
     layer = jax.jit(functools.partial(_filled, model))(*both)
     starts = jnp.arange(rows, dtype=jnp.int32) * (shapes.slots - width) // max(rows - 1, 1)
     starts = jax.sharding.reshard(starts, spec("batch"))
-    return jax.jit(functools.partial(attention.attend, kernels=model.kernels)), (q, layer, starts)
+    attend = functools.partial(attention.attend, kv_heads=model.num_kv_heads, kernels=model.kernels)
+    return jax.jit(attend), (q, layer, starts)
 
 
 def _packed(kernels: tuple[str, ...], q: Array, k: Array, v: Array, ends: Array):

@@ -35,10 +35,11 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
     return ""
 
 
-def attend(q_BTNH: Array, layer: Layer, start_B: Array) -> Array:
+def attend(q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int) -> Array:
     """`attention.attend`."""
     local = _decode if q_BTNH.shape[1] == 1 else _verify
-    return on_shards(local, q_BTNH, *keys_and_values(layer), start_B, like=q_BTNH)
+    held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
+    return on_shards(local, q_BTNH, *held, start_B, like=q_BTNH)
 
 
 def _decode(q_B1NH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Array:

@@ -43,8 +43,8 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
     return ""
 
 
-def attend(q_BTNH: Array, layer: Layer, start_B: Array) -> Array:
-    """`attention.attend` of a cache whose layers are one array."""
+def attend(q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int) -> Array:
+    """`attention.attend` of a cache whose layers are one array, which tells the heads."""
     return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
 
 

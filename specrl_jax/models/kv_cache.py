@@ -7,7 +7,9 @@ any finite value.
 
 The order of the axes is the platform's, see `AXES`: `keys_and_values` gives keys [B, K, H, S] and
 values [B, K, S, H], as the products of attention read them. Kernels on TPU want one array
-[B, S, 2 K, H], in which each head's keys lie beside its values.
+[B, S, 2 K, H], in which each head's keys lie beside its values. Narrow heads lie side by side on
+TPU, [B, S, C]: it stores the last two axes in tiles, which [K, H] would fill with zeros mostly. C
+is K H, on each shard rounded up to whole tiles, since XLA would turn another array at every call.
 """
 
 import functools
@@ -15,11 +17,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.row_slices import write_slots
-from specrl_jax.sharding import merge_rows, on_shards, platform, spec, take_own_rows
+from specrl_jax.sharding import merge_rows, on_shards, platform, shards, spec, take_own_rows
 
 Layer = tuple[Array, ...]  # keys and values, or both in one
 KVCache = tuple[Layer, ...]
@@ -29,14 +32,30 @@ _ATTENDED = ("BKHS", "BKSH")
 # layouts at every step. On TPU a slot is written in place where its heads lie together.
 AXES = {"cpu": _ATTENDED, "gpu": ("BKSH", "BKSH"), "tpu": ("BSKH", "BSKH")}
 _BOTH = ("BSKH",)  # of keys and values in one, where K counts both
-_LOGICAL = {"B": "batch", "K": "kv_heads", "H": None, "S": None}
+_FLAT = ("BSC", "BSC")  # heads side by side
+_LANES = 128  # width of a TPU's tile
+_LOGICAL = {"B": "batch", "K": "kv_heads", "C": "kv_heads", "H": None, "S": None}
 
 
-def _axes(layer: Layer | None = None) -> tuple[str, ...]:
-    """Of the arrays of a layer; None: of keys and values apart."""
-    if layer is not None and len(layer) == 1:
+def _axes(layer: Layer) -> tuple[str, ...]:
+    """Of the arrays of a layer."""
+    if len(layer) == 1:
         return _BOTH
-    return AXES.get(platform(), AXES["cpu"])
+    return _FLAT if is_flat(layer) else AXES.get(platform(), AXES["cpu"])
+
+
+def is_flat(layer: Layer) -> bool:
+    """Whether the heads of a layer lie side by side: keys and values are [B, S, C]."""
+    return np.ndim(layer[0]) == 3
+
+
+def _flat_size(config: ModelConfig) -> int:
+    """C where the heads lie side by side on the platform, else 0."""
+    both = {"decode", "verify"} & {*config.kernels}
+    if platform() != "tpu" or both or config.head_dim % _LANES == 0:
+        return 0
+    own = config.num_kv_heads // shards("kv_heads") * config.head_dim
+    return shards("kv_heads") * (own + -own % _LANES)
 
 
 def _transpose(x: Array, old: str, new: str) -> Array:
@@ -46,8 +65,10 @@ def _transpose(x: Array, old: str, new: str) -> Array:
 def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """An empty cache of `rows` x `slots`, in the compute type."""
     sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
-    axes = _axes()
-    if platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
+    axes = AXES.get(platform(), AXES["cpu"])
+    if flat := _flat_size(config):
+        axes, sizes["C"] = _FLAT, flat
+    elif platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
         axes, sizes["K"] = _BOTH, 2 * config.num_kv_heads
 
     def zeros(axes: str) -> Array:
@@ -63,8 +84,8 @@ def cache_slots(cache: KVCache) -> int:
 
 def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
     """Bytes of `init_cache(config, rows, slots)` over all devices."""
-    per_slot = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-    return config.num_layers * rows * slots * per_slot
+    per_slot = _flat_size(config) or config.num_kv_heads * config.head_dim
+    return config.num_layers * rows * slots * 2 * per_slot * jnp.dtype(config.dtype).itemsize
 
 
 def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
@@ -74,11 +95,35 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
         rows, tokens, heads, _, size = pairs.shape
         layout = spec("batch", None, "kv_heads", None)
         return (jnp.reshape(pairs, (rows, tokens, 2 * heads, size), out_sharding=layout),)
-    return tuple(_transpose(x, "BSKH", axes) for x, axes in zip((k_BTKH, v_BTKH), _axes()))
+    if is_flat(like):
+        return tuple(_flatten(x, like[0].shape[2]) for x in (k_BTKH, v_BTKH))
+    return tuple(_transpose(x, "BSKH", axes) for x, axes in zip((k_BTKH, v_BTKH), _axes(like)))
 
 
-def keys_and_values(layer: Layer) -> Layer:
-    """Keys [B, K, H, S] and values [B, K, S, H]."""
+def _flatten(x_BTKH: Array, size: int) -> Array:
+    """[B, T, C = size]"""
+    rows, tokens, heads, head_dim = x_BTKH.shape
+    pieces, split = shards("kv_heads"), spec("batch", None, "kv_heads", None)
+    own = heads // pieces * head_dim
+    x = jnp.reshape(x_BTKH, (rows, tokens, pieces, own), out_sharding=split)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size // pieces - own)))
+    return jnp.reshape(x, (rows, tokens, size), out_sharding=spec("batch", None, "kv_heads"))
+
+
+def _into_heads(x_BSC: Array, heads: int, head_dim: int) -> Array:
+    """[B, S, K, H]"""
+    rows, slots, size = x_BSC.shape
+    pieces, split = shards("kv_heads"), spec("batch", None, "kv_heads", None)
+    x = jnp.reshape(x_BSC, (rows, slots, pieces, size // pieces), out_sharding=split)
+    x = x[..., : heads // pieces * head_dim]
+    return jnp.reshape(x, (rows, slots, heads, head_dim), out_sharding=split)
+
+
+def keys_and_values(layer: Layer, heads: int, head_dim: int) -> Layer:
+    """Keys [B, K, H, S] and values [B, K, S, H] of so many heads."""
+    if is_flat(layer):
+        split = (_into_heads(x, heads, head_dim) for x in layer)
+        return tuple(_transpose(x, "BSKH", axes) for x, axes in zip(split, _ATTENDED))
     if len(layer) == 1:
         rows, slots, both, size = layer[0].shape
         layout = spec("batch", None, "kv_heads", None, None)
@@ -86,7 +131,7 @@ def keys_and_values(layer: Layer) -> Layer:
         return tuple(
             _transpose(pairs[:, :, :, place], "BSKH", axes) for place, axes in enumerate(_ATTENDED)
         )
-    return tuple(map(_transpose, layer, _axes(), _ATTENDED))
+    return tuple(map(_transpose, layer, _axes(layer), _ATTENDED))
 
 
 def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
@@ -137,10 +182,11 @@ def gather_slots(cache: KVCache, slots_BS: Array) -> KVCache:
     are counted, and gathered, on each shard of the batch."""
 
     def gather(x: Array, axes: str, slots_BS: Array) -> Array:
-        x_BTKH = _transpose(x, axes, "BSKH")
-        x_BSKH = take_own_rows(jax.lax.collapse(x_BTKH, 0, 2), jnp.maximum(slots_BS, 0))
-        x_BSKH = jnp.where((slots_BS >= 0)[:, :, None, None], x_BSKH, 0)
-        return _transpose(x_BSKH, "BSKH", axes)
+        by_slot = "BS" + "".join(axis for axis in axes if axis not in "BS")
+        x_T = jax.lax.collapse(_transpose(x, axes, by_slot), 0, 2)
+        found = take_own_rows(x_T, jnp.maximum(slots_BS, 0))
+        have = jnp.expand_dims(slots_BS >= 0, tuple(range(2, found.ndim)))
+        return _transpose(jnp.where(have, found, 0), by_slot, axes)
 
     def local(cache: KVCache, slots_BS: Array) -> KVCache:
         return _map_layers(functools.partial(gather, slots_BS=slots_BS), cache)

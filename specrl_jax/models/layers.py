@@ -162,7 +162,8 @@ class Attention(LayerModule):
             attended = attend_packed(q, k, v, place.ends, kernels=kernels)
         else:
             cache = write(cache, k, v, place.starts)
-            attended = attend(q, cache, place.starts, kernels=kernels)
+            kv_heads = self.config.num_kv_heads
+            attended = attend(q, cache, place.starts, kv_heads, kernels=kernels)
         return self._output(attended), cache
 
     def _output(self, out_BTNH: Array) -> Array:

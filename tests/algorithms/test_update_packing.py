@@ -36,7 +36,7 @@ from specrl_jax.types import Batch
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize("size", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, size):
     """Rows 0 and 1 share their prompt, row 3 is row 2 with another last token."""
     batch = host_batch(shared=True)

@@ -17,6 +17,11 @@ SLOTS_BT = START_B[:, None] + np.arange(T)
 ENDS_BT = np.minimum(np.arange(T) + RNG.integers(1, 5, (B, T)), T).astype(np.int32)
 ENDS_BT[:, 0] = T
 PIECES = pytest.mark.parametrize("pieces_of", [512, 4])
+LAYOUTS = {  # of a layer of the cache
+    "both in one": (np.empty((0, 0, 0, 0)),),
+    "apart": (np.empty((0, 0, 0, 0)),) * 2,
+    "heads side by side": (np.empty((0, 0, 16)),) * 2,  # which take 6 of them
+}
 MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 
 
@@ -38,13 +43,14 @@ def _heads(*arrays: np.ndarray) -> list[jax.Array]:
 
 @PIECES
 @MESHES
-@pytest.mark.parametrize("arrays", [1, 2])
-def test_rows_of_a_cache_against_float64(make_mesh, monkeypatch, shape, pieces_of, arrays):
-    """With keys and values in one array, too."""
+@pytest.mark.parametrize("like", LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_of_a_cache_against_float64(make_mesh, monkeypatch, shape, pieces_of, like):
+    """In every layout of the cache."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
     with jax.set_mesh(make_mesh(*shape)):
-        layer = kv_cache.as_layer(*_heads(K_BSKH, V_BSKH), like=(None,) * arrays)
-        out = jax.jit(attention.attend)(_queries(), layer, put(START_B, "batch"))
+        layer = kv_cache.as_layer(*_heads(K_BSKH, V_BSKH), like=like)
+        attend = jax.jit(attention.attend, static_argnums=3)
+        out = attend(_queries(), layer, put(START_B, "batch"), K)
         assert jax.typeof(out).sharding.spec == spec("batch", None, "heads", None)
     seen = np.arange(S) <= SLOTS_BT[..., None]
     np.testing.assert_allclose(out, _numpy_attention(K_BSKH, V_BSKH, seen), rtol=1e-5, atol=1e-6)

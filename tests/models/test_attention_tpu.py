@@ -38,7 +38,7 @@ def test_rows_of_a_cache(mesh, monkeypatch, heads, kv_heads, slots, starts, widt
     plain = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     inputs = [jax.device_put(np.asarray(x), plain) for x in (q, *layer, starts)]
     out = attention_tpu._attend_on_shard(*inputs)
-    want = attention.attend(q, layer, starts)
+    want = attention.attend(q, layer, starts, kv_heads)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 

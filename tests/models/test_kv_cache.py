@@ -101,27 +101,36 @@ def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
 
 @MESHES
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kernels", [(), ("decode",)])
-def test_a_tpu_holds_and_gives_the_same(make_mesh, as_on_tpu, shape, width, kernels):
+@pytest.mark.parametrize(
+    ("kernels", "size", "arrays"),
+    [
+        ((), 128, [(8, 6, 2, 128)] * 2),
+        ((), 4, None),
+        (("decode",), 4, [(8, 6, 4, 4)]),
+    ],
+    ids=["apart", "narrow heads", "both in one"],
+)
+def test_a_tpu_holds_and_gives_the_same(make_mesh, as_on_tpu, shape, width, kernels, size, arrays):
     """Written, repeated, moved and cut in the other layouts, against NumPy."""
-    model = MODEL.replace(num_layers=1, kernels=kernels)
-    new, starts = _random(8, width, 2, 4), np.arange(8, dtype=np.int32) % 4
-    want = np.zeros((8, 6, 2, 4), np.float32)
+    model = MODEL.replace(num_layers=1, kernels=kernels, head_dim=size)
+    new, starts = _random(8, width, 2, size), np.arange(8, dtype=np.int32) % 4
+    want = np.zeros((8, 6, 2, size), np.float32)
     for row, start in enumerate(starts):
         want[row, start : start + width] = new[row]
-    shapes = [(8, 6, 4, 4)] if kernels else [(8, 6, 2, 4)] * 2
     order = np.array([[3, -1, 4, 0]] * 8, np.int32)  # slots of the shard's first row
     with jax.set_mesh(make_mesh(*shape)):
         keys, values = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
         (layer,) = kv_cache.init_cache(model, rows=8, slots=6)
-        assert [x.shape for x in layer] == shapes
+        # Narrow heads fill a tile on each of the tensor axis's shards.
+        assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
+        assert kv_cache.cache_bytes(model, 8, 6) == sum(x.nbytes for x in layer)
         layer = jax.jit(kv_cache.write)(layer, keys, values, put(starts, "batch"))
         twice = kv_cache.repeat_rows(kv_cache.resize((layer,), 5), 2)
         assert kv_cache.cache_slots(twice) == 5
-        _check(kv_cache.keys_and_values(layer), want, -want)
+        _check(kv_cache.keys_and_values(layer, 2, size), want, -want)
         repeated = np.repeat(want[:, :5], 2, axis=0)
-        _check(kv_cache.keys_and_values(twice[0]), repeated, -repeated)
+        _check(kv_cache.keys_and_values(twice[0], 2, size), repeated, -repeated)
         (picked,) = jax.jit(kv_cache.gather_slots)((layer,), put(order, "batch", None))
         first = np.arange(8) // (8 // (shape[0] * shape[1])) * (8 // (shape[0] * shape[1]))
         slots = np.where((order >= 0)[..., None, None], want[first[:, None], order], 0)
-        _check(kv_cache.keys_and_values(picked), slots, -slots)
+        _check(kv_cache.keys_and_values(picked, 2, size), slots, -slots)

@@ -153,7 +153,13 @@ def test_siblings_in_flight_alone(mesh, base):
     check_steps(rollout, stats, 4)
 
 
-@pytest.mark.parametrize("sizes", ref.BUCKETS.values(), ids=ref.BUCKETS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name == "many"))
+        for name, sizes in ref.BUCKETS.items()
+    ],
+)
 def test_previous_and_tree_drafts_on_any_buckets(mesh, base, sizes):
     prompts, plain, old = base
     drafts, spec = any_drafts(plain, old), match_spec(4, **sizes)
@@ -206,8 +212,11 @@ def old_drafts(spec, prompts, mesh_is_other=False):
     return ref.as_drafts(rollout, np.where(np.arange(B) % 5 == 4, 0, rollout.lens))
 
 
-RULES = [("ratio", 0, 0), ("random", 0, 0), ("ratio_residual", 3, 0), ("ratio_residual", 3, 2),
-         ("block", 3, 0)]  # fmt: skip
+RULES = [("ratio", 0, 0), ("ratio_residual", 3, 2), ("block", 3, 0)]
+RULES += [
+    pytest.param(rule, marks=pytest.mark.slow)
+    for rule in (("random", 0, 0), ("ratio_residual", 3, 0))
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
