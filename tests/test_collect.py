@@ -137,7 +137,10 @@ def _killed(workdir, algorithm, changes):
     loop.train(small_config(changes, algorithm=algorithm), workdir)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["reused", "to choose prompts alone"])
+CHOOSING_ALONE = pytest.param(False, id="to choose prompts alone", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(True, id="reused"), CHOOSING_ALONE])
 def speed(request, tmp_path_factory, make_mesh):
     """(what was seen, work directory, responses of a group that are trained on)"""
     reuse = request.param

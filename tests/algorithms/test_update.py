@@ -49,7 +49,10 @@ from specrl_jax.types import Batch, Example, Prompts, Rollout
     "changes",
     [
         {},
-        {"aggregation": "sequence", "dual_clip": 0.0, "kl_coef": 0.5, "kl_estimator": "k2"},
+        pytest.param(
+            {"aggregation": "sequence", "dual_clip": 0.0, "kl_coef": 0.5, "kl_estimator": "k2"},
+            marks=pytest.mark.slow,
+        ),
         {"kl_coef": 0.5, "kl_estimator": "k3", "entropy_coef": 0.1},
     ],
     ids=str,
