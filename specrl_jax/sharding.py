@@ -53,8 +53,12 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
 
 
 def platform() -> str:
-    """The devices of the mesh in use: cpu, gpu or tpu; known while a program is traced, too."""
-    return jax.sharding.get_abstract_mesh().abstract_device.platform
+    """The devices of the mesh in use: cpu, gpu or tpu; known while a program is traced, too.
+
+    Without a mesh those of the process.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
 
 
 def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
@@ -142,6 +146,12 @@ def merge_rows(array: jax.Array, *axes: str | None) -> jax.Array:
     """
     shape = (array.shape[0] * array.shape[1], *array.shape[2:])
     return jnp.reshape(array, shape, out_sharding=spec("batch", *axes))
+
+
+def reshape(array: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+    """jnp.reshape, whose result has these logical axes. XLA chooses them in `auto_axes`."""
+    explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
+    return jnp.reshape(array, shape, out_sharding=spec(*axes) if explicit else None)
 
 
 def check_divides(mesh: jax.sharding.Mesh, field: str, size: int, axis: str) -> None:

@@ -56,7 +56,6 @@ def test_a_run_that_diverged_goes_on_at_another_rate(good, mesh, tmp_path):
     assert files(wild) == before
 
 
-@pytest.mark.slow
 def test_a_critic_that_diverged_is_not_saved(mesh, tmp_path):
     changes = EVERY_STEP | {"critic.learning_rate": 1e30}
     with pytest.raises(FloatingPointError) as error:

@@ -161,7 +161,7 @@ def test_the_kl_to_the_reference_starts_at_0(run, estimator):
             "algorithm.entropy_coef": 0.1,
             "algorithm.normalize_std": False,
         },
-        {"updates.passes": 2, "updates.micro_batch_size": 8},
+        {"updates.passes": 2, "updates.micro_batch_size": 0},
         pytest.param(
             {"updates.clip_norm": 0.0, "updates.schedule": "cosine", "updates.schedule_warmup": 2},
             marks=pytest.mark.slow,

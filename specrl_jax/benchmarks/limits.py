@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.models.transformer import param_count
 
 
@@ -48,7 +47,8 @@ def decode_bytes(model: ModelConfig, rows: int, slots: int) -> int:
     a row. Of an untied embedding it reads nearly nothing."""
     lookup_only = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
     weights = param_count(model) - lookup_only
-    return weights * jnp.dtype(model.dtype).itemsize + cache_bytes(model, rows, slots)
+    held = 2 * model.num_layers * rows * slots * model.num_kv_heads * model.head_dim
+    return (weights + held) * jnp.dtype(model.dtype).itemsize
 
 
 def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = -1) -> int:

@@ -156,9 +156,7 @@ def _reference(
     q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
     q_BKQH = reshape(q_BKTGH, (kv_heads, queries * groups), "kv_heads", None)
     scores = jnp.einsum("BKQH,BKHS->BKQS", q_BKQH, k_BKHS, preferred_element_type=jnp.float32)
-    mask_BTS = _mask(slots_BT, ends_BS, k_BKHS.shape[-1])
-    bias_BTS = jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min)
-    bias_BQS = jnp.repeat(bias_BTS, groups, axis=1)
+    bias_BQS = _bias(slots_BT, ends_BS, k_BKHS.shape[-1], groups)
     weights = jax.nn.softmax(scores + bias_BQS[:, None], axis=-1).astype(v_BKSH.dtype)
     out_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights, v_BKSH)
     out_BKTGH = reshape(out_BKQH, (kv_heads, queries, groups), "kv_heads", None, None)
@@ -187,15 +185,15 @@ def _flat_on_shard(
     filled = q_BQC.shape[2]
     q_BQC = jnp.pad(q_BQC, ((0, 0), (0, 0), (0, k_BSC.shape[2] - filled)))
     scores = jnp.einsum("BQC,BSC->BQS", q_BQC, k_BSC, preferred_element_type=jnp.float32)
-    mask_BTS = _mask(slots_BT, None, k_BSC.shape[1])
-    bias_BTS = jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores + jnp.repeat(bias_BTS, heads, axis=1), axis=-1)
+    weights = jax.nn.softmax(scores + _bias(slots_BT, None, k_BSC.shape[1], heads), axis=-1)
     out_BQC = jnp.einsum("BQS,BSC->BQC", weights.astype(v_BSC.dtype), v_BSC)
     out_BTNKH = out_BQC[:, :, :filled].reshape(q_BTNKH.shape)
     return jnp.sum(jnp.where(own_NK[:, :, None], out_BTNKH, 0), axis=3)
 
 
-def _mask(slots_BT: Array, ends_BS: Array | None, keys: int) -> Array:
-    """bool [B or 1, T, S], True where a query sees a slot."""
+def _bias(slots_BT: Array, ends_BS: Array | None, keys: int, times: int) -> Array:
+    """float32 [B or 1, T · times, S], each query's so many times: 0 where it sees a slot."""
     mask_BTS = jnp.arange(keys)[None, None, :] <= slots_BT[:, :, None]
-    return mask_BTS if ends_BS is None else mask_BTS & (slots_BT[:, :, None] < ends_BS[:, None, :])
+    if ends_BS is not None:
+        mask_BTS &= slots_BT[:, :, None] < ends_BS[:, None, :]
+    return jnp.repeat(jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min), times, axis=1)

@@ -44,7 +44,7 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
 
 
 def attend(q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int) -> Array:
-    """`attention.attend` of a cache whose layers are one array, which tells the heads."""
+    """`attention.attend` of a cache whose layers are one array; its shape says kv_heads."""
     return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
 
 

@@ -7,22 +7,31 @@ any finite value.
 
 The order of the axes is the platform's, see `AXES`: `keys_and_values` gives keys [B, K, H, S] and
 values [B, K, S, H], as the products of attention read them. Kernels on TPU want one array
-[B, S, 2 K, H], in which each head's keys lie beside its values. Narrow heads lie side by side on
-TPU, [B, S, C]: it stores the last two axes in tiles, which [K, H] would fill with zeros mostly. C
-is K H, on each shard rounded up to whole tiles, since XLA would turn another array at every call.
+[B, S, 2 K, H], in which each head's keys lie beside its values. On TPU heads whose
+size is no multiple of 128 lie side by side, [B, S, C]: the last two axes are stored in tiles, most
+of which [K, H] would leave empty. C is K H, rounded up to whole tiles on each shard; XLA would
+transpose an array of another size at every call.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.row_slices import write_slots
-from specrl_jax.sharding import merge_rows, on_shards, platform, shards, spec, take_own_rows
+from specrl_jax.sharding import (
+    merge_rows,
+    on_shards,
+    platform,
+    reshape,
+    shards,
+    spec,
+    take_own_rows,
+)
 
 Layer = tuple[Array, ...]  # keys and values, or both in one
 KVCache = tuple[Layer, ...]
@@ -46,16 +55,19 @@ def _axes(layer: Layer) -> tuple[str, ...]:
 
 def is_flat(layer: Layer) -> bool:
     """Whether the heads of a layer lie side by side: keys and values are [B, S, C]."""
-    return np.ndim(layer[0]) == 3
+    return layer[0].ndim == 3
 
 
-def _flat_size(config: ModelConfig) -> int:
-    """C where the heads lie side by side on the platform, else 0."""
-    both = {"decode", "verify"} & {*config.kernels}
-    if platform() != "tpu" or both or config.head_dim % _LANES == 0:
-        return 0
-    own = config.num_kv_heads // shards("kv_heads") * config.head_dim
-    return shards("kv_heads") * (own + -own % _LANES)
+def _shapes(config: ModelConfig, rows: int, slots: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Axes and shape of each array of a layer."""
+    sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
+    every = AXES.get(platform(), AXES["cpu"])
+    if platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
+        every, sizes["K"] = _BOTH, 2 * config.num_kv_heads
+    elif platform() == "tpu" and config.head_dim % _LANES:
+        own = config.num_kv_heads // shards("kv_heads") * config.head_dim
+        every, sizes["C"] = _FLAT, shards("kv_heads") * (own + -own % _LANES)
+    return [(axes, tuple(sizes[axis] for axis in axes)) for axes in every]
 
 
 def _transpose(x: Array, old: str, new: str) -> Array:
@@ -64,18 +76,13 @@ def _transpose(x: Array, old: str, new: str) -> Array:
 
 def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """An empty cache of `rows` x `slots`, in the compute type."""
-    sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
-    axes = AXES.get(platform(), AXES["cpu"])
-    if flat := _flat_size(config):
-        axes, sizes["C"] = _FLAT, flat
-    elif platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
-        axes, sizes["K"] = _BOTH, 2 * config.num_kv_heads
 
-    def zeros(axes: str) -> Array:
+    def zeros(axes: str, shape: tuple[int, ...]) -> Array:
         layout = spec(*(_LOGICAL[axis] for axis in axes))
-        return jnp.zeros([sizes[axis] for axis in axes], config.dtype, out_sharding=layout)
+        return jnp.zeros(shape, config.dtype, out_sharding=layout)
 
-    return tuple(tuple(map(zeros, axes)) for _ in range(config.num_layers))
+    arrays = _shapes(config, rows, slots)
+    return tuple(tuple(zeros(*array) for array in arrays) for _ in range(config.num_layers))
 
 
 def cache_slots(cache: KVCache) -> int:
@@ -84,8 +91,8 @@ def cache_slots(cache: KVCache) -> int:
 
 def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
     """Bytes of `init_cache(config, rows, slots)` over all devices."""
-    per_slot = _flat_size(config) or config.num_kv_heads * config.head_dim
-    return config.num_layers * rows * slots * 2 * per_slot * jnp.dtype(config.dtype).itemsize
+    values = sum(math.prod(shape) for _, shape in _shapes(config, rows, slots))
+    return config.num_layers * values * jnp.dtype(config.dtype).itemsize
 
 
 def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
@@ -103,20 +110,19 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
 def _flatten(x_BTKH: Array, size: int) -> Array:
     """[B, T, C = size]"""
     rows, tokens, heads, head_dim = x_BTKH.shape
-    pieces, split = shards("kv_heads"), spec("batch", None, "kv_heads", None)
+    pieces = shards("kv_heads")
     own = heads // pieces * head_dim
-    x = jnp.reshape(x_BTKH, (rows, tokens, pieces, own), out_sharding=split)
+    x = reshape(x_BTKH, (rows, tokens, pieces, own), "batch", None, "kv_heads", None)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size // pieces - own)))
-    return jnp.reshape(x, (rows, tokens, size), out_sharding=spec("batch", None, "kv_heads"))
+    return reshape(x, (rows, tokens, size), "batch", None, "kv_heads")
 
 
 def _into_heads(x_BSC: Array, heads: int, head_dim: int) -> Array:
     """[B, S, K, H]"""
     rows, slots, size = x_BSC.shape
-    pieces, split = shards("kv_heads"), spec("batch", None, "kv_heads", None)
-    x = jnp.reshape(x_BSC, (rows, slots, pieces, size // pieces), out_sharding=split)
-    x = x[..., : heads // pieces * head_dim]
-    return jnp.reshape(x, (rows, slots, heads, head_dim), out_sharding=split)
+    pieces, axes = shards("kv_heads"), ("batch", None, "kv_heads", None)
+    x = reshape(x_BSC, (rows, slots, pieces, size // pieces), *axes)
+    return reshape(x[..., : heads // pieces * head_dim], (rows, slots, heads, head_dim), *axes)
 
 
 def keys_and_values(layer: Layer, heads: int, head_dim: int) -> Layer:

@@ -81,7 +81,8 @@ def test_rows_stay_on_their_shard(make_mesh):
 
 def test_the_plan_by_hand(make_mesh):
     """Bytes of a device of two, from the sizes in the config."""
-    config = small_runs.small_config({"rollout.draft_age": 1, "algorithm.kl_coef": 0.01})
+    changes = {"rollout.draft_age": 1, "algorithm.kl_coef": 0.01, "updates.micro_batch_size": 0}
+    config = small_runs.small_config(changes)
     with jax.set_mesh(make_mesh(1, 2, 1)):
         run = abstract_run(config)
         every = programs(run)

@@ -8,6 +8,7 @@ import rollout_reference as ref
 
 from specrl_jax.benchmarks import handwritten_loop
 from specrl_jax.benchmarks.policies import SIZES, random_weights
+from specrl_jax.models import kv_cache
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.rollout.sampling import Purpose, row_seeds
@@ -35,7 +36,16 @@ def test_it_computes_what_the_model_does(mesh, tie):
     np.testing.assert_allclose(logits_by_hand(model, weights, tokens), expected, atol=2e-5)
 
 
-def test_it_draws_the_tokens_of_a_rollout(mesh):
+@pytest.fixture(params=["cpu", "tpu"])
+def layout(monkeypatch, request):
+    """The platform whose layout the KV cache has."""
+    monkeypatch.setattr(kv_cache, "platform", lambda: request.param)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_it_draws_the_tokens_of_a_rollout(mesh, layout):
     """Prompts of one token need no prefill: the loop feeds them at position 0."""
     model, rows, slots = ref.MODEL, 8, 7
     _, weights = ref.policy(0.1)

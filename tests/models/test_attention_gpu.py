@@ -31,7 +31,7 @@ def interpreted(monkeypatch):
 )
 def test_rows_of_a_cache(mesh, interpreted, heads, kv_heads, slots, starts, width):
     q, size = _random(3, width, heads, 16) / 4, (3, slots, kv_heads, 16)
-    layer = kv_cache.as_layer(_random(*size), _random(*size), like=(None, None))
+    layer = kv_cache.as_layer(_random(*size), _random(*size), like=(np.empty((0,) * 4),) * 2)
     inputs = q, layer, put(np.array(starts, np.int32), "batch")
     out = jax.jit(attention_gpu.attend, static_argnums=3)(*inputs, kv_heads)
     np.testing.assert_allclose(out, attention.attend(*inputs, kv_heads), rtol=1e-4, atol=1e-5)
