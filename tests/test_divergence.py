@@ -64,6 +64,7 @@ def test_a_critic_that_diverged_is_not_saved(mesh, tmp_path):
     _assert_ends(error, tmp_path / "run", message)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_later_checkpoint_goes_on_as_that_run_did(good, mesh, tmp_path, capsys):
     run, origin = tmp_path / "run", f"{good}@3"
     config = small_config(EVERY_STEP | {"updates.skip_nonfinite": 3})

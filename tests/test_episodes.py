@@ -103,19 +103,21 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
 
 
 BOUND = {"row_buckets": 3, "cache_lengths": 3, "cache_bytes": 2 * 12 * 22 * 128}
+BOUNDED_TREES = "trees within a bound of the cache"
 CHOICES = {
     "previous": {},
     "few rows": {"max_rows": 8, "row_buckets": 3},
-    "trees within a bound of the cache": {"tree": ref.TREE, "max_width": 4} | BOUND,
+    BOUNDED_TREES: {"tree": ref.TREE, "max_width": 4} | BOUND,
 }
 
 
 @pytest.mark.parametrize(
     ("choice", "lost"),
     [
-        *((name, False) for name in CHOICES),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("previous", "few rows")),
-        ("trees within a bound of the cache", True),
+        ("previous", False),
+        *((BOUNDED_TREES, lost) for lost in (False, True)),
+        pytest.param("previous", True, marks=pytest.mark.slow),
+        *(pytest.param("few rows", lost, marks=pytest.mark.slow) for lost in (False, True)),
     ],
 )
 def test_drafts_change_no_token(mesh, pool, plain, choice, lost):

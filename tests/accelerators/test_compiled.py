@@ -175,7 +175,8 @@ def test_flops_of_attention_kernels(make_mesh):
 
         starts = array(2, dtype=jnp.int32)
         layer = (array(2, 256, 4, 128),)
-        decode = jax.jit(attention_tpu.attend).trace(array(2, 1, 8, 128), layer, starts)
+        attend = jax.jit(attention_tpu.attend, static_argnums=3)
+        decode = attend.trace(array(2, 1, 8, 128), layer, starts, 2)
         pairs = 2 * 8 * 256 * 128  # rows, heads, slots, head size
         assert count_flops(decode.jaxpr, 0.25).once == 2 * 2 * pairs / 4
 

@@ -78,7 +78,7 @@ def model(mesh):
     return Transformer(shape, init_params(shape, jax.random.key(0)))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 6, 7])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 2, 6, 7])
 def test_chunks_change_nothing(model, chunk):
     hidden = jnp.asarray(np.random.default_rng(2).normal(size=(2, 7, 8)).astype(np.float32))
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 8, (2, 7)))

@@ -59,7 +59,7 @@ def both_ways(monkeypatch, spec, drafts, **options):
     return *tries, *run()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 @pytest.mark.parametrize("accept", sorted(ACCEPTANCE_RULES))
 def test_a_rollout_is_the_same(make_mesh, monkeypatch, accept, shape):
     with jax.set_mesh(make_mesh(*shape)):

@@ -70,7 +70,9 @@ def test_wide_steps_are_taken_where_they_pay(mesh, base, monkeypatch, pays):
         assert 0 < speculation.acceptance.reached[0] < stats.row_steps
 
 
-@pytest.mark.parametrize("accept", ["ratio", "ratio_residual"])
+@pytest.mark.parametrize(
+    "accept", [pytest.param("ratio", marks=pytest.mark.slow), "ratio_residual"]
+)
 def test_preemption_in_the_midst_of_a_verification(mesh, base, accept):
     """Drafts that are left to decode steps wait with their rows."""
     with_drafts = ref.put_rows(base[2])
