@@ -126,8 +126,14 @@ def test_close_ends_the_workers(scratch):
     before = descendants(os.getpid())
     pool = RewardPool("user_scorers:slow", **LIMITS)
     score(pool, ["a"] * 8)
-    workers = descendants(os.getpid()) - before
-    assert len(workers) >= 3  # a guard and its template, and another guard
+    workers = set()
+
+    def seen() -> bool:
+        """A guard and its template, and another guard: a list of children may miss some."""
+        workers.update(descendants(os.getpid()) - before)
+        return len(workers) >= 3
+
+    wait_for(seen, seconds=10)
     assert list(scratch.iterdir())
     pool.close()
     pool.close()
