@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
@@ -129,11 +130,17 @@ def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
 SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
 ONE_BUCKET = {"row_buckets": 1, "cache_lengths": 1}
 # What one of these has, alone or with others, is in all of them.
-BUCKETS = {
-    "one": ONE_BUCKET,
-    "many": {"row_buckets": 3, "cache_lengths": 3, "verify_width": 3},
-    "a queue": {"row_buckets": 3, "cache_lengths": 2, "max_rows": 8, "verify_width": 3},
-}
+BUCKETS = [
+    pytest.param(ONE_BUCKET, id="one"),
+    pytest.param(
+        {"row_buckets": 3, "cache_lengths": 3, "verify_width": 3},
+        id="many",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        {"row_buckets": 3, "cache_lengths": 2, "max_rows": 8, "verify_width": 3}, id="a queue"
+    ),
+]
 
 
 def match_spec(width=1, **kwargs) -> RolloutSpec:

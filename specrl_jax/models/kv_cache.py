@@ -190,9 +190,9 @@ def gather_slots(cache: KVCache, slots_BS: Array) -> KVCache:
     def gather(x: Array, axes: str, slots_BS: Array) -> Array:
         by_slot = "BS" + "".join(axis for axis in axes if axis not in "BS")
         x_T = jax.lax.collapse(_transpose(x, axes, by_slot), 0, 2)
-        found = take_own_rows(x_T, jnp.maximum(slots_BS, 0))
-        have = jnp.expand_dims(slots_BS >= 0, tuple(range(2, found.ndim)))
-        return _transpose(jnp.where(have, found, 0), by_slot, axes)
+        taken = take_own_rows(x_T, jnp.maximum(slots_BS, 0))
+        filled = jnp.expand_dims(slots_BS >= 0, tuple(range(2, taken.ndim)))
+        return _transpose(jnp.where(filled, taken, 0), by_slot, axes)
 
     def local(cache: KVCache, slots_BS: Array) -> KVCache:
         return _map_layers(functools.partial(gather, slots_BS=slots_BS), cache)

@@ -154,13 +154,7 @@ def base(make_mesh):
         yield prompts, host(drafts), host(plain), host(reused)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name == "many"))
-        for name, sizes in ref.BUCKETS.items()
-    ],
-)
+@pytest.mark.parametrize("sizes", ref.BUCKETS)
 def test_no_buckets_change_a_token(mesh, base, sizes):
     prompts, drafts, plain, reused = base
     spec, weights = small_spec(**sizes), small_weights()

@@ -153,13 +153,7 @@ def test_siblings_in_flight_alone(mesh, base):
     check_steps(rollout, stats, 4)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name == "many"))
-        for name, sizes in ref.BUCKETS.items()
-    ],
-)
+@pytest.mark.parametrize("sizes", ref.BUCKETS)
 def test_previous_and_tree_drafts_on_any_buckets(mesh, base, sizes):
     prompts, plain, old = base
     drafts, spec = any_drafts(plain, old), match_spec(4, **sizes)
