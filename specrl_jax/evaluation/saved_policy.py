@@ -108,7 +108,7 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
     are those of its generation_config.json, else 1 and 512 tokens.
     """
     tokenizer = HuggingFaceTokenizer(source, chat=False, field="--model")
-    shape = hf.load_config(source)
+    shape = hf.load_config(source, "--model")
     path = resolve(source, "--model", ("*.json",)) / "generation_config.json"
     said = read_json(path) if path.is_file() else {}
     response_len = min(said.get("max_new_tokens") or 512, shape.max_positions // 2)

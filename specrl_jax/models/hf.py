@@ -54,9 +54,12 @@ def load(source: str) -> tuple[ModelConfig, Params]:
     return config, _read_parameters(config, checkpoint)
 
 
-def load_config(source: str | Path) -> ModelConfig:
-    """The config alone of a directory, which needs no weights, or of a `.gguf` file; as `load`."""
-    path = Path(source)
+def load_config(source: str, field: str = "model.source") -> ModelConfig:
+    """The config alone of what `sources.resolve` finds; a directory needs no weights. As `load`.
+
+    field: names the source in errors.
+    """
+    path = resolve(source, field, ("*.json",))
     if path.suffix == ".gguf":
         return config_from_json(gguf.read(path)[0], str(path))
     file = path / "config.json"

