@@ -4,9 +4,6 @@ XLA on TPU turns slices with a start per row into a loop over the rows. So the s
 by one there, which gives the same arrays.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -19,7 +16,7 @@ def read_slots(array: Array, starts_B: Array, count: int) -> Array:
 
     starts: int32 [B].
     """
-    read = ACCESS.get(platform(), ACCESS["cpu"]).read
+    read = _read_indices if platform() == "tpu" else jax.lax.dynamic_slice_in_dim
     return jax.vmap(lambda row, start: read(row, start, count))(array, starts_B)
 
 
@@ -29,17 +26,10 @@ def write_slots(array: Array, values: Array, starts_B: Array, axis: int = 1) -> 
     array: [B, S, ...]; values: [B, T, ...]; axis: of S and T, if it is another one.
     starts: int32 [B]. A start that is too large writes over earlier slots.
     """
-    write = ACCESS.get(platform(), ACCESS["cpu"]).write
+    write = _write_indices if platform() == "tpu" else jax.lax.dynamic_update_slice_in_dim
     return jax.vmap(lambda row, new, start: write(row, new, start, axis - 1))(
         array, values, starts_B
     )
-
-
-class Access(NamedTuple):
-    """How the slots of one row are read and written."""
-
-    read: Callable[[Array, Array, int], Array]
-    write: Callable[[Array, Array, Array, int], Array]
 
 
 def _read_indices(row: Array, start: Array, count: int) -> Array:
@@ -51,10 +41,3 @@ def _write_indices(row: Array, values: Array, start: Array, axis: int) -> Array:
     return row.at[places].set(
         values, mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True
     )
-
-
-# By platform; others are as cpu.
-ACCESS = {
-    "cpu": Access(jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice_in_dim),
-    "tpu": Access(_read_indices, _write_indices),
-}

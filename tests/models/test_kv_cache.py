@@ -17,12 +17,15 @@ AXES = ("batch", "kv_heads", None, None)
 
 
 @pytest.fixture
-def as_on_tpu(monkeypatch):
-    """The cache of a TPU, and its way to write slots."""
-    monkeypatch.setattr(kv_cache, "platform", lambda: "tpu")
-    monkeypatch.setattr(row_slices, "platform", lambda: "tpu")
-    jax.clear_caches()
-    yield
+def as_on(monkeypatch):
+    """as_on(platform): its cache, and its way to write slots."""
+
+    def choose(platform: str) -> None:
+        monkeypatch.setattr(kv_cache, "platform", lambda: platform)
+        monkeypatch.setattr(row_slices, "platform", lambda: platform)
+        jax.clear_caches()
+
+    yield choose
     jax.clear_caches()
 
 
@@ -59,28 +62,6 @@ def test_an_empty_cache(mesh, dtype):
 
 
 @MESHES
-@pytest.mark.parametrize("width", [1, 3])
-def test_every_row_is_written_from_its_own_start(make_mesh, shape, width):
-    old, new = _random(8, 9, 2, 4), _random(8, width, 2, 4) + 10
-    starts = np.array([0, 1, 2, 6, 5, 4, 3, 0], np.int32)
-    want = old.copy()
-    for row, start in enumerate(starts):
-        want[row, start : start + width] = new[row]
-    with jax.set_mesh(make_mesh(*shape)):
-        keys, values = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
-        got = jax.jit(kv_cache.write)(_put(old, -old), keys, values, put(starts, "batch"))
-    _check(got, want, -want)
-
-
-@MESHES
-def test_repeated_rows_stand_together(make_mesh, shape):
-    keys, values = _random(4, 5, 2, 4), -_random(4, 5, 2, 4)
-    with jax.set_mesh(make_mesh(*shape)):
-        (got,) = jax.jit(kv_cache.repeat_rows, static_argnums=1)((_put(keys, values),), 3)
-    _check(got, np.repeat(keys, 3, axis=0), np.repeat(values, 3, axis=0))
-
-
-@MESHES
 @pytest.mark.parametrize("slots", [3, 5, 8])
 def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
     """Rows count on each shard of the batch."""
@@ -102,29 +83,35 @@ def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
 @MESHES
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize(
-    ("kernels", "size", "arrays"),
+    ("platform", "kernels", "size", "arrays"),
     [
-        ((), 128, [(8, 6, 2, 128)] * 2),
-        ((), 4, None),
-        (("decode",), 4, [(8, 6, 4, 4)]),
+        ("cpu", (), 4, [(8, 2, 4, 6), (8, 2, 6, 4)]),
+        ("tpu", (), 128, [(8, 6, 2, 128)] * 2),
+        ("tpu", (), 4, None),
+        ("tpu", ("decode",), 4, [(8, 6, 4, 4)]),
     ],
-    ids=["apart", "narrow heads", "both in one"],
+    ids=["cpu", "apart", "narrow heads", "both in one"],
 )
-def test_a_tpu_holds_and_gives_the_same(make_mesh, as_on_tpu, shape, width, kernels, size, arrays):
-    """Written, repeated, moved and cut in the other layouts, against NumPy."""
+def test_every_layout_holds_and_gives_the_same(
+    make_mesh, as_on, shape, width, platform, kernels, size, arrays
+):
+    """Written, repeated, moved and cut, against NumPy."""
+    as_on(platform)
     model = MODEL.replace(num_layers=1, kernels=kernels, head_dim=size)
-    new, starts = _random(8, width, 2, size), np.arange(8, dtype=np.int32) % 4
-    want = np.zeros((8, 6, 2, size), np.float32)
+    old, new = _random(8, 6, 2, size), _random(8, width, 2, size) + 10
+    starts = np.arange(8, dtype=np.int32) % 4
+    want = old.copy()
     for row, start in enumerate(starts):
         want[row, start : start + width] = new[row]
     order = np.array([[3, -1, 4, 0]] * 8, np.int32)  # slots of the shard's first row
     with jax.set_mesh(make_mesh(*shape)):
-        keys, values = (put(x, "batch", None, "kv_heads", None) for x in (new, -new))
         (layer,) = kv_cache.init_cache(model, rows=8, slots=6)
         # Narrow heads fill a tile on each of the tensor axis's shards.
         assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
         assert kv_cache.cache_bytes(model, 8, 6) == sum(x.nbytes for x in layer)
-        layer = jax.jit(kv_cache.write)(layer, keys, values, put(starts, "batch"))
+        for written, places in ((old, starts * 0), (new, starts)):
+            keys, values = (put(x, "batch", None, "kv_heads", None) for x in (written, -written))
+            layer = jax.jit(kv_cache.write)(layer, keys, values, put(places, "batch"))
         twice = kv_cache.repeat_rows(kv_cache.resize((layer,), 5), 2)
         assert kv_cache.cache_slots(twice) == 5
         _check(kv_cache.keys_and_values(layer, 2, size), want, -want)
