@@ -4,7 +4,6 @@ Links: of the bytes n of a collective over k devices each sends n (k - 1) / k, o
 Nothing overlaps with the host, and nothing else is lost: a lower bound, not a forecast.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -15,32 +14,17 @@ from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import shards
 
 
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    """Of one device."""
+def roofline(chip: Chip, mesh: Mapping[str, int], flops: float, cost: Cost) -> dict[str, float]:
+    """Seconds of one device, by what takes them.
 
-    compute: float
-    memory: float
-    links: float
-
-    @property
-    def total(self) -> float:
-        return max(self.compute, self.memory, self.links)
-
-    @property
-    def bound(self) -> str:
-        names = [field.name for field in dataclasses.fields(self)]
-        return max(names, key=lambda name: getattr(self, name))
-
-
-def roofline(chip: Chip, mesh: Mapping[str, int], flops: float, cost: Cost) -> Seconds:
-    """flops: over all devices of the mesh, {axis: size}. cost: of one."""
+    flops: over all devices of the mesh, {axis: size}. cost: of one.
+    """
     sent = 0.0
     for (kind, axes), (_, size) in cost.collectives.items():
         pieces = math.prod(mesh[axis] for axis in axes.split(" x ") if axis in mesh)
         sent += size * (1 - 1 / pieces) * (2 if kind == "all-reduce" else 1)
     compute = flops / math.prod(mesh.values()) / chip.flops
-    return Seconds(compute, cost.moved / chip.bandwidth, sent / chip.link)
+    return {"compute": compute, "memory": cost.moved / chip.bandwidth, "links": sent / chip.link}
 
 
 def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[float, float]]:
