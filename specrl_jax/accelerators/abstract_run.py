@@ -14,12 +14,7 @@ import jax
 import numpy as np
 
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
-from specrl_jax.algorithms.learner import (
-    Learner,
-    TrainState,
-    abstract_train_state,
-    make_learner,
-)
+from specrl_jax.algorithms.learner import Learner, TrainState, abstract_train_state, make_learner
 from specrl_jax.algorithms.scoring import PackedRows, critic_values, pack_rows
 from specrl_jax.algorithms.update import batch_of_length
 from specrl_jax.build import policy_copy, policy_schedule, rollout_rows, training_spec
@@ -31,11 +26,7 @@ from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
 from specrl_jax.models.transformer import Params, abstract_params, param_count
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
-from specrl_jax.rollout.drafts.store_memory import (
-    Stored,
-    pick_drafts,
-    pick_sources,
-)
+from specrl_jax.rollout.drafts.store_memory import Stored, pick_drafts, pick_sources
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode_state import DecodeState

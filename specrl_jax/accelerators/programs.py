@@ -11,22 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax.accelerators.abstract_run import (
-    AbstractRun,
-    abstract,
-    array,
-    device_bytes,
-    on_host,
-)
+from specrl_jax.accelerators.abstract_run import AbstractRun, abstract, array, device_bytes, on_host
 from specrl_jax.algorithms.scoring import PackedRows, critic_values, logprobs
 from specrl_jax.algorithms.update import update
 from specrl_jax.build import policy_copy
-from specrl_jax.rollout.drafts.store_memory import (
-    Stored,
-    pick_drafts,
-    pick_sources,
-    write_newest,
-)
+from specrl_jax.rollout.drafts.store_memory import Stored, pick_drafts, pick_sources, write_newest
 from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.draft_tries import (

@@ -25,15 +25,8 @@ from update_reference import (
     row_scores,
 )
 
-from specrl_jax.algorithms.learner import (
-    Critic,
-    init_train_state,
-)
-from specrl_jax.algorithms.scoring import (
-    critic_values,
-    logprob_gap,
-    logprobs,
-)
+from specrl_jax.algorithms.learner import Critic, init_train_state
+from specrl_jax.algorithms.scoring import critic_values, logprob_gap, logprobs
 from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.models import transformer
 from specrl_jax.models.transformer import Transformer

@@ -21,14 +21,8 @@ from update_reference import (
     plain_loss,
 )
 
-from specrl_jax.algorithms.learner import (
-    Critic,
-    init_train_state,
-)
-from specrl_jax.algorithms.scoring import (
-    critic_values,
-    logprobs,
-)
+from specrl_jax.algorithms.learner import Critic, init_train_state
+from specrl_jax.algorithms.scoring import critic_values, logprobs
 from specrl_jax.algorithms.update import update
 from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import put

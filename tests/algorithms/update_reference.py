@@ -7,14 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specrl_jax.algorithms.learner import (
-    Learner,
-    init_train_state,
-)
+from specrl_jax.algorithms.learner import Learner, init_train_state
 from specrl_jax.algorithms.losses import LossConfig
-from specrl_jax.algorithms.scoring import (
-    pack_rows,
-)
+from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import update
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
