@@ -67,13 +67,14 @@ def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
     return PartitionSpec(*(table[axis] for axis in axes))
 
 
-def shards(axis: str, mesh: jax.sharding.AbstractMesh | None = None, stored: bool = False) -> int:
+def shards(axis: str, stored: bool = False) -> int:
     """Number of pieces that a logical axis is cut into on the mesh in use."""
-    mesh = mesh or jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[name] for name in _mesh_axes(axis, stored))
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[name] for name in mesh_axes(axis, stored))
 
 
-def _mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:
+def mesh_axes(axis: str, stored: bool) -> tuple[str, ...]:
+    """The axes of the mesh that a logical axis is cut over."""
     names = (STORED if stored else COMPUTE)[axis] or ()
     return (names,) if isinstance(names, str) else names
 
@@ -107,14 +108,11 @@ def reshard(array: jax.Array, *axes: str | None) -> jax.Array:
     return jax.sharding.reshard(array, spec(*axes))
 
 
-def take_rows(tree, index: jax.Array, *axes: str | None):
-    """`array[index]` along the first, batch-sharded axis of every array in a pytree.
-
-    axes: the results' other axes; if left out, those are not split.
-    """
+def take_rows(tree, index: jax.Array):
+    """`array[index]` of a pytree's arrays, whose first axis alone is split: over the batch."""
 
     def take(array: jax.Array) -> jax.Array:
-        out = spec("batch", *(axes or (None,) * (array.ndim - 1)))
+        out = spec("batch", *(None,) * (array.ndim - 1))
         return array.at[index].get(out_sharding=out, mode="promise_in_bounds")
 
     return jax.tree.map(take, tree)
@@ -139,26 +137,10 @@ def take_own_rows(tree, index: jax.Array):
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), tree)
 
 
-def merge_rows(array: jax.Array, *axes: str | None) -> jax.Array:
-    """[Q, G, ...] → [Q * G, ...], rows split over the batch axes; the other axes are `axes`.
-
-    A plain reshape would lose the split where Q is 1.
-    """
-    shape = (array.shape[0] * array.shape[1], *array.shape[2:])
-    return jnp.reshape(array, shape, out_sharding=spec("batch", *axes))
-
-
 def reshape(array: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
-    """jnp.reshape, whose result has these logical axes. XLA chooses them in `auto_axes`."""
+    """jnp.reshape, whose result has these logical axes; XLA chooses them in `auto_axes`.
+
+    A plain reshape loses the split of an axis of size 1.
+    """
     explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
     return jnp.reshape(array, shape, out_sharding=spec(*axes) if explicit else None)
-
-
-def check_divides(mesh: jax.sharding.Mesh, field: str, size: int, axis: str) -> None:
-    """Raises ValueError if the mesh cannot split `size` evenly over the logical axis."""
-    pieces = shards(axis, mesh, stored=True)
-    if size % pieces:
-        names = " x ".join(f"mesh.{name}" for name in _mesh_axes(axis, stored=True))
-        raise ValueError(
-            f"{field} must be divisible by {names} = {pieces}, got {size}; choose another mesh"
-        )

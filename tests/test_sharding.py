@@ -1,4 +1,4 @@
-"""The mesh, the one layout table, and sizes that do not fit."""
+"""The mesh and the one layout table."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from specrl_jax import sharding
-from specrl_jax.sharding import COMPUTE, STORED, check_divides, put, spec, take_rows
+from specrl_jax.sharding import COMPUTE, STORED, put, spec, take_rows
 
 
 def test_the_two_layouts():
@@ -68,24 +68,6 @@ def test_take_rows_is_fancy_indexing(make_mesh, shape):
     rng = np.random.default_rng(0)
     rows, index = rng.normal(size=(16, 3, 4)).astype(np.float32), rng.permutation(16)[:8]
     with jax.set_mesh(make_mesh(*shape)):
-        take = jax.jit(lambda x, i: take_rows(x, i, None, "heads"))
-        taken = take(put(rows, "batch", None, "heads"), jnp.asarray(index))
-        assert jax.typeof(taken).sharding.spec == spec("batch", None, "heads")
+        taken = jax.jit(take_rows)(put(rows, "batch", None, None), jnp.asarray(index))
+        assert jax.typeof(taken).sharding.spec == spec("batch", None, None)
     np.testing.assert_array_equal(taken, rows[index])
-
-
-@pytest.mark.parametrize(
-    ("field", "size", "axis", "cut"),
-    [
-        ("model.num_heads", 3, "heads", "mesh.tensor = 2"),
-        ("model.embed_dim", 6, "embed", "mesh.fsdp = 4"),
-        ("model.vocab_size", 20, "vocab", "mesh.tensor x mesh.fsdp = 8"),
-    ],
-)
-def test_sizes_that_do_not_divide_name_field_and_mesh_axes(make_mesh, field, size, axis, cut):
-    mesh = make_mesh(1, 4, 2)
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
-        check_divides(mesh, field, size, axis)
-    message = f"{field} must be divisible by {cut}, got {size}; choose another mesh"
-    assert str(error.value) == message
-    check_divides(mesh, field, 8 * size, axis)

@@ -136,7 +136,8 @@ class _Buffers:
 
     def _take(self, place: int, eqn: Any) -> None:
         name, sources = eqn.primitive.name, [x for x in eqn.invars if not isinstance(x, Literal)]
-        if name in _FUSED or (name == "reshard" and _bytes(eqn.invars[0].aval) == _size_of(eqn)):
+        view = name == "reshard" and _bytes(eqn.invars[0].aval) == _bytes(eqn.outvars[0].aval)
+        if name in _FUSED or view:
             union = frozenset().union(*(self._from[x] for x in sources))
             self._from |= dict.fromkeys(eqn.outvars, union)
             return
@@ -160,7 +161,8 @@ class _Buffers:
             self._make(place, var)
 
     def _make(self, place: int, var: Any) -> None:
-        size, kind = _bytes(var.aval), (getattr(var.aval, "shape", ()), _dtype(var.aval))
+        aval, size = var.aval, _bytes(var.aval)
+        kind = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
         if var in self._results and self._donated[kind]:
             self._donated[kind] -= 1
             size = 0
@@ -180,14 +182,6 @@ def _state_of(eqn: Any) -> dict[int, Any]:
         first = params["cond_nconsts"] + params["body_nconsts"]
         return dict(enumerate(eqn.invars[first:]))
     return {}
-
-
-def _dtype(aval: Any) -> Any:
-    return getattr(aval, "dtype", None)
-
-
-def _size_of(eqn: Any) -> int:
-    return _bytes(eqn.outvars[0].aval)
 
 
 def _bytes(aval: Any) -> int:

@@ -23,15 +23,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.row_slices import write_slots
-from specrl_jax.sharding import (
-    merge_rows,
-    on_shards,
-    platform,
-    reshape,
-    shards,
-    spec,
-    take_own_rows,
-)
+from specrl_jax.sharding import on_shards, platform, reshape, shards, spec, take_own_rows
 
 Layer = tuple[Array, ...]  # keys and values, or both in one
 KVCache = tuple[Layer, ...]
@@ -178,7 +170,7 @@ def repeat_rows(cache: KVCache, times: int) -> KVCache:
         names = [_LOGICAL[axis] for axis in axes[1:]]
         layout = spec("batch", None, *names)
         groups = jnp.broadcast_to(x[:, None], (rows, times, *rest), out_sharding=layout)
-        return merge_rows(groups, *names)
+        return reshape(groups, (rows * times, *rest), "batch", *names)
 
     return _map_layers(repeat, cache)
 

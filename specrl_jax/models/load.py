@@ -50,7 +50,7 @@ def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
             f"tokenizer.source must fit the model's {shape.vocab_size} tokens, "
             f"got a tokenizer of {vocab_size}"
         )
-    check_mesh(shape, jax.sharding.get_mesh())
+    check_mesh(shape)
     return shape.replace(kernels=choose(config.model.attention, shape, Shapes.of(config)))
 
 

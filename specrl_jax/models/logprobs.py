@@ -15,14 +15,9 @@ from specrl_jax.models.transformer import Transformer, compute_head, head_logits
 from specrl_jax.sharding import reshard, shards, spec
 
 
-def vocab_ids(size: int) -> Array:
-    """int32 [V], laid out like the vocabulary."""
-    return reshard(jnp.arange(size, dtype=jnp.int32), "vocab")
-
-
 def pick(scores: Array, tokens: Array) -> Array:
     """Scores [..., V] at tokens [...]; exact, also where other scores are -inf."""
-    ids = vocab_ids(scores.shape[-1])[(None,) * tokens.ndim]
+    ids = reshard(jnp.arange(scores.shape[-1], dtype=jnp.int32), "vocab")[(None,) * tokens.ndim]
     return jnp.sum(jnp.where(ids == tokens[..., None], scores, 0.0), axis=-1)
 
 

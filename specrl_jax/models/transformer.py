@@ -8,7 +8,6 @@ The update scans the stacked layers, to compile faster. The rollout uses unstack
 (`rollout_weights`), because a scan would cost overhead at every token.
 """
 
-import functools
 import math
 import zlib
 
@@ -17,12 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specrl_jax import hosts
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import Block, Place, join_projections, rms_norm, rope_tables
 from specrl_jax.models.parameters import LAYER, TOP, select
-from specrl_jax.sharding import check_divides, reshard, spec
+from specrl_jax.sharding import mesh_axes, put_as, reshard, shards, spec
 
 Params = dict[str, Array | dict[str, Array]]
 
@@ -159,16 +157,22 @@ def param_specs(config: ModelConfig) -> dict:
     return top | {"layers": layers}
 
 
-def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError, in one line, for a size that the mesh cannot split evenly."""
-    for field, size, axis in (
-        ("model.num_heads", config.num_heads, "heads"),
-        ("model.num_kv_heads", config.num_kv_heads, "kv_heads"),
-        ("model.mlp_dim", config.mlp_dim, "mlp"),
-        ("model.embed_dim", config.embed_dim, "embed"),
-        ("model.vocab_size", config.vocab_size, "vocab"),
+def check_mesh(config: ModelConfig) -> None:
+    """Raises ValueError, in one line, for a size that the mesh in use cannot split evenly."""
+    for field, axis in (
+        ("num_heads", "heads"),
+        ("num_kv_heads", "kv_heads"),
+        ("mlp_dim", "mlp"),
+        ("embed_dim", "embed"),
+        ("vocab_size", "vocab"),
     ):
-        check_divides(mesh, field, size, axis)
+        size, pieces = getattr(config, field), shards(axis, stored=True)
+        if size % pieces:
+            names = " x ".join(f"mesh.{name}" for name in mesh_axes(axis, stored=True))
+            raise ValueError(
+                f"model.{field} must be divisible by {names} = {pieces}, got {size}; "
+                "choose another mesh"
+            )
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
@@ -201,8 +205,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
 
 def place_params(config: ModelConfig, params: dict) -> Params:
     """Host weights → device arrays in the stored layout of the mesh in use."""
-    place = functools.partial(jax.sharding.NamedSharding, jax.sharding.get_mesh())
-    return jax.tree.map(hosts.place, params, jax.tree.map(place, param_specs(config)))
+    return jax.tree.map(put_as, params, param_specs(config))
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:

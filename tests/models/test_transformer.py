@@ -206,17 +206,18 @@ def test_nor_does_it_with_a_cache(make_mesh, name):
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("changes", "rule"),
     [
-        ({"num_heads": 3, "num_kv_heads": 1}, "model.num_heads"),
-        ({"num_kv_heads": 1}, "model.num_kv_heads"),
-        ({"mlp_dim": 25}, "model.mlp_dim"),
-        ({"embed_dim": 18}, "model.embed_dim"),
-        ({"vocab_size": 12}, "model.vocab_size"),
+        ({"num_heads": 3, "num_kv_heads": 1}, "num_heads must be divisible by mesh.tensor = 2"),
+        ({"num_kv_heads": 1}, "num_kv_heads must be divisible by mesh.tensor = 2"),
+        ({"mlp_dim": 25}, "mlp_dim must be divisible by mesh.tensor = 2"),
+        ({"embed_dim": 18}, "embed_dim must be divisible by mesh.fsdp = 4"),
+        ({"vocab_size": 12}, "vocab_size must be divisible by mesh.tensor x mesh.fsdp = 8"),
     ],
 )
-def test_check_mesh_names_the_field(make_mesh, changes, field):
-    mesh = make_mesh(1, 4, 2)
-    transformer.check_mesh(BASE, mesh)
-    with pytest.raises(ValueError, match=f"^{field} must be divisible by [^\n]*$"):
-        transformer.check_mesh(dataclasses.replace(BASE, **changes), mesh)
+def test_check_mesh_names_field_and_mesh_axes(make_mesh, changes, rule):
+    got = changes[rule.split()[0]]
+    with jax.set_mesh(make_mesh(1, 4, 2)):
+        transformer.check_mesh(BASE)
+        with pytest.raises(ValueError, match=f"^model.{rule}, got {got}; choose another mesh$"):
+            transformer.check_mesh(dataclasses.replace(BASE, **changes))

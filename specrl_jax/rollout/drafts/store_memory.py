@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.sharding import merge_rows, put, shards, spec
+from specrl_jax.sharding import put, reshape, shards, spec
 from specrl_jax.types import Drafts
 
 # N is a multiple of this: the same shape, and so resumable, on all meshes whose pieces divide it.
@@ -188,7 +188,7 @@ def pick_drafts(stored: Stored, index: Array | None, oldest: Array, age: int) ->
 
     def draft(array: Array) -> Array:
         rows = _keep(pick(array), young)
-        return merge_rows(rows, *(None,) * (rows.ndim - 2))
+        return reshape(rows, (-1, *rows.shape[2:]), "batch", *(None,) * (rows.ndim - 2))
 
     return jax.tree.map(draft, Drafts.of(stored))
 
