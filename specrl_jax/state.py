@@ -54,15 +54,7 @@ class Lenience(StatePart):
         measured = reuse.get(off_policy.MEASURES[settings.lenience_measure])
         if measured is None:
             return self
-        log = off_policy.next_log_lenience(
-            self.log,
-            measured,
-            target=settings.lenience_target,
-            gain=settings.lenience_gain,
-            low=settings.lenience_min,
-            high=settings.lenience_max,
-        )
-        return Lenience(log)
+        return Lenience(off_policy.next_log_lenience(self.log, measured, settings))
 
     def host(self) -> str:
         return repr(self.log)  # JSON has no inf

@@ -64,16 +64,10 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     gets exactly 0. Worked row, G = 4: rewards 1 0 0 1 have mean 0.5 and std √(1/3) = 0.577, hence
     advantages 0.866 −0.866 −0.866 0.866, or ±0.5 without the division.
 
-    rewards: float [B], of JAX, not split, or NumPy; the rows of a group are contiguous (B = Q·G).
+    rewards: float [B], of JAX, not split, or NumPy; B = Q·G, the rows of a group are contiguous.
     epsilon: ε, in units of reward.
-
-    Raises ValueError where G < 2, or B is not a multiple of G.
     """
     size, rows = config.group_size, rewards.shape[0]
-    if size < 2:
-        raise ValueError(f"group_size must be >= 2 for group-relative advantages, got {size}")
-    if rows % size:
-        raise ValueError(f"rewards must hold whole groups of group_size {size}, got {rows} rows")
     xp = rewards.__array_namespace__()  # so that a report computes them without JAX's compiler
     groups = rewards.reshape(rows // size, size)
     # Measured from the group's first reward, equal rewards are zeros and their mean is exact.

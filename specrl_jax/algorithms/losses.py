@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.algorithms.masked import masked_mean, masked_sum
+from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.types import Batch
 
 # Log-ratios are bounded by ±20, where the gradient is 0. e^20 = 4.9e8 keeps products with
@@ -195,14 +195,14 @@ class Aggregation:
         return self.sum(per_token, mask, max_len) / jnp.maximum(normalizer, 1)
 
 
-TOKEN_MEAN = Aggregation(lambda x, mask, _: masked_sum(x, mask), _count_tokens)
+TOKEN_MEAN = Aggregation(lambda x, mask, _: jnp.sum(x, where=mask), _count_tokens)
 AGGREGATIONS: dict[str, Aggregation] = {
     # Σ over all tokens / number of tokens: DAPO, arXiv 2503.14476, eq. 8
     "token": TOKEN_MEAN,
     # Σ over rows of the row's mean / number of rows: GRPO, arXiv 2402.03300, eq. 3
     "sequence": Aggregation(lambda x, mask, _: jnp.sum(masked_mean(x, mask, axis=-1)), _count_rows),
     # Σ over all tokens / (number of rows · max_len): Dr. GRPO, arXiv 2503.20783, section 3.2
-    "constant": Aggregation(lambda x, mask, n: masked_sum(x / n, mask), _count_rows),
+    "constant": Aggregation(lambda x, mask, n: jnp.sum(x / n, where=mask), _count_rows),
 }
 
 
@@ -228,11 +228,7 @@ def policy_loss(
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
     `entropy`, `logprob_gap` (|log π − log π_old|) and, with a reference, `kl`, which is always
     k3. Add them over micro-batches, then `policy_metrics`.
-
-    Raises ValueError for a kl_coef without a reference.
     """
-    if config.kl_coef and batch.ref_logprobs is None:
-        raise ValueError(f"kl_coef must be 0 without reference log-probs, got {config.kl_coef}")
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
     logprobs, entropy, old_logprobs, advantages = (
@@ -260,7 +256,7 @@ def policy_loss(
         per_token = per_token - config.entropy_coef * entropy
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
-    return loss, {name: masked_sum(value, mask) for name, value in values.items()}
+    return loss, {name: jnp.sum(value, where=mask) for name, value in values.items()}
 
 
 def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:
@@ -306,5 +302,5 @@ def value_loss(
     loss = TOKEN_MEAN.mean(error / 2, mask, 0, normalizer)
     return loss, {
         "critic_loss": loss,
-        "critic_clipped": masked_sum(clipped.astype(error.dtype), mask),
+        "critic_clipped": jnp.sum(clipped.astype(error.dtype), where=mask),
     }

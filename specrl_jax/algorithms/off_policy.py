@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.types import Rollout, Source
 
 # Metric of `measure` that each choice of config.rollout.lenience_measure controls.
@@ -48,17 +49,15 @@ def measure(
     lenient_share: of the acceptance rule in force; without one there is no
         `reuse/lenient_fraction`.
     """
-    count = int(hosts.fetch(jnp.sum(rollout.prefix_lens)))
-    if not count:
+    if not hosts.fetch(jnp.any(rollout.prefix_lens)):
         return {}
-    inputs = jnp.float32(log_lenience), jnp.int32(count)
-    values = hosts.fetch(_measure(rollout, *inputs, lenient_share))
+    values = hosts.fetch(_measure(rollout, jnp.float32(log_lenience), lenient_share))
     return {name: float(x) for name, x in values.items()} | {"reuse/rejected_mass": rejected_mass}
 
 
 @functools.partial(jax.jit, static_argnames="lenient_share")
 def _measure(
-    rollout: Rollout, log_lenience: Array, count: Array, lenient_share: ShareFunction | None
+    rollout: Rollout, log_lenience: Array, lenient_share: ShareFunction | None
 ) -> dict[str, Array]:
     mask = accepted_mask(rollout)
     log_ratio = jnp.where(mask, rollout.sampling_logprobs - rollout.draft_logprobs, 0.0)
@@ -68,18 +67,15 @@ def _measure(
     replicated = jax.sharding.reshard(jnp.where(mask, log_ratio, jnp.nan), jax.P(None, None))
     low, middle, high = jnp.nanquantile(replicated, jnp.array([0.05, 0.5, 0.95]))
 
-    def mean(values: Array) -> Array:
-        return jnp.sum(jnp.where(mask, values, 0)) / count
-
     values = {
-        "reuse/log_ratio_mean": mean(log_ratio),
+        "reuse/log_ratio_mean": masked_mean(log_ratio, mask),
         "reuse/log_ratio_p05": low,
         "reuse/log_ratio_p50": middle,
         "reuse/log_ratio_p95": high,
-        "reuse/kl": mean(divergence),
+        "reuse/kl": masked_mean(divergence, mask),
     }
     if lenient_share is not None:
-        values["reuse/lenient_fraction"] = mean(lenient_share(log_ratio, log_lenience))
+        values["reuse/lenient_fraction"] = masked_mean(lenient_share(log_ratio, log_lenience), mask)
     return values
 
 
@@ -118,14 +114,14 @@ def importance_weights(
     return jnp.where(accepted_mask(rollout), weights, 1.0)
 
 
-def next_log_lenience(
-    log_lenience: float, measured: float, *, target: float, gain: float, low: float, high: float
-) -> float:
+def next_log_lenience(log_lenience: float, measured: float, settings) -> float:
     """log ℓ of the next step: raised where `measured` is below its target, lowered where above.
 
         log ℓ ← clip(log ℓ + gain·clip(1 − measured / target, −1, 1), log low, log high)
 
-    gain: nats that one step changes at most. low, high: bounds of ℓ.
+    settings: `config.rollout`; its `lenience_gain` is what one step changes at most, in nats.
     """
+    target, gain = settings.lenience_target, settings.lenience_gain
+    low, high = math.log(settings.lenience_min), math.log(settings.lenience_max)
     error = min(max(1 - measured / target, -1.0), 1.0)
-    return min(max(log_lenience + gain * error, math.log(low)), math.log(high))
+    return min(max(log_lenience + gain * error, low), high)

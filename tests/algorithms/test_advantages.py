@@ -41,18 +41,6 @@ def test_epsilon_is_added_to_the_standard_deviation():
     np.testing.assert_allclose(got, [-expected, expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("rows", "group_size", "message"),
-    [
-        (4, 1, "group_size must be >= 2 .* got 1"),
-        (7, 2, "whole groups of group_size 2, got 7 rows"),
-    ],
-)
-def test_impossible_groups_are_refused(rows, group_size, message):
-    with pytest.raises(ValueError, match=message):
-        group_relative(np.zeros(rows, np.float32), config(group_size))
-
-
 def test_leave_one_out_by_hand():
     """RLOO: each against the mean of the other three."""
     rewards = np.float32([1, 0, 0, 1, 3, 1, 1, 1])

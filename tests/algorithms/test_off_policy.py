@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -159,16 +160,18 @@ def test_the_controller_finds_its_target():
         )
         return 1 - strict.sum() / accepted_mass.sum()
 
-    options = {"gain": 0.1, "low": 1.0, "high": math.e}
+    settings = types.SimpleNamespace(
+        lenience_target=0.1, lenience_gain=0.1, lenience_min=1.0, lenience_max=math.e
+    )
     log_lenience = 0.5
     for _ in range(200):
         measured = share(log_lenience)
-        log_lenience = off_policy.next_log_lenience(log_lenience, measured, target=0.1, **options)
+        log_lenience = off_policy.next_log_lenience(log_lenience, measured, settings)
     assert share(log_lenience) == pytest.approx(0.1, abs=1e-3)
-    assert off_policy.next_log_lenience(0.5, 0.0, target=0.1, **options) == pytest.approx(0.6)
-    assert off_policy.next_log_lenience(0.5, 9.0, target=0.1, **options) == pytest.approx(0.4)
-    assert off_policy.next_log_lenience(0.95, 0.0, target=0.1, **options) == 1.0
-    assert off_policy.next_log_lenience(0.05, 9.0, target=0.1, **options) == 0.0
+    assert off_policy.next_log_lenience(0.5, 0.0, settings) == pytest.approx(0.6)
+    assert off_policy.next_log_lenience(0.5, 9.0, settings) == pytest.approx(0.4)
+    assert off_policy.next_log_lenience(0.95, 0.0, settings) == 1.0
+    assert off_policy.next_log_lenience(0.05, 9.0, settings) == 0.0
 
 
 def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
