@@ -9,18 +9,7 @@ from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.types import Batch
 
 MAX_LEN = 9
-PLAIN = LossConfig(
-    objective="clip",
-    ratio="token",
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_clip=0.0,
-    aggregation="token",
-    kl_coef=0.0,
-    kl_estimator="k3",
-    entropy_coef=0.0,
-    max_response_len=MAX_LEN,
-)
+PLAIN = LossConfig(max_response_len=MAX_LEN)
 # Every term of the loss at once.
 FULL = dataclasses.replace(PLAIN, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01)
 

@@ -24,19 +24,19 @@ from specrl_jax.types import Batch
 MAX_LOG_RATIO = 20.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """Settings of `policy_loss`, as in `config.algorithm`; hashable."""
 
-    objective: str  # key of OBJECTIVES
-    ratio: str  # key of RATIOS
-    clip_low: float  # ε_low, in [0, 1]
-    clip_high: float  # ε_high, >= 0
-    dual_clip: float  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
-    aggregation: str  # key of AGGREGATIONS
-    kl_coef: float  # β, weight of the KL
-    kl_estimator: str  # key of KL_ESTIMATORS
-    entropy_coef: float  # η, weight of the entropy
+    objective: str = "clip"  # key of OBJECTIVES
+    ratio: str = "token"  # key of RATIOS
+    clip_low: float = 0.2  # ε_low, in [0, 1]
+    clip_high: float = 0.28  # ε_high, >= 0
+    dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
+    aggregation: str = "token"  # key of AGGREGATIONS
+    kl_coef: float = 0.0  # β, weight of the KL
+    kl_estimator: str = "k3"  # key of KL_ESTIMATORS
+    entropy_coef: float = 0.0  # η, weight of the entropy
     max_response_len: int  # tokens, >= 1
 
 

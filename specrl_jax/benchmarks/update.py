@@ -150,9 +150,5 @@ def _drawn(size: Size) -> tuple[Learner, Params, dict[str, Batch]]:
 
 def _grpo_learner(size: Size) -> Learner:
     """GRPO with AdamW, four rows at once."""
-    loss = LossConfig(
-        objective="clip", ratio="token", clip_low=0.2, clip_high=0.2, dual_clip=0.0,
-        aggregation="token", kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
-        max_response_len=size.response_len,
-    )  # fmt: skip
+    loss = LossConfig(clip_high=0.2, max_response_len=size.response_len)
     return Learner(size.model, loss, optax.adamw(1e-6), 1.0, logits_chunk=64, micro_batch_size=4)

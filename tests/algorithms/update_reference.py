@@ -20,11 +20,7 @@ from specrl_jax.types import Batch
 MODEL = ModelConfig(
     vocab_size=12, embed_dim=8, mlp_dim=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
 )
-LOSS = LossConfig(
-    objective="clip", ratio="token", clip_low=0.2, clip_high=0.28, dual_clip=3.0,
-    aggregation="token", kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
-    max_response_len=5,
-)  # fmt: skip
+LOSS = LossConfig(dual_clip=3.0, max_response_len=5)
 # Hands the gradient out as its state and leaves the parameters alone.
 GRADIENT = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
