@@ -9,6 +9,7 @@ NumPy, on the host: takes tokens in, gives arrays out, knows no model.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,32 +30,38 @@ PACKINGS: dict[str, Packing] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedTries:
-    """S sequences of T slots; int32. Slots without a token hold 0 and see only themselves."""
+class Sequences(NamedTuple):
+    """S sequences of T slots; int32, of NumPy, or of JAX on the devices.
+
+    Slots without a token hold 0 and see only themselves.
+    """
 
     tokens: np.ndarray  # [S, T]
     depths: np.ndarray  # [S, T], the token's place in its rows: the position for the model
     ends: np.ndarray  # [S, T], the slot after the token's subtree
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
-    nodes: np.ndarray  # [B, L], sequence · T + slot of each row's tokens; -1 after a row's end
 
-    def padded(self, sequences: int) -> "PackedTries":
+    def padded(self, sequences: int) -> "Sequences":
         """With empty sequences after these, `sequences` in all."""
         own = np.tile(np.arange(self.tokens.shape[1], dtype=np.int32), (sequences, 1))
-        empty = {"tokens": own * 0, "depths": own * 0, "ends": own + 1, "parents": own}
-        for name, array in empty.items():
-            array[: len(self.tokens)] = getattr(self, name)
-        return dataclasses.replace(self, **empty)
+        padded = Sequences(tokens=own * 0, depths=own * 0, ends=own + 1, parents=own)
+        for array, values in zip(padded, self):
+            array[: len(values)] = values
+        return padded
 
 
-def pack(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> PackedTries:
+def pack(
+    tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing
+) -> tuple[Sequences, np.ndarray]:
     """Packs rows into as few sequences of `length` slots as first fit, longest first, finds.
 
     A trie longer than a sequence is cut between rows; each piece repeats the path that it shares.
 
     tokens: int32 [B, L], right-padded.
     lens: int [B] <= length; rows of length 0 are left out.
+
+    Returns the sequences and the nodes int32 [B, L]: sequence · T + slot of each row's tokens, -1
+    after a row's end.
     """
     order = np.flatnonzero(lens)
     order = order[_depth_first(tokens[order], lens[order])]
@@ -73,11 +80,11 @@ def pack(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) ->
     parents[place] = np.where(depth > 0, nodes[rows, depth - 1], place)
     starts = slots // length * length
     arrays = packed, depths, ends - starts, parents - starts
-    return PackedTries(*(x.reshape(sequences, length) for x in arrays), nodes)
+    return Sequences(*(x.reshape(sequences, length) for x in arrays)), nodes
 
 
 def _places(tokens: np.ndarray, lens: np.ndarray, length: int, packing: Packing) -> np.ndarray:
-    """`PackedTries.nodes` of rows in depth-first order."""
+    """The nodes of rows in depth-first order, see `pack`."""
     shared = _shared(tokens, lens) if packing.share else np.zeros_like(lens)
     first = _first_rows(lens, shared, length)  # of a piece
     shared[first] = 0

@@ -21,7 +21,7 @@ from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.models import value
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.sharding import put, reshard, shards, spec
 from specrl_jax.types import Batch
 
@@ -32,15 +32,6 @@ class Scores(NamedTuple):
     logprobs: Array  # nats, at the rollout's temperature
     entropy: Array  # nats
     values: Array | None  # of the state before each token, in units of reward; None: no critic
-
-
-class Sequences(NamedTuple):
-    """A micro-batch of packed sequences; int32 [m, T], see `packing.PackedTries`."""
-
-    tokens: Array
-    depths: Array
-    ends: Array
-    parents: Array
 
 
 @jax.tree_util.register_dataclass
@@ -69,8 +60,8 @@ def pack_rows(
     packing, slots, pieces = PACKINGS[learner.packing], tokens.shape[1], shards("batch")
     at_once = learner.micro_batch_size or len(rows)
     row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
-    tries = pack(tokens, lens, row_count * slots, packing)
-    used, size = len(tries.tokens), at_once // row_count
+    sequences, nodes = pack(tokens, lens, row_count * slots, packing)
+    used, size = len(sequences.tokens), at_once // row_count
     # Few sizes, so few programs.
     while not learner.micro_batch_size and size // 2 >= max(used, 1):
         size //= 2
@@ -78,12 +69,11 @@ def pack_rows(
     # There is at least one row in a sequence.
     shape = -(-len(rows) // size), size, row_count * slots
 
-    tries = tries.padded(shape[0] * size)
-    sequences = [getattr(tries, name).reshape(shape) for name in Sequences._fields]
+    sequences = sequences.padded(shape[0] * size)
     columns = prompt_lens[:, None] + np.arange(batch.old_logprobs.shape[1])
-    nodes = np.take_along_axis(tries.nodes, np.minimum(columns, slots - 1), axis=1)
+    nodes = np.take_along_axis(nodes, np.minimum(columns, slots - 1), axis=1)
     return PackedRows(
-        sequences=Sequences(*(put(x, None, "batch", None) for x in sequences)),
+        sequences=Sequences(*(put(x.reshape(shape), None, "batch", None) for x in sequences)),
         count=put(np.int32(-(-used // size))),
         rows=put(rows.astype(np.int32), "batch"),
         nodes=put(np.where(columns < lens[:, None], nodes, -1), "batch", None),

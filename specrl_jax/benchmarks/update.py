@@ -124,8 +124,8 @@ def _memory(learner: Learner, params: Params, batch: Batch, included: np.ndarray
 def _distinct(batch: Batch, signal: np.ndarray) -> tuple[int, int]:
     """Distinct tokens of the rows with signal, and half the longest row, which a token sees."""
     lens = np.where(signal, np.asarray(batch.prompt_lens + batch.response_lens), 0)
-    tries = pack(np.asarray(batch.tokens), lens, batch.tokens.size, PACKINGS["trie"])
-    return len(np.unique(tries.nodes[tries.nodes >= 0])), int(lens.max()) // 2
+    _, nodes = pack(np.asarray(batch.tokens), lens, batch.tokens.size, PACKINGS["trie"])
+    return len(np.unique(nodes[nodes >= 0])), int(lens.max()) // 2
 
 
 def _drawn(size: Size) -> tuple[Learner, Params, dict[str, Batch]]:

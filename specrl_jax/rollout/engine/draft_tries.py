@@ -16,7 +16,7 @@ _TRIE = PACKINGS["trie"]
 
 
 class DraftTries(NamedTuple):
-    """S sequences of T slots, see `packing.PackedTries`; int32."""
+    """S sequences of T slots, see `packing.Sequences`; int32."""
 
     tokens: np.ndarray  # [S, T]
     depths: np.ndarray  # [S, T]
@@ -74,11 +74,11 @@ def pack_drafts(
     of_shard = [places // (size // pieces) == shard for shard in range(pieces)]
     length, lens = sequence_slots(slots), prompt_lens + lens
     tries = [pack(tokens[own], lens[own], length, _TRIE) for own in of_shard]
-    used = max(len(x.tokens) for x in tries) * pieces  # the fullest shard's
+    used = max(len(x.tokens) for x, _ in tries) * pieces  # the fullest shard's
     sequences = min(n for n in sequence_counts(size) if n >= used)
     nodes = np.full((size, slots), -1, np.int32)
-    for own, x in zip(of_shard, tries):
-        nodes[places[own]] = x.nodes
-    tries = [x.padded(sequences // pieces) for x in tries]
-    packed = (np.concatenate([getattr(x, n) for x in tries]) for n in ("tokens", "depths", "ends"))
+    for own, (_, own_nodes) in zip(of_shard, tries):
+        nodes[places[own]] = own_nodes
+    padded = [x.padded(sequences // pieces) for x, _ in tries]
+    packed = (np.concatenate([getattr(x, n) for x in padded]) for n in ("tokens", "depths", "ends"))
     return DraftTries(*packed, nodes)
