@@ -35,14 +35,15 @@ from specrl_jax.build import Trainer, frozen_steps
 from specrl_jax.collect import Groups, TrainBatch
 from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
-from specrl_jax.types import Batch
+from specrl_jax.types import Batch, Rollout
 
 
 def learn(trainer: Trainer, state: TrainerState, train_batch: TrainBatch) -> dict[str, float]:
     """All updates of a step; changes `state.train`, returns their metrics."""
     rewards, values = shaped_rewards(trainer, train_batch.groups)
-    lengths = update_lengths(trainer.config.rollout.response_len)
-    batch = make_batch(train_batch.groups.prompts, train_batch.groups.rollout, lengths=lengths)
+    prompts, rollout = train_batch.groups.prompts, train_batch.groups.rollout
+    slots = update_slots(rollout, trainer.config.rollout.response_len)
+    batch = make_batch(prompts, rollout, slots)
     batch, advantage_metrics = with_advantages(trainer, state, batch, rewards)
     values |= advantage_metrics
     if trainer.config.algorithm.importance_cap:
@@ -120,6 +121,12 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
 def update_lengths(response_len: int) -> tuple[int, ...]:
     """Response lengths that the update is compiled for: quarters of the longest."""
     return tuple(sorted({-(-response_len * quarter // 4) for quarter in (1, 2, 3, 4)}))
+
+
+def update_slots(rollout: Rollout, response_len: int) -> int:
+    """The shortest of `update_lengths` that holds all responses: short ones cost little."""
+    longest = int(hosts.fetch(jnp.max(rollout.lens)))
+    return min(n for n in update_lengths(response_len) if n >= longest)
 
 
 def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:

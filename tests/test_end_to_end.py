@@ -287,7 +287,7 @@ def _first_step(one: "_FirstStep | None" = None) -> _FirstStep:
     rollout = generate(trainer.rollout_spec, weights, prompts, Noise(trainer.key, 1)).rollout
     # Advantages need not be real ones here, only the same on every mesh.
     advantages = np.tile(np.linspace(-1, 1, rows, dtype=np.float32)[:, None], (1, slots))
-    batch = make_batch(prompts, rollout, lengths=(slots,))
+    batch = make_batch(prompts, rollout, slots)
     batch = dataclasses.replace(batch, advantages=put(advantages, "batch", None))
     forced = _placed(one.batch) if one else batch
     old = logprobs(trainer.learner, params, pack_rows(trainer.learner, forced, np.arange(rows)))

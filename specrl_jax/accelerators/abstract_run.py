@@ -16,7 +16,7 @@ import numpy as np
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
 from specrl_jax.algorithms.learner import Learner, TrainState, abstract_train_state, make_learner
 from specrl_jax.algorithms.scoring import PackedRows, critic_values, pack_rows
-from specrl_jax.algorithms.update import batch_of_length
+from specrl_jax.algorithms.update import make_batch
 from specrl_jax.build import policy_copy, policy_schedule, rollout_rows, training_spec
 from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.group_buffer import trained_group_size
@@ -229,7 +229,7 @@ class AbstractRun:
         """Of the longest responses, before the advantages."""
         slots = update_lengths(self.config.rollout.response_len)[-1]
         prompts = self.prompts(self.rollout.lens.shape[0])
-        return abstract(lambda x: batch_of_length(prompts, x, slots), self.rollout)
+        return abstract(lambda x: make_batch(prompts, x, slots), self.rollout)
 
     @functools.cached_property
     def batch(self) -> Batch:

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from jax import Array
 
-from specrl_jax import hosts
 from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
 from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
@@ -26,18 +25,8 @@ Sums = dict[str, Array]  # float32 scalars, added over micro-batches
 Weights = tuple[Params, Params | None]  # of the policy and the critic
 
 
-def make_batch(prompts: Prompts, rollout: Rollout, *, lengths: tuple[int, ...]) -> Batch:
-    """The rows of a rollout as the update reads them; their advantages are zeros.
-
-    Responses are cut to the shortest of `lengths` that holds them all, so that the update is
-    compiled for a few lengths and short responses cost little.
-    """
-    longest = int(hosts.fetch(jnp.max(rollout.lens)))
-    return batch_of_length(prompts, rollout, min(n for n in lengths if n >= longest))
-
-
-def batch_of_length(prompts: Prompts, rollout: Rollout, slots: int) -> Batch:
-    """`make_batch` with R' = `slots`."""
+def make_batch(prompts: Prompts, rollout: Rollout, slots: int) -> Batch:
+    """A rollout as the update reads it: responses cut to R' = `slots`, all advantages 0."""
     group = rollout.lens.shape[0] // len(prompts.lens)
     prompt_lens = put(np.repeat(prompts.lens, group), "batch")
     tokens = put(np.repeat(prompts.tokens, group, axis=0), "batch", None)
