@@ -330,6 +330,8 @@ def _by_name(tree: Any) -> dict[str, Any]:
 def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and the devices' layout that an array is restored to."""
     sharding = leaf.sharding
+    if sharding is None:  # a step counter, say: it depends on no parameter
+        sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding.spec)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -4,6 +4,7 @@ A new part is a `types.StatePart`, a field of `TrainerState` and a line of `_new
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.learner import TrainState, abstract_train_state, init_train_state
+from specrl_jax.algorithms.learner import TrainState, init_train_state
 from specrl_jax.build import Trainer
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -136,7 +137,8 @@ def resume(
     params: those that `build` gave.
     """
     reference = params if trainer.config.algorithm.kl_coef else None
-    like = abstract_train_state(trainer.learner, abstract_params(trainer.model))
+    init = functools.partial(init_train_state, trainer.learner)
+    like = jax.eval_shape(init, abstract_params(trainer.model))
     state = _new_state(trainer, like, reference)
     if step is None:
         step, arrays, host = checkpoints.restore_newest(state.like())

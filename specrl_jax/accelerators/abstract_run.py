@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
-from specrl_jax.algorithms.learner import Learner, TrainState, abstract_train_state, make_learner
+from specrl_jax.algorithms.learner import Learner, TrainState, init_train_state, make_learner
 from specrl_jax.algorithms.scoring import PackedRows, critic_values, pack_rows
 from specrl_jax.algorithms.update import make_batch
 from specrl_jax.build import policy_copy, policy_schedule, rollout_rows, training_spec
@@ -135,7 +135,8 @@ class AbstractRun:
 
     @functools.cached_property
     def state(self) -> TrainState:
-        return _placed(abstract_train_state(self.learner, abstract_params(self.model)))
+        init = functools.partial(init_train_state, self.learner)
+        return abstract(init, abstract_params(self.model))
 
     @functools.cached_property
     def reference(self) -> Params | None:

@@ -125,17 +125,3 @@ def init_train_state(learner: Learner, params: Params) -> TrainState:
     critic = value.init_critic(learner.model, learner.critic.kind, params)
     opt_state = TrainState.create(critic, learner.critic.optimizer).opt_state
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
-
-
-def abstract_train_state(learner: Learner, params: Any) -> TrainState:
-    """Shapes and layouts of `init_train_state(learner, params)`, for abstract parameters."""
-    state = jax.eval_shape(lambda p: init_train_state(learner, p), params)
-    replicated = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
-
-    def with_layout(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        # Step counters depend on no parameter and so have no layout.
-        if leaf.sharding:
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
-
-    return jax.tree.map(with_layout, state)
