@@ -43,14 +43,13 @@ def host_params(model: ModelConfig, nudge: float):
     """Host weights; `nudge` moves them, as an update would. Logits have a std near 1.5."""
     rng, change = np.random.default_rng(0), np.random.default_rng(99)
 
-    def init(path, shape):
-        name = path[-1].key
+    def init(path, parameter):
+        name, shape = path[-1].key, parameter.shape
         std = 0.4 if name == "embed" else 0.35
         base = np.ones(shape) if name.endswith("norm") else rng.normal(0, std, shape)
         return (base + change.normal(0, nudge * std, shape)).astype(np.float32)
 
-    shapes = transformer.param_shapes(model)
-    return jax.tree_util.tree_map_with_path(init, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(init, transformer.param_shapes(model))
 
 
 def by_slot(cache) -> list[np.ndarray]:
@@ -77,10 +76,7 @@ def table_policy(table_XV: np.ndarray):
         vocab_size=vocab, embed_dim=width, mlp_dim=2, num_layers=1, num_heads=1, num_kv_heads=1,
         head_dim=2, tie_embeddings=False,
     )  # fmt: skip
-    shapes = transformer.param_shapes(model)
-    params = jax.tree.map(
-        lambda shape: np.zeros(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
-    )
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), transformer.param_shapes(model))
     params["final_norm"][:] = 1.0
     params["embed"][:, :vocab] = np.eye(vocab)
     params["lm_head"][:, :vocab] = np.log(table_XV).T / math.sqrt(width)

@@ -11,18 +11,15 @@ import re
 import hypothesis
 import small_runs
 from hypothesis import strategies as st
+from small_models import MODEL
 
 from specrl_jax.algorithms.learner import make_schedule
 from specrl_jax.config import CHOICES, choices, flatten, validate
 from specrl_jax.group_buffer import part_size
-from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.generate import RolloutSpec
 
 CONFIGURATIONS = 2_000
-MODEL = ModelConfig(
-    vocab_size=16, embed_dim=16, mlp_dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4
-)  # fmt: skip
 FIELDS = dict(flatten(small_runs.small_config()))
 EXTREME_INTS = st.sampled_from([-(2**63), -1, 0, 2**31 - 1, 2**31, 10**15, 2**64, 10**400])
 EXTREME_FLOATS = st.sampled_from([0.0, -1.0, 1e-300, 1e300, math.inf, -math.inf, math.nan])

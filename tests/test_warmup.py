@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import small_runs
+from small_models import random_params
 
 from specrl_jax import warmup
 from specrl_jax.algorithms.learner import make_learner
@@ -35,13 +36,7 @@ def _learner():
 
 
 def _params(seed: int = 0):
-    rng = np.random.default_rng(seed)
-    host = jax.tree.map(
-        lambda shape: rng.normal(0, 0.3, shape).astype(np.float32),
-        transformer.param_shapes(MODEL),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    return transformer.place_params(MODEL, host)
+    return transformer.place_params(MODEL, random_params(MODEL, 0.3, seed=seed))
 
 
 @jax.jit(static_argnums=1)

@@ -161,7 +161,7 @@ def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> Params:
         _check_tied(checkpoint)
     # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
     shapes = flatten_dict(param_shapes(config), sep="/")
-    leaves = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+    leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
     for name, (view, _) in _tensors(config, leaves).items():
         view[...] = _read(checkpoint, name).reshape(view.shape)
         # The sum is NaN or infinite where a value is, and often where values are beyond sense.

@@ -8,7 +8,6 @@ The update scans the stacked layers, to compile faster. The rollout uses unstack
 (`rollout_weights`), because a scan would cost overhead at every token.
 """
 
-import math
 import zlib
 
 import jax
@@ -132,16 +131,19 @@ def head_logits(hidden: Array, head_VD: Array) -> Array:
 
 
 def param_shapes(config: ModelConfig) -> dict:
-    """The parameter tree, with shapes for arrays."""
-    top = {n: p.shape(config) for n, p in select(TOP, config).items()}
-    layer = {n: (config.num_layers, *p.shape(config)) for n, p in select(LAYER, config).items()}
+    """Shape and type of every parameter."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    top = {n: leaf(*p.shape(config)) for n, p in select(TOP, config).items()}
+    layer = {n: leaf(config.num_layers, *p.shape(config)) for n, p in select(LAYER, config).items()}
     return top | {"layers": layer}
 
 
 def param_count(config: ModelConfig) -> int:
     """Number of parameters."""
-    shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-    return sum(math.prod(shape) for shape in shapes)
+    return sum(x.size for x in jax.tree.leaves(param_shapes(config)))
 
 
 def abstract_params(config: ModelConfig) -> dict:
@@ -180,11 +182,10 @@ def init_params(config: ModelConfig, key: Array) -> Params:
 
     The outputs into the residual stream are scaled by (2 L)^-1/2.
     """
-    shapes, specs = param_shapes(config), param_specs(config)
     depth = (2 * config.num_layers) ** -0.5
 
-    def init(path, shape: tuple[int, ...]) -> Array:
-        name = path[-1].key
+    def init(path, parameter: jax.ShapeDtypeStruct) -> Array:
+        name, shape = path[-1].key, parameter.shape
         if name.endswith("norm"):
             return jnp.ones(shape)
         if name.endswith("bias"):
@@ -195,10 +196,8 @@ def init_params(config: ModelConfig, key: Array) -> Params:
         return std * jax.random.normal(noise_key, shape)
 
     def build() -> Params:
-        params = jax.tree_util.tree_map_with_path(
-            init, shapes, is_leaf=lambda x: isinstance(x, tuple)
-        )
-        return jax.tree.map(jax.sharding.reshard, params, specs)
+        params = jax.tree_util.tree_map_with_path(init, param_shapes(config))
+        return jax.tree.map(jax.sharding.reshard, params, param_specs(config))
 
     return jax.jit(build)()
 

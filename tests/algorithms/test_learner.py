@@ -7,14 +7,10 @@ import numpy as np
 import optax
 import pytest
 import small_runs
+from small_models import MODEL
 
 from specrl_jax.algorithms.learner import make_learner, make_optimizer, make_schedule
 from specrl_jax.algorithms.losses import LossConfig
-from specrl_jax.models.config import ModelConfig
-
-MODEL = ModelConfig(
-    vocab_size=12, embed_dim=8, mlp_dim=12, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
-)
 
 
 def test_adamw_and_clipping_against_the_formulas(mesh):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from small_models import random_params
 
 from specrl_jax.algorithms.learner import Learner, init_train_state
 from specrl_jax.algorithms.losses import LossConfig
@@ -32,12 +33,7 @@ ROWS, PROMPT, RESPONSE = 4, 4, 5
 
 @functools.cache
 def host_params():
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda shape: rng.normal(0, 0.4, shape).astype(np.float32),
-        transformer.param_shapes(MODEL),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    return random_params(MODEL, 0.4)
 
 
 def place_params():

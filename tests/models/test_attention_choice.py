@@ -5,14 +5,11 @@ import types
 import jax
 import pytest
 import small_runs
+from small_models import MODEL
 
 from specrl_jax.models import attention, attention_choice
 from specrl_jax.models.attention_choice import Shapes, choose, judge
-from specrl_jax.models.config import ModelConfig
 
-MODEL = ModelConfig(
-    vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
-)
 SHAPES = Shapes(rows=3, slots=12, verify_width=4, packed_tokens=16)
 
 

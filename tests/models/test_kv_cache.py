@@ -5,14 +5,11 @@ import functools
 import jax
 import numpy as np
 import pytest
+from small_models import MODEL
 
 from specrl_jax.models import kv_cache, row_slices
-from specrl_jax.models.config import ModelConfig
 from specrl_jax.sharding import on_shards, put
 
-MODEL = ModelConfig(
-    vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
-)
 AXES = ("batch", "kv_heads", None, None)
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import small_runs
+from small_models import random_params
 
 from specrl_jax.models import hf, transformer
 from specrl_jax.models.load import load_policy, load_shape
@@ -31,7 +32,7 @@ def test_from_nothing(mesh, monkeypatch, family, extra):
     assert (shape.family, shape.vocab_size, shape.remat) == (family, 16, True)
     assert shape.max_positions == config.data.prompt_len + config.rollout.response_len
     assert shape.dtype == "float32"  # auto, on a CPU
-    assert params["lm_head"] == (16, 16)
+    assert params["lm_head"].shape == (16, 16)
     plain = {"attn_norm", "mlp_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
     assert set(params["layers"]) - plain - {"gate_proj", "up_proj", "down_proj"} == extra
 
@@ -56,12 +57,7 @@ def directory(mesh, tmp_path):
         vocab_size=24, embed_dim=16, mlp_dim=16, num_layers=1, num_heads=4, num_kv_heads=2,
         head_dim=4, max_positions=9,
     )  # fmt: skip
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda size: rng.normal(size=size).astype(np.float32),
-        transformer.param_shapes(shape),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    params = random_params(shape, 1.0)
     hf.save(tmp_path, shape, params)
     return tmp_path, shape, params
 

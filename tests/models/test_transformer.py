@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import MODEL, random_params
 
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig, RopeScaling
@@ -16,9 +17,7 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer, rollout_weights
 from specrl_jax.sharding import put, spec
 
-BASE = ModelConfig(
-    vocab_size=16, embed_dim=16, mlp_dim=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
-)
+BASE = MODEL.replace(embed_dim=16, mlp_dim=24)
 FAMILIES = {
     "llama": BASE,
     "llama3": BASE.replace(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8), tie_embeddings=False),
@@ -42,15 +41,7 @@ def _with_cache(config, weights, tokens, start, cache):
 
 
 def _params(config: ModelConfig):
-    """Random weights, biases and norms too (`init_params` leaves those at 0 and 1)."""
-    rng = np.random.default_rng(0)
-    shapes = transformer.param_shapes(config)
-    host = jax.tree.map(
-        lambda shape: rng.normal(0.2, 0.5, shape).astype(np.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    return transformer.place_params(config, host)
+    return transformer.place_params(config, random_params(config, 0.5, mean=0.2))
 
 
 def _tokens(rows: int, width: int) -> np.ndarray:
@@ -60,15 +51,13 @@ def _tokens(rows: int, width: int) -> np.ndarray:
 @EACH_FAMILY
 def test_shapes_and_specs(mesh, name):
     config = FAMILIES[name]
-    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
-    shapes = transformer.param_shapes(config)
-    params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
-    assert jax.tree.map(lambda x: x.shape, params) == shapes
-    assert jax.tree.map(lambda x: x.shape, transformer.abstract_params(config)) == shapes
+    shapes, params = transformer.param_shapes(config), transformer.abstract_params(config)
+    described = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (shapes, params)]
+    assert described[0] == described[1]
     assert transformer.param_count(config) == sum(x.size for x in jax.tree.leaves(params))
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     ranks = jax.tree.map(len, transformer.param_specs(config))
-    assert ranks == jax.tree.map(len, shapes, is_leaf=is_leaf)
+    assert ranks == jax.tree.map(lambda x: x.ndim, shapes)
 
 
 def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
