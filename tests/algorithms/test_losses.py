@@ -1,8 +1,7 @@
-"""The parts of the losses: objectives, ratios, KL estimators, aggregations; the critic's loss."""
+"""The parts of the losses: objectives and aggregations; the critic's loss."""
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,9 @@ from loss_batches import FULL, PLAIN, as_batch, as_float32, slopes, take
 
 from specrl_jax.algorithms.losses import (
     AGGREGATIONS,
-    KL_ESTIMATORS,
     clipped_surrogate,
     clipped_weight,
-    k2,
     k3,
-    sequence_ratio,
     value_loss,
 )
 
@@ -97,51 +93,6 @@ def test_cispo_by_hand(ratio, advantage, loss, gradient, clipped):
     assert was_clipped.item() is clipped
     slope = jax.grad(lambda x: token_loss(x)[0].sum())(jnp.float32(-0.5))
     np.testing.assert_allclose(slope, gradient, rtol=1e-5)
-
-
-# Ratios ------------------------------------------------------------------------------------
-
-
-def test_a_sequence_ratio_leaves_each_token_its_own_advantage():
-    """`sequence_ratio`'s worked row: s = e^0.3 for both tokens, each times its own advantage."""
-    log_ratio = jnp.array([[0.2, 0.4, 7.0]])
-    mask, advantages = jnp.array([[True, True, False]]), jnp.array([[1.0, -3.0, 5.0]])
-
-    def losses(log_ratio):
-        ratio = jnp.exp(sequence_ratio(log_ratio, mask))
-        return jnp.where(mask, -ratio * advantages, 0)
-
-    s = math.exp(0.3)
-    np.testing.assert_allclose(losses(log_ratio), [[-s, 3 * s, 0]], rtol=1e-6)
-    gradient = jax.grad(lambda x: losses(x).sum())(log_ratio)
-    np.testing.assert_allclose(gradient, [[-s, 3 * s, 0]], rtol=1e-6)
-
-
-# KL -----------------------------------------------------------------------------------------
-
-
-def test_kl_by_hand():
-    log_ratio, log2 = np.log([0.25 / 0.5, 0.5 / 0.25]), math.log(2)
-    for estimator, expected in {
-        "k1": [log2, -log2],
-        "k2": [log2**2 / 2, log2**2 / 2],
-        "k3": [0.5 + log2 - 1, 2 - log2 - 1],
-    }.items():
-        np.testing.assert_allclose(KL_ESTIMATORS[estimator](log_ratio), expected, rtol=1e-5)
-
-
-def test_kl_estimators_against_the_exact_divergence():
-    """Values of k1 and k3 are KL(π ‖ π_ref) in expectation, and so is k2's gradient. k3's
-    gradient is that of KL(π_ref ‖ π): by log π(y), it is 1 − π_ref(y) / π(y)."""
-    policy, reference = np.array([0.2, 0.3, 0.5]), np.array([0.3, 0.3, 0.4])
-    log_ratio = np.log(reference / policy)
-    exact = np.sum(policy * np.log(policy / reference))
-    for estimator in ("k1", "k3"):
-        expectation = policy @ np.asarray(KL_ESTIMATORS[estimator](log_ratio))
-        np.testing.assert_allclose(expectation, exact, rtol=1e-5)
-    for estimate, slope in ((k2, -log_ratio), (k3, 1 - reference / policy)):
-        by_logprob = jax.vmap(jax.grad(lambda x, e=estimate: e(-x)))(-log_ratio)
-        np.testing.assert_allclose(by_logprob, slope, rtol=1e-5, atol=1e-7)
 
 
 # Aggregation --------------------------------------------------------------------------------

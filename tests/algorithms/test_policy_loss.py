@@ -121,19 +121,6 @@ def test_without_a_reference_there_is_no_kl():
     assert "policy/kl" not in policy_metrics(sums)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_on_an_explicitly_sharded_batch(aggregation):
-    devices = len(jax.devices())
-    batch = as_float32(make_batch(8, rows=2 * devices))
-    config = dataclasses.replace(FULL, aggregation=aggregation)
-    differentiate = jax.value_and_grad(policy_loss, has_aux=True)
-    expected = differentiate(*batch, config)
-    with jax.set_mesh(jax.make_mesh((devices, 1), ("data", "tensor"))):
-        sharded = jax.device_put(batch, jax.P("data"))
-        got = jax.jit(differentiate, static_argnums=3)(*sharded, config)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
-
-
 @pytest.mark.parametrize("parts", [2, 6])
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_micro_batches_sum_to_the_mini_batch(changes, parts):
@@ -157,16 +144,6 @@ def test_micro_batches_sum_to_the_mini_batch(changes, parts):
     assert metrics.keys() == expected.keys()
     for name in metrics:
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
-
-
-def test_a_sequence_ratio_is_clipped_for_all_its_tokens():
-    """Ratios 2 and 1/2 in one row have mean 1: no token of it is clipped, though each would be."""
-    logprobs = np.log(np.array([[2.0, 0.5], [2.0, 2.0]], np.float32))
-    batch = as_batch(np.ones((2, 2), bool), advantages=np.ones_like(logprobs))
-    config = dataclasses.replace(PLAIN, ratio="sequence", aggregation="sequence")
-    loss, sums = policy_loss(logprobs, logprobs, batch, config)
-    np.testing.assert_allclose(loss, -(1.0 + 1.28) / 2, rtol=1e-6)
-    assert sums["clip_fraction"] == 2
 
 
 def test_weights_multiply_each_tokens_surrogate_and_nothing_else():
