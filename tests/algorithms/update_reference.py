@@ -1,4 +1,4 @@
-"""A small learner and batch, and its loss written down row by row, without padding or masks."""
+"""A small learner and batch, and its loss by rows that are scored one by one."""
 
 import functools
 
@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from loss_batches import take
 from small_models import random_params
 
 from specrl_jax.algorithms.learner import Learner, init_train_state
-from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.algorithms.losses import LossConfig, policy_loss
 from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import update
 from specrl_jax.models import transformer
@@ -82,29 +83,14 @@ def row_scores(params, tokens, first: int, temperature: float):
 
 
 def plain_loss(params, batch: Batch, settings: LossConfig, rows) -> jax.Array:
-    """arXiv 2402.03300, eq. 3 with DAPO's two clips and the dual clip, token by token."""
-    row_sums, counts = [], []
-    for b in rows:
-        first, count = batch.prompt_lens[b], batch.response_lens[b]
-        scores, spread = row_scores(params, batch.tokens[b, : first + count], first, 0.8)
-        terms = []
-        for j in range(count):
-            advantage = batch.advantages[b, j]
-            ratio = jnp.exp(scores[j] - batch.old_logprobs[b, j])
-            clipped = jnp.clip(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
-            term = -jnp.minimum(ratio * advantage, clipped * advantage)
-            if settings.dual_clip and advantage < 0:
-                term = jnp.minimum(term, -settings.dual_clip * advantage)
-            if settings.kl_coef:
-                d = batch.ref_logprobs[b, j] - scores[j]
-                kl = {"k1": -d, "k2": d**2 / 2, "k3": jnp.exp(d) - d - 1}[settings.kl_estimator]
-                term += settings.kl_coef * kl
-            terms.append(term - settings.entropy_coef * spread[j])
-        row_sums.append(sum(terms))
-        counts.append(int(count))
-    if settings.aggregation == "token":
-        return sum(row_sums) / sum(counts)
-    return sum(s / n for s, n in zip(row_sums, counts)) / len(counts)
+    """The loss of rows that are scored one by one."""
+    scores = []
+    for row in rows:
+        first, count = batch.prompt_lens[row], batch.response_lens[row]
+        of_row = row_scores(params, batch.tokens[row, : first + count], first, 0.8)
+        scores.append([jnp.pad(x, (0, RESPONSE - count)) for x in of_row])
+    logprobs, entropy = (jnp.stack(x) for x in zip(*scores))
+    return policy_loss(logprobs, entropy, take(batch, np.array(rows)), settings)[0]
 
 
 def distance(one, two) -> float:
