@@ -73,21 +73,6 @@ def test_a_step_without_any_signal(mesh, tmp_path, changes):
     assert record["policy/loss"] == 0 or len(changes) > 2
 
 
-@pytest.mark.parametrize("packing", ["trie", pytest.param("sequences", marks=pytest.mark.slow)])
-def test_packing_changes_a_run_by_rounding_only(mesh, tmp_path, packing):
-    """A PPO step with a critic, a KL and recomputed log-probs gives the weights of padded rows."""
-    changes = {
-        "critic.kind": "network", "algorithm.kl_coef": 0.1, "updates.old_logprobs": "recompute",
-        "train.steps": 1,
-    } | SOME_SIGNAL  # fmt: skip
-    for name in ("rows", packing):
-        run = tmp_path / name
-        loop.train(small_config(changes | {"updates.packing": name}, algorithm="ppo"), run)
-    rows, packed = (saved(tmp_path / name, 1) for name in ("rows", packing))
-    for name, value in rows.items():
-        np.testing.assert_allclose(packed[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("kind", [pytest.param("head", marks=pytest.mark.slow), "network"])
 def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mesh, tmp_path, kind):
     """In the two warm-up steps the policy and its moments stay as they are, to the bit."""

