@@ -35,7 +35,7 @@ ALLOWED = {
     "models": {"hosts", "inputs", "sharding"},
     "rewards": {"types"},
     "rollout": {"data/prompts", "hosts", "models", "packing", "sharding", "types"},
-    "telemetry": {"algorithms/advantages", "types"},
+    "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
     "checkpoint": {"checksums", "config", "hosts", "types"},
     "checksums": {"hosts"},
     "cli": {"config", "config_file", "runtime", "sharding"},

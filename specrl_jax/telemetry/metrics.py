@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrl_jax.telemetry import jsonl
+from specrl_jax.inputs import json_object
 from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import SafeTracker
 
@@ -167,7 +167,7 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
     end = 0
     for number, line in enumerate(lines, start=1):
         end += len(line)
-        record = jsonl.decode(path, number, line, ("step",))
+        record = json_object(line, f"{path}: line {number} (restore the file or remove the line)")
         record |= {name: float(text) for name, text in record.pop("nonfinite", {}).items()}
         records.append((end, {RENAMED_METRICS.get(k, k): value for k, value in record.items()}))
     return records

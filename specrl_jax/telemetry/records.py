@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.telemetry import jsonl
+from specrl_jax.inputs import json_object
 from specrl_jax.types import Prompts, Rollout, Source
 
 FOLDER = "rollouts"
@@ -48,7 +48,6 @@ FIELDS = {
     "prefix_len": "tokens that come from the earlier response, from the first on",
     "ended": "true if the last token ends the sequence; false if the response was cut",
 }
-_REQUIRED = [name for name in FIELDS if name != "token_ends"]
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
@@ -102,12 +101,15 @@ def read_rollouts(
     Raises ValueError in one line, with the file and its line, where the file is damaged.
     """
     path = rollouts_path(workdir, step, kind)
-    lines = _lines(path)
-    return [jsonl.decode(path, n, line, _REQUIRED) for n, line in enumerate(lines, start=1)]
+    return [_decode(path, n, line) for n, line in enumerate(_lines(path), start=1)]
 
 
 def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    return json_object(line, f"{path}: line {number} (restore the file or remove the line)")
 
 
 def read_some_rollouts(
@@ -133,7 +135,7 @@ def read_some_rollouts(
         for number, line in enumerate(_lines(path), start=1):
             prompt_id = _prompt_id(line)
             if not prompt_id or (kind, prompt_id) in chosen:
-                rollouts[kind].append(jsonl.decode(path, number, line, _REQUIRED))
+                rollouts[kind].append(_decode(path, number, line))
     return rollouts, len(chosen), len(sizes)
 
 

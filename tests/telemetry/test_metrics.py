@@ -1,7 +1,6 @@
 """The table of metrics, and `metrics.jsonl` over kills and resumes."""
 
 import json
-import logging
 import math
 
 import jax.numpy as jnp
@@ -119,18 +118,7 @@ def test_restore_forgets_later_steps_and_a_torn_line(tmp_path):
     ]
 
 
-def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
-    with open_log(tmp_path) as log, caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            log.restore(0)
-            log.write(1, 1, {"reward/mean": 0.5})
-        assert steps(tmp_path) == [1]
-        assert not caplog.records
-        log.restore(3)
-    assert "ends at step 1, the checkpoint is of step 3" in caplog.text
-
-
 def test_damage_before_the_last_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "epoch": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 must be a JSON object"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 .*must be JSON: "):
         read_metrics(tmp_path)

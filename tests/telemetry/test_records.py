@@ -314,15 +314,11 @@ def test_a_full_disk_is_one_line_and_leaves_the_file_that_was_there(tmp_path, mo
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda lines: [*lines[:1], lines[1][:40] + b"\n", *lines[2:]], "line 2 must be a JSON ob"),
-        (lambda lines: [*lines[:-1], lines[-1][:-9]], "line 4 must be a JSON object"),
-        (lambda lines: [*lines[:2], b"\n", *lines[2:]], "line 3 must be a JSON object"),
-        (lambda lines: [*lines, b"[1, 2]\n"], "line 5 must be a JSON object"),
-        (lambda lines: [b"\xff\xfe\x00\n", *lines[1:]], "line 1 must be a JSON object"),
-        (
-            lambda lines: [lines[0].replace(b'"sources"', b'"source"'), *lines[1:]],
-            "line 1 must be an object with the field 'sources'",
-        ),
+        (lambda lines: [*lines[:1], lines[1][:40] + b"\n", *lines[2:]], "line 2 .* must be JSON: "),
+        (lambda lines: [*lines[:-1], lines[-1][:-9]], "line 4 .* must be JSON: "),
+        (lambda lines: [*lines[:2], b"\n", *lines[2:]], "line 3 .* must be JSON: "),
+        (lambda lines: [*lines, b"[1, 2]\n"], "line 5 .* must be a JSON object"),
+        (lambda lines: [b"\xff\xfe\x00\n", *lines[1:]], "line 1 .* must be JSON: "),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, damage, message):
