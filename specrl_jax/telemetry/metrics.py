@@ -7,7 +7,6 @@ a resume.
 
 import contextlib
 import json
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -21,8 +20,6 @@ from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import SafeTracker
 
 FILE_NAME = "metrics.jsonl"
-
-_log = logging.getLogger(__name__)
 
 
 class Metric(NamedTuple):
@@ -218,26 +215,15 @@ class MetricsLog(contextlib.AbstractContextManager):
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / FILE_NAME
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
-        self._keep(math.inf)
+        self.restore(math.inf)
         self._console = Console(total_steps)
         self._tracker = SafeTracker(tracker, workdir, config)
 
-    def restore(self, step: int) -> None:
+    def restore(self, step: float) -> None:
         """Removes the records after `step` and an unfinished last line.
 
-        Call it with the restored checkpoint's step before the next `write`. Warns if the file lacks
-        steps up to `step`.
+        Call it with the restored checkpoint's step before the next `write`.
         """
-        self._keep(step)
-        last = max(self._last_step, 0)
-        if last < step:
-            _log.warning(
-                "%s ends at step %d, the checkpoint is of step %d: the steps between are lost",
-                self._path, last, step,
-            )  # fmt: skip
-
-    def _keep(self, step: float) -> None:
-        """Keep the records up to `step`, and no unfinished line."""
         kept = [(end, record) for end, record in _scan(self._path) if record["step"] <= step]
         # Steps only grow, so the removed records are the file's end: a cut there cannot tear.
         size, self._last_step = (kept[-1][0], kept[-1][1]["step"]) if kept else (0, -1)
