@@ -5,13 +5,12 @@ responses to a prompt together. A line is a JSON object with the fields of `FIEL
 file appears complete or not at all. A share of 0 has no folder. eval_N holds responses to held-out
 prompts, by the policy after step N; step_N those of a training step, by the policy before it.
 
-A prompt is recorded where its hash, a number in [0, 1) of the prompt_id alone, is below the share.
+A prompt is recorded where its prompt_id, a hash read as a number in [0, 1), is below the share.
 So a prompt is recorded in every epoch, runs on the same problems record the same prompts, and a
-larger share adds prompts. A batch without such a prompt records the one with the smallest hash.
+larger share adds prompts. A batch without such a prompt records the one with the smallest id.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -60,23 +59,14 @@ _MAX_CHARACTER_TOKENS = 8
 # Which prompts ------------------------------------------------------------------------------
 
 
-def _hash(prompt_id: str) -> float:
-    """A number in [0, 1), by blake2b: the same on every machine.
-
-    The id is a hash itself. It is hashed again because it also keys the noise.
-    """
-    digest = hashlib.blake2b(prompt_id.encode(), digest_size=6, person=b"rollouts").digest()
-    return int.from_bytes(digest, "big") / 2**48  # 48 bits are exact in a float
-
-
 def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
-    """Indices of the prompts of a batch to record, smallest hash first; see the module.
+    """Indices of the prompts of a batch to record, smallest prompt_id first; see the module.
 
     At least one where the share, in [0, 1], is above 0. The order of the batch does not matter.
     """
-    ranked = sorted((_hash(prompt_id), prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
-    below = [q for value, _, q in ranked if value < share]
-    return below or ([ranked[0][2]] if share > 0 and ranked else [])
+    ranked = sorted((prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
+    below = [q for prompt_id, q in ranked if int(prompt_id, 16) < share * 16 ** len(prompt_id)]
+    return below or ([ranked[0][1]] if share > 0 and ranked else [])
 
 
 # Reading ------------------------------------------------------------------------------------
