@@ -38,7 +38,7 @@ FIELDS = {
     "answer": "the problem's reference answer",
     "text": "the response, decoded, without special tokens; before reward.extract",
     "token_ids": "per token: its id",
-    "token_ends": "per token: characters of the text up to its end; absent in older records",
+    "token_ends": "per token: characters of the text up to its end",
     "sources": "per token, a letter: s sampled, d drafted, r reused, f forced (see types.Source)",
     "policy_logprobs": "per token: nats, with temperature, without top-k/top-p; 4 decimals",
     "reward": "6 decimals; null, like a log-prob, where it is not finite",
