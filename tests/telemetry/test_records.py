@@ -125,33 +125,13 @@ def test_every_field_by_hand(tmp_path):
     names = ("text", "token_ids", "token_ends", "sources", "policy_logprobs", "origin_steps",
              "reward", "failed", "prefix_len", "ended")  # fmt: skip
     rows = [
-        (
-            "1 3",
-            [5, 3, 4, 1],
-            [1, 2, 3, 3],
-            "rrds",
-            [0, -1.2346, -2.5, -0.25],
-            [1, 3, 7, 7],
-            1.0,
-            False,
-            2,
-            True,
-        ),
-        (
-            "1 333",
-            [5, 3, 4, 4, 4],
-            [1, 2, 3, 4, 5],
-            "sssss",
-            [-1.0] * 5,
-            [7] * 5,
-            0.1,
-            False,
-            0,
-            False,
-        ),
+        ("1 3", [5, 3, 4, 1], [1, 2, 3, 3], "rrds", [0, -1.2346, -2.5, -0.25],
+         [1, 3, 7, 7], 1.0, False, 2, True),
+        ("1 333", [5, 3, 4, 4, 4], [1, 2, 3, 4, 5], "sssss", [-1.0] * 5,
+         [7] * 5, 0.1, False, 0, False),
         ("4", [6, 2], [1, 1], "rr", [-0.5, -7.0], [2, 2], 0.0, False, 2, True),
         ("", [], [], "", [], [], 0.0, True, 0, False),
-    ]
+    ]  # fmt: skip
     groups = [{"prompt_id": "a1", "prompt": "3 1>"}, {"prompt_id": "b1", "prompt": "4>"}]
     expected = [
         {"step": 7, "epoch": 2, "answer": "1 3", **groups[i // 2], "sample": i % 2}
