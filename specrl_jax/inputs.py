@@ -5,7 +5,7 @@ A bad input raises ValueError, whose text names the input and what must be true 
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,16 @@ def user_path(path: str, field: str) -> Path:
     return expanded
 
 
-def json_object(text: bytes, where: str) -> dict[str, Any]:
-    """The object that is `text`, UTF-8; errors begin with `where`."""
+def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str, Any]:
+    """The object that is `text`, UTF-8, with at least these fields; errors begin with `where`."""
     with one_line(f"{where} must be JSON"):
         value = json.loads(text.decode("utf-8"))
         if _depth(text, value) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a JSON object, got {repr(value)[:40]}")
+    if missing := [name for name in fields if name not in value]:
+        raise ValueError(f"{where} must have the field {missing[0]!r}")
     return value
 
 

@@ -7,6 +7,7 @@ a resume.
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import SafeTracker
 
 FILE_NAME = "metrics.jsonl"
+
+_log = logging.getLogger(__name__)
 
 
 class Metric(NamedTuple):
@@ -164,7 +167,8 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
     end = 0
     for number, line in enumerate(lines, start=1):
         end += len(line)
-        record = json_object(line, f"{path}: line {number} (restore the file or remove the line)")
+        where = f"{path}: line {number} (restore the file or remove the line)"
+        record = json_object(line, where, ("step",))
         record |= {name: float(text) for name, text in record.pop("nonfinite", {}).items()}
         records.append((end, {RENAMED_METRICS.get(k, k): value for k, value in record.items()}))
     return records
@@ -222,13 +226,20 @@ class MetricsLog(contextlib.AbstractContextManager):
     def restore(self, step: float) -> None:
         """Removes the records after `step` and an unfinished last line.
 
-        Call it with the restored checkpoint's step before the next `write`.
+        Call it with the restored checkpoint's step before the next `write`. Warns if the file lacks
+        steps up to `step`.
         """
         kept = [(end, record) for end, record in _scan(self._path) if record["step"] <= step]
         # Steps only grow, so the removed records are the file's end: a cut there cannot tear.
         size, self._last_step = (kept[-1][0], kept[-1][1]["step"]) if kept else (0, -1)
         os.truncate(self._path, size)
         os.fsync(self._file.fileno())
+        last = max(self._last_step, 0)
+        if last < step < math.inf:
+            _log.warning(
+                "%s ends at step %d, the checkpoint is of step %d: the steps between are lost",
+                self._path, last, step,
+            )  # fmt: skip
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Writes one step; on return the record is on the disk.

@@ -99,7 +99,8 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    return json_object(line, f"{path}: line {number} (restore the file or remove the line)")
+    where = f"{path}: line {number} (restore the file or remove the line)"
+    return json_object(line, where, FIELDS)
 
 
 def read_some_rollouts(

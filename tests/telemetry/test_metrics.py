@@ -1,6 +1,7 @@
 """The table of metrics, and `metrics.jsonl` over kills and resumes."""
 
 import json
+import logging
 import math
 
 import jax.numpy as jnp
@@ -107,6 +108,17 @@ def test_restore_forgets_later_steps_and_a_torn_line(tmp_path):
         (3, 1, 0.3),
         (4, 2, 0.9),
     ]
+
+
+def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
+    with open_log(tmp_path) as log, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            log.restore(0)
+            log.write(1, 1, {"reward/mean": 0.5})
+        assert steps(tmp_path) == [1]
+        assert not caplog.records
+        log.restore(3)
+    assert "ends at step 1, the checkpoint is of step 3" in caplog.text
 
 
 def test_damage_before_the_last_line_is_named(tmp_path):

@@ -290,6 +290,10 @@ def test_a_full_disk_is_one_line_and_leaves_the_file_that_was_there(tmp_path, mo
         (lambda lines: [*lines[:2], b"\n", *lines[2:]], "line 3 .* must be JSON: "),
         (lambda lines: [*lines, b"[1, 2]\n"], "line 5 .* must be a JSON object"),
         (lambda lines: [b"\xff\xfe\x00\n", *lines[1:]], "line 1 .* must be JSON: "),
+        (
+            lambda lines: [lines[0].replace(b'"sources"', b'"source"'), *lines[1:]],
+            "line 1 .* must have the field 'sources'",
+        ),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, damage, message):
