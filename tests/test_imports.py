@@ -33,10 +33,10 @@ ALLOWED = {
     "algorithms": {"hosts", "models", "packing", "sharding", "types"},
     "data": {"inputs", "models/sources", "types"},
     "models": {"hosts", "inputs", "sharding"},
-    "rewards": {"types"},
+    "rewards": {"inputs", "types"},
     "rollout": {"data/prompts", "hosts", "models", "packing", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "types"},
-    "checkpoint": {"checksums", "config", "hosts", "types"},
+    "checkpoint": {"checksums", "config", "hosts", "inputs", "types"},
     "checksums": {"hosts"},
     "cli": {"config", "config_file", "runtime", "sharding"},
     "evaluation": {
