@@ -216,13 +216,20 @@ def encode_prompts(
             f"data.prompt_len must let a prompt through, got {prompt_len} with {len(encoded)} "
             f"prompts, the shortest of {shortest} tokens"
         )
-    tokens = np.full((len(kept), prompt_len), tokenizer.pad_id, np.int32)
-    for row, i in enumerate(kept):
-        tokens[row, : len(encoded[i])] = encoded[i]
-    lens = np.array([len(encoded[i]) for i in kept], np.int32)
+    tokens, lens = right_padded([encoded[i] for i in kept], prompt_len, tokenizer.pad_id)
     chosen = tuple(examples[i] for i in kept)
     ids = words([example.prompt_id for example in chosen])
     return EncodedDataset(tokens, lens, ids, chosen, dropped=len(encoded) - len(kept))
+
+
+def right_padded(
+    rows: Sequence[Sequence[int]], width: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of token ids as int32 [N, width], and their lengths, int32 [N]."""
+    tokens = np.full((len(rows), width), pad_id, np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, np.array([len(row) for row in rows], np.int32)
 
 
 def words(ids: Sequence[str]) -> np.ndarray:
