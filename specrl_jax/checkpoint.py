@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from etils import epath
 from specrl_jax import hosts
 from specrl_jax.checksums import checksums
 from specrl_jax.config import check_names, flatten
+from specrl_jax.inputs import one_line
 
 _METRIC = "metric"
 
@@ -66,7 +67,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             create=not read_only,
             read_only=read_only,
         )
-        with _one_line_errors(OSError, f"checkpoints in {self.directory} cannot be opened"):
+        with one_line(f"checkpoints in {self.directory} cannot be opened", OSError):
             self._manager = ocp.CheckpointManager(
                 self.directory,
                 options=options,
@@ -91,7 +92,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         named = _by_name(arrays)
         described = {name: _described(x) for name, x in named.items()}
         saved = _sealed({"values": dict(host), "arrays": described, "sums": checksums(named)})
-        with _one_line_errors(OSError, _unsaved(self.directory)):
+        with one_line(_unsaved(self.directory), OSError):
             return self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -130,14 +131,14 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         where = self.directory / str(step)
         target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
-        with _one_line_errors(DamagedCheckpointError, f"{where} is damaged"):
+        with one_line(f"{where} is damaged", DamagedCheckpointError):
             saved = self._read(step, "host", ocp.args.JsonRestore())
             _check_seal(saved)
         described, sums = saved["arrays"], saved["sums"]
         if partial:
             described, sums = ({n: x[n] for n in target if n in x} for x in (described, sums))
         _check_same(where, described, {name: _described(x) for name, x in target.items()})
-        with _one_line_errors(DamagedCheckpointError, f"{where} is damaged"):
+        with one_line(f"{where} is damaged", DamagedCheckpointError):
             if partial:
                 arrays = _read_some(where / "arrays", target)
             else:
@@ -175,7 +176,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk; raises OSError if it failed."""
-        with _one_line_errors(OSError, _unsaved(self.directory)):
+        with one_line(_unsaved(self.directory), OSError):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -306,16 +307,6 @@ def _hide_abandoned_reads() -> None:
             show(error)
 
     sys.unraisablehook = show_others
-
-
-@contextlib.contextmanager
-def _one_line_errors(kind: type[Exception], summary: str) -> Iterator[None]:
-    """Turns whatever Orbax raises into one line that says what to do."""
-    try:
-        yield
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise kind(f"{summary}: {type(error).__name__}: {lines[0][:200]}") from error
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

@@ -24,7 +24,10 @@ def checksums(arrays: Mapping[str, Array | np.ndarray]) -> dict[str, int]:
     Arrays on devices are summed there; those in host memory are summed by NumPy, so that no device
     need hold them.
     """
-    sums = {name: (_of_numpy if _in_host_memory(x) else _of_jax)(x) for name, x in arrays.items()}
+    sums = {}
+    for name, x in arrays.items():
+        # One at a time: many programs at once on virtual devices of a CPU may wait for ever.
+        sums[name] = _of_numpy(x) if _in_host_memory(x) else jax.block_until_ready(_of_jax(x))
     return {name: int(x) for name, x in hosts.fetch(sums).items()}
 
 

@@ -139,59 +139,35 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}.."
 
 
-# What is made of numbers that are each in their bounds: (what, bytes of one, the fields whose
-# product counts them). Less than a run that uses them needs, so that it is not refused if it fits.
-_ARRAYS = (
-    (
-        "the layers' weights with their optimizer state",
-        16 * 3,
-        "model.num_layers model.embed_dim model.mlp_dim",
-    ),
-    (
-        "the layers' weights with their optimizer state",
-        16 * 2,
-        "model.num_layers model.embed_dim model.num_heads model.head_dim",
-    ),
-    ("the training prompts", 4, "data.prompts data.prompt_len"),
-    ("the held-out prompts", 4, "data.eval_prompts data.prompt_len"),
-    ("the demonstrations", 4, "warmup.examples data.prompt_len"),
-    ("the prompts of a rollout", 4, "rollout.prompts_per_step rollout.group_size data.prompt_len"),
-    (
-        "the responses of a rollout",
-        32,
-        "rollout.prompts_per_step rollout.group_size rollout.response_len",
-    ),
-    (
-        "the responses that are finished a step later",
-        32,
-        "rollout.partial rollout.group_size rollout.response_len",
-    ),
-    (
-        "the responses to draft from",
-        4,
-        "rollout.tree.history rollout.prompts_per_step rollout.group_size rollout.response_len",
-    ),
-    (
-        "the stored log-probs",
-        8,
-        "rollout.stored_logprobs rollout.prompts_per_step rollout.group_size rollout.response_len",
-    ),
-    (
-        "the responses of an evaluation",
-        32,
-        "evaluate.batch_size evaluate.samples rollout.response_len",
-    ),
-)
+# What is made of numbers that are each in their bounds: the fields whose product counts it → bytes
+# of one. Less than a run that uses them needs, so that it is not refused if it fits.
+_BYTES = {
+    # The layers' weights with their optimizer state.
+    "model.num_layers model.embed_dim model.mlp_dim": 48,
+    "model.num_layers model.embed_dim model.num_heads model.head_dim": 32,
+    # Prompts: to train on, held out, of demonstrations, of a rollout.
+    "data.prompts data.prompt_len": 4,
+    "data.eval_prompts data.prompt_len": 4,
+    "warmup.examples data.prompt_len": 4,
+    "rollout.prompts_per_step rollout.group_size data.prompt_len": 4,
+    # Responses: of a rollout, finished a step later, of an evaluation.
+    "rollout.prompts_per_step rollout.group_size rollout.response_len": 32,
+    "rollout.partial rollout.group_size rollout.response_len": 32,
+    "evaluate.batch_size evaluate.samples rollout.response_len": 32,
+    # Stored responses to draft from, and stored log-probs.
+    "rollout.tree.history rollout.prompts_per_step rollout.group_size rollout.response_len": 4,
+    "rollout.stored_logprobs rollout.prompts_per_step rollout.group_size rollout.response_len": 8,
+}
 _MAX_GIB = 16_384  # of one array: more than 200 devices of 80 GB have
 
 
 def _memory(config: ConfigDict) -> Iterator[Check]:
     fields = dict(flatten(config))
-    for what, size, names in _ARRAYS:
-        values = {name: fields[name] for name in names.split()}
+    for product, size in _BYTES.items():
+        values = {name: fields[name] for name in product.split()}
         gib = size * math.prod(values.values()) / 2**30
         largest = max(values, key=values.get)
-        rule = f"smaller: {what} would take {gib:.3g} GiB, more than {_MAX_GIB}"
+        rule = f"smaller: {' x '.join(values)} would take {gib:.3g} GiB, more than {_MAX_GIB}"
         yield largest, rule, gib <= _MAX_GIB
 
 

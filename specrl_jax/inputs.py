@@ -5,7 +5,8 @@ A bad input raises ValueError, whose text names the input and what must be true 
 
 import contextlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ MAX_DEPTH = 100
 
 
 @contextlib.contextmanager
-def one_line(summary: str) -> Iterator[None]:
-    """Turn whatever is raised inside into ValueError("SUMMARY: REASON"), in one line.
+def one_line(summary: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Turn whatever is raised inside into an error of `kind`, "SUMMARY: REASON" in one line.
 
     SystemExit too: a user's module may end with sys.exit(). KeyboardInterrupt passes.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{summary}: {reason(error)}") from error
+        raise kind(f"{summary}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
@@ -41,14 +42,25 @@ def user_path(path: str, field: str) -> Path:
     return expanded
 
 
-def json_object(text: bytes, where: str) -> dict[str, Any]:
-    """The object that is `text`, UTF-8; errors begin with `where`."""
+def answer_pattern(text: str, field: str) -> re.Pattern | None:
+    """The regular expression in a field of the config, whose first group is an answer; None: ""."""
+    with one_line(f"{field} must be a regular expression, got {text!r}"):
+        pattern = re.compile(text)
+    if text and not pattern.groups:
+        raise ValueError(f"{field} must have a group, (..), for the answer, got {text!r}")
+    return pattern if text else None
+
+
+def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str, Any]:
+    """The object that is `text`, UTF-8, with at least these fields; errors begin with `where`."""
     with one_line(f"{where} must be JSON"):
         value = json.loads(text.decode("utf-8"))
         if _depth(text, value) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a JSON object, got {repr(value)[:40]}")
+    if missing := [name for name in fields if name not in value]:
+        raise ValueError(f"{where} must have the field {missing[0]!r}")
     return value
 
 

@@ -17,7 +17,7 @@ from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import read_nodes, score, unpacked
 from specrl_jax.algorithms.update import join
-from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples
+from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples, right_padded
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, take_rows
@@ -57,8 +57,8 @@ def warm_up(
         flush=True,
     )
     data = Demonstrations(
-        *_padded([p for p, _ in pairs], slots[0], tokenizer.pad_id),
-        *_padded([a for _, a in pairs], slots[1], tokenizer.pad_id),
+        *right_padded([p for p, _ in pairs], slots[0], tokenizer.pad_id),
+        *right_padded([a for _, a in pairs], slots[1], tokenizer.pad_id),
     )
     return supervise(learner, params, data, settings, config.seed)
 
@@ -120,11 +120,3 @@ def _run(
 
     state, losses = jax.lax.scan(step, state, order)
     return state, (losses, optax.tree.norm(state.params))
-
-
-def _padded(rows: list[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [N, width] and lens [N]."""
-    tokens = np.full((len(rows), width), pad_id, np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return tokens, np.array([len(row) for row in rows], np.int32)

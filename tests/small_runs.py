@@ -194,3 +194,35 @@ def assert_same_run(workdir, other, step: int) -> None:
     assert arrays.keys() == expected.keys()
     for name, array in arrays.items():
         assert array.tobytes() == expected[name].tobytes(), name
+
+
+def one_line(error) -> str:
+    """The text of an error that pytest has caught, which must be one line."""
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def line_of(call, *args, **kwargs) -> str:
+    """The one line with which a call is refused."""
+    import pytest
+
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - callers compare the text
+        call(*args, **kwargs)
+    assert type(error.value) is ValueError
+    return one_line(error)
+
+
+def assert_same_bits(tree, other) -> None:
+    """Of two trees of arrays, which may hold PRNG keys."""
+
+    def bits(x) -> bytes:
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+    assert jax.tree.map(bits, tree) == jax.tree.map(bits, other)
+
+
+def folders(path: pathlib.Path) -> list[str]:
+    """Names of the folders in another one."""
+    return sorted(p.name for p in path.iterdir() if p.is_dir())

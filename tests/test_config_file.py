@@ -22,6 +22,7 @@ def test_every_field_is_listed_once_with_its_comment():
 
 
 def test_presets_have_a_line():
+    assert config_file.get_config(str(GRPO)).to_dict() == small_runs.preset("tiny").to_dict()
     presets = config_file.presets(GRPO)
     assert list(presets) == ["tiny", "micro", "custom", "smollm2", "gsm8k", "qwen3_1p7b"]
     assert all(line.endswith(".") for line in presets.values())

@@ -69,6 +69,11 @@ def test_every_configuration_is_refused_in_one_line_or_can_be_computed_with(mesh
     assert min(ends.values()) > CONFIGURATIONS // 20, ends
 
 
+def test_an_infinite_cache_is_none(mesh):
+    for gib in (math.inf, 1e300):
+        assert not _refusal(small_runs.small_config({"rollout.max_cache_gib": gib}))
+
+
 def _try(config, ends: dict[str, int], changes: dict) -> None:
     for field, value in changes.items():
         small_runs.set_field(config, field, value)

@@ -9,26 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_runs import assert_same_bits, folders, one_line
 
 from specrl_jax.checkpoint import Checkpointer, DamagedCheckpointError
-
-
-def _assert_same_bits(a, b):
-    def bits(x) -> bytes:
-        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
-
-    assert jax.tree.map(bits, a) == jax.tree.map(bits, b)
-
-
-def _names(folder: pathlib.Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.is_dir())
-
-
-def _one_line(error) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 def _two_steps(folder, mesh) -> tuple[dict, dict]:
@@ -81,11 +64,11 @@ def test_a_damaged_checkpoint_is_named_and_kept_aside(tmp_path, mesh, capsys, pa
     assert out.startswith(f"{tmp_path / '2'} is damaged: ")
     assert out.endswith("it is kept as damaged-2\n")
     assert out.count("\n") == 1
-    assert _names(tmp_path) == ["1", "damaged-2"]
+    assert folders(tmp_path) == ["1", "damaged-2"]
     with Checkpointer(tmp_path, keep_last=2) as checkpointer:
         assert checkpointer.latest_step() == 1
         assert checkpointer.save(2, second, {})  # the step is computed again
-    assert _names(tmp_path) == ["1", "2", "damaged-2"]
+    assert folders(tmp_path) == ["1", "2", "damaged-2"]
 
 
 FLIPS, ZEROED = 60, 30  # seeded damages of one place each
@@ -114,7 +97,7 @@ def test_no_damaged_bit_is_restored(tmp_path, mesh, capsys, damage):
             content[place : place + 64] = bytes(len(content[place : place + 64]))
         path.write_bytes(content)
         step, arrays, host, out = _restore_newest(folder, saved[2], capsys)
-        _assert_same_bits(arrays, saved[step])
+        assert_same_bits(arrays, saved[step])
         assert host == {"position": [step + 0.5]}
         assert (step == 2) == (out == "")
         assert (step == 1) == ((folder / "damaged-2").exists())
@@ -132,8 +115,8 @@ def test_where_no_step_is_intact_nothing_is_moved(tmp_path, mesh):
         pytest.raises(DamagedCheckpointError, match="no older step is intact") as error,
     ):
         checkpointer.restore_newest(like)
-    assert _one_line(error).startswith(str(tmp_path / "2"))
-    assert _names(tmp_path) == ["1", "2"]
+    assert one_line(error).startswith(str(tmp_path / "2"))
+    assert folders(tmp_path) == ["1", "2"]
 
 
 def test_what_is_no_checkpoint_in_the_place_of_one_is_refused(tmp_path, mesh):
@@ -150,7 +133,7 @@ def test_what_is_no_checkpoint_in_the_place_of_one_is_refused(tmp_path, mesh):
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             Checkpointer(tmp_path / folder)
-        assert _one_line(error).startswith(str(tmp_path / folder))
+        assert one_line(error).startswith(str(tmp_path / folder))
     (tmp_path / "empty" / "3").mkdir()
     (tmp_path / "empty" / "1").rename(tmp_path / "empty" / "4")
     with Checkpointer(tmp_path / "empty") as checkpointer:  # removals that were cut short

@@ -9,18 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import assert_same_run, files, records, small_config
+from small_runs import assert_same_run, files, one_line, records, small_config
 
 from specrl_jax import learn
 from specrl_jax import train as loop
 
 EVERY_STEP = {"checkpoint.every": 1}
-
-
-def _one_line(error) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 def _steps(workdir) -> list[str]:
@@ -38,7 +32,7 @@ def good(tmp_path_factory, make_mesh) -> pathlib.Path:
 
 def _assert_ends(error, run, message: str) -> None:
     way_on = f"; go on from a checkpoint (0) in a new --workdir with --resume_from={run}@STEP"
-    assert _one_line(error) == message + way_on
+    assert one_line(error) == message + way_on
     assert _steps(run) == ["0"]
 
 
@@ -80,7 +74,7 @@ def test_a_run_from_a_later_checkpoint_goes_on_as_that_run_did(good, mesh, tmp_p
         loop.train(config, run)
 
 
-def test_what_a_run_cannot_begin_with_is_refused_in_one_line(good, mesh, tmp_path):
+def test_what_a_run_cannot_begin_with_is_refused_inone_line(good, mesh, tmp_path):
     cases = [
         ("run", {}, "--resume_from must be RUN@STEP, a work directory and the step .*'run'$"),
         ("run@x", {}, "--resume_from must be RUN@STEP"),
@@ -93,7 +87,7 @@ def test_what_a_run_cannot_begin_with_is_refused_in_one_line(good, mesh, tmp_pat
     for i, (origin, changes, message) in enumerate(cases):
         with pytest.raises(ValueError, match=message) as error:
             loop.train(small_config(EVERY_STEP | changes), tmp_path / f"{i}", origin)
-        assert "passes" not in _one_line(error)
+        assert "passes" not in one_line(error)
         assert not (tmp_path / f"{i}" / "config.json").exists()
     damaged = shutil.copytree(good, tmp_path / "damaged")
     (damaged / "checkpoints" / "3" / "host" / "metadata").write_text("{}")

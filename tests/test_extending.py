@@ -75,7 +75,7 @@ def test_a_draft_source(tmp_path):
     assert last["rollout/tokens_drafted"] > 0
 
 
-def test_a_draft_source_with_a_memory_by_itself(mesh, tmp_path, monkeypatch):
+def test_a_draft_source_with_a_memory(mesh, tmp_path, monkeypatch):
     names = {"__name__": "frequent"}
     exec(BLOCK.search(RECIPES["A draft source with a memory"])[2], names)
     choice = sources.DraftChoice(source=lambda settings: names["Frequent"](vocab=256))
@@ -83,12 +83,6 @@ def test_a_draft_source_with_a_memory_by_itself(mesh, tmp_path, monkeypatch):
     changes = {"rollout.draft": "frequent", "rollout.adaptive": False, "train.steps": 1}
     loop.train(small_config(changes), tmp_path)
     assert read_metrics(tmp_path)[-1]["rollout/tokens_drafted"] > 0
-
-
-@pytest.mark.slow  # the same, started as its reader would
-def test_a_draft_source_with_a_memory(tmp_path):
-    last = run_recipe(RECIPES["A draft source with a memory"], tmp_path)[-1]
-    assert last["rollout/tokens_drafted"] > 0
 
 
 def test_an_acceptance_rule(tmp_path):

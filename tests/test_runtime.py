@@ -1,6 +1,5 @@
 """What a process sets up once: the mesh of its configuration, the compilation cache, signals."""
 
-import multiprocessing
 import os
 import signal
 
@@ -83,28 +82,3 @@ def test_a_signal_becomes_a_request_and_handlers_come_back(capsys, number):
         assert stop.name == number.name
     assert signal.getsignal(number) is before
     assert "finishing this step, then saving" in capsys.readouterr().out
-
-
-def _kill_twice() -> None:
-    with runtime.StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_the_second_signal_ends_the_process():
-    child = multiprocessing.get_context("spawn").Process(target=_kill_twice)
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGTERM
-
-
-def test_a_work_directory_belongs_to_one_process(tmp_path):
-    with (
-        runtime.only_process(tmp_path / "run"),
-        pytest.raises(ValueError, match="is in use by another process"),
-        runtime.only_process(tmp_path / "run"),
-    ):
-        pass
-    with runtime.only_process(tmp_path / "run"):  # let go of
-        pass

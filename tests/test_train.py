@@ -47,6 +47,8 @@ def _reuse(workdir) -> list[float]:
 # The log-prob gap is one of the first mini-batch, which may have no row with a signal.
 ALL_ROWS = {"updates.skip_no_signal": False}
 EVALUATED = {"evaluate.every": 2, "log.rollouts": 1.0}
+# Responses are of three tokens at each place, the update is of all.
+TRUNCATED = {"rollout.top_k": 3, "rollout.temperature": 0.8}
 
 
 def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_mesh, capfd):
@@ -65,7 +67,7 @@ def test_a_run_of_nothing_but_failed_rewards_stops_and_says_why(tmp_path, make_m
 
 
 def test_every_metric_of_every_step_once(run):
-    lines = records(run(EVALUATED | ALL_ROWS), times=True)
+    lines = records(run(EVALUATED | ALL_ROWS | TRUNCATED), times=True)
     assert [r["step"] for r in lines] == [0, 1, 2, 3, 4]
     assert [r["epoch"] for r in lines] == [0, 1, 1, 2, 2]
     for record in lines[1:]:
@@ -79,6 +81,7 @@ def test_every_metric_of_every_step_once(run):
         parts = record["time/prefill"] + record["time/verify"] + record["time/decode"]
         assert parts <= record["time/rollout"] <= record["time/step"]
         assert record["policy/rollout_train_logprob_gap"] < 1e-5
+    assert lines[1]["policy/entropy"] > math.log(3)  # more than three tokens can carry
     compilation = {"compile/built", "compile/read", "time/compile"}
     assert set(lines[0]) == {"step", "epoch", "reward/eval", "time/eval"} | compilation
     assert [r["data/passes"] for r in lines[1:]] == [0.5, 1.0, 1.5, 2.0]
@@ -134,74 +137,13 @@ def test_delayed_reuse_waits_an_epoch_longer(run):
     assert all(0 < fraction <= 1 for fraction in reuse[4:])
 
 
-def test_random_acceptance_reuses_something(run):
-    reuse = _reuse(run({"rollout.accept": "random"}))
-    assert reuse[:2] == [0, 0]
-    assert all(0 < fraction < 1 for fraction in reuse[2:])
-    assert reuse != _reuse(run())
-
-
-@pytest.mark.parametrize(
-    "estimator", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("k1", "k2")), "k3"]
-)
-def test_the_kl_to_the_reference_starts_at_0(run, estimator):
+def test_the_kl_to_the_reference_starts_at_0(run):
     """One update a step: the first is made before the policy has left the reference."""
-    changes = {"algorithm.kl_coef": 0.5, "algorithm.kl_estimator": estimator}
-    changes["updates.mini_batch_size"] = 32
-    kl = [record["policy/kl"] for record in records(run(changes))[1:]]
+    steps = records(run({"algorithm.kl_coef": 0.5, "updates.mini_batch_size": 32}))[1:]
+    kl = [record["policy/kl"] for record in steps]
     assert abs(kl[0]) < 1e-7
     assert all(value > 1e-5 for value in kl[1:])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "algorithm.aggregation": "sequence",
-            "algorithm.entropy_coef": 0.1,
-            "algorithm.normalize_std": False,
-        },
-        {"updates.passes": 2, "updates.micro_batch_size": 0},
-        pytest.param(
-            {"updates.clip_norm": 0.0, "updates.schedule": "cosine", "updates.schedule_warmup": 2},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=str,
-)
-def test_choices_of_the_update_change_the_update_alone(run, changes):
-    """The first rollout is the same, the metrics after the first update are not."""
-    lines, plain = records(run(changes)), records(run())
-    shared = {name for name in plain[1] if name.startswith(("rollout/", "reward/"))}
-    assert {n: lines[1][n] for n in shared} == {n: plain[1][n] for n in shared}
-    assert lines[-1]["policy/loss"] != plain[-1]["policy/loss"]
-    assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
-
-
-@pytest.mark.slow
-def test_truncated_laws_keep_an_untruncated_update(run):
-    """With top-k 1 and top-p every token is the greedy one, its policy log-prob is not 0."""
-    changes = {"rollout.top_k": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.8} | ALL_ROWS
-    lines = records(run(changes))
-    assert all(r["policy/rollout_train_logprob_gap"] < 1e-5 for r in lines[1:])
-    assert lines[1]["policy/entropy"] > math.log(3)  # more than three tokens can carry
-    assert all(0 < fraction < 1 for fraction in _reuse(run(changes))[2:])
-
-
-def test_recomputed_old_logprobs_are_the_rollouts_up_to_rounding(run):
-    lines, plain = (records(run({"updates.old_logprobs": how})) for how in ("recompute", "rollout"))
-    assert 0 < lines[1]["policy/rollout_train_logprob_gap"] < 1e-5
-    np.testing.assert_allclose(lines[1]["policy/loss"], plain[1]["policy/loss"], atol=1e-5)
-    np.testing.assert_allclose(
-        lines[1]["update/grad_norm"], plain[1]["update/grad_norm"], rtol=1e-4
-    )
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_run_and_another_one_another(run, tmp_path, mesh):
-    loop.train(small_config(), tmp_path / "again")
-    assert records(tmp_path / "again") == records(run())
-    assert records(run(seed=1))[1] != records(run())[1]
+    assert steps[0]["policy/clip_fraction"] == 0
 
 
 @pytest.mark.parametrize(

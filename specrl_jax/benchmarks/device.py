@@ -30,9 +30,16 @@ from specrl_jax.benchmarks.limits import (
     matmul_rate,
     seconds_of,
 )
-from specrl_jax.benchmarks.policies import GROUP, Size, choose, random_params, random_weights
+from specrl_jax.benchmarks.policies import (
+    GROUP,
+    Size,
+    choose,
+    random_params,
+    random_prompts,
+    random_weights,
+)
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.rollout import VERIFY_WIDTH, by_prompt, full_length
+from specrl_jax.benchmarks.rollout import VERIFY_WIDTH, by_prompt, make_spec
 from specrl_jax.benchmarks.timing import Case, Log, run
 from specrl_jax.build import build, policy_copy
 from specrl_jax.models import attention, attention_choice
@@ -42,7 +49,7 @@ from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.decode import prefill
-from specrl_jax.rollout.generate import DraftInputs
+from specrl_jax.rollout.generate import DraftInputs, Noise, generate
 from specrl_jax.sharding import platform, put
 from specrl_jax.state import init_state
 from specrl_jax.types import Drafts
@@ -267,8 +274,14 @@ def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
 
 
 def _case(size: Size, **changes: Any) -> Case:
-    weights = random_weights(size.model, uniform=True)
-    return full_length(size, weights, size.rows, accept=RULE, **changes)
+    """A rollout whose rows all end at the longest length, in one bucket.
+
+    changes: see `make_spec`.
+    """
+    spec = make_spec(size, accept=RULE, one_bucket=True, **changes)
+    inputs = random_weights(size.model, uniform=True), random_prompts(size, size.rows)
+    lens = np.full(size.rows, size.response_len, np.int32)
+    return functools.partial(generate, spec, *inputs, Noise(jax.random.key(0), 1), max_lens=lens)
 
 
 def _decode(title: str, size: Size) -> Iterator[dict[str, Any]]:

@@ -8,15 +8,13 @@ match: every case emits the tokens of the plain rollout, up to rounding.
 
 import functools
 import statistics
-from typing import Any
 
 import jax
 import numpy as np
 
 from specrl_jax.benchmarks.policies import GROUP, Size, choose, random_prompts, random_weights
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.timing import Case, Log, figures, make_speculation, run, run_in_turn
-from specrl_jax.models.transformer import Params
+from specrl_jax.benchmarks.timing import Log, figures, make_speculation, run, run_in_turn
 from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
@@ -87,18 +85,6 @@ def make_spec(
         cache_lengths=1 if one_bucket else size.cache_lengths,
         max_width=size.max_width if tree else 1,
         verify_width=VERIFY_WIDTH,
-    )
-
-
-def full_length(size: Size, weights: Params, rows: int, **changes: Any) -> Case:
-    """A rollout of `rows` rows that all end at the longest length, in one bucket.
-
-    changes: see `make_spec`.
-    """
-    spec, noise = make_spec(size, one_bucket=True, **changes), Noise(jax.random.key(0), 1)
-    lens = np.full(rows, size.response_len, np.int32)
-    return functools.partial(
-        generate, spec, weights, random_prompts(size, rows), noise, max_lens=lens
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.inputs import one_line
+from specrl_jax.inputs import answer_pattern, one_line
 from specrl_jax.types import Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -74,7 +74,7 @@ def _example_maker(data: Any) -> Callable[[Row], Example]:
     task = Path(data.name or data.path).name.split(":")[0]
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
     render = _load_render(data.render) if data.render else None
-    pattern = _answer_pattern(data.answer_pattern) if data.answer_pattern else None
+    pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
@@ -107,16 +107,6 @@ def _known(answer: Any, field: str) -> Any:
     if answer is None or (isinstance(answer, float) and math.isnan(answer)):
         raise ValueError(f"{field} must hold an answer for every prompt, got {answer}")
     return answer
-
-
-def _answer_pattern(text: str) -> re.Pattern:
-    with one_line(f"data.answer_pattern must be a regular expression, got {text!r}"):
-        pattern = re.compile(text)
-    if not pattern.groups:
-        raise ValueError(
-            f"data.answer_pattern must have a group, (..), for the answer, got {text!r}"
-        )
-    return pattern
 
 
 def _field(row: dict, path: str, field: str) -> Any:
@@ -226,13 +216,20 @@ def encode_prompts(
             f"data.prompt_len must let a prompt through, got {prompt_len} with {len(encoded)} "
             f"prompts, the shortest of {shortest} tokens"
         )
-    tokens = np.full((len(kept), prompt_len), tokenizer.pad_id, np.int32)
-    for row, i in enumerate(kept):
-        tokens[row, : len(encoded[i])] = encoded[i]
-    lens = np.array([len(encoded[i]) for i in kept], np.int32)
+    tokens, lens = right_padded([encoded[i] for i in kept], prompt_len, tokenizer.pad_id)
     chosen = tuple(examples[i] for i in kept)
     ids = words([example.prompt_id for example in chosen])
     return EncodedDataset(tokens, lens, ids, chosen, dropped=len(encoded) - len(kept))
+
+
+def right_padded(
+    rows: Sequence[Sequence[int]], width: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of token ids as int32 [N, width], and their lengths, int32 [N]."""
+    tokens = np.full((len(rows), width), pad_id, np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, np.array([len(row) for row in rows], np.int32)
 
 
 def words(ids: Sequence[str]) -> np.ndarray:

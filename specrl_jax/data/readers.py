@@ -177,14 +177,11 @@ def _is_one_split(root: Path) -> bool:
 def _read_hub(name: str, split: str, options: dict) -> Rows:
     import datasets
 
-    try:
+    with one_line(
+        "data.name must be a directory or a dataset of the hub (a cached copy is read with "
+        f"HF_HUB_OFFLINE=1), got {name!r}"
+    ):  # many kinds of errors, from many libraries
         return _numbered(name, datasets.load_dataset(name, split=split, **options).to_list())
-    except Exception as error:  # many kinds, from many libraries
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(
-            f"data.name must be a directory or a dataset of the hub, got {name!r}: {reason} "
-            "(a cached copy is read with HF_HUB_OFFLINE=1)"
-        ) from error
 
 
 def _read_tfds(data: Any, split: str) -> Rows:

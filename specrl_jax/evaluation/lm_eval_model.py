@@ -18,7 +18,7 @@ from lm_eval import evaluator, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-from specrl_jax.data.prompts import EncodedDataset, eval_batches, make_example, words
+from specrl_jax.data.prompts import EncodedDataset, eval_batches, make_example, right_padded, words
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import one_line
 from specrl_jax.models.config import ModelConfig
@@ -173,10 +173,7 @@ class PolicyLM(TemplateLM):
         ids = [x[-(policy.model.max_positions - length) :] for x in ids]
         # Numbered, as the same context may come twice and is then sampled twice.
         examples = tuple(make_example(x, str(i), "lm_eval", {}) for i, x in enumerate(contexts))
-        tokens = np.full((len(ids), max(map(len, ids))), policy.tokenizer.pad_id, np.int32)
-        for row, x in enumerate(ids):
-            tokens[row, : len(x)] = x
-        lens = np.array([len(x) for x in ids], np.int32)
+        tokens, lens = right_padded(ids, max(map(len, ids)), policy.tokenizer.pad_id)
         numbers = words([example.prompt_id for example in examples])
         encoded = EncodedDataset(tokens, lens, numbers, examples, dropped=0)
         spec, texts = policy.spec(tokens.shape[1], 1, temperature, length), []

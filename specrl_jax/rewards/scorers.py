@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specrl_jax.inputs import one_line
+
 Scorer = Callable[[str, str, str, dict], float]
 
 MAX_MATH_TEXT = 2_000  # characters for math-verify, whose patterns are not linear in length
@@ -93,18 +95,15 @@ def load_by_name(
     """
     if name in table:
         return table[name]
-    try:
+    with one_line(
+        f"{field} must be one of {', '.join(table)} or {form} of a module in the current "
+        f"directory or on PYTHONPATH, got {name!r}"
+    ):
         if name.startswith("__main__"):
             raise ValueError("the workers do not import __main__")
         value = pkgutil.resolve_name(name)
         check(value)
-    except (Exception, SystemExit) as error:  # a module may end with sys.exit()
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"{field} must be one of {', '.join(table)} or {form} of a module in the current "
-            f"directory or on PYTHONPATH, got {name!r}: {line}"
-        ) from None
-    return value
+        return value
 
 
 @functools.cache

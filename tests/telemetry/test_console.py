@@ -1,6 +1,7 @@
 """Console lines, their heading, and the progress bar."""
 
 import re
+import types
 
 import pytest
 
@@ -23,7 +24,7 @@ VALUES = {
 
 def test_lines_are_aligned_under_their_heading(capsys, monkeypatch):
     clock = iter([100.0, 101.0])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(console, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     lines = Console(total_steps=96)
     lines.show(1, 1, VALUES)
     lines.show(12, 1, {"reward/mean": 1.0})
@@ -39,7 +40,7 @@ def test_lines_are_aligned_under_their_heading(capsys, monkeypatch):
 
 def test_time_left_counts_this_process_only(capsys, monkeypatch):
     clock = iter([100.0, 103.0, 106.0])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(console, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     lines = Console(total_steps=96)
     for step in (50, 51, 52):  # resumed at 50; 44 steps of 3 s are left after step 52
         lines.show(step, 1, {})

@@ -24,16 +24,7 @@ def steps(workdir):
     return [record["step"] for record in read_metrics(workdir)]
 
 
-# The table ----------------------------------------------------------------------------------
-
-
-def test_every_metric_has_one_meaning_and_a_known_unit():
-    meanings = [metric.meaning for metric in METRICS.values()]
-    assert len(set(meanings)) == len(meanings)
-    units = {"reward", "count", "1", "tokens", "nats", "epochs", "seconds", "steps", "row steps"}
-    units |= {"GiB"}
-    assert {metric.unit for metric in METRICS.values()} == units
-    assert all(metric.unit == "seconds" for name, metric in METRICS.items() if "time/" in name)
+# Names --------------------------------------------------------------------------------------
 
 
 def test_unknown_names_and_arrays_are_refused(tmp_path):
@@ -132,5 +123,5 @@ def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
 
 def test_damage_before_the_last_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "epoch": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 must be a JSON object"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 .*must be JSON: "):
         read_metrics(tmp_path)

@@ -30,14 +30,23 @@ def response(step, epoch, sample, token_texts, sources, **changes):
     return line | changes
 
 
+def write_files(folder, config, records, lines=()):
+    """A work directory; the lines of responses by their step."""
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    for line in lines:
+        with (folder / "rollouts" / f"step_{line['step']}.jsonl").open("a") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    return folder
+
+
 def write_run(folder, seed=0, draft="previous", lines=(), reward=0.5):
     """Two epochs of three steps; rollouts of 4, 2, 2 and 1, 1, 9 seconds, of which steps 1 and 6
     compiled."""
-    folder.mkdir(parents=True)
     config = {"seed": seed, "rollout": {"draft": draft, "group_size": 2}}
     config["algorithm"] = {"advantage": "auto", "normalize_std": True}
     config["critic"] = {"kind": "none"}
-    (folder / "config.json").write_text(json.dumps(config))
     records = [{"step": 0, "epoch": 0, "reward/eval": 0.25}]
     for step, rollout in enumerate((4, 2, 2, 1, 1, 9), start=1):
         reused = 300 if step > 3 else 0
@@ -48,14 +57,7 @@ def write_run(folder, seed=0, draft="previous", lines=(), reward=0.5):
              "rollout/tokens_generated": 400 - reused, "rollout/row_steps": 10}
         )  # fmt: skip
     records[-1]["reward/eval"] = 0.75
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    by_step = {}
-    for line in lines:
-        by_step.setdefault(line["step"], []).append(json.dumps(line, separators=(",", ":")))
-    (folder / "rollouts").mkdir()
-    for step, texts in by_step.items():
-        (folder / "rollouts" / f"step_{step}.jsonl").write_text("\n".join(texts) + "\n")
-    return folder
+    return write_files(folder, config, records, lines)
 
 
 def two_epochs(first="1", **changes):

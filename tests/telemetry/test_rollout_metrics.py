@@ -14,10 +14,6 @@ EOS = (1, 2)
 TOKENS = [[5, 6, 1, 0, 0], [5, 5, 7, 9, 8], [3, 3, 4, 2, 0], [4, 4, 4, 0, 0]]
 LENS = [3, 5, 4, 3]
 PREFIX_LENS = [3, 2, 0, 0]
-
-
-# Drafts of 3 + 4 + 3 + 0 tokens.
-DRAFTS = [[5, 6, 1, 0, 0], [5, 5, 3, 1, 0], [9, 9, 1, 0, 0], [0] * 5]
 DRAFT_LENS = [3, 4, 3, 0]
 
 
@@ -68,13 +64,6 @@ def test_what_a_first_pass_lacks_is_absent():
     assert not values.keys() & {"rollout/draft_accept_rate", "rollout/overlap_rouge1"}
     assert values["rollout/reuse_fraction"] == values["rollout/full_reuse_ratio"] == 0
     assert values["rollout/tokens_generated"] == 15
-
-
-def test_earlier_responses_are_compared_with_also_without_drafts():
-    values = measure(prefix_lens=[0] * 4, previous=(DRAFTS, DRAFT_LENS))
-    assert "rollout/draft_accept_rate" not in values
-    # 3 + 3 shared; [5 5 7 9 8] and [5 5 3 1]: 2 of 9; [3 3 4 2] and [9 9 1]: none.
-    assert values["rollout/overlap_rouge1"] == pytest.approx((1 + 4 / 9 + 0) / 3)
 
 
 def test_forced_tokens_are_nobodys():

@@ -64,12 +64,6 @@ def test_a_row_for_each_epoch_by_hand():
     assert rows["all"][6:9] == ["2,700", "2,500", "1,500"]
 
 
-def test_columns_line_up():
-    lines = lines_of(make_records())
-    start = next(i for i, line in enumerate(lines) if line.startswith("epoch"))
-    assert len({len(line) for line in lines[start : start + 7]}) == 1
-
-
 def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
     """2.2 s against the median of 1.2, 1.1 and 0.9; 3.2 against 2.1. The last epoch's: 1.0, 2.0."""
     assert lines_of(make_records())[-1] == (

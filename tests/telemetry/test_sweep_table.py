@@ -1,20 +1,18 @@
 """The table of a sweep: figures by hand on written records."""
 
 import csv
-import json
 import math
 
 import pytest
+from test_report_page import write_files
 
 from specrl_jax.telemetry import sweep_table
-from specrl_jax.telemetry.records import FIELDS
 from specrl_jax.telemetry.runs import Series, read_run, series
 
 
 def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
     """A work directory: an epoch for each list of (seconds of a step, whether it compiled)."""
-    (folder / "rollouts").mkdir(parents=True)
-    lines, step = [{"step": 0, "reward/eval": 0.125}], 0
+    records, step = [{"step": 0, "reward/eval": 0.125}], 0
     for epoch, steps in enumerate(seconds, start=1):
         for value, compiled in steps:
             step += 1
@@ -22,19 +20,15 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
             record |= {"time/rollout": value / 2, "time/update": value / 4}
             record |= {"time/compile": value if compiled else 0.0}
             record |= {"rollout/tokens_generated": tokens[epoch - 1], "rollout/row_steps": 10}
-            lines.append(record)
-        lines[-1]["reward/eval"] = rewards[epoch - 1]
-    for step, rows in enumerate(responses, start=1):
-        blank = dict.fromkeys(FIELDS)
-        text = "".join(
-            json.dumps(blank | {"prompt_id": "a", "sample": i, "token_ids": row}) + "\n"
-            for i, row in enumerate(rows)
-        )
-        (folder / "rollouts" / f"step_{step}.jsonl").write_text(text)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+            records.append(record)
+        records[-1]["reward/eval"] = rewards[epoch - 1]
+    lines = [
+        {"step": step, "prompt_id": "a", "sample": i, "token_ids": row}
+        for step, rows in enumerate(responses, start=1)
+        for i, row in enumerate(rows)
+    ]
     config = {"seed": seed, "log": {"rollouts": 1.0 if responses else 0.02}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return read_run(folder)
+    return read_run(write_files(folder, config, records, lines))
 
 
 # Without the steps that compile: medians 2 and 4 in the first run's epochs, twice as long there.
@@ -74,7 +68,7 @@ def test_the_table(cases, tmp_path):
     assert (tmp_path / "sweep.md").read_text() == text + "\n"
     heading, _, plain, fast = _cells(text.partition("\n\n")[0])
     plain, fast = (dict(zip(heading, row)) for row in (plain, fast))
-    assert plain["case"], fast["case"] == ("plain", "fast")
+    assert (plain["case"], fast["case"]) == ("plain", "fast")
     assert (plain["generated tokens"], fast["generated tokens"]) == ("700", "340")
     assert (plain["rollout, s"], fast["rollout, s"]) == ("7.0", "3.5")
     assert (plain["step, s"], fast["step, s"]) == ("14.0", "7.0")
