@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout.engine.decode_state import DecodeState, column_at, where_rows, write_columns
+from specrl_jax.models.row_slices import read_slots, write_slots
+from specrl_jax.rollout.engine.decode_state import DecodeState, where_rows
 from specrl_jax.sharding import put, reshard, spec, take_rows
 from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
 
@@ -128,7 +129,7 @@ def restore(all_rows: DecodeState, held: PartialRows) -> DecodeState:
     if all_rows.top_ids is not None:
         names += ["top_ids", "top_logprobs"]
     changes = {name: write(getattr(all_rows, name), getattr(held.rollout, name)) for name in names}
-    last = column_at(changes["tokens"], jnp.maximum(changes["lens"] - 1, 0))
+    last = read_slots(changes["tokens"], jnp.maximum(changes["lens"] - 1, 0), 1)[:, 0]
     return dataclasses.replace(
         all_rows, **changes, last=jnp.where(have, last, all_rows.last), done=held.done
     )
@@ -157,7 +158,7 @@ def append_forced(held: PartialRows, tokens: Array, lens: Array) -> PartialRows:
     positions = jnp.arange(rollout.tokens.shape[1])[None, :]
     new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])
     wide = jnp.pad(rollout.tokens, ((0, 0), (0, tokens.shape[1])))
-    moved = write_columns(wide, tokens, rollout.lens)[:, : rollout.tokens.shape[1]]
+    moved = write_slots(wide, tokens, rollout.lens)[:, : rollout.tokens.shape[1]]
     rollout = dataclasses.replace(
         rollout,
         tokens=jnp.where(new, moved, rollout.tokens),

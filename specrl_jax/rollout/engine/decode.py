@@ -34,15 +34,10 @@ from specrl_jax.models.kv_cache import (
     repeat_rows,
     resize,
 )
+from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
-from specrl_jax.rollout.engine.decode_state import (
-    DecodeState,
-    column_at,
-    cut_columns,
-    verifying,
-    write_columns,
-)
+from specrl_jax.rollout.engine.decode_state import DecodeState, verifying
 from specrl_jax.rollout.engine.draft_tries import DraftTries
 from specrl_jax.rollout.engine.rejection_sampler import Proposal, StepOutput, accept_or_sample
 from specrl_jax.rollout.engine.spec import ProgramSpec
@@ -123,7 +118,7 @@ def re_prefill(
     prompts_bP = reshard(prompts_bP, "batch", None)
     start = jnp.zeros(size, jnp.int32, out_sharding=spec("batch"))
     packed = jnp.pad(prompts_bP, ((0, 0), (0, width)))
-    packed = write_columns(packed, rows.tokens[:, :width], rows.prompt_lens)
+    packed = write_slots(packed, rows.tokens[:, :width], rows.prompt_lens)
     cache = init_cache(program.model, size, max(slots, prompt_slots + width))
     _, cache = Transformer(program.model, weights)(packed, start, cache)
     return resize(cache, slots)
@@ -169,13 +164,13 @@ def decode_steps(
             # row's last tokens again; what it may still emit there is less than its width anyway.
             again = jnp.clip(start - most, 0, width - 1)
             fed = jnp.concatenate([_before(rows, width), fed], axis=1)
-            fed = cut_columns(fed, width - 1 - again, width)
+            fed = read_slots(fed, width - 1 - again, width)
             draft_len = jnp.minimum(proposal.draft_len, width - again)
             proposal = dataclasses.replace(proposal, draft_len=draft_len)
         # Rows that are done write somewhere inside; the others always have room.
         hidden, cache = model(fed, jnp.clip(start, 0, most), cache)
         if draft_state is not None:
-            hidden = cut_columns(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
+            hidden = read_slots(jnp.pad(hidden, ((0, 0), (0, width - 1), (0, 0))), again, width)
         output = accept_or_sample(program, model, hidden, rows, proposal, verify)
         rows, draft_state, new = _append(
             program, rows, draft_state, output, active, proposal.verifying, stop.max_len
@@ -224,7 +219,7 @@ def verify_trie(
     tokens, depths, ends, nodes = (reshard(x, "batch", None) for x in tries)
     packed = init_cache(program.model, *tokens.shape)
     hidden, packed = model(tokens, cache=packed, positions_BT=depths, ends_BT=ends)
-    read = jnp.maximum(cut_columns(nodes, rows.prompt_lens - 1, width), 0)
+    read = jnp.maximum(read_slots(nodes, rows.prompt_lens - 1, width), 0)
     hidden = on_shards(_at_nodes, hidden, read, like=hidden)
     proposal, active = _propose(program, rows, None, width), _active(rows, stop)
     verify = not program.accept.samples_anew  # as in `decode_steps`
@@ -274,12 +269,9 @@ def _active(rows: DecodeState, stop: StopCondition) -> Array:
 
 
 def _before(rows: DecodeState, width: int) -> Array:
-    """[b, width - 1]: the response tokens before the last; anything where there are none."""
-
-    def cut(row: Array, end: Array) -> Array:
-        return jnp.take(row, end - width + jnp.arange(width - 1), mode="clip")
-
-    return jax.vmap(cut)(rows.tokens, rows.lens)
+    """[b, width - 1]: the response tokens before the last, after zeros where there are fewer."""
+    padded = jnp.pad(rows.tokens, ((0, 0), (width, 0)))
+    return read_slots(padded, rows.lens, width - 1)  # columns have moved by `width`
 
 
 def _propose(program: ProgramSpec, rows: DecodeState, draft_state: Any, width: int) -> Proposal:
@@ -292,7 +284,7 @@ def _propose(program: ProgramSpec, rows: DecodeState, draft_state: Any, width: i
         tokens = jnp.pad(drafted, ((0, 0), (0, 1)))
         draft_len = jnp.minimum(count, rows.max_lens - rows.lens)
     if rows.draft is not None:
-        old = cut_columns(rows.draft.tokens, rows.lens, width)
+        old = read_slots(rows.draft.tokens, rows.lens, width)
         # Rows without draft tokens may have any.
         tokens = old if draft_state is None else jnp.where(verifies[:, None], old, tokens)
         draft_left = jnp.clip(rows.draft.lens - rows.lens, 0, width)
@@ -336,15 +328,13 @@ def _append(
         draft_state = program.draft_source.observe(draft_state, rows, output.tokens, count)
     if output.likeliest is not None:
         changes |= dict(zip(("top_ids", "top_logprobs"), output.likeliest))
-    changes = {
-        name: write_columns(getattr(rows, name), new, column) for name, new in changes.items()
-    }
+    changes = {name: write_slots(getattr(rows, name), new, column) for name, new in changes.items()}
     if rows.draft is not None:
         # Over once a token was sampled, unless it was cut off with what came before.
         over = verifies & (count > accepted)
         draft_lens = jnp.where(over, rows.lens + accepted, rows.draft.lens)
         changes["draft"] = dataclasses.replace(rows.draft, lens=draft_lens)
-    last = column_at(output.tokens, jnp.maximum(count - 1, 0))
+    last = read_slots(output.tokens, jnp.maximum(count - 1, 0), 1)[:, 0]
     rows = dataclasses.replace(
         rows,
         lens=lens,

@@ -18,7 +18,6 @@ from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_own_rows
 from specrl_jax.models.kv_cache import resize as resize_cache
-from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
 from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import on_shards, reshard, shard_number, shards, spec, take_own_rows
@@ -257,22 +256,3 @@ def _pad(rows: DecodeState, real: Array) -> DecodeState:
 def where_rows(rows: Array, new: Array, old: Array) -> Array:
     """[b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
     return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-
-# Columns: each row at a place of its own
-
-
-def cut_columns(matrix: Array, start: Array, width: int) -> Array:
-    """[b, W, ...]: columns from each row's own start; starts need start + W <= C."""
-    return read_slots(matrix, start, width)
-
-
-def column_at(matrix: Array, at: Array) -> Array:
-    """[b, ...]: one column of each row."""
-    index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-    return jax.vmap(index)(matrix, at)
-
-
-def write_columns(matrix: Array, values: Array, columns: Array) -> Array:
-    """[b, C, ...]: the values [b, W, ...] written from each row's own column on."""
-    return write_slots(matrix, values, columns)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.logprobs import map_tokens, token_logprobs
+from specrl_jax.models.row_slices import read_slots
 from specrl_jax.rollout.acceptance import (
     Residual,
     Verification,
@@ -20,7 +21,7 @@ from specrl_jax.rollout.acceptance import (
     in_top,
     residual_scores,
 )
-from specrl_jax.rollout.engine.decode_state import DecodeState, column_at, cut_columns
+from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.sampling import (
     likeliest_tokens,
@@ -73,7 +74,7 @@ def accept_or_sample(
         "positions": reshard(rows.lens[:, None] + steps, "batch", None),
     }
     if by_rule and rule.needs_distribution:
-        inputs["top_ids"] = cut_columns(rows.draft.top_ids, rows.lens, width)
+        inputs["top_ids"] = read_slots(rows.draft.top_ids, rows.lens, width)
     score = functools.partial(_score, program, rows.seeds, samples=not verify, verifies=by_rule)
     scores = map_tokens(score, model, hidden, inputs, program.logits_chunk)
     accept = jnp.zeros(tokens.shape, bool, out_sharding=spec("batch", None))
@@ -144,15 +145,15 @@ def _verification(
     draft, width = rows.draft, inputs["tokens"].shape[1]
     logprobs = scores["draft"][1]
     if not program.accept.needs_distribution:
-        threshold = cut_columns(draft.accept_threshold, rows.lens, width)
+        threshold = read_slots(draft.accept_threshold, rows.lens, width)
         return Verification(draft_len, logprobs, threshold)
     return Verification(
         draft_len,
         logprobs,
         uniforms=uniforms(rows.accept_seeds, inputs["positions"]),
-        old_logprobs=cut_columns(draft.logprobs, rows.lens, width),
+        old_logprobs=read_slots(draft.logprobs, rows.lens, width),
         top_logprobs=scores["top_logprobs"],
-        old_top_logprobs=cut_columns(draft.top_logprobs, rows.lens, width),
+        old_top_logprobs=read_slots(draft.top_logprobs, rows.lens, width),
         in_top=in_top(inputs["tokens"], inputs["top_ids"]),
     )
 
@@ -173,8 +174,8 @@ def _sample_at_end(
     if residual is None:
         token, sampling, _ = sample_scored(cut, rows.seeds, positions, config)
     else:
-        top_ids = column_at(rows.draft.top_ids, positions)
-        top_logprobs = column_at(rows.draft.top_logprobs, positions)
+        top_ids = read_slots(rows.draft.top_ids, positions, 1)[:, 0]
+        top_logprobs = read_slots(rows.draft.top_logprobs, positions, 1)[:, 0]
         weights = residual_scores(cut, top_ids, top_logprobs, residual)
         weights = jnp.where(verifying[:, None], weights, cut)
         token = sample(weights, rows.seeds, positions, config)
