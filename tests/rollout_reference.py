@@ -212,7 +212,7 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 truncate = jax.jit(sampling.truncate, static_argnums=1)
-draw = jax.jit(sampling.sample, static_argnums=3)
+sample = jax.jit(sampling.sample, static_argnums=3)
 seeds_of = jax.jit(sampling.row_seeds)
 uniforms = jax.jit(sampling.uniforms)
 
@@ -299,7 +299,8 @@ class Reference:
             policy, sampled, cut = self._distributions()
             at = self.prompt_lens + self.lens - 1
             scores = put(cut[every, at], "batch", "vocab")
-            tokens = np.asarray(draw(scores, seeds, put(self.lens, "batch"), self.program.sampling))
+            lens = put(self.lens, "batch")
+            tokens = np.asarray(sample(scores, seeds, lens, self.program.sampling)[0])
             for row in np.flatnonzero(~self.done):
                 n, token = self.lens[row], tokens[row]
                 self.sequences[row, at[row] + 1] = token

@@ -34,7 +34,7 @@ def decode(
     def step(carry, count: Array):
         cache, last = carry
         logits, cache = run(weights, cache, last, prompt_lens + count - 1)
-        token = sample(logits, seeds, jnp.full_like(last, count), SamplingConfig())
+        token, _, _ = sample(logits, seeds, jnp.full_like(last, count), SamplingConfig())
         score = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         return (cache, token), (token, score - jax.nn.logsumexp(logits, axis=-1))
 

@@ -141,18 +141,14 @@ def _keep_above(logits: Array, ranks: Array, measure, target: float) -> Array:
     return jnp.where(ranks >= threshold[..., None], logits, -jnp.inf)
 
 
-def sample(logits: Array, seeds_B2: Array, positions: Array, config: SamplingConfig) -> Array:
-    """Token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at T = 0.
-
-    positions: int32 [B, ...], of the sampled tokens in their responses.
-    """
-    return sample_scored(logits, seeds_B2, positions, config)[0]
-
-
-def sample_scored(
+def sample(
     logits: Array, seeds_B2: Array, positions: Array, config: SamplingConfig
 ) -> tuple[Array, Array, Array]:
-    """`sample`, the tokens' log-probs [B, ...] under softmax(logits), and log Σ exp(logits)."""
+    """Token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at T = 0.
+
+    Returns them, their log-probs [B, ...], and log Σ exp(logits).
+    positions: int32 [B, ...], of the sampled tokens in their responses.
+    """
     if config.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         log_z = jax.nn.logsumexp(logits, axis=-1)

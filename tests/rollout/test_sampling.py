@@ -28,7 +28,6 @@ def exponentials(seeds, positions, vocab_size):
 
 truncate = jax.jit(sampling.truncate, static_argnums=1)
 sample = jax.jit(sampling.sample, static_argnums=3)
-sample_scored = jax.jit(sampling.sample_scored, static_argnums=3)
 
 
 def make_seeds(rows, *, purpose=Purpose.SAMPLE, step=0, ids=None, samples=None, key=5):
@@ -45,7 +44,7 @@ def make_seeds(rows, *, purpose=Purpose.SAMPLE, step=0, ids=None, samples=None, 
 @functools.partial(jax.jit, static_argnums=2)
 def _draw_same(seeds, positions, config, logits):
     logits = jnp.broadcast_to(logits[None, :], (seeds.shape[0], logits.shape[0]))
-    return sampling.sample(logits, seeds, positions, config)
+    return sampling.sample(logits, seeds, positions, config)[0]
 
 
 def draw_same(probs, seeds, positions):
@@ -171,10 +170,10 @@ def test_many_positions_of_a_row_at_once(mesh):
     positions = rng.integers(0, 500, (40, 5)).astype(np.int32)
     seeds = make_seeds(40)
     for config in (SamplingConfig(), SamplingConfig(temperature=0.0)):
-        together = np.asarray(sample(logits, seeds, positions, config))
+        together = np.asarray(sample(logits, seeds, positions, config)[0])
         assert together.shape == (40, 5)
         for t in range(5):
-            alone = np.asarray(sample(logits[:, t], seeds, positions[:, t], config))
+            alone = np.asarray(sample(logits[:, t], seeds, positions[:, t], config)[0])
             np.testing.assert_array_equal(together[:, t], alone)
     noise = np.asarray(exponentials(seeds, positions, 30))
     assert noise.shape == (40, 5, 30)
@@ -260,7 +259,7 @@ def test_greedy_takes_the_best_whatever_the_noise(mesh):
     logits[:50, 3] = logits[:50, 7] = 9.0  # a tie goes to the first
     for step in (0, 1):
         seeds = make_seeds(100, step=step)
-        tokens = np.asarray(sample(logits, seeds, jnp.zeros(100, jnp.int32), config))
+        tokens = np.asarray(sample(logits, seeds, jnp.zeros(100, jnp.int32), config)[0])
         np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     np.testing.assert_array_equal(np.asarray(sampling.temper(logits, config)), logits)
 
@@ -280,12 +279,11 @@ def test_the_mesh_changes_no_draw(make_mesh, size, shape):
     for sizes in ((1, 1, 1), shape):
         with jax.set_mesh(make_mesh(*sizes)):
             cut = truncate(put(logits, "batch", "vocab"), config)
-            tokens = sample(
-                cut, make_seeds(64), put(np.arange(64, dtype=np.int32), "batch"), config
-            )
+            positions = put(np.arange(64, dtype=np.int32), "batch")
+            tokens, _, _ = sample(cut, make_seeds(64), positions, config)
             wide = put(np.stack([logits, logits[::-1], -logits], axis=1), "batch", None, "vocab")
             positions = put(np.arange(192, dtype=np.int32).reshape(64, 3), "batch", None)
-            many, *scores = sample_scored(wide, make_seeds(64), positions, config)
+            many, *scores = sample(wide, make_seeds(64), positions, config)
             results.append([np.asarray(x) for x in (cut, tokens, many, *scores)])
     for alone, other in zip(*(exact for *exact, _, _ in results), strict=True):
         np.testing.assert_array_equal(alone, other)
@@ -301,8 +299,7 @@ def test_log_probs_of_what_is_drawn(mesh, size):
     positions = np.arange(30, dtype=np.int32).reshape(6, 5)
     for config in (SamplingConfig(), SamplingConfig(top_k=7), SamplingConfig(temperature=0.0)):
         cut = np.asarray(truncate(logits, config))
-        tokens, scores, log_z = sample_scored(cut, make_seeds(6), positions, config)
-        np.testing.assert_array_equal(tokens, sample(cut, make_seeds(6), positions, config))
+        tokens, scores, log_z = sample(cut, make_seeds(6), positions, config)
         expected = scipy.special.log_softmax(cut.astype(np.float64), axis=-1)
         expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], axis=-1)[..., 0]
         np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)

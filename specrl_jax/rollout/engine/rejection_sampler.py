@@ -27,7 +27,6 @@ from specrl_jax.rollout.sampling import (
     likeliest_tokens,
     logprobs_at,
     sample,
-    sample_scored,
     temper,
     truncate,
     uniforms,
@@ -123,7 +122,7 @@ def _score(
 
     scores, log_z = {}, None
     if samples:
-        tokens, sampling, log_z = sample_scored(cut, seeds, inputs["positions"], config)
+        tokens, sampling, log_z = sample(cut, seeds, inputs["positions"], config)
         log_z = log_z[..., None]
         policy = logprob(logits, tokens) if config.truncates else sampling
         scores["sampled"] = (tokens, policy, sampling)
@@ -172,12 +171,12 @@ def _sample_at_end(
     cut = truncate(logits, config)
     positions = rows.lens + end
     if residual is None:
-        token, sampling, _ = sample_scored(cut, rows.seeds, positions, config)
+        token, sampling, _ = sample(cut, rows.seeds, positions, config)
     else:
         top_ids = read_slots(rows.draft.top_ids, positions, 1)[:, 0]
         top_logprobs = read_slots(rows.draft.top_logprobs, positions, 1)[:, 0]
         weights = residual_scores(cut, top_ids, top_logprobs, residual)
         weights = jnp.where(verifying[:, None], weights, cut)
-        token = sample(weights, rows.seeds, positions, config)
+        token, _, _ = sample(weights, rows.seeds, positions, config)
         sampling = token_logprobs(cut, token)
     return token, token_logprobs(logits, token) if config.truncates else sampling, sampling
