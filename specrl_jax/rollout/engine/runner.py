@@ -154,7 +154,7 @@ class ModelRunner:
         """A batch of the rows `index` int [size], which hold nothing before: prompts and drafts of
         at most `width` tokens are computed and verified in one pass over their tries."""
         rows = self._gather(index, with_drafts=True)
-        stop = self.stop_condition(max_active=-1, max_steps=1)
+        stop = self.stop_condition(max_steps=1)
         start = time.perf_counter()
         cache, rows, counts, progress = decode.verify_trie(
             self.program, self.weights, tries, rows, stop, width=width
@@ -311,25 +311,13 @@ class ModelRunner:
 
     # The model runs --------------------------------------------------------------------------
 
-    def stop_condition(
-        self,
-        max_active: int = FOREVER,
-        max_len: int | None = None,
-        max_steps: int = FOREVER,
-        refill_at: np.ndarray | None = None,
-        max_left: int = -1,
-    ) -> StopCondition:
-        """max_len: tokens of a row, by default all its slots. The others as in `StopCondition`."""
-        max_len = self.program.response_slots if max_len is None else max_len
-        requests = self.requests
+    def stop_condition(self, **bounds: Any) -> StopCondition:
+        """With `bounds` as in `StopCondition.of`; a bound that is left out never holds."""
+        never = {"max_active": -1, "max_len": self.program.response_slots, "max_steps": FOREVER}
         return StopCondition.of(
-            max_active,
-            max_len,
-            max_steps,
-            requests.shard_train_rows,
-            requests.shard_rows,
-            refill_at=refill_at,
-            max_left=max_left,
+            num_train_rows=self.requests.shard_train_rows,
+            shard_rows=self.requests.shard_rows,
+            **never | bounds,
         )
 
     def run(

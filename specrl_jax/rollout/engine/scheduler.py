@@ -324,7 +324,7 @@ class Scheduler:
         if plan:
             self._split(starting)
         while plan is not None and starting.batch.verifying:
-            stop = self.runner.stop_condition(max_active=-1, max_steps=1)
+            stop = self.runner.stop_condition(max_steps=1)
             counts = self.runner.run(starting.batch, stop, plan.verify_width, verify=True)
             rows, slots = starting.batch.shape
             self._record(dataclasses.replace(plan, rows=rows, slots=slots), counts)
