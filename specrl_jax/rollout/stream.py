@@ -30,7 +30,7 @@ def stream(
     budget = KVBudget(program.model, buckets)
     runner = ModelRunner(program, budget, weights, all_rows, requests, DraftInputs())
     slots = buckets.slots(program.response_slots)
-    batch = runner.prefill(np.arange(rows), slots, nothing)
+    batch = runner.prefill(np.arange(rows), slots, with_drafts=False)
     seen, done = 0, False
     while not done:
         runner.run(batch, runner.stop_condition(max_active=0, max_steps=steps), width=1)

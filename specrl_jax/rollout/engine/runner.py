@@ -29,7 +29,7 @@ from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.sharding import put, shards
+from specrl_jax.sharding import put
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -43,7 +43,7 @@ class DecodeBatch:
     size: int  # rows, padding included
     slots: int  # of the cache
     written_back: int  # rows that were unfinished when the batch was last written back
-    counts: "RowCounts"
+    counts: "RowCounts | None" = None  # once they are counted
     longest: int = 0  # tokens of the longest row that is not done
     longest_draft: int = 0  # draft tokens left to verify
 
@@ -85,13 +85,6 @@ class RowCounts(NamedTuple):
     def unfinished(self) -> np.ndarray:
         return self.active + self.at_cache_limit
 
-    @classmethod
-    def begun(cls, train: np.ndarray, active: np.ndarray, verifying: np.ndarray) -> "RowCounts":
-        """Of rows [b] that are marked."""
-        marks = (x.reshape(shards("batch"), -1).sum(axis=1) for x in (train, active, verifying))
-        train, active, verifying = marks
-        return cls(train, active, 0 * active, verifying)
-
 
 @dataclasses.dataclass
 class ModelRunner:
@@ -115,12 +108,11 @@ class ModelRunner:
 
     # Rows begin ------------------------------------------------------------------------------
 
-    def prefill(self, index: np.ndarray, slots: int, draft_lens: np.ndarray) -> DecodeBatch:
-        """A batch of the rows `index` int [size], whole groups that hold nothing yet, and padding,
-        -1. draft_lens: int [size], draft tokens to verify, 0 for all where none are."""
+    def prefill(self, index: np.ndarray, slots: int, *, with_drafts: bool) -> DecodeBatch:
+        """A batch of the rows `index` int [size], whole groups that hold nothing; -1 is padding."""
         group = self.program.group_size
         prompts = self.requests.prompts.tokens[self._prompts(index[::group])]
-        rows = self._gather(index, with_drafts=draft_lens.any())
+        rows = self._gather(index, with_drafts=with_drafts)
         start = time.perf_counter()
         cache = decode.prefill(self.program, self.weights, prompts)
         cache = decode.broadcast_prefill(cache, slots=slots, group_size=group)
@@ -128,16 +120,15 @@ class ModelRunner:
         self.stats.prefill_seconds += time.perf_counter() - start
         self.stats.programs.add(("prefill", *prompts.shape))
         self.note_bytes(prompts.shape, (len(index), slots), *self.running_shape())
-        # Rows that hold nothing verify exactly where they have a draft.
-        counts = RowCounts.begun(self.requests.trained(index), index >= 0, draft_lens > 0)
         batch = self._batch(cache, rows, index)
-        return dataclasses.replace(batch, counts=counts, longest_draft=int(draft_lens.max()))
+        self._count(batch)
+        return batch
 
     def _batch(self, cache: KVCache, rows: DecodeState, index: np.ndarray) -> DecodeBatch:
         """Of the rows `index`, not counted yet."""
-        nothing = RowCounts.begun(*[index < -1] * 3)
-        slots = cache_slots(cache)
-        return DecodeBatch(cache, rows, len(index), slots, np.count_nonzero(index >= 0), nothing)
+        return DecodeBatch(
+            cache, rows, len(index), cache_slots(cache), np.count_nonzero(index >= 0)
+        )
 
     def _prompts(self, index: np.ndarray) -> np.ndarray:
         """The prompts of rows, padding with any."""

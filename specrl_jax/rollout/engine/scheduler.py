@@ -224,8 +224,9 @@ class Scheduler:
             return Starting(batch, drafts[real], None)
         # Without a pass, the slots that rows will share, so that they need not move.
         slots = plan.slots if plan else self.runner.inserted_shape(np.zeros(1, int), 0)[1]
-        verify = drafts if plan or self.verify_while_decoding else np.zeros_like(drafts)
-        return Starting(self.runner.prefill(index, slots, verify), drafts[real], plan)
+        verify = bool(drafts.any()) and (plan is not None or self.verify_while_decoding)
+        batch = self.runner.prefill(index, slots, with_drafts=verify)
+        return Starting(batch, drafts[real], plan)
 
     def _pack_drafts(self, index: np.ndarray, drafts: np.ndarray) -> DraftTries | None:
         """Prompts and drafts of these rows packed, where they can be verified whole in one pass and
