@@ -111,8 +111,6 @@ def generate_and_score(
             state.lenience.log,
             _draft_history(trainer, state, prompts, next_prompts),
         )
-        if state.resumed is None and state.groups is None and state.stream.foresees:
-            state.store.prefetch(state.stream.peek())
     responses = respond(
         trainer.rollout_spec,
         weights,

@@ -104,10 +104,6 @@ class DraftStore(StatePart):
         tokens, lens = pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
         return tokens[:, : self._read], lens[:, : self._read]
 
-    def prefetch(self, prompts: Prompts) -> None:
-        """Begin to move the rows of the next batch, these prompts in this order, to the device."""
-        self._memory.prefetch(self._find(prompts))
-
     def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
         """Store the groups' responses; older generations move back by one.
 
@@ -135,7 +131,7 @@ class DraftStore(StatePart):
         return self._memory.like
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use, over all devices, as {"device": ..., "host": ...}; rows held count."""
+        """Bytes in use, over all devices, as {"device": ..., "host": ...}."""
         return self._memory.nbytes()
 
     def host(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ rows of those can only be picked by a program that computes on the host, while N
 arrays in place; and a transfer of picked rows is asynchronous just as well.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -102,9 +101,6 @@ class DeviceMemory(_Memory):
         """Arrays on the device and the places in them, int32 [Q], of the rows in `slots`."""
         return self.arrays, put(np.maximum(slots, 0), "batch")
 
-    def prefetch(self, slots: np.ndarray) -> None:
-        pass
-
     def write(self, slots: np.ndarray, reassigned: np.ndarray, newest: Stored) -> None:
         self.arrays = write_newest(self.arrays, put(slots, None), put(reassigned, None), newest)
 
@@ -115,10 +111,7 @@ class DeviceMemory(_Memory):
 
 
 class HostMemory(_Memory):
-    """NumPy arrays, changed in place; a batch's rows are copied to the device when needed.
-
-    The rows of the last two batches (this one's, and those of a prefetch) are held there.
-    """
+    """NumPy arrays, changed in place; a batch's rows are copied to the device to be read."""
 
     jax_kind = "pinned_host"  # how a checkpoint is read: past the device's memory
 
@@ -127,35 +120,21 @@ class HostMemory(_Memory):
             count = jax.process_count()
             raise ValueError(f"rollout.store must be device with {count} processes, got host")
         self.arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
-        # By slots. A slot may change hands: what counts is that it was not written since.
-        self._held: dict[tuple[int, ...], concurrent.futures.Future[Stored]] = {}
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "draft_store")
 
     def nbytes(self) -> dict[str, int]:
-        total = _nbytes(self.arrays)
-        row = total // self.arrays.lens.shape[1]
-        return {"device": row * sum(map(len, self._held)), "host": total}
+        return {"device": 0, "host": _nbytes(self.arrays)}
 
     def rows(self, slots: np.ndarray) -> tuple[Stored, Array | None]:
         """The rows in `slots` alone, on the device."""
-        self.prefetch(slots)
-        return self._held[tuple(slots.tolist())].result(), None
-
-    def prefetch(self, slots: np.ndarray) -> None:
-        """Pick the rows and begin their transfer, in another thread."""
-        key = tuple(slots.tolist())
-        if key in self._held:
-            return
-        while len(self._held) > 1:
-            del self._held[next(iter(self._held))]
-        layouts = jax.tree.map(lambda x: _sharding(x.ndim), self.arrays)
         index = np.maximum(slots, 0)
-        self._held[key] = self._thread.submit(_to_device, self.arrays, index, layouts)
+
+        def copy(stored: np.ndarray) -> Array:
+            # np.take copies, so that jax may keep the memory as it is.
+            return jax.device_put(np.take(stored, index, axis=1), _sharding(stored.ndim))
+
+        return jax.tree.map(copy, self.arrays), None
 
     def write(self, slots: np.ndarray, reassigned: np.ndarray, newest: Stored) -> None:
-        # A transfer of these very rows may be under way: whatever it reads, nobody will look.
-        written = set(slots.tolist())
-        self._held = {key: x for key, x in self._held.items() if written.isdisjoint(key)}
         for stored, new in zip(
             jax.tree.leaves(self.arrays), jax.tree.leaves(hosts.fetch(newest)), strict=True
         ):
@@ -165,7 +144,6 @@ class HostMemory(_Memory):
             stored[0][slots] = new.reshape(len(slots), -1, *new.shape[1:])
 
     def load(self, arrays: Stored) -> None:
-        self._held = {}
         self.arrays = jax.tree.map(np.array, arrays)  # our own: jax's memory must not change
 
 
@@ -247,11 +225,6 @@ def _whole(array: Array) -> Array:
 
 def _nbytes(stored: Stored) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(stored))
-
-
-def _to_device(stored: Stored, index: np.ndarray, layouts: Stored) -> Stored:
-    # np.take copies, so that jax may keep the memory as it is.
-    return jax.tree.map(lambda x, to: jax.device_put(np.take(x, index, 1), to), stored, layouts)
 
 
 def _keep(array: Array, kept: Array) -> Array:

@@ -1,6 +1,4 @@
-"""The store's arrays on the host: what is fetched ahead, and what may not be shared with jax."""
-
-import threading
+"""The store's arrays in both memories: layouts, bytes, and what may not be shared with jax."""
 
 import jax
 import numpy as np
@@ -30,57 +28,9 @@ def read(memory, slots: list[int]) -> list[int]:
     return (tokens if index is None else tokens[np.asarray(index)])[:, 0, 0].tolist()
 
 
-def prefetch(memory, slots: list[int]) -> None:
-    memory.prefetch(np.asarray(slots, np.int32))
-
-
 @pytest.fixture
 def memory(mesh):
     return HostMemory(abstract_stored(1, 1, N, G, R, 0))
-
-
-def fetched(memory, slots: list[int]) -> Stored:
-    """What is on the device; another object where it was fetched again."""
-    return memory.rows(np.asarray(slots, np.int32))[0]
-
-
-def test_rows_are_fetched_once(memory):
-    write(memory, [0, 1, 2, 3], 5)
-    prefetch(memory, [0, 1])
-    first = fetched(memory, [0, 1])
-    prefetch(memory, [2, 3])  # this batch's rows and the next one's are held beside each other
-    second = fetched(memory, [2, 3])
-    assert fetched(memory, [0, 1]) is first
-    assert read(memory, [0, 1]) == read(memory, [2, 3]) == [5, 5]
-    assert read(memory, [1, 0]) == [5, 5]  # another order is another batch; [0, 1] is let go
-    assert fetched(memory, [2, 3]) is second
-    assert fetched(memory, [0, 1]) is not first
-
-
-def test_what_was_written_is_fetched_again(memory):
-    write(memory, [0, 1, 2, 3], 5)
-    first, second = fetched(memory, [0, 1]), fetched(memory, [2, 3])
-    write(memory, [1, 7], 6)
-    assert fetched(memory, [2, 3]) is second
-    assert fetched(memory, [0, 1]) is not first
-    assert read(memory, [0, 1]) == [5, 6]
-
-
-def test_a_prefetch_does_not_wait(memory, monkeypatch):
-    """It returns before its rows are on the device, and a write meanwhile is seen."""
-    device_put, go = jax.device_put, threading.Event()
-
-    def slow(*args):
-        assert go.wait(60)
-        return device_put(*args)
-
-    monkeypatch.setattr(jax, "device_put", slow)
-    prefetch(memory, [0, 1])
-    prefetch(memory, [2, 3])
-    write(memory, [1], 6)
-    go.set()
-    assert read(memory, [2, 3]) == [0, 0]
-    assert read(memory, [0, 1]) == [0, 6]
 
 
 def test_rows_on_the_device_stay_what_they_were(mesh):
@@ -98,7 +48,6 @@ def test_rows_on_the_device_stay_what_they_were(mesh):
 
 def test_loaded_arrays_are_copies(memory):
     own = DeviceMemory(abstract_stored(1, 1, N, G, R, 0))
-    prefetch(memory, [0, 1])
     write(own, [0, 1], 5)
     memory.load(own.arrays)
     assert read(memory, [0, 1]) == [5, 5]
@@ -116,8 +65,6 @@ def test_where_the_arrays_are(make_mesh):
         assert abstract.top_ids.shape == (1, 128, G, R, 4)
         assert device.nbytes() == {"device": total, "host": 0}
         assert host.nbytes() == {"device": 0, "host": total}
-        prefetch(host, list(range(64)))
-        assert host.nbytes() == {"device": total // 2, "host": total}
         rows, _ = host.rows(np.arange(64, dtype=np.int32))
         assert sum(x.nbytes for x in jax.tree.leaves(rows)) == total // 2
         for array, like, row in zip(*map(jax.tree.leaves, (device.arrays, device.like, rows))):
