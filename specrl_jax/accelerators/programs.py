@@ -3,7 +3,6 @@
 The shapes are those of the largest buckets, the longest cache and the widest passes.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from specrl_jax.rollout.engine.draft_tries import (
     sequence_counts,
     sequence_slots,
 )
-from specrl_jax.types import Rollout
 
 
 class Program(NamedTuple):
@@ -77,7 +75,7 @@ def _rollout_programs(run: AbstractRun) -> dict[str, Program]:
         rows = run.rollout.lens.shape[0]
         slots = array(np.int32, (rows // run.spec.group_size,), None)
         fresh = array(np.bool_, slots.shape, None)
-        inputs = run.stored, slots, fresh, _as_stored(run.rollout)
+        inputs = run.stored, slots, fresh, Stored.of(run.rollout, steps=on_host(rows))
         listed["store_drafts"] = make(f"{rows} rows", write_newest, *inputs)
     return listed
 
@@ -152,13 +150,6 @@ def _running_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     inputs = rows, run.all_rows
     listed["write_back"] = make(f"{size} of {run.rows} rows", decode_state.scatter, *inputs)
     return listed
-
-
-def _as_stored(rollout: Rollout) -> Stored:
-    """As `DraftStore.put` hands a rollout over."""
-    names = [f.name for f in dataclasses.fields(Stored) if f.name != "steps"]
-    values = {name: getattr(rollout, name) for name in names}
-    return Stored(**values, steps=on_host(*rollout.lens.shape))
 
 
 def _update_programs(run: AbstractRun) -> dict[str, Program]:

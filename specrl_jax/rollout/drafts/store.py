@@ -7,7 +7,6 @@ Which prompt has which slot of the arrays, and in which order they were stored, 
 knows. When all slots are taken, the prompt that was stored longest ago gives its slot up.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from specrl_jax.rollout.drafts.store_memory import (
     DeviceMemory,
     HostMemory,
     Stored,
-    abstract_stored,
+    StoreShape,
     pick_drafts,
     pick_sources,
 )
@@ -27,30 +26,6 @@ from specrl_jax.types import Drafts, Prompts, Rollout, StatePart
 
 KINDS = {"device": DeviceMemory, "host": HostMemory}
 _NEVER = np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreShape:
-    """What a store keeps of how many prompts."""
-
-    prompts: int  # no less than a batch has
-    samples: int  # G, responses of each prompt
-    response_slots: int  # R
-    generations: int = 1  # A, responses of each sample kept with log-probs: `get` up to this age
-    history: int = 0  # responses of each sample that `sources` returns; 0: A
-    k: int = 0  # likeliest tokens whose log-probs are kept
-
-    @property
-    def read(self) -> int:
-        """Responses of a prompt that `DraftStore.sources` returns."""
-        return (self.history or self.generations) * self.samples
-
-    def abstract(self) -> Stored:
-        """Shapes, dtypes and layouts of the arrays on the mesh in use."""
-        generations = max(self.history, self.generations), self.generations
-        return abstract_stored(
-            *generations, self.prompts, self.samples, self.response_slots, self.k
-        )
 
 
 class DraftStore(StatePart):
@@ -110,16 +85,7 @@ class DraftStore(StatePart):
         Raises ValueError where a prompt comes twice.
         """
         slots, reassigned = self._take([e.prompt_id for e in prompts.examples])
-        newest = Stored(
-            tokens=rollout.tokens,
-            lens=rollout.lens,
-            steps=np.full(rollout.lens.shape, step, np.int32),
-            sampling_logprobs=rollout.sampling_logprobs,
-            origin_logprobs=rollout.origin_logprobs,
-            origin_steps=rollout.origin_steps,
-            top_ids=rollout.top_ids,
-            top_logprobs=rollout.top_logprobs,
-        )
+        newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
         self._memory.write(slots, reassigned, newest)
 
     def arrays(self) -> Stored:

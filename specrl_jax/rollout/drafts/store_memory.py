@@ -23,7 +23,7 @@ from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.sharding import put, reshape, shards, spec
-from specrl_jax.types import Drafts
+from specrl_jax.types import Drafts, Rollout
 
 # N is a multiple of this: the same shape, and so resumable, on all meshes whose pieces divide it.
 _SLOTS = 64
@@ -44,28 +44,49 @@ class Stored:
     top_ids: Array | None = None
     top_logprobs: Array | None = None
 
+    @classmethod
+    def of(cls, rollout: Rollout, steps: Array) -> "Stored":
+        """The rollout's responses [B], stored in `steps` int32 [B]."""
+        return cls(**vars(Drafts.of(rollout)), steps=steps)
 
-def abstract_stored(
-    generations: int, with_logprobs: int, prompts: int, samples: int, slots: int, k: int
-) -> Stored:
-    """Shapes, dtypes and layouts of E = `generations`, A = `with_logprobs`; N: `prompts`, rounded
-    up."""
-    pieces = math.lcm(_SLOTS, shards("batch"))
-    rows = (-(-prompts // pieces) * pieces, samples)
 
-    def array(dtype, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(len(shape)))
+@dataclasses.dataclass(frozen=True)
+class StoreShape:
+    """What a store keeps of how many prompts."""
 
-    return Stored(
-        tokens=array(jnp.int32, generations, *rows, slots),
-        lens=array(jnp.int32, generations, *rows),
-        steps=array(jnp.int32, generations, *rows),
-        sampling_logprobs=array(jnp.float32, with_logprobs, *rows, slots),
-        origin_logprobs=array(jnp.float32, with_logprobs, *rows, slots),
-        origin_steps=array(jnp.int32, with_logprobs, *rows, slots),
-        top_ids=array(jnp.int32, with_logprobs, *rows, slots, k) if k else None,
-        top_logprobs=array(jnp.float32, with_logprobs, *rows, slots, k) if k else None,
-    )
+    prompts: int  # no less than a batch has
+    samples: int  # G, responses of each prompt
+    response_slots: int  # R
+    generations: int = 1  # A, responses of each sample kept with log-probs: `get` up to this age
+    history: int = 0  # responses of each sample that `sources` returns; 0: A
+    k: int = 0  # likeliest tokens whose log-probs are kept
+
+    @property
+    def read(self) -> int:
+        """Responses of a prompt that `DraftStore.sources` returns."""
+        return (self.history or self.generations) * self.samples
+
+    def abstract(self) -> Stored:
+        """Shapes, dtypes and layouts of the arrays on the mesh in use; prompts are rounded up."""
+        pieces = math.lcm(_SLOTS, shards("batch"))
+        prompts = -(-self.prompts // pieces) * pieces
+        kept, with_logprobs = max(self.history, self.generations), self.generations
+
+        def array(dtype, generations: int, *rest: int) -> jax.ShapeDtypeStruct:
+            shape = generations, prompts, self.samples, *rest
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(len(shape)))
+
+        slots, top = self.response_slots, (self.response_slots, self.k)
+        return Stored(
+            tokens=array(jnp.int32, kept, slots),
+            lens=array(jnp.int32, kept),
+            steps=array(jnp.int32, kept),
+            sampling_logprobs=array(jnp.float32, with_logprobs, slots),
+            origin_logprobs=array(jnp.float32, with_logprobs, slots),
+            origin_steps=array(jnp.int32, with_logprobs, slots),
+            top_ids=array(jnp.int32, with_logprobs, *top) if self.k else None,
+            top_logprobs=array(jnp.float32, with_logprobs, *top) if self.k else None,
+        )
 
 
 class _Memory:

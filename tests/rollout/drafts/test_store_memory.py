@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.rollout.drafts.store_memory import DeviceMemory, HostMemory, Stored, abstract_stored
+from specrl_jax.rollout.drafts.store_memory import DeviceMemory, HostMemory, Stored, StoreShape
 
 N, G, R = 64, 2, 3
 
@@ -30,11 +30,11 @@ def read(memory, slots: list[int]) -> list[int]:
 
 @pytest.fixture
 def memory(mesh):
-    return HostMemory(abstract_stored(1, 1, N, G, R, 0))
+    return HostMemory(StoreShape(N, G, R).abstract())
 
 
 def test_rows_on_the_device_stay_what_they_were(mesh):
-    memory = HostMemory(abstract_stored(1, 1, N, G, 2**14, 0))
+    memory = HostMemory(StoreShape(N, G, 2**14).abstract())
     for array in jax.tree.leaves(memory.arrays):
         array[:] = 5
     slots = np.arange(N, dtype=np.int32)
@@ -47,7 +47,7 @@ def test_rows_on_the_device_stay_what_they_were(mesh):
 
 
 def test_loaded_arrays_are_copies(memory):
-    own = DeviceMemory(abstract_stored(1, 1, N, G, R, 0))
+    own = DeviceMemory(StoreShape(N, G, R).abstract())
     write(own, [0, 1], 5)
     memory.load(own.arrays)
     assert read(memory, [0, 1]) == [5, 5]
@@ -58,7 +58,8 @@ def test_loaded_arrays_are_copies(memory):
 
 def test_where_the_arrays_are(make_mesh):
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        abstract = abstract_stored(2, 1, 65, G, R, 4)  # on every mesh a multiple of 64 prompts
+        # On every mesh a multiple of 64 prompts.
+        abstract = StoreShape(65, G, R, history=2, k=4).abstract()
         device, host = DeviceMemory(abstract), HostMemory(abstract)
         total = sum(x.size * 4 for x in jax.tree.leaves(abstract))
         assert abstract.tokens.shape == (2, 128, G, R)
@@ -79,4 +80,4 @@ def test_where_the_arrays_are(make_mesh):
 def test_several_processes_keep_their_drafts_on_devices(mesh, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"rollout\.store must be device with 2 processes"):
-        HostMemory(abstract_stored(1, 1, N, G, R, 0))
+        HostMemory(StoreShape(N, G, R).abstract())
