@@ -20,7 +20,7 @@ from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, respond, timed
 from specrl_jax.group_buffer import KEPT, places_of, rewards_of
 from specrl_jax.rewards.failures import FailureLog
-from specrl_jax.rollout.carry_over import CarryOver, WaitingRows, assemble
+from specrl_jax.rollout.carry_over import CarryOver, assemble
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise
@@ -245,17 +245,17 @@ def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[Groups, 
 def _full_batch(
     trainer: Trainer, state: TrainerState, rollouts: list[ScoredRollout]
 ) -> tuple[Groups, dict[str, float]]:
-    """The groups that the buffer gives; the rows of the others wait in `state`."""
+    """The groups that the buffer gives; the rows of the others wait in it."""
     size = trainer.trained_group_size
     filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
     groups, values = state.groups.take_batch(filler)
     places = places_of(groups, size)
-    sources = [state.waiting_rows.rollout, *(x.rollout for x in rollouts)]
+    sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
     rollout = assemble(sources, places)
     lens = hosts.fetch(rollout.lens)
     stale = int(lens[places[:, 0] == KEPT].sum())
     values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
-    state.waiting_rows = WaitingRows(assemble(sources, state.groups.keep()))
+    state.groups.kept_rows = assemble(sources, state.groups.keep())
     prompts = state.stream.find([group.prompt_id for group in groups])
     values |= Stats.total([x.responses.result.stats for x in rollouts]).metrics()
     return Groups(prompts, rollout, rewards_of(groups, size)), values

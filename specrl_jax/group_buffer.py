@@ -1,8 +1,8 @@
 """Groups of responses that wait: for the rest of their group, or for a batch to be full.
 
-Pure bookkeeping: prompt ids and rewards in; which prompts to roll out next, and which groups to
-train on, out. A response is known by its place (rollout, row); `places_of` turns groups into the
-places that `carry_over.assemble` gathers rows from.
+Prompt ids and rewards in; which prompts to roll out next, and which groups to train on, out. A
+response is known by its place (rollout, row); `places_of` turns groups into the places that
+`carry_over.assemble` gathers rows from.
 
 *Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2) generates until the batch is full of groups
 whose rewards differ. *Screening* (SPEED, arXiv 2506.09016) first rolls out a part of each group and
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrl_jax.data.curriculum import CURRICULA, base_id
-from specrl_jax.types import StatePart
+from specrl_jax.types import Rollout, StatePart
 
 KEPT = 0  # the rollout of a place: rows kept from earlier steps; 1, 2, ...: this step's rollouts
 
@@ -57,6 +57,7 @@ class GroupBuffer(StatePart):
         self.rows = self.groups_per_batch * self.group_size  # of one rollout
         self.ready: list[Group] = []  # to train on, the oldest first
         self.unfinished: dict[str, Group] = {}  # screened, and worth the rest of their group
+        self.kept_rows: Rollout | None = None  # the rows of these groups, [max_waiting_rows]
         self.begin_step()
 
     @property
@@ -166,20 +167,24 @@ class GroupBuffer(StatePart):
     def keep(self) -> np.ndarray:
         """Ends the step: the places of all rows that wait, int32 [max_waiting_rows, 2].
 
-        From now on the groups' places are (KEPT, their index in this array).
+        From now on the groups' places are (KEPT, their index in this array). The caller sets
+        `kept_rows` to the rows at these places.
         """
         waiting = [*self.ready, *self.unfinished.values()]
         places = [place for group in waiting for place in group.places]
-        self.restore(self.host())
+        self.restore(self.host(), self.kept_rows)
         return _padded(places, self.max_waiting_rows)
 
     # Checkpoints --------------------------------------------------------------------------------
+
+    def arrays(self) -> Rollout | None:
+        return self.kept_rows
 
     def host(self) -> dict[str, list]:
         groups = {"ready": self.ready, "unfinished": self.unfinished.values()}
         return {name: [[x.prompt_id, x.rewards] for x in held] for name, held in groups.items()}
 
-    def restore(self, host, arrays=None) -> "GroupBuffer":
+    def restore(self, host, arrays: Rollout | None) -> "GroupBuffer":
         kept_row = itertools.count()
 
         def with_places(prompt_id: str, rewards: Sequence[float]) -> Group:
@@ -188,6 +193,7 @@ class GroupBuffer(StatePart):
 
         self.ready = [with_places(*group) for group in host["ready"]]
         self.unfinished = {group[0]: with_places(*group) for group in host["unfinished"]}
+        self.kept_rows = arrays
         self.begin_step()
         return self
 

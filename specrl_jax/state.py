@@ -21,7 +21,7 @@ from specrl_jax.models.transformer import Params, abstract_params
 from specrl_jax.rollout.adaptive import measure_steps
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.adaptive.step_costs import StepCosts
-from specrl_jax.rollout.carry_over import Resumed, RunAhead, WaitingRows
+from specrl_jax.rollout.carry_over import Resumed, RunAhead, empty_rollout
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.spec import RolloutSpec
@@ -80,7 +80,6 @@ class TrainerState:
     run_ahead: RunAhead | None = None  # begun for the next step
     resumed: Resumed | None = None  # unfinished groups of partial rollouts
     groups: GroupBuffer | None = None  # with dynamic sampling or screening
-    waiting_rows: WaitingRows | None = None  # the rows of `groups`
 
     @property
     def parts(self) -> dict[str, StatePart]:
@@ -173,7 +172,7 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
         state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
     if config.algorithm.dynamic_sampling or state.stream.screens:
         state.groups = GroupBuffer(config, len(trainer.prompts.lens))
-        state.waiting_rows = WaitingRows.empty(state.groups.max_waiting_rows, slots, stored)
+        state.groups.kept_rows = empty_rollout(state.groups.max_waiting_rows, slots, stored)
     return state
 
 

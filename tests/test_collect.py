@@ -118,7 +118,7 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
     ("algorithm", "changes", "prefix"),
     [
         ("ppo", {}, "train.critic"),
-        ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "waiting_rows"),
+        ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "groups"),
     ],
     ids=["ppo", "speed"],
 )

@@ -15,7 +15,7 @@ from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.episodes import ResponseScorer, respond
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
-from specrl_jax.rollout.carry_over import PartialRows, WaitingRows, turn_drafts
+from specrl_jax.rollout.carry_over import PartialRows, empty_rollout, turn_drafts
 from specrl_jax.rollout.generate import DraftInputs, Noise
 from specrl_jax.types import Drafts, Source
 
@@ -231,7 +231,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
 
     def holding(tokens, lens):
         rollout = dataclasses.replace(
-            WaitingRows.empty(3, 6).rollout,
+            empty_rollout(3, 6, 0),
             tokens=ref.put(tokens, "batch", None),
             lens=ref.put(np.array(lens, np.int32), "batch"),
         )

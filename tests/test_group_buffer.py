@@ -177,7 +177,7 @@ def test_a_restored_buffer_goes_on_alike(changes):
         whole.step()
         first.step()
     host = json.loads(json.dumps(first.buffer.host()))
-    first.buffer = buffer_of(changes).restore(host)
+    first.buffer = buffer_of(changes).restore(host, None)
     assert first.buffer.host() == whole.buffer.host()
     for _ in range(5):
         assert first.step() == whole.step()

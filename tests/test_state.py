@@ -29,7 +29,7 @@ def _states(changes: dict, algorithm: str = "grpo") -> tuple[TrainerState, Train
         ({"algorithm.kl_coef": 0.1}, "grpo", {"reference"}),
         ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", {"run_ahead"}),
         ({"rollout.partial": 2}, "grpo", {"resumed"}),
-        ({"rollout.draft": "none"}, "dapo", {"groups", "waiting_rows"}),
+        ({"rollout.draft": "none"}, "dapo", {"groups"}),
         (ADAPTIVE, "grpo", {"speculation"}),
         (ADAPTIVE | {"rollout.draft": "none"}, "grpo", set()),  # there is no choice
         # What was begun ahead is verified or left to decode steps.

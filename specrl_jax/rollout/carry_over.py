@@ -7,8 +7,6 @@ idle, with that step's noise. Their tokens are drafts for the match rule, so the
 ends once Q of them are done. The others keep tokens and log-probs and are resumed in the next step.
 This is off-policy: each token keeps the log-prob of the policy that sampled it, so the update's
 ratio is its importance weight. Within a step short responses are done first; none is dropped.
-
-*Waiting rows* (DAPO, arXiv 2503.14476; SPEED, 2506.09016): responses that a later batch trains on.
 """
 
 import dataclasses
@@ -193,27 +191,6 @@ def turn_drafts(
     first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
     lens = jnp.where(jnp.any(ends, axis=1), first, drafts.lens)
     return dataclasses.replace(drafts, lens=jnp.where(same, lens, 0))
-
-
-# --- waiting groups -------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class WaitingRows(StatePart):
-    """Responses of the groups that wait for an update; `group_buffer.GroupBuffer` knows whose."""
-
-    rollout: Rollout
-
-    @classmethod
-    def empty(cls, rows: int, slots: int, k: int = 0) -> "WaitingRows":
-        """`rows` rows of `slots` response slots and the k likeliest tokens."""
-        return cls(empty_rollout(rows, slots, k))
-
-    def arrays(self) -> Rollout:
-        return self.rollout
-
-    def restore(self, host, arrays: Rollout) -> "WaitingRows":
-        return WaitingRows(arrays)
 
 
 # --- rows -----------------------------------------------------------------------------------------
