@@ -37,6 +37,11 @@ SPEED = {
     "data.prompts": 110,
 }
 UNSEEN = {"data.prompts": 400, "data.options.max_numbers": 3}  # no prompt comes twice
+RUN_AHEAD = {
+    "rollout.run_ahead": True,
+    "rollout.accept": "match",
+    "rollout.draft": "previous+tree",
+}
 
 
 @dataclasses.dataclass
@@ -119,8 +124,10 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
     [
         ("ppo", {}, "train.critic"),
         ("grpo", SPEED | {"rollout.draft": "previous+tree"}, "groups"),
+        ("grpo", {"rollout.partial": 2}, "resumed"),
+        ("grpo", RUN_AHEAD, "run_ahead"),
     ],
-    ids=["ppo", "speed"],
+    ids=["ppo", "speed", "partial", "run ahead"],
 )
 def test_a_killed_run_goes_on_with_all_that_it_keeps(mesh, tmp_path, algorithm, changes, prefix):
     killed, plain, changes = tmp_path / "killed", tmp_path / "plain", CHANGES | changes
@@ -128,8 +135,8 @@ def test_a_killed_run_goes_on_with_all_that_it_keeps(mesh, tmp_path, algorithm, 
     for workdir in (killed, plain):
         loop.train(small_config(changes, algorithm=algorithm), workdir)
     assert_same_run(killed, plain, STEPS)
-    resumed = saved(killed, STEPS)
-    assert any(name.startswith(prefix) and array.any() for name, array in resumed.items())
+    arrays = [x for step in (STEPS - 1, STEPS) for x in saved(killed, step).items()]
+    assert any(name.startswith(prefix) and array.any() for name, array in arrays)
 
 
 def _killed(workdir, algorithm, changes):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 from ml_collections import ConfigDict
-from rollout_reference import KEY, check_equal, host, log_softmax, make_spec
+from rollout_reference import KEY, check_equal, host, make_spec
 from small_runs import Sums, records, saved, small_config
 
 from specrl_jax import train as loop
@@ -17,7 +17,7 @@ from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import PartialRows, empty_rollout, turn_drafts
 from specrl_jax.rollout.generate import DraftInputs, Noise
-from specrl_jax.types import Drafts, Source
+from specrl_jax.types import Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
 R, TURNS = 20, 4
@@ -88,18 +88,10 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     """Teacher-forced: forced tokens are read like all others, and have none themselves."""
     played, params, _ = plain
     rollout, prompts = host(played.result.rollout), prompts_of()
-    starts = np.repeat(prompts.lens, 4)
-    sequences = np.zeros((len(starts), prompts.tokens.shape[1] + R), np.int32)
-    for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
-        sequences[row, :start] = prompts.tokens[row // 4, :start]
-        sequences[row, start : start + n] = rollout.tokens[row, :n]
-    logprobs = log_softmax(ref.full_logits(ref.MODEL, params, sequences))
-    for row, (start, n) in enumerate(zip(starts, rollout.lens, strict=True)):
-        forced = rollout.sources[row, :n] == Source.FORCED
-        expected = [logprobs[row, start + j - 1, rollout.tokens[row, j]] for j in range(n)]
-        np.testing.assert_allclose(
-            rollout.policy_logprobs[row, :n], np.where(forced, 0, expected), atol=1e-5
-        )
+    expected = ref.teacher_forced(ref.MODEL, params, prompts, rollout.tokens)
+    inside = np.arange(R)[None, :] < rollout.lens[:, None]
+    drawn = inside & (rollout.sources != Source.FORCED)
+    np.testing.assert_allclose(rollout.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5)
 
 
 BOUND = {"row_buckets": 3, "cache_lengths": 3, "cache_bytes": 2 * 12 * 22 * 128}
@@ -223,10 +215,7 @@ def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
 def test_what_is_left_of_a_draft_by_hand(mesh, plain):
     """End is token 1. Rows hold 0, 3 and 3 tokens; the third's differ from the draft's."""
     tokens = np.array([[5, 1, 7, 6, 1, 8], [5, 1, 7, 6, 8, 9], [5, 1, 7, 6, 1, 8]], np.int32)
-    zeros = np.zeros(tokens.shape, np.float32)
-    drafts = ref.put_rows(
-        Drafts(tokens, np.array([6, 6, 6], np.int32), zeros, zeros, zeros.astype(np.int32))
-    )
+    drafts = ref.plain_drafts(tokens, [6, 6, 6])
     np.testing.assert_array_equal(turn_drafts(drafts, None, (1,)).lens, [2, 2, 2])
 
     def holding(tokens, lens):

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import rollout_reference as ref
+from acceptance_reference import softmax
 from rollout_reference import (
     as_drafts,
     emitted,
@@ -16,7 +17,6 @@ from rollout_reference import (
     make_spec,
     total_variation,
 )
-from scipy import stats
 
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.types import Source
@@ -33,15 +33,8 @@ def run(spec, weights, prompts, step, **kwargs):
 
 
 def cut_table(table, sampling):
-    """The distribution that is sampled from, by sorting."""
-    scores = np.log(table) / sampling.temperature
-    out = np.zeros_like(table)
-    for row, score in zip(out, scores, strict=True):
-        order = np.argsort(-score)[: sampling.top_k or None]
-        probs = np.exp(score[order]) / np.exp(score[order]).sum()
-        count = np.sum(np.cumsum(probs) < sampling.top_p) + 1 if sampling.top_p < 1 else len(order)
-        row[order[:count]] = probs[:count] / probs[:count].sum()
-    return out
+    """The distribution that is sampled from."""
+    return softmax(ref.truncate(np.log(table) / sampling.temperature, sampling))
 
 
 def monte_carlo(sampling, log_lenience, steps=8):
@@ -76,16 +69,10 @@ def exact(sampling, lenience):
 
 
 def p_value(counts, distribution):
-    """Of the counts; outcomes that are expected less than five times are pooled."""
+    """Of the counts by outcome."""
     assert counts.keys() <= distribution.keys()  # nothing that cannot happen
-    total = sum(counts.values())
-    expected = np.array(list(distribution.values())) * total
-    observed = np.array([counts.get(k, 0) for k in distribution])
-    rare = expected < 5
-    if rare.any():
-        expected = np.append(expected[~rare], expected[rare].sum())
-        observed = np.append(observed[~rare], observed[rare].sum())
-    return stats.chisquare(observed, expected).pvalue
+    observed = np.array([counts.get(outcome, 0) for outcome in distribution])
+    return ref.p_value(observed, np.array(list(distribution.values())))
 
 
 def distance(counts, distribution):
@@ -157,7 +144,7 @@ def five_prompts(count=2048):
 
 def policy_distribution(table, sampling=SamplingConfig()):  # noqa: B008
     cut = cut_table(table, sampling)
-    parts = [ref.responses(cut, first, SLOTS, (EOS,)) for first in FIRSTS]
+    parts = [ref.responses(ref.by_last(cut, first), SLOTS, (EOS,)) for first in FIRSTS]
     return {(x, *k): p / 2 for x in FIRSTS for k, p in parts[x].items()}
 
 

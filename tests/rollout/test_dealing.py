@@ -34,9 +34,7 @@ def plain(make_mesh):
 # 8 groups of 4 rows; lengths of 1 to 8, so that shards end at different times.
 QUEUES = {
     "a group on each shard": {"max_rows": 16, "cache_lengths": 2},
-    "all at once": {},
     "few bytes": {"cache_lengths": 2, "row_buckets": 3, "cache_bytes": bytes_for(16)},
-    "tree drafts": {"width": 4, "max_rows": 16},
 }
 FIRST, *OTHERS = QUEUES
 CASES = [pytest.param(FIRST, has) for has in (False, True)]

@@ -23,7 +23,7 @@ from acceptance_reference import (
     residual_scores,
     softmax,
 )
-from rollout_reference import put_rows, total_variation
+from rollout_reference import put_rows, responses, total_variation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,10 @@ class World:
                 probs_by_response[prefix] = np.where(lost, 0.0, probs) / probs[~lost].sum()
         return probs_by_response
 
+    def responses(self, distributions, prefix=()) -> dict[tuple[int, ...], float]:
+        """Every response that begins with `prefix`, and its probability given that."""
+        return responses(distributions.__getitem__, self.slots, (self.eos,), prefix)
+
     def ended(self, prefix) -> bool:
         return len(prefix) == self.slots or (len(prefix) > 0 and prefix[-1] == self.eos)
 
@@ -72,18 +76,6 @@ WORLDS = {
     "cut": World(4, 3, k=3, eos=0, draft_slots=2, seed=9),
     "near": World(4, 3, k=3, eos=1, sharpness=200.0, seed=10),
 }
-
-
-def responses(world: World, distributions, prefix=()) -> dict[tuple[int, ...], float]:
-    """Every response that begins with `prefix`, and its probability given that."""
-    if world.ended(prefix):
-        return {prefix: 1.0}
-    probs_by_response = {}
-    for token, p in enumerate(distributions[prefix]):
-        if p > 0:
-            for response, rest in responses(world, distributions, (*prefix, token)).items():
-                probs_by_response[response] = p * rest
-    return probs_by_response
 
 
 @dataclasses.dataclass
@@ -105,7 +97,7 @@ class Scored:
 def score(world: World) -> Scored:
     new, old = world.distributions(0), world.distributions(1)
     emission = collections.defaultdict(float)
-    for response, p in responses(world, old).items():
+    for response, p in world.responses(old).items():
         emission[response[: world.draft_slots]] += p
     drafts = [*emission, *[()] * (96 - len(emission))]
     shape = (len(drafts), world.slots)
@@ -188,7 +180,7 @@ def emitted(world: World, rule: str) -> dict[tuple[int, ...], float]:
     ids, logprobs = (x[rows, at] for x in scored.top)
     scores = put_scores(scored.scores[rows, at])
     nexts = softmax(residual_scores(scores, *put_rows((ids, logprobs, tail, log_scale))))
-    rest = {prefix: responses(world, new, prefix) for prefix in reachable(world)}
+    rest = {prefix: world.responses(new, prefix) for prefix in reachable(world)}
     emission = collections.defaultdict(float)
     for row, n, p, following in zip(rows, accepted, probs, nexts, strict=True):
         prefix = scored.drafts[row][:n]
@@ -221,47 +213,4 @@ def test_what_is_emitted_is_the_policy(mesh, name, rule):
     world = WORLDS[name]
     emission = emitted(world, rule)
     assert sum(emission.values()) == pytest.approx(1, abs=1e-6)
-    assert total_variation(emission, responses(world, world.distributions(0))) < EXACT
-
-
-def coarse_prefixes(world: World, row: int):
-    """The draft's outcomes up to its tail token (-1), shortest prefix first."""
-    scored = score(world)
-    draft, listed = scored.drafts[row], scored.arguments[-1][row]
-    outcomes = [t if listed[i] else -1 for i, t in enumerate(draft)]
-    end = outcomes.index(-1) + 1 if -1 in outcomes else len(outcomes)
-    return [tuple(outcomes[: n + 1]) for n in range(end)]
-
-
-def accept_probs(world: World, rule: str) -> dict[tuple[int, ...], float]:
-    """{prefix of coarse outcomes: probability that it is drafted and kept}."""
-    probs_by_response = collections.defaultdict(float)
-    for row, accepted, tail, _, p in verdicts(world, rule):
-        for prefix in coarse_prefixes(world, row)[: accepted + tail]:
-            probs_by_response[prefix] += p
-    return probs_by_response
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_block_keeps_every_prefix_as_often_as_any_rule_can(mesh, name):
-    """P(prefix kept | drafted) = P_i, and that is never less than Π min(1, π / π_old)."""
-    world = WORLDS[name]
-    block, single = accept_probs(world, "block"), accept_probs(world, "ratio_residual")
-    scored = score(world)
-    logprobs, old, now_top, old_top, listed = (x.astype(np.float64) for x in scored.arguments)
-    tails = [np.log(np.maximum(1 - np.exp(x).sum(axis=-1), 1e-300)) for x in (now_top, old_top)]
-    with np.errstate(invalid="ignore"):  # after the drafts
-        quotient = np.exp(np.where(listed, logprobs - old, tails[0] - tails[1]))
-    joint, product = collections.defaultdict(float), collections.defaultdict(float)
-    for row, p in enumerate(scored.probs):
-        block_p = ratio_p = 1.0
-        for i, prefix in enumerate(coarse_prefixes(world, row)):
-            block_p = min(1.0, block_p * quotient[row, i])
-            ratio_p = ratio_p * min(1.0, quotient[row, i])
-            joint[prefix] += p * block_p
-            product[prefix] += p * ratio_p
-    for prefix in joint:
-        assert block.get(prefix, 0.0) == pytest.approx(joint[prefix], abs=EXACT)
-        assert single.get(prefix, 0.0) == pytest.approx(product[prefix], abs=EXACT)
-        assert block.get(prefix, 0.0) >= single.get(prefix, 0.0) - EXACT
-    assert sum(block.values()) > sum(single.values()) + (1e-3 if name != "near" else 1e-4)
+    assert total_variation(emission, world.responses(world.distributions(0))) < EXACT

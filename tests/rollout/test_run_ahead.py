@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import check_equal, host, make_spec, select
-from small_runs import assert_same_run, interrupt, records, saved, small_config
+from small_runs import records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.rollout.carry_over import RunAhead
 from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Source
 
@@ -164,19 +163,9 @@ RUN = {
     "rollout.adaptive": False, "rollout.verify_width": 4, "updates.learning_rate": 0.005,
     "log.rollouts": 1.0,
 }  # fmt: skip
-RUN_AHEAD = RUN | {"rollout.run_ahead": True}
 # Costs, or counts of drafts: everything else is of the responses and of the update.
 SAME = ("reward/", "policy/", "update/", "data/", "rollout/response_len_mean",
         "rollout/truncated_fraction", "rollout/overlap_rouge1")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, make_mesh):
-    """The work directory of AHEAD, four steps."""
-    workdir = tmp_path_factory.mktemp("ahead") / "run"
-    with jax.set_mesh(make_mesh(1, 1, 1)):
-        loop.train(small_config(RUN_AHEAD), workdir)
-    return workdir
 
 
 def _responses(workdir, step: int) -> list[tuple]:
@@ -185,12 +174,13 @@ def _responses(workdir, step: int) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_training_is_the_same_with_and_without(trained, tmp_path, mesh):
-    loop.train(small_config(RUN), tmp_path / "plain")
-    before = 0
-    for result, plain in zip(records(trained)[1:], records(tmp_path / "plain")[1:], strict=True):
+def test_training_is_the_same_with_and_without(tmp_path, mesh):
+    ahead, alone, before = tmp_path / "ahead", tmp_path / "alone", 0
+    loop.train(small_config(RUN | {"rollout.run_ahead": True}), ahead)
+    loop.train(small_config(RUN), alone)
+    for result, plain in zip(records(ahead)[1:], records(alone)[1:], strict=True):
         step = result["step"]
-        assert _responses(trained, step) == _responses(tmp_path / "plain", step)
+        assert _responses(ahead, step) == _responses(alone, step)
         for name, value in plain.items():
             if name.startswith(SAME):
                 np.testing.assert_allclose(result[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -202,31 +192,3 @@ def test_training_is_the_same_with_and_without(trained, tmp_path, mesh):
         accepted = result.get("rollout/run_ahead_accepted", 0.0) * before
         assert result["rollout/tokens_reused"] == pytest.approx(accepted)
         before = result.get("rollout/tokens_run_ahead", 0)
-
-
-@pytest.mark.slow
-def test_a_policy_that_stays_keeps_all_of_it(tmp_path, mesh):
-    changes = RUN_AHEAD | {"updates.learning_rate": 0.0, "train.steps": 3}
-    changes |= {"rollout.draft": "previous+tree", "rollout.accept": "match"}
-    changes |= {"rollout.max_width": 4, "rollout.store": "host"}
-    loop.train(small_config(changes), tmp_path / "run")
-    result = records(tmp_path / "run")
-    assert [r.get("rollout/run_ahead_accepted") for r in result] == [None, None, 1.0, 1.0]
-    assert result[3]["rollout/draft_store_host_gib"] > 0
-    # In the third step the second epoch begins: what was not begun has its first response.
-    assert result[3]["rollout/draft_accept_rate"] < 1
-
-
-@pytest.mark.slow
-def test_resumed_is_the_same_run(trained, tmp_path, mesh, monkeypatch):
-    """Stopped after step 2 and gone on with: the drafts are in the checkpoint."""
-    with monkeypatch.context() as patch:
-        patch.setattr(MetricsLog, "write", MetricsLog.write)  # put back after interrupt
-        interrupt(MetricsLog, "write", 2, number=15)
-        loop.train(small_config(RUN_AHEAD), tmp_path / "run")
-    assert len(records(tmp_path / "run")) == 3
-    loop.train(small_config(RUN_AHEAD), tmp_path / "run")
-    assert_same_run(tmp_path / "run", trained, 4)
-    middle = saved(tmp_path / "run", 2)
-    assert middle["run_ahead.lens"].any()
-    assert middle["run_ahead.tokens"].shape == (32, 16)

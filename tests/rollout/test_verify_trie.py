@@ -99,10 +99,9 @@ def random_case(lens, seed):
 
 
 def start(program, prompts, tokens, lens):
-    noise, zeros = Noise(jax.random.key(0), step=0), np.zeros(tokens.shape, np.float32)
+    noise, drafts = Noise(jax.random.key(0), step=0), ref.plain_drafts(tokens, lens)
     rows = start_all_rows(program, prompts, noise, np.zeros(len(lens), int))
-    drafts = Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32))
-    return decode_state.with_drafts(rows, ref.put_rows(drafts), program.accept, math.inf)
+    return decode_state.with_drafts(rows, drafts, program.accept, math.inf)
 
 
 CASES = [[R], [0], [3], [R] * 8, [0, R, 1, 4, 4, 4, R, 0], [2, 3] * 4]
@@ -189,9 +188,7 @@ def test_a_pass_that_computes_no_less_is_left_out(mesh):
     """Rows that share nothing, in groups of one."""
     spec = spec_of("ratio", group=1)
     tokens = np.random.default_rng(0).integers(5, 16, (len(PROMPTS.lens), R)).astype(np.int32)
-    zeros = np.zeros(tokens.shape, np.float32)
-    lens = np.full(len(tokens), R, np.int32)
-    drafts = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
+    drafts = ref.plain_drafts(tokens, np.full(len(tokens), R))
     prompts = dataclasses.replace(PROMPTS, lens=np.full_like(PROMPTS.lens, P))
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
     _, stats = ref.run(spec, weights, prompts, 1, drafts=drafts)

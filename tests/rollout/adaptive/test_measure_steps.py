@@ -15,7 +15,6 @@ from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.adaptive.step_costs import Point
 from specrl_jax.rollout.generate import DraftInputs, Noise, generate
 from specrl_jax.runtime import compile_metrics
-from specrl_jax.types import Drafts
 
 ROWS, P, R = 8, 3, 4
 PLAIN, MATCHING = Point(ROWS, P + R, 1, False), Point(ROWS, P + R, 2, True)
@@ -179,9 +178,7 @@ def test_no_policy_program_is_compiled_to_measure_what_ran(
 def test_no_program_is_compiled_to_measure_a_pass_over_tries(mesh, tmp_path, caplog):
     spec = spec_of(tree=None, max_width=1, accept="ratio")
     weights, prompts = ref.policy(model=ref.ONE_LAYER)[1], ref.make_prompts([[2]] * 4, P)
-    tokens, zeros = np.full((ROWS, R), 5, np.int32), np.zeros((ROWS, R), np.float32)
-    drafts = Drafts(tokens, np.full(ROWS, R, np.int32), zeros, zeros, zeros.astype(np.int32))
-    inputs = DraftInputs(ref.put_rows(drafts), np.inf)
+    inputs = DraftInputs(ref.plain_drafts(np.full((ROWS, R), 5), np.full(ROWS, R)), np.inf)
     chooser = Speculation(timer=timer_of(tmp_path, tree=None, max_width=1, accept="ratio"))
     noise = Noise(jax.random.key(0), 1)
     stats = generate(spec, weights, prompts, noise, drafts=inputs, speculation=chooser).stats

@@ -13,7 +13,7 @@ from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Source
+from specrl_jax.types import Source
 
 B, P, R, END = 8, 6, 8, 4
 FOREVER = np.iinfo(np.int32).max
@@ -33,9 +33,7 @@ def begin(spec, weights, prompts, drafts=None, max_lens=None, slots=P + R + 3, l
     noise, steps = Noise(jax.random.key(0), 0), np.zeros(len(prompts.lens), int)
     rows = start_all_rows(spec, prompts, noise, steps, max_lens)
     if drafts is not None:
-        tokens, lens = (np.asarray(x, np.int32) for x in drafts)
-        zeros = np.zeros(tokens.shape, np.float32)
-        placed = ref.put_rows(Drafts(tokens, lens, zeros, zeros, zeros.astype(np.int32)))
+        placed = ref.plain_drafts(*drafts)
         rows = decode_state.with_drafts(rows, placed, spec.accept, log_lenience)
     tokens = put(prompts.tokens, "batch", None)
     return prefill(spec, weights, tokens, slots), rows
@@ -74,22 +72,12 @@ def start(mesh):
     return *ref.policy(model=ref.ONE_LAYER), ref.random_prompts(B, P)
 
 
-def forward_logprobs(params, prompts, tokens):
-    """Log-probs [B, R] of responses under the plain forward pass."""
-    sequences = np.concatenate([prompts.tokens, np.zeros((B, R), np.int32)], axis=1)
-    for row, n in enumerate(prompts.lens):
-        sequences[row, n : n + R] = tokens[row]
-    logprobs = ref.log_softmax(ref.full_logits(ref.ONE_LAYER, params, sequences))
-    at = prompts.lens[:, None] - 1 + np.arange(R)[None, :]
-    return logprobs[np.arange(B)[:, None], at, tokens]
-
-
 def check_forward(start, rows):
     """What the rows hold has the log-probs of the plain forward pass."""
     params, _, prompts = start
     got = ref.host(rows)
     inside = np.arange(R)[None, :] < got.lens[:, None]
-    expected = forward_logprobs(params, prompts, got.tokens[:, :R])
+    expected = ref.teacher_forced(ref.ONE_LAYER, params, prompts, got.tokens[:, :R])
     np.testing.assert_allclose(got.policy_logprobs[:, :R][inside], expected[inside], atol=1e-5)
     np.testing.assert_array_equal(got.sampling_logprobs, got.policy_logprobs)
 
@@ -110,9 +98,7 @@ def check_rows(rows, other, which=slice(None)):
 
 
 def counting(eos=(15,)):
-    table = np.full((16, 16), 1e-12)
-    table[np.arange(16), (np.arange(16) + 1) % 16] = 1.0
-    model, _, weights = ref.table_policy(table)
+    model, weights = ref.counting_policy()
     return make_spec(model, eos=eos), weights
 
 
