@@ -1,6 +1,6 @@
 """A rollout's memory as the operating system sees it, against `rollout.max_cache_gib`.
 
-Minutes, hence slow. `python tests/test_memory.py BYTES` prints what one process measures.
+Minutes, hence slow. `python tests/rollout/test_memory.py BYTES` prints what one process measures.
 """
 
 import json

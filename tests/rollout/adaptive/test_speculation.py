@@ -40,17 +40,6 @@ def test_survival_by_hand():
     assert acceptance.accepted == [6 * fade + 4, 5]
 
 
-@pytest.mark.parametrize("chances", [[0.3], [0.9], [0.4, 0.9, 0.95], [0.9, 0.5, 0.2], [0.05, 0.99]])
-def test_survival_converges_under_censoring_by_width(chances):
-    rng, acceptance, estimates = np.random.default_rng(3), Acceptance(), []
-    for _ in range(3_000):
-        width = int(rng.choice([2, 2, 2, 4, 4, 8, 16]))
-        acceptance.observe(draw(rng, chances, 256, width), width)
-        estimates.append(acceptance.survival(15))
-    mean = np.mean(estimates[200:], axis=0)
-    np.testing.assert_allclose(mean, true_survival(chances, 15), atol=0.02)
-
-
 def test_the_rate_of_previous_responses_by_hand():
     acceptance = Acceptance()
     assert acceptance.rate() == pytest.approx(0.99)
