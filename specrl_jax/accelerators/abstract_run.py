@@ -222,8 +222,8 @@ class AbstractRun:
     def rollout(self) -> Rollout:
         """The responses that a step trains on."""
         rows = self.config.rollout.prompts_per_step * trained_group_size(self.config)
-        read = functools.partial(read_rollout, self.program, compare=False)
-        return abstract(lambda x: read(x, None, None, np.int32(0))[0], self.start(rows))
+        read = functools.partial(read_rollout, self.program)
+        return abstract(lambda x: read(x, None, None, np.int32(0)), self.start(rows))
 
     @functools.cached_property
     def plain_batch(self) -> Batch:

@@ -8,7 +8,6 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from specrl_jax import hosts
 from specrl_jax.data.prompts import concatenate
@@ -101,14 +100,8 @@ def generate(
     all_rows, requests, drafts, draft_lens = start
     budget = KVBudget(program.model, buckets, spec.max_rows, spec.cache_bytes)
     runner = ModelRunner(program, budget, weights, all_rows, requests, drafts)
-    scheduler = Scheduler(runner, speculation)
-    all_rows = scheduler.run()
-    compare = drafts.previous is not None and not scheduler.verify_while_decoding
-    rollout, counts = read_rollout(
-        program, all_rows, drafts.previous, held, np.int32(noise.step), compare=compare
-    )
-    if compare:
-        _record_compared(counts, runner.stats, speculation)
+    all_rows = Scheduler(runner, speculation).run()
+    rollout = read_rollout(program, all_rows, drafts.previous, held, np.int32(noise.step))
     rollout, finished = dealing.put_back(rollout), dealing.put_rows_back(runner.finished)
     draft_lens, num_train = dealing.put_rows_back(draft_lens), requests.num_train_rows
     result = RolloutResult(
@@ -220,15 +213,6 @@ def _drafts_for(requests: Requests, drafts: Drafts, carry_over: CarryOver) -> Dr
 
 
 # --- out ------------------------------------------------------------------------------------------
-
-
-def _record_compared(counts: Array, stats: Stats, speculation: Speculation | None) -> None:
-    """Note what became of drafts that no step verified."""
-    accepted, verified, drafted_too = hosts.fetch(counts).tolist()
-    stats.drafted_tokens -= drafted_too
-    if speculation is not None:
-        accepted, verified = accepted - stats.accepted_tokens, verified - stats.verified_tokens
-        speculation.record_drafts(accepted, verified)
 
 
 def _without_next_step(result: RolloutResult, next_prompts: Prompts) -> RolloutResult:

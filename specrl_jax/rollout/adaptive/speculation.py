@@ -265,10 +265,6 @@ class Speculation(StatePart):
         self.acceptance.observe_previous(accepted, verified)
         return self._expected(plan.point)
 
-    def record_drafts(self, accepted: int, verified: int) -> None:
-        """Count draft tokens that no program verified, compared with the finished responses."""
-        self.acceptance.observe_previous(accepted, verified)
-
     # Seconds -----------------------------------------------------------------------------------
 
     def _seconds(self, rows: int, slots: int, width: int) -> float:

@@ -18,10 +18,10 @@ from jax import Array
 
 from specrl_jax.models.kv_cache import KVCache, cache_slots, gather_own_rows
 from specrl_jax.models.kv_cache import resize as resize_cache
-from specrl_jax.rollout.acceptance import AcceptanceRule, count_leading
+from specrl_jax.rollout.acceptance import AcceptanceRule
 from specrl_jax.rollout.sampling import uniforms
 from specrl_jax.sharding import on_shards, reshard, shard_number, shards, spec, take_own_rows
-from specrl_jax.types import Drafts, Rollout, Source
+from specrl_jax.types import Drafts
 
 
 @jax.tree_util.register_dataclass
@@ -140,30 +140,6 @@ def _scatter_own(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
         draft = dataclasses.replace(draft, lens=write(draft.lens, lens))
     written = jax.tree.map(write, without_drafts(all_rows), without_drafts(rows))
     return dataclasses.replace(written, index=all_rows.index, draft=draft)
-
-
-def compare(
-    all_rows: DecodeState, drafts: Drafts, held: Rollout | None
-) -> tuple[Array, Array, Array]:
-    """What the rows have of drafts that no step verified: the leading tokens that are the draft's,
-    after those that rows held at the start.
-
-    Returns prefix_lens, sources, and int32 [3]: the number of these tokens; that with each row's
-    first token that differs; how many of these tokens the draft source proposed too. Worked row: of
-    `5 6 7` the draft `5 6 9 1` has 2 tokens, 3 are verified.
-    """
-    slots = drafts.tokens.shape[1]
-    positions = jnp.arange(slots)[None, :]
-    begun = jnp.zeros_like(all_rows.lens) if held is None else held.lens
-    before, ends = positions < begun[:, None], jnp.minimum(drafts.lens, all_rows.lens)
-    run = count_leading(before | (all_rows.tokens[:, :slots] == drafts.tokens), ends)
-    accepted, verified = (jnp.maximum(jnp.minimum(n, ends) - begun, 0) for n in (run, run + 1))
-    reused = ~before & (positions < (begun + accepted)[:, None])
-    reused = jnp.pad(reused, ((0, 0), (0, all_rows.tokens.shape[1] - slots)))
-    sources = jnp.where(reused, jnp.int8(Source.REUSED), all_rows.sources)
-    counted = (accepted, verified, reused & (all_rows.sources == Source.DRAFTED))
-    counts = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in counted])
-    return accepted if held is None else held.prefix_lens + accepted, sources, counts
 
 
 def without_drafts(rows: DecodeState) -> DecodeState:

@@ -10,7 +10,6 @@ from jax import Array
 
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.carry_over import PartialRows, empty_rollout
-from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
 from specrl_jax.rollout.sampling import CUT_OFF_LOGPROB, Purpose, row_seeds, uniforms
@@ -96,23 +95,15 @@ def cut_drafts(
     return lens, rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "compare"))
+@functools.partial(jax.jit, static_argnums=0)
 def read_rollout(
     program: ProgramSpec,
     rows: DecodeState,
     drafts: Drafts | None,
     held: PartialRows | None,
     step: Array,
-    *,
-    compare: bool,
-) -> tuple[Rollout, Array | None]:
-    """All rows as a rollout of this step; held: what they held before it. compare: no step verified
-    the drafts, so the result is compared with them; the counts of `decode_state.compare`."""
-    counts = None
-    if compare:
-        old = None if held is None else held.rollout
-        prefix_lens, sources, counts = decode_state.compare(rows, drafts, old)
-        rows = dataclasses.replace(rows, prefix_lens=prefix_lens, sources=sources)
+) -> Rollout:
+    """All rows as a rollout of this step; held: what they held before it."""
     slots = program.response_slots
     positions = jnp.arange(slots)[None, :]
     inside = positions < rows.lens[:, None]
@@ -132,7 +123,7 @@ def read_rollout(
     for name in ("origin_logprobs", "draft_logprobs"):
         origin[name] = jnp.where(inside, origin[name], 0.0)
     tops = {n: getattr(rows, n) for n in ("top_ids", "top_logprobs")}
-    rollout = Rollout(
+    return Rollout(
         tokens=jnp.where(inside, rows.tokens[:, :slots], program.pad_id),
         lens=rows.lens,
         prefix_lens=rows.prefix_lens,
@@ -142,4 +133,3 @@ def read_rollout(
         **origin,
         **{n: None if x is None else x[:, :slots] for n, x in tops.items()},
     )
-    return rollout, counts

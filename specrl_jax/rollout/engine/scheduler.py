@@ -54,10 +54,6 @@ class Scheduler:
         self.buckets = self.budget.buckets
         self.shards = self.buckets.multiple
         self.rule = self.program.accept
-        # Where every token is sampled anew, only wide decode steps use what is left of a draft.
-        self.verify_while_decoding = runner.drafts.previous is not None and (
-            not self.rule.samples_anew or self._may_draft()
-        )
         # A rule that needs the whole draft has no choice of a pass.
         self.chooses_verification = speculation is not None and not self.rule.whole_draft
         self.budget.check()
@@ -95,14 +91,6 @@ class Scheduler:
             return False
         groups = self.runner.finished.reshape(-1, self.program.group_size).all(axis=1)
         return int(groups.sum()) >= requests.stop_after_groups
-
-    def _may_draft(self) -> bool:
-        """Whether decode steps wider than 1 are to be expected."""
-        if self.program.draft_source is None or self.speculation is None:
-            return self.program.draft_source is not None
-        buckets, choose_width = self.buckets, self.speculation.choose_width
-        shapes = itertools.product(buckets.rows, {buckets.slots(n) for n in buckets.responses})
-        return any(choose_width(*shape, buckets.widths) > 1 for shape in shapes)
 
     # Rows begin ------------------------------------------------------------------------------
 
@@ -224,8 +212,7 @@ class Scheduler:
             return Starting(batch, drafts[real], None)
         # Without a pass, the slots that rows will share, so that they need not move.
         slots = plan.slots if plan else self.runner.inserted_shape(np.zeros(1, int), 0)[1]
-        verify = bool(drafts.any()) and (plan is not None or self.verify_while_decoding)
-        batch = self.runner.prefill(index, slots, with_drafts=verify)
+        batch = self.runner.prefill(index, slots, with_drafts=bool(drafts.any()))
         return Starting(batch, drafts[real], plan)
 
     def _pack_drafts(self, index: np.ndarray, drafts: np.ndarray) -> DraftTries | None:
@@ -261,8 +248,8 @@ class Scheduler:
             plan = None
         if plan:
             slots = max(slots, begun + plan.verify_width)
-        verify = plan is not None or self.verify_while_decoding
-        batch = self.runner.re_prefill(admitted.index, slots, width, with_drafts=verify)
+        with_drafts = self.runner.drafts.previous is not None
+        batch = self.runner.re_prefill(admitted.index, slots, width, with_drafts=with_drafts)
         return Starting(batch, drafts_left, plan)
 
     # Verification ----------------------------------------------------------------------------
@@ -320,7 +307,7 @@ class Scheduler:
 
     def _verify(self, starting: Starting) -> None:
         """Verification passes over the rows that start, as many as pay. Drafts that are left then
-        are for decode steps to verify, or dropped."""
+        are for decode steps to verify."""
         plan = starting.plan
         if plan:
             self._split(starting)
@@ -337,7 +324,7 @@ class Scheduler:
                 drafts_left = np.maximum(np.sort(drafts_left)[-verifying:] - done, 1)
                 shape, held = starting.batch.shape, starting.batch.longest
                 plan = self._plan_verification(drafts_left, *shape, held)
-        if not (self.verify_while_decoding and starting.batch.verifying):
+        if not starting.batch.verifying:
             starting.batch.drop_drafts()
 
     def _record(self, plan: VerifyPlan, counts: StepCounts) -> None:

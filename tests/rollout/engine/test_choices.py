@@ -123,34 +123,6 @@ def test_steps_verify_alike_on_a_mesh(make_mesh, base):
     assert rollouts[0].prefix_lens.max() > 1
 
 
-@pytest.mark.parametrize("right", [False, True])
-def test_drafts_without_a_pass_cost_no_step_under_match(mesh, base, right):
-    """The programs and runs are a plain rollout's, whatever the drafts hold. The prefixes come
-    from a comparison."""
-    plain, endless, old = base
-    drafts = endless if right else old
-    steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
-    speculation = Speculation(StepCosts(steps | {Point(B, P + R, 8, False): 1e6}))
-    spec = spec_of(row_buckets=3, cache_lengths=1)
-    _, expected = go(spec, speculation=Speculation(speculation.costs))
-    got, stats = go(spec, speculation=speculation, drafts=as_drafts(drafts))
-    check_equal(got, plain, but=DRAFT_FIELDS)
-    assert (stats.decode_runs, stats.programs) == (expected.decode_runs, expected.programs)
-    same = (plain.tokens == drafts.tokens) & (
-        np.arange(R) < np.minimum(plain.lens, drafts.lens)[:, None]
-    )
-    run = np.cumprod(same, axis=1, dtype=bool)
-    np.testing.assert_array_equal(got.prefix_lens, run.sum(axis=1))
-    inside = np.arange(R) < plain.lens[:, None]
-    np.testing.assert_array_equal((np.asarray(got.sources) == Source.REUSED)[inside], run[inside])
-    verified = run.sum() + np.sum(run.sum(axis=1) < np.minimum(plain.lens, drafts.lens))
-    assert (speculation.acceptance.previous_accepted, speculation.acceptance.previous_verified) == (
-        run.sum(),
-        verified,
-    )
-    assert right == (run.sum() == plain.lens.sum())
-
-
 @pytest.mark.parametrize("accept", ["match", "ratio"])
 def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, accept):
     """No pass is run to learn it, and what is learned turns the choice when it should."""
@@ -205,12 +177,8 @@ class Whims:
     def __init__(self, seed):
         self.rng, self.verdicts = np.random.default_rng(seed), set()
         self.accepted = self.verified = 0  # all that was recorded
-        self.wide = bool(seed % 2)
 
-    def choose_width(self, rows, slots, widths):
-        return 2 if self.wide else 1
-
-    def record_drafts(self, accepted, verified):
+    def _record(self, accepted, verified):
         assert 0 <= accepted <= verified
         self.accepted, self.verified = self.accepted + accepted, self.verified + verified
 
@@ -219,7 +187,7 @@ class Whims:
         return StepPlan(size, slots, width, int(self.rng.integers(0, 4)))
 
     def record_steps(self, plan, steps, histogram=(), accepted=0, verified=0):
-        self.record_drafts(accepted, verified)
+        self._record(accepted, verified)
         return 0.0
 
     def choose_verification(self, passes):
@@ -228,7 +196,7 @@ class Whims:
         return passes[self.rng.integers(len(passes))] if verdict else None
 
     def record_verification(self, done, accepted=0, verified=0):
-        self.record_drafts(accepted, verified)
+        self._record(accepted, verified)
         return 0.0
 
 

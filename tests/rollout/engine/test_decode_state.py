@@ -13,7 +13,6 @@ from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.decode_state import DecodeState, DraftToVerify
 from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Rollout, Source
 
 B, C, K = 8, 5, 2
 FILLER = np.iinfo(np.int32).max
@@ -106,39 +105,6 @@ def test_rows_begin_with_prompts_only(mesh):
     assert len(np.unique(np.concatenate([rows.seeds, rows.accept_seeds]), axis=0)) == 8
     assert rows.top_ids.shape == rows.top_logprobs.shape == (4, C, K)
     assert rows.draft is None
-
-
-@SHAPES
-@pytest.mark.parametrize("begun", [False, True])
-def test_compare_worked_rows(make_mesh, shape, begun):
-    """A mismatch, a draft longer than its response and one shorter, none; after one held token."""
-    tokens = np.array([[5, 6, 7, 8], [5, 6, 0, 0], [5, 6, 7, 8], [5, 6, 7, 8]], np.int32)
-    drafts = np.array([[5, 6, 9, 8], [5, 6, 7, 8], [5, 6, 7, 0], [5, 6, 7, 8]], np.int32)
-    lens, draft_lens = np.array([4, 2, 4, 4], np.int32), np.array([4, 4, 3, 0], np.int32)
-    sources = np.array([[0, 1, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0]], np.int8)
-    many = lambda x: np.concatenate([x] * (B // 4))  # noqa: E731
-    wide = lambda x: np.pad(many(x), ((0, 0), (0, C - 4)))  # noqa: E731
-    all_rows = dataclasses.replace(
-        random_rows(drafting=False), tokens=wide(tokens), lens=many(lens), sources=wide(sources)
-    )
-    zeros = np.zeros((B, 4), np.float32)
-    placed_drafts = Drafts(many(drafts), many(draft_lens), zeros, zeros, zeros.astype(np.int32))
-    resumed = None
-    if begun:  # one token, which the first row had from a draft
-        ones, prefixes = np.ones(B, np.int32), many(np.array([1, 0, 0, 0], np.int32))
-        resumed = Rollout(*(many(tokens), ones, prefixes), *(zeros,) * 4, many(sources))
-    with jax.set_mesh(make_mesh(*shape)):
-        prefix_lens, new_sources, counts = ref.host(
-            decode_state.compare(*ref.put_rows((all_rows, placed_drafts, resumed)))
-        )
-    accepted = np.array([2, 2, 3, 0]) - begun * np.array([1, 1, 1, 0])
-    np.testing.assert_array_equal(prefix_lens, many(accepted + begun * np.array([1, 0, 0, 0])))
-    expected = sources.copy()
-    for row, n in enumerate(accepted):
-        expected[row, begun : begun + n] = Source.REUSED
-    np.testing.assert_array_equal(new_sources, wide(expected))
-    verified = [3 - begun, 2 - begun, 3 - begun, 0]
-    assert counts.tolist() == [accepted.sum() * B // 4, sum(verified) * B // 4, B // 4]
 
 
 @SHAPES
