@@ -159,7 +159,7 @@ def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path):
     assert folders(tmp_path) == ["1", "2"]
 
 
-def test_restore_errors_areone_line(tmp_path):
+def test_restore_errors_are_one_line(tmp_path):
     with Checkpointer(tmp_path / "c", keep_last=3) as checkpointer:
         assert checkpointer.latest_step() is None
         with pytest.raises(ValueError, match=r"no checkpoint of step 4, there are: none"):

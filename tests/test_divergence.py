@@ -74,7 +74,7 @@ def test_a_run_from_a_later_checkpoint_goes_on_as_that_run_did(good, mesh, tmp_p
         loop.train(config, run)
 
 
-def test_what_a_run_cannot_begin_with_is_refused_inone_line(good, mesh, tmp_path):
+def test_what_a_run_cannot_begin_with_is_refused_in_one_line(good, mesh, tmp_path):
     cases = [
         ("run", {}, "--resume_from must be RUN@STEP, a work directory and the step .*'run'$"),
         ("run@x", {}, "--resume_from must be RUN@STEP"),

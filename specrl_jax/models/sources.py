@@ -30,7 +30,7 @@ def resolve(source: str, field: str, patterns: Sequence[str]) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    missing = "is no path and could not be fetched from the hub; download it and give its path"
+    missing = "is no path and could not be fetched from the hub (download it and give its path)"
     with one_line(f"{field} {source!r} {missing}"):
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.config import flatten
-from specrl_jax.inputs import read_json
+from specrl_jax.inputs import json_object
 from specrl_jax.telemetry.metrics import FILE_NAME, read_metrics
 
 Record = dict[str, Any]
@@ -97,7 +97,9 @@ def read_run(workdir: str | os.PathLike) -> Run:
     if not (workdir / FILE_NAME).is_file():
         raise ValueError(f"{workdir} must be a run's work directory, it has no {FILE_NAME}")
     path = workdir / "config.json"
-    config = dict(flatten(read_json(path))) if path.is_file() else {}
+    config = {}
+    if path.is_file():
+        config = dict(flatten(json_object(path.read_bytes(), f"{path} (restore or remove it)")))
     return Run(workdir, config, read_metrics(workdir))
 
 
