@@ -7,6 +7,7 @@ import pytest
 from test_report_page import write_files
 
 from specrl_jax.telemetry import sweep_table
+from specrl_jax.telemetry.records import FIELDS
 from specrl_jax.telemetry.runs import Series, read_run, series
 
 
@@ -22,8 +23,9 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
             record |= {"rollout/tokens_generated": tokens[epoch - 1], "rollout/row_steps": 10}
             records.append(record)
         records[-1]["reward/eval"] = rewards[epoch - 1]
+    blank = dict.fromkeys(FIELDS)
     lines = [
-        {"step": step, "prompt_id": "a", "sample": i, "token_ids": row}
+        blank | {"step": step, "prompt_id": "a", "sample": i, "token_ids": row}
         for step, rows in enumerate(responses, start=1)
         for i, row in enumerate(rows)
     ]
