@@ -6,6 +6,7 @@ sampling or screening (`group_buffer`) as many as fill the batch.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from specrl_jax.rollout.carry_over import CarryOver, assemble
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise
+from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
@@ -133,8 +135,9 @@ def generate_and_score(
     prompts, rollout = select(prompts, result.groups), result.rollout
     prefix_lens, sources = hosts.fetch((rollout.prefix_lens, rollout.sources))
     tokens, lens = hosts.fetch((previous.tokens, previous.lens))
-    state.store.put(prompts, rollout, step=state.step)
-    state.stream.observe(prompts, responses.scores.rewards.reshape(-1, group))
+    rewards = responses.scores.rewards.reshape(-1, group)
+    state.store.put(prompts, rollout, step=state.step, unsolved=_unsolved(rewards))
+    state.stream.observe(prompts, rewards)
     forced = np.sum(sources == Source.FORCED, axis=1)
     last_responses = tokens[result.rows], lens[result.rows]
     return ScoredRollout(prompts, responses, prefix_lens, forced, last_responses)
@@ -183,7 +186,39 @@ def _drafts(
         drafts = previous
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
+        drafts = _without_unsolved(trainer, state, prompts, drafts)
     return drafts if state.run_ahead is None else state.run_ahead.drafts_for(prompts, drafts)
+
+
+def _unsolved(rewards: np.ndarray) -> np.ndarray:
+    """bool [Q], the groups of rewards [Q, G] that have no signal and no right response."""
+    return (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+
+
+def _without_unsolved(
+    trainer: Trainer, state: TrainerState, prompts: Prompts, drafts: Drafts
+) -> Drafts:
+    """The drafts without a share of those of unsolved groups, other samples at every visit.
+
+    A group whose responses are all wrong and all reused would be the same for ever. An exact rule
+    keeps all: what it emits is exact only if no reward decides which drafts it sees.
+    """
+    share, rule = trainer.config.rollout.refresh_unsolved, trainer.rollout_spec.program.accept
+    unsolved = state.store.unsolved(prompts)
+    if rule.exact or not (share and unsolved.any()):
+        return drafts
+    group = len(drafts.lens) // len(unsolved)
+    left_out = np.zeros((len(unsolved), group), bool)
+    for row in np.flatnonzero(unsolved):
+        rng = np.random.default_rng([trainer.config.seed, state.step, *prompts.ids[row].tolist()])
+        left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
+    return _left_out(drafts, put(left_out.reshape(-1), "batch"))
+
+
+@jax.jit
+def _left_out(drafts: Drafts, left_out: jax.Array) -> Drafts:
+    """Drafts [B] of which those in `left_out`, bool [B], have length 0."""
+    return dataclasses.replace(drafts, lens=jnp.where(left_out, 0, drafts.lens))
 
 
 def _draft_history(

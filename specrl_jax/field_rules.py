@@ -79,8 +79,9 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
     # Nearer to 1 a float32 is 1.
     (*_within(0, 0.99999), "updates.beta1 updates.beta2"),
     (*_within(0, 1), """
-        rollout.draft_refresh rollout.tree.min_prob algorithm.clip_low critic.gamma
-        critic.gae_lambda curriculum.target curriculum.decay warmup.mistake_rate log.rollouts
+        rollout.draft_refresh rollout.refresh_unsolved rollout.tree.min_prob algorithm.clip_low
+        critic.gamma critic.gae_lambda curriculum.target curriculum.decay warmup.mistake_rate
+        log.rollouts
     """),
 ]  # fmt: skip
 

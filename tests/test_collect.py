@@ -1,6 +1,9 @@
 """What a step collects: DAPO's and SPEED's batches against all that was rolled out; kills."""
 
+import collections
 import dataclasses
+import itertools
+import math
 
 import jax
 import numpy as np
@@ -116,6 +119,40 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
     for step in range(1, STEPS + 1):
         names = [e.prompt_id for s, x in rollouts if s == step for e in x.prompts.examples]
         assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("accept", "share", "reward", "left_out"),
+    [
+        ("ratio", 0.5, "some", 4),
+        ("ratio", 0.0, "some", 0),
+        ("ratio", 0.5, "full", 0),
+        ("block", 0.5, "some", 0),
+    ],
+)
+def test_half_of_an_unsolved_group_is_sampled_anew(tmp_path, mesh, accept, share, reward, left_out):
+    """Under ℓ = inf every draft is kept whole: without it the groups would never change."""
+    changes = {
+        "rollout.accept": accept, "rollout.refresh_unsolved": share, "rollout.lenience": math.inf,
+        "rollout.adaptive": False, "data.prompts": 8, "train.epochs": 3,
+        "reward.name": f"small_runs:score_{reward}", "reward.extract": "",
+    }  # fmt: skip
+    visits = collections.defaultdict(list)
+    for _, scored in watch(small_config(changes), tmp_path / "run").rollouts:
+        groups = scored.responses.tokens.reshape(Q, G, -1), scored.draft_lens.reshape(Q, G) > 0
+        for example, tokens, drafted in zip(scored.prompts.examples, *groups, strict=True):
+            visits[example.prompt_id].append((tokens, drafted))
+    choices = set()
+    for before, after in itertools.chain(*map(itertools.pairwise, visits.values())):
+        tokens, drafted = after
+        assert np.sum(~drafted) == left_out
+        choices.add(drafted.tobytes())
+        if accept == "ratio":
+            same = (before[0] == tokens).all(axis=1)
+            assert same[drafted].all()
+            assert not same[~drafted].all() or not left_out
+    assert not any(visit[0][1].any() for visit in visits.values())
+    assert (len(choices) > 1) == (left_out > 0)
 
 
 @pytest.mark.slow

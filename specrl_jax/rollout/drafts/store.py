@@ -61,6 +61,7 @@ class DraftStore(StatePart):
         self._max_age, self._owner = max_age, dict(owner or {})
         self._read = shape.read
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
+        self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
         self._memory = KINDS[kind](shape.abstract())
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
@@ -79,12 +80,23 @@ class DraftStore(StatePart):
         tokens, lens = pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
         return tokens[:, : self._read], lens[:, : self._read]
 
-    def put(self, prompts: Prompts, rollout: Rollout, *, step: int) -> None:
+    def unsolved(self, prompts: Prompts) -> np.ndarray:
+        """bool [Q], the prompts whose newest responses `put` was told to be unsolved."""
+        return np.asarray([e.prompt_id in self._unsolved for e in prompts.examples])
+
+    def put(
+        self, prompts: Prompts, rollout: Rollout, *, step: int, unsolved: np.ndarray | None = None
+    ) -> None:
         """Store the groups' responses; older generations move back by one.
 
+        unsolved: bool [Q], groups that have no right response and teach nothing; None: none.
         Raises ValueError where a prompt comes twice.
         """
-        slots, reassigned = self._take([e.prompt_id for e in prompts.examples])
+        names = [e.prompt_id for e in prompts.examples]
+        slots, reassigned = self._take(names)
+        self._unsolved -= set(names)
+        if unsolved is not None:
+            self._unsolved |= {name for name, marked in zip(names, unsolved) if marked}
         newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
         self._memory.write(slots, reassigned, newest)
 
@@ -102,7 +114,12 @@ class DraftStore(StatePart):
 
     def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able; `arrays` is the other."""
-        return {"slots": list(self._slots.items()), "shape": self._shape, "owner": self._owner}
+        return {
+            "slots": list(self._slots.items()),
+            "unsolved": sorted(self._unsolved),
+            "shape": self._shape,
+            "owner": self._owner,
+        }
 
     def restore(self, host: Mapping[str, Any], arrays: Stored) -> "DraftStore":
         """Take over a saved store of either kind; `arrays` are the store's own from then on.
@@ -124,6 +141,7 @@ class DraftStore(StatePart):
                 "resume with the same data and rollout settings"
             )
         self._slots = dict(host["slots"])
+        self._unsolved = set(host.get("unsolved", ()))
         self._memory.load(arrays)
         return self
 

@@ -212,6 +212,21 @@ def test_checkpoints_of_either_memory_go_into_either(tmp_path, make_mesh, saved_
             assert check(other, saved, "efghijkl", step=5) == 12
 
 
+def test_a_store_knows_whose_newest_responses_were_unsolved(mesh):
+    rng, store = np.random.default_rng(7), DraftStore(StoreShape(3, 2, R))
+
+    def put(names, marks, step):
+        rollout = make_rollout(rng, 2 * len(names))
+        store.put(make_prompts(names), rollout, step=step, unsolved=np.array(marks))
+
+    put("abc", [True, False, True], 1)
+    assert store.unsolved(make_prompts("cbax")).tolist() == [True, False, True, False]
+    put("ab", [False, True], 2)
+    other = DraftStore(StoreShape(3, 2, R))
+    other.restore(json.loads(json.dumps(store.host())), store.arrays())
+    assert other.unsolved(make_prompts("abc")).tolist() == [False, True, True]
+
+
 def test_a_host_store_may_change_while_it_is_being_saved(tmp_path, mesh):
     """32 MiB of tokens and log-probs: writing them takes longer than the next `put`."""
     slots, names = 2**14, [f"{i}" for i in range(64)]
