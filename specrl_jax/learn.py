@@ -35,19 +35,18 @@ from specrl_jax.build import Trainer, frozen_steps
 from specrl_jax.collect import Groups, TrainBatch
 from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
-from specrl_jax.types import Batch, Rollout
+from specrl_jax.types import Batch
 
 
 def learn(trainer: Trainer, state: TrainerState, train_batch: TrainBatch) -> dict[str, float]:
     """All updates of a step; changes `state.train`, returns their metrics."""
     rewards, values = shaped_rewards(trainer, train_batch.groups)
     prompts, rollout = train_batch.groups.prompts, train_batch.groups.rollout
-    slots = update_slots(rollout, trainer.config.rollout.response_len)
-    batch = make_batch(prompts, rollout, slots)
+    batch = make_batch(prompts, rollout)
     batch, advantage_metrics = with_advantages(trainer, state, batch, rewards)
     values |= advantage_metrics
     if trainer.config.algorithm.importance_cap:
-        batch = dataclasses.replace(batch, weights=_importance_weights(trainer, train_batch, batch))
+        batch = dataclasses.replace(batch, weights=_importance_weights(trainer, train_batch))
     values |= update_policy(trainer, state, batch)
     if train_batch.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
@@ -93,14 +92,13 @@ def with_advantages(
 # Importance weights -------------------------------------------------------------------------------
 
 
-def _importance_weights(trainer: Trainer, train_batch: TrainBatch, batch: Batch) -> Array:
+def _importance_weights(trainer: Trainer, train_batch: TrainBatch) -> Array:
     """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
     inputs = (np.float32(train_batch.log_lenience), np.float32(train_batch.rejected_mass))
     rule = trainer.rollout_spec.program.accept
-    weights = off_policy.importance_weights(
+    return off_policy.importance_weights(
         train_batch.groups.rollout, *inputs, rule.importance_weight
     )
-    return weights[:, : batch.old_logprobs.shape[1]]
 
 
 @functools.partial(jax.jit, static_argnames="cap")
@@ -116,17 +114,6 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
 
 
 # Updates ------------------------------------------------------------------------------------------
-
-
-def update_lengths(response_len: int) -> tuple[int, ...]:
-    """Response lengths that the update is compiled for: quarters of the longest."""
-    return tuple(sorted({-(-response_len * quarter // 4) for quarter in (1, 2, 3, 4)}))
-
-
-def update_slots(rollout: Rollout, response_len: int) -> int:
-    """The shortest of `update_lengths` that holds all responses: short ones cost little."""
-    longest = int(hosts.fetch(jnp.max(rollout.lens)))
-    return min(n for n in update_lengths(response_len) if n >= longest)
 
 
 def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:

@@ -106,7 +106,7 @@ def _run(
 
     def step(state: TrainState, index: Array) -> tuple[TrainState, Array]:
         rows = take_rows(data, index)
-        tokens = join(rows.prompts, rows.prompt_lens, rows.responses, response_slots=slots)
+        tokens = join(rows.prompts, rows.prompt_lens, rows.responses)
         sequences, nodes = unpacked(tokens, rows.prompt_lens, slots)
         mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
 

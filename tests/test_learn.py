@@ -1,25 +1,11 @@
 """Rewards → updates: mini-batches in order, and a policy that waits for its critic."""
 
-import types
-
 import numpy as np
 import pytest
 from small_runs import records, saved, small_config
 
 from specrl_jax import learn
 from specrl_jax import train as loop
-
-
-def test_update_lengths_are_quarters():
-    assert learn.update_lengths(24) == (6, 12, 18, 24)
-    assert learn.update_lengths(10) == (3, 5, 8, 10)
-    assert learn.update_lengths(2) == (1, 2)
-
-
-@pytest.mark.parametrize(("longest", "slots"), [(1, 6), (6, 6), (7, 12), (24, 24)])
-def test_a_batch_has_the_shortest_length_that_holds_all_responses(longest, slots):
-    rollout = types.SimpleNamespace(lens=np.array([1, longest, 2]))
-    assert learn.update_slots(rollout, 24) == slots
 
 
 def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):

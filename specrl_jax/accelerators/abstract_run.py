@@ -20,7 +20,6 @@ from specrl_jax.algorithms.update import make_batch
 from specrl_jax.build import policy_copy, policy_schedule, rollout_rows, training_spec
 from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.group_buffer import trained_group_size
-from specrl_jax.learn import update_lengths
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
@@ -228,9 +227,8 @@ class AbstractRun:
     @functools.cached_property
     def plain_batch(self) -> Batch:
         """Of the longest responses, before the advantages."""
-        slots = update_lengths(self.config.rollout.response_len)[-1]
         prompts = self.prompts(self.rollout.lens.shape[0])
-        return abstract(lambda x: make_batch(prompts, x, slots), self.rollout)
+        return abstract(lambda x: make_batch(prompts, x), self.rollout)
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -261,8 +259,7 @@ class AbstractRun:
         batch = self.plain_batch
         tokens = np.zeros((rows, batch.tokens.shape[1]), np.int32)
         tokens[:, 0], lens = np.arange(rows), np.zeros(rows, np.int32)
-        # What rows hold counts only where a mini-batch is one micro-batch: then all are full.
-        lens[: 1 if self.learner.micro_batch_size else rows] = tokens.shape[1]
+        lens[0] = tokens.shape[1]
         host = Batch(tokens, np.zeros_like(lens), lens, batch.old_logprobs, advantages=None)
         return abstract(lambda: pack_rows(self.learner, host, np.arange(rows)))
 

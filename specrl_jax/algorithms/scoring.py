@@ -48,7 +48,7 @@ class PackedRows:
 def pack_rows(
     learner: Learner, batch: Batch, rows: np.ndarray, included: np.ndarray | None = None
 ) -> PackedRows:
-    """Packs the rows `rows` int [n] of a batch. All of the same n and slots share their programs.
+    """Packs the rows `rows` int [n] of a batch. All of the same n have arrays of the same shape.
 
     included: bool [n], the rows to compute; None: all.
     """
@@ -62,9 +62,6 @@ def pack_rows(
     row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
     sequences, nodes = pack(tokens, lens, row_count * slots, packing)
     used, size = len(sequences.tokens), at_once // row_count
-    # Few sizes, so few programs.
-    while not learner.micro_batch_size and size // 2 >= max(used, 1):
-        size //= 2
     size = -(-size // pieces) * pieces
     # There is at least one row in a sequence.
     shape = -(-len(rows) // size), size, row_count * slots

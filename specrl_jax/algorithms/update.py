@@ -18,39 +18,43 @@ from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
 from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
 from specrl_jax.models.transformer import Params
-from specrl_jax.sharding import put, take_rows
+from specrl_jax.sharding import reshard, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 Sums = dict[str, Array]  # float32 scalars, added over micro-batches
 Weights = tuple[Params, Params | None]  # of the policy and the critic
 
 
-def make_batch(prompts: Prompts, rollout: Rollout, slots: int) -> Batch:
-    """A rollout as the update reads it: responses cut to R' = `slots`, all advantages 0."""
+def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
+    """Return a rollout as the update reads it, all advantages 0."""
     group = rollout.lens.shape[0] // len(prompts.lens)
-    prompt_lens = put(np.repeat(prompts.lens, group), "batch")
-    tokens = put(np.repeat(prompts.tokens, group, axis=0), "batch", None)
+    prompt_lens = np.repeat(prompts.lens, group)
+    return _make_batch(np.repeat(prompts.tokens, group, axis=0), prompt_lens, rollout)
+
+
+@jax.jit
+def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout) -> Batch:
+    """The same, of prompts on the host: one program for all arrays."""
+    prompt_lens = reshard(prompt_lens, "batch")
     return Batch(
-        tokens=join(tokens, prompt_lens, rollout.tokens, response_slots=slots),
+        tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, rollout.tokens),
         prompt_lens=prompt_lens,
         response_lens=rollout.lens,
-        old_logprobs=rollout.policy_logprobs[:, :slots],
-        forced=rollout.sources[:, :slots] == Source.FORCED,
-        advantages=jnp.zeros_like(rollout.policy_logprobs[:, :slots]),
+        old_logprobs=rollout.policy_logprobs,
+        forced=rollout.sources == Source.FORCED,
+        advantages=jnp.zeros_like(rollout.policy_logprobs),
     )
 
 
-@functools.partial(jax.jit, static_argnames="response_slots")
-def join(
-    prompts_BP: Array, prompt_lens: Array, responses_BR: Array, *, response_slots: int
-) -> Array:
-    """tokens [B, P + R']: every response right after its prompt, cut to R' = response_slots."""
-    padded = jnp.pad(prompts_BP, ((0, 0), (0, response_slots)))
+@jax.jit
+def join(prompts_BP: Array, prompt_lens: Array, responses_BR: Array) -> Array:
+    """Return tokens [B, P + R]: every response right after its prompt."""
+    padded = jnp.pad(prompts_BP, ((0, 0), (0, responses_BR.shape[1])))
 
     def join_row(row: Array, response: Array, start: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(row, response, start, axis=0)
 
-    return jax.vmap(join_row)(padded, responses_BR[:, :response_slots], prompt_lens)
+    return jax.vmap(join_row)(padded, responses_BR, prompt_lens)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="policy_frozen", donate_argnums=1)
