@@ -41,7 +41,7 @@ def base() -> ConfigDict:
     model.rope_theta = 10_000.0  # base of the rotary frequencies
     model.tie_embeddings = True  # the embedding is also the output head
     model.dtype = "auto"  # compute type: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
-    model.attention = "auto"  # reference | kernel | auto (kernels that agree and are faster)
+    model.attention = "auto"  # reference | kernel | auto (kernels where they take the shape)
     model.remat = False  # recompute layers in the backward pass: less memory, a third more time
 
     config.tokenizer = tokenizer = ConfigDict()

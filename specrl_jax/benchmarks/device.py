@@ -39,10 +39,10 @@ from specrl_jax.benchmarks.policies import (
     random_weights,
 )
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.rollout import VERIFY_WIDTH, by_prompt, make_spec
+from specrl_jax.benchmarks.rollout import by_prompt, make_spec
 from specrl_jax.benchmarks.timing import Case, Log, run
 from specrl_jax.build import build, policy_copy
-from specrl_jax.models import attention, attention_choice
+from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params, Transformer
@@ -100,10 +100,9 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
 
 def _chosen_attention(size: Size) -> Size:
     """The size with the kernels that a run of its shapes would take."""
-    slots, width = size.prompt_len + size.response_len, min(VERIFY_WIDTH, size.response_len)
-    shapes = attention_choice.Shapes(size.rows, slots, width, 2 * slots)
+    slots = size.prompt_len + size.response_len
     with contextlib.redirect_stdout(sys.stderr):
-        kernels = attention_choice.choose("auto", size.model, shapes)
+        kernels = attention.choose_kernels("auto", size.model, slots)
     return dataclasses.replace(size, model=size.model.replace(kernels=kernels))
 
 

@@ -1,8 +1,9 @@
 """Attention, over rows of the KV cache and over packed sequences: the one place for its backends.
 
 `attend` and `attend_packed` are what layers call. The plain reference below runs everywhere.
-Kernels of libraries take the same arguments; `attention_tpu` and `attention_gpu` hold them, and
-`attention_choice` says which of them a run uses (`ModelConfig.kernels`).
+Kernels of libraries take the same arguments; `attention_tpu` and `attention_gpu` hold them.
+`choose_kernels` says which of them a run uses (`ModelConfig.kernels`): by rule, not by a clock, so
+that every start of a run computes the same bits.
 """
 
 import functools
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import Layer, is_flat, keys_and_values
 from specrl_jax.sharding import on_shards, platform, shards, spec
 
@@ -81,6 +83,35 @@ def attend_packed(
         _windowed(q_BTNH[:, part], k_BKHS, v_BKSH, ends_BT, part.start) for part in _pieces(queries)
     ]
     return jnp.concatenate(pieces, axis=1)
+
+
+def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, ...]:
+    """Return those of `USES` for which a run takes a kernel; print a line for each.
+
+    setting: `model.attention`: `auto` takes the platform's kernels where they take the shape,
+      `kernel` raises ValueError in one line where one does not, `reference` takes none.
+    slots: Of the longest cache.
+    """
+    kernels = kernel_module(platform())
+    if kernels is None and setting == "kernel":
+        raise ValueError(
+            f"model.attention must be auto or reference on {platform()}, which has no kernels, "
+            "got 'kernel'"
+        )
+    if kernels is None or setting == "reference":
+        return ()
+    absent = jax.sharding.get_mesh().devices.flat[0] not in jax.devices()
+    refusals = {use: kernels.refusal(use, model, slots) for use in USES}
+    for use, refusal in refusals.items():
+        if not refusal and absent and use not in kernels.AHEAD_OF_TIME:
+            refusals[use] = refusal = "the kernel can only be compiled where the device is"
+        if refusal and setting == "kernel":
+            raise ValueError(
+                f"model.attention must be auto or reference for this model, got 'kernel': for "
+                f"{use}, {refusal}"
+            )
+        print(f"attention, {use}: {f'reference ({refusal})' if refusal else 'kernel'}", flush=True)
+    return tuple(use for use, refusal in refusals.items() if not refusal)
 
 
 def kernel_module(name: str):

@@ -3,7 +3,7 @@
 import jax
 
 from specrl_jax.models import hf
-from specrl_jax.models.attention_choice import Shapes, choose
+from specrl_jax.models.attention import choose_kernels
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.pretrained import SHAPES
@@ -51,7 +51,9 @@ def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
             f"got a tokenizer of {vocab_size}"
         )
     check_mesh(shape)
-    return shape.replace(kernels=choose(config.model.attention, shape, Shapes.of(config)))
+    rollout = config.rollout
+    slots = config.data.prompt_len + max(rollout.response_len, rollout.max_width)
+    return shape.replace(kernels=choose_kernels(config.model.attention, shape, slots))
 
 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
