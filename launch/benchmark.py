@@ -3,14 +3,11 @@
     python launch/benchmark.py rollout [--size=27m]      a rollout with every kind of draft
     python launch/benchmark.py device [--size=27m]       all that a GPU or TPU reaches of its limits
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
-    python launch/benchmark.py update [--size=27m]       an update, by how its rows are packed
-    python launch/benchmark.py update --run=WORKDIR      the same on responses that a run recorded
-    python launch/benchmark.py selection --run=WORKDIR   what drafts owe to training on them
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; for `device` on a GPU or TPU smollm2
 and qwen3_1p7b: it builds, checks and times everything on an H100 in under ten minutes.
 --config=FILE[:PRESET] is configs/grpo.py:tiny where it is left out; --config.FIELD=VALUE changes
-it. A run of --run needs log.rollouts = 1.0. --json=FILE writes the figures.
+it. --json=FILE writes the figures.
 """
 
 import sys
@@ -34,8 +31,8 @@ _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = (
     "rows", "prompt_len", "response_len", "repeats", "row_buckets", "cache_lengths", "max_width"
 )  # fmt: skip
-_OF_SIZE = ("rollout", "device", "update")
-_BENCHMARKS = (*_OF_SIZE, "rules", "selection")
+_OF_SIZE = ("rollout", "device")
+_BENCHMARKS = (*_OF_SIZE, "rules")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,14 +48,9 @@ def parser() -> argparse.ArgumentParser:
             for number in _NUMBERS:
                 flag = "--" + number.replace("_", "-")
                 command.add_argument(flag, type=int, help="instead of the size's own")
-        if name in ("update", "selection"):
-            required = name == "selection"
-            command.add_argument("--run", type=Path, required=required, help="its work directory")
         if name == "rules":
             command.add_argument("--repeats", type=int, default=5, help="default: 5")
             command.add_argument("--drift", type=int, help="steps since the drafts; an epoch's")
-        if name == "selection":
-            command.add_argument("--step", type=int, help="of the checkpoint; the latest")
     return parser
 
 
@@ -77,8 +69,6 @@ def measure(args: argparse.Namespace) -> None:
 def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
     from specrl_jax import runtime
 
-    if args.benchmark == "selection":  # it sets the mesh of the run's config, as `update` does
-        return args.run, args.step
     if args.benchmark == "rules":
         runtime.start(flags.FLAGS.config)
         return flags.FLAGS.config, log, args.repeats, args.drift
@@ -91,8 +81,7 @@ def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
     numbers = {name: getattr(args, name) for name in _NUMBERS}
     if args.benchmark == "device":
         return runpy.run_path(str(_CONFIG))["get_config"]("tiny"), args.size, numbers, log
-    inputs = args.size or "tiny", numbers, log
-    return (*inputs, args.run) if args.benchmark == "update" else inputs
+    return args.size or "tiny", numbers, log
 
 
 def main(argv: list[str]) -> None:

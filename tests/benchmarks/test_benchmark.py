@@ -6,14 +6,12 @@ import runpy
 
 import numpy as np
 import pytest
-from small_runs import ONE_DEVICE, ROOT, launch, small_config
+from small_runs import ONE_DEVICE, ROOT, launch
 
-from specrl_jax import train
-from specrl_jax.benchmarks import device, reports, update
+from specrl_jax.benchmarks import device, reports
 from specrl_jax.benchmarks.limits import decode_bytes, forward_flops
 from specrl_jax.benchmarks.rollout import corrupt, long_tailed, make_drafts
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.types import Rollout
 
 LAUNCH = ROOT / "launch" / "benchmark.py"
@@ -88,40 +86,6 @@ def test_device(run, monkeypatch):
     assert "figure" in text
 
 
-def _check_update(cases: list[dict]) -> None:
-    """Packing computes fewer slots, the same rows."""
-    assert len(cases) == 12  # of two batches
-    for first in range(0, len(cases), 6):
-        rows, with_signal, _, trie, taught, least = cases[first : first + 6]
-        assert (rows["packing"], trie["packing"], least["packing"]) == ("rows", "trie", "least")
-        assert rows["slots"] >= trie["slots"] >= taught["slots"]
-        assert rows["slots"] >= with_signal["slots"]
-        assert rows["mib_at_once"] >= taught["mib_at_once"] > 0
-        assert rows["over_rows"]["median"] == 1
-        assert least["seconds"] > 0
-
-
-@pytest.mark.slow  # what it times is timed on recorded responses too
-def test_update_on_drawn_lengths(run, monkeypatch):
-    monkeypatch.setattr(update, "PROMPT_TIMES", (8,))
-    cases, text = run("update", *SMALL)
-    _check_update(cases)
-    slots = {(case["batch"], case["packing"]): case.get("slots") for case in cases}
-    saves = {batch: slots[batch, "rows"] > slots[batch, "trie"] for batch, _ in slots}
-    assert [*saves.values()] == [True, False]
-    assert "over rows" in text
-
-
-@pytest.mark.slow
-def test_update_on_recorded_responses(mesh, tmp_path):
-    train.train(small_config({"log.rollouts": 1.0, "train.steps": 3}), tmp_path / "run")
-    path = tmp_path / "figures.json"
-    flags = f"--run={tmp_path / 'run'}", "--repeats=1", f"--json={path}"
-    done = launch(str(LAUNCH), "update", *flags, **ONE_DEVICE)
-    assert done.returncode == 0, done.stderr
-    _check_update(json.loads(path.read_text())["cases"])
-
-
 @pytest.mark.slow
 def test_rules(tmp_path):
     """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved."""
@@ -139,24 +103,6 @@ def test_rules(tmp_path):
     assert cases[0]["over_plain"]["median"] == 1
 
 
-@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
-def test_selection(mesh, tmp_path, rate):
-    """The policy of evaluation 0 and step 1 against that of step 2; one that stays owes nothing."""
-    changes = {"updates.learning_rate": rate, "updates.weight_decay": 0.0, "train.steps": 2}
-    changes |= {"evaluate.every": 2, "log.rollouts": 1.0, "rollout.adaptive": False}
-    train.train(small_config(changes), tmp_path)
-    flags = f"--run={tmp_path}", f"--json={tmp_path / 'figures.json'}"
-    done = launch(str(LAUNCH), "selection", *flags, **ONE_DEVICE)
-    assert done.returncode == 0, done.stderr
-    trained, held_out, gap = json.loads((tmp_path / "figures.json").read_text())["cases"]
-    assert (trained["count"], held_out["count"]) == (32, 6)
-    sampled = [len(x["token_ids"]) for x in read_rollouts(tmp_path, 1)]
-    assert trained["tokens"] == sum(sampled)  # in the first epoch nothing is reused
-    figures = [x["nats_a_token"] for x in (trained, held_out)]
-    assert gap["nats_a_token"] == pytest.approx(figures[0] - figures[1])
-    assert max(map(abs, figures)) < 1e-4 if rate == 0 else max(map(abs, figures)) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -166,8 +112,6 @@ def test_selection(mesh, tmp_path, rate):
         (["device", "--json=/nowhere/x.json"], "--json: no directory /nowhere"),
         (["rollout", "--repeat=4"], "unknown arguments: --repeat=4, did you mean --repeats?"),
         (["speed"], "invalid choice: 'speed'"),
-        (["update", "--run=/nowhere"], "--run must be the work directory of a run, got /nowhere"),
-        (["selection", "--run=/nowhere"], "--run must be the work directory of a run"),
     ],
 )
 def test_a_mistake_is_one_line(mesh, arguments, message, capsys):
