@@ -1,34 +1,25 @@
 """Several processes as one run: they start together, and they end together.
 
-JAX's coordination service connects them. A process that fails says so there, and one that gives no
-sign of life is noticed: the others end with one line that names it. Without that they would wait
-for it in a collective, for ever on some accelerators.
+JAX's coordination service connects them. It notices a process that ends or gives no sign of life,
+and ends the others. Where a collective fails first, its error does.
 """
 
 import contextlib
-import json
 import os
-import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
 
 import jax
 
 from specrl_jax import cli, hosts
 
-BEAT_S = 2.0  # seconds between signs of life
-SILENCE_S = 30.0  # without one, after which a process counts as lost
-BROKEN_SILENCE_S = 8.0  # the same once a collective has failed
-GRACE_S = 10.0  # in which a process that hears of a failure may end by itself
+SILENCE_S = 60  # seconds without a sign of life, after which JAX counts a process as lost
+GRACE_S = 5.0  # in which the others may say what ended them, before process 0 ends them too
 JOIN_S = 300  # until all processes have started
 AUTO = "auto"  # a coordinator that Slurm, a TPU pod, Open MPI or Kubernetes name
-_REQUEST_MS = 3_600_000  # of one request that waits for a failure
-_SILENT = "ended without a word, or hangs; start all processes again to go on"
-_ALIVE, _FAILED, _GONE = "specrl_jax/alive/", "specrl_jax/failed", "gone"
+_LOST = "another process of the run has ended, see its output; start all processes again to go on"
 
 
 @contextlib.contextmanager
@@ -40,22 +31,24 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
     num_processes, process_id: of the run, and this one's from 0; with HOST:PORT. 1 process stays
     alone anywhere.
 
-    An error that leaves the block ends this process here, with its message and exit status, and
-    then the others. Processes other than the primary print nothing but errors. Raises ValueError in
-    one line for arguments that do not fit, or where the processes do not find each other.
+    An error that leaves the block ends this process at once, with its message and exit status: a
+    farewell would wait for the others. Processes other than the primary print nothing but errors.
+    Raises ValueError in one line for arguments that do not fit, or where the processes do not find
+    each other.
     """
     if not _join(coordinator, num_processes, process_id):
         yield
         return
-    watch = _Watch(_client(), jax.process_index(), jax.process_count())
     if not hosts.is_primary():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the process's end
     try:
         yield
         hosts.gather(None)  # the others may have more to write
     except BaseException as error:
-        watch.end(error)
-    watch.close()
+        code = _show(error)
+        if hosts.is_primary():
+            time.sleep(GRACE_S)
+        os._exit(code)
     jax.distributed.shutdown()
 
 
@@ -84,7 +77,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
         jax.distributed.initialize(
             **given,
             initialization_timeout=JOIN_S,
-            heartbeat_timeout_seconds=round(2 * SILENCE_S),  # where this file notices nothing
+            heartbeat_timeout_seconds=SILENCE_S,
             shutdown_timeout_seconds=30,
         )
     except (RuntimeError, ValueError) as error:
@@ -99,141 +92,6 @@ def _in_cluster() -> bool:
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 or any("," in x for x in pod)
 
 
-def _client():
-    # JAX has no public door to the service's messages; Orbax goes the same way.
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
-class _Watch:
-    """Tells the others of this process, and this process of the others."""
-
-    def __init__(self, client, process: int, count: int):
-        """client: of JAX's coordination service. process: this one, of `count`."""
-        self._client, self._me, self._count = client, process, count
-        # Of each process its last sign of life, and when that was new.
-        self._seen = {process: ("", time.monotonic()) for process in range(self._count)}
-        self._ending, self._closed = threading.Event(), threading.Event()
-        self._beat("0")
-        for work in (self._beats, self._listen):
-            threading.Thread(target=work, daemon=True).start()
-
-    def close(self) -> None:
-        """All is done: no process is missed any more."""
-        self._ending.set()
-        self._closed.set()
-        self._beat(_GONE)
-
-    def end(self, error: BaseException) -> NoReturn:
-        """Ends this process, for its own error or for the failure of another that led to it."""
-        failure = self._failure_elsewhere() if _is_lost_connection(error) else None
-        self._ending.set()
-        if failure:
-            self._leave(*failure)
-        code = _show(error)
-        line = (str(error).splitlines() or [""])[0] or type(error).__name__
-        self._announce(f"{self._name(self._me)} failed: {line}", code)
-        self._exit(code)
-
-    # Signs of life ------------------------------------------------------------------------------
-
-    def _beats(self) -> None:
-        number = 0
-        while not self._closed.wait(BEAT_S):
-            number += 1
-            self._beat(str(number))
-            with contextlib.suppress(Exception):  # process 0 is lost: `_listen` notices
-                if self._me == 0 and (lost := self._silent(SILENCE_S)):
-                    self._announce(f"{lost[0]} {_SILENT}", 1)
-
-    def _beat(self, sign: str) -> None:
-        with contextlib.suppress(Exception):
-            sign = f"{sign} {socket.gethostname()}"
-            self._client.key_value_set(f"{_ALIVE}{self._me}", sign, allow_overwrite=True)
-
-    def _silent(self, seconds: float) -> list[str]:
-        """Names of other processes that gave no sign of life for so long and did not leave."""
-        now = time.monotonic()
-        for key, sign in self._client.key_value_dir_get(_ALIVE):
-            process = int(key.rpartition("/")[2])
-            if self._seen[process][0] != sign:
-                self._seen[process] = sign, now
-        return [
-            self._name(process)
-            for process, (sign, when) in self._seen.items()
-            if process != self._me and not sign.startswith(_GONE) and now - when > seconds
-        ]
-
-    def _name(self, process: int) -> str:
-        own = f"{process} {socket.gethostname()}"
-        host = (own if process == self._me else self._seen[process][0]).partition(" ")[2]
-        return f"process {process} of {self._count}" + (f" on {host}" if host else "")
-
-    # Failures -----------------------------------------------------------------------------------
-
-    def _announce(self, line: str, code: int) -> None:
-        """To all; the first failure counts."""
-        with contextlib.suppress(Exception):
-            self._client.key_value_set(_FAILED, json.dumps([line, code]))
-
-    def _listen(self) -> None:
-        """Waits for a failure, and ends this process unless it is ending by itself."""
-        while not self._closed.is_set():
-            try:
-                failure = json.loads(self._client.blocking_key_value_get(_FAILED, _REQUEST_MS))
-            except Exception as error:
-                if "DEADLINE_EXCEEDED" in str(error):
-                    continue
-                if not self._ending.is_set():
-                    self._leave_without_primary()
-            else:
-                if not self._ending.wait(GRACE_S):
-                    self._leave(*failure)
-            return
-
-    def _failure_elsewhere(self) -> tuple[str, int] | None:
-        """The failure of another process that broke a collective here; None: there was none."""
-        end = time.monotonic() + BROKEN_SILENCE_S + 2 * BEAT_S
-        while time.monotonic() < end:
-            try:
-                return tuple(json.loads(self._client.key_value_try_get(_FAILED)))
-            except Exception as error:
-                if "NOT_FOUND" not in str(error):
-                    self._leave_without_primary()
-            with contextlib.suppress(Exception):
-                if lost := self._silent(BROKEN_SILENCE_S):
-                    return f"{lost[0]} {_SILENT}", 1
-            time.sleep(BEAT_S / 4)
-        return None
-
-    def _leave_without_primary(self) -> NoReturn:
-        """At once: JAX is about to abort this process, with a stack trace."""
-        print(f"error: {self._name(0)} {_SILENT}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    def _leave(self, line: str, code: int) -> NoReturn:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        self._exit(code)
-
-    def _exit(self, code: int) -> NoReturn:
-        """Ends the process without JAX's own farewell, which waits for all processes."""
-        self._beat(_GONE)
-        if self._me == 0:  # the others hear of the failure through it: they leave first
-            end = time.monotonic() + GRACE_S + 2 * BEAT_S
-            while time.monotonic() < end and not self._is_alone():
-                time.sleep(BEAT_S / 4)
-        sys.stdout.flush()
-        os._exit(code)
-
-    def _is_alone(self) -> bool:
-        with contextlib.suppress(Exception):
-            silent = len(self._silent(BROKEN_SILENCE_S))
-            left = sum(sign.startswith(_GONE) for sign, _ in self._seen.values())
-            return silent + left >= self._count
-        return True
-
-
 def _is_lost_connection(error: BaseException) -> bool:
     """Whether another process may be the cause: so fail collectives, and Orbax's barriers."""
     words = ("Gloo", "coordination", "DEADLINE_EXCEEDED", "UNAVAILABLE", "Barrier")
@@ -241,7 +99,11 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _show(error: BaseException) -> int:
-    """Prints an error as the programs in launch/ do; their exit status."""
+    """Prints an error as the programs in launch/ do; returns their exit status."""
+    if _is_lost_connection(error):
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"error: {_LOST} ({first})", file=sys.stderr, flush=True)
+        return 1
     try:
         with cli.user_errors():
             raise error

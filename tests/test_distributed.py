@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -25,7 +24,7 @@ FLAGS = {
     "data.path": "tests/digits.jsonl", "data.render": "", "data.prompts": 8, "data.eval_prompts": 0,
     "reward.extract": r"(\d)",
 }  # fmt: skip
-LOST = "ended without a word, or hangs; start all processes again to go on"
+LOST = "error: another process of the run has ended, see its output; start all processes again"
 
 
 def _arguments(workdir, flags=FLAGS) -> list[str]:
@@ -78,8 +77,7 @@ def test_two_processes_train_as_one_and_end_together(tmp_path, make_mesh):
     (code, out, errors), (killed, silent, _) = _run(tmp_path, workdir, "", "kill 2")
     assert (code, killed) == (1, -signal.SIGKILL)
     assert time.time() - (workdir / "metrics.jsonl").stat().st_mtime < 60
-    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert lines == [f"error: process 1 of 2 on {socket.gethostname()} {LOST}"]
+    assert LOST in errors
     assert "mesh {'data': 2, 'fsdp': 1, 'tensor': 1}" in out
     assert "policy:" not in silent  # one process talks
     steps = records(workdir)
@@ -146,25 +144,18 @@ def test_a_run_of_one_process_goes_on_with_two(finished, tmp_path, make_mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fates", "statuses", "line"),
-    [
-        (("", "oops 1"), {1}, "process 1 of 2 on {host} failed: oops"),
-        (("oops 1", ""), {1}, "process 0 of 2 on {host} failed: oops"),
-        (("kill 1", ""), {1, -signal.SIGABRT}, "process 0 of 2 " + LOST),
-    ],
-)
-def test_the_other_process_ends_too(tmp_path, fates, statuses, line):
+@pytest.mark.parametrize("fates", [("", "oops 1"), ("oops 1", ""), ("kill 1", "")])
+def test_the_other_process_ends_too(tmp_path, fates):
+    """By the error of a collective, or by JAX's coordination service, which says why."""
     start = time.time()
     ends = _run(tmp_path, tmp_path / "run", *fates)
     took = time.time() - max(start, (tmp_path / "run" / "metrics.jsonl").stat().st_mtime)
     code, _, errors = ends[fates.index("")]
-    assert code in statuses
-    if code != -signal.SIGABRT:  # JAX was the first to end it, and says so
-        assert f"error: {line.format(host=socket.gethostname())}" in errors.splitlines()
-    else:
-        assert "Polled an error from coordination service" in errors
-    assert took < 60
+    assert code in (1, -signal.SIGABRT)
+    assert LOST in errors or "coordination service" in errors
+    assert took < 120
+    if "oops 1" in fates:
+        assert "RuntimeError: oops" in ends[fates.index("oops 1")][2]
 
 
 @pytest.mark.slow
@@ -176,7 +167,7 @@ def test_processes_with_other_flags_are_refused(tmp_path):
     assert error + "start them with the same flags" in (tmp_path / "0.err").read_text()
 
 
-# Joining and watching ----------------------------------------------------------------------------
+# Joining --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inputs", [("host:1",), ("host:1", 2, 2), ("", 2), ("auto", 2, 0)])
@@ -191,100 +182,3 @@ def test_alone_nothing_is_joined(monkeypatch, tasks, inputs):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
     with distributed.one_run(*inputs):
         assert jax.process_count() == 1
-
-
-class _Service:
-    """JAX's coordination service, as far as it is used, in memory."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        with self.changed:
-            if key in self.values and not allow_overwrite:
-                raise RuntimeError("ALREADY_EXISTS")
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def key_value_dir_get(self, folder):
-        with self.changed:
-            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
-
-    def key_value_try_get(self, key):
-        with self.changed:
-            if key not in self.values:
-                raise RuntimeError("NOT_FOUND")
-            return self.values[key]
-
-    def blocking_key_value_get(self, key, milliseconds):
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, milliseconds / 1_000):
-                raise RuntimeError("DEADLINE_EXCEEDED")
-            return self.values[key]
-
-
-@pytest.fixture
-def service(monkeypatch):
-    times = {"BEAT_S": 0.02, "SILENCE_S": 0.3, "BROKEN_SILENCE_S": 0.2, "GRACE_S": 0.1}
-    for name, seconds in times.items():
-        monkeypatch.setattr(distributed, name, seconds)
-    return _Service()
-
-
-@pytest.fixture
-def exits(monkeypatch):
-    """Exit statuses, in order; the processes live on."""
-    codes = []
-
-    def leave(code):
-        codes.append(code)
-        if threading.current_thread() is threading.main_thread():
-            sys.exit(code)
-
-    monkeypatch.setattr(distributed.os, "_exit", leave)
-    return codes
-
-
-def _wait(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert condition()
-
-
-def test_a_process_hears_of_anothers_failure(service, exits, capsys):
-    watch, other = (distributed._Watch(service, n, 2) for n in (0, 1))
-    with pytest.raises(SystemExit):
-        other.end(ValueError("no prompts"))
-    _wait(lambda: len(exits) == 2)
-    assert exits == [2, 2]
-    errors = capsys.readouterr().err.splitlines()
-    host = socket.gethostname()
-    assert errors == ["error: no prompts", f"error: process 1 of 2 on {host} failed: no prompts"]
-    watch.close()
-
-
-def test_a_process_that_is_silent_is_lost(service, exits, capsys):
-    watch, other = (distributed._Watch(service, n, 2) for n in (0, 1))
-    other._closed.set()
-    _wait(lambda: exits == [1, 1])  # both hear of it
-    line = f"error: process 1 of 2 on {socket.gethostname()} {LOST}\n"
-    assert capsys.readouterr().err == 2 * line
-    watch.close()
-
-
-def test_a_broken_collective_is_the_failure_of_another_where_there_is_one(service, exits, capsys):
-    watch = distributed._Watch(service, 0, 2)
-    with pytest.raises(SystemExit):
-        watch.end(ValueError("Gloo AllGather failed"))
-    assert exits == [1]
-    assert capsys.readouterr().err == f"error: process 1 of 2 {LOST}\n"
-    watch.close()
-
-
-def test_processes_that_leave_in_peace_are_not_missed(service, exits):
-    watches = [distributed._Watch(service, n, 2) for n in (0, 1)]
-    watches[1].close()
-    time.sleep(2 * distributed.SILENCE_S)
-    watches[0].close()
-    assert exits == []
