@@ -1,8 +1,8 @@
 """Verifiable rewards: the text of a response → a number.
 
-A scorer is a plain function `score(response, answer, task, metadata) -> float`: one of `SCORERS`,
-or a user's own by `module:function`. It may run for ever on a policy's text, so `workers` runs it
-within limits of time and memory.
+A scorer is a plain function `score(response, answer, task, metadata) -> float`, called by these
+names: one of `SCORERS`, or a user's own by `module:function`. It may run for ever on a policy's
+text, so `workers` runs it within limits of time and memory.
 """
 
 import decimal
@@ -88,7 +88,14 @@ def load_scorer(name: str) -> Scorer:
     """The scorer called `name`; ValueError in one line if there is none."""
 
     def check(scorer: Scorer) -> None:
-        inspect.signature(scorer).bind("response", "answer", "task", {})
+        own = inspect.signature(scorer)
+        try:
+            own.bind(response="", answer="", task="", metadata={})
+        except TypeError:
+            raise ValueError(
+                f"it takes {str(own)[:60]}; call it from def score(response, answer, **_), as "
+                "f(response, answer), or as f([response], [answer])[0] where it takes lists"
+            ) from None
 
     signature = "module:function(response, answer, task, metadata)"
     return load_by_name("reward.name", SCORERS, name, signature, check)

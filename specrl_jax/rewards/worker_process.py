@@ -79,17 +79,20 @@ def load(name: str, extract: str, environment: str) -> Loaded:
 
         def step(responses: Sequence[str], *problem) -> Result:
             last = play(make, responses, *problem)
-            return Result(_checked(float(last.reward)), bool(last.done), last.observation)
+            return Result(_checked(last.reward), bool(last.done), last.observation)
 
         contained = bool(getattr(make, "contained", True))
         trusted = not contained or environment in ENVIRONMENTS
         return Loaded(step, contained, frozenset() if trusted else None)
     scorer, pattern = load_scorer(name), answer_pattern(extract, "reward.extract")
 
-    def score(response: str, *problem) -> Result:
+    def score(response: str, answer: str, task: str, metadata: dict) -> Result:
         if pattern:
             response = _extract(pattern, response)
-        return Result(0.0 if response is None else _checked(float(scorer(response, *problem))))
+        if response is None:
+            return Result()
+        reward = scorer(response=response, answer=answer, task=task, metadata=metadata)
+        return Result(_checked(float(reward)))
 
     contained = bool(getattr(scorer, "contained", True))
     return Loaded(score, contained, EXECUTES.get(name) if contained else frozenset())

@@ -96,6 +96,13 @@ def test_a_hostile_answer_costs_only_its_own_reward():
     assert not again.failed.any()
 
 
+def test_scorers_are_called_by_name():
+    with RewardPool("user_scorers:by_name", **LIMITS) as pool:
+        scores = score(pool, ["it is 12", "it is 13"], ["12", "12"])
+    np.testing.assert_array_equal(scores.rewards, [1, 0])
+    assert scores.reasons == ("", "")
+
+
 def test_the_timeout_is_per_answer_and_not_per_batch():
     with RewardPool("user_scorers:slow", timeout=0.5, memory_mib=256, workers=1) as pool:
         scores = score(pool, ["a"] * 20)  # 20 · 0.05 s: twice the limit of one
@@ -230,9 +237,18 @@ def test_exact_extract_and_threshold():
         ({"name": "no_such_module:f"}, "module:function.*'no_such_module:f': ModuleNotFoundError"),
         ({"name": "user_scorers:none"}, "module:function.*'user_scorers:none': AttributeError"),
         ({"name": "leaving_module:f"}, "module:function.*'leaving_module:f': SystemExit: 3"),
-        (
-            {"name": "user_scorers:two"},
-            r"\(response, answer, task, metadata\).*too many positional",
+        *(
+            (
+                {"name": f"user_scorers:{name}"},
+                rf"\(response, answer, task, metadata\).*{name}': it takes \({takes}.*; call it "
+                r"from def score\(response, answer, \*\*_\), as f.*\[0\] where it takes lists$",
+            )
+            for name, takes in (
+                ("two", "response, answer"),
+                ("of_another_project", "data_source"),
+                ("of_lists", "completions"),
+                ("positions", "a, b, c, d"),
+            )
         ),
         ({"name": "user_scorers:os"}, "TypeError"),
         ({"extract": "("}, "reward.extract must be a regular expression"),
