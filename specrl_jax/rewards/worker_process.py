@@ -26,7 +26,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
 
-from specrl_jax.inputs import answer_pattern
+from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
 from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
@@ -34,6 +34,10 @@ from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
 MAX_FAILURE = 300  # characters of a failure's reason
+CONTAINED = (  # after an error of the system, in a user's own function or class
+    " (a contained reward has no network and an empty folder: see contained = False in "
+    "docs/extending.md)"
+)
 MAX_PRINTED = 2_000  # bytes that an answer may add to the log
 MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
@@ -44,7 +48,7 @@ class Result(NamedTuple):
     score: float = 0.0
     done: bool = True
     observation: str = ""
-    failure: str = ""  # why there is no score
+    failure: str = ""  # why there is no score, in one printable line
 
     def to_line(self) -> bytes:
         """One line of JSON: whoever reads it need not trust the process that has written it."""
@@ -56,8 +60,8 @@ class Result(NamedTuple):
         try:
             score, done, observation, failure = json.loads(line)
             if isinstance(done, bool) and isinstance(observation, str) and isinstance(failure, str):
-                observation, failure = observation[:MAX_OBSERVATION], failure[:MAX_FAILURE]
-                return Result(_checked(float(score)), done, observation, failure)
+                failure = printable(failure[:MAX_FAILURE])
+                return Result(_checked(float(score)), done, observation[:MAX_OBSERVATION], failure)
         except Exception:  # also RecursionError, of a thousand brackets
             pass
         return Result(failure="the scorer's process sent no valid report")
@@ -265,12 +269,10 @@ class _Reader:
                 self._printed = (self._printed + data)[:MAX_PRINTED]
 
     def close(self) -> None:
-        """Print what was printed, in one line and without control characters."""
+        """Print what was printed, in one line that says where it is from."""
         self._take(0)
-        if self._printed:
-            text = self._printed.decode(errors="replace")
-            text = "".join(x if x.isprintable() or x == "\n" else " " for x in text)
-            print(text.rstrip(), file=sys.stderr, flush=True)
+        if text := printable(self._printed.decode(errors="replace")):
+            print(f"printed by a reward: {text}", file=sys.stderr, flush=True)
         os.close(self._report_fd)
         os.close(self._printed_fd)
 
@@ -314,11 +316,19 @@ def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only:
         cell.limit_memory(for_good=is_only)
         return loaded.score(*item)
     except BaseException as error:  # SystemExit too: an answer may contain exit()
-        return _failure(error)
+        return _failure(error, CONTAINED if loaded.alone is None else "")
     finally:
         containment.lift_memory_limit()
 
 
-def _failure(error: BaseException) -> Result:
-    line = " ".join(f"{type(error).__name__}: {error}"[:MAX_FAILURE].split())
-    return Result(failure="out of memory" if isinstance(error, MemoryError) else line)
+def _failure(error: BaseException, hint: str = "") -> Result:
+    """hint: follows the reason of an error that the system gave."""
+    if isinstance(error, MemoryError):
+        return Result(failure="out of memory")
+    line = printable(f"{type(error).__name__}: {error}"[:MAX_FAILURE])
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None and hint:
+        line = line[: MAX_FAILURE - len(hint)] + hint
+    return Result(failure=line)

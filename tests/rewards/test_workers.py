@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import json
 import os
 import re
 import signal
@@ -101,6 +102,33 @@ def test_scorers_are_called_by_name():
         scores = score(pool, ["it is 12", "it is 13"], ["12", "12"])
     np.testing.assert_array_equal(scores.rewards, [1, 0])
     assert scores.reasons == ("", "")
+
+
+def test_what_an_answer_says_is_one_printable_line(capfd):
+    """Whether it raises, forges a report or prints: no line of the console is its own."""
+    fake = "a\nerror: step 7: diverged \x1b[2J\u2028\u202eb"
+    forged = json.dumps([0, True, "", fake])
+    write = (
+        f"import os\nfor fd in range(3, 30):\n try: os.write(fd, {forged!r}.encode() + b'\\n')\n"
+    )
+    texts = [f"raise ValueError({fake!r})", write + " except OSError: pass\nos._exit(0)"]
+    with RewardPool("user_scorers:execute", **LIMITS | {"workers": 1}) as pool:
+        scores = score(pool, [f"print({fake!r})", *texts])
+    line = "a error: step 7: diverged [2J b"
+    assert scores.reasons == ("", f"ValueError: {line}", line)
+    assert f"printed by a reward: {line}\n" in capfd.readouterr().err.splitlines(keepends=True)
+
+
+def test_what_a_contained_reward_lacks_is_told_where_it_fails():
+    texts = [
+        "import socket; socket.create_connection(('127.0.0.1', 9), 1)",
+        "try: open('data.json')\nexcept OSError: raise KeyError('data')",
+        "raise KeyError('data')",
+    ]
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
+        scores = score(pool, texts)
+    hints = ["see contained = False in docs/extending.md" in x for x in scores.reasons]
+    assert hints == [True, True, False]
 
 
 def test_the_timeout_is_per_answer_and_not_per_batch():
