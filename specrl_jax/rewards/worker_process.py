@@ -39,6 +39,7 @@ CONTAINED = (  # after an error of the system, in a user's own function or class
     "docs/extending.md)"
 )
 MAX_PRINTED = 2_000  # bytes that an answer may add to the log
+NO_ROOM = 75  # exit code: the machine has no room for a process (EX_TEMPFAIL)
 MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
 
@@ -132,15 +133,20 @@ def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
     """Serve until the parent closes its ends of the pipe and of the lifeline, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks, scratch = containment.count_tasks(), tempfile.mkdtemp(prefix="specrl-reward-")
+    user = linux.own_user()
     chosen = Settings(*settings)
-    namespaces = linux.enter_namespaces() if chosen.contained else None
     alive, held = os.pipe()  # the second is the template's: it closes as the template ends
-    template = os.fork()
+    try:
+        namespaces = linux.enter_namespaces() if chosen.contained else None
+        template = linux.fork()
+    except BlockingIOError:
+        os.rmdir(scratch)
+        os._exit(NO_ROOM)
     if template == 0:
         linux.die_with_parent()
         os.close(lifeline_fd)
         os.close(alive)
-        cell = partial(containment.Cell, scratch, chosen.memory_mib << 20, namespaces, tasks)
+        cell = partial(containment.Cell, scratch, chosen.memory_mib << 20, namespaces, tasks, user)
         _Template(conn_fd, held, chosen).serve(cell)
     os.close(conn_fd)
     os.close(held)
@@ -165,17 +171,24 @@ class _Template:
 
     def serve(self, make_cell: Callable[[], containment.Cell]) -> NoReturn:
         """Report how the start went, then the results of every batch, until the parent is gone."""
-        with contextlib.suppress(EOFError, OSError, RecursionError):
+        code = 0
+        try:
             try:
                 self._load()
                 self._cell = make_cell()
                 started = ["", self._cell.gaps()]
+            except BlockingIOError:
+                raise
             except BaseException as error:
                 started = [_failure(error).failure, []]
             self._send(started)
             while not started[0]:
                 self._score_all(*self._conn.recv())
-        os._exit(0)
+        except BlockingIOError:
+            code = NO_ROOM
+        except (EOFError, OSError, RecursionError):
+            pass
+        os._exit(code)
 
     def _load(self) -> None:
         linux.adopt_orphans()
@@ -210,7 +223,7 @@ class _Template:
         That process has ended with all it has started.
         """
         report_fds, printed_fds = os.pipe(), os.pipe()
-        pid = os.fork()
+        pid = linux.fork()
         if pid == 0:
             for fd in (self._conn.fileno(), self._held_fd, report_fds[0], printed_fds[0]):
                 os.close(fd)
@@ -329,6 +342,6 @@ def _failure(error: BaseException, hint: str = "") -> Result:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    if cause is not None and hint:
+    if cause is not None and hint and not linux.is_short(cause):
         line = line[: MAX_FAILURE - len(hint)] + hint
     return Result(failure=line)

@@ -1,6 +1,7 @@
 """The pool: no answer can cost more than its own reward."""
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from small_runs import line_of, one_line
 
+from specrl_jax.rewards import workers as pool_module
 from specrl_jax.rewards.workers import RewardPool
 
 LIMITS = {"timeout": 2.0, "memory_mib": 256, "workers": 2}
@@ -310,6 +312,31 @@ def test_a_scorer_that_cannot_start_in_a_worker_is_an_error(tmp_path, monkeypatc
     ):
         score(pool, ["a"])
     one_line(error)
+
+
+def test_a_machine_without_room_for_a_process_is_waited_for(monkeypatch, caplog):
+    start, tries = subprocess.Popen, []
+
+    def short(*args, **kwargs):
+        tries.append(args)
+        if len(tries) <= 3:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", short)
+    with RewardPool("user_scorers:odd", **LIMITS | {"workers": 1}) as pool:
+        pool.warm_up()
+        np.testing.assert_array_equal(score(pool, ["a", "bb"]).rewards, [1, 2])
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            "no reward worker can start now (Cannot allocate memory): waiting up to 300 s for the "
+            "machine"
+        )
+        pool._workers[0].kill()
+        tries.clear()
+        monkeypatch.setattr(pool_module, "ROOM_S", 0.5)
+        with pytest.raises(ChildProcessError, match=r"^no reward worker could start for 0\.5 s "):
+            score(pool, ["a"])
 
 
 def test_a_worker_that_ends_is_replaced_and_its_chunk_put_back():
