@@ -97,9 +97,9 @@ def test_the_readmes_reward():
     names = {}
     (code,) = (c for kind, c in BLOCK.findall((ROOT / "README.md").read_text()) if kind == "python")
     exec(code, names)
-    right = {text: names["score"](response=text, answer="12", task="", metadata={})
-             for text in ("7 + 5 = 12.", "12", "It is 12 apples.", "112", "12 or 13", "")}  # fmt: skip
-    assert list(right.values()) == [1, 1, 1, 0, 0, 0]
+    for right, texts in ((1, ["7 + 5 = 12.", "12", "It is 12 apples."]), (0, ["112", "12 or 13"])):
+        for text in texts:
+            assert names["score"](response=text, answer="12", task="", metadata={}) == right
 
 
 def test_the_tutorials_task(tmp_path):
