@@ -185,13 +185,8 @@ class Cell:
                 os.unlink(path)
 
     def _choose_user(self, user: int) -> None:
-        """Let answers run as this user. Where it may not read what they import, as its owner."""
-        paths = [
-            sys.executable,
-            *sys.path,
-            *(getattr(x, "__file__", "") for x in list(sys.modules.values())),
-        ]
-        paths = [path for path in paths if path and os.path.exists(path)]
+        """Let answers run as this user, who owns root's files where it cannot import otherwise."""
+        paths = [path for path in (sys.executable, *sys.path) if os.path.exists(path)]
         trial = linux.fork()
         if trial == 0:
             with contextlib.suppress(BaseException):

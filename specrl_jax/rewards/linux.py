@@ -150,11 +150,17 @@ def enter_namespaces() -> bool:
         return False
     trial = fork()  # half of it done would leave a process without a user
     if trial == 0:
-        with contextlib.suppress(BaseException):
+        try:
             unshare()
-            os._exit(0)
-        os._exit(1)
-    if os.waitpid(trial, 0)[1]:
+        except BlockingIOError:
+            os._exit(2)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
+    if code == 2:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    if code:
         return False
     unshare()
     return True
