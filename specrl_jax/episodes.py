@@ -21,6 +21,7 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
+from specrl_jax.inputs import reason
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.workers import RewardPool, Scores
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
@@ -191,7 +192,7 @@ class _Episodes:
                 try:
                     ids = self.scorer.tokenizer.encode_turn(scores.observations[i])
                 except ValueError as error:  # a character that the policy has no token for
-                    self.rewards[row], self.reasons[row] = 0.0, str(error)
+                    self.rewards[row], self.reasons[row] = 0.0, reason(error)
             if ids is None or lens[row] + len(ids) >= self.spec.program.response_slots:
                 self.over[row] = True
             else:

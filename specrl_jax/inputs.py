@@ -28,10 +28,15 @@ def one_line(summary: str, kind: type[Exception] = ValueError) -> Iterator[None]
 
 def reason(error: BaseException) -> str:
     """The words of an error in one line, after its kind where that is not ValueError."""
-    words, kind = " ".join(str(error).split())[:200], type(error).__name__
+    words, kind = printable(str(error))[:200], type(error).__name__
     if not words:
         return kind
     return words if type(error) is ValueError else f"{kind}: {words}"
+
+
+def printable(text: str) -> str:
+    """The text as one line that may be shown on a terminal: a control character is a blank."""
+    return " ".join("".join(x if x.isprintable() else " " for x in text).split())
 
 
 def user_path(path: str, field: str) -> Path:

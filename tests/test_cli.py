@@ -115,9 +115,9 @@ def test_an_old_python_is_one_line(name):
 
 
 def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch):
-    (tmp_path / "my_reward_here.py").write_text("def score(*_): return 1.0")
+    (tmp_path / "my_reward_here.py").write_text("def score(**_): return 1.0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with cli.user_errors():
-        assert load_scorer("my_reward_here:score")("", "", "", {}) == 1.0
+        assert load_scorer("my_reward_here:score")() == 1.0
     assert str(pathlib.Path.cwd()) == sys.path[-1]  # shadows nothing that is installed

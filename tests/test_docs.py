@@ -93,6 +93,15 @@ def check_config(words: list[str]) -> None:
     validate(cli.override(config, [w for w in words[1:] if w.startswith("--config.")]))
 
 
+def test_the_readmes_reward():
+    names = {}
+    (code,) = (c for kind, c in BLOCK.findall((ROOT / "README.md").read_text()) if kind == "python")
+    exec(code, names)
+    for right, texts in ((1, ["7 + 5 = 12.", "12", "It is 12 apples."]), (0, ["112", "12 or 13"])):
+        for text in texts:
+            assert names["score"](response=text, answer="12", task="", metadata={}) == right
+
+
 def test_the_tutorials_task(tmp_path):
     (code,) = (c for kind, c in BLOCK.findall(TUTORIAL) if kind == "python")
     (tmp_path / "sums.py").write_text(code)

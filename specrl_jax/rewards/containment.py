@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -109,9 +110,10 @@ class Cell:
     memory: bytes that an answer may allocate.
     namespaces: what `enter_namespaces` gave; None: answers are trusted, only memory is limited.
     tasks: of the user, as the worker started.
+    user: `linux.own_user()`, before the namespaces.
     """
 
-    def __init__(self, scratch: str, memory: int, namespaces: bool | None, tasks: int):
+    def __init__(self, scratch: str, memory: int, namespaces: bool | None, tasks: int, user: int):
         self._scratch, self._memory, self._tasks = scratch, memory, tasks
         self.trusts = namespaces is None
         self._contained = linux.LINUX and not self.trusts
@@ -119,8 +121,13 @@ class Cell:
         self._read_only = self._namespaces and linux.read_only_view()
         self._abi = linux.landlock_abi() if self._contained else 0
         self._seccomp = self._contained and linux.has_seccomp()
+        self._is_limited = self.trusts or not linux.is_unlimited() or linux.has_few_pids()
+        self._user, self._as_owner = 0, False
+        if user and not self._is_limited:
+            self._choose_user(user)
         if self._read_only:
             linux.mount_memory(self._scratch, self._memory)
+        self._give_scratch()
         if not self.trusts:
             os.environ |= dict.fromkeys(("HOME", "TMPDIR"), scratch)
             tempfile.tempdir = scratch
@@ -133,6 +140,7 @@ class Cell:
             "change files": self._read_only or self._abi,
             "open sockets": self._namespaces or self._seccomp,
             "signal other processes": self._namespaces or self._abi >= 6 or self._seccomp,
+            "start any number of processes": self._is_limited,
         }
         return [what for what, by in covered.items() if not by]
 
@@ -144,7 +152,11 @@ class Cell:
         self._set_limits()
         if not self._contained:
             return
-        linux.drop_capabilities()
+        if self._user:
+            linux.give_up_root(self._user, self._as_owner)
+            linux.die_with_parent()  # the system forgets it with the user
+        else:
+            linux.drop_capabilities()
         if self._abi:
             linux.restrict_files(self._abi, self._scratch)
         if self._seccomp:
@@ -163,6 +175,7 @@ class Cell:
         if left and self._read_only:
             linux.unmount(self._scratch)
             linux.mount_memory(self._scratch, self._memory)
+            self._give_scratch()
             return
         for name in left:
             path = os.path.join(self._scratch, name)
@@ -171,12 +184,32 @@ class Cell:
             else:
                 os.unlink(path)
 
+    def _choose_user(self, user: int) -> None:
+        """Let answers run as this user, who owns root's files where it cannot import otherwise."""
+        paths = [path for path in (sys.executable, *sys.path) if os.path.exists(path)]
+        trial = linux.fork()
+        if trial == 0:
+            with contextlib.suppress(BaseException):
+                linux.give_up_root(user, as_owner=False)
+                may_read = all(os.access(path, os.R_OK) for path in paths)
+                os._exit(may_read and os.access(os.path.dirname(self._scratch), os.X_OK))
+            os._exit(2)
+        code = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
+        if code in (0, 1):
+            self._user, self._as_owner, self._is_limited = user, code == 0, True
+
+    def _give_scratch(self) -> None:
+        if self._user:
+            os.chown(self._scratch, 0 if self._as_owner else self._user, self._user)
+            os.chmod(self._scratch, 0o770)
+
     def _set_limits(self) -> None:
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_FSIZE, self._memory)
         _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         if linux.LINUX:
-            _limit(resource.RLIMIT_NPROC, self._tasks + MAX_PROCESSES)
+            others = 0 if self._user else self._tasks
+            _limit(resource.RLIMIT_NPROC, others + MAX_PROCESSES)
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:

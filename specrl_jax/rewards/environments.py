@@ -7,6 +7,7 @@ environment must therefore be deterministic. No JAX.
 """
 
 import ast
+import inspect
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
 
 
 class Step(NamedTuple):
-    """What a response leads to: text for the policy to read, or the end with a reward."""
+    """What a response leads to."""
 
-    observation: str = ""
-    reward: float = 0.0
-    done: bool = False
+    observation: str = ""  # for the policy to read, unless done
+    reward: float = 0.0  # of this turn: an episode's reward is the sum of its turns'
+    done: bool = False  # the episode is over
 
 
 class Environment(Protocol):
@@ -118,6 +119,13 @@ def load_environment(name: str) -> Callable[[], Environment]:
     def check(environment: Callable[[], Environment]) -> None:
         if not all(callable(getattr(environment, method, None)) for method in ("reset", "step")):
             raise TypeError("it has no reset and step")
+        reset = inspect.signature(environment.reset)
+        try:
+            reset.bind(None, answer="", task="", metadata={})
+        except TypeError:
+            raise ValueError(
+                f"its reset takes {str(reset)[:60]}; it must take (self, answer, task, metadata)"
+            ) from None
 
     return load_by_name("environment.name", ENVIRONMENTS, name, "module:Class", check)
 
@@ -129,9 +137,12 @@ def play(
     task: str,
     metadata: dict,
 ) -> Step:
-    """The step that the last of an episode's responses leads to."""
-    environment, step = make(), Step()
-    environment.reset(answer, task, metadata)
+    """The step that the last of an episode's responses leads to, with the reward of all turns."""
+    environment = make()
+    environment.reset(answer=answer, task=task, metadata=metadata)
+    step = Step()
+    reward = 0.0
     for response in responses:
         step = Step(*environment.step(response))
-    return step._replace(observation=str(step.observation)[:MAX_OBSERVATION])
+        reward += float(step.reward)
+    return Step(str(step.observation)[:MAX_OBSERVATION], reward, step.done)

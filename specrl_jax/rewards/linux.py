@@ -7,11 +7,13 @@ otherwise. The standard library has none of them.
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import signal
 import struct
 import sys
+import time
 from typing import NamedTuple
 
 LINUX = sys.platform == "linux"
@@ -19,7 +21,8 @@ LINUX = sys.platform == "linux"
 # System calls -------------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
-_SET_PDEATHSIG, _GET_SECCOMP, _SET_SECCOMP, _SET_SUBREAPER, _NO_NEW_PRIVS = 1, 21, 22, 36, 38
+_SET_PDEATHSIG, _KEEP_CAPS, _GET_SECCOMP, _SET_SECCOMP, _SET_SUBREAPER = 1, 8, 21, 22, 36
+_NO_NEW_PRIVS = 38
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 _NEW_NS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 _NOSUID, _NODEV, _NOEXEC, _REC_PRIVATE = 2, 4, 8, 1 << 14 | 1 << 18  # of mount(2)
@@ -51,7 +54,91 @@ def adopt_orphans() -> None:
         call("prctl", _SET_SUBREAPER, 1, 0, 0, 0)
 
 
+# Processes ----------------------------------------------------------------------------------------
+
+FORK_S = 10.0  # seconds that a machine without room for a process is waited for
+
+
+def fork() -> int:
+    """os.fork(); BlockingIOError where the machine has no room for a process, for seconds."""
+    end = time.monotonic() + FORK_S
+    while True:
+        try:
+            return os.fork()
+        except OSError as error:
+            if not is_short(error):
+                raise
+            if time.monotonic() > end:
+                raise BlockingIOError(*error.args) from error
+        time.sleep(0.1)
+
+
+def is_short(error: OSError) -> bool:
+    """Whether the machine has no room for a process, which may pass."""
+    return error.errno in (errno.EAGAIN, errno.ENOMEM)
+
+
+# Users --------------------------------------------------------------------------------------------
+
+_SET_USER = 1 << 7  # CAP_SETUID
+_RIGHTS = _SET_USER | 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6  # CAP_CHOWN, _DAC_OVERRIDE, _KILL, _SETGID
+
+
+def _other_users() -> range:
+    """User ids besides root that root has here; none where this process is not root."""
+    if not LINUX or os.geteuid() != 0:
+        return range(0)
+    with open("/proc/self/uid_map") as file:
+        first, _, count = map(int, file.readlines()[-1].split())
+    return range(max(first, 1), first + count)
+
+
+def is_unlimited() -> bool:
+    """Whether the kernel counts no processes of this user: it is root, and not in a namespace."""
+    return bool(_other_users())
+
+
+def own_user() -> int:
+    """A user id for what this process starts; 0 where this is not root, or not with root's rights.
+
+    No two processes have the same one, as long as both live.
+    """
+    users = _other_users()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
+        rights = int(next(line for line in file if line.startswith("CapEff")).split()[1], 16)
+        if users and rights & _RIGHTS == _RIGHTS:
+            return users[-1 - os.getpid() % (len(users) // 2)]
+    return 0
+
+
+def give_up_root(user: int, as_owner: bool) -> None:
+    """Make this process that of an unprivileged user, for good.
+
+    as_owner: it may still do with root's files what their owner may. What it executes may not.
+    """
+    call("prctl", _KEEP_CAPS, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    if as_owner:
+        _set_capabilities(_SET_USER)
+        _libc.setfsuid(0)
+        if _libc.setfsuid(-1) != 0:  # it returns the former one, whether it changes it or not
+            raise PermissionError("setfsuid: the user of files cannot be root")
+    drop_capabilities()
+
+
 # Namespaces ---------------------------------------------------------------------------------------
+
+
+MAX_PID = 512
+
+
+def has_few_pids() -> bool:
+    """Whether the namespace of this process holds at most `MAX_PID` processes."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max") as file:
+        return int(file.read()) <= MAX_PID
+    return False
 
 
 def enter_namespaces() -> bool:
@@ -61,13 +148,19 @@ def enter_namespaces() -> bool:
     """
     if not LINUX:
         return False
-    trial = os.fork()  # half of it done would leave a process without a user
+    trial = fork()  # half of it done would leave a process without a user
     if trial == 0:
-        with contextlib.suppress(BaseException):
+        try:
             unshare()
-            os._exit(0)
-        os._exit(1)
-    if os.waitpid(trial, 0)[1]:
+        except BlockingIOError:
+            os._exit(2)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
+    if code == 2:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    if code:
         return False
     unshare()
     return True
@@ -76,7 +169,7 @@ def enter_namespaces() -> bool:
 def unshare() -> None:
     """OSError where the system does not allow it; this process must then end."""
     moved, done = os.pipe()
-    helper = os.fork()  # only from outside can root keep its rights to the files of others
+    helper = fork()  # only from outside can root keep its rights to the files of others
     if helper == 0:
         os.close(done)
         try:
@@ -124,7 +217,7 @@ def read_only_view() -> bool:
         mount("none", "/", _REC_PRIVATE)
         with contextlib.suppress(OSError):
             mount("proc", "/proc", _NOSUID | _NODEV | _NOEXEC)
-            _write("/proc/sys/kernel/pid_max", "512")  # of this namespace, from Linux 6.14
+            _write("/proc/sys/kernel/pid_max", str(MAX_PID))  # of this namespace, from Linux 6.14
         # struct mount_attr: set MOUNT_ATTR_RDONLY below "/" (AT_RECURSIVE).
         _syscall(_MOUNT_SETATTR, -1, b"/", 0x8000, struct.pack("4Q", 1, 0, 0, 0), 32)
         return True
@@ -216,12 +309,17 @@ def restrict_calls(tuning: bool, signals: bool) -> None:
 
 def drop_capabilities() -> None:
     """Give up all capabilities, and whatever a program could gain."""
-    call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
+    _set_capabilities(0)
     call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
+def _set_capabilities(rights: int) -> None:
+    """rights: bits of the lower half of all capabilities."""
+    call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", rights, rights, *[0] * 4))
+
+
 def mount_memory(path: str, size: int) -> None:
-    """An empty file system in memory, of at most `size` bytes."""
+    """Mount an empty file system in memory, of at most `size` bytes."""
     mount("tmpfs", path, _NOSUID | _NODEV, f"size={size},nr_inodes=10000,mode=700")
 
 

@@ -1,8 +1,8 @@
 """Verifiable rewards: the text of a response → a number.
 
-A scorer is a plain function `score(response, answer, task, metadata) -> float`: one of `SCORERS`,
-or a user's own by `module:function`. It may run for ever on a policy's text, so `workers` runs it
-within limits of time and memory.
+A scorer is a plain function `score(response, answer, task, metadata) -> float`, called by these
+names: one of `SCORERS`, or a user's own by `module:function`. It may run for ever on a policy's
+text, so `workers` runs it within limits of time and memory.
 """
 
 import decimal
@@ -12,13 +12,14 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from specrl_jax.inputs import one_line
 
 Scorer = Callable[[str, str, str, dict], float]
 
 MAX_MATH_TEXT = 2_000  # characters for math-verify, whose patterns are not linear in length
+MAX_MATH_END = 100  # characters of what follows the last word, to be read as a whole
 MAX_MATH_DIGITS = 100_000  # decimal digits; a power with more is hostile
 
 
@@ -30,22 +31,30 @@ def score_exact(response: str, answer: str, task: str, metadata: dict) -> float:
 def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
     r"""1 if the response's final answer equals `answer` mathematically (math-verify).
 
-    The final answer is the last `<answer>..</answer>`, else the last `\boxed{}`, else what
-    math-verify finds at the end of the text (LaTeX, "answer is ..", the last number).
+    The final answer is the last `<answer>..</answer>`, else the last `\boxed{}`, else what follows
+    the last word, else what math-verify finds in the text (LaTeX, "answer is ..", the last number).
+    All of it counts: neither 3 nor "2 and 3" is right where the other is the answer. A choice such
+    as "(B) 12" is known by its letter or by its value.
     """
-    marked, candidate = _math_candidate(response)
+    marked, text = _math_candidate(response)
     if marked == answer.strip():
         return 1.0
     from math_verify import verify
 
-    gold = _read_math(_plain_numbers(answer.strip()))
-    if not gold:
+    gold_letter, gold_text = _choice(_plain_numbers(answer.strip()))
+    letter, value = _choice(text if marked is not None else _end_of(text))
+    if gold_letter and not letter and (chosen := _CHOSEN.findall(text)):
+        letter = chosen[-1]
+    if gold_letter and letter and not (gold_letter == letter and gold_text and value):
+        return float(gold_letter == letter)
+    gold = _read_math(gold_text or answer)
+    if not gold.parsed:
         raise ValueError(f"reward.name = math cannot read the reference answer {answer[:100]!r}")
-    # math-verify's own timeouts are off: they cannot stop a C call. The worker's limit can.
-    given = _parse_math(candidate) if marked is None else _read_math(candidate)
-    if marked is not None and _is_list(candidate, given) != _is_list(answer, gold):
+    given = _read_math((letter and value) or text, is_whole=marked is not None)
+    if gold.count != given.count and (gold.repeats or given.repeats):
         return 0.0  # math-verify reads 1,1 as the set {1}, which it takes for 1
-    return float(verify(list(gold), list(given), timeout_seconds=None))
+    # math-verify's own timeouts are off: they cannot stop a C call. The worker's limit can.
+    return float(verify(gold.parsed, given.parsed, timeout_seconds=None))
 
 
 def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -> float:
@@ -79,7 +88,14 @@ def load_scorer(name: str) -> Scorer:
     """The scorer called `name`; ValueError in one line if there is none."""
 
     def check(scorer: Scorer) -> None:
-        inspect.signature(scorer).bind("response", "answer", "task", {})
+        own = inspect.signature(scorer)
+        try:
+            own.bind(response="", answer="", task="", metadata={})
+        except TypeError:
+            raise ValueError(
+                f"it takes {str(own)[:60]}; call it from def score(response, answer, **_), as "
+                "f(response, answer), or as f([response], [answer])[0] where it takes lists"
+            ) from None
 
     signature = "module:function(response, answer, task, metadata)"
     return load_by_name("reward.name", SCORERS, name, signature, check)
@@ -113,26 +129,100 @@ def _reasoning_gym_scorer(task: str):
     return reasoning_gym.get_score_answer_fn(task)
 
 
+# What math-verify knows by name is no word, nor is what joins the parts of an answer.
+_WORD = re.compile(
+    r"(?<![\\{A-Za-z])(?:(?!(?:and|or|percent|sin|cos|tan|cot|sec|csc|log|exp|max|min|gcd|lcm|mod)\b)"
+    r"[A-Za-z]{3,}|(?:is|of|so|he|it|we|in|to|at|by|on|as|be)\b)(?![A-Za-z(])"
+)
+_VALUE = re.compile(r"[\d\\√π]")
+_MARKS = " \t\n*$.,;:!?\"'`#"
+_LABEL = re.compile(  # (B), B), B. or B: before a value; B alone
+    r"(?:\\(?:text|mathrm|mathbf)\w*\s*\{)?\s*(\()?\s*([A-J])\s*(?(1)\)|(?:[).:](?!\d)|(?=\W*$)))"
+    r"\s*\}?(?:\\[ ,;:]|[\s.:])*(?!\s*[+*/^=(])"
+)
+_CHOSEN = re.compile(  # answer is (B); B) at the start
+    r"(?:(?i:answer|choice|option)\W+(?:(?i:is|option|choice)\W+)*|^\W*(?=[A-J][).:]))([A-J])\b(?!')"
+)
+
+
+class _Reading(NamedTuple):
+    """What an answer says."""
+
+    parsed: list  # by math-verify: a value, and its text
+    count: int = 1  # parts that the text lists
+    repeats: bool = False  # some part occurs twice in that list
+
+
+def _read_math(text: str, is_whole: bool = True) -> _Reading:
+    """What an answer says; is_whole: it is nothing but the answer, all of which must count."""
+    plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
+    if not is_whole:
+        end = _read_whole(_end_of(text))
+        is_value = end.parsed and not isinstance(end.parsed[0], str)
+        return end if is_value else _Reading(list(_parse_math(text)))
+    if not _WORD.search(plain):
+        return _read_whole(text)
+    values = [part for part in _WORD.split(plain) if _VALUE.search(part)]
+    if len(values) == 1:
+        return _read_whole(values[0].strip(_MARKS))
+    return _Reading([" ".join(plain.casefold().strip(_MARKS).split())])  # words, or values of many
+
+
+def _read_whole(text: str) -> _Reading:
+    """What all of a text without words says: `(1, 2)` is a pair, `2 and 3` is a set."""
+    if not text:
+        return _Reading([])
+    parsed = list(_parse_math(rf"\boxed{{{_latex(text)}}}"))
+    count = len(re.split(r",(?!\s?\d{3}(?!\d))|;|\b(?:and|or)\b", text))
+    is_set = type(parsed[0]).__name__ == "FiniteSet" if parsed else False
+    return _Reading(parsed, count, is_set and count > len(parsed[0].args))
+
+
+def _end_of(text: str) -> str:
+    """What follows the last word of the last sentence; "" where that is no answer."""
+    line = (text.strip().splitlines() or [""])[-1]
+    end = _WORD.split(re.split(r"[.!?]\s+", line.rstrip(_MARKS))[-1])[-1]
+    end = re.sub(r"^[-•]\s+", "", end.strip(_MARKS))
+    parts = re.split(r"[,;]\s+", end)
+    if "=" in parts[-1] and not all(re.match(r"[A-Za-z]\s*=", part) for part in parts):
+        end = parts[-1]  # the end of a chain of equations
+    is_unit = re.fullmatch(r"[$\d.,/]+\s+\(?(?!and\b|or\b)[A-Za-z].*", end)
+    is_answer = re.search(rf"{_VALUE.pattern}|^\W*[A-J]\W*$", end)
+    return end if is_answer and not is_unit and len(end) <= MAX_MATH_END else ""
+
+
+_SIGNS = str.maketrans({
+    "°": r"^\circ ", "·": r"\cdot ", "×": r"\times ", "÷": r"\div ", "±": r"\pm ", "−": "-",
+    "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "²": "^2", "³": "^3",
+})  # fmt: skip
+
+
+def _latex(text: str) -> str:
+    r"""The text with signs and repeating decimals as LaTeX that math-verify reads."""
+
+    def fraction(match: re.Match) -> str:
+        whole, once, again = match.groups()
+        value = int(whole + once + again) - int(whole + once or 0)
+        return rf"\frac{{{value}}}{{{10 ** len(once + again) - 10 ** len(once)}}}"
+
+    text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)
+    repeating = r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar)\s*\{(\d{1,30})\}"
+    text = re.sub(repeating, fraction, text)
+    return text.replace("percent", r"\%").translate(_SIGNS)
+
+
+def _choice(text: str) -> tuple[str, str]:
+    r"""Letter and value of `\textbf{(B)}\ 12`, `(B) 12` or `B`; the letter is "" without one."""
+    label = _LABEL.match(text)
+    return (label[2], text[label.end() :]) if label else ("", text)
+
+
 @functools.lru_cache(maxsize=1024)
 def _parse_math(text: str) -> tuple:
     """What math-verify reads in `text`. Cached: the responses of a group share their answer."""
     from math_verify import parse
 
     return tuple(parse(text, parsing_timeout=None))
-
-
-def _read_math(text: str) -> tuple:
-    r"""What a whole answer says: `(1, 2)` is a pair, of which math-verify alone reads only the 2.
-
-    Only one reading counts: otherwise 2 would be right where the answer is (1, 2).
-    """
-    words = re.search(r"(?<![\\{A-Za-z])[A-Za-z]{3,}(?![A-Za-z(])|\$|\\[(\[]|\\boxed", text)
-    return (words and _parse_math(text)) or _parse_math(rf"\boxed{{{text}}}")
-
-
-def _is_list(text: str, parsed: tuple) -> bool:
-    """Whether a whole answer is several values: 1,080 and "10, as we saw" are one."""
-    return "," in text and not (parsed and getattr(parsed[0], "is_number", False))
 
 
 def _plain_numbers(text: str) -> str:
@@ -164,16 +254,21 @@ def _last_tagged(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{..}` whose braces balance to its end."""
-    start = text.rfind(r"\boxed{")
-    depth = 0
-    for i in range(start + len(r"\boxed"), len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[start + len(r"\boxed{") : i].strip()
-    return None
+    r"""The content of the last `\boxed{..}`, and of those joined to it by "and", "or" or comma."""
+    boxes, start = [], len(text)
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
+        end, depth = match.end(), 1
+        while depth and end < start:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if depth or (boxes and not _JOINT.fullmatch(text[end:start])):
+            break
+        boxes.insert(0, text[match.end() : end - 1].strip())
+        start = match.start()
+    return ", ".join(boxes) if boxes else None
 
 
+_JOINT = re.compile(r"[\s$]*(?:[,;]?\s*(?:\\text\s*\{\s*)?(?:and|or)\b\s*\}?|[,;])[\s$]*")
 _POWER = r"\s*(?:\^|\*\*)\s*[{(]*\s*"
 _TOWER = re.compile(rf"(?<!\d)(\d{{1,100}}){_POWER}(\d{{1,100}})(?:{_POWER}(\d{{1,100}}))?")
 

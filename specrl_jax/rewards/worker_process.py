@@ -26,7 +26,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
 
-from specrl_jax.inputs import answer_pattern
+from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
 from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
@@ -34,7 +34,12 @@ from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
 MAX_FAILURE = 300  # characters of a failure's reason
+CONTAINED = (  # after an error of the system, in a user's own function or class
+    " (a contained reward has no network and an empty folder: see contained = False in "
+    "docs/extending.md)"
+)
 MAX_PRINTED = 2_000  # bytes that an answer may add to the log
+NO_ROOM = 75  # exit code: the machine has no room for a process (EX_TEMPFAIL)
 MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
 
@@ -44,7 +49,7 @@ class Result(NamedTuple):
     score: float = 0.0
     done: bool = True
     observation: str = ""
-    failure: str = ""  # why there is no score
+    failure: str = ""  # why there is no score, in one printable line
 
     def to_line(self) -> bytes:
         """One line of JSON: whoever reads it need not trust the process that has written it."""
@@ -56,8 +61,8 @@ class Result(NamedTuple):
         try:
             score, done, observation, failure = json.loads(line)
             if isinstance(done, bool) and isinstance(observation, str) and isinstance(failure, str):
-                observation, failure = observation[:MAX_OBSERVATION], failure[:MAX_FAILURE]
-                return Result(_checked(float(score)), done, observation, failure)
+                failure = printable(failure[:MAX_FAILURE])
+                return Result(_checked(float(score)), done, observation[:MAX_OBSERVATION], failure)
         except Exception:  # also RecursionError, of a thousand brackets
             pass
         return Result(failure="the scorer's process sent no valid report")
@@ -79,17 +84,20 @@ def load(name: str, extract: str, environment: str) -> Loaded:
 
         def step(responses: Sequence[str], *problem) -> Result:
             last = play(make, responses, *problem)
-            return Result(_checked(float(last.reward)), bool(last.done), last.observation)
+            return Result(_checked(last.reward), bool(last.done), last.observation)
 
         contained = bool(getattr(make, "contained", True))
         trusted = not contained or environment in ENVIRONMENTS
         return Loaded(step, contained, frozenset() if trusted else None)
     scorer, pattern = load_scorer(name), answer_pattern(extract, "reward.extract")
 
-    def score(response: str, *problem) -> Result:
+    def score(response: str, answer: str, task: str, metadata: dict) -> Result:
         if pattern:
             response = _extract(pattern, response)
-        return Result(0.0 if response is None else _checked(float(scorer(response, *problem))))
+        if response is None:
+            return Result()
+        reward = scorer(response=response, answer=answer, task=task, metadata=metadata)
+        return Result(_checked(float(reward)))
 
     contained = bool(getattr(scorer, "contained", True))
     return Loaded(score, contained, EXECUTES.get(name) if contained else frozenset())
@@ -125,15 +133,20 @@ def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
     """Serve until the parent closes its ends of the pipe and of the lifeline, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks, scratch = containment.count_tasks(), tempfile.mkdtemp(prefix="specrl-reward-")
+    user = linux.own_user()
     chosen = Settings(*settings)
-    namespaces = linux.enter_namespaces() if chosen.contained else None
     alive, held = os.pipe()  # the second is the template's: it closes as the template ends
-    template = os.fork()
+    try:
+        namespaces = linux.enter_namespaces() if chosen.contained else None
+        template = linux.fork()
+    except BlockingIOError:
+        os.rmdir(scratch)
+        os._exit(NO_ROOM)
     if template == 0:
         linux.die_with_parent()
         os.close(lifeline_fd)
         os.close(alive)
-        cell = partial(containment.Cell, scratch, chosen.memory_mib << 20, namespaces, tasks)
+        cell = partial(containment.Cell, scratch, chosen.memory_mib << 20, namespaces, tasks, user)
         _Template(conn_fd, held, chosen).serve(cell)
     os.close(conn_fd)
     os.close(held)
@@ -158,17 +171,24 @@ class _Template:
 
     def serve(self, make_cell: Callable[[], containment.Cell]) -> NoReturn:
         """Report how the start went, then the results of every batch, until the parent is gone."""
-        with contextlib.suppress(EOFError, OSError, RecursionError):
+        code = 0
+        try:
             try:
                 self._load()
                 self._cell = make_cell()
                 started = ["", self._cell.gaps()]
+            except BlockingIOError:
+                raise
             except BaseException as error:
                 started = [_failure(error).failure, []]
             self._send(started)
             while not started[0]:
                 self._score_all(*self._conn.recv())
-        os._exit(0)
+        except BlockingIOError:
+            code = NO_ROOM
+        except (EOFError, OSError, RecursionError):
+            pass
+        os._exit(code)
 
     def _load(self) -> None:
         linux.adopt_orphans()
@@ -203,7 +223,7 @@ class _Template:
         That process has ended with all it has started.
         """
         report_fds, printed_fds = os.pipe(), os.pipe()
-        pid = os.fork()
+        pid = linux.fork()
         if pid == 0:
             for fd in (self._conn.fileno(), self._held_fd, report_fds[0], printed_fds[0]):
                 os.close(fd)
@@ -262,12 +282,10 @@ class _Reader:
                 self._printed = (self._printed + data)[:MAX_PRINTED]
 
     def close(self) -> None:
-        """Print what was printed, in one line and without control characters."""
+        """Print what was printed, in one line that says where it is from."""
         self._take(0)
-        if self._printed:
-            text = self._printed.decode(errors="replace")
-            text = "".join(x if x.isprintable() or x == "\n" else " " for x in text)
-            print(text.rstrip(), file=sys.stderr, flush=True)
+        if text := printable(self._printed.decode(errors="replace")):
+            print(f"printed by a reward: {text}", file=sys.stderr, flush=True)
         os.close(self._report_fd)
         os.close(self._printed_fd)
 
@@ -311,11 +329,19 @@ def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only:
         cell.limit_memory(for_good=is_only)
         return loaded.score(*item)
     except BaseException as error:  # SystemExit too: an answer may contain exit()
-        return _failure(error)
+        return _failure(error, CONTAINED if loaded.alone is None else "")
     finally:
         containment.lift_memory_limit()
 
 
-def _failure(error: BaseException) -> Result:
-    line = " ".join(f"{type(error).__name__}: {error}"[:MAX_FAILURE].split())
-    return Result(failure="out of memory" if isinstance(error, MemoryError) else line)
+def _failure(error: BaseException, hint: str = "") -> Result:
+    """hint: follows the reason of an error that the system gave."""
+    if isinstance(error, MemoryError):
+        return Result(failure="out of memory")
+    line = printable(f"{type(error).__name__}: {error}"[:MAX_FAILURE])
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None and hint and not linux.is_short(cause):
+        line = line[: MAX_FAILURE - len(hint)] + hint
+    return Result(failure=line)

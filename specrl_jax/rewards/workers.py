@@ -10,6 +10,7 @@ threads, and the parent's `__main__` is not imported again.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -26,12 +28,13 @@ from multiprocessing.connection import Pipe
 
 import numpy as np
 
-from specrl_jax.rewards import containment, worker_process
+from specrl_jax.rewards import containment, linux, worker_process
 from specrl_jax.rewards.scorers import score_exact
-from specrl_jax.rewards.worker_process import Result, Settings
+from specrl_jax.rewards.worker_process import NO_ROOM, Result, Settings
 
 MAX_CHUNK = 32  # answers sent to a worker at once
 STARTUP_S = 300.0  # seconds for a worker's imports; they do not count against any answer
+ROOM_S = 300.0  # seconds that a machine without room for a process is waited for
 GRACE_S = 60.0  # seconds beyond an answer's limit in which its worker must tell what came of it
 MAX_STARTS = 3  # processes that may die while starting, one after another
 MAX_TRIES = 3  # workers that may end while they score one answer
@@ -106,6 +109,7 @@ class RewardPool(contextlib.AbstractContextManager):
         if loaded.alone is not None:
             self._executes = ", ".join(sorted(loaded.alone))
         self._warned = False
+        self._waited = False
         self._lock = threading.Lock()
         self._closed = False
 
@@ -115,7 +119,8 @@ class RewardPool(contextlib.AbstractContextManager):
     def warm_up(self) -> None:
         """Start the workers; their imports go on in the background."""
         for worker in self._workers:
-            worker.ensure_started()
+            with contextlib.suppress(BlockingIOError):  # it is started once it is needed
+                worker.ensure_started()
 
     def score(
         self,
@@ -164,9 +169,15 @@ class RewardPool(contextlib.AbstractContextManager):
 
         def score(chunk: list[tuple]) -> list[Result]:
             worker, results, tries = self._idle.get(), [], 0
+            begun = time.monotonic()
             try:
                 while len(results) < len(chunk) and not stop.is_set():
-                    new = worker.score(chunk[len(results) :])
+                    try:
+                        new = worker.score(chunk[len(results) :])
+                    except BlockingIOError as error:
+                        self._wait_for_room(error, begun, stop)
+                        continue
+                    begun = time.monotonic()
                     tries = 1 if new else tries + 1
                     if tries == MAX_TRIES:
                         new = [Result(failure=f"{tries} reward workers ended while scoring it")]
@@ -185,6 +196,19 @@ class RewardPool(contextlib.AbstractContextManager):
         finally:
             threads.shutdown(cancel_futures=True)
 
+    def _wait_for_room(self, error: OSError, begun: float, stop: threading.Event) -> None:
+        """Wait a second, and say so once; ChildProcessError where no process started for long."""
+        if time.monotonic() - begun > ROOM_S:
+            raise ChildProcessError(
+                f"no reward worker could start for {ROOM_S:g} s ({error.strerror}): "
+                "end other programs, or set reward.workers lower"
+            )
+        if not self._waited:
+            self._waited = True
+            line = "no reward worker can start now (%s): waiting up to %g s for the machine"
+            _log.warning(line, error.strerror, ROOM_S)
+        stop.wait(1.0)
+
     def _warn(self) -> None:
         """Say once what code in an answer can do, where the scorer may run it."""
         gaps = next((worker.gaps for worker in self._workers if worker.gaps), [])
@@ -199,6 +223,12 @@ class RewardPool(contextlib.AbstractContextManager):
     def _kill(self) -> None:
         for worker in self._workers:
             worker.kill()
+
+
+def _raise_if_short(code: int | None) -> None:
+    """code: of a worker that has ended. BlockingIOError where there was no room for a process."""
+    if code == NO_ROOM:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 class _Worker:
@@ -218,7 +248,8 @@ class _Worker:
     def score(self, items: list[tuple]) -> list[Result]:
         """The results of the first answers, up to a report that does not come or is another's.
 
-        The process is replaced after such a report. ChildProcessError where none can be started.
+        The process is replaced after such a report. ChildProcessError where none can be started,
+        BlockingIOError where the machine has no room for it now.
         """
         self._ensure_ready()
         results = []
@@ -231,7 +262,9 @@ class _Worker:
                     raise ValueError("the report of another answer")
                 results.append(Result(*result))
             return results
-        self.kill()
+        code = self.kill()
+        if not results:
+            _raise_if_short(code)
         return results
 
     def kill(self) -> int | None:
@@ -264,6 +297,7 @@ class _Worker:
             except (OSError, EOFError) as error:
                 late = isinstance(error, TimeoutError)
                 code = self.kill()
+                _raise_if_short(code)
                 reason = str(error) if late else f"the process died (exit code {code})"
                 continue
             if failure:
@@ -289,13 +323,18 @@ class _Worker:
         variables = containment.clean_environment(own) if self._settings.contained else own
         variables |= one_thread | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
         variables.pop("GLIBC_TUNABLES", None)  # huge pages would count against the memory limit
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-c", code],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a scorer prints joins the log
-            pass_fds=fds,
-            start_new_session=True,  # Ctrl-C does not reach it
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-c", code],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a scorer prints joins the log
+                pass_fds=fds,
+                start_new_session=True,  # Ctrl-C does not reach it
+            )
+        except OSError as error:
+            if linux.is_short(error):
+                raise BlockingIOError(*error.args) from error
+            raise
         theirs.close()
         read_end.close()

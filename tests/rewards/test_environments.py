@@ -1,6 +1,7 @@
 """Environments by hand, and in the workers: what one costs it costs its own row."""
 
 import pytest
+from small_runs import one_line
 
 from specrl_jax.rewards.environments import (
     MAX_OBSERVATION,
@@ -61,6 +62,42 @@ class Talker:
 
     def step(self, response):
         return Step("a" * (MAX_OBSERVATION + 5))
+
+
+class TurnReward:
+    """Pays 1 at its first turn, 0 at its second, and ends."""
+
+    def reset(self, answer, task, metadata):
+        self.turn = 0
+
+    def step(self, response):
+        self.turn += 1
+        return ("", 0.0, True) if self.turn == 2 else ("?", 1.0, False)
+
+
+class Gym:
+    def reset(self, seed=None, options=None):
+        pass
+
+    def step(self, action):
+        pass
+
+
+def test_an_episode_earns_the_sum_of_its_turns():
+    assert play(TurnReward, ["a"], "", "", {}) == Step("?", 1.0, done=False)
+    assert play(TurnReward, ["a", "b"], "", "", {}) == Step(reward=1.0, done=True)
+    episodes = [("a",), ("a", "b")]
+    limits = {"timeout": 5.0, "memory_mib": 512, "workers": 1}
+    with RewardPool("exact", environment="test_environments:TurnReward", **limits) as pool:
+        scores = pool.score(episodes, [""] * 2, [""] * 2, [{}] * 2)
+    assert scores.rewards.tolist() == [1, 1]
+    assert scores.done.tolist() == [False, True]
+
+
+def test_an_environment_of_another_library_is_refused():
+    with pytest.raises(ValueError, match=r"reset takes \(self, seed=None, .*metadata\)$") as error:
+        load_environment("test_environments:Gym")
+    one_line(error)
 
 
 def test_a_users_own_class():

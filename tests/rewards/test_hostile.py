@@ -1,6 +1,7 @@
 """A drill: hostile answers among others. docs/reliability.md names the counts."""
 
 import contextlib
+import json
 import os
 import random
 import socket
@@ -15,7 +16,7 @@ import pytest
 import weak_worker
 from test_workers import descendants, score
 
-from specrl_jax.rewards import linux, workers
+from specrl_jax.rewards import containment, linux, workers
 from specrl_jax.rewards.workers import RewardPool
 
 HOSTILE = 300  # answers, as many others among them
@@ -118,12 +119,79 @@ def test_300_hostile_answers_harm_nobody(prey):
 
 
 def test_hostile_answers_without_namespaces(prey, monkeypatch):
-    """Landlock and seccomp filters do it, as in a container."""
+    """Landlock, seccomp filters and the limits of a user do it, as in a container; of root too."""
     if linux.landlock_abi() < 6:
         pytest.skip("needs Landlock of Linux 6.12")
     monkeypatch.setattr(workers, "worker_process", weak_worker)
-    hangs = hostile_answers.HANGS[:2]
+    hangs = hostile_answers.HANGS[:2] + hostile_answers.BOMBS
     drill(hostile_answers.choose(SEED, WEAK, hangs, **prey.names()), prey)
+
+
+FORKS = """
+import os, time
+value = 0
+while value < 200:
+    try:
+        if os.fork() == 0:
+            time.sleep(9)
+            os._exit(0)
+    except BlockingIOError:
+        break
+    value += 1
+"""
+
+
+@pytest.mark.parametrize("worker", [weak_worker, bare_worker])
+def test_an_answer_has_no_more_processes_than_its_limit(monkeypatch, worker):
+    """Root too, which the kernel does not limit by itself."""
+    monkeypatch.setattr(workers, "worker_process", worker)
+    texts = [
+        FORKS,
+        "import subprocess as s; value = float(s.check_output('echo 5 > x; cat x', shell=True))",
+        "import os; value = os.getuid() != 0 or os.getgid() != 0",
+    ]
+    with RewardPool("user_scorers:execute", timeout=9, memory_mib=256, workers=1) as pool:
+        scores = score(pool, texts)
+    assert scores.reasons == ("",) * 3
+    assert 20 < scores.rewards[0] < 2 * containment.MAX_PROCESSES  # others of the user may end
+    np.testing.assert_array_equal(scores.rewards[1:], [5, 1])
+
+
+BECOME = """
+import json, os, subprocess, sys, tempfile
+from specrl_jax.rewards import containment, linux
+as_owner = sys.argv[1] == "True"
+with tempfile.TemporaryDirectory() as scratch, tempfile.NamedTemporaryFile() as secret:
+    cell = containment.Cell(scratch, 1 << 30, False, 0, linux.own_user())
+    cell._as_owner = as_owner
+    cell._give_scratch()
+    if os.fork() == 0:
+        cell.confine()
+        echo = subprocess.run("echo 5 > x; cat x", shell=True, capture_output=True)
+        may_be_root = True
+        try:
+            os.setuid(0)
+        except PermissionError:
+            may_be_root = False
+        users = len({*os.getresuid(), *os.getresgid()})
+        try:
+            open(secret.name).close()
+            reads = True
+        except PermissionError:
+            reads = False
+        print(json.dumps([users, reads, may_be_root, echo.stdout.decode()]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("as_owner", [True, False])
+def test_root_gives_itself_up(as_owner):
+    """It reads its files only where what it imports could not be read otherwise."""
+    command = [sys.executable, "-c", BECOME, str(as_owner)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == [1, as_owner, False, "5\n"]
 
 
 def test_seccomp_filters_alone_keep_other_processes_and_the_network(prey, monkeypatch):

@@ -1,7 +1,9 @@
 """The pool: no answer can cost more than its own reward."""
 
 import contextlib
+import errno
 import glob
+import json
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from small_runs import line_of, one_line
 
+from specrl_jax.rewards import workers as pool_module
 from specrl_jax.rewards.workers import RewardPool
 
 LIMITS = {"timeout": 2.0, "memory_mib": 256, "workers": 2}
@@ -94,6 +97,40 @@ def test_a_hostile_answer_costs_only_its_own_reward():
         assert bool(reason) == (text in HOSTILE)
     np.testing.assert_array_equal(again.rewards, [4, 2, 3])
     assert not again.failed.any()
+
+
+def test_scorers_are_called_by_name():
+    with RewardPool("user_scorers:by_name", **LIMITS) as pool:
+        scores = score(pool, ["it is 12", "it is 13"], ["12", "12"])
+    np.testing.assert_array_equal(scores.rewards, [1, 0])
+    assert scores.reasons == ("", "")
+
+
+def test_what_an_answer_says_is_one_printable_line(capfd):
+    """Whether it raises, forges a report or prints: no line of the console is its own."""
+    fake = "a\nerror: step 7: diverged \x1b[2J\u2028\u202eb"
+    forged = json.dumps([0, True, "", fake])
+    write = (
+        f"import os\nfor fd in range(3, 30):\n try: os.write(fd, {forged!r}.encode() + b'\\n')\n"
+    )
+    texts = [f"raise ValueError({fake!r})", write + " except OSError: pass\nos._exit(0)"]
+    with RewardPool("user_scorers:execute", **LIMITS | {"workers": 1}) as pool:
+        scores = score(pool, [f"print({fake!r})", *texts])
+    line = "a error: step 7: diverged [2J b"
+    assert scores.reasons == ("", f"ValueError: {line}", line)
+    assert f"printed by a reward: {line}\n" in capfd.readouterr().err.splitlines(keepends=True)
+
+
+def test_what_a_contained_reward_lacks_is_told_where_it_fails():
+    texts = [
+        "import socket; socket.create_connection(('127.0.0.1', 9), 1)",
+        "try: open('data.json')\nexcept OSError: raise KeyError('data')",
+        "raise KeyError('data')",
+    ]
+    with RewardPool("user_scorers:execute", **LIMITS) as pool:
+        scores = score(pool, texts)
+    hints = ["see contained = False in docs/extending.md" in x for x in scores.reasons]
+    assert hints == [True, True, False]
 
 
 def test_the_timeout_is_per_answer_and_not_per_batch():
@@ -230,9 +267,18 @@ def test_exact_extract_and_threshold():
         ({"name": "no_such_module:f"}, "module:function.*'no_such_module:f': ModuleNotFoundError"),
         ({"name": "user_scorers:none"}, "module:function.*'user_scorers:none': AttributeError"),
         ({"name": "leaving_module:f"}, "module:function.*'leaving_module:f': SystemExit: 3"),
-        (
-            {"name": "user_scorers:two"},
-            r"\(response, answer, task, metadata\).*too many positional",
+        *(
+            (
+                {"name": f"user_scorers:{name}"},
+                rf"\(response, answer, task, metadata\).*{name}': it takes \({takes}.*; call it "
+                r"from def score\(response, answer, \*\*_\), as f.*\[0\] where it takes lists$",
+            )
+            for name, takes in (
+                ("two", "response, answer"),
+                ("of_another_project", "data_source"),
+                ("of_lists", "completions"),
+                ("positions", "a, b, c, d"),
+            )
         ),
         ({"name": "user_scorers:os"}, "TypeError"),
         ({"extract": "("}, "reward.extract must be a regular expression"),
@@ -266,6 +312,31 @@ def test_a_scorer_that_cannot_start_in_a_worker_is_an_error(tmp_path, monkeypatc
     ):
         score(pool, ["a"])
     one_line(error)
+
+
+def test_a_machine_without_room_for_a_process_is_waited_for(monkeypatch, caplog):
+    start, tries = subprocess.Popen, []
+
+    def short(*args, **kwargs):
+        tries.append(args)
+        if len(tries) <= 3:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", short)
+    with RewardPool("user_scorers:odd", **LIMITS | {"workers": 1}) as pool:
+        pool.warm_up()
+        np.testing.assert_array_equal(score(pool, ["a", "bb"]).rewards, [1, 2])
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            "no reward worker can start now (Cannot allocate memory): waiting up to 300 s for the "
+            "machine"
+        )
+        pool._workers[0].kill()
+        tries.clear()
+        monkeypatch.setattr(pool_module, "ROOM_S", 0.5)
+        with pytest.raises(ChildProcessError, match=r"^no reward worker could start for 0\.5 s "):
+            score(pool, ["a"])
 
 
 def test_a_worker_that_ends_is_replaced_and_its_chunk_put_back():

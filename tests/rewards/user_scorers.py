@@ -80,3 +80,19 @@ def leak(response, answer, task, metadata):
 
 def two(response, answer):
     return 1.0
+
+
+def by_name(answer, response, **others):
+    return float(response.strip().endswith(answer))
+
+
+def of_another_project(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.strip().endswith(ground_truth))
+
+
+def of_lists(completions, answer, **kwargs):
+    return [float(c.strip().endswith(a)) for c, a in zip(completions, answer)]
+
+
+def positions(a, b, c, d):
+    return float(a == b)
