@@ -1,11 +1,14 @@
 """Text to token ids and back: a Hugging Face or GGUF tokenizer, or single characters.
 
-Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. A GGUF tokenizer is rebuilt
-from the file's metadata, with llama.cpp's pre-tokenizer of the name in `tokenizer.ggml.pre`.
+Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. A directory's tokenizer.json
+is taken as it is. A GGUF tokenizer is rebuilt from the file's metadata, with llama.cpp's
+pre-tokenizer of the name in `tokenizer.ggml.pre`.
 """
 
 import hashlib
+import itertools
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from specrl_jax.models.sources import resolve
 
 Messages = tuple[dict, ...]
 
+_TOKENIZER_JSON = "tokenizer.json"
 _FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")
 # Tokens that end a turn. They end a response too, where the chat template writes them.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
@@ -38,14 +42,22 @@ _PRE_TOKENIZERS = {
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 
-def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...]) -> str:
-    """16 hexadecimal digits, equal exactly where ids mean the same tokens and responses end alike.
+def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...], *pipeline: dict) -> str:
+    """16 hexadecimal digits, equal only where ids mean the same tokens, texts are split alike and
+    responses end alike.
 
-    Stored token ids are valid only under the fingerprint that they were made with.
+    Stored token ids are valid only under the fingerprint that they were made with. pipeline: what a
+    tokenizer does with a text, JSON-able.
     """
     names = sorted((index, token) for token, index in vocab.items())
-    text = json.dumps([names, list(eos_ids)], separators=(",", ":"))
+    text = json.dumps([names, list(eos_ids), *pipeline], separators=(",", ":"), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _unused(vocab: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    """[first, stop) of all ids below the largest that no token has."""
+    ids = [-1, *sorted(set(vocab.values()))]
+    return tuple((low + 1, high) for low, high in itertools.pairwise(ids) if high > low + 1)
 
 
 class CharacterTokenizer:
@@ -62,6 +74,7 @@ class CharacterTokenizer:
         self.pad_id = 0  # fills arrays
         self.eos_ids = (1,)  # every token that ends a response
         self.vocab_size = 2 + len(alphabet)  # one more than the largest id
+        self.unused_ids = ()  # [first, stop) of the ids below it that no token has
         self._alphabet = alphabet
         self._ids = {character: 2 + i for i, character in enumerate(alphabet)}
         self._vocab = {"<pad>": 0, "<eos>": 1, **self._ids}
@@ -136,6 +149,8 @@ class HuggingFaceTokenizer:
             self._tokenizer, ends = _from_gguf(path) if path.suffix == ".gguf" else _from_path(path)
             vocab = self._tokenizer.get_vocab()
             self.vocab_size = max(vocab.values()) + 1
+        self.unused_ids = _unused(vocab)
+        self._file = _tokenizer_json(path)
         self._chat, self._source = chat, f"{field} {str(source)!r}"
         template = self._tokenizer.chat_template or ""
         self.has_chat_template = bool(template)
@@ -151,15 +166,16 @@ class HuggingFaceTokenizer:
         pad = self._tokenizer.pad_token_id  # may equal an end token
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._check_ids()
-        self.fingerprint = _fingerprint(vocab, self.eos_ids)
+        self.fingerprint = _fingerprint(vocab, self.eos_ids, _pipeline(self._tokenizer))
         # Empty text shows whether the tokenizer adds BOS. An end token that some add is left out.
         added = self._tokenizer.encode("", add_special_tokens=True)
         bos = self._tokenizer.bos_token_id
         self.prefix = added[:1] if added and added[0] == bos else []
 
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer and its chat template as `transformers` reads them."""
-        _save(self._tokenizer, Path(folder))
+        """Write the tokenizer and its chat template as `transformers` reads them; its
+        tokenizer.json, where it has one, unchanged."""
+        _save(self._tokenizer, Path(folder), self._file)
 
     @property
     def token_ids(self) -> dict[str, Any]:
@@ -223,14 +239,19 @@ Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
 OF_ALPHABET = {"characters": CharacterTokenizer}
 
 
-def _save(tokenizer: Any, folder: Path) -> None:
+def _save(tokenizer: Any, folder: Path, file: Path | None = None) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = read_json(path)
     if values.get("tokenizer_class") == "TokenizersBackend":
         # The name before transformers 5, which both know.
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if file is not None:
+        shutil.copyfile(file, folder / _TOKENIZER_JSON)
+        # Other files of the source may have added tokens, which this one lacks.
+        added = tokenizer.added_tokens_decoder
+        values["added_tokens_decoder"] = {i: t.__getstate__() for i, t in added.items()}
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(config: Any) -> Tokenizer:
@@ -251,6 +272,20 @@ def load_tokenizer(config: Any) -> Tokenizer:
     return HuggingFaceTokenizer(config.model.source, settings.chat, field="model.source")
 
 
+def _tokenizer_json(path: Path) -> Path | None:
+    """The tokenizer.json that is `path`, or is in it."""
+    file = path / _TOKENIZER_JSON if path.is_dir() else path
+    return file if file.suffix == ".json" and file.is_file() else None
+
+
+def _pipeline(tokenizer: Any) -> dict[str, Any]:
+    """What a tokenizer does between a text and its ids, apart from special tokens at the ends."""
+    if not hasattr(tokenizer, "backend_tokenizer"):  # written in Python
+        return {}
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+
+
 def _from_path(path: Path) -> tuple[Any, list[int]]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -263,8 +298,10 @@ def _from_path(path: Path) -> tuple[Any, list[int]]:
     if generation.is_file():
         ends = read_json(generation).get("eos_token_id", [])
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    # AutoTokenizer's classes make a pre-tokenizer of their own and ignore that of tokenizer.json.
+    kind = AutoTokenizer if _tokenizer_json(path) is None else PreTrainedTokenizerFast
     # Without local_files_only transformers asks the hub even about a local directory.
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True), ends
+    return kind.from_pretrained(str(path), local_files_only=True), ends
 
 
 def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> tuple[int, ...]:
