@@ -84,7 +84,7 @@ def build(config) -> tuple[Trainer, Params]:
     stream = make_stream(config, prompts)
     _check_enough(config, stream, len(prompts.lens))
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
-    model, params = load_policy(config, tokenizer.vocab_size)
+    model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)
     schedule = policy_schedule(config, total_steps)
     spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id)
     trainer = Trainer(

@@ -1,7 +1,7 @@
 """Text to token ids and back: a Hugging Face or GGUF tokenizer, or single characters.
 
-Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. A directory's tokenizer.json
-is taken as it is. A GGUF tokenizer is rebuilt from the file's metadata, with llama.cpp's
+Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. The tokenizer.json of a
+directory is taken as it is. A GGUF tokenizer is rebuilt from the file's metadata, with llama.cpp's
 pre-tokenizer of the name in `tokenizer.ggml.pre`.
 """
 
