@@ -1,8 +1,7 @@
 """Text to token ids and back: a Hugging Face or GGUF tokenizer, or single characters.
 
 Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. The tokenizer.json of a
-directory is taken as it is. A GGUF tokenizer is rebuilt from the file's metadata, with llama.cpp's
-pre-tokenizer of the name in `tokenizer.ggml.pre`.
+directory is taken as it is.
 """
 
 import datetime
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from specrl_jax.data import gguf_tokenizer
 from specrl_jax.inputs import one_line, read_json
 from specrl_jax.models.sources import resolve
 
@@ -30,33 +30,16 @@ _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _TODAY = datetime.date(2025, 1, 1)
 _ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Pre-tokenizers by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp):
-# (whether every digit is split off first, the words' regular expression; "": GPT-2's).
-_PRE_TOKENIZERS = {
-    "default": (False, ""),
-    "gpt-2": (False, ""),
-    "smollm": (True, ""),
-    "qwen2": (False, _WORDS % r"\p{N}"),
-    "deepseek-r1-qwen": (False, _WORDS % r"\p{N}"),
-    "llama-bpe": (False, _WORDS % r"\p{N}{1,3}"),
-    "llama3": (False, _WORDS % r"\p{N}{1,3}"),
-}
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
-
-def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...], *pipeline: dict) -> str:
+def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...], *pipeline: str) -> str:
     """16 hexadecimal digits, equal only where ids mean the same tokens, texts are split alike and
     responses end alike.
 
     Stored token ids are valid only under the fingerprint that they were made with. pipeline: what a
-    tokenizer does with a text, JSON-able.
+    tokenizer does with a text.
     """
     names = sorted((index, token) for token, index in vocab.items())
-    text = json.dumps([names, list(eos_ids), *pipeline], separators=(",", ":"), sort_keys=True)
+    text = json.dumps([names, list(eos_ids), *pipeline], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -162,7 +145,9 @@ class HuggingFaceTokenizer:
     ):
         path = resolve(str(source), field, (*_FILES, "*config.json"))
         with one_line(f"{field} {str(path)!r} gives no tokenizer"):
-            self._tokenizer, ends = _from_gguf(path) if path.suffix == ".gguf" else _from_path(path)
+            self._tokenizer, ends = (
+                gguf_tokenizer.read(path) if path.suffix == ".gguf" else _from_path(path)
+            )
             vocab = self._tokenizer.get_vocab()
             self.vocab_size = max(vocab.values()) + 1
         self.unused_ids = _unused(vocab)
@@ -189,7 +174,9 @@ class HuggingFaceTokenizer:
         pad = self._tokenizer.pad_token_id  # may equal an end token
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._check_ids()
-        self.fingerprint = _fingerprint(vocab, self.eos_ids, _pipeline(self._tokenizer))
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # None: written in Python
+        pipeline = [] if backend is None else [backend.to_str()]
+        self.fingerprint = _fingerprint(vocab, self.eos_ids, *pipeline)
         # Empty text shows whether the tokenizer adds BOS. An end token that some add is left out.
         added = self._tokenizer.encode("", add_special_tokens=True)
         bos = self._tokenizer.bos_token_id
@@ -327,14 +314,6 @@ def _tokenizer_json(path: Path) -> Path | None:
     return file if file.suffix == ".json" and file.is_file() else None
 
 
-def _pipeline(tokenizer: Any) -> dict[str, Any]:
-    """What a tokenizer does between a text and its ids, apart from special tokens at the ends."""
-    if not hasattr(tokenizer, "backend_tokenizer"):  # written in Python
-        return {}
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    return {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-
-
 def _from_path(path: Path) -> tuple[Any, list[int]]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -361,70 +340,3 @@ def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> 
     if not ids:  # a bare tokenizer.json names no roles
         ids = [vocab[token] for token in (*_TURN_ENDS, *_TEXT_ENDS) if token in vocab]
     return tuple(x for i, x in enumerate(ids) if x not in ids[:i])
-
-
-def _from_gguf(path: Path) -> tuple[Any, list[int]]:
-    from gguf import GGUFReader
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    fields = GGUFReader(str(path)).fields
-
-    def read(name: str, default: Any = None) -> Any:
-        field = fields.get(f"tokenizer.{name}")
-        return default if field is None else field.contents()
-
-    if read("ggml.model") != "gpt2":
-        raise ValueError(
-            f"its tokenizer is {read('ggml.model')!r}, only 'gpt2' (byte-level BPE) is supported; "
-            "set tokenizer.source to the model's directory or hub id"
-        )
-    tokens, bos = read("ggml.tokens"), read("ggml.bos_token_id")
-    types = read("ggml.token_type", [1] * len(tokens))
-    pre = read("ggml.pre", "default")
-    backend = _byte_level_bpe(tokens, types, read("ggml.merges"), pre)
-    if read("ggml.add_bos_token", pre in ("llama-bpe", "llama3")):
-        pair = f"{tokens[bos]}:0 $A:0", f"{tokens[bos]}:0 $A:0 $B:1"
-        backend.post_processor = TemplateProcessing(*pair, special_tokens=[(tokens[bos], bos)])
-    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    ids = {role: read(f"ggml.{key}_token_id") for role, key in roles.items()}
-    named = {role: tokens[index] for role, index in ids.items() if index is not None}
-    turn_end = read("ggml.eot_token_id")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=read("chat_template"), **named
-    )
-    return tokenizer, [] if turn_end is None else [turn_end]
-
-
-def _byte_level_bpe(tokens: list[str], types: list[int], merges: list[str], pre: str) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    whole_words_first = pre in ("llama-bpe", "llama3")
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words_first))
-    if pre in ("qwen2", "deepseek-r1-qwen"):
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _pre_tokenizer(pre)
-    backend.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [t for t, k in zip(tokens, types) if k == kind]
-        added = [AddedToken(token, special=special, normalized=False) for token in added]
-        (backend.add_special_tokens if special else backend.add_tokens)(added)
-    return backend
-
-
-def _pre_tokenizer(pre: str) -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    if pre not in _PRE_TOKENIZERS:
-        raise ValueError(
-            f"tokenizer.ggml.pre is {pre!r}, known are {', '.join(_PRE_TOKENIZERS)}; "
-            "set tokenizer.source to the model's directory or hub id"
-        )
-    digits_first, words = _PRE_TOKENIZERS[pre]
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_first else []
-    if words:
-        steps.append(pre_tokenizers.Split(Regex(words), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words))
-    return pre_tokenizers.Sequence(steps)
