@@ -48,6 +48,8 @@ def base() -> ConfigDict:
     tokenizer.source = "characters"  # "" (the model's own) | characters | directory | hub id
     tokenizer.alphabet = "0123456789 <>;"  # of characters: one token each, after pad and end
     tokenizer.chat = False  # wrap prompts in the model's chat template
+    tokenizer.template_options = ConfigDict()  # its variables, as .enable_thinking=False
+    tokenizer.continue_final_message = False  # continue a last message of the assistant: a prefix
 
     # -- the task --------------------------------------------------------------------------------
     config.data = data = ConfigDict()
@@ -81,6 +83,7 @@ def base() -> ConfigDict:
     reward.threshold = 0.0  # > 0: the reward is 1 from this score on, else 0; 0: the score itself
     reward.overlong_tokens = 0  # DAPO: the last tokens before the limit cost reward; 0: off
     reward.overlong_penalty = 1.0  # the reward that all of these tokens together cost
+    reward.keep_special_tokens = False  # rewards see special tokens but the response's end
     reward.extract = ""  # regex; group 1 of its last match is the answer; "": the whole response
 
     # -- the rollout -----------------------------------------------------------------------------

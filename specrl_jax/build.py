@@ -1,7 +1,6 @@
 """config → `Trainer`: all of a run that never changes. `state` holds what every step changes."""
 
 import dataclasses
-import hashlib
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
     EncodedDataset,
+    digest,
     encode_prompts,
     eval_batches,
     load_examples,
@@ -62,12 +62,12 @@ class Trainer:
     @property
     def fingerprints(self) -> dict[str, str]:
         """What processes of one run must have read alike, by name."""
-        held_out = [ids for prompts, _ in self.held_out for ids in prompts.ids.tolist()]
-        examples = repr((self.prompts.ids.tolist(), held_out)).encode()
+        read = [self.prompts, *(prompts for prompts, _ in self.held_out)]
         return {
             "specrl_jax": __version__,
-            "data.source": hashlib.sha256(examples).hexdigest()[:16],
+            "data.source": digest(*(prompts.ids for prompts in read)),
             "tokenizer.source": self.scorer.tokenizer.fingerprint,
+            "the prompts' tokens": digest(*(prompts.tokens for prompts in read)),
             "model.source": repr(self.model),
         }
 
@@ -84,7 +84,7 @@ def build(config) -> tuple[Trainer, Params]:
     stream = make_stream(config, prompts)
     _check_enough(config, stream, len(prompts.lens))
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
-    model, params = load_policy(config, tokenizer.vocab_size)
+    model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)
     schedule = policy_schedule(config, total_steps)
     spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id)
     trainer = Trainer(
@@ -109,8 +109,13 @@ def build(config) -> tuple[Trainer, Params]:
 def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     """What turns responses into rewards as `config` says; its pool must be closed."""
     max_turns = config.environment.max_turns if config.environment.name else 0
-    unfinished = config.environment.allow_unfinished
-    return ResponseScorer(_reward_pool(config), tokenizer, max_turns, unfinished)
+    return ResponseScorer(
+        _reward_pool(config),
+        tokenizer,
+        max_turns,
+        allow_unfinished=config.environment.allow_unfinished,
+        keep_special_tokens=config.reward.keep_special_tokens,
+    )
 
 
 def _reward_pool(config) -> RewardPool:

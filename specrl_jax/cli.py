@@ -20,10 +20,10 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from specrl_jax import config_file
-from specrl_jax.config import RENAMED_FIELDS
+from specrl_jax.config import OPTIONS, RENAMED_FIELDS
 
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-_OPTION = re.compile(r"--config\.(data\.options\.(\w+))=(.*)", re.DOTALL)
+_OPTION = re.compile(rf"--config\.((?:{'|'.join(OPTIONS)})\.\w+)=(.*)", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,12 +57,14 @@ def policy_parser(description: str) -> Parser:
 
 def override(config: ConfigDict, arguments: Sequence[str]) -> ConfigDict:
     """A copy of `config` changed by arguments --config.FIELD=VALUE; ValueError in one line."""
-    changed, argv = config.copy_and_resolve_references(), ["", *arguments]
+    changed = config.copy_and_resolve_references()
+    argv, options = _without_options(["", *arguments])
     with _flags_of(argv) as values:
         config_flags.DEFINE_config_dict(
             "config", changed, flag_values=values, sys_argv=argv, lock_config=False
         )
         values(argv)
+        _set_options(changed, options)
     return changed
 
 
@@ -86,24 +88,28 @@ def _flags_of(argv: Sequence[str]) -> Iterator[flags.FlagValues]:
 
 
 def _without_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments without the options of a task, and these: the task is not known before them,
-    so no preset need have them."""
+    """The arguments without options of the task and the chat template, and these by name: no preset
+    need have them."""
     matches = [match for argument in argv if (match := _OPTION.fullmatch(argument))]
     known = [argument for argument in argv if not _OPTION.fullmatch(argument)]
-    return known, {name: text for _, name, text in (match.groups() for match in matches)}
+    return known, dict(match.groups() for match in matches)
+
+
+def _set_options(config: ConfigDict, options: Mapping[str, str]) -> None:
+    with config.unlocked():
+        for name, text in options.items():
+            section, field, option = name.split(".")
+            config[section][field][option] = _literal(text)
 
 
 def _complete(flag: flags.Flag, options: Mapping[str, str]) -> list[str]:
-    """Set the options of the task. A task of the user's own inherits nothing of the preset's:
+    """Set the options. A task of the user's own inherits nothing of the preset's:
     returns the fields that were reset."""
     config = flag.value
     config.to_dict()  # a file that failed to load raises only here
-    with config.unlocked():
-        for name, text in options.items():
-            config.data.options[name] = _literal(text)
+    _set_options(config, options)
     path, _, preset = config_flags.get_config_filename(flag).partition(":")
-    given = {f"data.options.{name}" for name in options}
-    given |= config_flags.get_override_values(flag).keys()
+    given = options.keys() | config_flags.get_override_values(flag).keys()
     return config_file.begin_own_task(config, config_file.get_config(path, preset), given)
 
 
@@ -196,6 +202,9 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _literal(text: str) -> Any:
+    switch = {"true": True, "false": False}.get(text.lower())  # as other flags take them
+    if switch is not None:
+        return switch
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

@@ -342,7 +342,7 @@ def record_failures(
 
     def text_of(row: int) -> str:
         tokens, length = rows[row]
-        return trainer.scorer.tokenizer.decode(tokens[:length].tolist())
+        return trainer.scorer.text(tokens[:length])
 
     failures.record(step, reasons, tasks, text_of)
 

@@ -46,6 +46,9 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "log.tracker": "telemetry.tracking:TRACKERS",
 }
 
+# Sections whose fields have the user's names.
+OPTIONS = ("data.options", "tokenizer.template_options")
+
 # Of one rule: the field, the rule in words, whether the configuration keeps it.
 Check = tuple[str, str, bool]
 
@@ -72,7 +75,8 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
     known = {*RULES, *CHOICES}
     if missing := sorted(known - fields.keys()):
         raise ValueError(f"{missing[0]} must be set ({len(missing)} missing); see configs/grpo.py")
-    unknown = sorted(f for f in fields.keys() - known if not f.startswith("data.options."))
+    options = tuple(f"{section}." for section in OPTIONS)
+    unknown = sorted(f for f in fields.keys() - known if not f.startswith(options))
     if unknown:
         raise ValueError(f"{unknown[0]} is not a field of the config; see configs/grpo.py")
 
@@ -287,7 +291,13 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     rule = f'"" or of a model where model.source is {model!r}'
     yield "tokenizer.source", rule, not (model and by_character)
     rule = f"False where tokenizer.source is {source}"
-    yield "tokenizer.chat", rule, not (by_character and config.tokenizer.chat)
+    chat = config.tokenizer.chat
+    yield "tokenizer.chat", rule, not (by_character and chat)
+    for field, _ in flatten(config.tokenizer.template_options, "tokenizer.template_options."):
+        yield field, "left out where tokenizer.chat is False", chat
+    rule = "False where tokenizer.chat is False"
+    continues = config.tokenizer.continue_final_message
+    yield "tokenizer.continue_final_message", rule, chat or not continues
     data, reward = config.data.source, config.reward.name
     rule = f"0 where data.source is {data} (it has no problems for demonstrations)"
     yield "warmup.steps", rule, _chosen(config, "data.source").endless or not config.warmup.steps

@@ -50,8 +50,10 @@ def fields(path: str | Path) -> list[Field]:
             parent, name, variable = match.groups()
             sections[variable] = f"{sections.get(parent or 'config', '')}{name}."
         elif (match := _FIELD.match(line)) and match[1] in sections:
-            name = sections[match[1]] + match[2]
-            by_name.setdefault(name, Field(name, match[3], match[4]))
+            name, value = sections[match[1]] + match[2], match[3]
+            if value == "ConfigDict()":  # of names that the user gives
+                name, value = f"{name}.NAME", "VALUE"
+            by_name.setdefault(name, Field(name, value, match[4]))
     return list(by_name.values())
 
 

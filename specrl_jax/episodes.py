@@ -48,10 +48,18 @@ class ResponseScorer:
     max_turns: int = 0  # of an episode with the pool's environment; 0: there is none
     # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
     allow_unfinished: float = 0.0
+    keep_special_tokens: bool = False  # in texts, but for the end of a response
+
+    def text(self, ids: np.ndarray) -> str:
+        """What rewards see of a response, int [n]."""
+        ids = ids.tolist()
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            ids.pop()
+        return self.tokenizer.decode(ids, self.keep_special_tokens)
 
     def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Scores:
         """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
-        texts = [self.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, lens)]
+        texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
         return self.score_texts(texts, *_problems(prompts, range(len(lens)), len(lens)))
 
     def score_texts(self, texts: Sequence, *problems: list) -> Scores:
@@ -178,8 +186,8 @@ class _Episodes:
         self.ended = ~self.over if result.finished is None else result.finished & ~self.over
         rows = np.flatnonzero(self.ended).tolist()
         for row in rows:
-            turn = tokens[row, self.turn_starts[row] : lens[row]].tolist()
-            self.texts[row].append(self.scorer.tokenizer.decode(turn))
+            turn = tokens[row, self.turn_starts[row] : lens[row]]
+            self.texts[row].append(self.scorer.text(turn))
         texts = [tuple(self.texts[row]) for row in rows]
         scores = self.scorer.score_texts(texts, *_problems(self.prompts, rows, len(lens)))
         answers = {}

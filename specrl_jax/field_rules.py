@@ -91,8 +91,9 @@ _TEXTS = """
     data.eval_split reward.name reward.extract environment.name curriculum.difficulty
 """
 _SWITCHES = """
-    model.tie_embeddings model.remat tokenizer.chat rollout.lenience_auto rollout.adaptive
-    rollout.run_ahead algorithm.normalize_std algorithm.leave_one_out algorithm.dynamic_sampling
+    model.tie_embeddings model.remat tokenizer.chat tokenizer.continue_final_message
+    reward.keep_special_tokens rollout.lenience_auto rollout.adaptive rollout.run_ahead
+    algorithm.normalize_std algorithm.leave_one_out algorithm.dynamic_sampling
     curriculum.reuse_screening updates.skip_no_signal log.report
 """
 

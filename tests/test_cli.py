@@ -99,6 +99,18 @@ def test_a_task_of_ones_own_says_what_it_does_not_inherit(tmp_path):
     assert done.stderr.startswith("error: log.tracker must be one of none, wandb, tensorboard, got")
 
 
+@pytest.mark.filterwarnings("ignore:the load_module.. method:DeprecationWarning")  # absl's
+@pytest.mark.parametrize(
+    ("text", "value"), [("False", False), ("false", False), ("3", 3), ("26 Jul", "26 Jul")]
+)
+def test_options_of_the_chat_template(text, value):
+    flag = f"--config.tokenizer.template_options.mine={text}"
+    config = cli.read_config([f"{CONFIG}:smollm2", flag])
+    for given in (config, cli.override(cli.read_config([f"{CONFIG}:smollm2"]), [flag])):
+        assert given.tokenizer.template_options.to_dict() == {"mine": value}
+    assert config.data.options  # they are of the task
+
+
 @pytest.mark.parametrize(
     "name", ["benchmark", "compile", "evaluate", "export", "generate", "report", "train"]
 )

@@ -72,6 +72,8 @@ IMPOSSIBLE = [
      "0 where environment.name is set"),
     ({"model.source": "a/b"}, "tokenizer.source", "of a model where model.source is 'a/b'"),
     ({"tokenizer.chat": True}, "tokenizer.chat", "tokenizer.source is characters"),
+    ({"tokenizer.continue_final_message": True}, "tokenizer.continue_final_message",
+     "False where tokenizer.chat is False"),
     ({"warmup.steps": 1, "data.source": "jsonl"}, "warmup.steps", "data.source is jsonl"),
     ({"reward.name": "reasoning_gym", "data.source": "jsonl"}, "reward.name", "is jsonl"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "a divisor of model.num_heads = 4"),
@@ -154,6 +156,16 @@ def test_impossible_combinations(changes, field, words):
     value = dict(flatten(small_runs.small_config(changes)))[field]
     rule = rf"{re.escape(field)} must be [^\n]*{words}[^\n]*, got {re.escape(repr(value))}"
     assert re.fullmatch(rule, _line(changes))
+
+
+def test_options_of_a_template_that_is_not_used():
+    config = small_runs.small_config()
+    config.tokenizer.template_options.enable_thinking = False
+    line = line_of(validate, config)
+    assert line == (
+        "tokenizer.template_options.enable_thinking must be left out where tokenizer.chat is "
+        "False, got False"
+    )
 
 
 def test_a_rule_without_a_share_of_lenient_tokens_is_not_adapted_by_it(monkeypatch):

@@ -11,7 +11,7 @@ from rollout_reference import KEY, check_equal, host, make_spec
 from small_runs import Sums, records, saved, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.data.tokenizer import CharacterTokenizer
+from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.episodes import ResponseScorer, respond
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
@@ -40,6 +40,21 @@ def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **drafts):
     scorer = ResponseScorer(pool, TOKENIZER, TURNS, allow_unfinished)
     noise = Noise(jax.random.key(KEY), step)
     return respond(spec, weights, prompts, noise, scorer, drafts=DraftInputs(**drafts))
+
+
+def test_rewards_see_special_tokens_where_they_are_kept(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, models
+
+    backend = Tokenizer(models.WordLevel({"4": 0, "5": 1}, unk_token="4"))
+    backend.add_special_tokens([AddedToken(x, special=True) for x in ("<think>", "</s>")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json", chat=False)
+    responses = [np.array(ids) for ids in ([2, 0, 2, 1, 3], [2, 0], [3], [])]
+    seen = [
+        [ResponseScorer(None, tokenizer, keep_special_tokens=keep).text(x) for x in responses]
+        for keep in (False, True)
+    ]
+    assert seen == [["4 5", "4", "", ""], ["<think> 4 <think> 5", "<think> 4", "", ""]]
 
 
 def spec_of(**changes):

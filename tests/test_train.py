@@ -8,9 +8,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from small_models import random_params
 from small_runs import records, small_config
 
 from specrl_jax import train as loop
+from specrl_jax.data.tokenizer import CharacterTokenizer
+from specrl_jax.models import hf
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 
 # Issued at every step of every run.
@@ -162,3 +166,28 @@ def test_too_small_a_bound_is_told_before_anything_is_done(mesh, tmp_path, chang
     with pytest.raises(ValueError, match=message):
         loop.train(small_config(changes), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_ids_that_no_token_has_are_never_sampled(tmp_path, make_mesh):
+    """The vocabulary of a model is padded, and the padding is likelier than all tokens."""
+    tokenizer = CharacterTokenizer("0123456789 <>;")
+    shape = ModelConfig(
+        vocab_size=32, embed_dim=16, mlp_dim=16, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=4, tie_embeddings=False,
+    )  # fmt: skip
+    params = random_params(shape, 0.3)
+    params["lm_head"][tokenizer.vocab_size :] *= 100
+    hf.save(tmp_path / "model", shape, params)
+    tokenizer.save(tmp_path / "model")
+    changes = {"model.source": str(tmp_path / "model"), "tokenizer.source": ""}
+    changes |= {"rollout.accept": "ratio_residual", "rollout.logits_chunk": 4, "train.steps": 3}
+    changes |= {"updates.learning_rate": 0.0, "log.rollouts": 1.0}  # the policy stays
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        loop.train(small_config(changes | ALL_ROWS), tmp_path / "run")
+    lines = [x for step in (1, 2, 3) for x in read_rollouts(tmp_path / "run", step)]
+    ids = np.concatenate([line["token_ids"] for line in lines])
+    assert ids.max() < tokenizer.vocab_size
+    steps = records(tmp_path / "run")[1:]
+    assert all(x["policy/rollout_train_logprob_gap"] < 1e-5 for x in steps)
+    assert all(x["policy/entropy"] <= math.log(tokenizer.vocab_size) for x in steps)
+    assert steps[-1][REUSE] > 0

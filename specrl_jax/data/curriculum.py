@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.data.prompts import EncodedDataset, select, words
+from specrl_jax.data.prompts import EncodedDataset, digest, select, words
 from specrl_jax.types import Example, Prompts, StatePart
 
 
@@ -50,7 +50,7 @@ class PromptStream(StatePart):
         self.waiting: list[str] = []  # prompt_ids that `take` has passed over
         self._encoded, self._size, self._seed = encoded, prompts_per_step, seed
         self._settings, self._total_steps = settings, total_steps
-        self._digest = hashlib.blake2b(encoded.ids.tobytes(), digest_size=8).hexdigest()
+        self._digests = {"prompts": digest(encoded.ids), "prompts' tokens": digest(encoded.tokens)}
         self._ids = [example.prompt_id for example in encoded.examples]
         self._rows = {prompt_id: row for row, prompt_id in enumerate(self._ids)}
 
@@ -120,11 +120,7 @@ class PromptStream(StatePart):
 
     def host(self) -> dict[str, Any]:
         """What `restore` needs, for JSON."""
-        fixed = {
-            "seed": self._seed,
-            "prompts_per_step": self._size,
-            "prompts": self._digest,
-        }
+        fixed = {"seed": self._seed, "prompts_per_step": self._size, **self._digests}
         return fixed | {name: copy.copy(getattr(self, name)) for name in self._place}
 
     def restore(self, host: Mapping[str, Any], arrays: Any = None) -> "PromptStream":
@@ -132,9 +128,10 @@ class PromptStream(StatePart):
         for name, now in self.host().items():
             if name in self._place:
                 setattr(self, name, host[name])
-            elif host.get(name) != now:
+            elif (was := host.get(name, now)) != now:  # older checkpoints lack the tokens
                 raise ValueError(
-                    f"data must be as in the checkpoint: {name} was {host.get(name)!r}, is {now!r}"
+                    f"data must be as in the checkpoint: {name} was {was!r}, is {now!r}; set back "
+                    "the data, the tokenizer or the chat template"
                 )
         return self
 

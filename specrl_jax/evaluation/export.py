@@ -136,6 +136,7 @@ A {policy.model.family} policy of {param_count(policy.model) / 1e6:.2f}M paramet
 
 * **Task**: {task}; reward: {judge or config.reward.name}.
 * **Prompts** go through {through}; at most {config.data.prompt_len} tokens in training.
+* **Tokens** are those of tokenizer.json, which `PreTrainedTokenizerFast` reads as it is.
 * **Responses** were sampled at temperature {config.rollout.temperature:g}, up to
   {config.rollout.response_len} tokens, as generation_config.json says.
 

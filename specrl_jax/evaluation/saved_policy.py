@@ -81,10 +81,11 @@ def open_policy(
     if run is None:
         config = _start(change(model_config(model, defaults)))
         tokenizer = load_tokenizer(config)
-        return SavedPolicy(model, 0, config, *load_policy(config, tokenizer.vocab_size), tokenizer)
+        shape, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)
+        return SavedPolicy(model, 0, config, shape, params, tokenizer)
     config = _start(change(_on_this_machine(run_config(run))))
     tokenizer = load_tokenizer(config)
-    shape = load_shape(config, tokenizer.vocab_size)
+    shape = load_shape(config, tokenizer.vocab_size, tokenizer.unused_ids)
     number, params = _read_params(run, step, shape)
     return SavedPolicy(str(run), number, config, shape, params, tokenizer)
 

@@ -5,6 +5,8 @@ import dataclasses
 MAX_INT = 2**31 - 1  # sizes and positions are int32
 MAX_LAYERS = 4096  # there is a loop over them
 
+IdRanges = tuple[tuple[int, int], ...]  # [first, stop) of token ids
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -39,6 +41,7 @@ class ModelConfig:
     mlp_bias: bool = False  # on all three MLP projections
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
+    unused_ids: IdRanges = ()  # that no token of the tokenizer has: their logits are -inf
     kernels: tuple[str, ...] = ()  # of `attention.USES`, those for which a kernel is taken
 
     @property

@@ -4,30 +4,30 @@ import jax
 
 from specrl_jax.models import hf
 from specrl_jax.models.attention import choose_kernels
-from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.config import IdRanges, ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
 
 
-def load_policy(config, vocab_size: int) -> tuple[ModelConfig, Params]:
+def load_policy(config, vocab_size: int, unused_ids: IdRanges = ()) -> tuple[ModelConfig, Params]:
     """Shape, and float32 weights in the stored layout of the mesh in use.
 
     The weights come from `config.model.source`. If that is "", they are random, keyed by
-    `config.seed`. vocab_size: tokens of the tokenizer. Raises ValueError in one line where a source
-    is missing or of another kind, or where tokenizer, lengths or mesh do not fit the model.
+    `config.seed`. vocab_size, unused_ids: the tokenizer's. Raises ValueError in one line where a
+    source is missing or of another kind, or where tokenizer, lengths or mesh do not fit the model.
     """
     if not config.model.source:
-        shape = load_shape(config, vocab_size)
+        shape = load_shape(config, vocab_size, unused_ids)
         return shape, init_params(shape, jax.random.key(config.seed))
     shape, weights = hf.load(config.model.source)
-    shape = _fitting(shape, config, vocab_size)
+    shape = _fitting(shape, config, vocab_size, unused_ids)
     return shape, place_params(shape, weights)
 
 
-def load_shape(config, vocab_size: int) -> ModelConfig:
-    """The shape that `load_policy` gives, without weights.
+def load_shape(config, vocab_size: int, unused_ids: IdRanges = ()) -> ModelConfig:
+    """The shape that `load_policy` gives, without weights. vocab_size 0: the model's own.
 
     `config.model.source` may be a directory that holds only a config.json, and models of
     `pretrained.SHAPES` need not be there at all. Raises ValueError as `load_policy` does.
@@ -39,10 +39,10 @@ def load_shape(config, vocab_size: int) -> ModelConfig:
         shape = SHAPES[source]
     else:
         shape = hf.load_config(source)
-    return _fitting(shape, config, vocab_size)
+    return _fitting(shape, config, vocab_size, unused_ids)
 
 
-def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
+def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) -> ModelConfig:
     """`_for_run`, once tokenizer and mesh fit too, with the kernels that the run takes."""
     shape = _for_run(shape, config)
     if vocab_size > shape.vocab_size:
@@ -51,6 +51,9 @@ def _fitting(shape: ModelConfig, config, vocab_size: int) -> ModelConfig:
             f"got a tokenizer of {vocab_size}"
         )
     check_mesh(shape)
+    if 0 < vocab_size < shape.vocab_size:  # a padded vocabulary
+        unused_ids = (*unused_ids, (vocab_size, shape.vocab_size))
+    shape = shape.replace(unused_ids=unused_ids)
     rollout = config.rollout
     slots = config.data.prompt_len + max(rollout.response_len, rollout.max_width)
     return shape.replace(kernels=choose_kernels(config.model.attention, shape, slots))

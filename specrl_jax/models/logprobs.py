@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.transformer import Transformer, compute_head, head_logits
+from specrl_jax.models.transformer import Transformer, compute_head, head_logits, without_unused
 from specrl_jax.sharding import reshard, shards, spec
 
 
@@ -30,7 +30,8 @@ def entropy(logits: Array) -> Array:
     """Entropy of softmax(logits) in nats, [...] for logits [..., V]."""
     log_z = jax.nn.logsumexp(logits, axis=-1)
     probs = jnp.exp(logits - log_z[..., None])
-    return log_z - jnp.sum(probs * logits, axis=-1)
+    finite = jnp.where(jnp.isneginf(logits), 0.0, logits)  # 0 times -inf would be NaN
+    return log_z - jnp.sum(probs * finite, axis=-1)
 
 
 def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs, chunk: int):
@@ -46,7 +47,12 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
     if hidden_BTD.shape[1] <= chunk:
         return function(model.logits(hidden_BTD), inputs)
     hidden_BTD = reshard(hidden_BTD, "batch", None, None)
-    return _map_chunks(function, chunk, model.head, hidden_BTD, inputs)
+    unused = model.config.unused_ids
+
+    def of_chunk(logits: Array, inputs):
+        return function(without_unused(logits, unused), inputs)
+
+    return _map_chunks(of_chunk, chunk, model.head, hidden_BTD, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -8,6 +8,7 @@ The update scans the stacked layers, to compile faster. The rollout uses unstack
 (`rollout_weights`), because a scan would cost overhead at every token.
 """
 
+import functools
 import zlib
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.config import IdRanges, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import Block, Place, join_projections, rms_norm, rope_tables
 from specrl_jax.models.parameters import LAYER, TOP, select
@@ -91,7 +92,8 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """float32 [..., V], split over "tensor", for hidden states [..., D]."""
-        return head_logits(hidden, compute_head(self.head, self.config.dtype))
+        logits = head_logits(hidden, compute_head(self.head, self.config.dtype))
+        return without_unused(logits, self.config.unused_ids)
 
     def _lookup(self, tokens_BT: Array) -> Array:
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
@@ -128,6 +130,15 @@ def head_logits(hidden: Array, head_VD: Array) -> Array:
     return jnp.einsum(
         "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32, out_sharding=out
     )
+
+
+def without_unused(logits: Array, unused_ids: IdRanges) -> Array:
+    """Logits [..., V] with -inf at `ModelConfig.unused_ids`."""
+    if not unused_ids:
+        return logits
+    ids = reshard(jnp.arange(logits.shape[-1]), "vocab")[(None,) * (logits.ndim - 1)]
+    unused = [(first <= ids) & (ids < stop) for first, stop in unused_ids]
+    return jnp.where(functools.reduce(jnp.logical_or, unused), -jnp.inf, logits)
 
 
 def param_shapes(config: ModelConfig) -> dict:

@@ -115,6 +115,18 @@ def test_resume_refuses_another_order(total, size, seed, name):
         stream_of("mopps", encoded_set(total), size, seed).restore(state)
 
 
+def test_resume_refuses_prompts_that_were_encoded_otherwise():
+    """An edited chat template, say: ids are of the rows, and stay."""
+    encoded = encoded_set(11)
+    edited = dataclasses.replace(encoded, tokens=encoded.tokens + 1)
+    state = PromptStream(encoded, 3, seed=5).host()
+    rule = r"^data must be as in the checkpoint: prompts' tokens was '\w{16}', is '\w{16}'; set "
+    with pytest.raises(ValueError, match=rule):
+        PromptStream(edited, 3, seed=5).restore(state)
+    del state["prompts' tokens"]  # as in a checkpoint of before
+    assert PromptStream(edited, 3, seed=5).restore(state).host() != state
+
+
 @pytest.mark.parametrize("size", [0, 12])
 def test_stream_needs_enough_prompts(size):
     with pytest.raises(ValueError, match=rf"must be in \[1, 11\], .* got {size}$"):

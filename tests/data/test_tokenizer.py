@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from ml_collections import ConfigDict
 from small_runs import line_of
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, load_tokenizer
 from specrl_jax.models.sources import resolve
@@ -261,11 +262,135 @@ def test_bare_tokenizer_json(directory):
         tokenizer.encode_prompt(({"role": "user", "content": "it"},))
 
 
+# A class and a model type by which transformers would split a text otherwise, and what
+# tokenizer.json says.
+BYTES_ALONE = pre_tokenizers.ByteLevel(add_prefix_space=False)
+OWN_PIPELINES = {
+    ("GPT2Tokenizer", "llama"): [pre_tokenizers.Digits(individual_digits=True), BYTES_ALONE],
+    ("PreTrainedTokenizerFast", "qwen2"): [BYTES_ALONE],
+    ("Qwen2TokenizerFast", "qwen2"): [pre_tokenizers.Split(" ", "isolated"), BYTES_ALONE],
+    ("LlamaTokenizer", "llama"): [pre_tokenizers.Metaspace(), BYTES_ALONE],
+}
+
+
+def write_directory(folder, kind, model_type, pipeline, special=("<s>", "</s>")):
+    """A small byte-level tokenizer that was trained with its own pipeline; gives its file."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(pipeline)
+    backend.decoder = decoders.ByteLevel()
+    corpus = ["we need to add 9 and 6", "x =  5\n\n3", "1.  2\n\n    0.5", "18, then 20 more."] * 30
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(corpus, trainer)
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "chat_template": CHATML}
+    values = json.dumps({"tokenizer_class": kind, **roles})
+    (folder / "tokenizer_config.json").write_text(values)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(("kind", "pipeline"), OWN_PIPELINES.items())
+def test_the_ids_are_those_of_tokenizer_json(tmp_path, kind, pipeline):
+    file = write_directory(tmp_path / "theirs", *kind, pipeline)
+    ours = HuggingFaceTokenizer(tmp_path / "theirs", chat=True)
+    backend = Tokenizer.from_file(str(file))
+    for text in [*TEXTS, "\n\n5 apples", "x =  5", "1.  2\n\n3", "add 2023 and 6\n  so:\n"]:
+        assert ours.encode(text) == backend.encode(text, add_special_tokens=False).ids
+    assert ours.eos_ids == (backend.token_to_id("</s>"),)
+    ours.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == file.read_bytes()
+    saved = HuggingFaceTokenizer(tmp_path / "saved", chat=True)
+    assert (saved.fingerprint, saved.token_ids) == (ours.fingerprint, ours.token_ids)
+    assert saved.encode_prompt("it") == ours.encode_prompt("it")
+
+
+def test_the_fingerprint_tells_pipelines_apart(tmp_path):
+    file = write_directory(tmp_path / "a", "PreTrainedTokenizerFast", "qwen3", [BYTES_ALONE])
+    fingerprints = {HuggingFaceTokenizer(file, chat=False).fingerprint}
+    for field in ("normalizer", "pre_tokenizer"):
+        values = json.loads(file.read_text())
+        step = {"type": "Digits", "individual_digits": True}
+        values[field] = {"type": "NFC"} if field == "normalizer" else step
+        changed = tmp_path / f"{field}.json"
+        changed.write_text(json.dumps(values))
+        fingerprints.add(HuggingFaceTokenizer(changed, chat=False).fingerprint)
+    assert len(fingerprints) == 3
+
+
+def test_tokens_that_other_files_add_are_kept(tmp_path):
+    write_directory(tmp_path / "theirs", "GPT2Tokenizer", "llama", [BYTES_ALONE])
+    config = tmp_path / "theirs" / "tokenizer_config.json"
+    values = json.loads(config.read_text())
+    added = AddedToken("<mine>", special=False, normalized=False).__getstate__()
+    config.write_text(json.dumps(values | {"added_tokens_decoder": {"9999": added}}))
+    ours = HuggingFaceTokenizer(tmp_path / "theirs", chat=False)
+    ours.save(tmp_path / "saved")
+    saved = HuggingFaceTokenizer(tmp_path / "saved", chat=False)
+    assert ours.encode("a<mine>b")[1] == saved.encode("a<mine>b")[1] == ours.vocab_size - 1
+    assert ours.fingerprint == saved.fingerprint
+
+
+def test_ids_without_a_token(tmp_path):
+    vocab = {"a": 1, "b": 2, "c": 5, "</s>": 6}
+    Tokenizer(models.WordLevel(vocab, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    gaps = HuggingFaceTokenizer(tmp_path / "tokenizer.json", chat=False)
+    assert (gaps.unused_ids, gaps.vocab_size) == (((0, 1), (3, 5)), 7)
+    assert CharacterTokenizer("ab").unused_ids == ()
+
+
+# --- chats ----------------------------------------------------------------------------------------
+
+CHAT = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "it\n"})
+
+
+def chat_of(directory, template=CHATML, **options):
+    (directory / "saved" / "chat_template.jinja").write_text(template)
+    return HuggingFaceTokenizer(directory / "saved", chat=True, **options)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("['content']", "['content'] | trim")])
+def test_a_last_message_of_the_assistant_is_continued_or_refused(directory, template):
+    tokenizer = chat_of(directory, template, continue_final_message=True)
+    before = tokenizer.encode_prompt(CHAT[:1])
+    begin = "it" if "trim" in template else "it\n"
+    assert tokenizer.encode_prompt(CHAT) == before + tokenizer.encode(begin)
+    line = line_of(chat_of(directory, template).encode_prompt, CHAT)
+    assert line == (
+        "data.prompt_field must hold prompts without the answer, the last message is the "
+        "assistant's: 'it\\n'; tokenizer.continue_final_message=True has it continued"
+    )
+
+
+def test_options_of_the_template(directory):
+    template = CHATML + "{% if enable_thinking is false %}<think>{% endif %}"
+    plain, options = chat_of(directory, template), {"enable_thinking": False}
+    ids = chat_of(directory, template, template_options=options).encode_prompt("it")
+    assert ids == plain.encode_prompt("it") + plain.encode("<think>")
+    options = {"enable_thinkin": False}
+    line = line_of(chat_of, directory, template, template_options=options)
+    assert line.startswith("tokenizer.template_options.enable_thinkin must be a variable of the ch")
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_template_is_told_the_same_date_every_day(directory, quote):
+    ask = f"strftime_now({quote}%d %b %Y{quote})"
+    template = "{% if not date is defined %}{% set date = " + ask + " %}{% endif %}{{ date }}"
+    tokenizer = chat_of(directory, template)
+    assert tokenizer.decode(tokenizer.encode_prompt("it")) == "01 Jan 2025"
+    given = chat_of(directory, template, template_options={"date": "26 Jul 2024"})
+    assert given.decode(given.encode_prompt("it")) == "26 Jul 2024"
+
+
 # --- which tokenizer ------------------------------------------------------------------------------
 
 
 def config(source="", model="", alphabet="", chat=False):
     tokenizer = {"source": source, "alphabet": alphabet, "chat": chat}
+    tokenizer |= {"template_options": {}, "continue_final_message": False}
     return ConfigDict({"tokenizer": tokenizer, "model": {"source": model}})
 
 

@@ -71,7 +71,9 @@ def test_from_a_directory_in_the_runs_type_and_layout(directory, make_mesh):
         config.model.embed_dim = 999  # only from nothing
         got_shape, got = load_policy(config, VOCAB_SIZE)
         specs = transformer.param_specs(shape)
-    assert got_shape == shape.replace(dtype="bfloat16", remat=True, norm_eps=got_shape.norm_eps)
+    assert got_shape == shape.replace(
+        dtype="bfloat16", remat=True, norm_eps=got_shape.norm_eps, unused_ids=((16, 24),)
+    )
     jax.tree.map(np.testing.assert_array_equal, got, params)
     assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding.spec, got)) == jax.tree.leaves(specs)
 
@@ -99,7 +101,9 @@ def test_the_shape_alone_is_that_of_the_weights(directory, mesh, tmp_path):
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     for config in (_config(path), small_runs.small_config()):
         assert load_shape(config, VOCAB_SIZE) == load_policy(config, VOCAB_SIZE)[0]
-    assert load_shape(_config(tmp_path), 0) == load_policy(_config(path), VOCAB_SIZE)[0]
+    with_weights = load_policy(_config(path), VOCAB_SIZE, ((3, 5),))[0]
+    assert with_weights.unused_ids == ((3, 5), (16, 24))  # a gap, and the model's padding
+    assert load_shape(_config(tmp_path), 0) == with_weights.replace(unused_ids=())
     with pytest.raises(ValueError, match=r"^model.source [^\n]*somebody/model"):
         load_shape(_config("somebody/model"), 0)
 

@@ -105,15 +105,19 @@ def _grads(config: ModelConfig, params: dict, hidden, tokens, weights):
     return jax.value_and_grad(total, argnums=(0, 1))(params, hidden)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "unused"), [(True, ()), (False, ()), (True, ((3, 5), (11, 16)))])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
-def test_gradients_in_chunks_against_float64(make_mesh, shape, tied):
-    """d log p(y) and dH by their formulas, times the hidden states for the head's gradient."""
+def test_gradients_in_chunks_against_float64(make_mesh, shape, tied, unused):
+    """d log p(y) and dH by their formulas, times the hidden states for the head's gradient. Ids
+    that no token has are as if the head had no row for them."""
     rng = np.random.default_rng(5)
+    used = [i for i in range(16) if not any(first <= i < stop for first, stop in unused)]
     hidden, weights = rng.normal(size=(8, 7, 8)), rng.normal(size=(8, 7))
-    tokens = rng.integers(0, 16, (8, 7)).astype(np.int32)
+    places = rng.integers(0, len(used), (8, 7))
+    tokens = np.array(used, np.int32)[places]
     with jax.set_mesh(make_mesh(*shape)):
         config, params = _policy(tied)
+        config = config.replace(unused_ids=unused)
         given = (put(x.astype(np.float32), "batch", *(None,) * (x.ndim - 1))
                  for x in (hidden, weights))  # fmt: skip
         hidden_BTD, weights_BT = given
@@ -121,13 +125,14 @@ def test_gradients_in_chunks_against_float64(make_mesh, shape, tied):
         _, (grads, hidden_grad) = jax.jit(functools.partial(_grads, config))(params, *inputs)
     name = "embed" if tied else "lm_head"
     assert jax.typeof(grads[name]).sharding.spec == jax.typeof(params[name]).sharding.spec
-    head = np.asarray(params[name], np.float64)
+    head = np.asarray(params[name], np.float64)[used]
     log_p = _log_softmax(np.asarray(hidden, np.float32).astype(np.float64) @ head.T)
     p, weights = np.exp(log_p), weights[..., None]
     entropy = -np.sum(p * log_p, axis=-1, keepdims=True)
-    want = weights * (np.eye(16)[tokens] - p - p * (log_p + entropy))
+    want = weights * (np.eye(len(used))[places] - p - p * (log_p + entropy))
     np.testing.assert_allclose(hidden_grad, want @ head, rtol=1e-5, atol=1e-5)
-    want_VD = np.einsum("BTV,BTD->VD", want, hidden)
+    want_VD = np.zeros((16, 8))
+    want_VD[used] = np.einsum("BTV,BTD->VD", want, hidden)
     np.testing.assert_allclose(grads[name], want_VD, rtol=1e-5, atol=1e-5)
 
 
