@@ -176,8 +176,12 @@ def _state_of(eqn: Any) -> dict[int, Any]:
     if name in _IN_PLACE:
         return {0: eqn.invars[0]}
     if name == "scan":
-        first = params["num_consts"]
-        return dict(enumerate(eqn.invars[first : first + params["num_carry"]]))
+        # Operands are constants, state and slices; the body sees slices with an axis less.
+        body = _open(params["jaxpr"])
+        slices = sum(x.aval.ndim > y.aval.ndim for x, y in zip(eqn.invars, body.invars))
+        state = sum(x.aval.ndim == y.aval.ndim for x, y in zip(eqn.outvars, body.outvars))
+        first = len(eqn.invars) - slices - state
+        return dict(enumerate(eqn.invars[first : first + state]))
     if name == "while":
         first = params["cond_nconsts"] + params["body_nconsts"]
         return dict(enumerate(eqn.invars[first:]))

@@ -215,7 +215,8 @@ def _limits(dtype: str) -> Iterator[dict[str, Any]]:
 def _numerics(title: str, size: Size) -> Iterator[dict[str, Any]]:
     """The logits of every kind of pass by every kind of attention there is, in bfloat16 and two
     layers, against the plain one in float32."""
-    model = size.model.replace(num_layers=min(size.model.num_layers, 2), dtype="bfloat16")
+    layers = min(size.model.num_layers, 2)
+    model = size.model.replace(num_layers=layers, dtype="bfloat16", kernels=())
     params = random_params(model)
     with jax.default_matmul_precision("highest"):
         exact = _passes(model.replace(dtype="float32"), params)

@@ -6,15 +6,22 @@ scores in memory.
 """
 
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.gpu import decode_attention
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import Layer, keys_and_values
 from specrl_jax.sharding import on_shards
+
+try:
+    with warnings.catch_warnings():  # jax 0.11 and later say that it will be removed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import decode_attention
+except ImportError:
+    decode_attention = None
 
 AHEAD_OF_TIME = ("decode",)  # cuDNN needs the device
 _LEAST_BLOCK, _BLOCK = 16, 64  # slots
@@ -26,6 +33,8 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
     """Why the kernel for `use` cannot take this model and cache of `slots`; "" where it can."""
     size = model.head_dim
     if use == "decode":
+        if decode_attention is None:
+            return f"jax {jax.__version__} has no kernel decode_attention"
         if size < 16 or size & (size - 1):
             return f"heads must be 16, 32, 64, ... wide, these are {size}"
         if slots % _LEAST_BLOCK:

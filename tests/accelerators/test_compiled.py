@@ -187,5 +187,7 @@ def test_flops_of_attention_kernels(make_mesh):
         inputs = array(2, 256, 8, 64), keys, keys, ends
         update = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*inputs)
         pairs = 2 * 8 * 256 * 256 * 64 / 2  # half of them causal
-        # Forward, twice as traced; queries' gradients; those of keys and values.
-        assert count_flops(update.jaxpr, kernels_only=True).once == 2 * (2 * 2 + 3 + 4) * pairs
+        # Forward, which jax 0.10 computes again; queries' gradients; those of keys and values.
+        forward = 2 if jax.__version_info__ < (0, 11) else 1
+        flops = count_flops(update.jaxpr, kernels_only=True).once
+        assert flops == 2 * (2 * forward + 3 + 4) * pairs

@@ -10,13 +10,16 @@ from small_runs import ONE_DEVICE, ROOT, launch
 
 from specrl_jax.benchmarks import device, reports
 from specrl_jax.benchmarks.limits import decode_bytes, forward_flops
+from specrl_jax.benchmarks.policies import Size
 from specrl_jax.benchmarks.rollout import corrupt, long_tailed, make_drafts
+from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.types import Rollout
 
 LAUNCH = ROOT / "launch" / "benchmark.py"
 SMALL = ("--rows=8", "--prompt-len=3", "--response-len=12", "--repeats=1",
          "--row-buckets=2", "--cache-lengths=1", "--max-width=2")  # fmt: skip
+PASSES = "update", "prefill", "decode", "verification"
 
 
 # The commands --------------------------------------------------------------------------------
@@ -77,13 +80,21 @@ def test_device(run, monkeypatch):
     assert "100% accepted" in rows["verification, tiny"]["note"]
     # Every response is among the stored ones: two tokens a step.
     assert rows["suffix drafts, tiny"]["note"].startswith("12 tokens in 7 steps")
-    for name in ("update", "prefill", "decode", "verification"):
+    for name in PASSES:
         row = rows[f"numerics, tiny: {name}, reference"]
         assert (row["goal"], row["met"]) == ("< 0.05", "yes")
         assert row["value"] > 0  # of bfloat16
     goals = [(row["goal"], row["met"]) for name, row in rows.items() if name.startswith("decode")]
     assert goals == [(">= 0.7", "yes" if rows["decode, tiny"]["value"] >= 0.7 else "no")]
     assert "figure" in text
+
+
+def test_numerics_are_against_plain_attention(mesh):
+    """Kernels that a run would take are in no reference; on a CPU there are none to call."""
+    model = ModelConfig(16, 16, 32, 1, 2, 1, 8, kernels=attention.USES)
+    rows = device._numerics("numerics", Size(model, rows=8, prompt_len=3, response_len=2))
+    met = {row["figure"]: row["met"] for row in rows}
+    assert met == {f"numerics: {name}, reference": "yes" for name in PASSES}
 
 
 @pytest.mark.slow

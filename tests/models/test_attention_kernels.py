@@ -1,11 +1,14 @@
 """Kernels against the reference: in interpret mode, cuDNN's masks by XLA."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 
-from specrl_jax.models import attention, attention_gpu, attention_tpu, kv_cache
+from specrl_jax.models import attention, attention_choice, attention_gpu, attention_tpu, kv_cache
+from specrl_jax.models.attention_choice import Shapes
 from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.sharding import put
 
@@ -85,6 +88,18 @@ def test_what_the_kernels_of_gpus_refuse(mesh):
     assert "these are 24" in attention_gpu.refusal("decode", SMOLLM2.replace(head_dim=24), 256)
     assert not attention_gpu.refusal("packed", SMOLLM2, 250)
     assert "float32" in attention_gpu.refusal("verify", SMOLLM2.replace(dtype="float32"), 256)
+
+
+def test_a_jax_without_the_decode_kernel_of_gpus(mesh, monkeypatch, capsys):
+    monkeypatch.setattr(attention_gpu, "decode_attention", None)
+    monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
+    choose = functools.partial(attention_choice.choose, model=QWEN, shapes=Shapes(1, 64, 2, 64))
+    why = f"jax {jax.__version__} has no kernel decode_attention"
+    with pytest.raises(ValueError, match=f"^model.attention must be .* for decode, {why}$"):
+        choose("kernel")
+    monkeypatch.setattr(attention_choice, "_absent", lambda: True)
+    assert choose("auto") == ()
+    assert f"attention, decode: reference ({why})" in capsys.readouterr().out.splitlines()
 
 
 # --- TPU ------------------------------------------------------------------------------------------
