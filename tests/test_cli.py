@@ -94,8 +94,8 @@ def test_a_task_of_ones_own_says_what_it_does_not_inherit(tmp_path):
     )  # fmt: skip
     assert done.stdout == (
         "configs/grpo.py:micro is set up for other data or another reward, so these of its "
-        "settings are left out: data.name='sort' data.prompts=192 data.options.min_numbers=3 "
-        "data.options.max_numbers=5 data.options.min_value=0 data.options.max_value=9; give those "
+        "settings are left out: data.name='sort' data.prompts=192 data.options.max_numbers=5 "
+        "data.options.max_value=9 data.options.min_numbers=3 data.options.min_value=0; give those "
         "that yours needs\n"
     )
     assert done.stderr.startswith("error: log.tracker must be one of none, wandb, tensorboard, got")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -57,27 +56,21 @@ def test_unknown_task_or_option():
     assert line == "data.name 'nothing' with data.options: Dataset 'nothing' not registered"
     line = line_of(load_examples, gym(options={"digits": 3}))
     assert re.match(r"data\.name .* with data\.options: TypeError: .*unexpected keyword", line)
-    line = line_of(load_examples, gym(options={"min_numbers": None}))
-    assert re.match(r"data\.name .* with data\.options: TypeError: ", line)
 
 
 def test_every_process_has_the_same_rows():
-    """Of tasks that go through sets, or, the last, draw from the global generator."""
+    """Of a task that goes through a set, and of one that draws from the global generator."""
     pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
-    tasks = ("ransom_note", "word_ladder", "list_functions")
+    tasks = ("ransom_note", "list_functions")
     code = (
         "import json; from specrl_jax.data.gym_process import read_items; "
         f"print(json.dumps([read_items(x, {{}}, 1, 2, 9) for x in {tasks!r}]))"
     )
-    rows = []
-    for hash_seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, check=True)
-        rows.append(json.loads(done.stdout))
-    assert rows[0] == rows[1]
-    random.seed(7)
-    assert gym_process.read_items("list_functions", {}, 1, 5, 9) == rows[0][2][3:]
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    of_another = [items[3:] for items in json.loads(done.stdout)]
+    assert [gym_process.read_items(task, {}, 1, 5, 9) for task in tasks] == of_another
 
 
 def colouring(puzzle) -> str:
@@ -121,10 +114,14 @@ def score(pool, texts, examples):
 
 
 @pytest.mark.parametrize("name", ["boxnet", "propositional_logic", "rush_hour"])
-def test_a_task_without_a_stored_answer_needs_its_own_scorer(name):
+def test_other_tasks_without_a_stored_answer(name):
     pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
-    assert load_examples(gym(name, reward="reasoning_gym", prompts=3, eval_prompts=0)).train
-    line = line_of(load_examples, gym(name, prompts=3, eval_prompts=0))
-    assert line.startswith(
-        "data.answer_field answer must hold an answer for every prompt, got None"
-    )
+    data = load_examples(gym(name, reward="reasoning_gym", prompts=2, eval_prompts=1))
+    assert {example.answer for example in data.train + data.eval} == {""}
+
+
+def test_a_task_without_a_stored_answer_needs_its_own_scorer():
+    pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
+    line = line_of(load_examples, gym("rush_hour", prompts=2, eval_prompts=1))
+    rule = "data.answer_field answer must hold an answer for every prompt, got None"
+    assert line == f"{rule} (rush_hour row 0)"
