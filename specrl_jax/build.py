@@ -188,10 +188,11 @@ def _describe(trainer: Trainer, stream: PromptStream) -> None:
     count = param_count(trainer.model)
     print(f"policy: {count / 1e6:.2f}M parameters, {trainer.model.dtype}; mesh {shape}")
     held_out = int(np.sum([real for _, real in trainer.held_out], dtype=int))
-    dropped, duplicates = trainer.prompts.dropped, trainer.dataset.duplicates
+    dropped, dataset = trainer.prompts.dropped, trainer.dataset
+    empty = f"{dataset.empty} without a question, " if dataset.empty else ""
     print(
-        f"data: {len(trainer.prompts.lens)} training prompts ({duplicates} duplicates and "
-        f"{dropped} longer than data.prompt_len left out), {held_out} held out; "
+        f"data: {len(trainer.prompts.lens)} training prompts ({empty}{dataset.duplicates} "
+        f"duplicates and {dropped} longer than data.prompt_len left out), {held_out} held out; "
         f"{stream.steps_per_epoch} steps an epoch ({stream.leftover} prompts wait for the next "
         f"one), {trainer.total_steps} in all",
         flush=True,

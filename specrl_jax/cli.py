@@ -102,9 +102,9 @@ def _set_options(config: ConfigDict, options: Mapping[str, str]) -> None:
             config[section][field][option] = _literal(text)
 
 
-def _complete(flag: flags.Flag, options: Mapping[str, str]) -> list[str]:
-    """Set the options. A task of the user's own inherits nothing of the preset's:
-    returns the fields that were reset."""
+def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
+    """Set the options. A task of the user's own inherits nothing of the preset's: returns the
+    values that were reset, by field."""
     config = flag.value
     config.to_dict()  # a file that failed to load raises only here
     _set_options(config, options)
@@ -190,14 +190,18 @@ def _parse(argv: Sequence[str]) -> list[str]:
     sys.argv[1:] = known[1:]  # ml_collections reads it too
     try:
         rest = flags.FLAGS(known)
-        reset = _complete(flags.FLAGS["config"], options) if has_config else []
+        reset = _complete(flags.FLAGS["config"], options) if has_config else {}
     except Exception as error:
         if os.environ.get("SPECRL_TRACEBACK"):
             raise
         _fail(_in_one_line(error, argv))
     if reset:
-        path = _preset().partition(":")[0]
-        print(f"{path}: its task is not this one; not inherited: {', '.join(reset)}", flush=True)
+        left_out = " ".join(f"{name}={value!r}" for name, value in reset.items())
+        print(
+            f"{_preset()} is set up for other data or another reward, so these of its settings are "
+            f"left out: {left_out}; give those that yours needs",
+            flush=True,
+        )
     return rest
 
 

@@ -57,10 +57,12 @@ def fields(path: str | Path) -> list[Field]:
     return list(by_name.values())
 
 
-def begin_own_task(config: ConfigDict, preset: ConfigDict, given: Collection[str]) -> list[str]:
+def begin_own_task(
+    config: ConfigDict, preset: ConfigDict, given: Collection[str]
+) -> dict[str, Any]:
     """Reset what `config` inherits from the preset's task, where the task or reward is another.
 
-    given: fields that the user has set, which stay. Returns the fields that had other values.
+    given: fields that the user has set, which stay. Returns the values that were reset, by field.
     """
     source_differs = config.data.source != preset.data.source
     if source_differs or config.data.name != preset.data.name:
@@ -68,17 +70,17 @@ def begin_own_task(config: ConfigDict, preset: ConfigDict, given: Collection[str
     elif config.reward.name != preset.reward.name:
         values = {name: OF_TASK[name] for name in _OF_REWARD}
     else:
-        return []
-    reset = []
+        return {}
+    reset = {}
     for name, value in values.items():
         section, _, field = name.partition(".")
         if name not in given and config[section][field] != value:
+            reset[name] = config[section][field]
             config[section][field] = value
-            reset.append(name)
     if values.keys() >= OF_TASK.keys():
-        kept = {k: v for k, v in config.data.options.items() if f"data.options.{k}" in given}
-        if len(kept) < len(config.data.options):
-            reset.append("data.options")
+        options = config.data.options.to_dict()
+        kept = {k: v for k, v in options.items() if f"data.options.{k}" in given}
+        reset |= {f"data.options.{k}": v for k, v in options.items() if k not in kept}
         with config.unlocked():
             config.data.options = ConfigDict(kept)
     return reset

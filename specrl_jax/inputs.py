@@ -57,9 +57,10 @@ def answer_pattern(text: str, field: str) -> re.Pattern | None:
 
 
 def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str, Any]:
-    """The object that is `text`, UTF-8, with at least these fields; errors begin with `where`."""
+    """The object that is `text`, UTF-8 with or without a byte order mark, with at least these
+    fields; errors begin with `where`."""
     with one_line(f"{where} must be JSON"):
-        value = json.loads(text.decode("utf-8"))
+        value = json.loads(text.decode("utf-8-sig"))
         if _depth(text, value) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if not isinstance(value, dict):
@@ -74,6 +75,11 @@ def read_json(path: Path) -> dict[str, Any]:
     with one_line(f"{path} must be a readable file"):
         text = path.read_bytes()
     return json_object(text, str(path))
+
+
+def json_value(value: Any) -> Any:
+    """What JSON has for a value that it cannot write: a list for an array, else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _depth(text: bytes, value: Any) -> int:

@@ -45,7 +45,7 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
         "model.num_layers": 1,
         "data.options.min_numbers": 1,
         "data.options.max_numbers": 1,
-        "data.prompts": 12,
+        "data.prompts": 8,
         "data.eval_prompts": 6,
         "data.prompt_len": 3,
         "reward.extract": r"(\d)",

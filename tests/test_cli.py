@@ -93,8 +93,10 @@ def test_a_task_of_ones_own_says_what_it_does_not_inherit(tmp_path):
         *(f"--config.data.{field}" for field in own),
     )  # fmt: skip
     assert done.stdout == (
-        "configs/grpo.py: its task is not this one; not inherited: data.render, data.name, "
-        "data.prompts, data.options\n"
+        "configs/grpo.py:micro is set up for other data or another reward, so these of its "
+        "settings are left out: data.name='sort' data.prompts=192 data.options.max_numbers=5 "
+        "data.options.max_value=9 data.options.min_numbers=3 data.options.min_value=0; give those "
+        "that yours needs\n"
     )
     assert done.stderr.startswith("error: log.tracker must be one of none, wandb, tensorboard, got")
 

@@ -13,10 +13,8 @@ def test_every_field_is_listed_once_with_its_comment():
     listed = config_file.fields(GRPO)
     names = [field.name for field in listed]
     assert len(set(names)) == len(names)
-    several = {"data.options.min_decimals", "data.options.max_decimals"}  # of one line
-    several |= {"data.options.min_value", "data.options.max_value"}
     free = {"tokenizer.template_options.NAME"}
-    assert set(names) - free | several == {name for name, _ in flatten(small_runs.preset("tiny"))}
+    assert set(names) - free == {name for name, _ in flatten(small_runs.preset("tiny"))}
     by_name = {field.name: field for field in listed}
     assert by_name["rollout.tree.depth"].value == "16"
     assert by_name["rollout.lenience"].comment.startswith("ℓ >= 0 of ratio: 0 no reuse")
@@ -30,8 +28,8 @@ def test_presets_have_a_line():
     assert config_file.presets(small_runs.ROOT / "configs" / "multiturn.py") == {}
 
 
-def own_task(preset: str, **changes) -> tuple[ConfigDict, list[str]]:
-    """The configuration that these fields of a preset begin, and what was reset."""
+def own_task(preset: str, **changes) -> tuple[ConfigDict, dict]:
+    """The configuration that these fields of a preset begin, and the values that were reset."""
     config = small_runs.preset(preset)
     changes = {name.replace("__", "."): value for name, value in changes.items()}
     config.update_from_flattened_dict(changes)
@@ -47,11 +45,15 @@ def test_a_file_of_ones_own_inherits_nothing_of_the_presets_task():
     assert config.reward.extract == config.data.instruction == config.data.name == ""
     assert config.data.prompts == 0  # all rows, not 14
     assert not config.data.options
-    assert reset == [
-        "data.instruction", "reward.extract", "data.name", "data.prompts", "data.options"
-    ]  # fmt: skip
-    config, reset = own_task("tiny", **MINE)
-    assert config.data.render == ""
+    options = dict.fromkeys(("min_terms", "max_terms"), 2)
+    options |= dict.fromkeys(("min_digits", "max_digits"), 1)
+    assert reset == {
+        "data.instruction": "{prompt}\nExplain your steps, then give the final answer.",
+        "reward.extract": r"(-?\d+)",
+        "data.name": "chain_sum",
+        "data.prompts": 14,
+        **{f"data.options.{name}": value for name, value in options.items()},
+    }
 
 
 def test_what_was_given_stays():
@@ -68,11 +70,11 @@ def test_another_task_of_the_generator_keeps_its_number_of_prompts():
 
 def test_a_reward_of_ones_own_gets_the_whole_response():
     config, reset = own_task("smollm2", reward__name="mine:score")
-    assert reset == ["reward.extract"]
+    assert reset == {"reward.extract": r"(-?\d+)"}
     assert config.data.instruction
 
 
 def test_the_presets_own_task_stays_as_it_is():
-    assert own_task("gsm8k", data__path="folder")[1] == []  # of its train.jsonl and test.jsonl
-    assert own_task("smollm2", reward__timeout=1.0)[1] == []
-    assert own_task("custom", **{k: v for k, v in MINE.items() if k != "data__source"})[1] == []
+    assert own_task("gsm8k", data__path="folder")[1] == {}  # of its train.jsonl and test.jsonl
+    assert own_task("smollm2", reward__timeout=1.0)[1] == {}
+    assert own_task("custom", **{k: v for k, v in MINE.items() if k != "data__source"})[1] == {}

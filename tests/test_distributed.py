@@ -21,7 +21,7 @@ from specrl_jax.train import train
 FLAGS = {
     "log.rollouts": 1.0, "checkpoint.every": 1, "train.epochs": 4, "rollout.prompts_per_step": 8,
     "updates.mini_batch_size": 64, "updates.micro_batch_size": 16, "data.source": "jsonl",
-    "data.path": "tests/digits.jsonl", "data.render": "", "data.prompts": 8, "data.eval_prompts": 0,
+    "data.path": "tests/digits.jsonl", "data.prompts": 8, "data.eval_prompts": 0,
     "reward.extract": r"(\d)",
 }  # fmt: skip
 LOST = "error: another process of the run has ended, see its output; start all processes again"

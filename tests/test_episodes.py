@@ -255,7 +255,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
 
 RUN = {
     "environment.name": "guess", "environment.max_turns": 3, "reward.extract": "",
-    "data.source": "guess", "data.name": "guess", "data.render": "", "data.prompts": 12,
+    "data.source": "guess", "data.name": "guess", "data.prompts": 12,
     "data.prompt_len": 4, "tokenizer.alphabet": "0123456789-?<>",
     "rollout.response_len": 10, "rollout.accept": "match", "rollout.max_width": 2,
     "rollout.adaptive": False, "rollout.row_buckets": 1,

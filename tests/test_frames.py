@@ -32,7 +32,7 @@ def frames_of_the_package(frame) -> list[str]:
 # Rows are prefilled again with their tokens once the environment has answered.
 GUESS = {
     "environment.name": "guess", "environment.max_turns": 2, "reward.extract": "",
-    "data.source": "guess", "data.name": "guess", "data.render": "", "data.prompt_len": 4,
+    "data.source": "guess", "data.name": "guess", "data.prompt_len": 4,
     "tokenizer.alphabet": "0123456789-?<>", "rollout.response_len": 10,
 }  # fmt: skip
 # Verified from packed tries where prompt slots are many: a prefill would compute them all.

@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.inputs import answer_pattern, one_line
+from specrl_jax.inputs import answer_pattern, json_value, one_line
 from specrl_jax.types import Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -26,11 +26,12 @@ _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Training and held-out problems: no prompt_id twice, none in both."""
+    """Training and held-out problems: no prompt_id twice, no question in both."""
 
-    train: list[Example]  # without those that are held out
+    train: list[Example]  # without the questions that are held out
     eval: list[Example]
-    duplicates: int  # rows left out
+    duplicates: int  # rows left out for that
+    empty: int  # rows left out, as they have no question
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,44 +48,54 @@ def load_examples(config: Any) -> Dataset:
     """Training and held-out problems of `config.data`, at most data.prompts and data.eval_prompts
     of them (0: all). Raises ValueError in one line where data, a field or an answer is missing."""
     data = config.data
-    train, held_out = READERS[data.source].train_and_eval(data, config.seed)
-    to_example = _example_maker(data)
-    held_out, repeated = _unique([to_example(row) for row in held_out], set())
+    rows = READERS[data.source].train_and_eval(data, config.seed)
+    train, held_out = ([*map(_example_maker(config), part)] for part in rows)
+    empty = (train + held_out).count(None)
+    held_out, repeated = _unique(held_out, config)
     held_out = held_out[: data.eval_prompts or None]
-    seen = {example.prompt_id for example in held_out}
-    train, repeated_in_train = _unique([to_example(row) for row in train], seen)
-    return Dataset(train[: data.prompts or None], held_out, repeated + repeated_in_train)
+    train, repeated_in_train = _unique(train, config, held_out)
+    train = train[: data.prompts or None]
+    return Dataset(train, held_out, repeated + repeated_in_train, empty)
 
 
 def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Example]:
     """Up to `count` problems for the warm-up, none of them held out, of an endless source."""
     rows = READERS[config.data.source].more(config.data, config.seed, count)
-    held_out = {example.prompt_id for example in dataset.eval}
-    return _unique([*map(_example_maker(config.data), rows)], held_out)[0]
+    return examples_of(config, rows, dataset.eval)
 
 
-def examples_of(data: Any, rows: Sequence[Row]) -> list[Example]:
-    """The problems that rows hold under these fields of `config.data`, none twice."""
-    return _unique([*map(_example_maker(data), rows)], set())[0]
+def examples_of(
+    config: Any, rows: Sequence[Row], held_out: Sequence[Example] = ()
+) -> list[Example]:
+    """The problems that rows hold under `config.data`, none twice and none held out."""
+    return _unique([*map(_example_maker(config), rows)], config, held_out)[0]
 
 
-def _example_maker(data: Any) -> Callable[[Row], Example]:
-    """The function from a row to its `Example`; its errors name the row."""
+def _example_maker(config: Any) -> Callable[[Row], Example | None]:
+    """The function from a row to its `Example`, None where it has no question; its errors name the
+    row."""
+    data = config.data
     # Only the last part of a path: an id must not depend on where the data lies.
     task = Path(data.name or data.path).name.split(":")[0]
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
     render = _load_render(data.render) if data.render else None
     pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
+    needs_answer = config.reward.name != data.source  # a task's own scorer reads the whole row
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
             return _rendered(render, row, data.render)
-        return _field(row, data.prompt_field, "data.prompt_field"), _answer(row, data, pattern)
+        answer = _answer(row, data, pattern, needs_answer)
+        return _field(row, data.prompt_field, "data.prompt_field"), answer
 
-    def make(row: Row) -> Example:
+    def make(row: Row) -> Example | None:
         try:
             prompt, answer = read(row.values)
-            prompt = _with_instruction(_prompt(prompt), data.instruction)
+            prompt = _prompt(prompt)
+            asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            if not asked.strip():
+                return None
+            prompt = _with_instruction(prompt, data.instruction)
         except ValueError as error:
             raise ValueError(f"{error} ({row.where})") from error
         return make_example(prompt, answer, task, _jsonable(row.values))
@@ -119,10 +130,12 @@ def _field(row: dict, path: str, field: str) -> Any:
     return value
 
 
-def _answer(row: dict, data: Any, pattern: re.Pattern | None) -> str:
+def _answer(row: dict, data: Any, pattern: re.Pattern | None, needed: bool) -> str:
     value = _field(row, data.answer_field, "data.answer_field")
+    if value is None and not needed:
+        return ""
     value = _known(value, f"data.answer_field {data.answer_field}")
-    text = value if isinstance(value, str) else json.dumps(value, default=_json_value)
+    text = value if isinstance(value, str) else json.dumps(value, default=json_value)
     if pattern is None:
         return text
     answers = [match[1] for match in pattern.finditer(text) if match[1] is not None]
@@ -184,21 +197,24 @@ def _jsonable(row: dict) -> dict:
         json.dumps(row)
         return row
     except TypeError:
-        return json.loads(json.dumps(row, default=_json_value))
+        return json.loads(json.dumps(row, default=json_value))
 
 
-def _json_value(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def _unique(
+    examples: Sequence[Example | None], config: Any, held_out: Sequence[Example] = ()
+) -> tuple[list[Example], int]:
+    """(examples without repeated ones and without those whose question is held out, number left
+    out). In an environment the answer belongs to the question: it is what the policy asks for."""
 
+    def question(example: Example) -> Any:
+        return example.prompt_id if config.environment.name else json.dumps(example.prompt)
 
-def _unique(examples: Sequence[Example], seen: set[str]) -> tuple[list[Example], int]:
-    """(examples whose id is not in `seen` and not repeated, number left out)."""
-    seen, kept = set(seen), []
+    examples = [example for example in examples if example is not None]
+    asked, kept = set(map(question, held_out)), {}
     for example in examples:
-        if example.prompt_id not in seen:
-            seen.add(example.prompt_id)
-            kept.append(example)
-    return kept, len(examples) - len(kept)
+        if question(example) not in asked:
+            kept.setdefault(example.prompt_id, example)
+    return [*kept.values()], len(examples) - len(kept)
 
 
 # --- encoding, batches ----------------------------------------------------------------------------
@@ -277,28 +293,7 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
     return [(select(padded, range(s, s + size)), min(size, total - s)) for s in starts]
 
 
-# --- the tiny sorting task ------------------------------------------------------------------------
-
-
-def render_number_sorting(item: dict) -> tuple[str, str]:
-    """A `number_sorting` item of reasoning_gym in the alphabet "0123456789 <>".
-
-    "3 8 1 9>" asks for "1 3 8 9", "3 8 1 9<" for "9 8 3 1". Raises ValueError on a number that is
-    negative or not whole.
-    """
-    task = item["metadata"]
-    sign = {"ascending": ">", "descending": "<"}[task["direction"]]
-    return _digits(task["original_numbers"]) + sign, _digits(task["sorted_numbers"])
-
-
-def _digits(numbers: Sequence[str]) -> str:
-    for number in numbers:
-        if float(number) < 0 or float(number) % 1:
-            raise ValueError(
-                f"data.options must give whole numbers >= 0 to render, got {number}; "
-                "set min_value 0 and max_decimals 0"
-            )
-    return " ".join(str(int(float(number))) for number in numbers)
+# --- demonstrations -------------------------------------------------------------------------------
 
 
 def demonstrations(

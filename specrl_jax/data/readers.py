@@ -5,6 +5,7 @@ hub are downloaded. Raises ValueError in one line where files or a split are mis
 file or a row is damaged: it names both.
 """
 
+import codecs
 import dataclasses
 import random
 import re
@@ -12,9 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specrl_jax.data.gym_process import read_items
 from specrl_jax.inputs import json_object, one_line, reason, user_path
 
 MAX_GUESS_RANGE = 100  # numbers; the problems of the game grow with the cube
+MAX_NUMBERS = 1000  # to sort
 
 
 class Row(NamedTuple):
@@ -56,7 +59,7 @@ class SplitReader:
 @dataclasses.dataclass(frozen=True)
 class EndlessReader:
     """Reads generators, which make problem i from a seed: training problems have the first
-    indices, held-out ones follow, and then there are as many more as anybody wants."""
+    indices, held-out ones follow, and then there are more for demonstrations."""
 
     read: Callable[[Any, int, int, int], Rows]  # (config.data, start, stop, seed) → rows
     endless = True
@@ -65,13 +68,21 @@ class EndlessReader:
         """Rows to train on, and rows to hold out."""
         if data.prompts <= 0:
             raise ValueError(f"data.prompts must be > 0 for {data.source}, got {data.prompts}")
-        rows = self.read(data, 0, data.prompts + data.eval_prompts, seed)
+        wanted = data.prompts + data.eval_prompts
+        rows = self.read(data, 0, wanted, seed)
+        if len(rows) < wanted:
+            raise ValueError(
+                f"data.prompts + data.eval_prompts must be <= the {len(rows)} problems that "
+                f"data.options allow, got {wanted}"
+            )
         return rows[: data.prompts], rows[data.prompts :]
 
     def more(self, data: Any, seed: int, count: int) -> Rows:
-        """The next `count` rows after those of `train_and_eval`."""
+        """The next `count` rows after those of `train_and_eval`, or those to train on if there
+        are no others."""
         start = data.prompts + data.eval_prompts
-        return self.read(data, start, start + count, seed)
+        rows = self.read(data, start, start + count, seed)
+        return rows or self.read(data, 0, min(count, data.prompts), seed)
 
 
 def _not_empty(rows: Rows, field: str, value: str) -> Rows:
@@ -113,9 +124,13 @@ def _read_jsonl(files: Iterable[Path]) -> Rows:
     return [
         Row(where := f"{file}:{number}", json_object(line, where))
         for file in files
-        for number, line in enumerate(file.read_bytes().split(b"\n"), start=1)
+        for number, line in enumerate(_lines(file), start=1)
         if line.strip()
     ]
+
+
+def _lines(file: Path) -> list[bytes]:
+    return file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
 
 
 def _read_parquet(files: Iterable[Path]) -> Rows:
@@ -150,15 +165,16 @@ def read_any(path: str, split: str, field: str) -> Rows:
 
 
 def _read_hf(data: Any, split: str) -> Rows:
-    """A save_to_disk directory, a directory of Parquet files, or a dataset of the hub."""
+    """data.path: a save_to_disk directory, or JSONL or Parquet files. Else data.name: the same, or
+    a dataset of the hub."""
     import datasets
 
-    where = data.path or data.name
     root = _root(data)
-    if not root.is_dir():
-        return _read_hub(where, split, data.options.to_dict())
-    if not (root / "dataset_dict.json").is_file() and not _is_one_split(root):
-        return _read_parquet(_files(where, split, ".parquet"))
+    if not data.path and not root.is_dir():
+        return _read_hub(data.name, split, data.options.to_dict())
+    if not (root / "dataset_dict.json").is_file() and not (root / "state.json").is_file():
+        field = "path" if data.path else "name"
+        return read_any(data[field], split, f"data.{field}")
     with one_line(f"{root} must be a whole data set of save_to_disk"):
         saved = datasets.load_from_disk(str(root))
     if isinstance(saved, datasets.DatasetDict):
@@ -179,7 +195,8 @@ def _read_hub(name: str, split: str, options: dict) -> Rows:
 
     with one_line(
         "data.name must be a directory or a dataset of the hub (a cached copy is read with "
-        f"HF_HUB_OFFLINE=1), got {name!r}"
+        "HF_HUB_OFFLINE=1; without network set data.path to a directory of its files), "
+        f"got {name!r}"
     ):  # many kinds of errors, from many libraries
         return _numbered(name, datasets.load_dataset(name, split=split, **options).to_list())
 
@@ -216,23 +233,35 @@ def _tfds_row(where: str, rows: Any, index: int) -> Row:
 
 
 def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
-    import reasoning_gym
-
     with one_line(f"data.name {data.name!r} with data.options"):
-        # Item i is drawn with seed + i: a dataset under a nearby seed would repeat this one.
-        task = reasoning_gym.create_dataset(
-            data.name, seed=seed, size=stop, **data.options.to_dict()
-        )
-        return _numbered(data.name, (task[i] for i in range(start, stop)), start)
+        items = read_items(data.name, data.options.to_dict(), seed, start, stop)
+    return _numbered(data.name, items, start)
+
+
+def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
+    """Numbers to sort: "3 8 1 9>" asks for "1 3 8 9", "3 8 1 9<" for "9 8 3 1". It ends where there
+    is no other problem."""
+    defaults = {"min_numbers": 6, "max_numbers": 12, "min_value": 0, "max_value": 9}
+    few, many, least, most = _whole_numbers(data, defaults).values()
+    if not (1 <= few <= many <= MAX_NUMBERS and least <= most):
+        rule = f"1 <= min_numbers <= max_numbers <= {MAX_NUMBERS} and min_value <= max_value"
+        raise ValueError(f"data.options must have {rule}, got {data.options.to_dict()}")
+    total = 2 * sum((most - least + 1) ** count for count in range(few, many + 1))
+    rng, answers = random.Random(f"sort {seed}"), {}  # by question: no two rows ask the same
+    while len(answers) < min(stop, total):
+        numbers = [rng.randint(least, most) for _ in range(rng.randint(few, many))]
+        sign = rng.choice("<>")
+        question = " ".join(map(str, numbers)) + sign
+        answers[question] = " ".join(map(str, sorted(numbers, reverse=sign == "<")))
+    rows = [{data.prompt_field: q, data.answer_field: a} for q, a in answers.items()]
+    return _numbered("sort", rows[start:], start)
 
 
 def _read_guess(data: Any, split: str) -> Rows:
     """Problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
-    options = {"low": 0, "high": 9} | data.options.to_dict()
-    low, high = options["low"], options["high"]
-    whole = isinstance(low, int) and isinstance(high, int)
-    if not whole or not 0 <= low < high <= low + MAX_GUESS_RANGE:
-        rule = f"whole numbers 0 <= low < high <= low + {MAX_GUESS_RANGE} for guess"
+    low, high = _whole_numbers(data, {"low": 0, "high": 9}).values()
+    if not 0 <= low < high <= low + MAX_GUESS_RANGE:
+        rule = f"0 <= low < high <= low + {MAX_GUESS_RANGE} for guess"
         raise ValueError(f"data.options must have {rule}, got {low} and {high}")
     rows = [
         {data.prompt_field: f"{first}-{last}?", data.answer_field: str(secret)}
@@ -244,7 +273,19 @@ def _read_guess(data: Any, split: str) -> Rows:
     return _numbered("guess", rows)
 
 
+def _whole_numbers(data: Any, defaults: dict[str, int]) -> dict[str, int]:
+    """The options of a generator of ours, whole numbers all."""
+    options = defaults | data.options.to_dict()
+    for name, value in options.items():
+        if name not in defaults:
+            raise ValueError(f"data.options.{name} must be one of {', '.join(defaults)}")
+        if type(value) is not int:
+            raise ValueError(f"data.options.{name} must be a whole number, got {value!r}")
+    return options
+
+
 READERS: dict[str, SplitReader | EndlessReader] = {
+    "sort": EndlessReader(_read_sort),
     "reasoning_gym": EndlessReader(_read_reasoning_gym),
     "guess": SplitReader(_read_guess),
     "jsonl": SplitReader(lambda data, split: _read_jsonl(_files(data.path, split, ".jsonl"))),

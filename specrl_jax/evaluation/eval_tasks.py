@@ -3,6 +3,7 @@
     held_out                            the run's own held-out prompts
     FILE.jsonl, FILE.parquet            prompts of a file
     reasoning_gym:NAME[:OPTION=VALUE]   problems that the run has not seen
+    sort[:OPTION=VALUE]                 the same of numbers to sort
 
 A task that is the run's own keeps the run's prompt format and reward. Any other begins with none:
 what was made for the run's task need not fit it.
@@ -22,15 +23,17 @@ from ml_collections import ConfigDict
 from specrl_jax.build import make_scorer
 from specrl_jax.config import validate
 from specrl_jax.config_file import OF_TASK
+from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
 from specrl_jax.evaluate import Answered, evaluate, figures, group_rewards
 from specrl_jax.evaluation.saved_policy import SavedPolicy
+from specrl_jax.rewards.scorers import OWN_TASKS
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.types import Example
 
 HELD_OUT = "held_out"
-REASONING_GYM = "reasoning_gym"
+REASONING_GYM, SORT = "reasoning_gym", "sort"  # sources of data that make problems
 _GENERATED = 100  # problems of a generator, where the user sets no limit
 _FORMAT = OF_TASK | {  # what a new task does not inherit
     "environment.name": "", "warmup.steps": 0,
@@ -57,19 +60,21 @@ def load_task(
         if not (config.data.eval_prompts or config.data.eval_path or config.data.eval_split):
             raise ValueError("--tasks: the run holds no prompts out; name a file or another task")
         return Task(name, config, load_examples(config).eval[: limit or None])
-    if kind == REASONING_GYM:
-        config = change(_generator(config, rest))
-        rows = _unseen_rows(config, limit or _GENERATED)
+    seen = []
+    if kind in (REASONING_GYM, SORT):
+        run, config = config, change(_generator(config, kind, rest))
+        rows, seen = _unseen_rows(config, run, limit or _GENERATED)
     elif Path(name).suffix in (".jsonl", ".parquet"):
         config = change(_file(config, Path(name)))
         rows = read_any(name, "", "--tasks")
     else:
-        known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {REASONING_GYM}:NAME or lm_eval:NAME"
-        raise ValueError(f"--tasks must be {known}, got {name!r}")
+        known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {SORT}, {REASONING_GYM}:NAME"
+        raise ValueError(f"--tasks must be {known} or lm_eval:NAME, got {name!r}")
     validate(config)
-    examples = examples_of(config.data, rows)[: limit or None]
+    examples = examples_of(config, rows, examples_of(config, seen))[: limit or None]
     if not examples:
-        raise ValueError(f"--tasks: {name} must hold at least one row")
+        unseen = " that the run has not seen" if seen else ""
+        raise ValueError(f"--tasks: {name} must hold at least one question{unseen}")
     return Task(name, config, examples)
 
 
@@ -125,19 +130,17 @@ def row_of(measure: str, value: float, half: float = math.nan) -> dict[str, Any]
 # --- tasks that are not the run's held-out prompts ------------------------------------------------
 
 
-def _generator(config: ConfigDict, text: str) -> ConfigDict:
-    """The configuration of "NAME:OPTION=VALUE:..." of reasoning_gym."""
-    from reasoning_gym.factory import DATASETS
-
-    name, *options = text.split(":")
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f", did you mean {close[0]}?" if close else ""
-        raise ValueError(f"--tasks: reasoning_gym has no task {name!r}{hint}")
-    if (config.data.source, config.data.name, options) == (REASONING_GYM, name, []):
+def _generator(config: ConfigDict, source: str, text: str) -> ConfigDict:
+    """The configuration of "NAME:OPTION=VALUE:..." of reasoning_gym, without NAME of sort."""
+    name, *options = text.split(":") if source == REASONING_GYM else [source, *text.split(":")]
+    options = [option for option in options if option]
+    if source == REASONING_GYM:
+        _check_task(name)
+    if (config.data.source, config.data.name, options) == (source, name, []):
         return config
     config = _without_format(config)
-    config.data.source, config.data.name, config.reward.name = REASONING_GYM, name, REASONING_GYM
+    config.data.source, config.data.name = source, name
+    config.reward.name = source if source in OWN_TASKS else "exact"
     for option in options:
         field, _, value = option.partition("=")
         try:
@@ -147,11 +150,25 @@ def _generator(config: ConfigDict, text: str) -> ConfigDict:
     return config
 
 
-def _unseen_rows(config: ConfigDict, count: int) -> list:
-    """`count` problems after those that the run trained on, held out or was warmed up with."""
-    data, reader = config.data, READERS[REASONING_GYM]
-    start = data.prompts + data.eval_prompts + config.warmup.examples
-    return reader.read(data, start, start + count, config.seed)
+def _check_task(name: str) -> None:
+    require_reasoning_gym(f"--tasks={REASONING_GYM}:{name}")
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        raise ValueError(f"--tasks: reasoning_gym has no task {name!r}{hint}")
+
+
+def _unseen_rows(config: ConfigDict, run: ConfigDict, count: int) -> tuple[list, list]:
+    """`count` problems after those that the run trained on, held out or was warmed up with; and
+    those, where they are of this task: their questions may come again."""
+    data, reader = config.data, READERS[config.data.source]
+    start = run.data.prompts + run.data.eval_prompts
+    start += run.warmup.examples if run.warmup.steps else 0
+    rows = reader.read(data, start, start + count, config.seed)
+    same = all(data[field] == run.data[field] for field in ("source", "name", "options"))
+    return rows, reader.read(data, 0, start, config.seed) if same else []
 
 
 def _file(config: ConfigDict, path: Path) -> ConfigDict:

@@ -116,7 +116,7 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
     config = defaults.copy_and_resolve_references()
     config.update_from_flattened_dict({
         "model.source": source, "tokenizer.source": "",
-        "tokenizer.chat": tokenizer.has_chat_template, "data.render": "",
+        "tokenizer.chat": tokenizer.has_chat_template,
         "data.prompt_len": min(1024, shape.max_positions - response_len),
         "rollout.response_len": response_len, "warmup.steps": 0, "evaluate.batch_size": 32,
         "evaluate.temperature": float(said.get("temperature") or 1.0),

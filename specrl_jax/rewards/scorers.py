@@ -58,11 +58,11 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
 
 
 def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -> float:
-    """The score of reasoning-gym's own scorer for `task`; many give partial credit, 0 to 1."""
-    # The metadata of a loaded problem is the whole item, with the item's own metadata in it.
-    inner = metadata.get("metadata", metadata)
-    entry = {"question": metadata.get("question", ""), "answer": answer, "metadata": inner}
-    return _reasoning_gym_scorer(task)(response, entry)
+    """The score of reasoning-gym's own scorer for `task`; many give partial credit, 0 to 1.
+
+    The metadata of a loaded problem is the whole item, with the item's own metadata in it.
+    """
+    return _reasoning_gym_scorer(task)(response, metadata)
 
 
 SCORERS: dict[str, Scorer] = {

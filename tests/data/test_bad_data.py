@@ -190,17 +190,19 @@ def test_a_path_that_cannot_be_one(path):
     assert line.startswith(f"data.path must be a path, got '{path[:60]}': ")
 
 
-@pytest.mark.parametrize("options", [{"low": "a"}, {"low": 0.5}, {"high": 10**6}, {"low": 9}])
-def test_a_game_without_sense(options):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low": "a"}, r"\.low must be a whole number, got 'a'"),
+        ({"low": 0.5}, r"\.low must be a whole number, got 0\.5"),
+        ({"high": 10**6}, r" must have 0 <= low < high <= low \+ 100 for guess, got 0 and 1000000"),
+        ({"low": 9}, r" must have 0 <= low < high <= low \+ 100 for guess, got 9 and 9"),
+        ({"middle": 5}, r"\.middle must be one of low, high"),
+    ],
+)
+def test_a_game_without_sense(options, message):
     line = line_of(load_examples, config("guess", options=options))
-    assert line.startswith("data.options must have whole numbers 0 <= low < high <= low + 100")
-
-
-def test_a_task_whose_items_cannot_be_made():
-    pytest.importorskip("reasoning_gym")
-    settings = {"name": "number_sorting", "prompts": 4, "options": {"min_numbers": None}}
-    line = line_of(load_examples, config("reasoning_gym", **settings))
-    assert line.startswith("data.name 'number_sorting' with data.options: TypeError: ")
+    assert re.fullmatch(f"data\\.options{message}", line)
 
 
 # --- tokenizers -----------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from specrl_jax.data.prompts import (
     load_examples,
     load_warmup_examples,
     make_example,
-    render_number_sorting,
     select,
 )
+from specrl_jax.data.readers import READERS
 from specrl_jax.data.tokenizer import CharacterTokenizer
 
 ROWS = [
@@ -29,23 +29,15 @@ ROWS = [
 
 def config(source="jsonl", seed=0, **changes):
     config = preset("tiny")
-    values = {"name": "doubles", "options": {}, "render": "", "answer_pattern": r"####\s*(.+)"}
+    values = {"name": "doubles", "options": {}, "answer_pattern": r"####\s*(.+)"}
     values |= {"source": source, "prompts": 0, "eval_prompts": 2, "prompt_len": 64}
     config.seed, config.data = seed, ConfigDict(config.data.to_dict() | values | changes)
     return config
 
 
-def gym(**changes):
-    sorting = {"min_numbers": 3, "max_numbers": 6, "min_value": 0, "max_value": 9}
-    settings = {
-        "name": "number_sorting",
-        "options": {**sorting, "max_decimals": 0},
-        "render": "specrl_jax.data.prompts:render_number_sorting",
-        "answer_pattern": "",
-        "prompts": 40,
-        "eval_prompts": 10,
-    }
-    return config("reasoning_gym", **{**settings, **changes})
+def sort(seed=0, **options):
+    settings = {"name": "sort", "answer_pattern": "", "prompts": 40, "eval_prompts": 10}
+    return config("sort", seed, **settings, options=options)
 
 
 def write_jsonl(path, rows):
@@ -130,7 +122,7 @@ def test_commas_leave_numbers_only(tmp_path):
         ),
         ({"eval_prompts": 6}, r"^data\.eval_prompts must be < the 6 rows .* got 6"),
         ({"render": "specrl_jax.data.prompts:nothing"}, r"^data\.render must be 'module:function'"),
-        ({"source": "reasoning_gym"}, r"^data\.prompts must be > 0 for reasoning_gym, got 0"),
+        ({"source": "sort"}, r"^data\.prompts must be > 0 for sort, got 0"),
     ],
 )
 def test_errors_are_one_line(tmp_path, change, message):
@@ -138,51 +130,94 @@ def test_errors_are_one_line(tmp_path, change, message):
     assert re.search(message, line_of(load_examples, config(**{"path": str(tmp_path), **change})))
 
 
-# --- reasoning_gym --------------------------------------------------------------------------------
+# --- what may be in training and held-out data ----------------------------------------------------
 
 
-def test_reasoning_gym_splits_by_index():
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    settings = gym(render="", seed=3)
+def test_a_question_is_trained_on_or_held_out_whatever_its_answer(tmp_path):
+    rows = [("1 of 2?", "1"), ("2 of 2?", "2"), ("1 of 2?", "1.0"), ("3 of 2?", "3")]
+    rows = [{"question": question, "answer": answer} for question, answer in rows]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = load_examples(config(path=path, answer_pattern=""))
+    assert [e.prompt for e in data.eval] == ["1 of 2?", "3 of 2?"]
+    assert [e.prompt for e in data.train] == ["2 of 2?"]
+    assert data.duplicates == 1
+
+
+def test_in_an_environment_the_answer_belongs_to_the_question():
+    settings = preset("micro", "multiturn")
     data = load_examples(settings)
-    task = reasoning_gym.create_dataset("number_sorting", seed=3, size=50, **settings.data.options)
-    questions = [task[i]["question"] for i in range(50)]
-    assert [e.prompt for e in data.eval] == list(dict.fromkeys(questions[40:]))
-    assert [e.prompt for e in data.train] == [
-        q for q in dict.fromkeys(questions[:40]) if q not in questions[40:]
-    ]
-    assert data.duplicates == 50 - len(data.train) - len(data.eval)
-    # metadata is the entry that the task's own scorer takes.
-    example = data.train[0]
-    assert task.score_answer(example.answer, json.loads(json.dumps(example.metadata))) == 1.0
+    asked = {(e.prompt, e.answer) for e in data.train}
+    assert len(data.train) + len(data.eval) == 50  # pairs of 0 to 5, each with its secrets
+    assert {e.prompt for e in data.eval} & {prompt for prompt, _ in asked}
+    assert not {(e.prompt, e.answer) for e in data.eval} & asked
 
 
-def test_reasoning_gym_unknown_task_or_option():
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(ValueError, match=r"^data\.name 'nothing' with data\.options: .*registered"):
-        load_examples(gym(name="nothing"))
-    with pytest.raises(ValueError, match=r"with data\.options: .*unexpected keyword .*'digits'"):
-        load_examples(gym(options={"digits": 3}))
+def test_rows_without_a_question_are_left_out_and_counted(tmp_path):
+    blank = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "\n"}]
+    rows = [{"question": question, "answer": "1"} for question in ("a", "", " \n\t", blank, "b")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    settings = {"path": path, "answer_pattern": "", "instruction": " Answer.", "eval_prompts": 1}
+    data = load_examples(config(**settings))
+    assert [e.prompt for e in data.train + data.eval] == ["a Answer.", "b Answer."]
+    assert (data.empty, data.duplicates) == (3, 0)
 
 
-def test_sorting_worked_row():
-    task = {"direction": "ascending", "original_numbers": ["3.0", "8", "1", "12.0"]}
-    task["sorted_numbers"] = ["1", "3.0", "8", "12.0"]
-    assert render_number_sorting({"metadata": task}) == ("3 8 1 12>", "1 3 8 12")
-    task |= {"direction": "descending", "sorted_numbers": ["12.0", "8", "3.0", "1"]}
-    assert render_number_sorting({"metadata": task}) == ("3 8 1 12<", "12 8 3 1")
-    for bad in ("-3.0", "2.5"):
-        with pytest.raises(ValueError, match=rf"^data\.options must give whole.*got {bad}"):
-            render_number_sorting({"metadata": {**task, "original_numbers": [bad]}})
+# --- numbers to sort ------------------------------------------------------------------------------
 
 
-def test_warmup_examples_are_new():
-    pytest.importorskip("reasoning_gym")
-    settings = gym()
+def sorted_by_hand(question: str) -> str:
+    numbers = [int(number) for number in question[:-1].split(" ")]
+    return " ".join(str(n) for n in sorted(numbers, key=lambda n: n if question[-1] == ">" else -n))
+
+
+def test_numbers_to_sort():
+    data = load_examples(sort(min_numbers=3, max_numbers=6, max_value=12))
+    assert (len(data.train), len(data.eval), data.duplicates) == (40, 10, 0)
+    for example in data.train + data.eval:
+        assert re.fullmatch(r"(\d+ ){2,5}\d+[<>]", example.prompt)
+        assert example.answer == sorted_by_hand(example.prompt)
+    assert {e.prompt[-1] for e in data.train} == {"<", ">"}
+    assert {len(e.answer.split(" ")) for e in data.train} == {3, 4, 5, 6}
+    assert {n for e in data.train for n in e.answer.split(" ")} == {*map(str, range(13))}
+
+
+def test_a_row_is_a_function_of_seed_and_index():
+    def rows(start, stop, seed):
+        return [str(row) for row in READERS["sort"].read(sort().data, start, stop, seed)]
+
+    assert rows(20, 30, seed=5) == rows(0, 40, seed=5)[20:30]
+    assert not {*rows(0, 30, seed=4), *rows(0, 30, seed=6)} & {*rows(0, 30, seed=5)}
+
+
+def test_every_problem_comes_once():
+    """Of the 20 of one digit; demonstrations are of those that are left, or else of training."""
+    settings = sort(min_numbers=1, max_numbers=1)
+    settings.data.prompts, settings.data.eval_prompts = 12, 6
     data = load_examples(settings)
-    warmup = load_warmup_examples(settings, 200, data)
-    assert 150 < len(warmup) <= 200
-    assert not {e.prompt_id for e in warmup} & {e.prompt_id for e in data.eval}
+    left = load_warmup_examples(settings, 9, data)
+    assert [len(part) for part in (data.train, data.eval, left)] == [12, 6, 2]
+    assert len({e.prompt for e in data.train + data.eval + left}) == 20
+    settings.data.prompts = 14
+    data = load_examples(settings)
+    assert load_warmup_examples(settings, 9, data) == data.train[:9]
+    settings.data.prompts = 15
+    line = line_of(load_examples, settings)
+    assert re.match(r"data\.prompts \+ data\.eval_prompts must be <= the 20 problems .* 21$", line)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_decimals": 0}, r"\.max_decimals must be one of min_numbers, max_numbers, min_value"),
+        ({"min_numbers": "3"}, r"\.min_numbers must be a whole number, got '3'$"),
+        ({"max_value": 9.5}, r"\.max_value must be a whole number, got 9\.5$"),
+        ({"min_numbers": 13}, r" must have 1 <= min_numbers <= max_numbers <= 1000 and .*got .*13"),
+        ({"max_numbers": 10**9}, r" must have 1 <= min_numbers <= max_numbers <= 1000 and .*got"),
+        ({"min_value": 10}, r" must have .* and min_value <= max_value, got \{'min_value': 10\}"),
+    ],
+)
+def test_numbers_that_cannot_be_sorted(options, message):
+    assert re.match(rf"data\.options{message}", line_of(load_examples, sort(**options)))
 
 
 def test_demonstrations_are_wrong_at_the_rate():

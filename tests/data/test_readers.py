@@ -1,11 +1,14 @@
 """Sources: every format gives the same problems, and none reaches for the network unasked."""
 
+import json
+
 import pytest
 from small_runs import line_of
 from test_prompts import ROWS, config, write_jsonl
 
 from specrl_jax.data.prompts import load_examples, make_example
 from specrl_jax.data.readers import read_any
+from specrl_jax.inputs import read_json
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,10 @@ def as_hf_parquet(folder):
     return {**as_parquet(folder), "source": "hf"}
 
 
+def as_hf_jsonl(folder):
+    return {**as_jsonl(folder), "source": "hf", "name": "someone/doubles"}
+
+
 def as_tfds_jsonl(folder):
     return {**as_jsonl(folder), "source": "tfds"}
 
@@ -74,7 +81,16 @@ def as_tfds(folder):
 
 @pytest.mark.parametrize(
     "make",
-    [as_jsonl, as_parquet, as_hf, as_one_hf_split, as_hf_parquet, as_tfds_jsonl, as_tfds],
+    [
+        as_jsonl,
+        as_parquet,
+        as_hf,
+        as_one_hf_split,
+        as_hf_parquet,
+        as_hf_jsonl,
+        as_tfds_jsonl,
+        as_tfds,
+    ],
 )
 def test_formats_agree(tmp_path, make):
     data = load_examples(config(**make(tmp_path)))
@@ -107,10 +123,26 @@ def test_tfds_has_no_other_split_and_never_downloads(tmp_path):
             load_examples(config("tfds", name=name))
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_byte_order_mark_is_read(tmp_path, end):
+    """As editors and shells of Windows write it, also where such files were joined."""
+    lines = [json.dumps(row).encode() for row in ROWS]
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.jsonl").write_bytes(mark + end + lines[0] + end + mark + end.join(lines[1:]))
+    (tmp_path / "empty.jsonl").write_bytes(mark)
+    rows = read_any(str(tmp_path / "a.jsonl"), "", "data.path")
+    assert [row.values for row in rows] == ROWS
+    assert read_any(str(tmp_path / "empty.jsonl"), "", "data.path") == []
+    (tmp_path / "config.json").write_bytes(mark + b'{"layers": 2}')
+    assert read_json(tmp_path / "config.json") == {"layers": 2}
+
+
 def test_hub_that_cannot_be_reached_is_one_line():
     pytest.importorskip("datasets")
     line = line_of(load_examples, config("hf", name="nobody/nothing"))
     assert line.startswith("data.name must be a directory or a dataset of the hub")
+    line = line_of(load_examples, config("hf", name="nobody/nothing", path="/none"))
+    assert line == "data.path must be an existing file or directory, got '/none'"
 
 
 def test_an_evaluation_file_is_of_any_format(tmp_path):

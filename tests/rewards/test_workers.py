@@ -392,7 +392,7 @@ def test_math_through_the_pool():
 
 
 def test_reasoning_gym_survives_what_its_scorers_evaluate():
-    reasoning_gym = pytest.importorskip("reasoning_gym")
+    reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs pip install '.[tasks]'")
     items = {task: reasoning_gym.create_dataset(task, size=1, seed=1)[0]
              for task in ("chain_sum", "puzzle24", "countdown", "spiral_matrix")}  # fmt: skip
     rows = []  # task, response, item
