@@ -62,7 +62,6 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
     """),
     (*_within(0.01, 86_400), "reward.timeout"),
     (*_within(1e-6, 1e6), """
-        rollout.lenience_target rollout.lenience_gain rollout.lenience_min rollout.lenience_max
         critic.coef curriculum.width
     """),
     (*_within(0, 1e6), """
@@ -91,8 +90,8 @@ _TEXTS = """
     data.eval_split reward.name reward.extract environment.name curriculum.difficulty
 """
 _SWITCHES = """
-    model.tie_embeddings model.remat tokenizer.chat rollout.lenience_auto rollout.adaptive
-    rollout.run_ahead algorithm.normalize_std algorithm.leave_one_out algorithm.dynamic_sampling
+    model.tie_embeddings model.remat tokenizer.chat rollout.adaptive rollout.run_ahead
+    algorithm.normalize_std algorithm.leave_one_out algorithm.dynamic_sampling
     curriculum.reuse_screening updates.skip_no_signal log.report
 """
 

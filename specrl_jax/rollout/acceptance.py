@@ -61,7 +61,6 @@ class AcceptanceRule:
     samples_anew = (
         False  # tokens are sampled; a draft token is accepted where it is the sampled one
     )
-    lenient = False  # `log_lenience` has a meaning
     needs_distribution = False  # drafts carry π_old's k likeliest tokens; `accept` gives a residual
     whole_draft = False  # all of a draft is needed to accept any of it: it is verified in one pass
     cuts_draft = False  # drafts are cut by `cut` before anything is verified
@@ -69,7 +68,7 @@ class AcceptanceRule:
     # turns means over emitted tokens into means under π; arrays [B, R], None: there is none.
     importance_weight: ClassVar[Callable[[Array, Array, Array], Array] | None] = None
     # (log π(y) - log π_old(y), log ℓ) -> chance that an accepted token y is rejected at ℓ = 1, in
-    # [0, 1]; arrays [B, R], None: `reuse/lenient_fraction` is not measured.
+    # [0, 1]; arrays [B, R], None: `log_lenience` has no meaning.
     lenient_share: ClassVar[Callable[[Array, Array], Array] | None] = None
 
     def cut(self, uniforms: Array, draft_lens: Array) -> Array:
@@ -99,8 +98,6 @@ class Ratio(AcceptanceRule):
     Differs from the paper: uniforms are keyed by the step. The published code seeds them once, so
     that a token accepted in one epoch meets the same number in the next.
     """
-
-    lenient = True
 
     def accept_threshold(self, uniforms, draft_logprobs, log_lenience):
         threshold = jnp.log(uniforms) + draft_logprobs - log_lenience

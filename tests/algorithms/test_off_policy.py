@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -150,30 +149,6 @@ def test_nothing_accepted_has_no_measure(mesh):
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 
-def test_the_controller_finds_its_target():
-    """The controlled quantity is the exact share of lenient tokens; it rises with lenience."""
-    new, old = distributions()
-
-    def share(log_lenience):
-        strict, accepted_mass = (
-            old * np.minimum(1, np.exp(x) * new / old) for x in (0, log_lenience)
-        )
-        return 1 - strict.sum() / accepted_mass.sum()
-
-    settings = types.SimpleNamespace(
-        lenience_target=0.1, lenience_gain=0.1, lenience_min=1.0, lenience_max=math.e
-    )
-    log_lenience = 0.5
-    for _ in range(200):
-        measured = share(log_lenience)
-        log_lenience = off_policy.next_log_lenience(log_lenience, measured, settings)
-    assert share(log_lenience) == pytest.approx(0.1, abs=1e-3)
-    assert off_policy.next_log_lenience(0.5, 0.0, settings) == pytest.approx(0.6)
-    assert off_policy.next_log_lenience(0.5, 9.0, settings) == pytest.approx(0.4)
-    assert off_policy.next_log_lenience(0.95, 0.0, settings) == 1.0
-    assert off_policy.next_log_lenience(0.05, 9.0, settings) == 0.0
-
-
 def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
     """By the reference rollout: the same as with drafts that were cut beforehand."""
     (_, old), (_, new) = ref.policy(0.1), ref.policy()
@@ -205,16 +180,10 @@ def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
 
 
 @pytest.mark.slow
-def test_a_run_adapts_its_lenience_and_weighs_its_tokens(mesh, tmp_path):
-    changes = {
-        "rollout.lenience": 2.0, "rollout.lenience_auto": True, "rollout.lenience_target": 1e-6,
-        "algorithm.importance_cap": 1.5, "train.epochs": 3,
-    }  # fmt: skip
+def test_a_run_weighs_its_tokens(mesh, tmp_path):
+    changes = {"rollout.lenience": 2.0, "algorithm.importance_cap": 1.5, "train.epochs": 3}
     loop.train(small_config(changes), tmp_path / "run")
     steps = records(tmp_path / "run")[1:]
-    lenience = [r["reuse/log_lenience"] for r in steps]
-    assert lenience[:3] == pytest.approx([math.log(2)] * 3)  # nothing accepted in the first epoch
-    assert lenience[3:] == pytest.approx([math.log(2) - 0.1 * i for i in (1, 2, 3)])
     for record in steps[2:]:
         assert record["reuse/lenient_fraction"] > 1e-6
         assert 0 < record["policy/importance_mean"] < 1.5
@@ -245,5 +214,4 @@ def test_reuse_of_tokens_that_truncation_cuts_off_keeps_metrics_finite(mesh, tmp
     steps = records(tmp_path / "run")[1:]
     assert steps[-1]["reuse/log_ratio_p05"] < -10  # some were cut off
     for record in steps:
-        wrong = {n: x for n, x in record.items() if isinstance(x, float) and not math.isfinite(x)}
-        assert set(wrong) <= {"reuse/log_lenience"}  # the setting
+        assert all(math.isfinite(x) for x in record.values() if isinstance(x, float))
