@@ -97,7 +97,6 @@ def base() -> ConfigDict:
     rollout.lenience = math.exp(0.5)  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper e^0.5
     rollout.draft_refresh = 0.0  # share of previous drafts left out, for exploration
     rollout.refresh_unsolved = 0.5  # the same in groups whose last rewards were equal, < 1
-    rollout.token_age = 0  # steps after which a draft token is sampled anew; 0: never
     rollout.stored_logprobs = 16  # tokens per position whose π_old is stored: ratio_residual, block
     rollout.tree = tree = ConfigDict()  # suffix matches in what is known of a prompt (SRT)
     tree.history = 2  # last responses of each sample to match, beside those being decoded

@@ -217,10 +217,6 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     where = f"where rollout.accept is {rollout.accept}"
     rule = f"0 {where} (it samples every token anew)"
     yield "rollout.draft_refresh", rule, not (rollout.draft_refresh and accept.samples_anew)
-    # The drafts of an exact rule must be samples of π_old. A cut that depends on which tokens were
-    # rejected before would leave samples of residuals.
-    rule = f"0 {where} (it needs drafts that are cut by no token's age)"
-    yield "rollout.token_age", rule, not (rollout.token_age and accept.exact)
     weighted = accept.exact or accept.importance_weight is not None
     rule = f"0 {where} (it is not exact and has no importance weight)"
     cap = config.algorithm.importance_cap

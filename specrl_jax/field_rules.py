@@ -22,8 +22,8 @@ def _within(low: float, high: float) -> Rule:
 # (least, most, why no more, fields)
 _INTEGERS: list[tuple[int, int, str, str]] = [
     (0, MAX_INT, "int32", """
-        seed data.prompts data.eval_prompts rollout.top_k rollout.token_age rollout.max_rows
-        rollout.store_prompts rollout.store_age rollout.partial reward.overlong_tokens
+        seed data.prompts data.eval_prompts rollout.top_k rollout.max_rows rollout.store_prompts
+        rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
         updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
         checkpoint.keep_best

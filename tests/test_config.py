@@ -50,8 +50,6 @@ IMPOSSIBLE = [
     ({"rollout.draft": "none", "rollout.draft_age": 2}, "rollout.draft_age", "draft is none"),
     ({"rollout.store_prompts": 3}, "rollout.store_prompts", ">= rollout.prompts_per_step = 4"),
     (MATCH | {"rollout.draft_refresh": 0.1}, "rollout.draft_refresh", "0 where .* is match"),
-    *(({"rollout.accept": name, "rollout.token_age": 3}, "rollout.token_age", f"where .* {name}")
-      for name in ("ratio_residual", "block", "match")),
     ({"rollout.run_ahead": True}, "rollout.run_ahead", "False where rollout.accept is"),
     (MATCH | {"rollout.run_ahead": True, "rollout.partial": 2}, "rollout.run_ahead", "partial"),
     (MATCH | DAPO | {"rollout.run_ahead": True}, "rollout.run_ahead", "dynamic_sampling is True"),
