@@ -65,7 +65,7 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
     assert abs(plain - np.sum(new * function)) > 0.01  # without weights it is another mean
 
 
-@pytest.mark.parametrize("rule", ["ratio_residual", "block", "match"])
+@pytest.mark.parametrize("rule", ["block", "match"])
 def test_exact_rules_have_weight_1(mesh, rule):
     weights = off_policy.importance_weights(
         one_token_rollout(*distributions(), accepted=True),

@@ -115,7 +115,7 @@ class RolloutSpec:
             multiple=shards("batch"),
             group_size=self.group_size,
             max_width=self.max_width,
-            verify_width=0 if self.program.accept.whole_draft else self.verify_width,
+            verify_width=0 if self.program.accept.needs_distribution else self.verify_width,
         )
 
     def program_for(self, buckets: Buckets) -> ProgramSpec:
