@@ -94,18 +94,11 @@ def base() -> ConfigDict:
     rollout.top_p = 1.0  # sample from the likeliest tokens with this total mass; 1: off; paper off
     rollout.draft = "previous"  # none | previous (last response) | tree (SRT) | previous+tree
     rollout.draft_age = 1  # 1: the last response, 2: the one before (paper's delayed reuse)
-    rollout.accept = "ratio"  # of previous drafts: ratio | random | ratio_residual | block | match
+    rollout.accept = "ratio"  # of previous drafts: ratio | random | block | match
     rollout.lenience = math.exp(0.5)  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper e^0.5
-    rollout.lenience_auto = False  # adapt log ℓ at each step to hold lenience_target
-    rollout.lenience_measure = "share"  # share (tokens that only ℓ > 1 accepted) | kl (π_old ‖ π)
-    rollout.lenience_target = 0.01  # of that measure, a mean over accepted tokens
-    rollout.lenience_gain = 0.1  # nats; log ℓ changes by at most this much in a step
-    rollout.lenience_min = 1.0  # lower bound of an adapted ℓ
-    rollout.lenience_max = math.e  # upper bound of an adapted ℓ
     rollout.draft_refresh = 0.0  # share of previous drafts left out, for exploration
     rollout.refresh_unsolved = 0.5  # the same in groups whose last rewards were equal, < 1
-    rollout.token_age = 0  # steps after which a draft token is sampled anew; 0: never
-    rollout.stored_logprobs = 16  # tokens per position whose π_old is stored: ratio_residual, block
+    rollout.stored_logprobs = 16  # tokens per position whose π_old is stored; for block
     rollout.tree = tree = ConfigDict()  # suffix matches in what is known of a prompt (SRT)
     tree.history = 2  # last responses of each sample to match, beside those being decoded
     tree.depth = 16  # a row's last tokens to look up

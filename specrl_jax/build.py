@@ -1,6 +1,7 @@
 """config → `Trainer`: all of a run that never changes. `state` holds what every step changes."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -58,6 +59,12 @@ class Trainer:
     @property
     def trained_group_size(self) -> int:
         return trained_group_size(self.config)
+
+    @property
+    def log_lenience(self) -> float:
+        """log ℓ of the acceptance rule in nats, in [-inf, inf]."""
+        lenience = self.config.rollout.lenience
+        return math.log(lenience) if lenience else -math.inf
 
     @property
     def fingerprints(self) -> dict[str, str]:

@@ -66,7 +66,6 @@ class TrainBatch:
     groups: Groups
     metrics: dict[str, float]
     rollouts: list[ScoredRollout]  # all of the step, whether trained on or not
-    log_lenience: float  # nats, of the step's acceptance
     rejected_mass: float  # as `off_policy.estimate_rejected_mass` gives it
 
 
@@ -87,9 +86,8 @@ def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
         groups, values = _full_batch(trainer, state, rollouts)
     values |= _rollout_metrics(trainer, groups, rollouts) | times
     values |= _store_metrics(state)
-    log_lenience = state.lenience.log
-    rejected_mass, reuse_metrics = _measure_reuse(trainer, state, groups.rollout, rollouts)
-    return TrainBatch(groups, values | reuse_metrics, rollouts, log_lenience, rejected_mass)
+    rejected_mass, reuse_metrics = _measure_reuse(trainer, groups.rollout, rollouts)
+    return TrainBatch(groups, values | reuse_metrics, rollouts, rejected_mass)
 
 
 def generate_and_score(
@@ -110,7 +108,7 @@ def generate_and_score(
         weights = policy_copy(trainer.model, state.train.params)
         drafts = DraftInputs(
             _drafts(trainer, state, prompts, previous),
-            state.lenience.log,
+            trainer.log_lenience,
             _draft_history(trainer, state, prompts, next_prompts),
         )
     responses = respond(
@@ -356,20 +354,14 @@ def _store_metrics(state: TrainerState) -> dict[str, float]:
 
 
 def _measure_reuse(
-    trainer: Trainer, state: TrainerState, batch: Rollout, rollouts: list[ScoredRollout]
+    trainer: Trainer, batch: Rollout, rollouts: list[ScoredRollout]
 ) -> tuple[float, dict[str, float]]:
-    """The share of rejections, and the `reuse/*` metrics; adapts the next step's lenience."""
-    config, rule = trainer.config.rollout, trainer.rollout_spec.program.accept
+    """Return the share of rejections and the `reuse/*` metrics."""
+    rule = trainer.rollout_spec.program.accept
     if rule.samples_anew:
         return 0.0, {}
     rejected_mass = off_policy.estimate_rejected_mass(
         _joined(x.prefix_lens for x in rollouts), _joined(x.draft_lens for x in rollouts)
     )
-    log_lenience = state.lenience.log
-    values = off_policy.measure(batch, log_lenience, rejected_mass, rule.lenient_share)
-    if not rule.lenient:
-        return rejected_mass, values
-    values["reuse/log_lenience"] = log_lenience
-    if config.lenience_auto:
-        state.lenience = state.lenience.adapted(config, values)
-    return rejected_mass, values
+    share = rule.lenient_share
+    return rejected_mass, off_policy.measure(batch, trainer.log_lenience, rejected_mass, share)

@@ -32,7 +32,6 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "rollout.draft": "rollout.drafts.sources:DRAFT_SOURCES",
     "rollout.accept": "rollout.acceptance:ACCEPTANCE_RULES",
     "rollout.store": "rollout.drafts.store:KINDS",
-    "rollout.lenience_measure": "algorithms.off_policy:MEASURES",
     "algorithm.advantage": ("auto", "algorithms.advantages:ADVANTAGES"),
     "algorithm.objective": "algorithms.losses:OBJECTIVES",
     "algorithm.ratio": "algorithms.losses:RATIOS",
@@ -219,24 +218,9 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     drafts, accept = _chosen(config, "rollout.draft"), _chosen(config, "rollout.accept")
     rule = f"1 where rollout.draft is {rollout.draft}"
     yield "rollout.draft_age", rule, drafts.drafts or rollout.draft_age == 1
-    adapted = rollout.lenience_auto
-    rule = "False where no previous drafts are verified by a rule with a lenience"
-    lenient = drafts.previous and accept.lenient
-    yield "rollout.lenience_auto", rule, not adapted or lenient
-    shares = _chosen(config, "rollout.lenience_measure") == "reuse/lenient_fraction"
-    rule = f"another one where rollout.accept is {rollout.accept} (it has no lenient_share)"
-    measured = accept.lenient_share is not None or not shares
-    yield "rollout.lenience_measure", rule, not adapted or measured
-    low, high = rollout.lenience_min, rollout.lenience_max
-    rule = f"in [rollout.lenience_min, rollout.lenience_max] = [{low}, {high}] where it is adapted"
-    yield "rollout.lenience", rule, not adapted or low <= rollout.lenience <= high
     where = f"where rollout.accept is {rollout.accept}"
     rule = f"0 {where} (it samples every token anew)"
     yield "rollout.draft_refresh", rule, not (rollout.draft_refresh and accept.samples_anew)
-    # The drafts of an exact rule must be samples of π_old. A cut that depends on which tokens were
-    # rejected before would leave samples of residuals.
-    rule = f"0 {where} (it needs drafts that are cut by no token's age)"
-    yield "rollout.token_age", rule, not (rollout.token_age and accept.exact)
     weighted = accept.exact or accept.importance_weight is not None
     rule = f"0 {where} (it is not exact and has no importance weight)"
     cap = config.algorithm.importance_cap
@@ -265,10 +249,6 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
     for reason in waits + partial_rows:
         from_rollout = config.updates.old_logprobs == "rollout"
         yield "updates.old_logprobs", f"rollout where {reason}", from_rollout
-        # A weighted batch may hold drafts that were verified with an earlier lenience.
-        weighted = config.algorithm.importance_cap and config.rollout.lenience_auto
-        rule = f"False where algorithm.importance_cap is > 0 and {reason}"
-        yield "rollout.lenience_auto", rule, not weighted
 
 
 def _environment(config: ConfigDict) -> Iterator[Check]:
@@ -280,7 +260,7 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
     rule = "another rule where environment.name is set (a random part of an episode is no turn)"
     yield "rollout.accept", rule, not (previous and accept.cuts_draft)
-    whole = previous and accept.whole_draft
+    whole = previous and accept.needs_distribution
     rule = "0 where environment.name is set and rollout.accept needs whole drafts"
     yield "rollout.max_cache_gib", rule, not (whole and rollout.max_cache_gib)
 

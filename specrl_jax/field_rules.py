@@ -22,8 +22,8 @@ def _within(low: float, high: float) -> Rule:
 # (least, most, why no more, fields)
 _INTEGERS: list[tuple[int, int, str, str]] = [
     (0, MAX_INT, "int32", """
-        seed data.prompts data.eval_prompts rollout.top_k rollout.token_age rollout.max_rows
-        rollout.store_prompts rollout.store_age rollout.partial reward.overlong_tokens
+        seed data.prompts data.eval_prompts rollout.top_k rollout.max_rows rollout.store_prompts
+        rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
         updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
         checkpoint.keep_best
@@ -62,7 +62,6 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
     """),
     (*_within(0.01, 86_400), "reward.timeout"),
     (*_within(1e-6, 1e6), """
-        rollout.lenience_target rollout.lenience_gain rollout.lenience_min rollout.lenience_max
         critic.coef curriculum.width
     """),
     (*_within(0, 1e6), """
@@ -92,7 +91,7 @@ _TEXTS = """
 """
 _SWITCHES = """
     model.tie_embeddings model.remat tokenizer.chat tokenizer.continue_final_message
-    reward.keep_special_tokens rollout.lenience_auto rollout.adaptive rollout.run_ahead
+    reward.keep_special_tokens rollout.adaptive rollout.run_ahead
     algorithm.normalize_std algorithm.leave_one_out algorithm.dynamic_sampling
     curriculum.reuse_screening updates.skip_no_signal log.report
 """

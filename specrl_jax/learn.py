@@ -94,7 +94,7 @@ def with_advantages(
 
 def _importance_weights(trainer: Trainer, train_batch: TrainBatch) -> Array:
     """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
-    inputs = (np.float32(train_batch.log_lenience), np.float32(train_batch.rejected_mass))
+    inputs = (np.float32(trainer.log_lenience), np.float32(train_batch.rejected_mass))
     rule = trainer.rollout_spec.program.accept
     return off_policy.importance_weights(
         train_batch.groups.rollout, *inputs, rule.importance_weight

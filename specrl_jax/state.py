@@ -5,13 +5,11 @@ A new part is a `types.StatePart`, a field of `TrainerState` and a line of `_new
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.learner import TrainState, init_train_state
 from specrl_jax.build import Trainer
 from specrl_jax.checkpoint import Checkpointer
@@ -44,26 +42,6 @@ class Reference(StatePart):
         return Reference(arrays, True) if self.saved else self
 
 
-@dataclasses.dataclass(frozen=True)
-class Lenience(StatePart):
-    """The acceptance rule's lenience in the next step."""
-
-    log: float  # nats, in [-inf, inf]
-
-    def adapted(self, settings, reuse: dict[str, float]) -> "Lenience":
-        """After a step with these `reuse/*` metrics; the same where it reused nothing."""
-        measured = reuse.get(off_policy.MEASURES[settings.lenience_measure])
-        if measured is None:
-            return self
-        return Lenience(off_policy.next_log_lenience(self.log, measured, settings))
-
-    def host(self) -> str:
-        return repr(self.log)  # JSON has no inf
-
-    def restore(self, host: str, arrays) -> "Lenience":
-        return Lenience(float(host))
-
-
 @dataclasses.dataclass
 class TrainerState:
     """What a checkpoint holds: finished steps, weights with optimizer, and parts; None is off."""
@@ -71,7 +49,6 @@ class TrainerState:
     train: TrainState
     stream: PromptStream
     store: DraftStore
-    lenience: Lenience
     step: int = 0  # finished steps; within a step, its number
     skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
     skipped_in_row: int = 0  # those since the last that was made
@@ -155,12 +132,10 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
     """Every part that the configuration asks for, empty."""
     config, settings = trainer.config, trainer.config.rollout
     slots, stored = settings.response_len, trainer.rollout_spec.program.stored_logprobs
-    log_lenience = math.log(settings.lenience) if settings.lenience else -math.inf
     state = TrainerState(
         train=train,
         stream=make_stream(config, trainer.prompts, trainer.total_steps),
         store=_draft_store(trainer),
-        lenience=Lenience(log_lenience),
     )
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))

@@ -1,7 +1,5 @@
 """The acceptance rules as tests call them: jitted, on host arrays."""
 
-import functools
-
 import jax
 import numpy as np
 
@@ -43,16 +41,13 @@ def softmax(scores) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _accept(rule, uniforms, arguments, lens):
+@jax.jit
+def _accept(uniforms, arguments, lens):
     logprobs, *others = arguments
-    kept, residual = rule.accept(Verification(lens, logprobs, None, uniforms, *others))
+    step = Verification(lens, logprobs, None, uniforms, *others)
+    kept, residual = ACCEPTANCE_RULES["block"].accept(step)
     return kept, residual.other_tokens, residual.log_scale
 
 
-def accept_ratio_residual(uniforms, arguments, lens):
-    return jax.device_get(_accept(ACCEPTANCE_RULES["ratio_residual"], uniforms, arguments, lens))
-
-
 def accept_block(uniforms, arguments, lens):
-    return jax.device_get(_accept(ACCEPTANCE_RULES["block"], uniforms, arguments, lens))
+    return jax.device_get(_accept(uniforms, arguments, lens))

@@ -31,7 +31,6 @@ SPEED = {"curriculum.name": "speed"}
 DAPO = {"algorithm.dynamic_sampling": True}
 GUESS = {"environment.name": "guess"}
 MATCH = {"rollout.accept": "match"}
-ADAPTED = {"rollout.lenience_auto": True}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
 LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4, "updates.micro_batch_size": 4}
 # changes, the field that is refused, words of its rule
@@ -50,11 +49,7 @@ IMPOSSIBLE = [
     (SPEED | {"curriculum.low": 1.0}, "curriculum.low", "< curriculum.high = 1.0"),
     ({"rollout.draft": "none", "rollout.draft_age": 2}, "rollout.draft_age", "draft is none"),
     ({"rollout.store_prompts": 3}, "rollout.store_prompts", ">= rollout.prompts_per_step = 4"),
-    (ADAPTED | {"rollout.accept": "block"}, "rollout.lenience_auto", "a rule with a lenience"),
-    (ADAPTED | {"rollout.lenience": 0.5}, "rollout.lenience", r"in .* = \[1.0, 2.71\d*\]"),
     (MATCH | {"rollout.draft_refresh": 0.1}, "rollout.draft_refresh", "0 where .* is match"),
-    *(({"rollout.accept": name, "rollout.token_age": 3}, "rollout.token_age", f"where .* {name}")
-      for name in ("ratio_residual", "block", "match")),
     ({"rollout.run_ahead": True}, "rollout.run_ahead", "False where rollout.accept is"),
     (MATCH | {"rollout.run_ahead": True, "rollout.partial": 2}, "rollout.run_ahead", "partial"),
     (MATCH | DAPO | {"rollout.run_ahead": True}, "rollout.run_ahead", "dynamic_sampling is True"),
@@ -63,9 +58,6 @@ IMPOSSIBLE = [
     (RECOMPUTE | DAPO, "updates.old_logprobs", "dynamic_sampling is True"),
     ({"curriculum.name": "mopps", "rollout.partial": 4}, "rollout.partial", "is mopps"),
     (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
-    (ADAPTED | DAPO | {"algorithm.importance_cap": 2.0}, "rollout.lenience_auto", "dynamic_samp"),
-    (ADAPTED | {"rollout.partial": 2, "algorithm.importance_cap": 2.0}, "rollout.lenience_auto",
-     "rollout.partial is > 0"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
     (GUESS | {"rollout.accept": "random"}, "rollout.accept", "environment.name is set"),
     (GUESS | {"rollout.accept": "block", "rollout.max_cache_gib": 1.0}, "rollout.max_cache_gib",
@@ -166,17 +158,6 @@ def test_options_of_a_template_that_is_not_used():
         "tokenizer.template_options.enable_thinking must be left out where tokenizer.chat is "
         "False, got False"
     )
-
-
-def test_a_rule_without_a_share_of_lenient_tokens_is_not_adapted_by_it(monkeypatch):
-    class Lenient(acceptance.AcceptanceRule):
-        lenient = True
-
-    monkeypatch.setitem(acceptance.ACCEPTANCE_RULES, "own", Lenient())
-    changes = ADAPTED | {"rollout.accept": "own"}
-    said = "rollout.lenience_measure must be another one where rollout.accept is own"
-    assert _line(changes).startswith(said)
-    validate(small_runs.small_config(changes | {"rollout.lenience_measure": "kl"}))
 
 
 @pytest.mark.parametrize(

@@ -166,13 +166,11 @@ RULES = {
     "match": {"accept": "match"},
     "match, trees": {"accept": "match", "tree": ref.TREE, "max_width": 4},
     "ratio, few rows": {"accept": "ratio", "max_rows": 8, "row_buckets": 3},
-    "ratio_residual": {"accept": "ratio_residual", "stored_logprobs": 8},
     "block": {"accept": "block", "stored_logprobs": 8},
 }
 CASES = [("ratio, few rows", True), ("match, trees", False), ("ratio, few rows", False)]
 CASES += [
-    pytest.param(rule, True, marks=pytest.mark.slow)
-    for rule in ("match", "match, trees", "ratio_residual", "block")
+    pytest.param(rule, True, marks=pytest.mark.slow) for rule in ("match", "match, trees", "block")
 ]
 
 

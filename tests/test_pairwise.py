@@ -23,7 +23,7 @@ ALGORITHMS = {
 }
 CHOICES = {
     "algorithm": tuple(ALGORITHMS),
-    "rollout.accept": ("ratio", "ratio_residual", "block", "match", "random"),
+    "rollout.accept": ("ratio", "block", "match", "random"),
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),
     "curriculum.name": ("uniform", "speed", "mopps", "easy_to_hard"),
 }

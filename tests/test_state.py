@@ -9,10 +9,10 @@ import pytest
 from small_runs import small_config
 
 from specrl_jax.build import build
-from specrl_jax.state import Lenience, TrainerState, init_state
+from specrl_jax.state import TrainerState, init_state
 from specrl_jax.types import StatePart
 
-ALWAYS = {"stream", "store", "lenience"}
+ALWAYS = {"stream", "store"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 
@@ -48,21 +48,15 @@ def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
     assert state.parts.keys() == ALWAYS | on
     assert state.arrays().keys() == {"train"} | ALWAYS | on
     assert state.host().keys() == {"step", "skipped", "machine"} | ALWAYS | on
-    state.step, state.lenience = 7, Lenience(-0.5)
+    state.step = 7
     state.skipped, state.skipped_in_row = 3, 1
     host = json.loads(json.dumps(state.host()))
     other.restore(host, state.arrays())
-    assert (other.step, other.lenience) == (7, Lenience(-0.5))
+    assert other.step == 7
     assert (other.skipped, other.skipped_in_row) == (3, 1)
     assert json.loads(json.dumps(other.host())) == host
     like, arrays = jax.tree.leaves(state.like()), jax.tree.leaves(other.arrays())
     assert [(x.shape, x.dtype) for x in like] == [(x.shape, x.dtype) for x in arrays]
-
-
-def test_a_lenience_that_json_lacks_is_kept(mesh):
-    for log in (-np.inf, np.inf, 0.1):
-        host = json.loads(json.dumps(Lenience(float(log)).host()))
-        assert Lenience(0.0).restore(host, {}) == Lenience(float(log))
 
 
 def test_a_new_part_needs_only_its_class_and_a_field(mesh):

@@ -1,4 +1,4 @@
-"""How far reused draft tokens are from the policy: measures, importance weights, a controller.
+"""How far reused draft tokens are from the policy: measures and importance weights.
 
 At one position, with the draft from π_old and r = π / π_old, SPEC-RL's ratio rule emits
 
@@ -10,7 +10,6 @@ residual.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -21,9 +20,6 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.types import Rollout, Source
-
-# Metric of `measure` that each choice of config.rollout.lenience_measure controls.
-MEASURES = {"share": "reuse/lenient_fraction", "kl": "reuse/kl"}
 
 # (log r, log ℓ, d) → weight of accepted tokens [B, R], see `importance_weights`.
 WeightFunction = Callable[[Array, Array, Array], Array]
@@ -112,16 +108,3 @@ def importance_weights(
     log_ratio = rollout.sampling_logprobs - rollout.draft_logprobs
     weights = weight(log_ratio, log_lenience, rejected_mass)
     return jnp.where(accepted_mask(rollout), weights, 1.0)
-
-
-def next_log_lenience(log_lenience: float, measured: float, settings) -> float:
-    """log ℓ of the next step: raised where `measured` is below its target, lowered where above.
-
-        log ℓ ← clip(log ℓ + gain·clip(1 − measured / target, −1, 1), log low, log high)
-
-    settings: `config.rollout`; its `lenience_gain` is what one step changes at most, in nats.
-    """
-    target, gain = settings.lenience_target, settings.lenience_gain
-    low, high = math.log(settings.lenience_min), math.log(settings.lenience_max)
-    error = min(max(1 - measured / target, -1.0), 1.0)
-    return min(max(log_lenience + gain * error, low), high)

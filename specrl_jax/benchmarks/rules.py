@@ -74,9 +74,10 @@ def _cases(trainer: Trainer, drafts: Drafts) -> list[tuple[str, RolloutSpec, Dra
     cases, spec = [("no drafts", trainer.rollout_spec, DraftInputs())], trainer.rollout_spec
     for name, rule in ACCEPTANCE_RULES.items():
         of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
+        lenient = rule.lenient_share is not None
         chosen = trainer.config.rollout.lenience or 1.0
-        for lenience in sorted({1.0, chosen}) if rule.lenient else [1.0]:
-            label = f"{name}, ℓ={lenience:.4g}" if rule.lenient else name
+        for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
+            label = f"{name}, ℓ={lenience:.4g}" if lenient else name
             cases.append((label, of_rule, DraftInputs(drafts, math.log(lenience))))
     return cases
 

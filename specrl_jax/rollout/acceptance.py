@@ -3,12 +3,13 @@
 An acceptance rule looks at one row's draft from left to right. The accepted tokens are the
 *verified prefix*; the token after it is sampled from the policy π, or from a *residual* of it.
 
-Rules that emit exactly π, if the draft was sampled from π_old, need more of π_old than the draft's
-own probabilities: its k likeliest tokens are kept one by one, all *other tokens* as one outcome.
+A rule that emits exactly π, if the draft was sampled from π_old, needs more of π_old than the
+draft's own probabilities: its k likeliest tokens are kept one by one, all *other tokens* as one
+outcome z.
 
     stored at one position, k = 2    7: 0.5   3: 0.3   other tokens: 0.2
-    draft token 3                    accepted by π(3) / 0.3
-    draft token 9                    accepted by (1 - π(7) - π(3)) / 0.2; then a new token is
+    draft token 3                    π(z) / π_old(z) = π(3) / 0.3
+    draft token 9                    (1 - π(7) - π(3)) / 0.2; if it is accepted, a new token is
                                      sampled from π without 7 and 3, and the draft ends
 """
 
@@ -58,18 +59,17 @@ class AcceptanceRule:
     """
 
     exact = False  # responses are distributed as π, whatever the draft
-    samples_anew = (
-        False  # tokens are sampled; a draft token is accepted where it is the sampled one
-    )
-    lenient = False  # `log_lenience` has a meaning
-    needs_distribution = False  # drafts carry π_old's k likeliest tokens; `accept` gives a residual
-    whole_draft = False  # all of a draft is needed to accept any of it: it is verified in one pass
+    # Every token is sampled; a draft token is accepted where it is the sampled one.
+    samples_anew = False
+    # A draft is verified whole, in one pass, with π_old's k likeliest tokens at every position;
+    # `accept` gives a residual. Any other rule may see a draft in parts.
+    needs_distribution = False
     cuts_draft = False  # drafts are cut by `cut` before anything is verified
     # (log π(y) - log π_old(y), log ℓ, share of rejections) -> weight of an accepted token y, which
     # turns means over emitted tokens into means under π; arrays [B, R], None: there is none.
     importance_weight: ClassVar[Callable[[Array, Array, Array], Array] | None] = None
     # (log π(y) - log π_old(y), log ℓ) -> chance that an accepted token y is rejected at ℓ = 1, in
-    # [0, 1]; arrays [B, R], None: `reuse/lenient_fraction` is not measured.
+    # [0, 1]; arrays [B, R], None: `log_lenience` has no meaning.
     lenient_share: ClassVar[Callable[[Array, Array], Array] | None] = None
 
     def cut(self, uniforms: Array, draft_lens: Array) -> Array:
@@ -86,7 +86,8 @@ class AcceptanceRule:
         raise NotImplementedError
 
     def accept(self, step: Verification) -> tuple[Array, Residual | None]:
-        """Accepted tokens of each draft, int32 [b], and the residual; None: π."""
+        """Return the accepted tokens of each draft, int32 [b], and the residual; None: π. The
+        residual of a row without draft tokens is π."""
         return count_leading(step.logprobs >= step.accept_threshold, step.draft_len), None
 
 
@@ -99,8 +100,6 @@ class Ratio(AcceptanceRule):
     Differs from the paper: uniforms are keyed by the step. The published code seeds them once, so
     that a token accepted in one epoch meets the same number in the next.
     """
-
-    lenient = True
 
     def accept_threshold(self, uniforms, draft_logprobs, log_lenience):
         threshold = jnp.log(uniforms) + draft_logprobs - log_lenience
@@ -139,22 +138,6 @@ class RandomCut(AcceptanceRule):
         return jnp.exp(log_ratio)
 
 
-class RatioResidual(AcceptanceRule):
-    """Speculative sampling (arXiv 2211.17192, algorithm 1): u <= min(1, π(z) / π_old(z)) for the
-    outcome z; the token after the prefix is sampled from (π - π_old)_+."""
-
-    exact = True
-    needs_distribution = True
-
-    def accept(self, step):
-        accept = jnp.log(step.uniforms) <= _outcome_log_ratio(step)
-        accepted = count_leading(accept & step.in_top, step.draft_len)
-        rejected = accepted < step.draft_len
-        here = jnp.arange(accept.shape[1])[None, :] == accepted[:, None]
-        others = jnp.any(here & accept & ~step.in_top, axis=1) & rejected
-        return accepted, Residual(others, jnp.where(rejected, 0.0, jnp.inf))
-
-
 class Block(AcceptanceRule):
     """Block verification of whole drafts (arXiv 2403.10444, algorithm 2).
 
@@ -168,7 +151,6 @@ class Block(AcceptanceRule):
 
     exact = True
     needs_distribution = True
-    whole_draft = True
 
     def accept(self, step):
         columns = jnp.arange(step.uniforms.shape[1], dtype=jnp.int32)[None, :]
@@ -204,7 +186,6 @@ MATCH = Match()
 ACCEPTANCE_RULES: dict[str, AcceptanceRule] = {
     "ratio": Ratio(),
     "random": RandomCut(),
-    "ratio_residual": RatioResidual(),
     "block": Block(),
     "match": MATCH,
 }

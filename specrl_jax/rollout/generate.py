@@ -188,7 +188,7 @@ def _start(
     if held is not None:
         all_rows, draft_lens = restore(all_rows, held), hosts.fetch(held.draft_lens)
     if (previous := drafts.previous) is not None:
-        lens, cut_lens = cut_drafts(spec, all_rows, previous, np.int32(noise.step))
+        lens, cut_lens = cut_drafts(spec, all_rows, previous.lens)
         draft_lens = draft_lens + np.maximum(hosts.fetch(lens) - requests.held_lens, 0)
         previous = dataclasses.replace(previous, lens=cut_lens)
         requests = dataclasses.replace(requests, draft_lens=hosts.fetch(cut_lens))

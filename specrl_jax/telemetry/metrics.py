@@ -84,7 +84,6 @@ METRICS: dict[str, Metric] = {
     "curriculum/kept": Metric("share of the screened prompts whose group is finished", "1"),
     "curriculum/waiting": Metric("prompts with an unfinished group", "count"),
     # Old and new policy on the accepted draft tokens
-    "reuse/log_lenience": Metric("log ℓ of the step's acceptance", "nats"),
     "reuse/log_ratio_mean": Metric("log π / π_old of accepted draft tokens, mean", "nats"),
     "reuse/log_ratio_p05": Metric("log π / π_old of accepted tokens, 5th percentile", "nats"),
     "reuse/log_ratio_p50": Metric("log π / π_old of accepted tokens, median", "nats"),

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from specrl_jax import train as loop
 from specrl_jax.algorithms import off_policy
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.carry_over import empty_rollout
-from specrl_jax.sharding import put
 from specrl_jax.types import Rollout, Source
 
 VOCAB = 7
@@ -67,7 +65,7 @@ def test_weighted_means_over_what_is_emitted_are_means_under_the_policy(mesh, ru
     assert abs(plain - np.sum(new * function)) > 0.01  # without weights it is another mean
 
 
-@pytest.mark.parametrize("rule", ["ratio_residual", "block", "match"])
+@pytest.mark.parametrize("rule", ["block", "match"])
 def test_exact_rules_have_weight_1(mesh, rule):
     weights = off_policy.importance_weights(
         one_token_rollout(*distributions(), accepted=True),
@@ -150,37 +148,10 @@ def test_nothing_accepted_has_no_measure(mesh):
     assert off_policy.estimate_rejected_mass(np.zeros(3, int), np.zeros(3, int)) == 0
 
 
-def test_the_controller_finds_its_target():
-    """The controlled quantity is the exact share of lenient tokens; it rises with lenience."""
-    new, old = distributions()
-
-    def share(log_lenience):
-        strict, accepted_mass = (
-            old * np.minimum(1, np.exp(x) * new / old) for x in (0, log_lenience)
-        )
-        return 1 - strict.sum() / accepted_mass.sum()
-
-    settings = types.SimpleNamespace(
-        lenience_target=0.1, lenience_gain=0.1, lenience_min=1.0, lenience_max=math.e
-    )
-    log_lenience = 0.5
-    for _ in range(200):
-        measured = share(log_lenience)
-        log_lenience = off_policy.next_log_lenience(log_lenience, measured, settings)
-    assert share(log_lenience) == pytest.approx(0.1, abs=1e-3)
-    assert off_policy.next_log_lenience(0.5, 0.0, settings) == pytest.approx(0.6)
-    assert off_policy.next_log_lenience(0.5, 9.0, settings) == pytest.approx(0.4)
-    assert off_policy.next_log_lenience(0.95, 0.0, settings) == 1.0
-    assert off_policy.next_log_lenience(0.05, 9.0, settings) == 0.0
-
-
-def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
-    """By the reference rollout: the same as with drafts that were cut beforehand."""
+def test_a_share_of_drafts_is_left_out(mesh):
     (_, old), (_, new) = ref.policy(0.1), ref.policy()
     plan, prompts = ref.make_spec(), ref.random_prompts(4)
     drafts = ref.as_drafts(ref.run(plan, old, prompts, 1)[0])
-    steps = np.tile(np.arange(drafts.tokens.shape[1]), (len(drafts.lens), 1)) % 5 + 1
-    drafts = dataclasses.replace(drafts, origin_steps=put(steps.astype(np.int32), "batch", None))
     key, options = jax.random.key(ref.KEY), {"step": 6, "log_lenience": math.inf}
 
     def draft_lens(**changes):
@@ -189,14 +160,6 @@ def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
 
     lens, whole = np.asarray(drafts.lens), draft_lens()
     np.testing.assert_array_equal(whole, lens)
-    np.testing.assert_array_equal(draft_lens(token_age=5), lens)
-    np.testing.assert_array_equal(draft_lens(token_age=4), 0)  # the first is 5 steps old
-    newer = put((7 - steps).astype(np.int32), "batch", None)
-    newer = dataclasses.replace(drafts, origin_steps=newer)
-    result = ref.rollout(
-        dataclasses.replace(plan, token_age=2), new, prompts, key=key, drafts=newer, **options
-    )
-    np.testing.assert_array_equal(result.draft_lens, np.minimum(lens, 3))  # 6, 5, 4 | 3
     some = draft_lens(refresh=0.5)
     assert 0 < np.sum(some == 0) < len(lens)
     assert set(some[some > 0]) <= set(lens)
@@ -205,16 +168,10 @@ def test_old_tokens_and_chosen_drafts_are_left_out(mesh):
 
 
 @pytest.mark.slow
-def test_a_run_adapts_its_lenience_and_weighs_its_tokens(mesh, tmp_path):
-    changes = {
-        "rollout.lenience": 2.0, "rollout.lenience_auto": True, "rollout.lenience_target": 1e-6,
-        "algorithm.importance_cap": 1.5, "train.epochs": 3,
-    }  # fmt: skip
+def test_a_run_weighs_its_tokens(mesh, tmp_path):
+    changes = {"rollout.lenience": 2.0, "algorithm.importance_cap": 1.5, "train.epochs": 3}
     loop.train(small_config(changes), tmp_path / "run")
     steps = records(tmp_path / "run")[1:]
-    lenience = [r["reuse/log_lenience"] for r in steps]
-    assert lenience[:3] == pytest.approx([math.log(2)] * 3)  # nothing accepted in the first epoch
-    assert lenience[3:] == pytest.approx([math.log(2) - 0.1 * i for i in (1, 2, 3)])
     for record in steps[2:]:
         assert record["reuse/lenient_fraction"] > 1e-6
         assert 0 < record["policy/importance_mean"] < 1.5
@@ -245,5 +202,4 @@ def test_reuse_of_tokens_that_truncation_cuts_off_keeps_metrics_finite(mesh, tmp
     steps = records(tmp_path / "run")[1:]
     assert steps[-1]["reuse/log_ratio_p05"] < -10  # some were cut off
     for record in steps:
-        wrong = {n: x for n, x in record.items() if isinstance(x, float) and not math.isfinite(x)}
-        assert set(wrong) <= {"reuse/log_lenience"}  # the setting
+        assert all(math.isfinite(x) for x in record.values() if isinstance(x, float))

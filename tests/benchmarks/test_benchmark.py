@@ -109,7 +109,7 @@ def test_rules(tmp_path):
     cases = json.loads(path.read_text())["cases"]
     kept = {x["rule"]: x["kept_of_draft"] for x in cases}
     assert kept["no drafts"] == 0
-    assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["ratio_residual"] > kept["match"]
+    assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["match"]
     assert kept["block"] > kept["match"]
     assert cases[0]["over_plain"]["median"] == 1
 

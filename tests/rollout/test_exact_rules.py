@@ -1,4 +1,4 @@
-"""What the acceptance rules emit, by exact enumeration of whole responses.
+"""What block verification emits, by exact enumeration of whole responses.
 
 Every draft of a small vocabulary is given to the package's jitted functions with every pattern of
 accepting and rejecting uniforms, each weighted with its exact probability. Nothing is random, so a
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from acceptance_reference import (
     accept_block,
-    accept_ratio_residual,
     in_top,
     likeliest_tokens,
     log,
@@ -127,13 +126,7 @@ def score(world: World) -> Scored:
     )
 
 
-RULES = {
-    "ratio_residual": accept_ratio_residual,
-    "block": accept_block,
-}
-
-
-def thresholds(decide, scored: Scored) -> np.ndarray:
+def thresholds(scored: Scored) -> np.ndarray:
     """[D, T]: the uniform of each position up to which it accepts, by bisection of the rule.
 
     A prefix that ends with position i is asked about alone: uniforms before it accept, if they
@@ -147,7 +140,7 @@ def thresholds(decide, scored: Scored) -> np.ndarray:
             middle = (low + high) / 2
             uniforms = np.full(shape, 1e-30, np.float32)
             uniforms[:, i], uniforms[:, i + 1 :] = middle, np.float32(np.finfo(np.float32).max)
-            accepted, tail, _ = decide(uniforms, scored.arguments, scored.lens)
+            accepted, tail, _ = accept_block(uniforms, scored.arguments, scored.lens)
             yes = accepted + tail >= i + 1
             low, high = np.where(yes, middle, low), np.where(yes, high, middle)
         probs_by_response[:, i] = low
@@ -155,27 +148,27 @@ def thresholds(decide, scored: Scored) -> np.ndarray:
 
 
 @functools.cache
-def verdicts(world: World, rule: str):
-    """Every decision of a rule: [(draft row, kept, tail, log_scale, probability)].
+def verdicts(world: World):
+    """Every decision: [(draft row, kept, tail, log_scale, probability)].
 
     One row for each draft and each pattern of uniforms below and above the thresholds.
     """
-    decide, scored = RULES[rule], score(world)
-    bounds = thresholds(decide, scored)
+    scored = score(world)
+    bounds = thresholds(scored)
     probs_by_response = []
     for pattern in itertools.product([True, False], repeat=world.slots):
         below = np.array(pattern)
         uniforms = np.where(below, bounds / 2, (1 + bounds) / 2).astype(np.float32)
         probs = scored.probs * np.where(below, bounds, 1 - bounds).prod(axis=1)
-        verdict = decide(uniforms, scored.arguments, scored.lens)
+        verdict = accept_block(uniforms, scored.arguments, scored.lens)
         probs_by_response += zip(itertools.count(), *verdict, probs)
     return probs_by_response
 
 
-def emitted(world: World, rule: str) -> dict[tuple[int, ...], float]:
+def emitted(world: World) -> dict[tuple[int, ...], float]:
     """Probabilities of whole responses: verified prefix, token after it, the rest from π."""
     scored, new = score(world), world.distributions(0)
-    rows, accepted, tail, log_scale, probs = map(np.array, zip(*verdicts(world, rule), strict=True))
+    rows, accepted, tail, log_scale, probs = map(np.array, zip(*verdicts(world), strict=True))
     at = np.minimum(accepted, world.slots - 1)
     ids, logprobs = (x[rows, at] for x in scored.top)
     scores = put_scores(scored.scores[rows, at])
@@ -207,10 +200,9 @@ def reachable(world: World):
 EXACT = 1e-6
 
 
-@pytest.mark.parametrize("rule", ["ratio_residual", "block"])
 @pytest.mark.parametrize("name", WORLDS)
-def test_what_is_emitted_is_the_policy(mesh, name, rule):
+def test_what_is_emitted_is_the_policy(mesh, name):
     world = WORLDS[name]
-    emission = emitted(world, rule)
+    emission = emitted(world)
     assert sum(emission.values()) == pytest.approx(1, abs=1e-6)
     assert total_variation(emission, world.responses(world.distributions(0))) < EXACT

@@ -185,7 +185,7 @@ def test_previous_and_tree_drafts_on_a_mesh(make_mesh, base):
 # The other rules: tree drafts go by the match rule, after the prefix, and change nothing
 
 
-RULES = [("ratio", 0, 0), ("ratio_residual", 3, 2), ("block", 3, 0)]
+RULES = [("ratio", 0, 2), ("block", 3, 0)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -193,7 +193,7 @@ def _goes_on(rows: DecodeState, steps: Array, stop: StopCondition) -> Array:
     more &= jnp.all(train_rows > stop.refill_at) & (jnp.sum(train_rows) > stop.max_left)
     if rows.draft is None:
         return more
-    # Steps that verify cost a little more, with residuals or a draft source more than that.
+    # Steps that verify cost a little more, with a draft source more than that.
     # Rows at their cache limit count: the scheduler drops drafts only if no row is verifying.
     bounds = stop.max_active, jnp.max(stop.refill_at), stop.max_left
     return more & ((functools.reduce(jnp.maximum, bounds) > 0) | jnp.any(verifying(rows)))

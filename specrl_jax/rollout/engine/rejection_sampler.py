@@ -31,7 +31,7 @@ from specrl_jax.rollout.sampling import (
     truncate,
     uniforms,
 )
-from specrl_jax.sharding import reshard, spec
+from specrl_jax.sharding import reshard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,10 @@ def accept_or_sample(
 ) -> StepOutput:
     """Accept draft tokens from the left, and sample the token after them.
 
-    hidden: [b, W, D], W states from a row's last token on. verify: sample at one position only, as
-    in `decode.decode_steps`.
+    hidden: [b, W, D], W states from a row's last token on. verify: of drafts to verify alone, and
+    sample at one position only, as in `decode.decode_steps`.
     """
-    tokens, draft_len, verifying = proposal.tokens, proposal.draft_len, proposal.verifying
+    tokens, draft_len = proposal.tokens, proposal.draft_len
     width = tokens.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     rule = program.accept
@@ -76,29 +76,22 @@ def accept_or_sample(
         inputs["top_ids"] = read_slots(rows.draft.top_ids, rows.lens, width)
     score = functools.partial(_score, program, rows.seeds, samples=not verify, verifies=by_rule)
     scores = map_tokens(score, model, hidden, inputs, program.logits_chunk)
-    accept = jnp.zeros(tokens.shape, bool, out_sharding=spec("batch", None))
-    if not verify:
-        accept = scores["sampled"][0] == tokens
-    accepted, residual = count_leading(accept, draft_len), None
-    if by_rule:
-        verification = _verification(program, rows, scores, inputs, draft_len)
-        accepted_by_rule, residual = rule.accept(verification)
-        accepted = jnp.where(verifying, accepted_by_rule, accepted)
-    sampled = scores.get("sampled")
-    if sampled is None or residual is not None:
-        end = _sample_at_end(program, model, hidden, rows, accepted, verifying, residual)
+    if verify:
+        accepted, residual = rule.accept(_verification(program, rows, scores, inputs, draft_len))
+        end = _sample_at_end(program, model, hidden, rows, accepted, residual)
         here = steps == accepted[:, None]
-        if sampled is None:
-            sampled = (tokens, *scores["draft"])
-        else:
-            here &= verifying[:, None]
-        sampled = tuple(jnp.where(here, new[:, None], old) for old, new in zip(sampled, end))
-    if "draft" in scores:  # else an accepted token is the one that was sampled
+        emitted = (tokens, *scores["draft"])
+        emitted = tuple(jnp.where(here, new[:, None], old) for old, new in zip(emitted, end))
+        return StepOutput(accepted, *emitted, scores.get("likeliest"))
+    emitted = scores["sampled"]
+    accepted = count_leading(emitted[0] == tokens, draft_len)
+    if by_rule:
+        accepted_by_rule, _ = rule.accept(_verification(program, rows, scores, inputs, draft_len))
+        accepted = jnp.where(proposal.verifying, accepted_by_rule, accepted)
         before = steps < accepted[:, None]
-        sampled = tuple(
-            jnp.where(before, old, new) for old, new in zip((tokens, *scores["draft"]), sampled)
-        )
-    return StepOutput(accepted, *sampled, scores.get("likeliest"))
+        draft = (tokens, *scores["draft"])
+        emitted = tuple(jnp.where(before, old, new) for old, new in zip(draft, emitted))
+    return StepOutput(accepted, *emitted, scores.get("likeliest"))
 
 
 def _score(
@@ -158,11 +151,10 @@ def _verification(
 
 
 def _sample_at_end(
-    program: ProgramSpec, model, hidden, rows: DecodeState, accepted, verifying,
-    residual: Residual | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Token [b] and its log-probs at the position after the accepted ones, sampled from the
-    residual in rows that are verifying."""
+    program: ProgramSpec, model, hidden, rows: DecodeState, accepted, residual: Residual | None
+) -> tuple[Array, Array, Array]:
+    """Sample the token [b] at the position after the accepted ones, from the residual where there
+    is one, else from π; returns it and its log-probs."""
     width, config = hidden.shape[1], program.sampling
     end = jnp.minimum(accepted, width - 1)
     here = jnp.arange(width)[None, :, None] == end[:, None, None]
@@ -176,7 +168,6 @@ def _sample_at_end(
         top_ids = read_slots(rows.draft.top_ids, positions, 1)[:, 0]
         top_logprobs = read_slots(rows.draft.top_logprobs, positions, 1)[:, 0]
         weights = residual_scores(cut, top_ids, top_logprobs, residual)
-        weights = jnp.where(verifying[:, None], weights, cut)
         token, _, _ = sample(weights, rows.seeds, positions, config)
         sampling = token_logprobs(cut, token)
     return token, token_logprobs(logits, token) if config.truncates else sampling, sampling

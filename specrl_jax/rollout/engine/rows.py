@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.carry_over import PartialRows, empty_rollout
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
@@ -79,15 +78,11 @@ def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> De
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def cut_drafts(
-    spec: RolloutSpec, rows: DecodeState, drafts: Drafts, step: Array
-) -> tuple[Array, Array]:
-    """Where drafts end, int32 [B] each: without those that are left out at random and cut at their
-    first token that is too old; and as far as the rule looks at them. Where every token is sampled
-    anew, nothing is left out."""
-    rule, lens, seeds = spec.program.accept, drafts.lens, rows.accept_seeds
-    if spec.token_age and not rule.samples_anew:
-        lens = count_leading(drafts.origin_steps >= step - spec.token_age, lens)
+def cut_drafts(spec: RolloutSpec, rows: DecodeState, lens: Array) -> tuple[Array, Array]:
+    """Return where drafts of `lens` [B] tokens end, int32 [B] each: without those that are left out
+    at random; and as far as the rule looks at them. Where every token is sampled anew, nothing is
+    left out."""
+    rule, seeds = spec.program.accept, rows.accept_seeds
     if spec.refresh and not rule.samples_anew:
         # Noise of a position that no response has: it must not sway what is accepted.
         past_end = jnp.full_like(lens, spec.program.response_slots)

@@ -55,7 +55,7 @@ class Scheduler:
         self.shards = self.buckets.multiple
         self.rule = self.program.accept
         # A rule that needs the whole draft has no choice of a pass.
-        self.chooses_verification = speculation is not None and not self.rule.whole_draft
+        self.chooses_verification = speculation is not None and not self.rule.needs_distribution
         self.budget.check()
         self.queues = Queues(self.requests)
 
@@ -169,7 +169,7 @@ class Scheduler:
         group = self.program.group_size
         groups = list(itertools.chain(*self.queues.waiting))
         longest = int(self.requests.draft_lens.reshape(-1, group)[groups].max())
-        whole = self.rule.whole_draft and longest
+        whole = self.rule.needs_distribution and longest
         return self.buckets.verify_width_for(longest) if whole else longest
 
     def _admit_next_step(self) -> Admitted | None:
@@ -259,7 +259,7 @@ class Scheduler:
         is needed, as far as there is room. Of a rule that needs whole drafts the widest alone:
         `_tokens_at_once` has seen to its room."""
         widest = self.buckets.verify_width_for(longest)
-        if self.rule.whole_draft:
+        if self.rule.needs_distribution:
             return [widest]
         shared, slots = self.buckets.slots_for(longest + 1), self.buckets.verify_slots
         widths = [width for width in self.buckets.verify if width <= widest]

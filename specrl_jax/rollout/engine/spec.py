@@ -51,7 +51,6 @@ class RolloutSpec:
     verify_width: int = 0  # draft tokens verified in one pass, 0: all
     cache_bytes: float = 0.0  # bound of the KV caches, 0: none
     refresh: float = 0.0  # share of the drafts that are left out
-    token_age: int = 0  # steps after which a draft token is too old, 0: never
 
     @classmethod
     def from_config(
@@ -83,7 +82,6 @@ class RolloutSpec:
             verify_width=settings.verify_width,
             cache_bytes=0 if math.isinf(cache_bytes) else cache_bytes,
             refresh=settings.draft_refresh,
-            token_age=settings.token_age,
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
@@ -117,7 +115,7 @@ class RolloutSpec:
             multiple=shards("batch"),
             group_size=self.group_size,
             max_width=self.max_width,
-            verify_width=0 if self.program.accept.whole_draft else self.verify_width,
+            verify_width=0 if self.program.accept.needs_distribution else self.verify_width,
         )
 
     def program_for(self, buckets: Buckets) -> ProgramSpec:

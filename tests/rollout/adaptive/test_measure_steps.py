@@ -56,7 +56,7 @@ def test_a_step_is_measured_without_what_its_call_takes(
 ):
     """A verification is one call; of a decode loop only a step more is a step more."""
     clock = Clock(monkeypatch, 0.01, 0.001)
-    timer = timer_of(tmp_path, accept="ratio_residual", stored_logprobs=2)
+    timer = timer_of(tmp_path, accept="ratio")
     assert timer.measure(None, point) == pytest.approx(seconds)
     shapes, steps, drafting, drafted, kwargs = zip(*clock.calls)
     assert set(shapes) == {(point.rows, point.slots)}

@@ -70,16 +70,13 @@ def test_wide_steps_are_taken_where_they_pay(mesh, base, monkeypatch, pays):
         assert 0 < speculation.acceptance.reached[0] < stats.row_steps
 
 
-@pytest.mark.parametrize(
-    "accept", [pytest.param("ratio", marks=pytest.mark.slow), "ratio_residual"]
-)
-def test_preemption_in_the_midst_of_a_verification(mesh, base, accept):
+def test_preemption_in_the_midst_of_a_verification(mesh, base):
     """Drafts that are left to decode steps wait with their rows."""
     with_drafts = ref.put_rows(base[2])
-    expected, _ = go(spec_of(accept=accept, **ONE_BUCKET), drafts=with_drafts)
+    expected, _ = go(spec_of(accept="ratio", **ONE_BUCKET), drafts=with_drafts)
     speculation = hopeful(table(verify=1e6))
     rollout, stats = go(
-        spec_of(accept=accept, **FEW_BYTES), drafts=with_drafts, speculation=speculation
+        spec_of(accept="ratio", **FEW_BYTES), drafts=with_drafts, speculation=speculation
     )
     check_equal(rollout, expected)
     assert np.asarray(expected.prefix_lens).max() > 4  # the first cache length
@@ -88,7 +85,7 @@ def test_preemption_in_the_midst_of_a_verification(mesh, base, accept):
     assert all(steps for *_, steps in stats.decode_runs)
 
 
-RULES = [("match", 1), ("match", 4), ("ratio", 1), ("ratio", 4), ("ratio_residual", 4)]
+RULES = [("match", 1), ("match", 4), ("ratio", 1), ("ratio", 4)]
 
 
 @pytest.mark.parametrize(("accept", "width"), RULES)
@@ -214,7 +211,7 @@ def every_program(buckets, group) -> set[tuple]:
 
 
 WHIMS = {
-    "residual": ("ratio_residual", {"max_rows": 16, **ONE_BUCKET}),
+    "ratio": ("ratio", {"max_rows": 16, **ONE_BUCKET}),
     "few bytes": (
         "match",
         {"max_rows": 16, "row_buckets": 1, "cache_lengths": 2, "cache_bytes": bytes_for(16, 4)},
