@@ -4,7 +4,9 @@ A bad input raises ValueError, whose text names the input and what must be true 
 """
 
 import contextlib
+import errno
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,6 +34,13 @@ def reason(error: BaseException) -> str:
     if not words:
         return kind
     return words if type(error) is ValueError else f"{kind}: {words}"
+
+
+def disk_error(path: str | os.PathLike, error: OSError) -> OSError:
+    """The error of a file that cannot be written, in one line; it speaks of space where none is
+    left."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return OSError(f"{path}: {error.strerror}" + "; free space and run again" * full)
 
 
 def user_path(path: str, field: str) -> Path:
