@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ from etils import epath
 
 from specrl_jax import hosts
 from specrl_jax.checksums import checksums
-from specrl_jax.config import check_names, flatten
-from specrl_jax.inputs import one_line
+from specrl_jax.config import check_names, check_version, complete_saved, flatten
+from specrl_jax.inputs import is_disk_full, one_line
 
 _METRIC = "metric"
 
@@ -92,7 +92,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         named = _by_name(arrays)
         described = {name: _described(x) for name, x in named.items()}
         saved = _sealed({"values": dict(host), "arrays": described, "sums": checksums(named)})
-        with one_line(_unsaved(self.directory), OSError):
+        with _saving(self.directory):
             return self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -176,7 +176,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk; raises OSError if it failed."""
-        with one_line(_unsaved(self.directory), OSError):
+        with _saving(self.directory):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -209,25 +209,30 @@ def check_run_config(
     """Whether `workdir` holds a run of this config; False if it holds none.
 
     ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
-    run there has other values; names every such field, with both values, and ends with `advice`.
+    run there has other values: it names every such field, with both values, and ends with `advice`.
+    A field that came later is compared with what the run ran with, see `config.ADDED_FIELDS`.
     """
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
         return False
     try:
-        before = dict(flatten(json.loads(path.read_text())))
+        before = dict(flatten(complete_saved(json.loads(path.read_text()))))
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
+    prefixes = tuple(f"{name}." for name in ignore)
     try:
         check_names(before)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; give another --workdir") from None
-    now = dict(flatten(config))
+    before, now = (
+        {name: x for name, x in fields.items() if not f"{name}.".startswith(prefixes)}
+        for fields in (before, dict(flatten(config)))
+    )
+    check_version(before, now, str(path))
     changed = [
         f"{name} was {_show(before, name)}, now {_show(now, name)}"
         for name in sorted(before.keys() | now.keys())
-        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in ignore)
-        and _show(before, name) != _show(now, name)
+        if _show(before, name) != _show(now, name)
     ]
     if changed:
         raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
@@ -281,11 +286,20 @@ def _set_aside(step: epath.Path, reason: str) -> None:
     print(f"{reason}; it is kept as {aside.name}", flush=True)
 
 
-def _unsaved(directory: epath.Path) -> str:
-    return (
-        f"checkpoint could not be saved in {directory}, make room there and run the same command "
-        "again: it goes on from the last that is complete"
-    )
+@contextlib.contextmanager
+def _saving(directory: epath.Path) -> Iterator[None]:
+    """Turn an error of a save into an OSError in one line that says how to go on."""
+    try:
+        yield
+    except Exception as error:
+        full = is_disk_full(error)
+        causes = " ".join(str(error).split()).split(": ")  # Orbax names the cause last
+        why = "the disk is full" if full else ": ".join(causes[-2:])[-200:]
+        raise OSError(
+            f"checkpoint could not be saved in {directory}: {why}; "
+            f"{'make room there' if full else 'mend that'} and run the same command again: it goes "
+            "on from the last that is complete"
+        ) from error
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

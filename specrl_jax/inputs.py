@@ -36,11 +36,18 @@ def reason(error: BaseException) -> str:
     return words if type(error) is ValueError else f"{kind}: {words}"
 
 
+def is_disk_full(error: Exception) -> bool:
+    """Whether a file could not be written for want of space, by its number or, as libraries hide
+    that, by its words."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    words = [os.strerror(code) for code in codes]
+    return getattr(error, "errno", None) in codes or any(x in str(error) for x in words)
+
+
 def disk_error(path: str | os.PathLike, error: OSError) -> OSError:
-    """The error of a file that cannot be written, in one line; it speaks of space where none is
-    left."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return OSError(f"{path}: {error.strerror}" + "; free space and run again" * full)
+    """The error of a file that cannot be written, in one line."""
+    advice = "; free space and run again" if is_disk_full(error) else ""
+    return OSError(f"{path}: {error.strerror}{advice}")
 
 
 def user_path(path: str, field: str) -> Path:

@@ -19,12 +19,15 @@ from specrl_jax.episodes import Responses, timed
 from specrl_jax.evaluate import evaluate
 from specrl_jax.learn import learn
 from specrl_jax.models.transformer import Params
+from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.runtime import StopRequest, compile_metrics, only_process
 from specrl_jax.state import TrainerState, init_state, resume
+from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, read_metrics
+from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
 from specrl_jax.telemetry.records import RolloutRecords
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.report_page import ReportWriter
@@ -83,6 +86,7 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
     described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
     flags = dict(flatten(described)) | {"--workdir": str(workdir)}
     hosts.check_same(flags, "start them with the same flags")
+    hosts.on_primary(_check_places, workdir)
     has_config = hosts.on_primary(check_run_config, workdir, described, ignore=MAY_CHANGE)
     if resume_from and not has_config:
         _parse_origin(resume_from, config)  # a mistake shows before anything is loaded
@@ -200,6 +204,21 @@ def _on_host(rollouts: Sequence[tuple[Prompts, Responses]], group_size: int) -> 
         parts.append(jax.tree.map(lambda x, rows=rows: x[:rows], on_host))
     prompts = concatenate(*(prompts for prompts, _ in rollouts))
     return prompts, *jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _check_places(workdir: Path) -> None:
+    """Raises ValueError where a file is in a folder's place in `workdir`, or a folder in a file's.
+
+    So that no step is computed before that is noticed.
+    """
+    folders = [workdir, workdir / ROLLOUTS, workdir / "checkpoints"]
+    files = [workdir / name for name in ("config.json", METRICS, FAILURES, REPORT, "lock")]
+    for path in folders:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} must be a folder, it is a file; move it")
+    for path in files:
+        if path.is_dir():
+            raise ValueError(f"{path} must be a file, it is a folder; move it")
 
 
 def _check_complete(workdir: Path, last: int | None, has_config: bool) -> None:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from specrl_jax import runtime
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.config import CHOICES, RULES, check_version, complete_saved, flatten
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from specrl_jax.inputs import read_json
 from specrl_jax.models import hf
@@ -98,7 +99,9 @@ def run_config(workdir: Path) -> ConfigDict:
         )
     values = read_json(path)
     values.pop("resume_from", None)  # what the run began with is no field
-    return ConfigDict(values)
+    config = ConfigDict(complete_saved(values))
+    check_version(dict(flatten(config)), {*RULES, *CHOICES}, str(path))
+    return config
 
 
 def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
