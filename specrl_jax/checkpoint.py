@@ -53,7 +53,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         _check_folders(self.directory)
         if not read_only:
             hosts.on_primary(_set_aside_unranked, self.directory)
-        absl_logging.get_absl_handler().addFilter(_is_shown)  # once, however often it is called
+        for place in (absl_logging.get_absl_logger(), absl_logging.get_absl_handler()):
+            place.addFilter(_is_shown)  # once, however often it is called
         _hide_abandoned_reads()
         policies = ocp.checkpoint_managers
         latest = policies.LatestN(keep_last)
@@ -66,6 +67,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
         )
         with one_line(f"checkpoints in {self.directory} cannot be opened", OSError):
             self._manager = ocp.CheckpointManager(
@@ -117,6 +119,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         metric, step = max(ranked, default=(-math.inf, None))
         return None if metric == -math.inf else step
 
+    def holds(self, step: int, name: str) -> bool:
+        """Whether what was saved has arrays below the key `name`; raises as `restore` does."""
+        return any(path.startswith(f"{name}.") for path in self._described(step)["arrays"])
+
     def restore(self, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict]:
         """(arrays, host) of a step, each array laid out as its counterpart in `like`.
 
@@ -125,15 +131,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         read. Raises ValueError if there is no such step or its arrays have other names, shapes or
         types; DamagedCheckpointError if any bit of what is read is not as it was saved.
         """
-        steps = self.steps()
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         where = self.directory / str(step)
         target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
-        with one_line(f"{where} is damaged", DamagedCheckpointError):
-            saved = self._read(step, "host", ocp.args.JsonRestore())
-            _check_seal(saved)
+        saved = self._described(step)
         described, sums = saved["arrays"], saved["sums"]
         if partial:
             described, sums = ({n: x[n] for n in target if n in x} for x in (described, sums))
@@ -170,6 +170,17 @@ class Checkpointer(contextlib.AbstractContextManager):
             return step, arrays, host
         lines = [*damaged.values(), f"{self.directory} holds no checkpoint"]
         raise DamagedCheckpointError(f"{lines[0]}; no older step is intact, give a new --workdir")
+
+    def _described(self, step: int) -> dict[str, Any]:
+        """The host's part of a step, and what it says of the arrays."""
+        steps = self.steps()
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
+        with one_line(f"{self.directory / str(step)} is damaged", DamagedCheckpointError):
+            saved = self._read(step, "host", ocp.args.JsonRestore())
+            _check_seal(saved)
+        return saved
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
@@ -303,7 +314,10 @@ def _saving(directory: epath.Path) -> Iterator[None]:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """Not the tracebacks that Orbax's threads log of an error that we get as an exception too."""
+    """Not the tracebacks that Orbax's threads log of an error that we get as an exception too, nor
+    its warning that a directory is only read, which is what was asked for."""
+    if record.msg == "Given directory is read only=%s":
+        return False
     of_orbax = "orbax" in record.pathname or record.name == "asyncio"
     return not (of_orbax and record.exc_info) or bool(os.environ.get("SPECRL_TRACEBACK"))
 

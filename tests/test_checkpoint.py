@@ -140,7 +140,7 @@ def _die_in_the_second_save(folder: pathlib.Path) -> None:
     checkpointer.wait()
 
 
-def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path):
+def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path, caplog):
     run_until_killed(_die_in_the_second_save, tmp_path)
     names = folders(tmp_path)
     assert len(names) == 2
@@ -148,6 +148,7 @@ def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path):
     x = jax.random.bits(jax.random.key(0), (2**23,))
     with Checkpointer(tmp_path, read_only=True) as reader:
         assert reader.latest_step() == 1
+    assert not caplog.records  # of what was asked for
     assert folders(tmp_path) == names  # it may be another job's save in progress
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:
         assert checkpointer.latest_step() == 1

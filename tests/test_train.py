@@ -8,7 +8,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from small_runs import records, small_config
+from small_runs import line_of, records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
@@ -162,3 +162,24 @@ def test_too_small_a_bound_is_told_before_anything_is_done(mesh, tmp_path, chang
     with pytest.raises(ValueError, match=message):
         loop.train(small_config(changes), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_file", "rule"),
+    [
+        ("", True, "a folder, it is a file"),
+        ("rollouts", True, "a folder, it is a file"),
+        ("checkpoints", True, "a folder, it is a file"),
+        ("config.json", False, "a file, it is a folder"),
+        ("reward_failures.jsonl", False, "a file, it is a folder"),
+    ],
+)
+def test_what_is_in_the_way_is_told_before_anything_is_loaded(tmp_path, name, is_file, rule):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(exist_ok=True)
+    if is_file:
+        path.write_text("")
+    else:
+        path.mkdir()
+    line = line_of(loop.train, small_config(), tmp_path / "run")
+    assert line == f"{path} must be {rule}; move it"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from absl import logging
 from ml_collections import ConfigDict
 
 from specrl_jax import runtime
@@ -143,7 +142,6 @@ def _read_params(run: Path, step: str, shape: ModelConfig) -> tuple[int, Params]
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run} holds no checkpoint; train it first")
-    logging.set_verbosity(logging.ERROR)  # Orbax warns that a reader does not write
     with Checkpointer(folder, read_only=True) as checkpoints:
         number = _number(checkpoints, step)
         like = {"train": {"params": abstract_params(shape)}}
