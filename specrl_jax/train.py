@@ -23,8 +23,9 @@ from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.runtime import StopRequest, compile_metrics, only_process
+from specrl_jax.runtime import compile_metrics, only_process
 from specrl_jax.state import TrainerState, init_state, resume
+from specrl_jax.stop import StopRequest
 from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, read_metrics
 from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
@@ -75,13 +76,18 @@ def step(
     return values | batch.metrics | times
 
 
-def train(config, workdir: Path, resume_from: str = "") -> None:
+def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None = None) -> None:
     """Run `config` in `workdir`, from where it stands there to its end, on the mesh in use.
 
     resume_from: RUN@STEP, the checkpoint of another work directory that a new `workdir` begins
-    with. Raises ValueError in one line where the configuration, the data or `workdir` do not allow
-    it, FloatingPointError where training diverges.
+    with. stop: a request in whose `with` block this is called. Raises ValueError in one line where
+    the configuration, the data or `workdir` do not allow it, FloatingPointError where training
+    diverges.
     """
+    if stop is None:
+        with StopRequest() as stop:
+            train(config, workdir, resume_from, stop)
+        return
     check_installed(config.log.tracker)
     described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
     flags = dict(flatten(described)) | {"--workdir": str(workdir)}
@@ -115,7 +121,7 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
         if hosts.is_primary():
             save_run_config(workdir, described)  # from here on the directory is this run's
         records = _open_records(trainer, workdir)
-        with _open_log(trainer, workdir) as log, StopRequest() as stop:
+        with _open_log(trainer, workdir) as log, stop.finishing_steps():
             restored = state.step if last else 0
             for written in (log, records) if hosts.is_primary() else ():
                 written.restore(restored or -1)  # step 0 is evaluated and written again

@@ -53,7 +53,7 @@ def test_on_another_machine_costs_are_measured_again(finished, mesh, monkeypatch
 
 
 def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_path, capsys):
-    """It is measured from the policy before step 1, which is warmed up again where it was left out."""
+    """It is measured from the policy before step 1, warmed up again where that was left out."""
     (without, weights), (again, others) = (
         build(small_config(LONG | {"algorithm.kl_coef": coef})) for coef in (0.0, 0.1)
     )

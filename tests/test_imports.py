@@ -52,6 +52,7 @@ ALLOWED = {
     },
     "group_buffer": {"data/curriculum", "types"},
     "runtime": {"config", "hosts", "sharding"},
+    "stop": {"hosts"},
     "sweep": {"cli", "config", "hyper", "telemetry"},
     "warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
 }
