@@ -21,6 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from specrl_jax import config_file
 from specrl_jax.config import RENAMED_FIELDS
+from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 _OPTION = re.compile(r"--config\.(data\.options\.(\w+))=(.*)", re.DOTALL)
@@ -163,10 +164,20 @@ def user_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError) as error:
-        if "\n" in str(error) or os.environ.get("SPECRL_TRACEBACK"):
+    except Exception as error:
+        line = _user_line(error)
+        if not line or os.environ.get("SPECRL_TRACEBACK"):
             raise
-        _fail(str(error))
+        _fail(line)
+
+
+def _user_line(error: Exception) -> str:
+    """The line of an error that the user can mend; "" of others."""
+    if isinstance(error, ValueError | OSError | FloatingPointError | OutOfMemoryError):
+        return "" if "\n" in str(error) else str(error)
+    if asked := lack_of_memory(error):
+        return f"out of memory: {asked}; docs/guide.md#memory says which fields set the need"
+    return ""
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

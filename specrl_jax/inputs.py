@@ -50,6 +50,23 @@ def disk_error(path: str | os.PathLike, error: OSError) -> OSError:
     return OSError(f"{path}: {error.strerror}{advice}")
 
 
+class OutOfMemoryError(MemoryError):
+    """Memory cannot be had; one line that says what to lower."""
+
+
+def lack_of_memory(error: BaseException) -> str:
+    """What could not be allocated, in a few words; "" of an error of another kind.
+
+    XLA's errors are known by their names, as this module does not import JAX.
+    """
+    of_xla = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    if not isinstance(error, MemoryError) and not (of_xla and "RESOURCE_EXHAUSTED" in str(error)):
+        return ""
+    if asked := re.search(r"(\d{7,}) bytes", str(error)):
+        return f"{int(asked[1]) / 2**30:.3g} GiB cannot be had"
+    return (str(error).splitlines() or ["an array cannot be had"])[0][:200]
+
+
 def user_path(path: str, field: str) -> Path:
     """The path in a field of the config, with ~ expanded; it need not exist."""
     with one_line(f"{field} must be a path, got {path[:60]!r}"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from specrl_jax import hosts
+from specrl_jax import hosts, memory
 from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import collect, record_failures
@@ -101,6 +101,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
     hosts.check_same(trainer.fingerprints, "give them the same files")
     with (
         trainer.scorer.pool,
+        memory.named(config, trainer.model, len(trainer.prompts.lens)),
         only_process(workdir),
         Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
     ):

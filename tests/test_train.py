@@ -155,8 +155,12 @@ def test_the_kl_to_the_reference_starts_at_0(run):
             r"^rollout.max_cache_gib must be .* for 256 rows .*, got",
         ),
         ({"rollout.max_rows": 4}, r"^rollout.max_rows=4 must hold at least [^\n]*$"),
+        (
+            {"warmup.batch_size": 10**9, "warmup.steps": 1},
+            r"^warmup.batch_size must be smaller: the warm-up needs about [^\n]*, got 1000000000$",
+        ),
     ],
-    ids=["cache", "cache of the evaluation", "rows"],
+    ids=["cache", "cache of the evaluation", "rows", "activations of the warm-up"],
 )
 def test_too_small_a_bound_is_told_before_anything_is_done(mesh, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
