@@ -13,6 +13,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -145,6 +146,7 @@ def run(main: Callable[[], None]) -> None:
                 raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
             if not flags.FLAGS["verbosity"].present:
                 logging.set_verbosity(logging.WARNING)
+            getLogger("huggingface_hub").propagate = False  # it prints its lines itself
             main()
 
     app.run(call, flags_parser=_parse)
