@@ -21,6 +21,7 @@ from pathlib import Path
 from absl import flags
 
 from specrl_jax import cli
+from specrl_jax.stop import StopRequest
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
 _RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to begin DIR with")
@@ -34,16 +35,17 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "of this process, from 0", 
 
 
 def main() -> None:
-    from specrl_jax import distributed, runtime  # import JAX, for which --help need not wait
+    with StopRequest() as stop:
+        from specrl_jax import distributed, runtime  # import JAX, for which --help need not wait
 
-    with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
-        config = flags.FLAGS.config
-        runtime.start(config)
-        from specrl_jax.train import train
+        with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
+            config = flags.FLAGS.config
+            runtime.start(config)
+            from specrl_jax.train import train
 
-        workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
-        print(f"workdir: {workdir}", flush=True)
-        train(config, workdir, _RESUME_FROM.value)
+            workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
+            print(f"workdir: {workdir}", flush=True)
+            train(config, workdir, _RESUME_FROM.value, stop)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """config → `Trainer`: all of a run that never changes. `state` holds what every step changes."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from specrl_jax import __version__
+from specrl_jax import __version__, memory
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.learner import Learner, make_learner, make_schedule
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -91,7 +92,8 @@ def build(config) -> tuple[Trainer, Params]:
     stream = make_stream(config, prompts)
     _check_enough(config, stream, len(prompts.lens))
     total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
-    model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)
+    fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
+    model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
     schedule = policy_schedule(config, total_steps)
     spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id)
     trainer = Trainer(

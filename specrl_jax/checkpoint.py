@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ from etils import epath
 
 from specrl_jax import hosts
 from specrl_jax.checksums import checksums
-from specrl_jax.config import check_names, flatten
-from specrl_jax.inputs import one_line
+from specrl_jax.config import check_names, check_version, complete_saved, flatten
+from specrl_jax.inputs import is_disk_full, one_line
 
 _METRIC = "metric"
 
@@ -53,7 +53,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         _check_folders(self.directory)
         if not read_only:
             hosts.on_primary(_set_aside_unranked, self.directory)
-        absl_logging.get_absl_handler().addFilter(_is_shown)  # once, however often it is called
+        for place in (absl_logging.get_absl_logger(), absl_logging.get_absl_handler()):
+            place.addFilter(_is_shown)  # once, however often it is called
         _hide_abandoned_reads()
         policies = ocp.checkpoint_managers
         latest = policies.LatestN(keep_last)
@@ -66,6 +67,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
         )
         with one_line(f"checkpoints in {self.directory} cannot be opened", OSError):
             self._manager = ocp.CheckpointManager(
@@ -92,7 +94,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         named = _by_name(arrays)
         described = {name: _described(x) for name, x in named.items()}
         saved = _sealed({"values": dict(host), "arrays": described, "sums": checksums(named)})
-        with one_line(_unsaved(self.directory), OSError):
+        with _saving(self.directory):
             return self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -117,6 +119,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         metric, step = max(ranked, default=(-math.inf, None))
         return None if metric == -math.inf else step
 
+    def holds(self, step: int, name: str) -> bool:
+        """Whether what was saved has arrays below the key `name`; raises as `restore` does."""
+        return any(path.startswith(f"{name}.") for path in self._described(step)["arrays"])
+
     def restore(self, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict]:
         """(arrays, host) of a step, each array laid out as its counterpart in `like`.
 
@@ -125,15 +131,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         read. Raises ValueError if there is no such step or its arrays have other names, shapes or
         types; DamagedCheckpointError if any bit of what is read is not as it was saved.
         """
-        steps = self.steps()
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         where = self.directory / str(step)
         target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
-        with one_line(f"{where} is damaged", DamagedCheckpointError):
-            saved = self._read(step, "host", ocp.args.JsonRestore())
-            _check_seal(saved)
+        saved = self._described(step)
         described, sums = saved["arrays"], saved["sums"]
         if partial:
             described, sums = ({n: x[n] for n in target if n in x} for x in (described, sums))
@@ -171,12 +171,23 @@ class Checkpointer(contextlib.AbstractContextManager):
         lines = [*damaged.values(), f"{self.directory} holds no checkpoint"]
         raise DamagedCheckpointError(f"{lines[0]}; no older step is intact, give a new --workdir")
 
+    def _described(self, step: int) -> dict[str, Any]:
+        """The host's part of a step, and what it says of the arrays."""
+        steps = self.steps()
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
+        with one_line(f"{self.directory / str(step)} is damaged", DamagedCheckpointError):
+            saved = self._read(step, "host", ocp.args.JsonRestore())
+            _check_seal(saved)
+        return saved
+
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk; raises OSError if it failed."""
-        with one_line(_unsaved(self.directory), OSError):
+        with _saving(self.directory):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -209,25 +220,30 @@ def check_run_config(
     """Whether `workdir` holds a run of this config; False if it holds none.
 
     ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
-    run there has other values; names every such field, with both values, and ends with `advice`.
+    run there has other values: it names every such field, with both values, and ends with `advice`.
+    A field that came later is compared with what the run ran with, see `config.ADDED_FIELDS`.
     """
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
         return False
     try:
-        before = dict(flatten(json.loads(path.read_text())))
+        before = dict(flatten(complete_saved(json.loads(path.read_text()))))
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
+    prefixes = tuple(f"{name}." for name in ignore)
     try:
         check_names(before)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; give another --workdir") from None
-    now = dict(flatten(config))
+    before, now = (
+        {name: x for name, x in fields.items() if not f"{name}.".startswith(prefixes)}
+        for fields in (before, dict(flatten(config)))
+    )
+    check_version(before, now, str(path))
     changed = [
         f"{name} was {_show(before, name)}, now {_show(now, name)}"
         for name in sorted(before.keys() | now.keys())
-        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in ignore)
-        and _show(before, name) != _show(now, name)
+        if _show(before, name) != _show(now, name)
     ]
     if changed:
         raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
@@ -281,15 +297,27 @@ def _set_aside(step: epath.Path, reason: str) -> None:
     print(f"{reason}; it is kept as {aside.name}", flush=True)
 
 
-def _unsaved(directory: epath.Path) -> str:
-    return (
-        f"checkpoint could not be saved in {directory}, make room there and run the same command "
-        "again: it goes on from the last that is complete"
-    )
+@contextlib.contextmanager
+def _saving(directory: epath.Path) -> Iterator[None]:
+    """Turn an error of a save into an OSError in one line that says how to go on."""
+    try:
+        yield
+    except Exception as error:
+        full = is_disk_full(error)
+        causes = " ".join(str(error).split()).split(": ")  # Orbax names the cause last
+        why = "the disk is full" if full else ": ".join(causes[-2:])[-200:]
+        raise OSError(
+            f"checkpoint could not be saved in {directory}: {why}; "
+            f"{'make room there' if full else 'mend that'} and run the same command again: it goes "
+            "on from the last that is complete"
+        ) from error
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """Not the tracebacks that Orbax's threads log of an error that we get as an exception too."""
+    """Not the tracebacks that Orbax's threads log of an error that we get as an exception too, nor
+    its warning that a directory is only read, which is what was asked for."""
+    if record.msg == "Given directory is read only=%s":
+        return False
     of_orbax = "orbax" in record.pathname or record.name == "asyncio"
     return not (of_orbax and record.exc_info) or bool(os.environ.get("SPECRL_TRACEBACK"))
 

@@ -13,6 +13,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from ml_collections import ConfigDict, config_flags
 
 from specrl_jax import config_file
 from specrl_jax.config import OPTIONS, RENAMED_FIELDS
+from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 _OPTION = re.compile(rf"--config\.((?:{'|'.join(OPTIONS)})\.\w+)=(.*)", re.DOTALL)
@@ -150,6 +152,7 @@ def run(main: Callable[[], None]) -> None:
                 raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
             if not flags.FLAGS["verbosity"].present:
                 logging.set_verbosity(logging.WARNING)
+            getLogger("huggingface_hub").propagate = False  # it prints its lines itself
             main()
 
     app.run(call, flags_parser=_parse)
@@ -169,10 +172,20 @@ def user_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError) as error:
-        if "\n" in str(error) or os.environ.get("SPECRL_TRACEBACK"):
+    except Exception as error:
+        line = _user_line(error)
+        if not line or os.environ.get("SPECRL_TRACEBACK"):
             raise
-        _fail(str(error))
+        _fail(line)
+
+
+def _user_line(error: Exception) -> str:
+    """The line of an error that the user can mend; "" of others."""
+    if isinstance(error, ValueError | OSError | FloatingPointError | OutOfMemoryError):
+        return "" if "\n" in str(error) else str(error)
+    if asked := lack_of_memory(error):
+        return f"out of memory: {asked}; docs/guide.md#memory says which fields set the need"
+    return ""
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -23,6 +23,16 @@ RENAMED_FIELDS = {
     "log.plots": "log.report",
 }
 
+# Fields that came later → what every run ran with before there was the field. A run whose
+# config.json lacks one goes on with this value; one that lacks any other field is refused.
+ADDED_FIELDS: dict[str, Any] = {
+    "algorithm.advantage": "auto",
+    "model.attention": "reference",
+    "updates.skip_nonfinite": 0,
+}
+
+_OPTIONAL = ("data.options.", "resume_from")  # of the task, and of the command line
+
 # Field → its names. "module:TABLE" stands for those of a table below specrl_jax.
 CHOICES: dict[str, str | tuple[str, ...]] = {
     "model.family": "models.families:FAMILIES",
@@ -104,6 +114,33 @@ def check_names(fields: Iterable[str]) -> None:
     for field in fields:
         if field in RENAMED_FIELDS:
             raise ValueError(f"{field} is now named {RENAMED_FIELDS[field]}")
+
+
+def complete_saved(values: dict[str, Any]) -> dict[str, Any]:
+    """Add to a run's saved configuration the `ADDED_FIELDS` that it lacks; returns it."""
+    for field, value in ADDED_FIELDS.items():
+        *sections, name = field.split(".")
+        node = values
+        for section in sections:
+            node = node.setdefault(section, {})
+        node.setdefault(name, value)
+    return values
+
+
+def check_version(saved: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise ValueError in one line where a saved configuration has other fields than are known now.
+
+    Fields that no version requires are not compared.
+    """
+    before = {name for name in saved if not name.startswith(_OPTIONAL)}
+    now = {name for name in known if not name.startswith(_OPTIONAL)}
+    differs = [f"{name} came later" for name in sorted(now - before)]
+    differs += [f"{name} is no field any more" for name in sorted(before - now)]
+    if differs:
+        raise ValueError(
+            f"{where} is of another version of specrl_jax: {', '.join(differs)}; go on with that "
+            "version, or begin a new run"
+        )
 
 
 def check_mesh(config: ConfigDict, mesh: Any) -> None:

@@ -4,7 +4,9 @@ A bad input raises ValueError, whose text names the input and what must be true 
 """
 
 import contextlib
+import errno
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,6 +39,37 @@ def reason(error: BaseException) -> str:
 def printable(text: str) -> str:
     """The text as one line that may be shown on a terminal: a control character is a blank."""
     return " ".join("".join(x if x.isprintable() else " " for x in text).split())
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Whether a file could not be written for want of space, by its number or, as libraries hide
+    that, by its words."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    words = [os.strerror(code) for code in codes]
+    return getattr(error, "errno", None) in codes or any(x in str(error) for x in words)
+
+
+def disk_error(path: str | os.PathLike, error: OSError) -> OSError:
+    """The error of a file that cannot be written, in one line."""
+    advice = "; free space and run again" if is_disk_full(error) else ""
+    return OSError(f"{path}: {error.strerror}{advice}")
+
+
+class OutOfMemoryError(MemoryError):
+    """Memory cannot be had; one line that says what to lower."""
+
+
+def lack_of_memory(error: BaseException) -> str:
+    """What could not be allocated, in a few words; "" of an error of another kind.
+
+    XLA's errors are known by their names, as this module does not import JAX.
+    """
+    of_xla = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    if not isinstance(error, MemoryError) and not (of_xla and "RESOURCE_EXHAUSTED" in str(error)):
+        return ""
+    if asked := re.search(r"(\d{7,}) bytes", str(error)):
+        return f"{int(asked[1]) / 2**30:.3g} GiB cannot be had"
+    return (str(error).splitlines() or ["an array cannot be had"])[0][:200]
 
 
 def user_path(path: str, field: str) -> Path:

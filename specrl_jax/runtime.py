@@ -1,4 +1,4 @@
-"""What a process sets up once: compilation cache, mesh, work directory, signals.
+"""What a process sets up once: compilation cache, mesh, work directory.
 
 It also counts the programs that the process compiles.
 """
@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import functools
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,35 +99,3 @@ def only_process(workdir: Path) -> Iterator[None]:
                 f"{workdir} is in use by another process; wait for it, or give another --workdir"
             ) from None
         yield
-
-
-class StopRequest:
-    """True after SIGTERM or Ctrl-C, so that a loop can finish its step, save and leave.
-
-    A second signal ends the process at once. Use it as a context manager: outside it signals act
-    as before.
-    """
-
-    def __init__(self):
-        self.name = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.name)
-
-    def agreed(self) -> bool:
-        """Whether any process got a signal. For all processes, at the same place."""
-        self.name = next(filter(None, hosts.gather(self.name)), "")
-        return bool(self.name)
-
-    def __enter__(self) -> "StopRequest":
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _) -> None:
-        self.name = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
-        print(f"{self.name}: finishing this step, then saving; once more to stop now", flush=True)

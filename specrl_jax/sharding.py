@@ -46,9 +46,14 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices=None) -> j
         shape = np.empty(len(devices)).reshape(data, fsdp, tensor).shape
     except ValueError:
         given = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(
-            f"mesh: {given} does not fit {len(devices)} devices; set one size to -1"
-        ) from None
+        fixed = " x ".join(f"mesh.{name}" for name, size in sizes.items() if size != -1)
+        rules = (
+            f"{fixed} must be {len(devices)}, or one of them -1",
+            f"{fixed} must divide {len(devices)}",
+        )
+        rest = list(sizes.values()).count(-1)
+        advice = rules[rest] if rest < 2 else "only one size may be -1"
+        raise ValueError(f"mesh: {given} does not fit {len(devices)} devices; {advice}") from None
     return jax.make_mesh(shape, MESH_AXES, (AxisType.Explicit,) * 3, devices=devices)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specrl_jax.algorithms.learner import TrainState, init_train_state
 from specrl_jax.build import Trainer
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.checksums import checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.group_buffer import GroupBuffer
 from specrl_jax.models.transformer import Params, abstract_params
@@ -42,6 +43,42 @@ class Reference(StatePart):
         return Reference(arrays, True) if self.saved else self
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin(StatePart):
+    """The model that the run began with; a resume with another one is refused."""
+
+    source: str  # of the config
+    shape: dict[str, Any]  # without what a machine chooses
+    weights: int  # their checksum, before a warm-up
+    is_reference: bool  # whether the reference is made from the source again
+
+    @classmethod
+    def of(cls, trainer: Trainer, params: Params, is_reference: bool) -> "Origin":
+        """params: those that `build` gave."""
+        shape = dataclasses.asdict(trainer.model)
+        for name in ("dtype", "remat", "kernels", "unused_ids"):
+            del shape[name]
+        return cls(trainer.config.model.source, shape, checksum(params), is_reference)
+
+    def host(self) -> dict[str, Any]:
+        return {"shape": self.shape, "weights": self.weights}
+
+    def restore(self, host: dict[str, Any], arrays) -> "Origin":
+        changed = [
+            f"{name} was {host['shape'][name]}, now {value}"
+            for name, value in self.shape.items()
+            if host["shape"].get(name, value) != value
+        ]
+        if self.is_reference and host["weights"] != self.weights:
+            changed.append("its weights, the KL penalty's reference, have changed")
+        if changed:
+            raise ValueError(
+                f"model.source must be the model that the run began with, got {self.source!r}: "
+                f"{'; '.join(changed)}; put its files back, or begin a new run"
+            )
+        return dataclasses.replace(self, **host)
+
+
 @dataclasses.dataclass
 class TrainerState:
     """What a checkpoint holds: finished steps, weights with optimizer, and parts; None is off."""
@@ -49,6 +86,7 @@ class TrainerState:
     train: TrainState
     stream: PromptStream
     store: DraftStore
+    origin: Origin
     step: int = 0  # finished steps; within a step, its number
     skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
     skipped_in_row: int = 0  # those since the last that was made
@@ -89,20 +127,28 @@ class TrainerState:
         return own | {name: x.host() for name, x in self.parts.items()}
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Take over a checkpoint; a part that it does not have stays as it is."""
         self.step, self.train = host["step"], arrays["train"]
         self.skipped, self.skipped_in_row = host["skipped"]
         for name, part in self.parts.items():
-            setattr(self, name, part.restore(host[name], arrays[name]))
+            if name in host:
+                setattr(self, name, part.restore(host[name], arrays.get(name, {})))
 
 
 def init_state(trainer: Trainer, params: Params) -> TrainerState:
     """The state before step 1: the policy warmed up, nothing stored."""
+    origin = Origin.of(trainer, params, is_reference=False)
+    params = _warmed_up(trainer, params)
+    reference = jax.tree.map(jnp.copy, params) if trainer.config.algorithm.kl_coef else None
+    return _new_state(trainer, init_train_state(trainer.learner, params), origin, reference)
+
+
+def _warmed_up(trainer: Trainer, params: Params) -> Params:
+    """The policy before step 1, from the weights that `build` gave; these may be donated."""
     config = trainer.config
-    if config.warmup.steps:
-        inputs = (config, trainer.learner, params, trainer.scorer.tokenizer, trainer.dataset)
-        params = warm_up(*inputs)
-    reference = jax.tree.map(jnp.copy, params) if config.algorithm.kl_coef else None
-    return _new_state(trainer, init_train_state(trainer.learner, params), reference)
+    if not config.warmup.steps:
+        return params
+    return warm_up(config, trainer.learner, params, trainer.scorer.tokenizer, trainer.dataset)
 
 
 def resume(
@@ -110,17 +156,28 @@ def resume(
 ) -> TrainerState:
     """The state that a checkpoint holds, bit for bit; step: None for the newest that is intact.
 
-    params: those that `build` gave.
+    params: those that `build` gave. A step may be of a run with another `algorithm.kl_coef`. A
+    reference that it has and this run does not need is left out; one that it lacks is made again.
     """
     reference = params if trainer.config.algorithm.kl_coef else None
+    saved = step is None or checkpoints.holds(step, "reference")
+    warm = saved and trainer.config.warmup.steps > 0
+    origin = Origin.of(trainer, params, is_reference=reference is not None and not warm)
     init = functools.partial(init_train_state, trainer.learner)
-    like = jax.eval_shape(init, abstract_params(trainer.model))
-    state = _new_state(trainer, like, reference)
+    train = jax.eval_shape(init, abstract_params(trainer.model))
+    state = _new_state(trainer, train, origin, reference)
+    like = state.like()
     if step is None:
-        step, arrays, host = checkpoints.restore_newest(state.like())
+        step, arrays, host = checkpoints.restore_newest(like)
     else:
-        arrays, host = checkpoints.restore(step, state.like())
+        if not saved:
+            like.pop("reference", None)
+        arrays, host = checkpoints.restore(step, like, partial=True)
     state.restore(host, arrays)
+    if reference is not None and not saved:
+        print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
+        again = _warmed_up(trainer, reference)
+        state.reference = dataclasses.replace(state.reference, params=again)
     if state.speculation is not None and host["machine"] != measure_steps.machine():
         print(f"rollout: now on {measure_steps.machine()}, was on {host['machine']}")
         state.speculation.costs = StepCosts()
@@ -128,7 +185,9 @@ def resume(
     return state
 
 
-def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) -> TrainerState:
+def _new_state(
+    trainer: Trainer, train: TrainState, origin: Origin, reference: Params | None
+) -> TrainerState:
     """Every part that the configuration asks for, empty."""
     config, settings = trainer.config, trainer.config.rollout
     slots, stored = settings.response_len, trainer.rollout_spec.program.stored_logprobs
@@ -136,6 +195,7 @@ def _new_state(trainer: Trainer, train: TrainState, reference: Params | None) ->
         train=train,
         stream=make_stream(config, trainer.prompts, trainer.total_steps),
         store=_draft_store(trainer),
+        origin=origin,
     )
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from specrl_jax import hosts
+from specrl_jax import hosts, memory
 from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import collect, record_failures
@@ -19,12 +19,16 @@ from specrl_jax.episodes import Responses, timed
 from specrl_jax.evaluate import evaluate
 from specrl_jax.learn import learn
 from specrl_jax.models.transformer import Params
+from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.runtime import StopRequest, compile_metrics, only_process
+from specrl_jax.runtime import compile_metrics, only_process
 from specrl_jax.state import TrainerState, init_state, resume
+from specrl_jax.stop import StopRequest
+from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, read_metrics
+from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
 from specrl_jax.telemetry.records import RolloutRecords
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.report_page import ReportWriter
@@ -72,17 +76,23 @@ def step(
     return values | batch.metrics | times
 
 
-def train(config, workdir: Path, resume_from: str = "") -> None:
+def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None = None) -> None:
     """Run `config` in `workdir`, from where it stands there to its end, on the mesh in use.
 
     resume_from: RUN@STEP, the checkpoint of another work directory that a new `workdir` begins
-    with. Raises ValueError in one line where the configuration, the data or `workdir` do not allow
-    it, FloatingPointError where training diverges.
+    with. stop: a request in whose `with` block this is called. Raises ValueError in one line where
+    the configuration, the data or `workdir` do not allow it, FloatingPointError where training
+    diverges.
     """
+    if stop is None:
+        with StopRequest() as stop:
+            train(config, workdir, resume_from, stop)
+        return
     check_installed(config.log.tracker)
     described = config.to_dict() | ({"resume_from": resume_from} if resume_from else {})
     flags = dict(flatten(described)) | {"--workdir": str(workdir)}
     hosts.check_same(flags, "start them with the same flags")
+    hosts.on_primary(_check_places, workdir)
     has_config = hosts.on_primary(check_run_config, workdir, described, ignore=MAY_CHANGE)
     if resume_from and not has_config:
         _parse_origin(resume_from, config)  # a mistake shows before anything is loaded
@@ -91,6 +101,7 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
     hosts.check_same(trainer.fingerprints, "give them the same files")
     with (
         trainer.scorer.pool,
+        memory.named(config, trainer.model, len(trainer.prompts.lens)),
         only_process(workdir),
         Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
     ):
@@ -111,7 +122,7 @@ def train(config, workdir: Path, resume_from: str = "") -> None:
         if hosts.is_primary():
             save_run_config(workdir, described)  # from here on the directory is this run's
         records = _open_records(trainer, workdir)
-        with _open_log(trainer, workdir) as log, StopRequest() as stop:
+        with _open_log(trainer, workdir) as log, stop.finishing_steps():
             restored = state.step if last else 0
             for written in (log, records) if hosts.is_primary() else ():
                 written.restore(restored or -1)  # step 0 is evaluated and written again
@@ -200,6 +211,21 @@ def _on_host(rollouts: Sequence[tuple[Prompts, Responses]], group_size: int) -> 
         parts.append(jax.tree.map(lambda x, rows=rows: x[:rows], on_host))
     prompts = concatenate(*(prompts for prompts, _ in rollouts))
     return prompts, *jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _check_places(workdir: Path) -> None:
+    """Raises ValueError where a file is in a folder's place in `workdir`, or a folder in a file's.
+
+    So that no step is computed before that is noticed.
+    """
+    folders = [workdir, workdir / ROLLOUTS, workdir / "checkpoints"]
+    files = [workdir / name for name in ("config.json", METRICS, FAILURES, REPORT, "lock")]
+    for path in folders:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} must be a folder, it is a file; move it")
+    for path in files:
+        if path.is_dir():
+            raise ValueError(f"{path} must be a file, it is a folder; move it")
 
 
 def _check_complete(workdir: Path, last: int | None, has_config: bool) -> None:

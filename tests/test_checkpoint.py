@@ -22,8 +22,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_runs import assert_same_bits, folders, one_line, run_until_killed, small_config
 
-from specrl_jax import checkpoint
+from specrl_jax import checkpoint, config
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
+from specrl_jax.config import flatten
 
 
 class Moments(NamedTuple):
@@ -139,7 +140,7 @@ def _die_in_the_second_save(folder: pathlib.Path) -> None:
     checkpointer.wait()
 
 
-def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path):
+def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path, caplog):
     run_until_killed(_die_in_the_second_save, tmp_path)
     names = folders(tmp_path)
     assert len(names) == 2
@@ -147,6 +148,7 @@ def test_a_save_killed_midway_is_ignored_and_replaced(tmp_path):
     x = jax.random.bits(jax.random.key(0), (2**23,))
     with Checkpointer(tmp_path, read_only=True) as reader:
         assert reader.latest_step() == 1
+    assert not caplog.records  # of what was asked for
     assert folders(tmp_path) == names  # it may be another job's save in progress
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:
         assert checkpointer.latest_step() == 1
@@ -189,8 +191,8 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 # Orbax's writing thread also lets the error through, which is raised again where it is waited for.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_finds_no_room_says_so_and_loses_no_earlier_step(tmp_path):
-    """A limit on the size of files stands for a full disk."""
+def test_what_cannot_be_written_says_so_and_loses_no_earlier_step(tmp_path):
+    """A limit on the size of files stands for whatever fails; only a full disk asks for room."""
     noise = np.random.default_rng(0).standard_normal(300_000)  # is not made smaller by compression
     arrays = {"x": jnp.asarray(noise, jnp.float32)}
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:
@@ -199,13 +201,14 @@ def test_what_finds_no_room_says_so_and_loses_no_earlier_step(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with (
-            pytest.raises(OSError, match="make room there and run the same command") as error,
+            pytest.raises(OSError, match=r"File too large .* and run the same command") as error,
             Checkpointer(tmp_path, keep_last=3) as checkpointer,
         ):
             checkpointer.save(2, arrays, {"position": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path) in one_line(error)
+    assert "room" not in str(error.value)
     with Checkpointer(tmp_path, keep_last=3) as checkpointer:
         assert checkpointer.latest_step() == 1
         restored, host = checkpointer.restore(1, arrays)
@@ -232,10 +235,28 @@ def test_a_changed_run_config_is_refused_with_every_field(tmp_path):
     assert "train.steps was 0, now 20" in text  # "train.step" is another field, not a prefix
     assert "tracker" not in text
     assert "epochs" not in text
-    changed = changed.to_dict()
-    del changed["data"]
-    with pytest.raises(ValueError, match=r"data\.path was \"\", now absent"):
+
+
+def test_a_run_of_an_older_version_goes_on_where_its_value_of_a_newer_field_is_known(
+    tmp_path, monkeypatch
+):
+    older = small_config().to_dict()
+    del older["updates"]["skip_nonfinite"], older["critic"]
+    save_run_config(tmp_path, older)
+    changed = small_config({"updates.skip_nonfinite": 3})
+    message = r"of another version of specrl_jax: critic.clip came later, critic.coef came later, "
+    with pytest.raises(ValueError, match=f"{message}[^\n]*; go on with that version, or begin"):
         check_run_config(tmp_path, changed)
+    critic = {name: x for name, x in flatten(small_config()) if name.startswith("critic.")}
+    monkeypatch.setattr(config, "ADDED_FIELDS", config.ADDED_FIELDS | critic)
+    assert check_run_config(tmp_path, small_config())
+    with pytest.raises(ValueError, match=r"updates.skip_nonfinite was 0, now 3; give the old"):
+        check_run_config(tmp_path, changed)
+    assert check_run_config(tmp_path, changed, ignore=("updates",))
+    older["updates"]["gone"] = 1
+    save_run_config(tmp_path, older)
+    with pytest.raises(ValueError, match=r"version of specrl_jax: updates.gone is no field any"):
+        check_run_config(tmp_path, small_config())
 
 
 def test_an_old_name_in_a_run_config_is_answered_by_the_new_one(tmp_path):

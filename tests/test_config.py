@@ -8,7 +8,15 @@ import pytest
 import small_runs
 from small_runs import line_of
 
-from specrl_jax.config import CHOICES, RENAMED_FIELDS, check_mesh, choices, flatten, validate
+from specrl_jax.config import (
+    ADDED_FIELDS,
+    CHOICES,
+    RENAMED_FIELDS,
+    check_mesh,
+    choices,
+    flatten,
+    validate,
+)
 from specrl_jax.field_rules import RULES
 from specrl_jax.rollout import acceptance
 
@@ -84,6 +92,12 @@ def test_an_old_name_is_answered_by_the_new_one(old, new):
     config[old.split(".")[0]][old.split(".")[1]] = 3  # a config file sets what is no field
     with pytest.raises(ValueError, match=f"^{old} is now named {new}$"):
         validate(config)
+
+
+@pytest.mark.parametrize(("field", "value"), ADDED_FIELDS.items())
+def test_what_older_runs_ran_with_is_a_value_of_the_field(field, value):
+    assert field in dict(flatten(small_runs.small_config()))
+    validate(small_runs.small_config({field: value}))
 
 
 def _breaking(rule: str) -> list:

@@ -15,6 +15,7 @@ from small_runs import ONE_DEVICE, ROOT, preset
 
 from specrl_jax import cli
 from specrl_jax.config import OPTIONS, flatten, validate
+from specrl_jax.train import MAY_CHANGE
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -175,3 +176,14 @@ def test_the_site_builds_and_loads_nothing(tmp_path):
             r"<(?:script|img|link|iframe)[^>]* (?:src|href)=\"?([^\" >]+)", page.read_text()
         )
         assert not [address for address in loaded if re.match(r"(https?:)?//", address)]
+
+
+@pytest.mark.parametrize("name", ["guide.md", "faq.md"])
+def test_what_may_change_after_a_stop_is_what_the_code_lets_change(name):
+    listed = re.search(
+        r"`train`, .*?`evaluate\.\{.*?\}`", (ROOT / "docs" / name).read_text(), re.DOTALL
+    )
+    fields = set()
+    for section, names in re.findall(r"`([a-z_.]+)(?:\{([a-z_,]+)\})?`", listed[0]):
+        fields |= {section + field for field in names.split(",")}
+    assert fields == set(MAY_CHANGE)

@@ -11,7 +11,7 @@ import pytest
 import small_runs
 from small_runs import assert_same_run, files, launch, records, saved, small_config
 
-from specrl_jax import runtime
+from specrl_jax import checkpoint, runtime
 from specrl_jax import state as states
 from specrl_jax import train as loop
 from specrl_jax.build import build
@@ -50,6 +50,23 @@ def test_on_another_machine_costs_are_measured_again(finished, mesh, monkeypatch
     assert resumed["acceptance"]["previous_verified"] > 0
     assert before["costs"]
     assert resumed["costs"] == ([] if moved else before["costs"])
+
+
+def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_path, capsys):
+    """It is measured from the policy before step 1, warmed up again where that was left out."""
+    (without, weights), (again, others) = (
+        build(small_config(LONG | {"algorithm.kl_coef": coef})) for coef in (0.0, 0.1)
+    )
+    with Checkpointer(finished / "checkpoints", read_only=True) as checkpoints:
+        ended = states.resume(without, weights, checkpoints, 3)
+    assert ended.reference is None
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(3, ended.arrays(), ended.host())
+        begun = states.resume(again, others, checkpoints, 3)
+    assert "no reference of the KL penalty: it is made again" in capsys.readouterr().out
+    arrays = {"train": begun.train, "reference": begun.reference.arrays()}
+    for name, x in checkpoint._by_name(arrays).items():
+        np.testing.assert_array_equal(x, saved(finished, 3)[name], strict=True)
 
 
 def test_a_signal_saves_and_leaves_and_the_run_goes_on(

@@ -38,7 +38,7 @@ ALLOWED = {
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
     "checkpoint": {"checksums", "config", "hosts", "inputs", "types"},
     "checksums": {"hosts"},
-    "cli": {"config", "config_file", "runtime", "sharding"},
+    "cli": {"config", "config_file", "inputs", "runtime", "sharding"},
     "evaluation": {
         "checkpoint",
         "config",
@@ -50,8 +50,10 @@ ALLOWED = {
         "sharding",
         "telemetry",
     },
+    "memory": {"config", "inputs", "models"},
     "group_buffer": {"data/curriculum", "types"},
     "runtime": {"config", "hosts", "sharding"},
+    "stop": {"hosts"},
     "sweep": {"cli", "config", "hyper", "telemetry"},
     "warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
 }

@@ -1,7 +1,4 @@
-"""What a process sets up once: the mesh of its configuration, the compilation cache, signals."""
-
-import os
-import signal
+"""What a process sets up once: the mesh of its configuration, the compilation cache."""
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +67,3 @@ def test_programs_are_counted_as_built_or_read_from_the_cache(tmp_path, restored
     assert (read["compile/built"], read["compile/read"]) == (0, 1)
     assert min(built["time/compile"], read["time/compile"]) > 0
     compilation_cache.reset_cache()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_becomes_a_request_and_handlers_come_back(capsys, number):
-    before = signal.getsignal(number)
-    with runtime.StopRequest() as stop:
-        assert not stop
-        os.kill(os.getpid(), number)
-        assert stop
-        assert stop.name == number.name
-    assert signal.getsignal(number) is before
-    assert "finishing this step, then saving" in capsys.readouterr().out

@@ -34,13 +34,13 @@ def test_one_size_takes_the_rest(sizes):
         ((0, 1, 1), "mesh.data must be -1 (the rest) or >= 1, got 0"),
         ((1, -2, 1), "mesh.fsdp must be -1 (the rest) or >= 1, got -2"),
         ((-1, -1, 1), "mesh: data=-1 x fsdp=-1 x tensor=1 does not fit 8 devices; "
-                      "set one size to -1"),
+                      "only one size may be -1"),
         ((-1, 3, 1), "mesh: data=-1 x fsdp=3 x tensor=1 does not fit 8 devices; "
-                     "set one size to -1"),
+                     "mesh.fsdp x mesh.tensor must divide 8"),
         ((2, 2, 1), "mesh: data=2 x fsdp=2 x tensor=1 does not fit 8 devices; "
-                    "set one size to -1"),
+                    "mesh.data x mesh.fsdp x mesh.tensor must be 8, or one of them -1"),
         ((4, 2, 2), "mesh: data=4 x fsdp=2 x tensor=2 does not fit 8 devices; "
-                    "set one size to -1"),
+                    "mesh.data x mesh.fsdp x mesh.tensor must be 8, or one of them -1"),
     ],
 )  # fmt: skip
 def test_impossible_meshes_are_one_line(sizes, message):

@@ -4,15 +4,17 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import small_config
+from small_runs import one_line, small_config
 
 from specrl_jax.build import build
-from specrl_jax.state import TrainerState, init_state
+from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.state import TrainerState, init_state, resume
 from specrl_jax.types import StatePart
 
-ALWAYS = {"stream", "store"}
+ALWAYS = {"stream", "store", "origin"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 
@@ -57,6 +59,25 @@ def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
     assert json.loads(json.dumps(other.host())) == host
     like, arrays = jax.tree.leaves(state.like()), jax.tree.leaves(other.arrays())
     assert [(x.shape, x.dtype) for x in like] == [(x.shape, x.dtype) for x in arrays]
+
+
+def test_a_changed_model_is_refused_where_it_matters(mesh, tmp_path):
+    """Its weights where the KL penalty's reference is read from them, its shape always."""
+    trainer, params = build(small_config({"algorithm.kl_coef": 0.1}))
+    without = dataclasses.replace(trainer, config=small_config())
+    other = params | {"embed": params["embed"] * 2}
+    theta = dataclasses.replace(trainer, model=trainer.model.replace(rope_theta=5.0))
+    state = init_state(trainer, jax.tree.map(jnp.copy, params))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state.arrays(), state.host())
+        for step in (None, 0):  # of this run, and of another one
+            resume(trainer, params, checkpoints, step)
+            with pytest.raises(ValueError, match=r"^model.source must be .* weights, the") as error:
+                resume(trainer, other, checkpoints, step)
+            one_line(error)
+            with pytest.raises(ValueError, match=r"rope_theta was 10000.0, now 5.0; put its fil"):
+                resume(theta, params, checkpoints, step)
+        assert resume(without, other, checkpoints, 0).origin.weights == state.origin.weights
 
 
 def test_a_new_part_needs_only_its_class_and_a_field(mesh):

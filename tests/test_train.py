@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from small_models import random_params
-from small_runs import records, small_config
+from small_runs import line_of, records, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer
@@ -159,8 +159,12 @@ def test_the_kl_to_the_reference_starts_at_0(run):
             r"^rollout.max_cache_gib must be .* for 256 rows .*, got",
         ),
         ({"rollout.max_rows": 4}, r"^rollout.max_rows=4 must hold at least [^\n]*$"),
+        (
+            {"warmup.batch_size": 10**9, "warmup.steps": 1},
+            r"^warmup.batch_size must be smaller: the warm-up needs about [^\n]*, got 1000000000$",
+        ),
     ],
-    ids=["cache", "cache of the evaluation", "rows"],
+    ids=["cache", "cache of the evaluation", "rows", "activations of the warm-up"],
 )
 def test_too_small_a_bound_is_told_before_anything_is_done(mesh, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
@@ -180,7 +184,7 @@ def test_ids_that_no_token_has_are_never_sampled(tmp_path, make_mesh):
     hf.save(tmp_path / "model", shape, params)
     tokenizer.save(tmp_path / "model")
     changes = {"model.source": str(tmp_path / "model"), "tokenizer.source": ""}
-    changes |= {"rollout.accept": "ratio_residual", "rollout.logits_chunk": 4, "train.steps": 3}
+    changes |= {"rollout.accept": "block", "rollout.logits_chunk": 4, "train.steps": 3}
     changes |= {"updates.learning_rate": 0.0, "log.rollouts": 1.0}  # the policy stays
     with jax.set_mesh(make_mesh(1, 1, 1)):
         loop.train(small_config(changes | ALL_ROWS), tmp_path / "run")
@@ -191,3 +195,24 @@ def test_ids_that_no_token_has_are_never_sampled(tmp_path, make_mesh):
     assert all(x["policy/rollout_train_logprob_gap"] < 1e-5 for x in steps)
     assert all(x["policy/entropy"] <= math.log(tokenizer.vocab_size) for x in steps)
     assert steps[-1][REUSE] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "is_file", "rule"),
+    [
+        ("", True, "a folder, it is a file"),
+        ("rollouts", True, "a folder, it is a file"),
+        ("checkpoints", True, "a folder, it is a file"),
+        ("config.json", False, "a file, it is a folder"),
+        ("reward_failures.jsonl", False, "a file, it is a folder"),
+    ],
+)
+def test_what_is_in_the_way_is_told_before_anything_is_loaded(tmp_path, name, is_file, rule):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(exist_ok=True)
+    if is_file:
+        path.write_text("")
+    else:
+        path.mkdir()
+    line = line_of(loop.train, small_config(), tmp_path / "run")
+    assert line == f"{path} must be {rule}; move it"

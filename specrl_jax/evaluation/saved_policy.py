@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from absl import logging
 from ml_collections import ConfigDict
 
 from specrl_jax import runtime
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.config import CHOICES, RULES, check_version, complete_saved, flatten
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from specrl_jax.inputs import read_json
 from specrl_jax.models import hf
@@ -99,7 +99,9 @@ def run_config(workdir: Path) -> ConfigDict:
         )
     values = read_json(path)
     values.pop("resume_from", None)  # what the run began with is no field
-    return ConfigDict(values)
+    config = ConfigDict(complete_saved(values))
+    check_version(dict(flatten(config)), {*RULES, *CHOICES}, str(path))
+    return config
 
 
 def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
@@ -141,7 +143,6 @@ def _read_params(run: Path, step: str, shape: ModelConfig) -> tuple[int, Params]
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run} holds no checkpoint; train it first")
-    logging.set_verbosity(logging.ERROR)  # Orbax warns that a reader does not write
     with Checkpointer(folder, read_only=True) as checkpoints:
         number = _number(checkpoints, step)
         like = {"train": {"params": abstract_params(shape)}}

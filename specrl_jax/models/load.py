@@ -1,5 +1,7 @@
 """The policy that a configuration names: its shape and its weights."""
 
+from collections.abc import Callable
+
 import jax
 
 from specrl_jax.models import hf
@@ -11,17 +13,25 @@ from specrl_jax.models.transformer import Params, check_mesh, init_params, place
 from specrl_jax.sharding import platform
 
 
-def load_policy(config, vocab_size: int, unused_ids: IdRanges = ()) -> tuple[ModelConfig, Params]:
+def load_policy(
+    config,
+    vocab_size: int,
+    unused_ids: IdRanges = (),
+    check: Callable[[ModelConfig], None] = lambda shape: None,
+) -> tuple[ModelConfig, Params]:
     """Shape, and float32 weights in the stored layout of the mesh in use.
 
     The weights come from `config.model.source`. If that is "", they are random, keyed by
-    `config.seed`. vocab_size, unused_ids: the tokenizer's. Raises ValueError in one line where a
-    source is missing or of another kind, or where tokenizer, lengths or mesh do not fit the model.
+    `config.seed`. vocab_size, unused_ids: the tokenizer's. check: called with the shape before
+    anything is allocated on a device. Raises ValueError in one line where a source is missing or of
+    another kind, or where tokenizer, lengths or mesh do not fit the model.
     """
     if not config.model.source:
+        check(_for_run(_random_shape(config, vocab_size), config))
         shape = load_shape(config, vocab_size, unused_ids)
         return shape, init_params(shape, jax.random.key(config.seed))
     shape, weights = hf.load(config.model.source)
+    check(_for_run(shape, config))
     shape = _fitting(shape, config, vocab_size, unused_ids)
     return shape, place_params(shape, weights)
 

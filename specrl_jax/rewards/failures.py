@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from specrl_jax.inputs import disk_error
+
 FILE_NAME = "reward_failures.jsonl"
 MAX_BYTES = 4 << 20  # of the file, over the whole run
 MAX_TEXT = 2_000  # characters of a response in the file: its end
@@ -72,7 +74,7 @@ class FailureLog:
                         return
                     file.write(line)
         except OSError as error:
-            raise OSError(f"{self._path}: {error.strerror}; free space and run again") from error
+            raise disk_error(self._path, error) from error
 
 
 def commonest(reasons: Sequence[str]) -> str:

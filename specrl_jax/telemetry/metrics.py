@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrl_jax.inputs import json_object
+from specrl_jax.inputs import disk_error, json_object, one_line
 from specrl_jax.telemetry.console import Console
 from specrl_jax.telemetry.tracking import SafeTracker
 
@@ -158,7 +158,10 @@ def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
 
 
 def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(offset of the line's end, record) of every complete line; a torn last line is skipped."""
+    """(offset of the line's end, record) of every complete line; a torn last line is skipped.
+
+    Raises ValueError in one line, with the file and the line's number, for what is no record.
+    """
     records: list[tuple[int, dict[str, Any]]] = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b"\n"):
@@ -166,11 +169,32 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
     end = 0
     for number, line in enumerate(lines, start=1):
         end += len(line)
-        where = f"{path}: line {number} (restore the file or remove the line)"
-        record = json_object(line, where, ("step",))
-        record |= {name: float(text) for name, text in record.pop("nonfinite", {}).items()}
-        records.append((end, {RENAMED_METRICS.get(k, k): value for k, value in record.items()}))
+        record = _decode(line, f"{path}: line {number} (restore the file or remove the line)")
+        if records and record["step"] <= records[-1][1]["step"]:
+            raise ValueError(f"{path}: line {number} must be of a later step than the line before")
+        records.append((end, record))
     return records
+
+
+def _decode(line: bytes, where: str) -> dict[str, Any]:
+    """The record of a line, under the new names; errors begin with `where`."""
+    record = json_object(line, where, ("step", "epoch"))
+    nonfinite = record.pop("nonfinite", {})
+    with one_line(f"{where} must name metrics and their values in 'nonfinite'"):
+        record |= {name: float(text) for name, text in nonfinite.items()}
+    for name, value in record.items():
+        is_count = name in ("step", "epoch")
+        whole = isinstance(value, int) and value >= 0
+        if not _is_number(value) or (is_count and not whole):
+            rule = "a whole number >= 0" if is_count else "a number"
+            raise ValueError(f"{where} must have {rule} as {name!r}, got {value!r:.40}")
+    return {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a float, or an integer that a float can hold."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, float) or (whole and abs(value) < 2**63)
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -217,6 +241,7 @@ class MetricsLog(contextlib.AbstractContextManager):
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / FILE_NAME
+        read_metrics(workdir)  # a damaged file is refused before it is opened
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
         self.restore(math.inf)
         self._console = Console(total_steps)
@@ -233,11 +258,11 @@ class MetricsLog(contextlib.AbstractContextManager):
         size, self._last_step = (kept[-1][0], kept[-1][1]["step"]) if kept else (0, -1)
         os.truncate(self._path, size)
         os.fsync(self._file.fileno())
-        last = max(self._last_step, 0)
-        if last < step < math.inf:
+        if max(self._last_step, 0) < step < math.inf:
+            end = f"ends at step {self._last_step}" if kept else "is empty"
             _log.warning(
-                "%s ends at step %d, the checkpoint is of step %d: the steps between are lost",
-                self._path, last, step,
+                "%s %s, the checkpoint is of step %d: the steps between are lost",
+                self._path, end, step,
             )  # fmt: skip
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
@@ -259,7 +284,7 @@ class MetricsLog(contextlib.AbstractContextManager):
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise OSError(f"{self._path}: {error.strerror}; free space and run again") from error
+            raise disk_error(self._path, error) from error
         self._last_step = step
         self._console.show(step, epoch, scalars)
         self._tracker.log(step, epoch, scalars)

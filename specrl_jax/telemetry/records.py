@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.inputs import json_object
+from specrl_jax.inputs import disk_error, json_object
 from specrl_jax.types import Prompts, Rollout, Source
 
 FOLDER = "rollouts"
@@ -98,9 +98,42 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a log-prob or a reward can be so: null stands for nan and inf."""
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+
+# What a field of a line may hold: the rule, its test and the fields that it is of.
+_RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "a whole number": (
+        lambda x: type(x) is int,
+        ("step", "epoch", "sample", "prefix_len"),
+    ),
+    "text": (
+        lambda x: type(x) is str,
+        ("prompt_id", "prompt", "answer", "text", "sources"),
+    ),
+    "true or false": (lambda x: type(x) is bool, ("failed", "ended")),
+    "a number or null": (_is_number, ("reward",)),
+    "a list of whole numbers": (
+        lambda x: type(x) is list and all(type(y) is int for y in x),
+        ("token_ids", "token_ends", "origin_steps"),
+    ),
+    "a list of numbers": (
+        lambda x: type(x) is list and all(map(_is_number, x)),
+        ("policy_logprobs",),
+    ),
+}
+
+
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
-    return json_object(line, where, FIELDS)
+    record = json_object(line, where, FIELDS)
+    for rule, (holds, names) in _RULES.items():
+        for name in names:
+            if not holds(record[name]):
+                raise ValueError(f"{where} must have {rule} as {name!r}, got {record[name]!r:.40}")
+    return record
 
 
 def read_some_rollouts(
@@ -278,4 +311,4 @@ def _write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OSError(f"{path}: {error.strerror}; free space and run again") from error
+        raise disk_error(path, error) from error

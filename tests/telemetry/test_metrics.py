@@ -44,8 +44,8 @@ def test_an_old_name_leads_to_the_new_one(tmp_path, old, new):
     assert new in METRICS
     with open_log(tmp_path) as log, pytest.raises(ValueError, match=f"it is called '{new}' now"):
         log.write(1, 1, {old: 1.0})
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, old: 2.0}) + "\n")
-    assert read_metrics(tmp_path) == [{"step": 1, new: 2.0}]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "epoch": 1, old: 2.0}) + "\n")
+    assert read_metrics(tmp_path) == [{"step": 1, "epoch": 1, new: 2.0}]
 
 
 # JSONL --------------------------------------------------------------------------------------
@@ -118,10 +118,36 @@ def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
         assert steps(tmp_path) == [1]
         assert not caplog.records
         log.restore(3)
+        (tmp_path / "metrics.jsonl").write_text("")
+        log.restore(3)
     assert "ends at step 1, the checkpoint is of step 3" in caplog.text
+    assert "metrics.jsonl is empty, the checkpoint is of step 3" in caplog.text
 
 
-def test_damage_before_the_last_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "epoch": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2 .*must be JSON: "):
-        read_metrics(tmp_path)
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"st', "must be JSON: "),
+        ('{"step": 2}', "must have the field 'epoch'"),
+        ('{"step": "2", "epoch": 1}', "must have a whole number >= 0 as 'step', got '2'"),
+        ('{"step": 2.0, "epoch": 1}', "must have a whole number >= 0 as 'step', got 2.0"),
+        ('{"step": 2, "epoch": null}', "must have a whole number >= 0 as 'epoch', got None"),
+        ('{"step": 2, "epoch": 1, "time/step": "1"}', "must have a number as 'time/step', got '1'"),
+        ('{"step": 2, "epoch": 1, "policy/kl": null}', "must have a number as 'policy/kl'"),
+        ('{"step": 2, "epoch": 1, "policy/kl": [1]}', "must have a number as 'policy/kl'"),
+        ('{"step": 2, "epoch": 1, "policy/kl": true}', "must have a number as 'policy/kl'"),
+        ('{"step": 2, "epoch": 1, "policy/kl": 1' + "0" * 400 + "}", "must have a number as"),
+        ('{"step": 2, "epoch": 1, "nonfinite": [1]}', "values in 'nonfinite': "),
+        ('{"step": 2, "epoch": 1, "nonfinite": {"policy/kl": "x"}}', "values in 'nonfinite': "),
+        ('{"step": 1, "epoch": 1}', "must be of a later step than the line before"),
+    ],
+)
+def test_damage_before_the_last_line_is_named(tmp_path, line, message):
+    """A run that reads it for its report, and one that goes on with it."""
+    whole = ['{"step": 1, "epoch": 1}', line, '{"step": 3, "epoch": 1}', ""]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(whole))
+    for read in (read_metrics, open_log):
+        with pytest.raises(ValueError, match=message) as caught:
+            read(tmp_path)
+        assert str(caught.value).startswith(f"{tmp_path / 'metrics.jsonl'}: line 2 ")
+        assert "\n" not in str(caught.value)

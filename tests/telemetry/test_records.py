@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import math
+import re
 import types
 
 import numpy as np
@@ -293,6 +294,14 @@ def test_a_full_disk_is_one_line_and_leaves_the_file_that_was_there(tmp_path, mo
         (
             lambda lines: [lines[0].replace(b'"sources"', b'"source"'), *lines[1:]],
             "line 1 .* must have the field 'sources'",
+        ),
+        (
+            lambda lines: [re.sub(rb'"reward":[^,]*', b'"reward":"high"', lines[0]), *lines[1:]],
+            "line 1 .* must have a number or null as 'reward', got 'high'",
+        ),
+        (
+            lambda lines: [*lines[:1], lines[1].replace(b'"token_ids":[', b'"token_ids":[null,')],
+            "line 2 .* must have a list of whole numbers as 'token_ids', got",
         ),
     ],
 )

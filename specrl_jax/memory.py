@@ -1,0 +1,122 @@
+"""The largest arrays of a run, estimated from its configuration: whether they fit, what sets them.
+
+The estimate counts less than a run needs, so that what fits is not refused. `check` comes before
+anything is allocated: a system may end a process that takes too much without a word.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.config import flatten
+from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.kv_cache import cache_bytes
+from specrl_jax.models.transformer import param_count
+
+_NAMED = 3  # arrays that an error names
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Part(NamedTuple):
+    """Arrays of one kind, over all devices."""
+
+    what: str
+    fields: str  # of the config, that set their size
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.bytes / 2**30:.3g} GiB ({' x '.join(self.fields.split())})"
+
+
+def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list[Part]]]:
+    """Each stage of a run, and what it holds at once. prompts: to train on."""
+    rollout, updates, warmup, evaluation = (
+        config[name] for name in ("rollout", "updates", "warmup", "evaluate")
+    )
+    tokens, of_row = config.data.prompt_len, "data.prompt_len rollout.response_len"
+    slots, itemsize = tokens + rollout.response_len, jnp.dtype(model.dtype).itemsize
+    of_model = "model.source" if config.model.source else "model.num_layers model.embed_dim"
+    width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
+    stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
+    kept = [Part("weights and optimizer", of_model, 12 * param_count(model))]
+    if rollout.store == "device":
+        fields = "data.prompts rollout.group_size rollout.response_len"
+        kept.append(Part("stored drafts", fields, 16 * stored))
+
+    def decoded(rows: int, fields: str) -> list[Part]:
+        if 0 < rollout.max_rows < rows:
+            rows, fields = rollout.max_rows, "rollout.max_rows"
+        begun = tokens + (rollout.response_len >> (rollout.cache_lengths - 1))
+        cache = min(cache_bytes(model, rows, begun), rollout.max_cache_gib * 2**30 or float("inf"))
+        logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
+        return [Part("KV cache", f"{fields} {of_row}", cache), logits]
+
+    def trained(rows: int, fields: str) -> list[Part]:
+        activations = itemsize * model.num_layers * width * rows * slots
+        logits = 4 * rows * min(rollout.logits_chunk, slots) * model.vocab_size
+        return [
+            Part("activations", f"{fields} {of_row}", activations),
+            Part("logits", f"{fields} rollout.logits_chunk", logits),
+        ]
+
+    rows = rollout.prompts_per_step * rollout.group_size
+    yield "a rollout", kept + decoded(rows, "rollout.prompts_per_step rollout.group_size")
+    size = "micro_batch_size" if updates.micro_batch_size else "mini_batch_size"
+    yield "an update", kept + trained(updates[size], f"updates.{size}")
+    if warmup.steps:
+        yield "the warm-up", kept[:1] + trained(warmup.batch_size, "warmup.batch_size")
+    if evaluation.every:
+        rows, fields = (
+            evaluation.batch_size * evaluation.samples,
+            "evaluate.batch_size evaluate.samples",
+        )
+        yield "an evaluation", kept + decoded(rows, fields)
+
+
+def check(config, model: ModelConfig, prompts: int) -> None:
+    """Raise ValueError in one line where a stage of the run needs more than there is."""
+    fields, (memory, where) = dict(flatten(config)), device_memory()
+    for stage, parts in stages(config, model, prompts):
+        total, most = sum(part.bytes for part in parts), max(parts, key=lambda part: part.bytes)
+        if total > memory:
+            field = max(most.fields.split(), key=lambda name: fields[name])
+            raise ValueError(
+                f"{field} must be smaller: {stage} needs about {total / 2**30:.3g} GiB, more than "
+                f"the {memory / 2**30:.3g} GiB of {where}, most of it for {most}, "
+                f"got {fields[field]!r}"
+            )
+
+
+def device_memory() -> tuple[float, str]:
+    """Bytes of all devices of the mesh in use, and what has them."""
+    devices = jax.sharding.get_mesh().devices.ravel()
+    if devices[0].platform == "cpu":
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        for path in map(Path, _CGROUP_LIMITS):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limits.append(int(path.read_text()))
+        return min(limits) * jax.process_count(), "this machine"
+    stats = devices[0].memory_stats() or {}
+    return stats.get("bytes_limit", float("inf")) * len(devices), f"{len(devices)} devices"
+
+
+@contextlib.contextmanager
+def named(config, model: ModelConfig, prompts: int) -> Iterator[None]:
+    """Turn a failed allocation into an OutOfMemoryError that names what the largest arrays are."""
+    try:
+        yield
+    except Exception as error:
+        if not (asked := lack_of_memory(error)):
+            raise
+        parts = {part for _, parts in stages(config, model, prompts) for part in parts}
+        largest = sorted(parts, key=lambda part: part.bytes, reverse=True)[:_NAMED]
+        raise OutOfMemoryError(
+            f"out of memory: {asked}; the largest arrays take at least "
+            f"{'; '.join(map(str, largest))}; lower one of these fields"
+        ) from error
