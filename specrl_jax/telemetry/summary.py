@@ -91,7 +91,7 @@ def _closing(run: Run) -> list[str]:
     if rollout is None or step is None:
         return []
     lines = [
-        "\nAgainst this run's own first epoch (nothing to draft from yet, updates packed as later):",
+        "\nAgainst this run's own first epoch (nothing to draft from, updates packed as later):",
         f"rollouts {rollout:.1f}× as fast, verification included; whole steps {step:.1f}×",
     ]
     last = [speed_up(run, part, last_epoch=True) for part in parts]

@@ -69,7 +69,7 @@ def test_a_row_for_each_epoch_by_hand():
 def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
     """2.2 s against the median of 1.2, 1.1 and 0.9; 3.2 against 2.1. The last epoch's: 1.0, 2.0."""
     assert lines_of(make_records())[-2:] == [
-        "Against this run's own first epoch (nothing to draft from yet, updates packed as later):",
+        "Against this run's own first epoch (nothing to draft from, updates packed as later):",
         "rollouts 2.0× as fast, verification included; whole steps 1.5× (last epoch: 2.2×, 1.6×)",
     ]
     assert "×" not in lines_of(make_records()[:3])[-1]  # one epoch has nothing to compare
