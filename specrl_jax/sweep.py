@@ -225,7 +225,9 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
     try:
         import submitit
     except ImportError:
-        raise ValueError("--cluster needs submitit: pip install 'specrl_jax[slurm]'") from None
+        raise ValueError(
+            "--cluster needs submitit: pip install '.[slurm]' in the clone's directory"
+        ) from None
     try:
         executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
         executor.update_parameters(**{"name": folder.name, "timeout_min": _TIME_LIMIT} | options)

@@ -86,7 +86,7 @@ def set_environment(topology: str) -> None:
     name, _ = parse(topology)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if not CHIPS[name].target:
-        _require("libtpu", topology, "specrl_jax[compile-tpu]")
+        _require("libtpu", topology, "compile-tpu")
         # Ask no server what hardware there is, and do not warn that none answers.
         for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"),
                             ("TPU_ACCELERATOR_TYPE", "v5litepod-1")):  # fmt: skip
@@ -94,7 +94,7 @@ def set_environment(topology: str) -> None:
         return
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):  # where they were installed with pip --target
         sys.path.insert(0, folder)
-    extra = "specrl_jax[compile-cuda]"
+    extra = "compile-cuda"
     _require("jax_plugins.xla_cuda12", topology, extra)
     nvcc = _require("nvidia.cuda_nvcc", topology, extra)
     # Tuning runs candidates on the device, which is not here; without it some products that
@@ -114,7 +114,8 @@ def _require(module: str, topology: str, extra: str) -> Path:
         spec = None
     if spec is None:
         raise ValueError(
-            f"--topology={topology} needs {module}, which is not installed: pip install '{extra}'"
+            f"--topology={topology} needs {module}, which is not installed: "
+            f"pip install '.[{extra}]' in the clone's directory"
         )
     return Path(next(iter(spec.submodule_search_locations)))
 

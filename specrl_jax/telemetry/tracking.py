@@ -93,7 +93,7 @@ class Wandb(Tracker):
 class TensorBoard(Tracker):
     """Event files in WORKDIR/tensorboard."""
 
-    module, install = "tensorboardX", "pip install 'specrl_jax[tensorboard]'"
+    module, install = "tensorboardX", "pip install '.[tensorboard]' in the clone's directory"
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
         self._workdir, self._config = workdir, config
