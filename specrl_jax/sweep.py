@@ -314,5 +314,5 @@ def write_results(
         cases.setdefault(run.case, []).append(read_run(run.workdir))
     series = [Series(name, members) for name, members in cases.items()]
     text = sweep_table.write(series, baseline, folder, target)
-    write_report([run.workdir for run in done], folder / REPORT)
+    write_report([run.workdir for run in done], folder / REPORT, baseline)
     return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {REPORT}"

@@ -72,11 +72,15 @@ class Series:
     name: str
     runs: list[Run]
 
-    def values(self, name: str) -> dict[int, list[float]]:
-        """A metric by step, of every run that has it there; what is not finite is left out."""
+    def values(self, name: str, steady: bool = False) -> dict[int, list[float]]:
+        """A metric by step, of every run that has it there; what is not finite is left out.
+
+        steady: without the steps at which a run compiled.
+        """
         by_step: dict[int, list[float]] = {}
         for run in self.runs:
-            for step, value in values(run.records, name):
+            records = without_compiling(run.records) if steady else run.records
+            for step, value in values(records, name):
                 by_step.setdefault(step, []).append(value)
         return dict(sorted(by_step.items()))
 
@@ -249,7 +253,8 @@ FIGURES: tuple[Headline, ...] = (
     ("seconds of all steps, compilation too",
      lambda x: metric("time/step", math.fsum)(x.steps), "{:,.0f}"),
 )  # fmt: skip
-_OWN_EPOCH = (
+ALONE: tuple[Headline, ...] = (  # of a series without others beside it
+    *FIGURES,
     ("rollout speed-up over its first epoch", lambda x: speed_up(x, "rollout"), "{:.2f}×"),
     ("whole-step speed-up over its first epoch", lambda x: speed_up(x, "step"), "{:.2f}×"),
 )
@@ -285,9 +290,7 @@ def reckoned_over(baseline: Series) -> str:
     )
 
 
-def headline(
-    series: Series, figures: Sequence[Headline] = (*FIGURES, *_OWN_EPOCH)
-) -> list[tuple[str, str, str]]:
+def headline(series: Series, figures: Sequence[Headline] = ALONE) -> list[tuple[str, str, str]]:
     """(name, mean, "± deviation" or "") of every figure of a series, as text."""
     rows = []
     for name, figure, style in figures:

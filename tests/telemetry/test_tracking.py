@@ -117,21 +117,6 @@ def test_what_wandb_is_given(tmp_path, monkeypatch):
     assert (options["dir"], options["config"]["seed"]) == (str(folder), 0)
 
 
-def test_the_commit_and_whether_it_was_changed(tmp_path, monkeypatch):
-    def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], check=True)
-
-    monkeypatch.chdir(tmp_path)
-    assert tracking.git_state() == {}
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "first")
-    clean = tracking.git_state()
-    assert len(clean["commit"]) == 40
-    assert not clean["dirty"]
-    (tmp_path / "new").touch()
-    assert tracking.git_state() == clean | {"dirty": True}
-
-
 def test_without_a_network_an_online_run_becomes_offline(tmp_path, monkeypatch, caplog):
     runs = fake_wandb(monkeypatch, init_fails={"online"})
     monkeypatch.setenv("WANDB_MODE", "online")
