@@ -236,7 +236,7 @@ def test_a_run_shows_its_newest_line_under_its_heading(monkeypatch, tmp_path, ca
     (tmp_path / "train.py").write_text(
         "import time\n"
         "print('a\\n step epoch  reward     left\\n  1/2     1   0.250     0:09\\n', end='')\n"
-        "print('  2/2     1   0.500     0:00\\n  3/', end='', flush=True)\n"
+        "print('  2/2     1   0.500     0:00\\nsummary\\n  3/', end='', flush=True)\n"
         "time.sleep(1)\n"
     )
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])

@@ -29,6 +29,7 @@ _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
 # A step that compiled for more than this share of its seconds says nothing about later ones.
 _COMPILED = 0.05
+_FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,12 +215,13 @@ def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
     """Median seconds of a step's part ("rollout") in the first epoch over those in all later
     epochs, or over those in the last.
 
-    Steps that compiled are left out. None where the first epoch is not plain (it reused tokens), an
-    epoch on either side has no step left, or the reward never moved: responses that are all wrong
-    are reused whole, and say nothing of a run that learns.
+    Steps that compiled are left out. None where the first epoch is not plain (it reused tokens),
+    no draft was ever used, an epoch on either side has no step left, or the reward never moved:
+    responses that are all wrong are reused whole, and say nothing of a run that learns.
     """
     first, later = run.first_epoch, run.later_epochs
-    if not first or reused_fraction(first) or not reward_moved(run):
+    drafted = any(record.get(name) for record in run.steps for name in _FROM_DRAFTS)
+    if not first or reused_fraction(first) or not drafted or not reward_moved(run):
         return None
     if last_epoch and later:
         later = run.last_epoch
@@ -266,8 +268,8 @@ _COMMON = (
 RECKONED = (
     "Speed-up: the median seconds of a step in the run's own first epoch over the median in all "
     "later epochs. In the first epoch nothing was drafted from earlier responses, and updates are "
-    "packed as later: this is not a comparison with plain GRPO. A dash: no step on one side, the "
-    f"first epoch reused tokens, or the reward never moved. {_COMMON}"
+    "packed as later: this is not a comparison with plain GRPO. A dash: no step on one side, no "
+    f"drafts, a first epoch that reused tokens, or a reward that never moved. {_COMMON}"
 )
 
 

@@ -97,6 +97,14 @@ def test_a_run_that_learned_nothing_claims_no_speed_up(changes, config, line):
     assert "as fast" not in "".join(lines)
 
 
+@pytest.mark.parametrize(("drafted", "claims"), [(0, False), (5, True)])
+def test_a_run_without_drafts_claims_no_speed_up(drafted, claims):
+    """Tree drafts reuse nothing: their tokens are sampled."""
+    changes = {"rollout/tokens_reused": 0, "rollout/tokens_drafted": drafted}
+    lines = lines_of([r | changes for r in make_records()])
+    assert ("as fast" in lines[-1]) == claims
+
+
 def test_what_a_plain_run_lacks_is_a_dash():
     records = [{"step": 1, "epoch": 1, "reward/mean": 0.5, "time/rollout": float("nan")}]
     assert table_rows(lines_of(records))["1"] == ["1", "0.500", *["-"] * 12]
