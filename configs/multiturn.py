@@ -1,7 +1,7 @@
 """GRPO on episodes of several turns: guess a number with the help of "<" and ">".
 
     python launch/train.py --config=configs/multiturn.py          the preset tiny
-    python launch/train.py --config=configs/multiturn.py:micro    the same in seconds
+    python launch/train.py --config=configs/multiturn.py:micro    the same from 0 to 4, 24 steps
 
 All other fields are those of configs/grpo.py. A policy of random weights learns that "2-7?" asks
 for a number from 2 to 7, and to follow the answers: "4" ">" "6" "<" "5". The environment's tokens
@@ -11,8 +11,8 @@ Expect a held-out reward near 0.8 from tiny, on 2 CPU cores without accelerator.
 how turns work, and what drafts keep of them.
 
 Measured: tiny, one seed, held out 0 → 0.78 in 96 steps. From step 60 on it learns its 146 problems
-by heart, and drafts are kept whole. micro takes two minutes on a busy machine, nearly all of it for
-compilation, and its 12 steps are too few to learn: held out 0 → 0.14 at step 6 → 0.
+by heart, and drafts are kept whole. micro takes a minute of CPU time, nearly all of it for
+compilation: training reward 0.00 → 0.86 on 16 problems, held out 0.07 → 0.36 on 14.
 """
 
 import runpy
@@ -40,9 +40,13 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.warmup.steps = 0
     config.train.steps = 96
     if preset == "micro":
-        config.data.options.high, config.data.eval_prompts = 5, 14
-        config.rollout.prompts_per_step, config.rollout.group_size = 16, 8
-        config.updates.mini_batch_size, config.updates.micro_batch_size = 64, 64
-        config.evaluate.batch_size = 16
-        config.train.steps = 12
+        config.tokenizer.alphabet = "01234-?<>"
+        config.data.options.high, config.data.eval_prompts = 4, 14
+        config.rollout.prompts_per_step, config.rollout.response_len = 16, 8
+        config.rollout.row_buckets = 1
+        # A policy that is never right must sample anew: its wrong drafts would be kept whole.
+        config.rollout.draft_refresh = 0.5
+        config.updates.mini_batch_size = 128
+        config.evaluate.every, config.evaluate.batch_size = 8, 16
+        config.train.steps = 24
     return config

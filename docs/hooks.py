@@ -17,8 +17,9 @@ LINKS = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "configs/grpo.py": "configuration.md",
+    "configs/lenience_sweep.py": "presets.md",
 }
-CONFIGS = ("grpo", "ppo", "dapo", "multiturn")
+CONFIGS = ("grpo", "ppo", "dapo", "multiturn", "lenience_sweep")
 # Subject → modules below specrl_jax.
 MODULES = {
     "Runs": ("train", "evaluate", "evaluation.saved_policy", "telemetry.metrics"),

@@ -3,8 +3,9 @@
     python launch/compile.py --config=configs/grpo.py:gsm8k --topology=v5e:2x2
     python launch/compile.py --config=configs/grpo.py:qwen3_1p7b --topology=h100:8 --plan
 
-Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2, h100:8, h200:8 and so on. TPUs need
-`pip install '.[compile-tpu]'`, GPUs '.[compile-cuda]'. docs/scaling.md explains the table.
+Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2; h100:8, h200:8, a100-40gb:1, a100-80gb:8, l4:1, t4:1,
+rtx4090:1 and so on. TPUs need `pip install '.[compile-tpu]'` in the clone's directory, GPUs
+'.[compile-cuda]'. docs/scaling.md explains the table.
 
 --plan prints the memory plan alone. --programs=decode,update compiles these alone. --tokens and
 --reuse are a response's mean length and the share of it that drafts give, for the estimates of

@@ -7,7 +7,8 @@ A TASK is held_out (the run's own, the default), FILE.jsonl or FILE.parquet, rea
 with any :OPTION=VALUE, or lm_eval:NAME, where NAME may be a task file of your own (needs
 `pip install '.[eval]'`). --samples=0 is greedy alone. --limit=N takes N problems of a task.
 --config.FIELD=VALUE changes the configuration, as data.instruction, reward.name or reward.extract.
---json=FILE writes the figures.
+--json=FILE writes the figures. Where a task does not fit the policy, the others are still measured,
+and the exit code is 2.
 """
 
 import sys
@@ -55,31 +56,43 @@ def main() -> None:
     policy = saved_policy.open_policy(args.run, args.model, args.step, defaults, change)
     samples = 0 if args.temperature == 0 else args.samples
     temperature = policy.config.evaluate.temperature or policy.config.rollout.temperature
-    ours = [name for name in names if not name.startswith(_LM_EVAL)]
-    theirs = [name.removeprefix(_LM_EVAL) for name in names if name not in ours]
-    tasks = [eval_tasks.load_task(name, policy.config, args.limit, change) for name in ours]
-    rows = []
-    if theirs:
-        rows += _lm_eval(policy, theirs, args.limit)
-    for task in tasks:
-        rows += eval_tasks.measure(policy, task, samples, temperature)
-    title = f"{policy.name}, step {policy.step}" if args.run else policy.name
-    report = Report(f"{title}; ci95: half a 95 % interval, normal over prompts", rows)
-    print(report.to_text())
-    if args.json:
-        args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+    measures = {}
+    for name in names:  # a name that is none ends it here, before anything is computed
+        if name.startswith(_LM_EVAL):
+            task = name.removeprefix(_LM_EVAL)
+            measures[name] = functools.partial(_lm_eval, policy, task, args.limit)
+        else:
+            task = eval_tasks.load_task(name, policy.config, args.limit, change)
+            inputs = (policy, task, samples, temperature)
+            measures[name] = functools.partial(eval_tasks.measure, *inputs)
+    rows, misfits = [], []
+    try:
+        for name, measure in measures.items():
+            try:
+                rows += measure()
+            except (ValueError, OSError) as error:
+                misfits.append(f"{name}: {error}")
+    finally:  # also where Ctrl-C ends it
+        title = f"{policy.name}, step {policy.step}" if args.run else policy.name
+        report = Report(f"{title}; ci95: half a 95 % interval, normal over prompts", rows)
+        if rows:
+            print(report.to_text(), flush=True)
+        if args.json and rows:
+            args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+    if misfits:
+        raise ValueError(f"no figures of {'; '.join(misfits)}")
 
 
-def _lm_eval(policy, names: list[str], limit: int) -> list[dict]:
+def _lm_eval(policy, name: str, limit: int) -> list[dict]:
     try:
         from specrl_jax.evaluation import lm_eval_model
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
         raise ValueError(
-            f"--tasks={_LM_EVAL}{names[0]} needs lm-eval: pip install '.[eval]'"
+            "it needs lm-eval: pip install '.[eval]' in the clone's directory"
         ) from None
-    return lm_eval_model.measure(policy, names, limit)
+    return lm_eval_model.measure(policy, [name], limit)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main() -> None:
 
     folder = Path(os.path.commonpath([run.absolute() for run in args.runs]))
     file = args.out or folder / FILE_NAME
-    if not file.absolute().parent.is_dir():
+    if args.out and not file.absolute().parent.is_dir():
         raise ValueError(f"--out: no directory {file.absolute().parent}; make it first")
     write_report(args.runs, file)
     print(file)

@@ -4,7 +4,8 @@
 
 The same command again resumes the run in DIR (default: runs/CONFIG-PRESET). A finished run is left
 as it is. With --resume_from=RUN@STEP a new DIR begins with that checkpoint of the run in RUN, under
-settings that may differ from its own in what the weights' shapes do not depend on.
+settings that may differ from its own in what the weights' shapes do not depend on. --print_config
+prints every field with its value and trains nothing; a run writes them to DIR/config.json.
 
 On several hosts the same command runs on each of them, with DIR on a file system that they share.
 Slurm's steps are joined by themselves, TPU pods with --coordinator=auto, others by --coordinator,
@@ -45,6 +46,7 @@ def main() -> None:
 
             workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))
             print(f"workdir: {workdir}", flush=True)
+            print(f"config: {workdir / 'config.json'}", flush=True)
             train(config, workdir, _RESUME_FROM.value, stop)
 
 

@@ -21,7 +21,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from specrl_jax import config_file
-from specrl_jax.config import OPTIONS, RENAMED_FIELDS
+from specrl_jax.config import OPTIONS, RENAMED_FIELDS, flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -33,6 +33,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help")
+
+    def print_help(self, file: Any = None) -> None:
+        _print_and_exit(self.format_help())
 
 
 def refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
@@ -128,8 +131,10 @@ def presets() -> dict[str, ConfigDict]:
 
 
 def define_config() -> None:
-    """Define the flags --config (file[:preset], must come first) and --config.FIELD=VALUE."""
+    """Define the flags --config (file[:preset], must come first), --config.FIELD=VALUE and
+    --print_config, which `run` obeys."""
     config_flags.DEFINE_config_file("config", None, "configuration file[:preset]")
+    flags.DEFINE_bool("print_config", False, "print every field with its value, and end")
 
 
 def _preset() -> str:
@@ -150,6 +155,9 @@ def run(main: Callable[[], None]) -> None:
         with user_errors():
             if len(argv) > 1:
                 raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+            if "print_config" in flags.FLAGS and flags.FLAGS.print_config:
+                fields = flatten(flags.FLAGS.config)
+                _print_and_exit("\n".join(f"{name} = {value!r}" for name, value in fields))
             if not flags.FLAGS["verbosity"].present:
                 logging.set_verbosity(logging.WARNING)
             getLogger("huggingface_hub").propagate = False  # it prints its lines itself
@@ -190,8 +198,8 @@ def _user_line(error: Exception) -> str:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     if not {"--help", "-h", "-help"}.isdisjoint(argv):
-        print(_help())
-        sys.exit(0)
+        with user_errors():
+            _print_and_exit(_help(argv))
     has_config = "config" in flags.FLAGS  # which `define_config` defines
     names = {argument.partition("=")[0] for argument in argv}
     if has_config and names.isdisjoint(("--config", "-config")):
@@ -228,18 +236,36 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _help() -> str:
-    """The program's docstring and flags, and the presets and fields of configs/grpo.py."""
+def _print_and_exit(text: str) -> NoReturn:
+    """Print all of a text, or as much as the reader of stdout wants, as `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+    sys.exit(0)
+
+
+def _help(argv: Sequence[str]) -> str:
+    """The program's docstring and flags, presets, and the fields with the values of --config."""
     file = _CONFIGS / "grpo.py"
+    given = [argument for argument in argv if argument.startswith("--config")]
+    named = next((x.partition("=")[2] for x in given if x.startswith("--config=")), "")
+    if not named:
+        given, named = [f"--config={file}"], "the preset tiny, as there is no --config"
+    values = dict(flatten(read_config(given)))
+    comments = {x.name: f"\n      {x.comment}" for x in config_file.fields(file)}
+    names = sorted(values, key=[*comments, *values].index)  # in the file's order
     own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    if "print_config" in flags.FLAGS:
+        own = [*own, flags.FLAGS["print_config"]]
     parts = [
         (sys.modules["__main__"].__doc__ or "").strip(),
         "\nFlags:",
-        *(f"  --{flag.name}: {flag.help}" for flag in own if flag.name != "config"),
+        *(f"  --{flag.name}: {flag.help}" for flag in own),
         "\nPresets, as in --config=configs/grpo.py:micro",
         *(f"  {name}: {line}" for name, line in config_file.presets(file).items()),
-        "\nFields, with the values of the preset tiny:",
-        *(f"  --config.{x.name}={x.value}\n      {x.comment}" for x in config_file.fields(file)),
+        f"\nFields, with the values of {named}:",
+        *(f"  --config.{name}={values[name]!r}{comments.get(name, '')}" for name in names),
     ]
     return "\n".join(parts)
 

@@ -29,6 +29,9 @@ from specrl_jax.telemetry.runs import Run, Series, read_run
 
 _TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
 _TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
+_SHOWS_EVERY = 10.0  # seconds; the newest line of a run's output
+_HEADING = re.compile(r"^ *step epoch .*", re.MULTILINE)  # of the table of telemetry.console
+_STEP = re.compile(r"^ *\d+/\d+ .*", re.MULTILINE)  # a line of it
 # What a run that a signal ended says last; it exits with 0, as it saved all it had.
 _STOPPED = re.compile(r"(SIG\w+, saved at step \d+ of \d+); run the same command to go on")
 
@@ -177,7 +180,7 @@ class Training:
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on once
             )
             try:
-                code = self._process.wait()
+                code = self._wait(output, start)
             except BaseException:
                 self.stop()
                 raise
@@ -190,6 +193,24 @@ class Training:
             return stopped[1]
         run.done.write_text(run.config)
         return ""
+
+    def _wait(self, output: Path, start: int) -> int:
+        """The exit code at the run's end; until then shows the newest line of its table, or before
+        that of its output.
+
+        start: where this process begins in the file.
+        """
+        _say(f"{self._run.workdir.name}: runs, all that it says is in {output}")
+        shown = set()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_SHOWS_EVERY)
+            said = output.read_bytes()[start:].decode(errors="replace").rpartition("\n")[0]
+            newest = (_STEP.findall(said) or said.splitlines())[-1:]
+            for line in (*_HEADING.findall(said)[:1], *newest):
+                if line not in shown:
+                    shown.add(line)
+                    _say(line)
 
     def stop(self) -> None:
         """Have the run finish its step and save."""
@@ -213,6 +234,10 @@ class Training:
         return {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags} | os.environ
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 # Starts a run; what it gives waits for the end, and gives "" or why the run failed.
 Submit = Callable[[TrainingRun], Callable[[], str]]
 
@@ -225,7 +250,9 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
     try:
         import submitit
     except ImportError:
-        raise ValueError("--cluster needs submitit: pip install 'specrl_jax[slurm]'") from None
+        raise ValueError(
+            "--cluster needs submitit: pip install '.[slurm]' in the clone's directory"
+        ) from None
     try:
         executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
         executor.update_parameters(**{"name": folder.name, "timeout_min": _TIME_LIMIT} | options)
@@ -258,8 +285,8 @@ def _result(job: Any, noted: Path) -> str:
 
 
 def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
-    """Trains every run that is not finished; says on stderr how each ended. Returns why runs
-    failed, by work directory."""
+    """Trains every run that is not finished; says on stderr how each goes and how it ended. Returns
+    why runs failed, by work directory."""
     waits = ((run, (lambda: "") if run.finished else submit(run)) for run in runs)
     if submit is not Training:
         waits = list(waits)  # they run at the same time
@@ -268,7 +295,7 @@ def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
         if reason := wait():
             failed[run.workdir] = reason
         status = f"failed, {reason}" if reason else "done"
-        print(f"{number}/{len(runs)} {run.workdir.name}: {status}", file=sys.stderr, flush=True)
+        _say(f"{number}/{len(runs)} {run.workdir.name}: {status}")
     return failed
 
 
@@ -289,5 +316,5 @@ def write_results(
         cases.setdefault(run.case, []).append(read_run(run.workdir))
     series = [Series(name, members) for name, members in cases.items()]
     text = sweep_table.write(series, baseline, folder, target)
-    write_report([run.workdir for run in done], folder / REPORT)
+    write_report([run.workdir for run in done], folder / REPORT, baseline)
     return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {REPORT}"

@@ -26,6 +26,7 @@ from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.runtime import compile_metrics, only_process
 from specrl_jax.state import TrainerState, init_state, resume
 from specrl_jax.stop import StopRequest
+from specrl_jax.telemetry.code_state import record_code
 from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog, read_metrics
 from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
@@ -121,6 +122,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
         del params
         if hosts.is_primary():
             save_run_config(workdir, described)  # from here on the directory is this run's
+            record_code(workdir)
         records = _open_records(trainer, workdir)
         with _open_log(trainer, workdir) as log, stop.finishing_steps():
             restored = state.step if last else 0

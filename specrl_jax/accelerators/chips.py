@@ -28,36 +28,75 @@ class Chip:
     target: str = ""  # a GPU as XLA wants it described
 
 
-# CUDA C++ Programming Guide, compute capability 9.0; NVIDIA H100 and H200 data sheets (SXM).
-_HOPPER = """
+# Compute capability → operations a clock, threads and bytes of shared memory of a multiprocessor,
+# and the most shared memory of a block (CUDA C++ Programming Guide, compute capabilities).
+_CAPABILITIES = {
+    (7, 5): (64, 1024, 65_536, 65_536),
+    (8, 0): (64, 2048, 167_936, 166_912),
+    (8, 9): (128, 1536, 102_400, 101_376),
+    (9, 0): (128, 2048, 233_472, 232_448),
+}
+_TARGET = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 minor: 0 }}
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {ghz}
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {threads}
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {block_shared}
+  shared_memory_per_core: {shared} l2_cache_size: {l2}
   memory_bandwidth: {bandwidth} device_memory_size: {memory}
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{name}"
+device_description_str: "NVIDIA {name}"
 """
 
 
-def _hopper(name: str, memory: int, bandwidth: int) -> Chip:
-    target = _HOPPER.format(name=f"NVIDIA {name}", memory=memory, bandwidth=bandwidth)
-    return Chip(memory, bandwidth, 989e12, 450 * GB, target=target)
+@dataclasses.dataclass(frozen=True)
+class _Silicon:
+    """What chips of one kind share."""
 
+    capability: tuple[int, int]
+    cores: int  # multiprocessors
+    ghz: float  # boost clock
+    l2: int  # MiB
+    flops: float
+    link: float
+
+
+def _gpu(name: str, silicon: _Silicon, memory: float, bandwidth: float) -> Chip:
+    fpus, threads, shared, block_shared = _CAPABILITIES[silicon.capability]
+    major, minor = silicon.capability
+    target = _TARGET.format(
+        name=name, major=major, minor=minor, cores=silicon.cores, ghz=silicon.ghz, fpus=fpus,
+        threads=threads, shared=shared, block_shared=block_shared, l2=silicon.l2 * 2**20,
+        bandwidth=int(bandwidth), memory=int(memory),
+    )  # fmt: skip
+    return Chip(memory, bandwidth, silicon.flops, silicon.link, target=target)
+
+
+# NVIDIA's data sheets; NVLink or PCIe in one direction. A T4 has no bfloat16 units: the figure is
+# that of float32, in which XLA computes there.
+_HOPPER = _Silicon((9, 0), 132, 1.98, 50, 989e12, 450 * GB)
+_A100 = _Silicon((8, 0), 108, 1.41, 40, 312e12, 300 * GB)
+_L4 = _Silicon((8, 9), 58, 2.04, 48, 121e12, 32 * GB)
+_RTX4090 = _Silicon((8, 9), 128, 2.52, 72, 165e12, 32 * GB)
+_T4 = _Silicon((7, 5), 40, 1.59, 4, 8.1e12, 16 * GB)
 
 CHIPS = {
     # Google Cloud's pages of each; XLA keeps 0.25 GiB of a v5e for itself.
     "v5e": Chip(15.75 * GIB, 819 * GB, 197e12, 90 * GB, clock=1.5e9),
     "v5p": Chip(95 * GIB, 2_765 * GB, 459e12, 180 * GB, clock=1.75e9),
     "v6e": Chip(31.25 * GIB, 1_640 * GB, 918e12, 180 * GB, clock=1.75e9),
-    "h100": _hopper("H100 80GB HBM3", 80 * GB, 3_350 * GB),
-    "h200": _hopper("H200", 141 * GB, 4_800 * GB),
+    "h100": _gpu("H100 80GB HBM3", _HOPPER, 80 * GB, 3_350 * GB),
+    "h200": _gpu("H200", _HOPPER, 141 * GB, 4_800 * GB),
+    "a100-40gb": _gpu("A100-SXM4-40GB", _A100, 40 * GB, 1_555 * GB),
+    "a100-80gb": _gpu("A100-SXM4-80GB", _A100, 80 * GB, 2_039 * GB),
+    # ECC takes its part of both: what CUDA reports, in GiB.
+    "l4": _gpu("L4", _L4, 22 * GIB, 300 * GB),
+    "t4": _gpu("T4", _T4, 14.5 * GIB, 320 * GB),
+    "rtx4090": _gpu("GeForce RTX 4090", _RTX4090, 24 * GB, 1_008 * GB),
 }
 
 
@@ -86,7 +125,7 @@ def set_environment(topology: str) -> None:
     name, _ = parse(topology)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if not CHIPS[name].target:
-        _require("libtpu", topology, "specrl_jax[compile-tpu]")
+        _require("libtpu", topology, "compile-tpu")
         # Ask no server what hardware there is, and do not warn that none answers.
         for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"),
                             ("TPU_ACCELERATOR_TYPE", "v5litepod-1")):  # fmt: skip
@@ -94,7 +133,7 @@ def set_environment(topology: str) -> None:
         return
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):  # where they were installed with pip --target
         sys.path.insert(0, folder)
-    extra = "specrl_jax[compile-cuda]"
+    extra = "compile-cuda"
     _require("jax_plugins.xla_cuda12", topology, extra)
     nvcc = _require("nvidia.cuda_nvcc", topology, extra)
     # Tuning runs candidates on the device, which is not here; without it some products that
@@ -114,7 +153,8 @@ def _require(module: str, topology: str, extra: str) -> Path:
         spec = None
     if spec is None:
         raise ValueError(
-            f"--topology={topology} needs {module}, which is not installed: pip install '{extra}'"
+            f"--topology={topology} needs {module}, which is not installed: "
+            f"pip install '.[{extra}]' in the clone's directory"
         )
     return Path(next(iter(spec.submodule_search_locations)))
 

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 
 # Heading, metric, width, format. A step without the metric shows "-".
 _COLUMNS = (
-    ("reward", "reward/mean", 7, "{:.3f}"),
+    ("reward", "reward/mean", 6, "{:.3f}"),
     ("eval", "reward/eval", 6, "{:.3f}"),
+    ("nosignal", "reward/no_signal", 8, "{:.0%}"),
     ("reuse", "rollout/reuse_fraction", 6, "{:.1%}"),
-    ("prefix", "rollout/prefix_len_mean", 7, "{:.1f}"),
+    ("prefix", "rollout/prefix_len_mean", 6, "{:.1f}"),
     ("rowsteps", "rollout/row_steps", 8, "{:,.0f}"),
-    ("rollout", "time/rollout", 8, "{:.2f}s"),
+    ("rollout", "time/rollout", 7, "{:.2f}s"),
     ("verify", "time/verify", 7, "{:.2f}s"),
-    ("decode", "time/decode", 8, "{:.2f}s"),
+    ("decode", "time/decode", 7, "{:.2f}s"),
     ("update", "time/update", 7, "{:.2f}s"),
 )
 
@@ -89,7 +90,7 @@ class Console:
         line = f"{step:>{2 * len(str(self._total)) + 1}} {epoch:>5}"
         for cell, (_, _, width, _) in zip(cells, _COLUMNS, strict=True):
             line += f"{cell:>{width + 1}}"
-        self.write_line(f"{line}{time_left:>9}  {trouble}".rstrip())
+        self.write_line(f"{line}{time_left:>8}  {trouble}".rstrip())
 
     def write_line(self, line: str) -> None:
         """A line of its own, above the progress bar."""

@@ -1,27 +1,32 @@
 """The charts of a run's report, as figures of Plotly: {"data": [...], "layout": {...}}.
 
-Takes `Series` of runs, one colour each, with the standard deviation over their seeds as a band. One
-series has a colour for each metric. A chart without data, or of zeros alone, is left out. Colours
-are Okabe and Ito's.
+Takes `Series` of runs, one colour each, with the standard deviation over their seeds as a band; the
+page says whose colour is which. One series has a colour for each metric. A chart without data, or
+of zeros alone, is left out. Colours are Okabe and Ito's, then Tol's.
 """
 
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from specrl_jax.telemetry.runs import Record, Run, Series, deviation, without_compiling
 
-Chart = dict[str, Any]  # title, note, data, layout
+Chart = dict[str, Any]  # title, note, data, layout; height in pixels where it is not the page's
 
 BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999"
 )  # fmt: skip
-_COLORS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
+_COLORS = (
+    BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY,
+    "#882255", "#44AA99", "#999933", "#332288", "#CC6677",
+)  # fmt: skip
 _DASHES = ("solid", "dot", "dash")
 _MAX_EPOCH_NAMES = 8  # in a chart; more epochs have lines without names
-_OFF_SCALE = 1.5  # times the longest step that did not compile: not drawn to its full height
+_MAX_LEFT_OUT = 3  # steps that are named in a note
+_MAX_BANDS = 4  # series with bands; those of more would cover each other
+_BAR, _AROUND = 22, 110  # pixels: a horizontal bar, and legend and axis
 _MAX_HISTOGRAMS, _BINS = 4, 12
 
 
@@ -32,7 +37,7 @@ class _Curves(NamedTuple):
     unit: str
     metrics: dict[str, str]  # metric → its name in the chart
     share: bool = False  # from 0 to 1
-    seconds: bool = False  # steps that compile are cut
+    seconds: bool = False  # without steps that compiled
 
 
 # The papers' curves: SPEC-RL (arXiv 2509.23232), figures 1, 4 and 6; SRT (2601.09083), figure 4.
@@ -47,6 +52,9 @@ _TRAINING = (
              "rollout/row_steps": "row steps (work)"}),
     _Curves("Overlap with the last epoch's response", "ROUGE-1 F1",
             {"rollout/overlap_rouge1": "overlap"}, share=True),
+    _Curves("Groups without signal", "share", {"reward/no_signal": "equal rewards"}, share=True),
+    _Curves("Gradient norm", "before clipping", {"update/grad_norm": "gradient norm"}),
+    _Curves("Learning rate", "of the step's last update", {"update/lr": "learning rate"}),
     _Curves("Entropy", "nats a token", {"policy/entropy": "entropy"}),
     _Curves("KL to the reference", "nats a token", {"policy/kl": "KL"}),
     _Curves("Clipped tokens", "share", {"policy/clip_fraction": "clipped"}),
@@ -98,25 +106,42 @@ def _drawn(charts: Sequence[_Curves], series: Sequence[Series]) -> list[Chart]:
     return [chart for chart in drawn if any(any(trace["y"]) for trace in chart["data"])]
 
 
+def color(number: int) -> str:
+    """Of a series, or of a metric of the only one."""
+    return _COLORS[number % len(_COLORS)]
+
+
 def _chart(curves: _Curves, series: Sequence[Series]) -> Chart:
     traces: list[dict] = []
+    several = len(series) > 1
     for i, case in enumerate(series):
         for j, (metric, name) in enumerate(curves.metrics.items()):
-            points = case.values(metric)
+            points = case.values(metric, curves.seconds) or case.values(metric)
             if not points:
                 continue
-            several = len(series) > 1
-            label = ", ".join(
-                [case.name] * several + [name] * (len(curves.metrics) > 1 or not several)
-            )
-            color = _COLORS[(i if several else j) % len(_COLORS)]
-            dash = _DASHES[(j if several else 0) % len(_DASHES)]
-            traces += _line(points, label, color, dash)
+            if several:
+                label = f"{case.name}, {name}" if len(curves.metrics) > 1 else case.name
+                lines = _line(points, label, color(i), _DASHES[j])
+                lines = lines if len(series) <= _MAX_BANDS else lines[-1:]
+                traces += [line | {"showlegend": False} for line in lines]
+            else:
+                traces += _line(points, name, color(j), "solid")
+    if several and len(curves.metrics) > 1:
+        traces += _key(curves.metrics.values())
     layout = _layout(curves.unit, series[0].runs[0])
     if curves.share:
         layout["yaxis"]["range"] = [0, 1]
-    note = _cut(layout, traces, series) if curves.seconds else ""
+    note = _left_out(series) if curves.seconds else ""
     return {"title": curves.title, "note": note, "data": traces, "layout": layout}
+
+
+def _key(names: Iterable[str]) -> list[dict]:
+    """Traces without points, which name the metrics of all series by their dashes."""
+    nothing = {"type": "scatter", "mode": "lines", "x": [None], "y": [None], "hoverinfo": "skip"}
+    return [
+        nothing | {"name": name, "line": {"color": GREY, "width": 2, "dash": dash}}
+        for name, dash in zip(names, _DASHES)
+    ]
 
 
 def _line(points: dict[int, list[float]], name: str, color: str, dash: str) -> list[dict]:
@@ -160,48 +185,54 @@ def _layout(unit: str, run: Run) -> dict[str, Any]:
     }
 
 
-def _cut(layout: dict[str, Any], traces: Sequence[dict], series: Sequence[Series]) -> str:
-    """Limits the height to that of steps that did not compile, if any; names those beyond it."""
-    records = [r for case in series for run in case.runs for r in without_compiling(run.steps)]
-    steady = {record["step"] for record in records}
-    points = [xy for trace in traces for xy in zip(trace["x"], trace["y"]) if xy[1] is not None]
-    longest = max((y for x, y in points if x in steady), default=math.inf)
-    beyond = {x: y for x, y in points if y > _OFF_SCALE * longest}
-    if not beyond:
+def _left_out(series: Sequence[Series]) -> str:
+    """Says which steps of a run are not shown, as they compiled; all are if every step did."""
+    runs = [run for case in series for run in case.runs]
+    steady = [{record["step"] for record in without_compiling(run.steps)} for run in runs]
+    compiled = [r for run, kept in zip(runs, steady) for r in run.steps if r["step"] not in kept]
+    if not compiled or not any(steady):
         return ""
-    layout["yaxis"]["range"] = [0, 1.2 * longest]
-    noted = ", ".join(f"step {x}: {y:.1f} s" for x, y in list(beyond.items())[:3])
-    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
-    return f"Off the scale, compiling: {noted}{more}."
+    if len(runs) > 1:
+        return "Without steps that compiled."
+    named = [f"{r['step']} ({r['time/step']:.1f} s)" for r in compiled[:_MAX_LEFT_OUT]]
+    more = len(compiled) - len(named)
+    return f"Without steps that compiled: {', '.join(named)}{f' and {more} more' * bool(more)}."
 
 
 # Seconds and lengths ------------------------------------------------------------------------
 
 
 def seconds_chart(series: Sequence[Series]) -> Chart:
-    """A step's seconds as stacked bars: of every step of a single run, else means by epoch."""
+    """A step's seconds as stacked bars: of every step of a single run, else means by epoch, which
+    lie, as names of series are long."""
     runs = [run for case in series for run in case.runs]
     if len(runs) == 1:
-        steps = runs[0].steps
         layout = _layout("seconds", runs[0]) | {"barmode": "stack", "bargap": 0}
-        totals = {"x": [r["step"] for r in steps], "y": [r.get("time/step") for r in steps]}
-        note = _cut(layout, [totals], series)
+        note = _left_out(series)
+        steps = without_compiling(runs[0].steps) or runs[0].steps
         bars = [(record["step"], [record]) for record in steps]
     else:
-        layout = {"barmode": "stack", "yaxis": {"title": {"text": "seconds a step"}}}
+        layout = {
+            "barmode": "stack", "bargap": 0.15, "legend": {"y": 1.01},
+            "xaxis": {"title": {"text": "seconds a step"}, "showgrid": True},
+            "yaxis": {"autorange": "reversed", "showgrid": False},
+        }  # fmt: skip
         note = "Means over the steps and seeds of an epoch, without steps that compiled."
         bars = [(x, records) for x, records in _by_epoch(series) if records]
-    x: list = [x for x, _ in bars]
+    places: list = [place for place, _ in bars]
     if len(series) > 1:  # two levels
-        x = list(map(list, zip(*x)))
+        places = list(map(list, zip(*places)))
     traces = []
-    for name, metric, within, color in _PARTS:
-        y = [_mean_seconds(records, metric, within) for _, records in bars]
-        if any(y):
-            marker = {"color": color, "line": {"width": 0}}
-            trace = {"type": "bar", "name": name, "x": x, "y": _rounded(y), "marker": marker}
-            traces.append(trace)
-    return {"title": "Seconds of a step", "note": note, "data": traces, "layout": layout}
+    for name, metric, within, hue in _PARTS:
+        seconds = [_mean_seconds(records, metric, within) for _, records in bars]
+        if any(seconds):
+            trace = {"type": "bar", "name": name, "marker": {"color": hue, "line": {"width": 0}}}
+            axes = {"x": places, "y": _rounded(seconds)}
+            if len(runs) > 1:
+                axes = {"y": places, "x": _rounded(seconds), "orientation": "h"}
+            traces.append(trace | axes)
+    chart = {"title": "Seconds of a step", "note": note, "data": traces, "layout": layout}
+    return chart if len(runs) == 1 else chart | {"height": _AROUND + _BAR * len(bars)}
 
 
 def _by_epoch(series: Sequence[Series]) -> list[tuple[Any, list[Record]]]:
@@ -226,8 +257,11 @@ def _mean_seconds(records: Sequence[Record], metric: str, within: Sequence[str])
     return max(statistics.fmean(seconds), 0.0)
 
 
-def length_chart(accepted: dict[str, list[int]]) -> list[Chart]:
-    """Histograms of the accepted length of recorded responses, by series or epoch; [] of none."""
+def length_chart(accepted: dict[str, list[int]], colors: dict[str, str]) -> list[Chart]:
+    """Histograms of the accepted length of recorded responses, by series or epoch; [] of none.
+
+    colors: of series that have one.
+    """
     names = [name for name, lengths in accepted.items() if any(lengths)]
     every = math.ceil(len(names) / _MAX_HISTOGRAMS) or 1
     names = names[::-1][::every][::-1]  # evenly, the last one included
@@ -242,7 +276,7 @@ def length_chart(accepted: dict[str, list[int]]) -> list[Chart]:
         labels = [f"{s}–{s + width - 1}" if width > 1 else str(s) for s in starts]
         traces.append({"type": "bar", "name": name, "x": labels,
                        "y": _rounded([n / len(accepted[name]) for n in counts]),
-                       "marker": {"color": _COLORS[i]}})  # fmt: skip
+                       "marker": {"color": colors.get(name, color(i))}})  # fmt: skip
     layout = {
         "barmode": "group",
         "xaxis": {"title": {"text": "accepted tokens"}, "type": "category"},

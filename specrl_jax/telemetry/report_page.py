@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.telemetry import runs as reports
+from specrl_jax.telemetry.code_state import read_code
 from specrl_jax.telemetry.report_charts import (
+    color,
     exactness_charts,
     length_chart,
     seconds_chart,
@@ -31,14 +33,17 @@ _MOST_NAMES = 4  # of runs in the title
 _MOST_OF_THE_TIME = 0.05  # that refreshing may take
 
 
-def write_report(workdirs: Sequence[str | os.PathLike], file: str | os.PathLike) -> None:
+def write_report(
+    workdirs: Sequence[str | os.PathLike], file: str | os.PathLike, baseline: str = ""
+) -> None:
     """Writes the report of runs, all of it or nothing.
 
-    Raises ValueError in one line where a work directory is none or is damaged, OSError where the
-    file cannot be written.
+    baseline: the series that the speed-ups of several refer to, by default the first. Raises
+    ValueError in one line where a work directory is none or is damaged, OSError where the file
+    cannot be written.
     """
     runs = [reports.read_run(workdir) for workdir in workdirs]
-    content = page(_data(runs))
+    content = page(_data(runs, baseline))
     file = Path(file)
     partial = file.with_name(file.name + ".partial")
     try:
@@ -59,8 +64,12 @@ def page(data: dict[str, Any]) -> str:
     return re.sub("__(TITLE|DATA|PLOTLY)__", lambda match: parts[match[1]], template)
 
 
-def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
-    series = reports.series(runs)
+def _data(runs: Sequence[reports.Run], baseline: str = "") -> dict[str, Any]:
+    series = sorted(reports.series(runs), key=lambda case: case.name != baseline)
+    colors = {case.name: color(i) for i, case in enumerate(series)} if len(series) > 1 else {}
+    figures, reckoned = reports.ALONE, reports.RECKONED
+    if len(series) > 1:
+        figures, reckoned = reports.figures_over(series[0]), reports.reckoned_over(series[0])
     limit, shown = _VIEWER_BYTES // len(runs), []
     accepted: dict[str, list[int]] = {}
     for case in series:
@@ -79,17 +88,36 @@ def _data(runs: Sequence[reports.Run]) -> dict[str, Any]:
     return {
         "title": " · ".join(names)[:200],
         "written": f"{datetime.now():%Y-%m-%d %H:%M}, step {', '.join(map(str, steps))}",
+        "code": "; ".join(dict.fromkeys(line for run in runs for line in read_code(run.workdir))),
         "series": [
-            {"name": case.name, "runs": len(case.runs), "figures": reports.headline(case)}
+            {
+                "name": case.name,
+                "runs": len(case.runs),
+                "color": colors.get(case.name, ""),
+                "figures": reports.headline(case, figures),
+            }
             for case in series
         ],
-        "reckoned": reports.RECKONED,
+        "fields": _fields(series),
+        "reckoned": reckoned,
         "seconds": [seconds_chart(series)] if any(run.steps for run in runs) else [],
         "training": training_charts(series),
-        "lengths": length_chart(accepted),
+        "lengths": length_chart(accepted, colors),
         "exactness": exactness_charts(series),
         "viewer": shown,
     }
+
+
+def _fields(series: Sequence[reports.Series]) -> list[tuple[str, list[str]]]:
+    """Every field of the configurations, and its values in each series."""
+    names = dict.fromkeys(name for case in series for run in case.runs for name in run.config)
+    return [
+        (name, [
+            ", ".join(dict.fromkeys(str(run.config.get(name, "–")) for run in case.runs))
+            for case in series
+        ])
+        for name in names
+    ]  # fmt: skip
 
 
 class ReportWriter:

@@ -29,6 +29,7 @@ _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
 # A step that compiled for more than this share of its seconds says nothing about later ones.
 _COMPILED = 0.05
+_FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +73,15 @@ class Series:
     name: str
     runs: list[Run]
 
-    def values(self, name: str) -> dict[int, list[float]]:
-        """A metric by step, of every run that has it there; what is not finite is left out."""
+    def values(self, name: str, steady: bool = False) -> dict[int, list[float]]:
+        """A metric by step, of every run that has it there; what is not finite is left out.
+
+        steady: without the steps at which a run compiled.
+        """
         by_step: dict[int, list[float]] = {}
         for run in self.runs:
-            for step, value in values(run.records, name):
+            records = without_compiling(run.records) if steady else run.records
+            for step, value in values(records, name):
                 by_step.setdefault(step, []).append(value)
         return dict(sorted(by_step.items()))
 
@@ -172,52 +177,125 @@ def reused_fraction(records: Sequence[Record]) -> float | None:
     return reused / (reused + generated) if reused + generated else None
 
 
+def epoch_seconds(run: Run, part: str) -> dict[int, float]:
+    """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
+    without the epochs in which all did."""
+    figure = median_seconds(f"time/{part}")
+    medians = {epoch: figure(records) for epoch, records in run.epochs.items()}
+    return {epoch: x for epoch, x in medians.items() if x is not None}
+
+
+def seconds(run: Run, part: str) -> float | None:
+    """Seconds of a step's part over all steps, without compilation; None where an epoch has none
+    that did not compile."""
+    medians = epoch_seconds(run, part)
+    if not medians or len(medians) < len(run.epochs):
+        return None
+    return math.fsum(len(run.epochs[epoch]) * x for epoch, x in medians.items())
+
+
+def of_seed(series: Series, run: Run) -> Run | None:
+    """The run of a series that has this run's seed."""
+    seed = run.config.get("seed")
+    return next((other for other in series.runs if other.config.get("seed") == seed), None)
+
+
+def reward_moved(run: Run) -> bool:
+    """False where several steps had nothing to learn from: all of their groups had equal rewards,
+    or, where a critic is trained, all steps had the same mean reward."""
+    if len(run.steps) < 2:
+        return True
+    without_signal = [x for _, x in values(run.steps, "reward/no_signal")]
+    if without_signal and run.config.get("critic.kind", "none") == "none":
+        return min(without_signal) < 1
+    return len({x for _, x in values(run.steps, "reward/mean")}) != 1
+
+
 def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
-    """Median seconds of a step's `part` in the first epoch over those in all later epochs, or over
-    those in the last.
+    """Median seconds of a step's part ("rollout") in the first epoch over those in all later
+    epochs, or over those in the last.
 
     Steps that compiled are left out. None where the first epoch is not plain (it reused tokens),
-    or an epoch on either side has no step left.
+    no draft was ever used, an epoch on either side has no step left, or the reward never moved:
+    responses that are all wrong are reused whole, and say nothing of a run that learns.
     """
     first, later = run.first_epoch, run.later_epochs
-    if not first or reused_fraction(first):
+    drafted = any(record.get(name) for record in run.steps for name in _FROM_DRAFTS)
+    if not first or reused_fraction(first) or not drafted or not reward_moved(run):
         return None
     if last_epoch and later:
         later = run.last_epoch
-    before, after = (median_seconds(part)(records) for records in (first, later))
+    before, after = (median_seconds(f"time/{part}")(records) for records in (first, later))
     return before / after if before and after else None
 
 
+def speed_up_over(baseline: Series, part: str) -> Callable[[Run], float | None]:
+    """A figure: the `seconds` of the baseline's run with the same seed over the run's own."""
+
+    def figure(run: Run) -> float | None:
+        other = of_seed(baseline, run)
+        ours, theirs = seconds(run, part), seconds(other, part) if other else None
+        return theirs / ours if ours and theirs else None
+
+    return figure
+
+
 _first, _last = operator.itemgetter(0), operator.itemgetter(-1)
-# What a headline figure is called, how it is computed, its format.
-FIGURES: tuple[tuple[str, Callable[[Run], float | None], str], ...] = (
+Headline = tuple[str, Callable[[Run], float | None], str]  # its name, how to compute it, its format
+FIGURES: tuple[Headline, ...] = (
     ("held-out reward, first", lambda x: metric("reward/eval", _first)(x.records), "{:.3f}"),
     ("held-out reward, last", lambda x: metric("reward/eval", _last)(x.records), "{:.3f}"),
     ("training reward, last epoch",
      lambda x: metric("reward/mean", statistics.fmean)(x.last_epoch), "{:.3f}"),
     ("tokens reused", lambda x: reused_fraction(x.steps), "{:.1%}"),
     ("the same, later epochs", lambda x: reused_fraction(x.later_epochs), "{:.1%}"),
-    ("rollout speed-up", lambda x: speed_up(x, "time/rollout"), "{:.2f}×"),
-    ("whole-step speed-up", lambda x: speed_up(x, "time/step"), "{:.2f}×"),
     ("tokens generated",
      lambda x: metric("rollout/tokens_generated", math.fsum)(x.steps), "{:,.0f}"),
     ("row steps", lambda x: metric("rollout/row_steps", math.fsum)(x.steps), "{:,.0f}"),
-    ("seconds of all steps", lambda x: metric("time/step", math.fsum)(x.steps), "{:,.0f}"),
+    ("seconds of all steps, compilation too",
+     lambda x: metric("time/step", math.fsum)(x.steps), "{:,.0f}"),
 )  # fmt: skip
+ALONE: tuple[Headline, ...] = (  # of a series without others beside it
+    *FIGURES,
+    ("rollout speed-up over its first epoch", lambda x: speed_up(x, "rollout"), "{:.2f}×"),
+    ("whole-step speed-up over its first epoch", lambda x: speed_up(x, "step"), "{:.2f}×"),
+)
+_COMMON = (
+    "Verification is part of the rollout. Steps that spent more than 5 % of their time on "
+    "compiling are left out. Row steps are the work: rows × decode steps. Of several seeds: mean ± "
+    "standard deviation."
+)
 RECKONED = (
-    "Speed-up: the median seconds of a step in the run's own first epoch, which has no earlier "
-    "responses to draft from (tree drafts come from the group alone there), over the median in all "
-    "later epochs. Verification is part of the rollout. Steps that spent more than 5 % of their "
-    "time on compiling are left out. A dash: no such step on one side, or the first epoch reused "
-    "tokens. Row steps are the work: rows × decode steps. Of several seeds: mean ± standard "
-    "deviation."
+    "Speed-up: the median seconds of a step in the run's own first epoch over the median in all "
+    "later epochs. In the first epoch nothing was drafted from earlier responses, and updates are "
+    "packed as later: this is not a comparison with plain GRPO. A dash: no step on one side, no "
+    f"drafts, a first epoch that reused tokens, or a reward that never moved. {_COMMON}"
 )
 
 
-def headline(series: Series) -> list[tuple[str, str, str]]:
+def figures_over(baseline: Series) -> tuple[Headline, ...]:
+    """The headline figures of series beside a baseline, which their speed-ups refer to."""
+    name = baseline.name
+    return (
+        *FIGURES,
+        (f"rollout speed-up over {name}", speed_up_over(baseline, "rollout"), "{:.2f}×"),
+        (f"whole-step speed-up over {name}", speed_up_over(baseline, "step"), "{:.2f}×"),
+    )
+
+
+def reckoned_over(baseline: Series) -> str:
+    """How `figures_over` are computed."""
+    return (
+        f"Speed-up: the seconds of {baseline.name} over those of the other, seed by seed. Seconds "
+        "are those of all steps: for each epoch the median of the steps that did not compile, "
+        f"times its steps; a dash where all of an epoch compiled. {_COMMON}"
+    )
+
+
+def headline(series: Series, figures: Sequence[Headline] = ALONE) -> list[tuple[str, str, str]]:
     """(name, mean, "± deviation" or "") of every figure of a series, as text."""
     rows = []
-    for name, figure, style in FIGURES:
+    for name, figure, style in figures:
         value = series.mean(figure)
         mean, spread = ("–", "") if value is None else map(style.format, value)
         rows.append((name, mean, f"± {spread}" if value and len(series.runs) > 1 else ""))

@@ -12,6 +12,7 @@ from specrl_jax.telemetry.runs import (
     median_seconds,
     metric,
     reused_fraction,
+    reward_moved,
     speed_up,
     values,
 )
@@ -39,6 +40,10 @@ _LEGEND = (
     "reuse: reused over all response tokens. Sums: generated, reused, row_steps (rows × decode\n"
     "steps: the work). Seconds of a step: medians over steps that did not compile."
 )
+_LOOK_AT = (
+    "Read responses in report.html: are they cut, does the reward function fail\n"
+    "(reward_failures.jsonl), or are the problems too hard or too easy? See docs/faq.md."
+)
 
 
 def summary(run: Run) -> str:
@@ -53,7 +58,7 @@ def summary(run: Run) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
     rule = "-" * len(lines[0])
     table = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
-    return "\n".join([*_headlines(run.records), "", *table, _LEGEND, *_speed(run)])
+    return "\n".join([*_headlines(run.records), "", *table, _LEGEND, *_closing(run)])
 
 
 def _cells(records: Sequence[Record]) -> list[str]:
@@ -72,17 +77,24 @@ def _headlines(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _speed(run: Run) -> list[str]:
-    """No line where the run has no plain first epoch or no later one."""
-    parts = "time/rollout", "time/step"
+def _closing(run: Run) -> list[str]:
+    """How much faster later epochs were than the first, or that nothing was learned; no line where
+    the run has no plain first epoch or no later one."""
+    if not reward_moved(run):
+        rewards = [reward for _, reward in values(run.steps, "reward/mean")]
+        still = f"The reward never moved, it is {rewards[0]:.3f} at every step"
+        if min(rewards) < max(rewards):
+            still = "The responses to a prompt never had different rewards"
+        return [f"\n{still}: nothing was learned, and no speed-up is claimed.\n{_LOOK_AT}"]
+    parts = "rollout", "step"
     rollout, step = (speed_up(run, part) for part in parts)
     if rollout is None or step is None:
         return []
-    line = (
-        f"\nrollouts {rollout:.1f}× against the plain first epoch, verification included; "
-        f"whole step {step:.1f}×"
-    )
+    lines = [
+        "\nAgainst this run's own first epoch (nothing to draft from, updates packed as later):",
+        f"rollouts {rollout:.1f}× as fast, verification included; whole steps {step:.1f}×",
+    ]
     last = [speed_up(run, part, last_epoch=True) for part in parts]
     if len(run.epochs) > 2 and None not in last:
-        line += " (last epoch: {:.1f}×, {:.1f}×)".format(*last)
-    return [line]
+        lines[-1] += " (last epoch: {:.1f}×, {:.1f}×)".format(*last)
+    return lines

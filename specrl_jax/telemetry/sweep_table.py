@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
-from specrl_jax.telemetry.runs import FIGURES, Run, Series, deviation, median_seconds
+from specrl_jax.telemetry.runs import (
+    FIGURES,
+    Run,
+    Series,
+    deviation,
+    epoch_seconds,
+    of_seed,
+    seconds,
+    speed_up_over,
+)
 
 _PARTS = ("rollout", "update", "step")
 _FIGURES = {name: figure for name, figure, _ in FIGURES}
@@ -36,23 +45,6 @@ class Column:
 
 
 # Figures of a run ----------------------------------------------------------------------------
-
-
-def by_epoch(run: Run, part: str) -> dict[int, float]:
-    """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
-    without the epochs in which all did."""
-    figure = median_seconds(f"time/{part}")
-    medians = {epoch: figure(records) for epoch, records in run.epochs.items()}
-    return {epoch: x for epoch, x in medians.items() if x is not None}
-
-
-def seconds(run: Run, part: str) -> float | None:
-    """Seconds of a step's part over all steps, without compilation; None where an epoch has none
-    that did not compile."""
-    medians = by_epoch(run, part)
-    if not medians or len(medians) < len(run.epochs):
-        return None
-    return math.fsum(len(run.epochs[epoch]) * x for epoch, x in medians.items())
 
 
 def until_reward(run: Run, name: str, target: float) -> float | None:
@@ -81,30 +73,15 @@ def first_difference(workdir: Path, other: Path) -> tuple[int | None, int]:
     return None, compared
 
 
-def _of_seed(baseline: Series, run: Run) -> Run | None:
-    """The baseline's run that has this run's seed."""
-    seed = run.config.get("seed")
-    return next((other for other in baseline.runs if other.config.get("seed") == seed), None)
-
-
 def columns(baseline: Series, target: float = 0.0) -> list[Column]:
     """The columns of the table. target: a held-out reward; adds what it took to reach it."""
-
-    def speed_up(part: str) -> Callable[[Run], float | None]:
-        def figure(run: Run) -> float | None:
-            other = _of_seed(baseline, run)
-            ours, theirs = seconds(run, part), seconds(other, part) if other else None
-            return theirs / ours if ours and theirs else None
-
-        return figure
-
     table = [
         Column("generated tokens", _FIGURES["tokens generated"], "{:,.0f}"),
         Column("row steps", _FIGURES["row steps"], "{:,.0f}"),
         Column("rollout, s", lambda run: seconds(run, "rollout"), "{:,.1f}"),
-        Column("rollout speed-up", speed_up("rollout"), "{:.2f}×"),
+        Column("rollout speed-up", speed_up_over(baseline, "rollout"), "{:.2f}×"),
         Column("step, s", lambda run: seconds(run, "step"), "{:,.1f}"),
-        Column("step speed-up", speed_up("step"), "{:.2f}×"),
+        Column("step speed-up", speed_up_over(baseline, "step"), "{:.2f}×"),
         Column("held-out reward", _FIGURES[_REWARD], "{:.3f}", with_error=True),
     ]
     if target:
@@ -172,7 +149,7 @@ def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
     """By epoch, mean and standard deviation over the seeds."""
     values: dict[int, list[float]] = {}
     for run in case.runs:
-        for epoch, x in by_epoch(run, part).items():
+        for epoch, x in epoch_seconds(run, part).items():
             values.setdefault(epoch, []).append(x)
     return {epoch: (statistics.fmean(x), deviation(x)) for epoch, x in sorted(values.items())}
 
@@ -183,7 +160,7 @@ def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
     for case in cases:
         ends, tokens = [], 0
         for run in case.runs:
-            other = _of_seed(baseline, run)
+            other = of_seed(baseline, run)
             if case is not baseline and other and run.config.get("log.rollouts", 0) >= 1:
                 step, compared = first_difference(other.workdir, run.workdir)
                 ends.append("the end" if step is None else f"step {step}")

@@ -9,13 +9,13 @@ import importlib.util
 import json
 import logging
 import os
-import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from specrl_jax import __version__
+from specrl_jax.telemetry.code_state import git_state
 from specrl_jax.telemetry.records import read_some_rollouts
 
 _SAMPLES_BYTES = 1 << 18  # of the recorded responses that are sent
@@ -93,7 +93,7 @@ class Wandb(Tracker):
 class TensorBoard(Tracker):
     """Event files in WORKDIR/tensorboard."""
 
-    module, install = "tensorboardX", "pip install 'specrl_jax[tensorboard]'"
+    module, install = "tensorboardX", "pip install '.[tensorboard]' in the clone's directory"
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
         self._workdir, self._config = workdir, config
@@ -188,21 +188,6 @@ def sample_rollouts(workdir: Path) -> list[dict[str, Any]]:
         | {"reused": line["prefix_len"] / max(len(line["token_ids"]), 1)}
         for line in lines
     ]
-
-
-def git_state() -> dict[str, Any]:
-    """The commit of the current directory's repository, and whether files differ from it ("dirty").
-
-    {} where there is no repository, or no git.
-    """
-    try:
-        commit, changes = (
-            subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10)
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        )
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": commit.stdout.strip(), "dirty": bool(changes.stdout.strip())}
 
 
 def _as_code(text: str) -> str:

@@ -19,6 +19,33 @@ def test_parse():
     assert chips.parse("h100:8") == ("h100", (8,))
 
 
+# Of XLA's own descriptions of these chips (xla/backends/gpu/target_config/specs).
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("a100-40gb", "core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41"),
+        ("a100-40gb", "shared_memory_per_block: 49152 shared_memory_per_block_optin: 166912"),
+        ("a100-80gb", "shared_memory_per_core: 167936 l2_cache_size: 41943040"),
+        ("h100", "core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98"),
+        ("h100", "shared_memory_per_core: 233472 l2_cache_size: 52428800"),
+    ],
+)
+def test_a_gpu_is_described_as_xla_describes_it(name, facts):
+    assert facts in chips.CHIPS[name].target
+
+
+def test_chips_that_people_own():
+    """Memory and bandwidth in GB, bfloat16 in Tflop/s: at most those of the data sheets."""
+    sheets = {"a100-40gb": (40, 1_555, 312), "a100-80gb": (80, 2_039, 312), "l4": (24, 300, 121),
+              "t4": (16, 320, 65), "rtx4090": (24, 1_008, 165.2)}  # fmt: skip
+    for name, (memory, bandwidth, flops) in sheets.items():
+        chip = chips.CHIPS[name]
+        assert 0.9 * memory <= chip.memory / 1e9 <= memory
+        assert chip.bandwidth == bandwidth * 1e9
+        assert chip.flops <= flops * 1e12
+        assert chips.parse(f"{name}:1") == (name, (1,))
+
+
 @pytest.mark.parametrize("name", ["v5e", "v5e:", "v5e:0x4", "v9:1", "h100:2x4", "v5e:1x1x1x1"])
 def test_a_wrong_topology_is_one_line(name):
     with pytest.raises(ValueError, match=r"^--topology .*, got '.*'$"):
@@ -27,7 +54,7 @@ def test_a_wrong_topology_is_one_line(name):
 
 def test_a_missing_compiler_is_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs libtpu, .* pip install 'specrl_jax\[compile-tpu"):
+    with pytest.raises(ValueError, match=r"needs libtpu, .* pip install '\.\[compile-tpu\]' in "):
         chips.set_environment("v5e:2x2")
     with pytest.raises(ValueError, match=r"needs jax_plugins\.xla_cuda12, .*\[compile-cuda\]"):
         chips.set_environment("h100:8")

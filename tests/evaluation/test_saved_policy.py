@@ -234,6 +234,17 @@ def test_files_and_generators(main, run, exported, tmp_path):
     assert of_model[str(file), "greedy", "avg@1"]["value"] == np.mean(right)
 
 
+def test_a_task_that_does_not_fit_leaves_the_others(main, run, tmp_path):
+    """The run's alphabet has no letters."""
+    letters, path = tmp_path / "letters.jsonl", tmp_path / "figures.json"
+    letters.write_text(json.dumps({"question": "abc", "answer": "1"}))
+    tasks = f"--tasks={letters},held_out"
+    with pytest.raises(ValueError, match=rf"^no figures of {letters}: tokenizer\.alphabet"):
+        main("evaluate", f"--run={run}", tasks, "--samples=0", f"--json={path}")
+    rows = json.loads(path.read_text())["cases"]
+    assert {row["task"] for row in rows} == {"held_out"}
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = [

@@ -11,6 +11,7 @@ from specrl_jax.telemetry.console import Console, format_duration
 VALUES = {
     "reward/mean": 0.6123,
     "reward/eval": 0.7,
+    "reward/no_signal": 0.625,
     "rollout/reuse_fraction": 0.8312,
     "rollout/prefix_len_mean": 41.24,
     "rollout/row_steps": 12_345,
@@ -30,9 +31,9 @@ def test_lines_are_aligned_under_their_heading(capsys, monkeypatch):
     lines.show(12, 1, {"reward/mean": 1.0})
     header, first, second = lines = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in lines] == [
-        "step epoch reward eval reuse prefix rowsteps rollout verify decode update left",
-        "1/96 1 0.612 0.700 83.1% 41.2 12,345 1.23s 0.20s 0.98s 0.40s 3:10",
-        "12/96 1 1.000 - - - - - - - - 1:24",
+        "step epoch reward eval nosignal reuse prefix rowsteps rollout verify decode update left",
+        "1/96 1 0.612 0.700 62% 83.1% 41.2 12,345 1.23s 0.20s 0.98s 0.40s 3:10",
+        "12/96 1 1.000 - - - - - - - - - 1:24",
     ]
     assert len(header) == len(first) == len(second) <= 100
     assert header.index("prefix") + len("prefix") == first.index("41.2") + len("41.2")

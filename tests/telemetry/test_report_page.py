@@ -54,7 +54,8 @@ def write_run(folder, seed=0, draft="previous", lines=(), reward=0.5):
             {"step": step, "epoch": 1 + (step > 3), "reward/mean": reward, "time/rollout": rollout,
              "time/verify": 0.5, "time/decode": 0.25, "time/update": 1.0, "time/step": rollout + 2,
              "time/compile": 3.0 if step in (1, 6) else 0.0, "rollout/tokens_reused": reused,
-             "rollout/tokens_generated": 400 - reused, "rollout/row_steps": 10}
+             "rollout/tokens_generated": 400 - reused, "rollout/row_steps": 10,
+             "reward/no_signal": 0.5}
         )  # fmt: skip
     records[-1]["reward/eval"] = 0.75
     return write_files(folder, config, records, lines)
@@ -81,18 +82,18 @@ def test_the_headline_by_hand(tmp_path):
     assert figures["tokens reused"][0] == "37.5%"  # 900 of 2,400
     assert figures["the same, later epochs"][0] == "75.0%"
     # Without steps 1 and 6, which compiled: 2 s against 1 s, 4 s against 3 s.
-    assert figures["rollout speed-up"][0] == "2.00×"
-    assert figures["whole-step speed-up"][0] == "1.33×"
+    assert figures["rollout speed-up over its first epoch"][0] == "2.00×"
+    assert figures["whole-step speed-up over its first epoch"][0] == "1.33×"
     assert figures["tokens generated"][0] == "1,500"
-    assert figures["seconds of all steps"][0] == "31"
+    assert figures["seconds of all steps, compilation too"][0] == "31"
 
 
 def test_no_speed_up_without_a_plain_first_epoch(tmp_path):
     run = runs.read_run(write_run(tmp_path / "a"))
     later = runs.Run(run.workdir, run.config, [r for r in run.records if r["epoch"] == 2])
-    assert runs.speed_up(later, "time/step") is None
+    assert runs.speed_up(later, "step") is None
     compiled = [r | {"time/compile": 9.0} if r["epoch"] == 1 else r for r in run.records]
-    assert runs.speed_up(runs.Run(run.workdir, run.config, compiled), "time/step") is None
+    assert runs.speed_up(runs.Run(run.workdir, run.config, compiled), "step") is None
 
 
 def test_seeds_are_one_series_with_a_band(tmp_path):
@@ -114,10 +115,10 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     one = runs.series([runs.read_run(write_run(tmp_path / "a"))])
     seconds = report_charts.seconds_chart(one)
     bars = {trace["name"]: trace["y"] for trace in seconds["data"]}
-    assert bars["verify"] == [0.5] * 6
-    assert bars["rest of the rollout"] == [3.25, 1.25, 1.25, 0.25, 0.25, 8.25]
-    assert bars["rest of the step"] == [1.0] * 6
-    lengths = report_charts.length_chart({"epoch 1": [0, 0], "epoch 2": [0, 2, 2, 3]})
+    assert bars["verify"] == [0.5] * 4  # without steps 1 and 6, which compiled
+    assert bars["rest of the rollout"] == [1.25, 1.25, 0.25, 0.25]
+    assert bars["rest of the step"] == [1.0] * 4
+    lengths = report_charts.length_chart({"epoch 1": [0, 0], "epoch 2": [0, 2, 2, 3]}, {})
     assert lengths[0]["data"][0]["y"] == [0.25, 0, 0.5, 0.25]
     training = report_charts.training_charts(one)
     assert [trace["y"] for trace in training[0]["data"]] == [[0.5] * 6, [0.25, 0.75]]
@@ -126,15 +127,41 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
         go.Figure(data=chart["data"], layout=chart["layout"])
 
 
-def test_steps_that_compile_do_not_flatten_the_others(tmp_path):
+def test_several_series_have_one_baseline_and_one_key(tmp_path):
+    """Tree drafts take a third of the seconds of the plain run with the same seed."""
+    import plotly.graph_objects as go
+
+    folders = [write_run(tmp_path / f"{draft},seed={seed}", seed, draft)
+               for draft in ("tree", "none") for seed in (0, 1)]  # fmt: skip
+    for folder in folders[:2]:
+        path = folder / "metrics.jsonl"
+        fast = [{k: x / 3 if k[:5] == "time/" else x for k, x in json.loads(line).items()}
+                for line in path.read_text().splitlines()]  # fmt: skip
+        path.write_text("".join(json.dumps(x) + "\n" for x in fast))
+    data = report_page._data([runs.read_run(folder) for folder in folders], "none")
+    assert [one["name"] for one in data["series"]] == ["none", "tree"]
+    figures = [{name: mean for name, mean, _ in one["figures"]} for one in data["series"]]
+    assert [x["rollout speed-up over none"] for x in figures] == ["1.00×", "3.00×"]
+    assert [x["whole-step speed-up over none"] for x in figures] == ["1.00×", "3.00×"]
+    assert dict(data["fields"])["rollout.draft"] == ["none", "tree"]
+    assert dict(data["fields"])["seed"] == ["0, 1", "0, 1"]
+    for chart in data["seconds"] + data["training"]:
+        named = [trace["name"] for trace in chart["data"] if trace.get("showlegend", True)]
+        assert not {"none", "tree"} & set(named)  # the page has one key for all charts
+        go.Figure(data=chart["data"], layout=chart["layout"])
+    (seconds,) = data["seconds"]
+    assert seconds["data"][0]["y"] == [["epoch 1"] * 2 + ["epoch 2"] * 2, ["none", "tree"] * 2]
+    assert seconds["height"] == 110 + 4 * 22
+
+
+def test_steps_that_compile_are_left_out(tmp_path):
     """Steps 1 and 6 compiled: 4 and 9 seconds of rollout, against at most 2."""
     one = runs.series([runs.read_run(write_run(tmp_path / "a"))])
     charts = {chart["title"]: chart for chart in report_charts.training_charts(one)}
     rollout = charts["Rollout"]
-    assert rollout["layout"]["yaxis"]["range"] == [0, pytest.approx(2.4)]
-    assert rollout["note"] == "Off the scale, compiling: step 1: 4.0 s, step 6: 9.0 s."
-    seconds = report_charts.seconds_chart(one)
-    assert seconds["note"] == "Off the scale, compiling: step 6: 11.0 s."
+    assert [rollout["data"][0][axis] for axis in "xy"] == [[2, 3, 4, 5], [2, 2, 1, 1]]
+    assert rollout["note"] == "Without steps that compiled: 1 (6.0 s), 6 (11.0 s)."
+    assert report_charts.seconds_chart(one)["note"] == rollout["note"]
     work = [trace for trace in charts["Tokens and work"]["data"] if "row steps" in trace["name"]]
     assert work[0]["y"] == [10] * 6
     (tmp_path / "b").mkdir()
@@ -212,8 +239,12 @@ def test_the_command(tmp_path):
 @pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
 def test_the_page_by_mouse_and_keys(tmp_path):
     other = [line | {"prompt_id": "b2", "prompt": HOSTILE, "reward": 1.0} for line in two_epochs()]
-    run = write_run(tmp_path / "a", lines=two_epochs() + other)
+    worst = {"prompt_id": "c3", "prompt": "9 9>", "reward": -1.0, "prefix_len": 0}  # reuses nothing
+    worst = [line | worst for line in two_epochs()]
+    run = write_run(tmp_path / "a", lines=two_epochs() + other + worst)
     report_page.write_report([run], tmp_path / "r.html")
+    plain = write_run(tmp_path / "plain", draft="none", lines=worst)
+    report_page.write_report([plain, run], tmp_path / "two.html")
     report_page.write_report([write_run(tmp_path / "b")], tmp_path / "empty.html")
     with Page(tmp_path / "profile") as page:
         for width, dark in ((1280, False), (400, True)):
@@ -224,6 +255,7 @@ def test_the_page_by_mouse_and_keys(tmp_path):
             page.point("#theme")
             assert page.run("getComputedStyle(document.body).backgroundColor") != light
             assert page.text("#prompts [aria-selected=true] span") == "2 1>"
+            assert page.text(".config tr:nth-child(2) td") == "previous"
             page.press("j")
             assert "⟨202E⟩" in page.text("#group pre")
             page.press("k", "d")
@@ -240,6 +272,10 @@ def test_the_page_by_mouse_and_keys(tmp_path):
             assert "token 3 of 4" in page.text("#tip")
             page.press("/", "z", "z")
             assert page.text("#group") == "No prompt has it."
+        page.open(tmp_path / "two.html")
+        assert page.text(".figures tbody tr:nth-child(2) th") == "draft = previous"
+        assert page.run("document.querySelectorAll('.swatches').length") == 1
+        assert page.text("#prompts [aria-selected=true] span") == "2 1>"  # of the run that reuses
         page.open(tmp_path / "empty.html")
         assert "--config.log.rollouts=1.0" in page.text("#shown")
         assert page.errors == []

@@ -2,6 +2,8 @@
 
 import pathlib
 
+import pytest
+
 from specrl_jax.telemetry.runs import Run
 from specrl_jax.telemetry.summary import summary
 
@@ -66,11 +68,41 @@ def test_a_row_for_each_epoch_by_hand():
 
 def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
     """2.2 s against the median of 1.2, 1.1 and 0.9; 3.2 against 2.1. The last epoch's: 1.0, 2.0."""
-    assert lines_of(make_records())[-1] == (
-        "rollouts 2.0× against the plain first epoch, verification included; whole step 1.5× "
-        "(last epoch: 2.2×, 1.6×)"
-    )
-    assert "plain" not in lines_of(make_records()[:3])[-1]  # one epoch has nothing to compare
+    assert lines_of(make_records())[-2:] == [
+        "Against this run's own first epoch (nothing to draft from, updates packed as later):",
+        "rollouts 2.0× as fast, verification included; whole steps 1.5× (last epoch: 2.2×, 1.6×)",
+    ]
+    assert "×" not in lines_of(make_records()[:3])[-1]  # one epoch has nothing to compare
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "line"),
+    [
+        ({"reward/mean": 0.0}, {}, "The reward never moved, it is 0.000 at every step"),
+        ({"reward/mean": 1.0}, {}, "The reward never moved, it is 1.000 at every step"),
+        ({"reward/no_signal": 1.0}, {}, "The responses to a prompt never had different rewards"),
+        ({"reward/no_signal": 0.9}, {}, ""),
+        # A critic learns from groups whose rewards are equal, as those of one response.
+        ({"reward/no_signal": 1.0}, {"critic.kind": "head"}, ""),
+    ],
+)
+def test_a_run_that_learned_nothing_claims_no_speed_up(changes, config, line):
+    records = [r | changes if "reward/mean" in r else r for r in make_records()]
+    lines = summary(Run(pathlib.Path("run"), config, records)).splitlines()
+    if not line:
+        assert lines[-1].startswith("rollouts 2.0× as fast")
+        return
+    assert lines[-3] == f"{line}: nothing was learned, and no speed-up is claimed."
+    assert lines[-2].startswith("Read responses in report.html: are they cut, ")
+    assert "as fast" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("drafted", "claims"), [(0, False), (5, True)])
+def test_a_run_without_drafts_claims_no_speed_up(drafted, claims):
+    """Tree drafts reuse nothing: their tokens are sampled."""
+    changes = {"rollout/tokens_reused": 0, "rollout/tokens_drafted": drafted}
+    lines = lines_of([r | changes for r in make_records()])
+    assert ("as fast" in lines[-1]) == claims
 
 
 def test_what_a_plain_run_lacks_is_a_dash():

@@ -8,7 +8,7 @@ from test_report_page import write_files
 
 from specrl_jax.telemetry import sweep_table
 from specrl_jax.telemetry.records import FIELDS
-from specrl_jax.telemetry.runs import Series, read_run, series
+from specrl_jax.telemetry.runs import Series, epoch_seconds, read_run, seconds, series
 
 
 def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
@@ -48,8 +48,8 @@ def cases(tmp_path):
 
 def test_the_figures_of_a_run(cases):
     run = cases[0].runs[0]
-    assert sweep_table.by_epoch(run, "step") == {1: 2.0, 2: 4.0}
-    assert sweep_table.seconds(run, "rollout") == 3 * 1.0 + 2 * 2.0
+    assert epoch_seconds(run, "step") == {1: 2.0, 2: 4.0}
+    assert seconds(run, "rollout") == 3 * 1.0 + 2 * 2.0
     assert sweep_table.until_reward(run, "rollout/tokens_generated", 0.4) == 700
     assert sweep_table.until_reward(run, "rollout/tokens_generated", 0.125) == 0
     assert sweep_table.until_reward(run, "rollout/tokens_generated", 0.5) is None
@@ -57,8 +57,8 @@ def test_the_figures_of_a_run(cases):
 
 def test_an_epoch_that_only_compiled_has_no_seconds(tmp_path):
     run = write_run(tmp_path / "a", [[(1.0, True)], [(1.0, False)]])
-    assert sweep_table.by_epoch(run, "step") == {2: 1.0}
-    assert sweep_table.seconds(run, "step") is None
+    assert epoch_seconds(run, "step") == {2: 1.0}
+    assert seconds(run, "step") is None
 
 
 def _cells(text):

@@ -1,0 +1,62 @@
+"""Which code ran, and on what: WORKDIR/code.jsonl, a line for each start unlike the last one."""
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from specrl_jax import __version__
+from specrl_jax.inputs import json_object
+
+FILE_NAME = "code.jsonl"
+
+
+def git_state() -> dict[str, Any]:
+    """The commit of the current directory's repository, and whether files differ from it ("dirty").
+
+    {} where there is no repository, or no git.
+    """
+    try:
+        commit, changes = (
+            subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10)
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": commit.stdout.strip(), "dirty": bool(changes.stdout.strip())}
+
+
+def record_code(workdir: Path) -> None:
+    """Adds the versions, the commit and the devices of this process."""
+    import jax
+
+    devices = jax.devices()
+    versions = {"version": __version__, "python": platform.python_version(), "jax": jax.__version__}
+    on = {"devices": f"{len(devices)} × {devices[0].device_kind}"}
+    line = json.dumps(versions | git_state() | on)
+    if _lines(workdir)[-1:] != [line]:
+        with (workdir / FILE_NAME).open("a") as file:
+            file.write(line + "\n")
+
+
+def read_code(workdir: Path) -> list[str]:
+    """What ran in a work directory, as text; [] where that is not known.
+
+    Raises ValueError in one line for a damaged file.
+    """
+    texts = []
+    for number, line in enumerate(_lines(workdir), start=1):
+        code = json_object(line.encode(), f"{workdir / FILE_NAME}: line {number} (remove it)")
+        commit = f"commit {code['commit'][:10]}" if "commit" in code else "no git repository"
+        changed = " with changes" if code.get("dirty") else ""
+        versions = f"specrl_jax {code.get('version')}, {commit}{changed}, jax {code.get('jax')}"
+        texts.append(f"{versions} on {code.get('devices')}")
+    return texts
+
+
+def _lines(workdir: Path) -> list[str]:
+    """The complete ones: a process may be writing the last."""
+    path = workdir / FILE_NAME
+    text = path.read_text("utf-8", errors="replace") if path.exists() else ""
+    return text.rpartition("\n")[0].splitlines()
