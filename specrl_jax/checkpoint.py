@@ -24,7 +24,7 @@ from etils import epath
 
 from specrl_jax import hosts
 from specrl_jax.checksums import checksums
-from specrl_jax.config import check_names, check_version, complete_saved, flatten
+from specrl_jax.config import check_version, complete_saved, flatten
 from specrl_jax.inputs import is_disk_full, one_line
 
 _METRIC = "metric"
@@ -231,10 +231,6 @@ def check_run_config(
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
     prefixes = tuple(f"{name}." for name in ignore)
-    try:
-        check_names(before)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; give another --workdir") from None
     before, now = (
         {name: x for name, x in fields.items() if not f"{name}.".startswith(prefixes)}
         for fields in (before, dict(flatten(config)))

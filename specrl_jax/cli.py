@@ -21,7 +21,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from specrl_jax import config_file
-from specrl_jax.config import OPTIONS, RENAMED_FIELDS, flatten
+from specrl_jax.config import OPTIONS, flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -278,8 +278,6 @@ def _in_one_line(error: Exception, argv: Sequence[str]) -> str:
         hint = re.search(r'Did you mean "(\w+)"', text)
         typed = [a for a in argv if field and re.match(rf"--config\..*\b{field[0]}\b", a)]
         name = typed[0].partition("=")[0].removeprefix("--config.") if typed else repr(text)
-        if name in RENAMED_FIELDS:
-            return f"{name} is now named {RENAMED_FIELDS[name]}"
         return f"{name} is not a field of the config" + (
             f", did you mean {hint[1]}?" if hint else ""
         )

@@ -12,26 +12,19 @@ from ml_collections import ConfigDict
 
 from specrl_jax.field_rules import RULES
 
-# Old name → new name. Whoever gives the old name is answered with the new one.
-RENAMED_FIELDS = {
-    "rollout.row_rungs": "rollout.row_buckets",
-    "rollout.windows": "rollout.cache_lengths",
-    "rollout.verify_chunk": "rollout.verify_width",
-    "algorithm.max_rounds": "algorithm.max_gen_batches",
-    "environment.behind": "environment.allow_unfinished",
-    "log.wandb": "log.tracker",
-    "log.plots": "log.report",
-}
-
 # Fields that came later → what every run ran with before there was the field. A run whose
 # config.json lacks one goes on with this value; one that lacks any other field is refused.
 ADDED_FIELDS: dict[str, Any] = {
     "algorithm.advantage": "auto",
     "model.attention": "reference",
     "updates.skip_nonfinite": 0,
+    "reward.keep_special_tokens": False,
+    "rollout.refresh_unsolved": 0.0,
+    "tokenizer.continue_final_message": False,
 }
-
-_OPTIONAL = ("data.options.", "resume_from")  # of the task, and of the command line
+# Sections whose fields have the user's names.
+OPTIONS = ("data.options", "tokenizer.template_options")
+_OPTIONAL = (*(f"{section}." for section in OPTIONS), "resume_from")  # and of the command line
 
 # Field → its names. "module:TABLE" stands for those of a table below specrl_jax.
 CHOICES: dict[str, str | tuple[str, ...]] = {
@@ -55,9 +48,6 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "log.tracker": "telemetry.tracking:TRACKERS",
 }
 
-# Sections whose fields have the user's names.
-OPTIONS = ("data.options", "tokenizer.template_options")
-
 # Of one rule: the field, the rule in words, whether the configuration keeps it.
 Check = tuple[str, str, bool]
 
@@ -65,7 +55,6 @@ Check = tuple[str, str, bool]
 def validate(config: ConfigDict) -> None:
     """Check a whole configuration; ValueError in one line on the first broken rule."""
     fields = dict(flatten(config))
-    check_names(fields)
     _check_fields(fields)
     for field, rules in RULES.items():
         for rule, holds in rules:
@@ -109,13 +98,6 @@ def _chosen(config: ConfigDict, field: str) -> Any:
     return table(CHOICES[field])[config[section][name]]
 
 
-def check_names(fields: Iterable[str]) -> None:
-    """Raise ValueError in one line where a field has an old name."""
-    for field in fields:
-        if field in RENAMED_FIELDS:
-            raise ValueError(f"{field} is now named {RENAMED_FIELDS[field]}")
-
-
 def complete_saved(values: dict[str, Any]) -> dict[str, Any]:
     """Add to a run's saved configuration the `ADDED_FIELDS` that it lacks; returns it."""
     for field, value in ADDED_FIELDS.items():
@@ -124,6 +106,9 @@ def complete_saved(values: dict[str, Any]) -> dict[str, Any]:
         for section in sections:
             node = node.setdefault(section, {})
         node.setdefault(name, value)
+    for path in OPTIONS:
+        section, name = path.split(".")
+        values.setdefault(section, {}).setdefault(name, {})
     return values
 
 

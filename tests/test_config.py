@@ -11,7 +11,6 @@ from small_runs import line_of
 from specrl_jax.config import (
     ADDED_FIELDS,
     CHOICES,
-    RENAMED_FIELDS,
     check_mesh,
     choices,
     flatten,
@@ -83,15 +82,6 @@ IMPOSSIBLE = [
 
 def _line(changes: dict) -> str:
     return line_of(validate, small_runs.small_config(changes))
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_FIELDS.items())
-def test_an_old_name_is_answered_by_the_new_one(old, new):
-    assert new in dict(flatten(small_runs.small_config()))
-    config = small_runs.small_config()
-    config[old.split(".")[0]][old.split(".")[1]] = 3  # a config file sets what is no field
-    with pytest.raises(ValueError, match=f"^{old} is now named {new}$"):
-        validate(config)
 
 
 @pytest.mark.parametrize(("field", "value"), ADDED_FIELDS.items())
