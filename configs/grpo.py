@@ -95,7 +95,7 @@ def base() -> ConfigDict:
     rollout.draft = "previous"  # none | previous (last response) | tree (SRT) | previous+tree
     rollout.draft_age = 1  # 1: the last response, 2: the one before (paper's delayed reuse)
     rollout.accept = "ratio"  # of previous drafts: ratio | random | block | match
-    rollout.lenience = math.exp(0.5)  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper e^0.5
+    rollout.lenience = 1.0  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper math.exp(0.5)
     rollout.draft_refresh = 0.0  # share of previous drafts left out, for exploration
     rollout.refresh_unsolved = 0.5  # the same in groups whose last rewards were equal, < 1
     rollout.stored_logprobs = 16  # tokens per position whose π_old is stored; for block
@@ -303,6 +303,7 @@ def smollm2(config: ConfigDict) -> None:
     config.reward.name, config.reward.extract = "exact", r"(-?\d+)"
     config.rollout.prompts_per_step, config.rollout.group_size = 2, 8
     config.rollout.response_len, config.rollout.max_rows = 160, 0
+    config.rollout.lenience = math.exp(0.5)
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size, config.updates.micro_batch_size = 16, 2
     config.updates.learning_rate, config.updates.schedule_warmup = 1e-5, 4

@@ -156,7 +156,7 @@ def test_the_generated_pages_have_every_field_and_metric():
     configuration, metrics = pages["configuration.md"](), pages["metrics.md"]()
     for field, _ in flatten(preset("tiny")):
         assert f"{{ #{field} }}" in configuration
-    row = "| `lenience`{ #rollout.lenience } | `math.exp(0.5)` | number, >= 0 | ℓ >= 0 of ratio: "
+    row = "| `lenience`{ #rollout.lenience } | `1.0` | number, >= 0 | ℓ >= 0 of ratio: "
     assert row in configuration.replace("&lt;", "<")
     assert "| `reward/mean` | mean reward of the step's responses | reward |" in metrics
 
