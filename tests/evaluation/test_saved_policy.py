@@ -9,12 +9,13 @@ import sys
 import jax
 import numpy as np
 import pytest
-from small_runs import ROOT, files, launch, records, saved, small_config
+from small_runs import ROOT, files, launch, line_of, records, saved, small_config
 
 from specrl_jax import cli, runtime, train
 from specrl_jax.config import flatten, validate
+from specrl_jax.data.prompts import load_examples
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
-from specrl_jax.evaluation import export, saved_policy
+from specrl_jax.evaluation import eval_tasks, export, saved_policy
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
 
@@ -123,7 +124,9 @@ def test_the_directory_is_the_same_policy(main, run, exported):
     generation = json.loads((exported / "generation_config.json").read_text())
     expected = {"eos_token_id": [1], "max_new_tokens": 6, "temperature": 1.0, "top_k": 0}
     assert generation.items() >= expected.items()
-    said = [main("generate", flag, "7>") for flag in (f"--run={run}", f"--model={exported}")]
+    four = "--config.rollout.response_len=4"  # of 9 positions, of which a model uses half
+    policies = (f"--run={run}", f"--model={exported}")
+    said = [main("generate", policy, "7>", four) for policy in policies]
     assert said[0] == said[1]
     assert not (exported.parent / "out.partial").exists()
 
@@ -215,7 +218,7 @@ def test_files_and_generators(main, run, exported, tmp_path):
     file = tmp_path / "digits.jsonl"
     file.write_text("\n".join(map(json.dumps, digits)))
     scorer = "--config.reward.name=small_runs:score_first_letter"
-    tasks = f"--tasks={file},sort:min_numbers=2:max_numbers=2"
+    tasks = f"--tasks={file},sort"
     rows = _figures(
         main, tmp_path, f"--run={run}", tasks, scorer, "--config.reward.extract=", "--limit=4",
         "--samples=3",
@@ -227,7 +230,7 @@ def test_files_and_generators(main, run, exported, tmp_path):
     assert rows[str(file), "greedy", "pass@1"]["value"] == np.mean(right)
     at = [rows[str(file), "T=1", f"pass@{k}"]["value"] for k in (1, 2, 3)]
     assert at == sorted(at)
-    assert rows["sort:min_numbers=2:max_numbers=2", "T=1", "avg@3"]["prompts"] == 4
+    assert rows["sort", "T=1", "avg@3"]["prompts"] == 4
     of_model = _figures(
         main, tmp_path, f"--model={exported}", f"--tasks={file}", scorer, "--samples=0", "--limit=4"
     )
@@ -245,6 +248,20 @@ def test_a_task_that_does_not_fit_leaves_the_others(main, run, tmp_path):
     assert {row["task"] for row in rows} == {"held_out"}
 
 
+def test_a_generator_gives_what_the_run_has_not_seen():
+    config = small_config()  # 8 and 6 of the 20 problems of one digit
+    data = load_examples(config)
+    task = eval_tasks.load_task("sort", config, 0, lambda config: config)
+    assert len(task.examples) == 6
+    seen = {example.prompt for example in data.train + data.eval}
+    assert not {example.prompt for example in task.examples} & seen
+    config.warmup.steps = config.warmup.examples = 6
+    line = line_of(eval_tasks.load_task, "sort", config, 0, lambda config: config)
+    assert line == "--tasks: sort must hold at least one question that the run has not seen"
+    other = eval_tasks.load_task("sort:min_value=8", config, 2, lambda config: config)
+    assert {*"".join(example.prompt for example in other.examples)} <= {*"89 <>"}
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = [
@@ -258,7 +275,7 @@ MISTAKES = [
     ("generate --model=/nowhere 1>", "--model must be an existing directory or file"),
     ("evaluate --run=RUN --tasks=x", "--tasks must be held_out, FILE.jsonl, FILE.parquet, "),
     ("evaluate --run=RUN --tasks=x.jsonl", "--tasks must be an existing file or directory"),
-    ("evaluate --run=RUN --tasks=sort", "must hold at least one question that the run has not"),
+    ("evaluate --run=RUN --tasks=sort:max_value=x", "an option is NAME=VALUE, got 'max_value=x'"),
     ("evaluate --run=RUN --tasks=sort:digits=3", "data.options.digits must be one of min_numbers"),
     ("evaluate --run=RUN --tasks=reasoning_gym:chain_sun", "did you mean chain_sum?"),
     ("evaluate --run=RUN --tasks=reasoning_gym:chain_sum", "tokenizer.alphabet must hold every"),
