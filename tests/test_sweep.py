@@ -54,7 +54,7 @@ if lenience == 4 and starts == 1:
     signal.signal(signal.SIGTERM, stop)
     (workdir / "waits").touch()
     time.sleep(60)
-steps = [{"step": 0, "reward/eval": 0.25}] + [
+steps = [{"step": 0, "epoch": 0, "reward/eval": 0.25}] + [
     {"step": i, "epoch": i, "reward/mean": 0.5, "reward/eval": 0.5, "rollout/row_steps": 10,
      "rollout/tokens_generated": 100, "time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}
     for i in (1, 2)]

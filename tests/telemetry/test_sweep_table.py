@@ -13,7 +13,7 @@ from specrl_jax.telemetry.runs import Series, epoch_seconds, read_run, seconds, 
 
 def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
     """A work directory: an epoch for each list of (seconds of a step, whether it compiled)."""
-    records, step = [{"step": 0, "reward/eval": 0.125}], 0
+    records, step = [{"step": 0, "epoch": 0, "reward/eval": 0.125}], 0
     for epoch, steps in enumerate(seconds, start=1):
         for value, compiled in steps:
             step += 1
@@ -23,7 +23,9 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
             record |= {"rollout/tokens_generated": tokens[epoch - 1], "rollout/row_steps": 10}
             records.append(record)
         records[-1]["reward/eval"] = rewards[epoch - 1]
-    blank = dict.fromkeys(FIELDS)
+    blank = {"epoch": 1, "prefix_len": 0, "reward": 0.5, "failed": False, "ended": True}
+    blank |= dict.fromkeys(("prompt", "answer", "text", "sources"), "")
+    blank |= {name: [] for name in ("token_ends", "policy_logprobs", "origin_steps")}
     lines = [
         blank | {"step": step, "prompt_id": "a", "sample": i, "token_ids": row}
         for step, rows in enumerate(responses, start=1)
