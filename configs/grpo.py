@@ -120,7 +120,6 @@ def base() -> ConfigDict:
     rollout.max_rows = 0  # rows decoded at once; 0: all
     rollout.max_cache_gib = 0.0  # GiB of KV cache on all devices, other rows wait; 0 or inf: any
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
-    rollout.store = "device"  # memory of stored drafts: device | host
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all
     rollout.store_age = 0  # steps after which a stored response is not used; 0: never
     rollout.run_ahead = False  # idle rows begin the next step's responses (match rule only)

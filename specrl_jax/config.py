@@ -31,7 +31,6 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "data.source": "data.readers:READERS",
     "rollout.draft": "rollout.drafts.sources:DRAFT_SOURCES",
     "rollout.accept": "rollout.acceptance:ACCEPTANCE_RULES",
-    "rollout.store": "rollout.drafts.store:KINDS",
     "rollout.lenience_measure": "algorithms.off_policy:MEASURES",
     "algorithm.advantage": ("auto", "algorithms.advantages:ADVANTAGES"),
     "algorithm.objective": "algorithms.losses:OBJECTIVES",

@@ -101,10 +101,6 @@ class TrainerState:
         """The device's part of a checkpoint."""
         return {"train": self.train} | {name: x.arrays() for name, x in self.parts.items()}
 
-    def like(self) -> dict[str, Any]:
-        """Shapes, dtypes and layouts to read `arrays` back with."""
-        return {"train": self.train} | {name: x.like() for name, x in self.parts.items()}
-
     def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able."""
         skipped = (self.skipped, self.skipped_in_row)
@@ -140,9 +136,9 @@ def resume(
     like = jax.eval_shape(init, abstract_params(trainer.model))
     state = _new_state(trainer, like, reference)
     if step is None:
-        step, arrays, host = checkpoints.restore_newest(state.like())
+        step, arrays, host = checkpoints.restore_newest(state.arrays())
     else:
-        arrays, host = checkpoints.restore(step, state.like())
+        arrays, host = checkpoints.restore(step, state.arrays())
     state.restore(host, arrays)
     if state.speculation is not None and host["machine"] != measure_steps.machine():
         print(f"rollout: now on {measure_steps.machine()}, was on {host['machine']}")
@@ -184,7 +180,6 @@ def _draft_store(trainer: Trainer) -> DraftStore:
     return DraftStore(
         shape,
         max_age=trainer.config.rollout.store_age,
-        kind=trainer.config.rollout.store,
         owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},
     )
 

@@ -26,7 +26,7 @@ from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
 from specrl_jax.models.transformer import Params, abstract_params, param_count
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
-from specrl_jax.rollout.drafts.store_memory import Stored, pick_drafts, pick_sources
+from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_sources
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode_state import DecodeState
@@ -148,16 +148,8 @@ class AbstractRun:
 
     @functools.cached_property
     def stored(self) -> Stored:
-        """The store's arrays on the device: of all prompts, or of a batch where the host has
-        them."""
-        shape = store_shape(self.config, self.spec, self.num_prompts)
-        if self.in_host_memory:
-            shape = dataclasses.replace(shape, prompts=self.rows // self.spec.group_size)
-        return _placed(shape.abstract())
-
-    @property
-    def in_host_memory(self) -> bool:
-        return self.config.rollout.store == "host"
+        """The draft store's arrays."""
+        return _placed(store_shape(self.config, self.spec, self.num_prompts).abstract())
 
     def prompts(self, rows: int) -> Prompts:
         """Prompts of zeros for so many rows of a rollout."""
@@ -176,8 +168,6 @@ class AbstractRun:
     @functools.cached_property
     def picked(self) -> tuple[Stored, Any, Any]:
         """The arguments of `pick_drafts` for a rollout's prompts."""
-        if self.in_host_memory:
-            return self.stored, None, array(np.int32, self.stored.lens.shape[1:2], "batch")
         numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
         return self.stored, numbers, numbers
 
@@ -185,9 +175,7 @@ class AbstractRun:
     def drafts(self) -> Drafts | None:
         if not DRAFT_SOURCES[self.config.rollout.draft].previous:
             return None
-        drafts = abstract(functools.partial(pick_drafts, age=1), *self.picked)
-        # What host memory hands over is padded here, as the store is.
-        return jax.tree.map(lambda x: _cut(x, self.rows), drafts)
+        return abstract(functools.partial(pick_drafts, age=1), *self.picked)
 
     @functools.cached_property
     def all_rows(self) -> DecodeState:
@@ -269,10 +257,6 @@ class AbstractRun:
     @functools.cached_property
     def mini_batch(self) -> PackedRows:
         return self.packed(self.config.updates.mini_batch_size)
-
-
-def _cut(x: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding)
 
 
 def abstract_run(config) -> AbstractRun:

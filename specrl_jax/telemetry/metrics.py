@@ -70,7 +70,6 @@ METRICS: dict[str, Metric] = {
     "rollout/preempted": Metric("rows that gave up their KV cache", "count"),
     "rollout/cache_gib": Metric("peak size of the KV caches, over all devices", "GiB"),
     "rollout/draft_store_gib": Metric("earlier responses kept, over all devices", "GiB"),
-    "rollout/draft_store_host_gib": Metric("earlier responses kept in host memory", "GiB"),
     "rollout/programs": Metric("shapes of the policy's programs in use", "count"),
     # Rows and groups that cross steps
     "rollout/tokens_run_ahead": Metric("tokens of the next step, begun in idle rows", "tokens"),

@@ -271,13 +271,13 @@ def test_on_a_mesh(make_mesh, shape):
 
 @pytest.mark.slow
 def test_what_a_run_records(mesh, tmp_path):
-    """With drafts of both kinds, stored on the host, and few rows at a time.
+    """With drafts of both kinds, and few rows at a time.
 
     Of 8 prompts a step trains on 4. The last step begins two fewer, so that none is left.
     """
     changes = {
         "rollout.partial": 2, "rollout.response_len": 16, "train.epochs": 3,
-        "rollout.draft": "previous+tree", "rollout.accept": "match", "rollout.store": "host",
+        "rollout.draft": "previous+tree", "rollout.accept": "match",
         "rollout.max_rows": 32, "rollout.row_buckets": 3, "rollout.adaptive": False,
         "rollout.max_width": 4, "updates.learning_rate": 0.005,
     }  # fmt: skip
@@ -293,7 +293,7 @@ def test_what_a_run_records(mesh, tmp_path):
         assert "policy/rollout_train_logprob_gap" not in record
     assert result[1]["policy/rollout_train_logprob_gap"] < 1e-5
     assert all(0 <= r.get("rollout/draft_accept_rate", 0) <= 1 for r in result[1:])
-    assert result[-1]["rollout/draft_store_host_gib"] > 0
+    assert result[-1]["rollout/draft_store_gib"] > 0
 
 
 def test_too_few_prompts_for_so_many_in_flight_are_one_line(mesh, tmp_path):
