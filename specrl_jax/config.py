@@ -275,9 +275,6 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
     rule = "another rule where environment.name is set (a random part of an episode is no turn)"
     yield "rollout.accept", rule, not (previous and accept.cuts_draft)
-    whole = previous and accept.whole_draft
-    rule = "0 where environment.name is set and rollout.accept needs whole drafts"
-    yield "rollout.max_cache_gib", rule, not (whole and rollout.max_cache_gib)
 
 
 def _task(config: ConfigDict) -> Iterator[Check]:

@@ -68,8 +68,6 @@ IMPOSSIBLE = [
      "rollout.partial is > 0"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
     (GUESS | {"rollout.accept": "random"}, "rollout.accept", "environment.name is set"),
-    (GUESS | {"rollout.accept": "block", "rollout.max_cache_gib": 1.0}, "rollout.max_cache_gib",
-     "0 where environment.name is set"),
     ({"model.source": "a/b"}, "tokenizer.source", "of a model where model.source is 'a/b'"),
     ({"tokenizer.chat": True}, "tokenizer.chat", "tokenizer.source is characters"),
     ({"warmup.steps": 1, "data.source": "jsonl"}, "warmup.steps", "data.source is jsonl"),

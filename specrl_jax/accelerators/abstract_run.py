@@ -30,7 +30,6 @@ from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_sources
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode_state import DecodeState
-from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.rows import Noise, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.generate import RolloutSpec
@@ -113,13 +112,9 @@ class AbstractRun:
     def program(self) -> ProgramSpec:
         return self.spec.program_for(self.buckets)
 
-    @functools.cached_property
-    def budget(self) -> KVBudget:
-        return KVBudget(self.model, self.buckets, self.spec.max_rows, self.spec.cache_bytes)
-
-    @functools.cached_property
+    @property
     def running(self) -> int:
-        return self.budget.capacity(self.buckets.responses[-1])
+        return self.buckets.rows[0]
 
     @property
     def first(self) -> int:
@@ -127,7 +122,7 @@ class AbstractRun:
 
     @property
     def refill(self) -> int:
-        return self.budget.refill(self.running)
+        return self.buckets.refill
 
     @property
     def slots(self) -> int:
@@ -272,6 +267,4 @@ def abstract_run(config) -> AbstractRun:
     steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
     steps = config.train.steps or config.train.epochs * steps_per_epoch
     learner = make_learner(config, model, policy_schedule(config, steps))
-    run = AbstractRun(config, model, rollout, learner, prompts)
-    run.budget.check()
-    return run
+    return AbstractRun(config, model, rollout, learner, prompts)
