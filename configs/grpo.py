@@ -111,10 +111,8 @@ def base() -> ConfigDict:
     rollout.adaptive = True  # choose widths, and whether to verify, by measured seconds
     rollout.row_buckets = 6  # batch sizes to compact unfinished rows into, each half of the last
     rollout.cache_lengths = 1  # KV cache lengths, each half of the last; 2 or 4 for long responses
-    rollout.max_rows = 0  # rows decoded at once; 0: all
-    rollout.max_cache_gib = 0.0  # GiB of KV cache on all devices, other rows wait; 0 or inf: any
+    rollout.max_rows = 0  # rows decoded at once, in whole groups; other rows wait; 0: all
     rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
-    rollout.store = "device"  # memory of stored drafts: device | host
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all
     rollout.store_age = 0  # steps after which a stored response is not used; 0: never
     rollout.run_ahead = False  # idle rows begin the next step's responses (match rule only)

@@ -28,7 +28,6 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rewards.workers import RewardPool
-from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.types import Prompts
 
@@ -110,7 +109,9 @@ def build(config) -> tuple[Trainer, Params]:
         total_steps=total_steps,
         key=jax.random.key(config.seed),
     )
-    _check_cache(trainer)
+    spec.check_max_rows()
+    if trainer.held_out:
+        trainer.eval_spec.check_max_rows()
     _describe(trainer, stream)
     return trainer, params
 
@@ -179,16 +180,6 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
             f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
             f"got {count}; fewer prompts a step would fit"
         )
-
-
-def _check_cache(trainer: Trainer) -> None:
-    """Whether the KV caches of training and evaluation fit their bound."""
-    rollouts = [trainer.rollout_spec.buckets(trainer.rows)]
-    if trainer.held_out:
-        evaluation = trainer.config.evaluate
-        rollouts.append(trainer.eval_spec.buckets(evaluation.batch_size * evaluation.samples))
-    for buckets in rollouts:
-        KVBudget(trainer.model, buckets, cache_bytes=trainer.rollout_spec.cache_bytes).check()
 
 
 def _describe(trainer: Trainer, stream: PromptStream) -> None:

@@ -6,7 +6,7 @@ Any changed element changes its array's checksum; any other damage is missed onc
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,13 @@ from jax import Array
 
 from specrl_jax import hosts
 
-_Words = TypeVar("_Words", Array, np.ndarray)
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
-_CHUNK = 2**20  # elements that NumPy works on at once
 
 
-def checksums(arrays: Mapping[str, Array | np.ndarray]) -> dict[str, int]:
-    """A number below 2³² for each array, the same on every mesh.
-
-    Arrays on devices are summed there; those in host memory are summed by NumPy, so that no device
-    need hold them.
-    """
-    sums = {}
-    for name, x in arrays.items():
-        # One at a time: many programs at once on virtual devices of a CPU may wait for ever.
-        sums[name] = _of_numpy(x) if _in_host_memory(x) else jax.block_until_ready(_of_jax(x))
+def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """A number below 2³² for each array, the same on every mesh."""
+    # One at a time: many programs at once on virtual devices of a CPU may wait for ever.
+    sums = {name: jax.block_until_ready(_checksum(x)) for name, x in arrays.items()}
     return {name: int(x) for name, x in hosts.fetch(sums).items()}
 
 
@@ -40,12 +32,8 @@ def checksum(tree: Any) -> int:
     return zlib.crc32(json.dumps(sums).encode())
 
 
-def _in_host_memory(x: Array | np.ndarray) -> bool:
-    return isinstance(x, np.ndarray) or x.sharding.memory_kind == "pinned_host"
-
-
 @jax.jit
-def _of_jax(x: Array) -> Array:
+def _checksum(x: Array) -> Array:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == bool:
@@ -61,23 +49,12 @@ def _of_jax(x: Array) -> Array:
     return jnp.sum(_mixed(words), dtype=np.uint32)
 
 
-def _of_numpy(x: Array | np.ndarray) -> int:
-    flat = np.asarray(x).reshape(-1)
-    flat = flat.view(_UNSIGNED[flat.dtype.itemsize])
-    total = 0
-    for start in range(0, flat.size, _CHUNK):
-        words = flat[start : start + _CHUNK].astype(np.uint32)
-        index = np.arange(start, start + len(words)).astype(np.uint32)
-        total += int(np.sum(_mixed(words + index * _spread(1)), dtype=np.uint32))
-    return total % 2**32
-
-
 def _spread(stride: int) -> np.uint32:
     """What the index is multiplied by: the golden ratio, so that shifted data has another sum."""
     return np.uint32(stride * 0x9E3779B9 % 2**32)
 
 
-def _mixed(words: _Words) -> _Words:
+def _mixed(words: Array) -> Array:
     """MurmurHash3's finalizer: one to one, so that no single change can go unseen."""
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)

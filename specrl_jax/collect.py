@@ -85,7 +85,7 @@ def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
     else:
         groups, values = _full_batch(trainer, state, rollouts)
     values |= _rollout_metrics(trainer, groups, rollouts) | times
-    values |= _store_metrics(state)
+    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
     rejected_mass, reuse_metrics = _measure_reuse(trainer, groups.rollout, rollouts)
     return TrainBatch(groups, values | reuse_metrics, rollouts, rejected_mass)
 
@@ -343,14 +343,6 @@ def record_failures(
         return trainer.scorer.text(tokens[:length])
 
     failures.record(step, reasons, tasks, text_of)
-
-
-def _store_metrics(state: TrainerState) -> dict[str, float]:
-    held = state.store.nbytes()
-    return {
-        "rollout/draft_store_gib": held["device"] / 2**30,
-        "rollout/draft_store_host_gib": held["host"] / 2**30,
-    }
 
 
 def _measure_reuse(

@@ -34,7 +34,6 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "data.source": "data.readers:READERS",
     "rollout.draft": "rollout.drafts.sources:DRAFT_SOURCES",
     "rollout.accept": "rollout.acceptance:ACCEPTANCE_RULES",
-    "rollout.store": "rollout.drafts.store:KINDS",
     "algorithm.advantage": ("auto", "algorithms.advantages:ADVANTAGES"),
     "algorithm.objective": "algorithms.losses:OBJECTIVES",
     "algorithm.ratio": "algorithms.losses:RATIOS",
@@ -282,9 +281,6 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
     rule = "another rule where environment.name is set (a random part of an episode is no turn)"
     yield "rollout.accept", rule, not (previous and accept.cuts_draft)
-    whole = previous and accept.needs_distribution
-    rule = "0 where environment.name is set and rollout.accept needs whole drafts"
-    yield "rollout.max_cache_gib", rule, not (whole and rollout.max_cache_gib)
 
 
 def _task(config: ConfigDict) -> Iterator[Check]:

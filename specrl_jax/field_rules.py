@@ -48,7 +48,7 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
 
 # (rule in words, test, fields)
 _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
-    (">= 0", lambda x: x >= 0, "rollout.lenience rollout.max_cache_gib"),
+    (">= 0", lambda x: x >= 0, "rollout.lenience"),
     (">= 0 and finite", lambda x: 0 <= x <= MAX_FLOAT, """
         algorithm.kl_coef critic.learning_rate updates.learning_rate updates.weight_decay
         warmup.learning_rate

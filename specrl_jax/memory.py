@@ -45,15 +45,14 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
     stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
     kept = [Part("weights and optimizer", of_model, 12 * param_count(model))]
-    if rollout.store == "device":
-        fields = "data.prompts rollout.group_size rollout.response_len"
-        kept.append(Part("stored drafts", fields, 16 * stored))
+    fields = "data.prompts rollout.group_size rollout.response_len"
+    kept.append(Part("stored drafts", fields, 16 * stored))
 
     def decoded(rows: int, fields: str) -> list[Part]:
         if 0 < rollout.max_rows < rows:
             rows, fields = rollout.max_rows, "rollout.max_rows"
         begun = tokens + (rollout.response_len >> (rollout.cache_lengths - 1))
-        cache = min(cache_bytes(model, rows, begun), rollout.max_cache_gib * 2**30 or float("inf"))
+        cache = cache_bytes(model, rows, begun)
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
         return [Part("KV cache", f"{fields} {of_row}", cache), logits]
 

@@ -116,10 +116,6 @@ class TrainerState:
         """The device's part of a checkpoint."""
         return {"train": self.train} | {name: x.arrays() for name, x in self.parts.items()}
 
-    def like(self) -> dict[str, Any]:
-        """Shapes, dtypes and layouts to read `arrays` back with."""
-        return {"train": self.train} | {name: x.like() for name, x in self.parts.items()}
-
     def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able."""
         skipped = (self.skipped, self.skipped_in_row)
@@ -166,7 +162,7 @@ def resume(
     init = functools.partial(init_train_state, trainer.learner)
     train = jax.eval_shape(init, abstract_params(trainer.model))
     state = _new_state(trainer, train, origin, reference)
-    like = state.like()
+    like = state.arrays()
     if step is None:
         step, arrays, host = checkpoints.restore_newest(like)
     else:
@@ -219,7 +215,6 @@ def _draft_store(trainer: Trainer) -> DraftStore:
     return DraftStore(
         shape,
         max_age=trainer.config.rollout.store_age,
-        kind=trainer.config.rollout.store,
         owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},
     )
 

@@ -19,12 +19,8 @@ class StatePart:
     """A part of the trainer's state: it saves, restores and describes itself."""
 
     def arrays(self) -> Any:
-        """The pytree of arrays that a checkpoint saves."""
+        """The pytree of arrays that a checkpoint saves, and is read back like."""
         return {}
-
-    def like(self) -> Any:
-        """Shapes, dtypes and layouts that the arrays are read back with."""
-        return self.arrays()
 
     def host(self) -> Any:
         """The rest of what a checkpoint saves, JSON-able."""

@@ -1,4 +1,4 @@
-"""Checksums: the same on every mesh and in host memory, another for every changed bit."""
+"""Checksums: the same on every mesh, another for every changed bit."""
 
 import jax
 import jax.numpy as jnp
@@ -29,24 +29,22 @@ def _arrays() -> dict[str, np.ndarray]:
         "half": rng.standard_normal((8, 4)).astype(jnp.bfloat16),
         "flags": rng.random((16, 2)) < 0.5,
         "bytes": rng.integers(-100, 100, (8,)).astype(np.int8),
-        "long": rng.integers(0, 99, 2**20 + 3, np.int32),  # of which NumPy sums parts
+        "long": rng.integers(0, 99, 2**20 + 3, np.int32),
         "count": np.array(7, np.int32),
         "nothing": np.zeros((0, 3), np.float32),
     }
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (8, 1, 1)])
-def test_one_formula_on_every_mesh_and_in_host_memory(make_mesh, shape):
+def test_one_formula_on_every_mesh(make_mesh, shape):
     arrays, mesh = _arrays(), make_mesh(*shape)
     layouts = {"w": P("fsdp", None, "tensor"), "half": P(("data", "fsdp")), "bytes": P("data")}
     expected = {name: _by_hand(x) for name, x in arrays.items()}
-    assert checksums(arrays) == expected
-    for kind in ("device", "pinned_host"):
-        put = {
-            name: jax.device_put(x, NamedSharding(mesh, layouts.get(name, P()), memory_kind=kind))
-            for name, x in arrays.items()
-        }
-        assert checksums(put) == expected
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, layouts.get(name, P())))
+        for name, x in arrays.items()
+    }
+    assert checksums(placed) == expected
     key = jax.device_put(jax.random.key(3), NamedSharding(mesh, P()))
     assert checksums({"key": key}) == {"key": _by_hand(np.asarray(jax.random.key_data(key)))}
 

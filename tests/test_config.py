@@ -67,8 +67,6 @@ IMPOSSIBLE = [
     (DAPO | {"rollout.partial": 2}, "rollout.partial", "dynamic_sampling is True"),
     (GUESS | {"rollout.partial": 4}, "rollout.partial", "environment.name is set"),
     (GUESS | {"rollout.accept": "random"}, "rollout.accept", "environment.name is set"),
-    (GUESS | {"rollout.accept": "block", "rollout.max_cache_gib": 1.0}, "rollout.max_cache_gib",
-     "0 where environment.name is set"),
     ({"model.source": "a/b"}, "tokenizer.source", "of a model where model.source is 'a/b'"),
     ({"tokenizer.chat": True}, "tokenizer.chat", "tokenizer.source is characters"),
     ({"tokenizer.continue_final_message": True}, "tokenizer.continue_final_message",

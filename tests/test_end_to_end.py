@@ -43,7 +43,7 @@ def test_on_another_machine_costs_are_measured_again(finished, mesh, monkeypatch
         monkeypatch.setattr(timing, "machine", lambda: {"device": "another"})
     with trainer.scorer.pool, Checkpointer(finished / "checkpoints") as checkpoints:
         state = states.resume(trainer, params, checkpoints, 8)
-        _, saved_state = checkpoints.restore(8, state.like())
+        _, saved_state = checkpoints.restore(8, state.arrays())
     assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
     resumed, before = state.speculation.host(), saved_state["speculation"]
     assert resumed["acceptance"] == before["acceptance"]

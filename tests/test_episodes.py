@@ -109,12 +109,17 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     np.testing.assert_allclose(rollout.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5)
 
 
-BOUND = {"row_buckets": 3, "cache_lengths": 3, "cache_bytes": 2 * 12 * 22 * 128}
-BOUNDED_TREES = "trees within a bound of the cache"
+TREES = "trees, few rows in short caches"
 CHOICES = {
     "previous": {},
     "few rows": {"max_rows": 8, "row_buckets": 3},
-    BOUNDED_TREES: {"tree": ref.TREE, "max_width": 4} | BOUND,
+    TREES: {
+        "tree": ref.TREE,
+        "max_width": 4,
+        "max_rows": 12,
+        "row_buckets": 3,
+        "cache_lengths": 3,
+    },
 }
 
 
@@ -122,7 +127,7 @@ CHOICES = {
     ("choice", "lost"),
     [
         ("previous", False),
-        *((BOUNDED_TREES, lost) for lost in (False, True)),
+        *((TREES, lost) for lost in (False, True)),
         pytest.param("previous", True, marks=pytest.mark.slow),
         *(pytest.param("few rows", lost, marks=pytest.mark.slow) for lost in (False, True)),
     ],

@@ -57,7 +57,7 @@ def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
     assert other.step == 7
     assert (other.skipped, other.skipped_in_row) == (3, 1)
     assert json.loads(json.dumps(other.host())) == host
-    like, arrays = jax.tree.leaves(state.like()), jax.tree.leaves(other.arrays())
+    like, arrays = jax.tree.leaves(state.arrays()), jax.tree.leaves(other.arrays())
     assert [(x.shape, x.dtype) for x in like] == [(x.shape, x.dtype) for x in arrays]
 
 

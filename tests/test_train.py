@@ -153,20 +153,19 @@ def test_the_kl_to_the_reference_starts_at_0(run):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout.max_cache_gib": 1e-9}, r"^rollout.max_cache_gib must be 0 or >= .*, got 1e-09"),
-        (  # 16 rows of the rollout fit, 256 of the evaluation do not
-            {"rollout.max_cache_gib": 1e-4, "evaluate.every": 1, "evaluate.samples": 64},
-            r"^rollout.max_cache_gib must be .* for 256 rows .*, got",
-        ),
         ({"rollout.max_rows": 4}, r"^rollout.max_rows=4 must hold at least [^\n]*$"),
         (
             {"warmup.batch_size": 10**9, "warmup.steps": 1},
             r"^warmup.batch_size must be smaller: the warm-up needs about [^\n]*, got 1000000000$",
         ),
+        (  # a group of the rollout fits, one of the evaluation does not
+            {"rollout.max_rows": 16, "evaluate.every": 1, "evaluate.samples": 64},
+            r"^rollout.max_rows=16 must hold at least 1 groups of 64 rows, [^\n]*$",
+        ),
     ],
-    ids=["cache", "cache of the evaluation", "rows", "activations of the warm-up"],
+    ids=["rows", "activations of the warm-up", "evaluation"],
 )
-def test_too_small_a_bound_is_told_before_anything_is_done(mesh, tmp_path, changes, message):
+def test_what_cannot_fit_is_told_before_anything_is_done(mesh, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         loop.train(small_config(changes), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.jsonl"))

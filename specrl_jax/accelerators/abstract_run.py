@@ -25,11 +25,10 @@ from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
 from specrl_jax.models.transformer import Params, abstract_params, param_count
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
-from specrl_jax.rollout.drafts.store_memory import Stored, pick_drafts, pick_sources
+from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_sources
 from specrl_jax.rollout.engine import decode_state
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode_state import DecodeState
-from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.rows import Noise, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.generate import RolloutSpec
@@ -112,13 +111,9 @@ class AbstractRun:
     def program(self) -> ProgramSpec:
         return self.spec.program_for(self.buckets)
 
-    @functools.cached_property
-    def budget(self) -> KVBudget:
-        return KVBudget(self.model, self.buckets, self.spec.max_rows, self.spec.cache_bytes)
-
-    @functools.cached_property
+    @property
     def running(self) -> int:
-        return self.budget.capacity(self.buckets.responses[-1])
+        return self.buckets.rows[0]
 
     @property
     def first(self) -> int:
@@ -126,7 +121,7 @@ class AbstractRun:
 
     @property
     def refill(self) -> int:
-        return self.budget.refill(self.running)
+        return self.buckets.refill
 
     @property
     def slots(self) -> int:
@@ -147,16 +142,8 @@ class AbstractRun:
 
     @functools.cached_property
     def stored(self) -> Stored:
-        """The store's arrays on the device: of all prompts, or of a batch where the host has
-        them."""
-        shape = store_shape(self.config, self.spec, self.num_prompts)
-        if self.in_host_memory:
-            shape = dataclasses.replace(shape, prompts=self.rows // self.spec.group_size)
-        return _placed(shape.abstract())
-
-    @property
-    def in_host_memory(self) -> bool:
-        return self.config.rollout.store == "host"
+        """The draft store's arrays."""
+        return _placed(store_shape(self.config, self.spec, self.num_prompts).abstract())
 
     def prompts(self, rows: int) -> Prompts:
         """Prompts of zeros for so many rows of a rollout."""
@@ -175,8 +162,6 @@ class AbstractRun:
     @functools.cached_property
     def picked(self) -> tuple[Stored, Any, Any]:
         """The arguments of `pick_drafts` for a rollout's prompts."""
-        if self.in_host_memory:
-            return self.stored, None, array(np.int32, self.stored.lens.shape[1:2], "batch")
         numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
         return self.stored, numbers, numbers
 
@@ -184,9 +169,7 @@ class AbstractRun:
     def drafts(self) -> Drafts | None:
         if not DRAFT_SOURCES[self.config.rollout.draft].previous:
             return None
-        drafts = abstract(functools.partial(pick_drafts, age=1), *self.picked)
-        # What host memory hands over is padded here, as the store is.
-        return jax.tree.map(lambda x: _cut(x, self.rows), drafts)
+        return abstract(functools.partial(pick_drafts, age=1), *self.picked)
 
     @functools.cached_property
     def all_rows(self) -> DecodeState:
@@ -268,10 +251,6 @@ class AbstractRun:
         return self.packed(self.config.updates.mini_batch_size)
 
 
-def _cut(x: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding)
-
-
 def abstract_run(config) -> AbstractRun:
     """Of a config whose mesh is in use; ValueError in one line, as from `build.build`."""
     vocab_size, eos_ids, pad_id = 0, None, 0
@@ -285,6 +264,4 @@ def abstract_run(config) -> AbstractRun:
     steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
     steps = config.train.steps or config.train.epochs * steps_per_epoch
     learner = make_learner(config, model, policy_schedule(config, steps))
-    run = AbstractRun(config, model, rollout, learner, prompts)
-    run.budget.check()
-    return run
+    return AbstractRun(config, model, rollout, learner, prompts)

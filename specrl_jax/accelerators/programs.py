@@ -14,7 +14,7 @@ from specrl_jax.accelerators.abstract_run import AbstractRun, abstract, array, d
 from specrl_jax.algorithms.scoring import PackedRows, critic_values, logprobs
 from specrl_jax.algorithms.update import update
 from specrl_jax.build import policy_copy
-from specrl_jax.rollout.drafts.store_memory import Stored, pick_drafts, pick_sources, write_newest
+from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_sources, write_newest
 from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.draft_tries import (
@@ -71,12 +71,11 @@ def _rollout_programs(run: AbstractRun) -> dict[str, Program]:
     if run.program.draft_history:
         listed["pick_sources"] = make(f"{run.rows} rows", pick_sources, *run.picked)
     listed |= _starting_programs(run, make) | _running_programs(run, make)
-    if not run.in_host_memory:
-        rows = run.rollout.lens.shape[0]
-        slots = array(np.int32, (rows // run.spec.group_size,), None)
-        fresh = array(np.bool_, slots.shape, None)
-        inputs = run.stored, slots, fresh, Stored.of(run.rollout, steps=on_host(rows))
-        listed["store_drafts"] = make(f"{rows} rows", write_newest, *inputs)
+    rows = run.rollout.lens.shape[0]
+    slots = array(np.int32, (rows // run.spec.group_size,), None)
+    fresh = array(np.bool_, slots.shape, None)
+    inputs = run.stored, slots, fresh, Stored.of(run.rollout, steps=on_host(rows))
+    listed["store_drafts"] = make(f"{rows} rows", write_newest, *inputs)
     return listed
 
 

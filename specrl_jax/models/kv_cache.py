@@ -14,7 +14,6 @@ transpose an array of another size at every call.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -79,12 +78,6 @@ def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
 
 def cache_slots(cache: KVCache) -> int:
     return cache[0][0].shape[_axes(cache[0])[0].index("S")]
-
-
-def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
-    """Bytes of `init_cache(config, rows, slots)` over all devices."""
-    values = sum(math.prod(shape) for _, shape in _shapes(config, rows, slots))
-    return config.num_layers * values * jnp.dtype(config.dtype).itemsize
 
 
 def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:

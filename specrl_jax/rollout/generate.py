@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.data.prompts import concatenate
+from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.carry_over import (
@@ -19,21 +19,21 @@ from specrl_jax.rollout.carry_over import (
     Resumed,
     RunAhead,
     as_drafts,
+    assemble,
     restore,
     take,
 )
-from specrl_jax.rollout.dealing import Dealing
+from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode_state import DecodeState
-from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.rows import Noise, cut_drafts, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.runner import ModelRunner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Prompts, Rollout
+from specrl_jax.sharding import put, shards
+from specrl_jax.types import Prompts, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,42 +82,33 @@ def generate(
 ) -> RolloutResult:
     """Responses to Q prompts, G rows in a row for each.
 
-    max_lens: int32 [Q * G], lengths at which responses end, at most R. speculation: chooses widths
-    and verifications; without it the widest are used.
+    max_lens: int32 [Q * G], lengths at which responses end, at most R; only without prompts of the
+    next step. speculation: chooses widths and verifications; without it the widest are used.
     """
     held = _held_rows(spec, prompts, carry_over)
-    requests = _requests(spec, prompts, noise.step, carry_over, held)
+    order = _order(prompts, carry_over.next_prompts)
+    requests = _requests(spec, prompts, noise.step, carry_over, held, order)
     buckets = _buckets(spec, requests, carry_over)
     program = spec.program_for(buckets)
-    if drafts.previous is not None:
-        previous = _drafts_for(requests, drafts.previous, carry_over)
-        drafts = dataclasses.replace(drafts, previous=previous)
-    steps, held_lens = requests.noise_steps, requests.held_lens
-    dealing = Dealing.of(requests, drafts.previous)
-    requests, drafts = dealing.requests(requests), dealing.draft_inputs(drafts)
-    held, max_lens = dealing.take(held), dealing.max_lens(max_lens, program.response_slots)
+    drafts = _drafts_for(requests, drafts, carry_over, order)
     start = _start(spec, program, noise, requests, drafts, held, max_lens)
     all_rows, requests, drafts, draft_lens = start
-    budget = KVBudget(program.model, buckets, spec.max_rows, spec.cache_bytes)
-    runner = ModelRunner(program, budget, weights, all_rows, requests, drafts)
+    runner = ModelRunner(program, buckets, weights, all_rows, requests, drafts)
     all_rows = Scheduler(runner, speculation).run()
-    rollout = read_rollout(program, all_rows, drafts.previous, held, np.int32(noise.step))
-    rollout, finished = dealing.put_back(rollout), dealing.put_rows_back(runner.finished)
-    draft_lens, num_train = dealing.put_rows_back(draft_lens), requests.num_train_rows
     result = RolloutResult(
-        rollout,
+        read_rollout(program, all_rows, drafts.previous, held, np.int32(noise.step)),
         runner.stats,
         groups=np.arange(len(prompts.lens)),
-        noise_steps=steps[: len(prompts.lens)],
-        draft_lens=draft_lens[:num_train],
-        resumed_lens=held_lens[:num_train],
-        resumed_tokens=int(held_lens.sum()),
-        finished=finished[:num_train] if carry_over.allow_unfinished else None,
+        noise_steps=requests.noise_steps,
+        draft_lens=draft_lens,
+        resumed_lens=requests.held_lens,
+        resumed_tokens=int(requests.held_lens.sum()),
+        finished=runner.finished if carry_over.allow_unfinished else None,
     )
     if carry_over.next_prompts is not None:
-        return _without_next_step(result, carry_over.next_prompts)
+        return _without_next_step(result, prompts, carry_over.next_prompts, order)
     if carry_over.resumed is not None:
-        return _without_unfinished(result, prompts, carry_over, finished)
+        return _without_unfinished(result, prompts, carry_over, runner.finished)
     return result
 
 
@@ -132,21 +123,41 @@ def _held_rows(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> Pa
     return take(resumed.rows, np.arange(len(resumed.steps) * group), len(prompts.lens) * group)
 
 
+def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:
+    """int [Q]: which group is at each place. On each shard of the batch there are first those to
+    train on, then those of the next step.
+
+    Raises ValueError where the shards would not have as many groups each.
+    """
+    groups = [np.arange(len(prompts.lens))]
+    if next_prompts is not None:
+        groups.append(len(prompts.lens) + np.arange(len(next_prompts.lens)))
+    pieces = shards("batch")
+    for part in groups:
+        if len(part) % pieces:
+            raise ValueError(
+                f"a rollout's prompts must be divisible by mesh.data x mesh.fsdp = {pieces}, "
+                f"got {len(part)}; set rollout.prompts_per_step"
+            )
+    return np.concatenate([part.reshape(pieces, -1) for part in groups], axis=1).reshape(-1)
+
+
 def _requests(
     spec: RolloutSpec,
     prompts: Prompts,
     step: int,
     carry_over: CarryOver,
     held: PartialRows | None,
+    order: np.ndarray,
 ) -> Requests:
-    """Rows to train on, then those of the next step; none has a draft yet."""
+    """All rows in their order; none has a draft yet."""
     num_train_rows = len(prompts.lens) * spec.group_size
     noise_steps = np.full(len(prompts.lens), step)
     resumed_steps = carry_over.resumed.steps if carry_over.resumed else ()
     noise_steps[: len(resumed_steps)] = resumed_steps
     if carry_over.next_prompts is not None:
-        prompts = concatenate(prompts, carry_over.next_prompts)
-        noise_steps = np.append(noise_steps, np.full(len(carry_over.next_prompts.lens), step + 1))
+        prompts = select(concatenate(prompts, carry_over.next_prompts), order)
+        noise_steps = np.where(order < len(noise_steps), step, step + 1)
     nothing = np.zeros(len(prompts.lens) * spec.group_size, np.int32)
     held_lens, done = nothing, nothing > 0
     if held is not None:
@@ -197,32 +208,47 @@ def _start(
     return all_rows, requests, drafts, draft_lens
 
 
-def _drafts_for(requests: Requests, drafts: Drafts, carry_over: CarryOver) -> Drafts:
-    """Drafts for all rows. Those of `partial_rows` begin with what is held; others are left out
-    where a group holds tokens."""
-    held_lens = requests.held_lens
-    if carry_over.partial_rows is not None:
-        return drafts
-    if len(held_lens) > len(drafts.lens):
-        drafts = take(drafts, np.arange(len(drafts.lens)), len(held_lens))
-    if not held_lens.any():
-        return drafts
-    group = len(held_lens) // len(requests.noise_steps)
-    held = np.repeat(held_lens.reshape(-1, group).any(axis=1), group)
-    return dataclasses.replace(drafts, lens=jnp.where(put(held, "batch"), 0, drafts.lens))
+def _drafts_for(
+    requests: Requests, drafts: DraftInputs, carry_over: CarryOver, order: np.ndarray
+) -> DraftInputs:
+    """Drafts of all rows, in their order. Those of `partial_rows` begin with what is held; others
+    are left out where a group holds tokens."""
+    previous, history = drafts.previous, drafts.history
+    group = len(requests.done) // len(order)
+    if carry_over.next_prompts is not None:
+        if previous is not None:
+            rows = _rows_of(order, group)
+            known = np.where(rows < len(previous.lens), 0, -1)
+            previous = assemble([previous], np.stack([known, rows], axis=1))
+        if history is not None and shards("batch") > 1:
+            tokens, lens = history.tokens[order], history.lens[order]
+            history = DraftHistory(tokens, lens, history.ages)
+    elif previous is not None and carry_over.partial_rows is None and requests.held_lens.any():
+        held = np.repeat(requests.held_lens.reshape(-1, group).any(axis=1), group)
+        lens = jnp.where(put(held, "batch"), 0, previous.lens)
+        previous = dataclasses.replace(previous, lens=lens)
+    return dataclasses.replace(drafts, previous=previous, history=history)
 
 
 # --- out ------------------------------------------------------------------------------------------
 
 
-def _without_next_step(result: RolloutResult, next_prompts: Prompts) -> RolloutResult:
+def _without_next_step(
+    result: RolloutResult, prompts: Prompts, next_prompts: Prompts, order: np.ndarray
+) -> RolloutResult:
     """The train rows; those of the next step's prompts as drafts."""
-    rows = np.arange(len(result.rollout.lens), dtype=np.int32)
-    train, next_step = np.split(rows, [len(result.resumed_lens)])
+    places, num_train = np.argsort(order), len(prompts.lens)
+    group = len(result.draft_lens) // len(order)
+    train, next_step = (_rows_of(x, group) for x in np.split(places, [num_train]))
     names = tuple(example.prompt_id for example in next_prompts.examples)
-    drafts = as_drafts(take(result.rollout, next_step))
-    rollout = take(result.rollout, train)
-    return dataclasses.replace(result, rollout=rollout, run_ahead=RunAhead(drafts, names))
+    return dataclasses.replace(
+        result,
+        rollout=take(result.rollout, train),
+        noise_steps=result.noise_steps[places[:num_train]],
+        draft_lens=result.draft_lens[train],
+        resumed_lens=result.resumed_lens[train],
+        run_ahead=RunAhead(as_drafts(take(result.rollout, next_step)), names),
+    )
 
 
 def _without_unfinished(

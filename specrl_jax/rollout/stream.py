@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.rollout.engine.runner import ModelRunner
@@ -27,8 +26,7 @@ def stream(
     nothing, noise_steps = np.zeros(rows, np.int32), np.full(len(prompts.lens), noise.step)
     requests = Requests(prompts, noise_steps, rows, nothing, nothing > 0, nothing)
     all_rows = start_all_rows(program, prompts, noise, noise_steps)
-    budget = KVBudget(program.model, buckets)
-    runner = ModelRunner(program, budget, weights, all_rows, requests, DraftInputs())
+    runner = ModelRunner(program, buckets, weights, all_rows, requests, DraftInputs())
     slots = buckets.slots(program.response_slots)
     batch = runner.prefill(np.arange(rows), slots, with_drafts=False)
     seen, done = 0, False

@@ -58,19 +58,13 @@ METRICS: dict[str, Metric] = {
     # Work of the rollout
     "rollout/decode_steps": Metric("decode steps over all buckets", "steps"),
     "rollout/row_steps": Metric("rows x decode steps computed", "row steps"),
-    "rollout/imbalance_row_steps": Metric(
-        "idle row steps, as another shard had more rows to decode", "row steps"
-    ),
     "rollout/tokens_drafted": Metric("sampled tokens that the draft source proposed", "tokens"),
     "rollout/width_mean": Metric("tokens verified in a decode step, mean over row steps", "tokens"),
     "rollout/width_max": Metric("tokens verified in the widest decode step", "tokens"),
     "rollout/wide_fraction": Metric("share of row steps wider than one token", "1"),
     "rollout/verify_work": Metric("tokens that the verification passes computed", "tokens"),
     "rollout/tokens_verified": Metric("draft tokens that a verification pass checked", "tokens"),
-    "rollout/preempted": Metric("rows that gave up their KV cache", "count"),
-    "rollout/cache_gib": Metric("peak size of the KV caches, over all devices", "GiB"),
     "rollout/draft_store_gib": Metric("earlier responses kept, over all devices", "GiB"),
-    "rollout/draft_store_host_gib": Metric("earlier responses kept in host memory", "GiB"),
     "rollout/programs": Metric("shapes of the policy's programs in use", "count"),
     # Rows and groups that cross steps
     "rollout/tokens_run_ahead": Metric("tokens of the next step, begun in idle rows", "tokens"),
@@ -136,7 +130,6 @@ METRICS: dict[str, Metric] = {
 RENAMED_METRICS = {
     "rollout/verified_tokens": "rollout/verify_work",
     "rollout/judged_tokens": "rollout/tokens_verified",
-    "rollout/evicted": "rollout/preempted",
     "rollout/tokens_ahead": "rollout/tokens_run_ahead",
     "rollout/ahead_kept": "rollout/run_ahead_accepted",
     "rollout/tokens_carried": "rollout/tokens_resumed",

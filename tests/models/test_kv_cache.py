@@ -54,8 +54,6 @@ def test_an_empty_cache(mesh, dtype):
     assert [x.shape for pair in cache for x in pair] == [(3, 2, 4, 5), (3, 2, 5, 4)] * 2
     assert all(x.dtype == dtype and not np.any(x) for pair in cache for x in pair)
     assert kv_cache.cache_slots(cache) == 5
-    size = sum(x.nbytes for pair in cache for x in pair)
-    assert kv_cache.cache_bytes(model, 3, 5) == size
 
 
 @MESHES
@@ -105,7 +103,6 @@ def test_every_layout_holds_and_gives_the_same(
         (layer,) = kv_cache.init_cache(model, rows=8, slots=6)
         # Narrow heads fill a tile on each of the tensor axis's shards.
         assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
-        assert kv_cache.cache_bytes(model, 8, 6) == sum(x.nbytes for x in layer)
         for written, places in ((old, starts * 0), (new, starts)):
             keys, values = (put(x, "batch", None, "kv_heads", None) for x in (written, -written))
             layer = jax.jit(kv_cache.write)(layer, keys, values, put(places, "batch"))

@@ -123,7 +123,7 @@ def check_stats(spec, rollout, stats, drafts=None):
     assert metrics["rollout/width_mean"] == 1.0
     assert metrics["rollout/tokens_drafted"] == stats.drafted_tokens == 0
     assert metrics["time/decode"] > 0
-    assert (stats.preempted, "time/decode_predicted" in metrics) == (0, False)
+    assert "time/decode_predicted" not in metrics
 
 
 def small_spec(**kwargs):

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import rollout_reference as ref
 
-from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import decode, decode_state
 from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.draft_tries import pack_drafts
-from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.rows import Noise, start_all_rows
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.sharding import shards
@@ -194,17 +192,3 @@ def test_a_pass_that_computes_no_less_is_left_out(mesh):
     _, stats = ref.run(spec, weights, prompts, 1, drafts=drafts)
     assert stats.verify_work == len(tokens) * R
     assert {key[0] for key in stats.programs} >= {"prefill", "decode_steps"}
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_both_caches_count_as_bytes(mesh, monkeypatch, fits):
-    """The packed one and that of the rows. Where they find no room, a pass over the rows."""
-    spec, slot = spec_of("ratio"), cache_bytes(ref.ONE_LAYER, 1, 1)
-    spec = dataclasses.replace(spec, cache_bytes=2.5 * B * (P + R) * slot)
-    if not fits:
-        monkeypatch.setattr(KVBudget, "holds", lambda *shapes: False)
-    drafts = shared_drafts(spec)
-    _, stats = ref.run(spec, ref.policy(0.0, ref.ONE_LAYER)[1], PROMPTS, 1, drafts=drafts)
-    packed = stats.verify_work if fits else 0
-    assert fits == ("prefill" not in {key[0] for key in stats.programs})
-    assert stats.cache_bytes == (B * (P + R) + (packed or len(PROMPTS.lens) * P)) * slot

@@ -7,7 +7,6 @@ import pytest
 from test_report_page import write_files
 
 from specrl_jax.telemetry import sweep_table
-from specrl_jax.telemetry.records import FIELDS
 from specrl_jax.telemetry.runs import Series, epoch_seconds, read_run, seconds, series
 
 

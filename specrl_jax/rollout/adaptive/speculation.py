@@ -108,7 +108,6 @@ class VerifyPlan:
     held: int = 0  # response tokens of the longest of the rows
     others: int = 0  # other rows that are running or waiting
     others_held: int = 0  # response tokens of the longest of those that are running
-    capacity: int = 0  # rows that can run at once
     sequences: int = 0  # packed, of prompts and drafts; 0: the pass is over the rows, prefilled
 
     @property
@@ -242,8 +241,9 @@ class Speculation(StatePart):
         step, as far as other rows do not share these steps. accepted: tokens of the longest row."""
         steps = np.arange(lens.max(initial=0))
         decoding = len(lens) - np.searchsorted(np.sort(lens), steps, side="right")
-        others = np.clip(plan.capacity - decoding, 0, plan.others)
-        rows = np.minimum(decoding + others, plan.buckets.rows[0])
+        most = plan.buckets.rows[0]
+        others = np.clip(most - decoding, 0, plan.others)
+        rows = np.minimum(decoding + others, most)
         longest = max(plan.held + accepted, plan.others_held) + 1 + steps
         sizes, ends = np.sort(plan.buckets.rows), np.asarray(plan.buckets.responses)
         shapes = np.searchsorted(sizes, rows), np.searchsorted(ends[:-1], longest)

@@ -1,4 +1,4 @@
-"""Earlier responses, kept as drafts, keyed by (prompt_id, sample).
+"""Earlier responses, kept as drafts on the device, keyed by (prompt_id, sample).
 
 In: a batch's `Rollout` and the step it is from. Out: `Drafts` (SPEC-RL, arXiv 2509.23232) or all
 that is stored of a batch's prompts, for a draft source (SRT, arXiv 2601.09083).
@@ -7,25 +7,88 @@ Which prompt has which slot of the arrays, and in which order they were stored, 
 knows. When all slots are taken, the prompt that was stored longest ago gives its slot up.
 """
 
+import dataclasses
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout.drafts.store_memory import (
-    DeviceMemory,
-    HostMemory,
-    Stored,
-    StoreShape,
-    pick_drafts,
-    pick_sources,
-)
-from specrl_jax.sharding import put
+from specrl_jax.sharding import put, reshape, shards, spec
 from specrl_jax.types import Drafts, Prompts, Rollout, StatePart
 
-KINDS = {"device": DeviceMemory, "host": HostMemory}
+# N is a multiple of this: the same shape, and so resumable, on all meshes whose pieces divide it.
+_SLOTS = 64
 _NEVER = np.iinfo(np.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The store's arrays, split over N, or a batch's rows of them.
+
+    N prompts, G samples. Generation 0 is the newest. The newest A generations keep all that the
+    acceptance rules read, E >= A generations keep tokens and lengths.
+    """
+
+    tokens: Array  # int32 [E, N, G, R]
+    lens: Array  # int32 [E, N, G], 0 where nothing is stored
+    steps: Array  # int32 [E, N, G], when the response was stored
+    # As in `Drafts`, [A, N, G, R] and [A, N, G, R, k]:
+    sampling_logprobs: Array
+    origin_logprobs: Array
+    origin_steps: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+    @classmethod
+    def of(cls, rollout: Rollout, steps: Array) -> "Stored":
+        """The rollout's responses [B], stored in `steps` int32 [B]."""
+        return cls(**vars(Drafts.of(rollout)), steps=steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreShape:
+    """What a store keeps of how many prompts."""
+
+    prompts: int  # no less than a batch has
+    samples: int  # G, responses of each prompt
+    response_slots: int  # R
+    generations: int = 1  # A, responses of each sample kept with log-probs: `get` up to this age
+    history: int = 0  # responses of each sample that `sources` returns; 0: A
+    k: int = 0  # likeliest tokens whose log-probs are kept
+
+    @property
+    def read(self) -> int:
+        """Responses of a prompt that `DraftStore.sources` returns."""
+        return (self.history or self.generations) * self.samples
+
+    def abstract(self) -> Stored:
+        """Shapes, dtypes and layouts of the arrays on the mesh in use; prompts are rounded up."""
+        pieces = math.lcm(_SLOTS, shards("batch"))
+        prompts = -(-self.prompts // pieces) * pieces
+        kept, with_logprobs = max(self.history, self.generations), self.generations
+
+        def array(dtype, generations: int, *rest: int) -> jax.ShapeDtypeStruct:
+            shape = generations, prompts, self.samples, *rest
+            layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), _layout(len(shape)))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+
+        slots, top = self.response_slots, (self.response_slots, self.k)
+        return Stored(
+            tokens=array(jnp.int32, kept, slots),
+            lens=array(jnp.int32, kept),
+            steps=array(jnp.int32, kept),
+            sampling_logprobs=array(jnp.float32, with_logprobs, slots),
+            origin_logprobs=array(jnp.float32, with_logprobs, slots),
+            origin_steps=array(jnp.int32, with_logprobs, slots),
+            top_ids=array(jnp.int32, with_logprobs, *top) if self.k else None,
+            top_logprobs=array(jnp.float32, with_logprobs, *top) if self.k else None,
+        )
 
 
 class DraftStore(StatePart):
@@ -37,7 +100,6 @@ class DraftStore(StatePart):
     Args:
       shape: how much is kept.
       max_age: steps after which a response is not a draft any more; 0: never.
-      kind: "device" or "host", the memory that the arrays live in. Results are the same.
       owner: what the tokens and log-probs are of, e.g. {"tokenizer": ..., "model": ...}
         fingerprints; a saved store of another owner is refused.
     """
@@ -47,7 +109,6 @@ class DraftStore(StatePart):
         shape: StoreShape,
         *,
         max_age: int = 0,
-        kind: str = "device",
         owner: Mapping[str, str] | None = None,
     ):
         self._shape = {
@@ -62,7 +123,7 @@ class DraftStore(StatePart):
         self._read = shape.read
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
-        self._memory = KINDS[kind](shape.abstract())
+        self._arrays = jax.tree.map(_zeros, shape.abstract())
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
         """Drafts [Q * G] for the prompts' groups; zeros, length 0, where there is none.
@@ -70,14 +131,12 @@ class DraftStore(StatePart):
         `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations). At
         most the generations that are kept with log-probs.
         """
-        slots = self._find(prompts)
-        return pick_drafts(*self._memory.rows(slots), self._oldest(slots, step), age)
+        return pick_drafts(self._arrays, *self._find(prompts, step), age)
 
     def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
         """The prompts' last `history` responses, whole on every device: tokens [Q, E * G, R], lens
         [Q, E * G], the newest generation first; zeros, length 0, where there is none."""
-        slots = self._find(prompts)
-        tokens, lens = pick_sources(*self._memory.rows(slots), self._oldest(slots, step))
+        tokens, lens = pick_sources(self._arrays, *self._find(prompts, step))
         return tokens[:, : self._read], lens[:, : self._read]
 
     def unsolved(self, prompts: Prompts) -> np.ndarray:
@@ -98,19 +157,16 @@ class DraftStore(StatePart):
         if unsolved is not None:
             self._unsolved |= {name for name, marked in zip(names, unsolved) if marked}
         newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
-        self._memory.write(slots, reassigned, newest)
+        self._arrays = write_newest(self._arrays, put(slots, None), put(reassigned, None), newest)
 
     def arrays(self) -> Stored:
-        """What a checkpoint saves, jax or NumPy. The next `put` changes or frees them."""
-        return self._memory.arrays
+        """What a checkpoint saves. The next `put` frees them."""
+        return self._arrays
 
-    def like(self) -> Stored:
-        """Shapes, dtypes and layouts that a checkpoint of either kind is read back with."""
-        return self._memory.like
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes in use, over all devices, as {"device": ..., "host": ...}."""
-        return self._memory.nbytes()
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, over all devices."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._arrays))
 
     def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able; `arrays` is the other."""
@@ -122,7 +178,7 @@ class DraftStore(StatePart):
         }
 
     def restore(self, host: Mapping[str, Any], arrays: Stored) -> "DraftStore":
-        """Take over a saved store of either kind; `arrays` are the store's own from then on.
+        """Take over a saved store; `arrays` are the store's own from then on.
 
         Raises ValueError where it is of another tokenizer, model or shape.
         """
@@ -142,17 +198,16 @@ class DraftStore(StatePart):
             )
         self._slots = dict(host["slots"])
         self._unsolved = set(host.get("unsolved", ()))
-        self._memory.load(arrays)
+        self._arrays = arrays
         return self
 
-    def _find(self, prompts: Prompts) -> np.ndarray:
-        """The prompts' slots, int32 [Q]; -1 for those that are not stored."""
-        return np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
-
-    def _oldest(self, slots: np.ndarray, step: int) -> Array:
-        """The earliest step, int32 [Q], whose responses are drafts; none of unknown prompts."""
+    def _find(self, prompts: Prompts, step: int) -> tuple[Array, Array]:
+        """Of every prompt, int32 [Q]: its slot, and the earliest step whose responses are drafts;
+        prompts that are not stored have any slot, and no drafts."""
+        slots = np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
-        return put(np.where(slots >= 0, oldest, _NEVER).astype(np.int32), "batch")
+        oldest = np.where(slots >= 0, oldest, _NEVER).astype(np.int32)
+        return put(np.maximum(slots, 0), "batch"), put(oldest, "batch")
 
     def _take(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Slots int32 [Q] to store the prompts in, and which of them, bool [Q], were not theirs."""
@@ -171,3 +226,82 @@ class DraftStore(StatePart):
                 slots.append(self._slots.pop(next(iter(self._slots))))
         self._slots |= dict(zip(names, slots))
         return np.asarray(slots, np.int32), np.asarray([name not in known for name in names])
+
+
+@functools.partial(jax.jit, static_argnames="age")
+def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts:
+    """Drafts [Q * G] of generation `age`, 1 the newest.
+
+    slots: int32 [Q], of the prompts. oldest: int32 [Q], the earliest step whose responses are
+    drafts; zeros elsewhere.
+    """
+
+    def pick(array: Array) -> Array:
+        rest = (None,) * (array.ndim - 2)
+        return array.at[age - 1, slots].get(out_sharding=spec("batch", *rest))
+
+    young = pick(stored.steps) >= oldest[:, None]
+
+    def draft(array: Array) -> Array:
+        rows = _keep(pick(array), young)
+        return reshape(rows, (-1, *rows.shape[2:]), "batch", *(None,) * (rows.ndim - 2))
+
+    return jax.tree.map(draft, Drafts.of(stored))
+
+
+@jax.jit
+def pick_sources(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Array]:
+    """Tokens [Q, E * G, R] and lengths [Q, E * G] of all generations, arguments as above."""
+
+    def pick(array: Array) -> Array:
+        """[E, N, G, ...] → [Q, E * G, ...] on every device."""
+        rows = array.at[:, _whole(slots)].get(out_sharding=jax.P(*(None,) * array.ndim))
+        rows = jnp.swapaxes(rows, 0, 1)
+        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+    young = pick(stored.steps) >= _whole(oldest)[:, None]
+    return _keep(pick(stored.tokens), young), _keep(pick(stored.lens), young)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_newest(stored: Stored, slots: Array, reassigned: Array, newest: Stored) -> Stored:
+    """The arrays with `newest` [Q * G] as generation 0 of the prompts in `slots` int32 [Q]; older
+    ones move back by one. reassigned: bool [Q], prompts whose slots were another's."""
+    prompts = slots.shape[0]
+
+    def write(array: Array, new: Array) -> Array:
+        new = _whole(new)
+        new = new.reshape(1, prompts, -1, *new.shape[1:])
+        before = array.at[:, slots].get(out_sharding=jax.P(*(None,) * array.ndim))
+        before = jax.vmap(_keep, in_axes=(0, None))(before, ~reassigned)
+        moved = jnp.concatenate([new, before[:-1]])
+        # The scatter's layout is the partitioner's business; the result keeps the store's.
+        scatter = jax.sharding.auto_axes(
+            lambda array, moved, slots: array.at[:, slots].set(moved),
+            out_sharding=_layout(array.ndim),
+        )
+        return scatter(array, moved, slots)
+
+    return jax.tree.map(write, stored, newest)
+
+
+def _layout(ndim: int) -> jax.P:
+    return spec(None, "batch", *(None,) * (ndim - 2))
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding.spec)
+
+
+def _whole(array: Array) -> Array:
+    """The array on every device."""
+    return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
+
+
+def _keep(array: Array, kept: Array) -> Array:
+    """Zeros in the rows that are not kept: they may be another prompt's.
+
+    A row fetched from another device is a sum with zeros, which makes +0 of -0: so here for all.
+    """
+    kept = kept.reshape(*kept.shape, *(1,) * (array.ndim - kept.ndim))
+    return jnp.where(kept & (array != 0), array, jnp.zeros((), array.dtype))

@@ -17,7 +17,7 @@ NARROW = 32  # tokens; verification widths further apart than that are worth a p
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    num_rows: int  # of the largest bucket
+    num_rows: int  # of the largest bucket, whole groups on every shard
     prompt_slots: int
     response_slots: int
     row_buckets: int
@@ -30,13 +30,19 @@ class Buckets:
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
         """Rows of a batch, descending, each half the last: multiples of `multiple`."""
-        return tuple(sorted(self._halved | {self.admissions[0]}, reverse=True))
+        return tuple(sorted(self._halved, reverse=True))
 
     @functools.cached_property
     def admissions(self) -> tuple[int, ...]:
         """Rows that begin together, descending: whole groups on each shard."""
         whole = self.multiple * self.group_size
         return tuple(sorted({max(n // whole, 1) * whole for n in self._halved}, reverse=True))
+
+    @property
+    def refill(self) -> int:
+        """Rows that must be free before others begin: a quarter, so that moves are few."""
+        fits = [n for n in self.admissions if n <= self.rows[0] // 4]
+        return max(fits, default=self.admissions[-1])
 
     @functools.cached_property
     def responses(self) -> tuple[int, ...]:

@@ -236,13 +236,12 @@ def _at_nodes(hidden_STD: Array, nodes_bW: Array) -> Array:
 
 @jax.jit
 def progress(rows: DecodeState, stop: StopCondition) -> Array:
-    """int32 [shards, 6]: rows to train on that are not done, all active rows, rows at their cache
-    limit, rows verifying, the longest response of rows not done, the longest draft left to verify.
-    """
-    active, verifies = _active(rows, stop), verifying(rows)
+    """int32 [shards, 5]: rows to train on that are not done, all rows that are not done, rows
+    verifying, the longest response of rows not done, the longest draft left to verify."""
+    verifies = verifying(rows)
     drafts_left = jnp.zeros_like(rows.lens) if rows.draft is None else rows.draft.lens - rows.lens
     train = ~rows.done & _trained(rows, stop)
-    counts = (train, active, ~rows.done & ~active, verifies)
+    counts = (train, ~rows.done, verifies)
     longest = jnp.where(~rows.done, rows.lens, 0), jnp.where(verifies, drafts_left, 0)
     numbers = [_count_on_shards(x) for x in counts]
     return jnp.stack([*numbers, *(_on_each_shard(jnp.max, x) for x in longest)], axis=1)

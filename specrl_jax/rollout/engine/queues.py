@@ -8,22 +8,23 @@ import numpy as np
 from specrl_jax.rollout.engine.requests import Requests
 from specrl_jax.sharding import shards
 
-# Tokens that a row holds, and its index.
-HeldRow = tuple[int, int]
+# Rows that begin together, whole groups or single rows; a queue for every shard.
+ShardQueues = list[collections.deque[list[int]]]
 
 
 class Queues:
-    """Four kinds, each a list of the shards' queues.
+    """Three kinds, each a list of the shards' queues.
 
     Fields:
-      resumed, preempted: Rows that hold tokens.
+      resumed: Rows that hold tokens, each by itself.
       waiting: Groups that hold none.
       next_step: Groups that only use places that would be idle.
     """
 
     def __init__(self, requests: Requests):
-        self._shard_rows, self.shards = requests.shard_rows, shards("batch")
-        self.group_size = group = len(requests.done) // len(requests.noise_steps)
+        self._shard_rows = requests.shard_rows
+        self._shards = shards("batch")
+        group = len(requests.done) // len(requests.noise_steps)
         held = requests.held_lens.reshape(-1, group).any(axis=1)
         # Drafts of like length are verified together: a pass is as wide as its longest.
         longest = requests.draft_lens.reshape(-1, group).max(axis=1)
@@ -33,46 +34,35 @@ class Queues:
         groups.sort(key=lambda g: (late[g], -longest[g], g))
         trained = requests.trained(np.arange(len(requests.done)))
         waits = trained[::group]
-        self.waiting = self._by_shard((g for g in groups if waits[g]), group)
-        self.next_step = self._by_shard((g for g in groups if not waits[g]), group)
+        rows = np.arange(len(requests.done)).reshape(-1, group).tolist()
+        self.waiting = self._by_shard(rows[g] for g in groups if waits[g])
+        self.next_step = self._by_shard(rows[g] for g in groups if not waits[g])
         resumed = np.flatnonzero(np.repeat(held, group) & ~requests.done & trained)
-        self.resumed = self._held(resumed, requests.held_lens[resumed])
-        self.preempted = self._held(resumed[:0], resumed[:0])
+        self.resumed = self._by_shard([row] for row in resumed.tolist())
 
     def is_waiting(self) -> bool:
         """Whether train rows that are not done are not running."""
-        return any(map(any, (self.resumed, self.waiting, self.preempted)))
+        return any(self.resumed) or any(self.waiting)
 
     def waiting_rows(self) -> np.ndarray:
         """int [shards]: train rows that are not done and not running."""
-        queues = zip(self.resumed, self.waiting, self.preempted)
-        return np.array([len(r) + self.group_size * len(w) + len(p) for r, w, p in queues])
+        pairs = zip(self.resumed, self.waiting)
+        return np.array([sum(map(len, resumed + waiting)) for resumed, waiting in pairs])
 
-    def add_preempted(self, rows: np.ndarray, lens: np.ndarray) -> None:
-        """Rows int [n] that hold `lens` tokens each."""
-        for queue, own in zip(self.preempted, self._held(rows, lens)):
-            queue += own
-
-    def pop_groups(self, queues: list[collections.deque[int]], counts: np.ndarray) -> list:
-        """The rows of the first `counts` [shards] groups of queues, by shard."""
-        group = self.group_size
-        chosen = [[x.popleft() for _ in range(n)] for x, n in zip(queues, counts.tolist())]
-        return [[g * group + i for g in groups for i in range(group)] for groups in chosen]
-
-    def places(self, rows: list[list[int]], size: int) -> np.ndarray:
-        """int [size]: each shard's rows in its part of a bucket, and -1 after them."""
-        index = np.full((self.shards, size // self.shards), -1)
-        for part, own in zip(index, rows):
-            part[: len(own)] = own
+    def pop(self, queues: ShardQueues, counts: np.ndarray, size: int) -> np.ndarray:
+        """int [size]: the first `counts` [shards] rows of queues, each shard's in its part of a
+        bucket, and -1 after them."""
+        index = np.full((self._shards, size // self._shards), -1)
+        for part, queue, count in zip(index, queues, counts.tolist()):
+            begun = 0
+            while begun < count:
+                rows = queue.popleft()
+                part[begun : begun + len(rows)] = rows
+                begun += len(rows)
         return index.reshape(-1)
 
-    def _by_shard(self, items: Iterable[int], rows: int = 1) -> list[collections.deque[int]]:
-        """items: rows, or groups of `rows` rows, in order."""
-        queues = [collections.deque() for _ in range(self.shards)]
-        for item in items:
-            queues[item * rows // self._shard_rows].append(item)
+    def _by_shard(self, items: Iterable[list[int]]) -> ShardQueues:
+        queues = [collections.deque() for _ in range(self._shards)]
+        for rows in items:
+            queues[rows[0] // self._shard_rows].append(rows)
         return queues
-
-    def _held(self, rows: np.ndarray, lens: np.ndarray) -> list[list[HeldRow]]:
-        held = dict(zip(rows.tolist(), lens.tolist()))
-        return [[(held[row], row) for row in queue] for queue in self._by_shard(held)]

@@ -32,15 +32,13 @@ def start_all_rows(
     steps: np.ndarray,
     max_lens: np.ndarray | None = None,
 ) -> DecodeState:
-    """Rows that hold only their prompts. steps: int [Q], whose noise they use. max_lens: int32 of
-    the first rows; the others end at R."""
+    """Rows that hold only their prompts. steps: int [Q], whose noise they use. max_lens: int32 [B],
+    where responses end; None: at R."""
     group = program.group_size
     last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
     samples = np.tile(np.arange(group, dtype=np.int32), len(prompts.lens))
     prompt_lens, last = (np.repeat(x.astype(np.int32), group) for x in (prompts.lens, last))
-    ends = np.full(len(samples), program.response_slots)
-    if max_lens is not None:
-        ends[: len(max_lens)] = max_lens
+    ends = np.full(len(samples), program.response_slots) if max_lens is None else max_lens
     keyed = np.repeat(steps, group).astype(np.uint32), np.repeat(prompts.ids, group, axis=0)
     numbers = tuple(np.asarray(x, np.int32) for x in (prompt_lens, ends, last))
     return _start(program, int(noise.purpose), noise.key, (*keyed, samples), numbers)

@@ -22,14 +22,13 @@ from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine import decode, decode_state
+from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StepCounts, StopCondition
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.draft_tries import DraftTries
-from specrl_jax.rollout.engine.kv_budget import KVBudget
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.sharding import put
 
 FOREVER = np.iinfo(np.int32).max
 
@@ -65,8 +64,8 @@ class DecodeBatch:
 
     def update(self, progress: np.ndarray) -> None:
         """progress: as `decode.progress` reports it."""
-        self.counts = RowCounts(*progress[:, :4].T)
-        self.longest, self.longest_draft = progress[:, 4:].max(axis=0).tolist()
+        self.counts = RowCounts(*progress[:, :3].T)
+        self.longest, self.longest_draft = progress[:, 3:].max(axis=0).tolist()
 
     def drop_drafts(self) -> None:
         self.rows, self.longest_draft = decode_state.without_drafts(self.rows), 0
@@ -77,13 +76,8 @@ class RowCounts(NamedTuple):
     """Rows of a batch on each shard, int [shards]."""
 
     train: np.ndarray  # to train on, not done
-    active: np.ndarray
-    at_cache_limit: np.ndarray  # they wait for a longer cache
+    unfinished: np.ndarray
     verifying: np.ndarray
-
-    @property
-    def unfinished(self) -> np.ndarray:
-        return self.active + self.at_cache_limit
 
 
 @dataclasses.dataclass
@@ -91,7 +85,7 @@ class ModelRunner:
     """The rows of one rollout, and its cost so far."""
 
     program: ProgramSpec
-    budget: KVBudget
+    buckets: Buckets
     weights: Params
     all_rows: DecodeState
     requests: Requests
@@ -104,7 +98,6 @@ class ModelRunner:
         # Whether rows hold tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.requests.held_lens.any())
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
-        self._extra_bucket: list[tuple[int, int]] = []  # held for a moment beside the batches
 
     # Rows begin ------------------------------------------------------------------------------
 
@@ -119,7 +112,6 @@ class ModelRunner:
         jax.block_until_ready(cache)
         self.stats.prefill_seconds += time.perf_counter() - start
         self.stats.programs.add(("prefill", *prompts.shape))
-        self.note_bytes(prompts.shape, (len(index), slots), *self.running_shape())
         batch = self._batch(cache, rows, index)
         self._count(batch)
         return batch
@@ -155,7 +147,6 @@ class ModelRunner:
         counts = self._read_counts(batch, counts, progress)
         self.stats.add_verification(*tries.shape, counts, time.perf_counter() - start)
         self.stats.programs.add(("verify_trie", *tries.shape, *batch.shape, width))
-        self.note_bytes(tries.shape, batch.shape, *self.running_shape())
         return batch, counts
 
     def re_prefill(
@@ -173,7 +164,6 @@ class ModelRunner:
         self._count(batch)
         self.stats.prefill_seconds += time.perf_counter() - start
         self.stats.programs.add(("re_prefill", *batch.shape, width))
-        self.note_bytes(batch.shape, *self.running_shape())
         return batch
 
     def _gather(self, index: np.ndarray, *, with_drafts: bool) -> DecodeState:
@@ -196,31 +186,23 @@ class ModelRunner:
         if not batch.unfinished:
             self._write_back_finished(batch)
             return
-        running = self.running
-        shape = self.inserted_shape(batch.counts.unfinished, batch.longest)
+        running, counts, longest = self.running, batch.counts, batch.longest
+        if running is not None:
+            counts = RowCounts(*map(np.add, running.counts, counts))
+            longest = max(running.longest, longest)
+        size = self.buckets.rows_for_shards(counts.unfinished)
+        slots = self.buckets.slots_for(longest + 1)
         if running is None:
-            self.running = self._resized(batch, *shape)
+            self.running = self._resized(batch, size, slots)
             return
-        self.note_bytes(batch.shape, *{running.shape, shape})
         self._write_back_finished(batch)
         self._write_back_finished(running)
-        running = self.resize(*shape)
+        running = self.resize(size, slots)
         cache, rows = decode_state.insert(
             running.cache, running.rows, batch.cache, batch.rows, ~batch.rows.done
         )
-        counts = RowCounts(*map(np.add, running.counts, batch.counts))
-        longest = max(running.longest, batch.longest)
         draft, total = max(running.longest_draft, batch.longest_draft), counts.unfinished.sum()
-        self.running = DecodeBatch(cache, rows, *shape, int(total), counts, longest, draft)
-
-    def inserted_shape(self, unfinished: np.ndarray, longest: int) -> tuple[int, int]:
-        """(rows, slots) of the bucket for the running rows and `unfinished` [shards] more, the
-        longest of which holds `longest` tokens."""
-        if self.running is not None:
-            unfinished = unfinished + self.running.counts.unfinished
-            longest = max(longest, self.running.longest)
-        buckets = self.budget.buckets
-        return buckets.rows_for_shards(unfinished), buckets.slots_for(longest + 1)
+        self.running = DecodeBatch(cache, rows, size, slots, int(total), counts, longest, draft)
 
     def resize(self, size: int, slots: int) -> DecodeBatch:
         """The running batch, its unfinished rows compacted into another bucket."""
@@ -234,7 +216,6 @@ class ModelRunner:
         cache, rows = decode_state.resize(
             batch.cache, batch.rows, ~batch.rows.done, size=size, slots=slots
         )
-        self.note_bytes(batch.shape, (size, slots))
         return dataclasses.replace(batch, cache=cache, rows=rows, size=size, slots=slots)
 
     def split(self, batch: DecodeBatch, size: int) -> DecodeBatch:
@@ -244,15 +225,13 @@ class ModelRunner:
         cache, rows = decode_state.resize(
             batch.cache, batch.rows, verifying, size=size, slots=batch.slots
         )
-        self._extra_bucket = [(size, batch.slots)]
-        self.note_bytes(batch.shape, *self.running_shape())
         # Only train rows have drafts.
         counts = batch.counts
-        next_step = counts.active - counts.verifying
+        next_step = counts.unfinished - counts.verifying
         others = dataclasses.replace(
             batch,
             rows=decode_state.without_drafts(decode_state.mark_padding(batch.rows, verifying)),
-            counts=counts._replace(train=next_step, active=next_step, verifying=0 * next_step),
+            counts=RowCounts(train=next_step, unfinished=next_step, verifying=0 * next_step),
             written_back=int(next_step.sum()),
         )
         verifying_rows = dataclasses.replace(
@@ -260,22 +239,12 @@ class ModelRunner:
             cache=cache,
             rows=rows,
             size=size,
-            counts=counts._replace(train=counts.verifying, active=counts.verifying),
+            counts=counts._replace(train=counts.verifying, unfinished=counts.verifying),
             written_back=batch.verifying,
         )
         if next_step.any():
             self.insert(others)
-        self._extra_bucket = []
         return verifying_rows
-
-    def preempt(self, rows: np.ndarray) -> None:
-        """Running rows marked in `rows` bool [b] give up their cache."""
-        running = self.running
-        self.stats.preempted += int(rows.sum())
-        self.write_back(running)
-        running.rows = decode_state.mark_padding(running.rows, put(rows, "batch"))
-        self._count(running)
-        running.written_back = int(running.counts.active.sum())
 
     def write_back_all(self) -> None:
         """Write the running rows back; then none is running."""
@@ -290,15 +259,6 @@ class ModelRunner:
         """Write rows back that are done, before they leave the batch."""
         if batch.unfinished < batch.written_back:
             self.write_back(batch)
-
-    def running_shape(self) -> list[tuple[int, int]]:
-        """(rows, slots) of the running batch, if there is one."""
-        return [self.running.shape] if self.running else []
-
-    def note_bytes(self, *shapes: tuple[int, int]) -> None:
-        """KV caches of these (rows, slots) exist at once."""
-        held = self.budget.bytes(*shapes, *self._extra_bucket)
-        self.stats.cache_bytes = max(self.stats.cache_bytes, held)
 
     # The model runs --------------------------------------------------------------------------
 
@@ -317,7 +277,7 @@ class ModelRunner:
         """`decode.decode_steps` on the batch; verify: a verification pass."""
         drafting = self.program.draft_source is not None and width > 1 and not verify
         draft_state = self._synced_draft_state(batch) if drafting else None
-        unfinished, start = batch.counts.unfinished, time.perf_counter()
+        start = time.perf_counter()
         batch.cache, batch.rows, draft_state, counts, progress = decode.decode_steps(
             self.program,
             self.weights,
@@ -340,9 +300,6 @@ class ModelRunner:
             self.stats.add_verification(batch.size, width, counts, seconds)
         else:
             self.stats.add_decode(batch.shape, width, counts, seconds)
-            unfinished = np.stack([unfinished, batch.counts.unfinished])  # before and after
-            idle = np.sum(unfinished.max(axis=1, keepdims=True) - unfinished) / 2
-            self.stats.imbalance_row_steps += float(counts.steps * idle)
         return counts
 
     def _read_counts(self, batch: DecodeBatch, counts: StepCounts, progress: Array) -> StepCounts:

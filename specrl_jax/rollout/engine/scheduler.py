@@ -1,39 +1,26 @@
 """The scheduler of one rollout: which rows run, in which bucket, and for how long.
 
     waiting groups ── prefill, verify drafts ──→ insert ──→ running rows: decode, compact ──→ done
-          ↑                                                      │
-          └─ preempted, resumed: prefilled with their tokens ←───┘
+    resumed rows ──── prefill with their tokens ───↑
 
 Nothing that is decided here changes a token of a row. `runner.py` carries the decisions out.
 Each shard of the batch has queues of its own: its rows, which never leave it.
 """
 
-import collections
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
 
-from specrl_jax import hosts
 from specrl_jax.rollout.adaptive.speculation import Speculation, VerifyPlan
 from specrl_jax.rollout.engine.decode import StepCounts
 from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.draft_tries import DraftTries, pack_drafts, saves_work
-from specrl_jax.rollout.engine.queues import HeldRow, Queues
+from specrl_jax.rollout.engine.queues import Queues, ShardQueues
 from specrl_jax.rollout.engine.runner import FOREVER, DecodeBatch, ModelRunner
 
 STEPS_BETWEEN_INSERTS = 64  # of rows of the next step into idle places
 STEPS_BETWEEN_COUNTS = 32  # at most, of the groups that are done, where enough of them end it all
-
-
-@dataclasses.dataclass(frozen=True)
-class Admitted:
-    """Waiting rows that begin together."""
-
-    index: np.ndarray  # int [size], -1 for padding
-    longest: int | None = None  # tokens of the longest; None: the rows hold none
-    resumed: bool = False  # whether rows that hold tokens may have drafts left to verify
 
 
 @dataclasses.dataclass
@@ -50,13 +37,11 @@ class Scheduler:
 
     def __init__(self, runner: ModelRunner, speculation: Speculation | None = None):
         self.runner, self.requests, self.speculation = runner, runner.requests, speculation
-        self.program, self.budget = runner.program, runner.budget
-        self.buckets = self.budget.buckets
+        self.program, self.buckets = runner.program, runner.buckets
         self.shards = self.buckets.multiple
         self.rule = self.program.accept
         # A rule that needs the whole draft has no choice of a pass.
         self.chooses_verification = speculation is not None and not self.rule.needs_distribution
-        self.budget.check()
         self.queues = Queues(self.requests)
 
     @property
@@ -66,10 +51,9 @@ class Scheduler:
     def run(self) -> DecodeState:
         """All rows, at their end unless the rollout may end early."""
         while not self._may_end():
-            self._make_room()
-            while admitted := self._admit():
-                holds_none = admitted.longest is None
-                starting = (self._prefill if holds_none else self._re_prefill)(admitted)
+            if self.running is not None and not self.running.unfinished:
+                self.runner.write_back_all()
+            while (starting := self._admit()) is not None:
                 self._verify(starting)
                 self.runner.insert(starting.batch)
                 del starting  # and with it a cache, before others begin
@@ -94,115 +78,58 @@ class Scheduler:
 
     # Rows begin ------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Compact what is running, for rows that begin."""
-        if self.running is None:
-            return
-        if not self.running.unfinished:
-            self.runner.write_back_all()
-        elif self.budget.cache_bytes and self.queues.is_waiting():
-            size = self.buckets.rows_for_shards(self.running.counts.unfinished)
-            self.runner.resize(size, self.running.slots)
-
-    def _admit(self) -> Admitted | None:
+    def _admit(self) -> Starting | None:
         """Waiting rows that begin now; None where there is no room for any."""
         if not self.queues.is_waiting():
             return self._admit_next_step()
-        resumed, waiting = any(self.queues.resumed), any(self.queues.waiting)
-        held_rows = self.queues.resumed if resumed or waiting else self.queues.preempted
-        size, counts = self._num_admitted(held_rows)
+        resumed = any(self.queues.resumed)
+        queues = self.queues.resumed if resumed else self.queues.waiting
+        size, counts = self._num_admitted(queues, 1 if resumed else self.program.group_size)
         if not size:
             return None
-        if not resumed and waiting:
-            groups = counts // self.program.group_size
-            return self._admit_groups(self.queues.waiting, groups, size)
-        chosen = []
-        for queue, count in zip(held_rows, counts.tolist()):
-            if not resumed:
-                queue.sort()
-            chosen.append(queue[:count])
-            del queue[:count]
-        places = self.queues.places([[row for _, row in rows] for rows in chosen], size)
-        return Admitted(places, max(n for n, _ in itertools.chain(*chosen)), resumed)
+        index = self.queues.pop(queues, counts, size)
+        return self._re_prefill(index) if resumed else self._prefill(index)
 
-    def _admit_groups(
-        self, queues: list[collections.deque[int]], counts: np.ndarray, size: int
-    ) -> Admitted:
-        """The first `counts` [shards] groups of queues, in a bucket of `size` rows."""
-        return Admitted(self.queues.places(self.queues.pop_groups(queues, counts), size))
-
-    def _num_admitted(self, held_rows: list[list[HeldRow]]) -> tuple[int, np.ndarray]:
-        """Rows of the bucket in which rows begin, 0 for none, and how many begin on each shard:
-        `held_rows`, else waiting groups."""
-        running, group = self._unfinished(), self.program.group_size
-        held = [n for n, _ in itertools.chain(*held_rows)] or [self._tokens_at_once()]
-        longest = max(*held, self.running.longest if self.running else 0)
-        # As where rows are inserted: rows that filled a cache come back to the next longer one.
-        capacity = self.budget.capacity(self.buckets.response_for(longest + 1))
-        counts = np.array([len(rows) for rows in held_rows])
-        unit = 1 if counts.any() else group
-        counts = counts if counts.any() else group * np.array([len(x) for x in self.queues.waiting])
-        free = np.maximum(capacity // self.shards - running, 0)
-        # Padding is gone once rows are inserted: only a bound on bytes counts it.
-        ignore_padding = np.all(counts <= free) and not self.budget.cache_bytes
+    def _num_admitted(self, queues: ShardQueues, unit: int) -> tuple[int, np.ndarray]:
+        """Rows of the bucket in which rows of `queues` begin, 0 for none, and how many begin on
+        each shard, in multiples of `unit`."""
+        most = self.buckets.rows[0]
+        counts = unit * np.array([len(queue) for queue in queues])
+        free = np.full(self.shards, most // self.shards)
+        if self.running is not None:
+            free -= self.running.counts.unfinished
+        # Padding is gone once rows are inserted.
+        all_fit = np.all(counts <= free)
         # A shard that could begin its rows alone; each asks for a bucket, the fullest gets its own.
         asked = np.array([
-            n and self.buckets.admission(n * self.shards, capacity if ignore_padding else m)
+            n and self.buckets.admission(n * self.shards, most if all_fit else m)
             for n, m in zip(counts.tolist(), (free * self.shards).tolist())
         ])  # fmt: skip
-        size, nothing = int(asked.max()), (0, counts)
-        enough = np.minimum(counts * self.shards, self.budget.refill(capacity))
-        if running.any() and not np.any((counts > 0) & (asked >= enough)):
-            return nothing
-        begin = np.minimum(np.minimum(counts, size // self.shards), free) // unit * unit
-        if size and running.any() and self._exceeds_budget(size, begin, longest):
-            return nothing
-        return size, begin
+        enough = np.minimum(counts * self.shards, self.buckets.refill)
+        if self.running is not None and not np.any((counts > 0) & (asked >= enough)):
+            return 0, counts
+        size = int(asked.max())
+        return size, np.minimum(np.minimum(counts, size // self.shards), free) // unit * unit
 
-    def _unfinished(self) -> np.ndarray:
-        """int [shards], running rows that are not done."""
-        return self.running.counts.unfinished if self.running else np.zeros(self.shards, int)
-
-    def _tokens_at_once(self) -> int:
-        """Tokens for which waiting groups need a cache at once: an accepted draft, or the pass over
-        a draft that is verified whole."""
-        group = self.program.group_size
-        groups = list(itertools.chain(*self.queues.waiting))
-        longest = int(self.requests.draft_lens.reshape(-1, group)[groups].max())
-        whole = self.rule.needs_distribution and longest
-        return self.buckets.verify_width_for(longest) if whole else longest
-
-    def _admit_next_step(self) -> Admitted | None:
+    def _admit_next_step(self) -> Starting | None:
         """Groups of the next step that begin in places that would be idle."""
         if not any(self.queues.next_step) or self.running is None:
             return None
         group, running = self.program.group_size, self.running
-        capacity = self.budget.capacity(self.buckets.response_for(running.longest + 1))
-        idle = min(running.size, capacity) // self.shards - running.counts.unfinished
+        idle = running.size // self.shards - running.counts.unfinished
         waiting = [len(queue) for queue in self.queues.next_step]
         most = self.buckets.admissions[0] // self.shards // group
-        counts = np.minimum(np.minimum(idle // group, waiting), most)
-        rows = int(counts.max()) * group * self.shards
+        counts = np.minimum(np.minimum(idle // group, waiting), most) * group
+        rows = int(counts.max()) * self.shards
         if rows < max(running.size // 4, 1):  # not worth a prefill and a move
             return None
-        counts = np.maximum(counts, 0)
         size = self.buckets.admission(rows, self.buckets.admissions[0])
-        if self._exceeds_budget(size, counts * group, running.longest):
-            return None
-        return self._admit_groups(self.queues.next_step, counts, size)
+        return self._prefill(self.queues.pop(self.queues.next_step, counts, size))
 
-    def _exceeds_budget(self, size: int, counts: np.ndarray, longest: int) -> bool:
-        """Whether `counts` [shards] rows of up to `longest` tokens, begun in a bucket of `size`,
-        and the running rows would take too many bytes."""
-        joined = self.runner.inserted_shape(counts, longest)
-        longest_draft = int(self.requests.draft_lens.max())
-        widths = self._widths_to_verify(longest_draft) if longest_draft else []
-        slots = max([joined[1], *(self.buckets.verify_slots(w, longest_draft) for w in widths)])
-        return not self.budget.holds((size, slots), *{*self.runner.running_shape(), joined})
-
-    def _prefill(self, admitted: Admitted) -> Starting:
-        """Rows that hold no tokens: their prompts, or their prompts and drafts in one pass."""
-        index, real = admitted.index, admitted.index >= 0
+    def _prefill(self, index: np.ndarray) -> Starting:
+        """Rows that hold no tokens: their prompts, or their prompts and drafts in one pass. index:
+        int [size], -1 for padding."""
+        real = index >= 0
         drafts = np.where(real, self.requests.draft_lens[index], 0)
         tries = self._pack_drafts(index, drafts)
         plan = self._plan_verification(drafts[real], len(index), tries=tries)
@@ -211,7 +138,8 @@ class Scheduler:
             self._record(plan, counted)
             return Starting(batch, drafts[real], None)
         # Without a pass, the slots that rows will share, so that they need not move.
-        slots = plan.slots if plan else self.runner.inserted_shape(np.zeros(1, int), 0)[1]
+        longest = self.running.longest if self.running else 0
+        slots = plan.slots if plan else self.buckets.slots_for(longest + 1)
         batch = self.runner.prefill(index, slots, with_drafts=bool(drafts.any()))
         return Starting(batch, drafts[real], plan)
 
@@ -227,43 +155,34 @@ class Scheduler:
         prompts, tokens = self.requests.prompts, self.runner.draft_tokens[index, :width]
         of_row = prompts.tokens[index // group], prompts.lens[index // group]
         tries = pack_drafts(*of_row, tokens, lens, size, places)
-        shapes = (tries.shape, (size, tries.nodes.shape[1]), *self.runner.running_shape())
-        fits = self.budget.holds(*shapes)
         saves = saves_work(tries.shape, size, width, group, buckets.prompt_slots)
-        return tries if fits and saves else None
+        return tries if saves else None
 
-    def _re_prefill(self, admitted: Admitted) -> Starting:
-        """Rows that hold tokens."""
-        longest = admitted.longest
-        index = admitted.index[admitted.index >= 0]
+    def _re_prefill(self, index: np.ndarray) -> Starting:
+        """Rows that hold tokens. index: int [size], -1 for padding."""
+        rows, requests = index[index >= 0], self.requests
+        held, draft_lens = requests.held_lens[rows], requests.draft_lens[rows]
+        drafts_left = np.maximum(draft_lens - held, 0)
+        longest = int(held.max())
         width = self.buckets.response_for(longest)
-        slots, plan, drafts_left = self.buckets.slots(width), None, np.zeros(len(index), np.int32)
-        begun, size = self.buckets.prompt_slots + width, len(admitted.index)
-        if admitted.resumed:
-            draft_lens, held_lens = self.requests.draft_lens, self.requests.held_lens
-            drafts_left = np.maximum(draft_lens[index] - held_lens[index], 0)
-            widest = self.buckets.verify_width_for(int(drafts_left.max()))
-            plan = self._plan_verification(drafts_left, size, begun + widest, longest)
-        if plan and not self.budget.verifies(begun + plan.verify_width, slots):
-            plan = None
+        slots, begun = self.buckets.slots(width), self.buckets.prompt_slots + width
+        widest = self.buckets.verify_width_for(int(drafts_left.max()))
+        plan = self._plan_verification(drafts_left, len(index), begun + widest, longest)
         if plan:
             slots = max(slots, begun + plan.verify_width)
-        with_drafts = self.runner.drafts.previous is not None
-        batch = self.runner.re_prefill(admitted.index, slots, width, with_drafts=with_drafts)
+        with_drafts = bool(drafts_left.any())
+        batch = self.runner.re_prefill(index, slots, width, with_drafts=with_drafts)
         return Starting(batch, drafts_left, plan)
 
     # Verification ----------------------------------------------------------------------------
 
     def _widths_to_verify(self, longest: int) -> list[int]:
         """Ascending widths of a pass over drafts of at most `longest` tokens: up to the widest that
-        is needed, as far as there is room. Of a rule that needs whole drafts the widest alone:
-        `_tokens_at_once` has seen to its room."""
+        is needed. Of a rule that needs whole drafts the widest alone."""
         widest = self.buckets.verify_width_for(longest)
         if self.rule.needs_distribution:
             return [widest]
-        shared, slots = self.buckets.slots_for(longest + 1), self.buckets.verify_slots
-        widths = [width for width in self.buckets.verify if width <= widest]
-        return [width for width in widths if self.budget.verifies(slots(width, longest), shared)]
+        return [width for width in self.buckets.verify if width <= widest]
 
     def _plan_verification(
         self,
@@ -284,7 +203,7 @@ class Scheduler:
         if not widths:
             return None
         running, buckets = self.running, self.buckets
-        others = sum(map(len, self.queues.waiting)) * self.program.group_size
+        others = int(self.queues.waiting_rows().sum())
         plans = [
             VerifyPlan(
                 draft_lens=tuple(drafts_left[drafts_left > 0].tolist()),
@@ -295,7 +214,6 @@ class Scheduler:
                 held=held,
                 others=others + (running.unfinished if running else 0),
                 others_held=running.longest if running else 0,
-                capacity=self.budget.capacity(self.program.response_slots),
             )
             for width in widths
         ]
@@ -334,26 +252,15 @@ class Scheduler:
             self.runner.stats.predicted_verify_seconds += predicted
 
     def _split(self, starting: Starting) -> None:
-        """Keep only the rows that are verifying, where they fit a smaller bucket and there is room
-        for both and for the batch into which the others are inserted."""
-        batch, counts = starting.batch, starting.batch.counts
-        size = self.buckets.rows_for_shards(counts.verifying)
-        if size >= batch.size:
-            return
-        joined = self.runner.inserted_shape(counts.active - counts.verifying, batch.longest)
-        shapes = (batch.shape, (size, batch.slots), *self.runner.running_shape(), joined)
-        if self.budget.holds(*shapes):
-            starting.batch = self.runner.split(batch, size)
+        """Keep only the rows that are verifying, where they fit a smaller bucket."""
+        size = self.buckets.rows_for_shards(starting.batch.counts.verifying)
+        if size < starting.batch.size:
+            starting.batch = self.runner.split(starting.batch, size)
 
     # Decoding --------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         """Compact the running rows into the bucket that fits, and decode for a while."""
-        capacity = self.budget.capacity(self.buckets.response_for(self.running.longest + 1))
-        if self._should_preempt(capacity):
-            self._preempt(capacity)
-            if not self.running.unfinished:
-                return
         running = self.running
         if running.rows.draft is not None and not running.verifying:
             running.drop_drafts()
@@ -361,7 +268,7 @@ class Scheduler:
         running = self.runner.resize(
             self.buckets.rows_for_shards(running.counts.unfinished), self.buckets.slots(response)
         )
-        pause = {"max_len": response, **self._when_to_pause(capacity)}
+        pause = {"max_len": response, **self._when_to_pause()}
         if self.speculation is None:
             stop = self.runner.stop_condition(**pause)
             self.runner.run(running, stop, self.buckets.widths[-1])
@@ -375,14 +282,14 @@ class Scheduler:
             plan, int(counts.steps), counts.matched.tolist(), *numbers
         )
 
-    def _when_to_pause(self, capacity: int) -> dict[str, Any]:
+    def _when_to_pause(self) -> dict[str, Any]:
         """Arguments of a stop condition: active train rows, and steps, at which decoding pauses."""
         running, requests = self.running, self.requests
         if self.queues.is_waiting():
             # As many places are free then as rows begin together; at least one more than now. So on
             # any shard where rows wait.
-            full, train_rows = capacity - self.budget.refill(capacity), running.counts.train
-            refill = np.clip(train_rows - 1, 0, max(full // self.shards, 0))
+            full, train_rows = self.buckets.rows[0] - self.buckets.refill, running.counts.train
+            refill = np.clip(train_rows - 1, 0, full // self.shards)
             refill = np.where((self.queues.waiting_rows() > 0) & (train_rows > 0), refill, -1)
             pause = {"max_active": 0, "refill_at": refill}
         else:
@@ -395,35 +302,3 @@ class Scheduler:
             return {"max_active": 0, "max_steps": STEPS_BETWEEN_INSERTS}
         insert = any(self.queues.next_step) and not self.queues.is_waiting()
         return pause | {"max_steps": STEPS_BETWEEN_INSERTS if insert else FOREVER}
-
-    # Preemption ------------------------------------------------------------------------------
-
-    def _should_preempt(self, capacity: int) -> bool:
-        if not self.budget.cache_bytes:
-            return False
-        most = int(self.running.counts.unfinished.max()) * self.shards
-        return most > capacity or self._limited_rows_block_waiting()
-
-    def _limited_rows_block_waiting(self) -> bool:
-        """Whether rows at the cache limit wait for groups that have yet to begin in a short cache.
-        Not where the first groups to be done end the rollout: long rows would wait for ever."""
-        limited = self.running.counts.at_cache_limit.any() and any(self.queues.waiting)
-        return bool(limited and not self.requests.stop_after_groups)
-
-    def _preempt(self, capacity: int) -> None:
-        """Rows give up their cache: those at the cache limit where groups are waiting; else rows of
-        the next step, which are over then, and the shortest, which cost least to prefill again."""
-        rows = self.running.rows
-        index, lens, done = hosts.fetch((rows.index, rows.lens, rows.done))
-        trained = self.requests.trained(index)
-        if self._limited_rows_block_waiting():
-            out = ~done & (lens == lens[~done].max())
-        else:
-            shard = np.arange(len(done)) // (len(done) // self.shards)
-            order = np.lexsort((index, lens, trained, done, shard)).reshape(self.shards, -1)
-            out = np.zeros(len(done), bool)
-            for own, count in zip(order, self.running.counts.unfinished):
-                out[own[: max(count - capacity // self.shards, 0)]] = True
-        back = out & trained
-        self.queues.add_preempted(index[back], lens[back])
-        self.runner.preempt(out)

@@ -1,7 +1,6 @@
 """What stays the same from rollout to rollout: the setup of its programs and its bounds."""
 
 import dataclasses
-import math
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
@@ -46,10 +45,9 @@ class RolloutSpec:
     group_size: int  # G
     row_buckets: int = 4  # batch sizes, each half the last
     cache_lengths: int = 2  # cache lengths, each half the next
-    max_rows: int = 0  # rows computed at once, 0: all
+    max_rows: int = 0  # rows computed at once, in whole groups on every shard; 0: all
     max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source
     verify_width: int = 0  # draft tokens verified in one pass, 0: all
-    cache_bytes: float = 0.0  # bound of the KV caches, 0: none
     refresh: float = 0.0  # share of the drafts that are left out
 
     @classmethod
@@ -70,7 +68,6 @@ class RolloutSpec:
             draft_source=drafts.source(settings) if drafts.source else None,
             stored_logprobs=settings.stored_logprobs if rule.needs_distribution else 0,
         )
-        cache_bytes = settings.max_cache_gib * 2**30
         return cls(
             program=program,
             prompt_slots=config.data.prompt_len,
@@ -80,7 +77,6 @@ class RolloutSpec:
             max_rows=settings.max_rows,
             max_width=settings.max_width if drafts.source else 1,
             verify_width=settings.verify_width,
-            cache_bytes=0 if math.isinf(cache_bytes) else cache_bytes,
             refresh=settings.draft_refresh,
         )
 
@@ -95,19 +91,25 @@ class RolloutSpec:
         )
         return dataclasses.replace(self, program=program, group_size=samples, max_width=1)
 
-    def buckets(self, rows: int) -> Buckets:
-        """The program shapes of a rollout of `rows` rows on the mesh in use.
-
-        Raises ValueError where `max_rows` holds less than a group a piece of the batch.
-        """
+    def check_max_rows(self) -> None:
+        """Raise ValueError where `max_rows` holds less than a group on every shard of the batch."""
         if 0 < self.max_rows < shards("batch") * self.group_size:
             raise ValueError(
                 f"rollout.max_rows={self.max_rows} must hold at least {shards('batch')} groups of "
                 f"{self.group_size} rows, got room for {self.max_rows // self.group_size}; raise it"
             )
+
+    def buckets(self, rows: int) -> Buckets:
+        """The program shapes of a rollout of `rows` rows on the mesh in use.
+
+        Raises ValueError as `check_max_rows` does.
+        """
+        self.check_max_rows()
+        whole_groups = shards("batch") * self.group_size
+        most = self.max_rows // whole_groups * whole_groups
         # A rule that decides at the draft's end sees all of it in one pass.
         return Buckets(
-            min(rows, self.max_rows or rows),
+            min(rows, most or rows),
             self.prompt_slots,
             self.program.response_slots,
             self.row_buckets,

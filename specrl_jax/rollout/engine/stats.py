@@ -1,4 +1,4 @@
-"""What a rollout cost: seconds, steps, tokens, bytes and programs."""
+"""What a rollout cost: seconds, steps, tokens and programs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,14 +18,10 @@ class Stats:
     predicted_verify_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, fillers included
-    # Of these, in places that only the fullest shard of the batch needs.
-    imbalance_row_steps: float = 0
     verify_work: int = 0  # tokens that the verification passes computed, padding included
     verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
     accepted_tokens: int = 0  # of these, accepted
     drafted_tokens: int = 0  # the draft source's tokens that were emitted
-    preempted: int = 0  # rows that gave up their cache
-    cache_bytes: int = 0  # most bytes of KV caches at once, copies included, over all devices
     # (rows, cache slots, width, steps) of the decode loops, in order.
     decode_runs: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
     # (name, shapes and flags) of the programs that ran the policy.
@@ -56,7 +52,7 @@ class Stats:
             for field in dataclasses.fields(cls):
                 old, new = getattr(total, field.name), getattr(part, field.name)
                 setattr(total, field.name, old | new if isinstance(old, set) else old + new)
-        return dataclasses.replace(total, cache_bytes=max(x.cache_bytes for x in parts))
+        return total
 
     def metrics(self) -> dict[str, float]:
         """Under the names of `metrics.METRICS`."""
@@ -69,12 +65,8 @@ class Stats:
             "rollout/tokens_drafted": self.drafted_tokens,
             "rollout/verify_work": self.verify_work,
             "rollout/tokens_verified": self.verified_tokens,
-            "rollout/preempted": self.preempted,
-            "rollout/cache_gib": self.cache_bytes / 2**30,
             "rollout/programs": len(self.programs),
         }
-        if self.imbalance_row_steps:
-            values["rollout/imbalance_row_steps"] = self.imbalance_row_steps
         if self.row_steps:
             fed = sum(size * steps * width for size, _, width, steps in self.decode_runs)
             wide = sum(size * steps for size, _, width, steps in self.decode_runs if width > 1)

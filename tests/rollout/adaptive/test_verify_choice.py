@@ -55,10 +55,10 @@ def test_half_the_rows_on_the_same_bucket_save_nothing():
 
 def test_rows_that_wait_use_what_is_saved():
     """64 rows that share 64 places with others: 4 tokens of each are 4 steps, accepted or not."""
-    busy = make_plan((4,) * 64, others=9999, capacity=64)
+    busy = make_plan((4,) * 64, others=9999)
     assert worth(busy) == pytest.approx(4 * 32, rel=1e-3)
     # About half of the rows accept a token: half a step.
-    busy = make_plan((1,) * 64, others=9999, capacity=64)
+    busy = make_plan((1,) * 64, others=9999)
     assert worth(busy, rate=0.5) == pytest.approx(16, rel=0.1)
 
 

@@ -2,7 +2,9 @@
 
 import itertools
 
+import jax
 import pytest
+import rollout_reference as ref
 
 from specrl_jax.rollout.engine.buckets import Buckets
 
@@ -54,6 +56,20 @@ def test_admissions_are_whole_groups_that_divide_over_the_mesh():
 def test_how_many_begin_together(waiting, room, admitted):
     buckets = Buckets(64, 8, 32, 4, 2, multiple=2, group_size=4)
     assert buckets.admission(waiting, room) == admitted
+
+
+def test_others_are_let_in_a_quarter_at_a_time():
+    sizes = [Buckets(n, 6, 8, 5, 1, group_size=4).refill for n in (64, 32, 16, 8, 4)]
+    assert sizes == [16, 8, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_rows", "rows"),
+    [((1, 1, 1), 0, 64), ((1, 1, 1), 80, 64), ((1, 1, 1), 11, 8), ((2, 2, 2), 47, 32)],
+)
+def test_at_most_max_rows_run_in_whole_groups_on_every_shard(make_mesh, shape, max_rows, rows):
+    with jax.set_mesh(make_mesh(*shape)):
+        assert ref.make_spec(group=4, max_rows=max_rows).buckets(64).rows[0] == rows
 
 
 @pytest.mark.parametrize(
