@@ -1,11 +1,11 @@
 """Evaluate a policy: pass@1, avg@k, pass@k, greedy and sampled, by the rollouts of training.
 
     python launch/evaluate.py --run=RUN [--tasks=TASK,TASK] [--step=best|last|N] [--samples=8]
-    python launch/evaluate.py --model=DIR --tasks=reasoning_gym:chain_sum,lm_eval:gsm8k
+    python launch/evaluate.py --model=DIR --tasks=problems.jsonl,reasoning_gym:chain_sum
 
-A TASK is held_out (the run's own, the default), FILE.jsonl or FILE.parquet, reasoning_gym:NAME
-with any :OPTION=VALUE, or lm_eval:NAME, where NAME may be a task file of your own (needs
-`pip install '.[eval]'`). --samples=0 is greedy alone. --limit=N takes N problems of a task.
+A TASK is held_out (the run's own, the default), FILE.jsonl or FILE.parquet, or sort or
+reasoning_gym:NAME with any :OPTION=VALUE. Public benchmarks: see docs/evaluation.md.
+--samples=0 is greedy alone. --limit=N takes N problems of a task.
 --config.FIELD=VALUE changes the configuration, as data.instruction, reward.name or reward.extract.
 --json=FILE writes the figures. Where a task does not fit the policy, the others are still measured,
 and the exit code is 2.
@@ -22,8 +22,6 @@ import json
 from pathlib import Path
 
 from specrl_jax import cli
-
-_LM_EVAL = "lm_eval:"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,22 +54,15 @@ def main() -> None:
     policy = saved_policy.open_policy(args.run, args.model, args.step, defaults, change)
     samples = 0 if args.temperature == 0 else args.samples
     temperature = policy.config.evaluate.temperature or policy.config.rollout.temperature
-    measures = {}
-    for name in names:  # a name that is none ends it here, before anything is computed
-        if name.startswith(_LM_EVAL):
-            task = name.removeprefix(_LM_EVAL)
-            measures[name] = functools.partial(_lm_eval, policy, task, args.limit)
-        else:
-            task = eval_tasks.load_task(name, policy.config, args.limit, change)
-            inputs = (policy, task, samples, temperature)
-            measures[name] = functools.partial(eval_tasks.measure, *inputs)
+    # A name that is none ends it here, before anything is computed.
+    tasks = [eval_tasks.load_task(name, policy.config, args.limit, change) for name in names]
     rows, misfits = [], []
     try:
-        for name, measure in measures.items():
+        for task in tasks:
             try:
-                rows += measure()
+                rows += eval_tasks.measure(policy, task, samples, temperature)
             except (ValueError, OSError) as error:
-                misfits.append(f"{name}: {error}")
+                misfits.append(f"{task.name}: {error}")
     finally:  # also where Ctrl-C ends it
         title = f"{policy.name}, step {policy.step}" if args.run else policy.name
         report = Report(f"{title}; ci95: half a 95 % interval, normal over prompts", rows)
@@ -81,18 +72,6 @@ def main() -> None:
             args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
     if misfits:
         raise ValueError(f"no figures of {'; '.join(misfits)}")
-
-
-def _lm_eval(policy, name: str, limit: int) -> list[dict]:
-    try:
-        from specrl_jax.evaluation import lm_eval_model
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ValueError(
-            "it needs lm-eval: pip install '.[eval]' in the clone's directory"
-        ) from None
-    return lm_eval_model.measure(policy, [name], limit)
 
 
 if __name__ == "__main__":

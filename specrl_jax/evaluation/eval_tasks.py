@@ -68,8 +68,8 @@ def load_task(
         config = change(_file(config, Path(name)))
         rows = read_any(name, "", "--tasks")
     else:
-        known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {SORT}, {REASONING_GYM}:NAME"
-        raise ValueError(f"--tasks must be {known} or lm_eval:NAME, got {name!r}")
+        known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {SORT} or {REASONING_GYM}:NAME"
+        raise ValueError(f"--tasks must be {known}, got {name!r}")
     validate(config)
     examples = examples_of(config, rows, examples_of(config, seen))[: limit or None]
     if not examples:
