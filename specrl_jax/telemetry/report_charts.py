@@ -1,8 +1,8 @@
 """The charts of a run's report, as figures of Plotly: {"data": [...], "layout": {...}}.
 
-Takes `Series` of runs, one colour each, with the standard deviation over their seeds as a band; the
-page says whose colour is which. One series has a colour for each metric. A chart without data, or
-of zeros alone, is left out. Colours are Okabe and Ito's, then Tol's.
+Takes `Series` of runs, one colour each; up to four have the standard deviation over their seeds as
+a band. The page says whose colour is which. One series has a colour for each metric. A chart
+without data, or of zeros alone, is left out. Colours are Okabe and Ito's, then Tol's.
 """
 
 import itertools
