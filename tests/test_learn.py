@@ -26,7 +26,7 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
 
 
 # Some of these responses are right, some are not, so that some groups have a signal.
-SOME_SIGNAL = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "seed": 1}
+SOME_SIGNAL = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "seed": 3}
 
 
 def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path):
@@ -91,7 +91,7 @@ def test_a_critic_needs_no_group(mesh, tmp_path):
     changes = {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
     changes |= {"updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "train.steps": 2}
     changes |= {"reward.name": "small_runs:score_first_letter", "reward.extract": ""}
-    changes["seed"] = 1  # some of these responses are right, some are not
+    changes["seed"] = 3  # some of these responses are right, some are not
     loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
     steps = records(tmp_path / "run")[1:]
     assert [r["data/prompts_seen"] for r in steps] == [8, 16]
