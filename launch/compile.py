@@ -36,7 +36,8 @@ flags.mark_flag_as_required("topology")
 def main() -> None:
     from specrl_jax.accelerators import chips
 
-    topology, config = _TOPOLOGY.value, flags.FLAGS.config
+    topology = _TOPOLOGY.value
+    config = flags.FLAGS.config
     if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
         raise ValueError(f"--json: no directory {Path(_JSON.value).absolute().parent}; make it")
     chip = chips.CHIPS[chips.parse(topology)[0]]
@@ -50,7 +51,8 @@ def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
     from specrl_jax.accelerators import abstract_run, plan, programs, report
 
-    run, mesh = abstract_run.abstract_run(config), dict(jax.sharding.get_mesh().shape)
+    run = abstract_run.abstract_run(config)
+    mesh = dict(jax.sharding.get_mesh().shape)
     print(f"{topology}, mesh {mesh}: {run.describe()}", flush=True)
     every = programs.programs(run)
     if unknown := [name for name in _PROGRAMS.value if name not in every]:
@@ -61,7 +63,8 @@ def main() -> None:
         print(memory.to_text())
         figures["plan"] = memory.to_json()
     else:
-        rows, tokens = [], _TOKENS.value or config.rollout.response_len
+        rows = []
+        tokens = _TOKENS.value or config.rollout.response_len
         # A row holds its prompt and, over its life, half of its response.
         live = min((config.data.prompt_len + tokens / 2) / run.slots, 1.0)
         figures["live"] = live

@@ -56,7 +56,8 @@ def main() -> None:
     temperature = policy.config.evaluate.temperature or policy.config.rollout.temperature
     # A name that is none ends it here, before anything is computed.
     tasks = [eval_tasks.load_task(name, policy.config, args.limit, change) for name in names]
-    rows, misfits = [], []
+    rows = []
+    misfits = []
     try:
         for task in tasks:
             try:

@@ -169,12 +169,15 @@ def frozen_steps(config) -> int:
 
 def _check_enough(config, stream: PromptStream, count: int) -> None:
     """Whether there are prompts for a rollout beside all that may wait."""
-    size, reason = config.rollout.prompts_per_step, ""
+    size = config.rollout.prompts_per_step
+    reason = ""
     if config.algorithm.dynamic_sampling:
-        least, reason = 2 * size, "algorithm.dynamic_sampling"
+        least = 2 * size
+        reason = "algorithm.dynamic_sampling"
     if stream.screens:
         parts = config.rollout.group_size // config.curriculum.screening
-        least, reason = (3 * parts + 1) * size, f"curriculum.name = {config.curriculum.name}"
+        least = (3 * parts + 1) * size
+        reason = f"curriculum.name = {config.curriculum.name}"
     if reason and count < least:
         raise ValueError(
             f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
@@ -188,7 +191,8 @@ def _describe(trainer: Trainer, stream: PromptStream) -> None:
     count = param_count(trainer.model)
     print(f"policy: {count / 1e6:.2f}M parameters, {trainer.model.dtype}; mesh {shape}")
     held_out = int(np.sum([real for _, real in trainer.held_out], dtype=int))
-    dropped, dataset = trainer.prompts.dropped, trainer.dataset
+    dropped = trainer.prompts.dropped
+    dataset = trainer.dataset
     empty = f"{dataset.empty} without a question, " if dataset.empty else ""
     print(
         f"data: {len(trainer.prompts.lens)} training prompts ({empty}{dataset.duplicates} "

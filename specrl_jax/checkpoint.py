@@ -134,7 +134,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         where = self.directory / str(step)
         target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
         saved = self._described(step)
-        described, sums = saved["arrays"], saved["sums"]
+        described = saved["arrays"]
+        sums = saved["sums"]
         if partial:
             described, sums = ({n: x[n] for n in target if n in x} for x in (described, sums))
         _check_same(where, described, {name: _described(x) for name, x in target.items()})

@@ -251,7 +251,8 @@ def _help(argv: Sequence[str]) -> str:
     given = [argument for argument in argv if argument.startswith("--config")]
     named = next((x.partition("=")[2] for x in given if x.startswith("--config=")), "")
     if not named:
-        given, named = [f"--config={file}"], "the preset tiny, as there is no --config"
+        given = [f"--config={file}"]
+        named = "the preset tiny, as there is no --config"
     values = dict(flatten(read_config(given)))
     comments = {x.name: f"\n      {x.comment}" for x in config_file.fields(file)}
     names = sorted(values, key=[*comments, *values].index)  # in the file's order

@@ -72,7 +72,8 @@ class TrainBatch:
 def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
     """The batch of the step that begins (`state.step` counts it); changes `state`."""
     state.stream.begin(state.step)
-    rollouts, times = [], {}
+    rollouts = []
+    times = {}
     while not rollouts or (state.groups is not None and state.groups.wants_rollout()):
         prompts, next_prompts = _next_prompts(trainer, state)
         rollouts.append(generate_and_score(trainer, state, prompts, next_prompts, times))
@@ -102,7 +103,8 @@ def generate_and_score(
     next_prompts: those of the next step, to be run ahead where places are idle. times: gets the
     seconds of the rollout and of the rewards.
     """
-    config, group = trainer.config.rollout, trainer.rollout_spec.group_size
+    config = trainer.config.rollout
+    group = trainer.rollout_spec.group_size
     with timed(times, "time/rollout"):
         previous = state.store.get(prompts, step=state.step)
         weights = policy_copy(trainer.model, state.train.params)
@@ -130,7 +132,8 @@ def generate_and_score(
         with timed(times, "time/measure"):
             state.speculation.measure_used(weights)
     result = responses.result
-    prompts, rollout = select(prompts, result.groups), result.rollout
+    prompts = select(prompts, result.groups)
+    rollout = result.rollout
     prefix_lens, sources = hosts.fetch((rollout.prefix_lens, rollout.sources))
     tokens, lens = hosts.fetch((previous.tokens, previous.lens))
     rewards = responses.scores.rewards.reshape(-1, group)
@@ -146,11 +149,13 @@ def generate_and_score(
 
 def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, Prompts | None]:
     """Those of the next rollout, and those to be run ahead."""
-    config, last = trainer.config.rollout, state.step >= trainer.total_steps
+    config = trainer.config.rollout
+    last = state.step >= trainer.total_steps
     if state.groups is not None:
         return _group_prompts(state), None
     if state.resumed is not None:
-        begun, size = state.resumed.prompt_ids, config.prompts_per_step
+        begun = state.resumed.prompt_ids
+        size = config.prompts_per_step
         # No more than the rest of the run trains on: its last step leaves nothing unfinished.
         rest = max(trainer.total_steps - state.step + 1, 1) * size
         new = state.stream.take(min(size + config.partial, rest) - len(begun), busy=begun)
@@ -179,7 +184,8 @@ def _drafts(
 
     previous: the newest responses, which the store has given already.
     """
-    config, drafts = trainer.config.rollout, None
+    config = trainer.config.rollout
+    drafts = None
     if DRAFT_SOURCES[config.draft].previous:
         drafts = previous
         if config.draft_age > 1:
@@ -201,7 +207,8 @@ def _without_unsolved(
     A group whose responses are all wrong and all reused would be the same for ever. An exact rule
     keeps all: what it emits is exact only if no reward decides which drafts it sees.
     """
-    share, rule = trainer.config.rollout.refresh_unsolved, trainer.rollout_spec.program.accept
+    share = trainer.config.rollout.refresh_unsolved
+    rule = trainer.rollout_spec.program.accept
     unsolved = state.store.unsolved(prompts)
     if rule.exact or not (share and unsolved.any()):
         return drafts
@@ -331,7 +338,9 @@ def record_failures(
     failures: FailureLog, trainer: Trainer, step: int, rollouts: list[ScoredRollout]
 ) -> None:
     """Tells of the answers of a step that could not be scored; as `FailureLog.record` raises."""
-    reasons, tasks, rows = [], [], []
+    reasons = []
+    tasks = []
+    rows = []
     for x in rollouts:
         reasons += x.responses.scores.reasons
         rows += list(zip(x.responses.tokens, x.responses.lens, strict=True))

@@ -198,7 +198,8 @@ def _memory(config: ConfigDict) -> Iterator[Check]:
 def _batches(config: ConfigDict) -> Iterator[Check]:
     group_size = table("group_buffer:trained_group_size")(config)
     rows = config.rollout.prompts_per_step * group_size
-    mini, micro = config.updates.mini_batch_size, config.updates.micro_batch_size
+    mini = config.updates.mini_batch_size
+    micro = config.updates.micro_batch_size
     yield (
         "updates.mini_batch_size",
         f"a divisor of the {rows} responses that a step trains on "
@@ -218,7 +219,8 @@ def _batches(config: ConfigDict) -> Iterator[Check]:
 
 
 def _groups(config: ConfigDict) -> Iterator[Check]:
-    group, settings = config.rollout.group_size, config.curriculum
+    group = config.rollout.group_size
+    settings = config.curriculum
     compares = table("algorithms.advantages:choose_advantage")(config).min_group_size > 1
     rule = ">= 2 where critic.kind is none (responses of a group are compared)"
     yield "rollout.group_size", rule, not compares or group >= 2
@@ -236,7 +238,8 @@ def _groups(config: ConfigDict) -> Iterator[Check]:
 
 def _drafts(config: ConfigDict) -> Iterator[Check]:
     rollout = config.rollout
-    drafts, accept = _chosen(config, "rollout.draft"), _chosen(config, "rollout.accept")
+    drafts = _chosen(config, "rollout.draft")
+    accept = _chosen(config, "rollout.accept")
     rule = f"1 where rollout.draft is {rollout.draft}"
     yield "rollout.draft_age", rule, drafts.drafts or rollout.draft_age == 1
     where = f"where rollout.accept is {rollout.accept}"
@@ -256,7 +259,8 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
 
 def _carry_over(config: ConfigDict) -> Iterator[Check]:
     """What excludes rows and groups that wait for a later step."""
-    partial, curriculum = config.rollout.partial, _chosen(config, "curriculum.name")
+    partial = config.rollout.partial
+    curriculum = _chosen(config, "curriculum.name")
     by_name = f"curriculum.name is {config.curriculum.name}"
     waits = ["algorithm.dynamic_sampling is True"] if config.algorithm.dynamic_sampling else []
     if curriculum.screens:
@@ -275,7 +279,8 @@ def _carry_over(config: ConfigDict) -> Iterator[Check]:
 def _environment(config: ConfigDict) -> Iterator[Check]:
     if not config.environment.name:
         return
-    rollout, accept = config.rollout, _chosen(config, "rollout.accept")
+    rollout = config.rollout
+    accept = _chosen(config, "rollout.accept")
     previous = _chosen(config, "rollout.draft").previous
     yield "rollout.partial", "0 where environment.name is set", not rollout.partial
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
@@ -284,7 +289,8 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
 
 
 def _task(config: ConfigDict) -> Iterator[Check]:
-    source, model = config.tokenizer.source, config.model.source
+    source = config.tokenizer.source
+    model = config.model.source
     by_character = source in table("data.tokenizer:OF_ALPHABET")
     rule = f'"" or of a model where model.source is {model!r}'
     yield "tokenizer.source", rule, not (model and by_character)
@@ -296,7 +302,8 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     rule = "False where tokenizer.chat is False"
     continues = config.tokenizer.continue_final_message
     yield "tokenizer.continue_final_message", rule, chat or not continues
-    data, reward = config.data.source, config.reward.name
+    data = config.data.source
+    reward = config.reward.name
     rule = f"0 where data.source is {data} (it has no problems for demonstrations)"
     yield "warmup.steps", rule, _chosen(config, "data.source").endless or not config.warmup.steps
     rule = f"another one where data.source is {data} ({reward} scores only its own tasks)"

@@ -44,15 +44,18 @@ def presets(path: str | Path) -> dict[str, str]:
 
 def fields(path: str | Path) -> list[Field]:
     """The fields that the file sets in lines of the form `section.name = value  # comment`."""
-    sections, by_name = {"config": ""}, {}
+    sections = {"config": ""}
+    by_name = {}
     for line in Path(path).read_text("utf-8").splitlines():
         if match := _SECTION.match(line):
             parent, name, variable = match.groups()
             sections[variable] = f"{sections.get(parent or 'config', '')}{name}."
         elif (match := _FIELD.match(line)) and match[1] in sections:
-            name, value = sections[match[1]] + match[2], match[3]
+            name = sections[match[1]] + match[2]
+            value = match[3]
             if value == "ConfigDict()":  # of names that the user gives
-                name, value = f"{name}.NAME", "VALUE"
+                name = f"{name}.NAME"
+                value = "VALUE"
             by_name.setdefault(name, Field(name, value, match[4]))
     return list(by_name.values())
 

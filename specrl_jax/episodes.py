@@ -131,7 +131,10 @@ class _Episodes:
         self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, drafts: Drafts | None
     ):
         """drafts: earlier episodes."""
-        self.spec, self.prompts, self.scorer, self.drafts = spec, prompts, scorer, drafts
+        self.spec = spec
+        self.prompts = prompts
+        self.scorer = scorer
+        self.drafts = drafts
         self.next_drafts = drafts  # of the turn that each row is in
         if drafts is not None:
             self.next_drafts = turn_drafts(drafts, None, spec.program.eos_ids)
@@ -139,7 +142,8 @@ class _Episodes:
         self.held: PartialRows | None = None  # what the rows hold
         self.stats: list[Stats] = []
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
-        self.rewards, self.reasons = np.zeros(rows, np.float32), [""] * rows
+        self.rewards = np.zeros(rows, np.float32)
+        self.reasons = [""] * rows
         self.over = np.zeros(rows, bool)
         self.ended = np.zeros(rows, bool)  # rows whose turn the last rollout ended
         self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
@@ -161,7 +165,8 @@ class _Episodes:
         self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
         if self.drafts is None:
             return
-        eos_ids, turn_starts = self.spec.program.eos_ids, put(self.turn_starts, "batch")
+        eos_ids = self.spec.program.eos_ids
+        turn_starts = put(self.turn_starts, "batch")
         self.next_drafts = turn_drafts(self.drafts, self.held, eos_ids, turn_starts)
         # The rest of the draft of a row in the middle of its turn is verified next time.
         begun = self.draft_lens + lens - result.resumed_lens
@@ -192,7 +197,8 @@ class _Episodes:
         scores = self.scorer.score_texts(texts, *_problems(self.prompts, rows, len(lens)))
         answers = {}
         for i, row in enumerate(rows):
-            self.rewards[row], self.reasons[row] = scores.rewards[i], scores.reasons[i]
+            self.rewards[row] = scores.rewards[i]
+            self.reasons[row] = scores.reasons[i]
             is_last = len(self.texts[row]) >= self.scorer.max_turns
             cut_off = tokens[row, lens[row] - 1] not in self.spec.program.eos_ids
             ids = None
@@ -200,7 +206,8 @@ class _Episodes:
                 try:
                     ids = self.scorer.tokenizer.encode_turn(scores.observations[i])
                 except ValueError as error:  # a character that the policy has no token for
-                    self.rewards[row], self.reasons[row] = 0.0, reason(error)
+                    self.rewards[row] = 0.0
+                    self.reasons[row] = reason(error)
             if ids is None or lens[row] + len(ids) >= self.spec.program.response_slots:
                 self.over[row] = True
             else:
@@ -214,5 +221,6 @@ class _Episodes:
         forced = np.zeros((len(self.texts), width), np.int32)
         counts = np.zeros(len(self.texts), np.int32)
         for row, ids in answers.items():
-            forced[row, : len(ids)], counts[row] = ids, len(ids)
+            forced[row, : len(ids)] = ids
+            counts[row] = len(ids)
         return forced, counts

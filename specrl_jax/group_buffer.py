@@ -43,7 +43,8 @@ def part_size(config) -> int:
 
 def trained_group_size(config) -> int:
     """Responses to a prompt that are trained on: all, or all that did not choose the prompt."""
-    group, part = config.rollout.group_size, part_size(config)
+    group = config.rollout.group_size
+    part = part_size(config)
     return group - part if part < group and not config.curriculum.reuse_screening else group
 
 
@@ -51,9 +52,11 @@ class GroupBuffer(StatePart):
     """The groups of a step, and those that wait for a later one."""
 
     def __init__(self, config, total_prompts: int):
-        self.config, self.total_prompts = config, total_prompts
+        self.config = config
+        self.total_prompts = total_prompts
         self.groups_per_batch = config.rollout.prompts_per_step
-        self.group_size, self.part_size = config.rollout.group_size, part_size(config)
+        self.group_size = config.rollout.group_size
+        self.part_size = part_size(config)
         self.rows = self.groups_per_batch * self.group_size  # of one rollout
         self.ready: list[Group] = []  # to train on, the oldest first
         self.unfinished: dict[str, Group] = {}  # screened, and worth the rest of their group

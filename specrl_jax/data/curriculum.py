@@ -46,10 +46,14 @@ class PromptStream(StatePart):
                 f"prompts, got {prompts_per_step}"
             )
         self.steps_per_epoch, self.leftover = divmod(total, prompts_per_step)
-        self.epoch, self.step = 0, 0
+        self.epoch = 0
+        self.step = 0
         self.waiting: list[str] = []  # prompt_ids that `take` has passed over
-        self._encoded, self._size, self._seed = encoded, prompts_per_step, seed
-        self._settings, self._total_steps = settings, total_steps
+        self._encoded = encoded
+        self._size = prompts_per_step
+        self._seed = seed
+        self._settings = settings
+        self._total_steps = total_steps
         self._digests = {"prompts": digest(encoded.ids), "prompts' tokens": digest(encoded.tokens)}
         self._ids = [example.prompt_id for example in encoded.examples]
         self._rows = {prompt_id: row for row, prompt_id in enumerate(self._ids)}
@@ -67,7 +71,8 @@ class PromptStream(StatePart):
         A prompt that is passed over is taken first later on. Raises ValueError where the data has
         too few prompts.
         """
-        taken, out = [], set(busy)
+        taken = []
+        out = set(busy)
         self._check_count(count + len(out))
         drawn, self.waiting = self.waiting, []
         while True:
@@ -87,7 +92,8 @@ class PromptStream(StatePart):
         batch = order[self.step * self._size :][: self._size]
         self.step += 1
         if self.step == self.steps_per_epoch:
-            self.epoch, self.step = self.epoch + 1, 0
+            self.epoch += 1
+            self.step = 0
         return [self._ids[row] for row in batch]
 
     def _check_count(self, count: int) -> None:
@@ -156,7 +162,8 @@ class _Chooser(PromptStream):
         free = np.array([row for row in range(len(self._ids)) if row not in out])
         rng = np.random.default_rng([self._seed, 1, self.draws])
         chosen = free[self._choose(rng, free, count)]
-        self.draws, self.taken = self.draws + 1, self.taken + count
+        self.draws += 1
+        self.taken += count
         return select(self._encoded, chosen)
 
     def _choose(self, rng: np.random.Generator, free: np.ndarray, count: int) -> np.ndarray:

@@ -45,7 +45,8 @@ def read(path: Path) -> tuple[Any, list[int]]:
             f"its tokenizer is {field('ggml.model')!r}, only 'gpt2' (byte-level BPE) is supported; "
             "set tokenizer.source to the model's directory or hub id"
         )
-    tokens, bos = field("ggml.tokens"), field("ggml.bos_token_id")
+    tokens = field("ggml.tokens")
+    bos = field("ggml.bos_token_id")
     types = field("ggml.token_type", [1] * len(tokens))
     pre = field("ggml.pre", "default")
     backend = _byte_level_bpe(tokens, types, field("ggml.merges"), pre)
@@ -76,7 +77,10 @@ def _byte_level_bpe(tokens: list[str], types: list[int], merges: list[str], pre:
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [t for t, k in zip(tokens, types) if k == kind]
         added = [AddedToken(token, special=special, normalized=False) for token in added]
-        (backend.add_special_tokens if special else backend.add_tokens)(added)
+        if special:
+            backend.add_special_tokens(added)
+        else:
+            backend.add_tokens(added)
     return backend
 
 

@@ -50,7 +50,8 @@ def require_reasoning_gym(what: str) -> None:
 
 def main() -> None:
     """What the process does: reads the request, writes (error or "", items)."""
-    error, items = "", "[]"
+    error = ""
+    items = "[]"
     with contextlib.redirect_stdout(sys.stderr):  # tasks print
         try:
             items = json.dumps(_items(*pickle.load(sys.stdin.buffer)), default=json_value)

@@ -210,7 +210,8 @@ def _unique(
         return example.prompt_id if config.environment.name else json.dumps(example.prompt)
 
     examples = [example for example in examples if example is not None]
-    asked, kept = set(map(question, held_out)), {}
+    asked = set(map(question, held_out))
+    kept = {}
     for example in examples:
         if question(example) not in asked:
             kept.setdefault(example.prompt_id, example)

@@ -247,7 +247,8 @@ def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
         rule = f"1 <= min_numbers <= max_numbers <= {MAX_NUMBERS} and min_value <= max_value"
         raise ValueError(f"data.options must have {rule}, got {data.options.to_dict()}")
     total = 2 * sum((most - least + 1) ** count for count in range(few, many + 1))
-    rng, answers = random.Random(f"sort {seed}"), {}  # by question: no two rows ask the same
+    rng = random.Random(f"sort {seed}")
+    answers = {}  # by question: no two rows ask the same
     while len(answers) < min(stop, total):
         numbers = [rng.randint(least, most) for _ in range(rng.randint(few, many))]
         sign = rng.choice("<>")

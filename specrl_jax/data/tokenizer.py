@@ -152,14 +152,16 @@ class HuggingFaceTokenizer:
             self.vocab_size = max(vocab.values()) + 1
         self.unused_ids = _unused(vocab)
         self._file = _tokenizer_json(path)
-        self._chat, self._source = chat, f"{field} {str(source)!r}"
+        self._chat = chat
+        self._source = f"{field} {str(source)!r}"
         self.has_chat_template = bool(self._tokenizer.chat_template)
         if chat and not self.has_chat_template:
             raise ValueError(
                 f"tokenizer.chat must be False, since {self._source} has no chat template"
             )
         self._template = self._dated_template() if chat else ""
-        self._options, self._continues = dict(template_options or {}), continue_final_message
+        self._options = dict(template_options or {})
+        self._continues = continue_final_message
         for name in self._options:
             if not re.search(rf"\b{re.escape(name)}\b", self._template):
                 raise ValueError(

@@ -15,8 +15,10 @@ class Responder:
     """Answers with one policy; temperature 0 is greedy."""
 
     def __init__(self, policy: SavedPolicy, temperature: float):
-        self._policy, self._temperature = policy, temperature
-        self._weights, self._turn = policy.weights(), 0
+        self._policy = policy
+        self._temperature = temperature
+        self._weights = policy.weights()
+        self._turn = 0
         response_len = policy.config.rollout.response_len
         self.prompt_len = policy.model.max_positions - response_len  # tokens of a prompt at most
 
@@ -30,7 +32,8 @@ class Responder:
 
     def respond(self, prompt: str | Messages) -> Iterator[str]:
         """Pieces of the response's text. ValueError in one line where the prompt does not fit."""
-        policy, length = self._policy, len(self._encoded(prompt))
+        policy = self._policy
+        length = len(self._encoded(prompt))
         if not 0 < length <= self.prompt_len:
             rule = f"1 to {self.prompt_len} tokens (the model's positions - rollout.response_len)"
             raise ValueError(f"the prompt must have {rule}, got {length}")
@@ -38,7 +41,9 @@ class Responder:
         encoded = encode_prompts([make_example(prompt, "", "chat", {})], policy.tokenizer, slots)
         prompts = eval_batches(encoded, policy.batch_size(1))[0][0]
         spec = policy.spec(slots, 1, self._temperature)
-        noise, ids, text = policy.noise(self._turn), [], ""
+        noise = policy.noise(self._turn)
+        ids = []
+        text = ""
         self._turn += 1
         for new in stream(spec, self._weights, prompts, noise):
             ids += new.tolist()

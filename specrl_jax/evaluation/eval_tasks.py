@@ -62,7 +62,8 @@ def load_task(
         return Task(name, config, load_examples(config).eval[: limit or None])
     seen = []
     if kind in (REASONING_GYM, SORT):
-        run, config = config, change(_generator(config, kind, rest))
+        run = config
+        config = change(_generator(config, kind, rest))
         rows, seen = _unseen_rows(config, run, limit or _GENERATED)
     elif Path(name).suffix in (".jsonl", ".parquet"):
         config = change(_file(config, Path(name)))
@@ -82,12 +83,14 @@ def measure(
     policy: SavedPolicy, task: Task, samples: int, temperature: float
 ) -> list[dict[str, Any]]:
     """A row for each figure of a task: greedy, then of `samples` responses (0: greedy alone)."""
-    config, positions = task.config, policy.model.max_positions - policy.config.rollout.response_len
+    config = task.config
+    positions = policy.model.max_positions - policy.config.rollout.response_len
     encoded = encode_prompts(task.examples, policy.tokenizer, positions)
     if encoded.dropped:
         print(f"{task.name}: {encoded.dropped} prompts longer than {positions} tokens left out")
     encoded = dataclasses.replace(encoded, tokens=encoded.tokens[:, : encoded.lens.max()])
-    weights, rows = policy.weights(), []
+    weights = policy.weights()
+    rows = []
     scorer = make_scorer(config, policy.tokenizer)
     with scorer.pool:
         for count, warmth in ((1, 0.0), (samples, temperature)):
@@ -107,7 +110,8 @@ def _rows(answered: Answered, spec: RolloutSpec) -> list[dict[str, Any]]:
     """The figures, and the shares of responses that were cut or could not be scored, if any."""
     by_name = figures(group_rewards(answered, spec.group_size))
     rows = [row_of(name, *mean_and_half) for name, mean_and_half in by_name.items()]
-    cut, failed = [], []
+    cut = []
+    failed = []
     for prompts, responses in answered:
         real = np.arange(len(prompts.lens) * spec.group_size)
         last = responses.tokens[real, responses.lens[real] - 1]
@@ -139,7 +143,8 @@ def _generator(config: ConfigDict, source: str, text: str) -> ConfigDict:
     if (config.data.source, config.data.name, options) == (source, name, []):
         return config
     config = _without_format(config)
-    config.data.source, config.data.name = source, name
+    config.data.source = source
+    config.data.name = name
     config.reward.name = source if source in OWN_TASKS else "exact"
     for option in options:
         field, _, value = option.partition("=")
@@ -163,7 +168,8 @@ def _check_task(name: str) -> None:
 def _unseen_rows(config: ConfigDict, run: ConfigDict, count: int) -> tuple[list, list]:
     """`count` problems after those that the run trained on, held out or was warmed up with; and
     those, where they are of this task: their questions may come again."""
-    data, reader = config.data, READERS[config.data.source]
+    data = config.data
+    reader = READERS[config.data.source]
     start = run.data.prompts + run.data.eval_prompts
     start += run.warmup.examples if run.warmup.steps else 0
     rows = reader.read(data, start, start + count, config.seed)
@@ -178,7 +184,9 @@ def _file(config: ConfigDict, path: Path) -> ConfigDict:
         config.reward.name = "exact" if config.reward.name == REASONING_GYM else config.reward.name
     else:
         config = config.copy_and_resolve_references()
-    config.data.source, config.data.path, config.data.name = path.suffix[1:], str(path), ""
+    config.data.source = path.suffix[1:]
+    config.data.path = str(path)
+    config.data.name = ""
     return config
 
 

@@ -110,7 +110,8 @@ def training_command(config: ConfigDict, presets: Mapping[str, ConfigDict]) -> s
 
 def model_card(policy: SavedPolicy, metrics: list[dict[str, Any]], command: str) -> str:
     """README.md of an exported policy; metrics: the run's records, by step."""
-    config, source = policy.config, policy.config.model.source
+    config = policy.config
+    source = policy.config.model.source
     is_hub_id = source and ":" not in source and not Path(source).expanduser().exists()
     base = f"base_model: {source}\n" if is_hub_id else ""
     task = f"{config.data.name or Path(config.data.path).name} ({config.data.source})"

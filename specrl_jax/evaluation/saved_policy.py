@@ -47,7 +47,8 @@ class SavedPolicy:
         self, prompt_slots: int, samples: int, temperature: float, response_len: int = 0
     ) -> RolloutSpec:
         """A rollout of `samples` responses a prompt; response_len: tokens, 0: the config's."""
-        tokenizer, config = self.tokenizer, self.config.copy_and_resolve_references()
+        tokenizer = self.tokenizer
+        config = self.config.copy_and_resolve_references()
         config.data.prompt_len = prompt_slots
         config.rollout.response_len = response_len or config.rollout.response_len
         ids = {"eos_ids": tuple(tokenizer.eos_ids), "pad_id": tokenizer.pad_id}
@@ -61,7 +62,8 @@ class SavedPolicy:
 
     def batch_size(self, prompts: int, samples: int = 1) -> int:
         """Prompts per rollout: about as many rows as in the run's evaluation."""
-        settings, pieces = self.config.evaluate, shards("batch")
+        settings = self.config.evaluate
+        pieces = shards("batch")
         size = max(settings.batch_size * settings.samples // samples, 1)
         return -(-min(size, prompts) // pieces) * pieces
 
@@ -128,7 +130,9 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
 
 
 def _on_this_machine(config: ConfigDict) -> ConfigDict:
-    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = -1, 1, 1
+    config.mesh.data = -1
+    config.mesh.fsdp = 1
+    config.mesh.tensor = 1
     config.model.attention = "auto"  # a kernel may be that of another kind of device
     return config
 

@@ -49,14 +49,16 @@ def end_children(group: int) -> int:
 
     Raises TimeoutError where processes are left after seconds.
     """
-    code, end = 0, time.monotonic() + _SESSION_S
+    code = 0
+    end = time.monotonic() + _SESSION_S
     while time.monotonic() < end:
         _kill_children(group)
         try:
             while True:
                 pid, status = os.waitpid(-1, 0 if group else os.WNOHANG)
                 if pid == group:
-                    code, group = os.waitstatus_to_exitcode(status), 0
+                    code = os.waitstatus_to_exitcode(status)
+                    group = 0
                 if not pid:
                     break
         except ChildProcessError:
@@ -114,7 +116,9 @@ class Cell:
     """
 
     def __init__(self, scratch: str, memory: int, namespaces: bool | None, tasks: int, user: int):
-        self._scratch, self._memory, self._tasks = scratch, memory, tasks
+        self._scratch = scratch
+        self._memory = memory
+        self._tasks = tasks
         self.trusts = namespaces is None
         self._contained = linux.LINUX and not self.trusts
         self._namespaces = bool(namespaces)
@@ -122,7 +126,8 @@ class Cell:
         self._abi = linux.landlock_abi() if self._contained else 0
         self._seccomp = self._contained and linux.has_seccomp()
         self._is_limited = self.trusts or not linux.is_unlimited() or linux.has_few_pids()
-        self._user, self._as_owner = 0, False
+        self._user = 0
+        self._as_owner = False
         if user and not self._is_limited:
             self._choose_user(user)
         if self._read_only:
@@ -196,7 +201,9 @@ class Cell:
             os._exit(2)
         code = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
         if code in (0, 1):
-            self._user, self._as_owner, self._is_limited = user, code == 0, True
+            self._user = user
+            self._as_owner = code == 0
+            self._is_limited = True
 
     def _give_scratch(self) -> None:
         if self._user:

@@ -255,9 +255,11 @@ def _last_tagged(text: str) -> str | None:
 
 def _last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{..}`, and of those joined to it by "and", "or" or comma."""
-    boxes, start = [], len(text)
+    boxes = []
+    start = len(text)
     for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        end, depth = match.end(), 1
+        end = match.end()
+        depth = 1
         while depth and end < start:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1

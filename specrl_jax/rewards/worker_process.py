@@ -89,7 +89,8 @@ def load(name: str, extract: str, environment: str) -> Loaded:
         contained = bool(getattr(make, "contained", True))
         trusted = not contained or environment in ENVIRONMENTS
         return Loaded(step, contained, frozenset() if trusted else None)
-    scorer, pattern = load_scorer(name), answer_pattern(extract, "reward.extract")
+    scorer = load_scorer(name)
+    pattern = answer_pattern(extract, "reward.extract")
 
     def score(response: str, answer: str, task: str, metadata: dict) -> Result:
         if pattern:
@@ -132,7 +133,8 @@ class Settings(NamedTuple):
 def serve(conn_fd: int, lifeline_fd: int, *settings) -> NoReturn:
     """Serve until the parent closes its ends of the pipe and of the lifeline, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tasks, scratch = containment.count_tasks(), tempfile.mkdtemp(prefix="specrl-reward-")
+    tasks = containment.count_tasks()
+    scratch = tempfile.mkdtemp(prefix="specrl-reward-")
     user = linux.own_user()
     chosen = Settings(*settings)
     alive, held = os.pipe()  # the second is the template's: it closes as the template ends
@@ -167,7 +169,9 @@ class _Template:
     """Scores what it is sent, each answer in a process forked from this one."""
 
     def __init__(self, conn_fd: int, held_fd: int, settings: Settings):
-        self._conn, self._held_fd, self._settings = Connection(conn_fd), held_fd, settings
+        self._conn = Connection(conn_fd)
+        self._held_fd = held_fd
+        self._settings = settings
 
     def serve(self, make_cell: Callable[[], containment.Cell]) -> NoReturn:
         """Report how the start went, then the results of every batch, until the parent is gone."""
@@ -222,7 +226,8 @@ class _Template:
 
         That process has ended with all it has started.
         """
-        report_fds, printed_fds = os.pipe(), os.pipe()
+        report_fds = os.pipe()
+        printed_fds = os.pipe()
         pid = linux.fork()
         if pid == 0:
             for fd in (self._conn.fileno(), self._held_fd, report_fds[0], printed_fds[0]):
@@ -251,9 +256,11 @@ class _Reader:
     """Reads what a process reports, which may be anything, and the start of what it prints."""
 
     def __init__(self, report_fd: int, printed_fd: int):
-        self._report_fd, self._printed_fd = report_fd, printed_fd
+        self._report_fd = report_fd
+        self._printed_fd = printed_fd
         self._fds = [report_fd, printed_fd]
-        self._report, self._printed = b"", b""
+        self._report = b""
+        self._printed = b""
 
     @property
     def ended(self) -> bool:

@@ -168,7 +168,9 @@ class RewardPool(contextlib.AbstractContextManager):
         stop = threading.Event()
 
         def score(chunk: list[tuple]) -> list[Result]:
-            worker, results, tries = self._idle.get(), [], 0
+            worker = self._idle.get()
+            results = []
+            tries = 0
             begun = time.monotonic()
             try:
                 while len(results) < len(chunk) and not stop.is_set():
@@ -254,7 +256,8 @@ class _Worker:
         self._ensure_ready()
         results = []
         with contextlib.suppress(OSError, EOFError, ValueError, TimeoutError):
-            first, self._asked = self._asked, self._asked + len(items)
+            first = self._asked
+            self._asked += len(items)
             self._conn.send((first, items))
             for expected in range(first, self._asked):
                 number, *result = self._receive(self._settings.timeout + GRACE_S)
@@ -302,7 +305,8 @@ class _Worker:
                 continue
             if failure:
                 raise ChildProcessError(f"a reward worker could not start: {failure}")
-            self._ready, self.gaps = True, gaps
+            self._ready = True
+            self.gaps = gaps
             return
         raise ChildProcessError(f"a reward worker could not start, {MAX_STARTS} times: {reason}")
 

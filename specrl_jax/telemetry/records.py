@@ -51,7 +51,8 @@ _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
 _LINE_START = re.compile(rb'{"step":\d+,"epoch":\d+,"prompt_id":"([^"\\]*)"')
-_LOGPROB_DECIMALS, _REWARD_DECIMALS = 4, 6
+_LOGPROB_DECIMALS = 4
+_REWARD_DECIMALS = 6
 # A character of so many tokens at most is waited for; a longer one is no valid text.
 _MAX_CHARACTER_TOKENS = 8
 
@@ -189,8 +190,10 @@ class RolloutRecords:
         eos_ids: Sequence[int],
     ):
         self.active = share > 0  # False: there is nothing to write
-        self._workdir, self._share = Path(workdir), share
-        self._decode, self._eos_ids = decode, eos_ids
+        self._workdir = Path(workdir)
+        self._share = share
+        self._decode = decode
+        self._eos_ids = eos_ids
         self._pieces: dict[int, str] = {}  # token id → its text when decoded alone
 
     def restore(self, step: int) -> None:
@@ -229,7 +232,8 @@ class RolloutRecords:
         # In a group that is rolled out in parts, "ID+4" are the responses to ID from number 4 on.
         ids = [example.prompt_id.partition("+") for example in prompts.examples]
         for q in select_prompts([prompt_id for prompt_id, _, _ in ids], self._share):
-            example, first = prompts.examples[q], int(ids[q][2] or 0)
+            example = prompts.examples[q]
+            first = int(ids[q][2] or 0)
             group = {
                 "step": int(step),
                 "epoch": int(epoch),
@@ -271,14 +275,18 @@ class RolloutRecords:
         pieces = [self._piece(token_id) for token_id in token_ids]
         if "".join(pieces) == text:
             return list(itertools.accumulate(map(len, pieces)))
-        ends, end, context, start = [], 0, 0, 0
+        ends = []
+        end = 0
+        context = 0
+        start = 0
         for i in range(1, len(token_ids) + 1):
             before = self._decode(token_ids[context:start])
             now = self._decode(token_ids[context:i])
             whole = len(now) > len(before) and not now.endswith("\ufffd")
             if whole or i - start == _MAX_CHARACTER_TOKENS:
                 end = min(end + max(len(now) - len(before), 0), len(text))
-                context, start = start, i
+                context = start
+                start = i
             ends.append(end)
         return ends[:-1] + [len(text)] * bool(ends)
 

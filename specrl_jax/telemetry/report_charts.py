@@ -26,8 +26,10 @@ _DASHES = ("solid", "dot", "dash")
 _MAX_EPOCH_NAMES = 8  # in a chart; more epochs have lines without names
 _MAX_LEFT_OUT = 3  # steps that are named in a note
 _MAX_BANDS = 4  # series with bands; those of more would cover each other
-_BAR, _AROUND = 22, 110  # pixels: a horizontal bar, and legend and axis
-_MAX_HISTOGRAMS, _BINS = 4, 12
+_BAR = 22  # pixels of a horizontal bar
+_AROUND = 110  # pixels of legend and axis
+_MAX_HISTOGRAMS = 4
+_BINS = 12
 
 
 class _Curves(NamedTuple):

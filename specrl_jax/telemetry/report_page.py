@@ -67,10 +67,13 @@ def page(data: dict[str, Any]) -> str:
 def _data(runs: Sequence[reports.Run], baseline: str = "") -> dict[str, Any]:
     series = sorted(reports.series(runs), key=lambda case: case.name != baseline)
     colors = {case.name: color(i) for i, case in enumerate(series)} if len(series) > 1 else {}
-    figures, reckoned = reports.ALONE, reports.RECKONED
+    figures = reports.ALONE
+    reckoned = reports.RECKONED
     if len(series) > 1:
-        figures, reckoned = reports.figures_over(series[0]), reports.reckoned_over(series[0])
-    limit, shown = _VIEWER_BYTES // len(runs), []
+        figures = reports.figures_over(series[0])
+        reckoned = reports.reckoned_over(series[0])
+    limit = _VIEWER_BYTES // len(runs)
+    shown = []
     accepted: dict[str, list[int]] = {}
     for case in series:
         for run in case.runs:
@@ -128,8 +131,11 @@ class ReportWriter:
     """
 
     def __init__(self, workdir: Path, active: bool, warn: Callable[[str], None]):
-        self._workdir, self._active, self._warn = workdir, active, warn
-        self._seconds, self._written = 0.0, -float("inf")
+        self._workdir = workdir
+        self._active = active
+        self._warn = warn
+        self._seconds = 0.0
+        self._written = -float("inf")
 
     def refresh(self) -> None:
         """Writes the report, unless that would take more than a twentieth of the time."""

@@ -29,7 +29,8 @@ def rollout_metrics(
     forced: int [B], tokens of the responses that an environment gave.
     """
     policy_lens = lens - forced
-    total, reused = int(policy_lens.sum()), int(prefix_lens.sum())
+    total = int(policy_lens.sum())
+    reused = int(prefix_lens.sum())
     last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
     ended = np.isin(last, eos_ids) & (lens > 0)
     values = {

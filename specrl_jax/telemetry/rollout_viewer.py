@@ -86,7 +86,8 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
 
 def _pieces(line: Response) -> list[str]:
     """Every token's text; "" of an end of sequence, and of all but a character's last token."""
-    text, ends = line["text"], line["token_ends"]
+    text = line["text"]
+    ends = line["token_ends"]
     return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
@@ -97,7 +98,8 @@ def _advantages(
 
     None for other advantages, penalties for length, held-out prompts and incomplete groups.
     """
-    rewards, size = [line["reward"] for line in column], config.get("rollout.group_size")
+    rewards = [line["reward"] for line in column]
+    size = config.get("rollout.group_size")
     of_group = config.get("algorithm.advantage") in ("auto", "group")
     others = has_critic(config.get("critic.kind", "none")) or config.get("reward.overlong_tokens")
     if kind != "step" or not of_group or others or len(column) != size or None in rewards:

@@ -219,7 +219,8 @@ def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
     no draft was ever used, an epoch on either side has no step left, or the reward never moved:
     responses that are all wrong are reused whole, and say nothing of a run that learns.
     """
-    first, later = run.first_epoch, run.later_epochs
+    first = run.first_epoch
+    later = run.later_epochs
     drafted = any(record.get(name) for record in run.steps for name in _FROM_DRAFTS)
     if not first or reused_fraction(first) or not drafted or not reward_moved(run):
         return None
@@ -234,7 +235,8 @@ def speed_up_over(baseline: Series, part: str) -> Callable[[Run], float | None]:
 
     def figure(run: Run) -> float | None:
         other = of_seed(baseline, run)
-        ours, theirs = seconds(run, part), seconds(other, part) if other else None
+        ours = seconds(run, part)
+        theirs = seconds(other, part) if other else None
         return theirs / ours if ours and theirs else None
 
     return figure

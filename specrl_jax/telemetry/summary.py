@@ -17,7 +17,9 @@ from specrl_jax.telemetry.runs import (
     values,
 )
 
-_mean, _total, _last = statistics.fmean, math.fsum, operator.itemgetter(-1)
+_mean = statistics.fmean
+_total = math.fsum
+_last = operator.itemgetter(-1)
 # Heading, how an epoch's steps become one number, format.
 _COLUMNS: tuple[tuple[str, Figure, str], ...] = (
     ("reward", metric("reward/mean", _mean), "{:.3f}"),

@@ -158,7 +158,8 @@ def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
     """Until which step a case has the baseline's tokens, of runs that record all responses."""
     lines = []
     for case in cases:
-        ends, tokens = [], 0
+        ends = []
+        tokens = 0
         for run in case.runs:
             other = of_seed(baseline, run)
             if case is not baseline and other and run.config.get("log.rollouts", 0) >= 1:
@@ -224,7 +225,8 @@ def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: P
     panels = {x: [mean_and_error(case, x) for case in cases] for x in chosen if x.name in _PLOTTED}
     panels = {x: points for x, points in panels.items() if any(points)}
     figure = _figure(2 + 3 * len(panels), 1.2 + 0.32 * len(cases))
-    lines, colors = range(len(cases)), _colors(cases)
+    lines = range(len(cases))
+    colors = _colors(cases)
     (axes,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for ax, (column, points) in zip(axes, panels.items()):
         means, errors, _ = zip(*(point or missing for point in points))

@@ -48,10 +48,12 @@ class Tracker:
 class Wandb(Tracker):
     """A wandb run: online where logged in, else offline. $WANDB_MODE and its kin are followed."""
 
-    module, install = "wandb", "pip install wandb"
+    module = "wandb"
+    install = "pip install wandb"
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
-        self._workdir, self._run = workdir, None
+        self._workdir = workdir
+        self._run = None
         mode = _wandb_mode()
         try:
             self._run = _start_wandb(workdir, mode, config)
@@ -93,12 +95,15 @@ class Wandb(Tracker):
 class TensorBoard(Tracker):
     """Event files in WORKDIR/tensorboard."""
 
-    module, install = "tensorboardX", "pip install '.[tensorboard]' in the clone's directory"
+    module = "tensorboardX"
+    install = "pip install '.[tensorboard]' in the clone's directory"
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
-        self._workdir, self._config = workdir, config
+        self._workdir = workdir
+        self._config = config
         self._folder = workdir / "tensorboard"
-        self._writer, self._last_step = None, 0
+        self._writer = None
+        self._last_step = 0
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
@@ -141,7 +146,8 @@ class SafeTracker:
     """A tracker whose first failure is a warning; after that it does nothing."""
 
     def __init__(self, name: str, workdir: Path, config: Mapping[str, Any]):
-        self._name, self._tracker = name, None
+        self._name = name
+        self._tracker = None
         with self._failure_is_a_warning("starting"):
             described = {"version": __version__, "git": git_state()}
             self._tracker = TRACKERS[name](workdir, dict(config) | described)
