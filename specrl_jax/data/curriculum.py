@@ -1,4 +1,4 @@
-"""Which prompts come next: one entry of `CURRICULA` for each `curriculum.name`.
+"""Choice of the next prompts: one entry of `CURRICULA` for each `curriculum.name`.
 
 Takes encoded prompts and their rewards (`observe`); gives batches of `Prompts`. The choice is a
 pure function of the seed and of what was observed. Where prompts are chosen anew each time, there
@@ -121,11 +121,11 @@ class PromptStream(StatePart):
         return batches * self._size - len(self.waiting)
 
     def peek(self) -> Prompts:
-        """What `next` will give, without going on."""
+        """Return what `next` will give, without going on."""
         return copy.copy(self).next()
 
     def host(self) -> dict[str, Any]:
-        """What `restore` needs, for JSON."""
+        """Return what `restore` needs, for JSON."""
         fixed = {"seed": self._seed, "prompts_per_step": self._size, **self._digests}
         return fixed | {name: copy.copy(getattr(self, name)) for name in self._place}
 

@@ -49,7 +49,7 @@ def require_reasoning_gym(what: str) -> None:
 
 
 def main() -> None:
-    """What the process does: reads the request, writes (error or "", items)."""
+    """Read the request from stdin and write (error or "", items) to stdout."""
     error = ""
     items = "[]"
     with contextlib.redirect_stdout(sys.stderr):  # tasks print

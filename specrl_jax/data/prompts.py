@@ -59,7 +59,7 @@ def load_examples(config: Any) -> Dataset:
 
 
 def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Example]:
-    """Up to `count` problems for the warm-up, none of them held out, of an endless source."""
+    """Return up to `count` warm-up problems of an endless source, none of them held out."""
     rows = READERS[config.data.source].more(config.data, config.seed, count)
     return examples_of(config, rows, dataset.eval)
 

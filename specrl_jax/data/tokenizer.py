@@ -90,7 +90,7 @@ class CharacterTokenizer:
 
     @property
     def token_ids(self) -> dict[str, Any]:
-        """What a model's generation_config.json says of them."""
+        """Ids of special tokens, as a model's generation_config.json holds them."""
         return {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
 
     def encode(self, text: str) -> list[int]:
@@ -191,7 +191,7 @@ class HuggingFaceTokenizer:
 
     @property
     def token_ids(self) -> dict[str, Any]:
-        """What a model's generation_config.json says of them."""
+        """Ids of special tokens, as a model's generation_config.json holds them."""
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
         return ids | {"bos_token_id": self._tokenizer.bos_token_id}
 

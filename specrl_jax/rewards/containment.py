@@ -1,4 +1,4 @@
-"""What a reward worker gives up before it runs what a policy has written.
+"""Rights that a reward worker gives up before it runs what a policy has written.
 
 Namespaces, Landlock and seccomp filters (`linux`) may each be missing; what is there must take
 effect, else the answer is not run. `Cell.gaps` says what nothing covers. Also ends processes,
@@ -105,7 +105,7 @@ def count_tasks() -> int:
 
 
 class Cell:
-    """Where a worker runs answers: an empty scratch directory, and limits.
+    """Place where a worker runs answers: an empty scratch directory, and limits.
 
     Make it in the worker, after its imports: from then on all else may be read-only for it.
     scratch: an empty directory of the worker's own.
@@ -138,7 +138,7 @@ class Cell:
             tempfile.tempdir = scratch
 
     def gaps(self) -> list[str]:
-        """What code in an answer can do, as nothing here keeps it from it; [] where trusted."""
+        """List what nothing here keeps code in an answer from doing; [] where trusted."""
         if self.trusts:
             return []
         covered = {

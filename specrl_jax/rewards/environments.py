@@ -19,7 +19,7 @@ MAX_OBSERVATION = 16_000  # characters; a longer observation is cut
 
 
 class Step(NamedTuple):
-    """What a response leads to."""
+    """Answer of an environment to a response."""
 
     observation: str = ""  # for the policy to read, unless done
     reward: float = 0.0  # of this turn: an episode's reward is the sum of its turns'

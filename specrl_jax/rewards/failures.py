@@ -1,4 +1,4 @@
-"""What becomes of answers that could not be scored: a warning, a file, and the end of a run.
+"""Reports of answers that could not be scored: a warning, a file, and the end of a run.
 
 Takes each step's reasons and texts. A reward that always fails looks like a policy that is always
 wrong, so the console says at once why, and a run with nothing but failures stops. No JAX.

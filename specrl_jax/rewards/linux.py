@@ -1,4 +1,4 @@
-"""What the kernel of Linux gives a process to give up rights, without root.
+"""Calls of the Linux kernel with which a process gives up rights, without root.
 
 User, process, network and mount namespaces (namespaces(7)), Landlock (landlock(7)) and seccomp
 filters (seccomp(2)). Every function raises OSError where the system refuses it, unless it says
@@ -74,7 +74,7 @@ def fork() -> int:
 
 
 def is_short(error: OSError) -> bool:
-    """Whether the machine has no room for a process, which may pass."""
+    """Return True where the machine has no room for a process, which may pass."""
     return error.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
@@ -94,7 +94,7 @@ def _other_users() -> range:
 
 
 def is_unlimited() -> bool:
-    """Whether the kernel counts no processes of this user: it is root, and not in a namespace."""
+    """Return True where the kernel counts no processes of this user: root outside a namespace."""
     return bool(_other_users())
 
 
@@ -135,7 +135,7 @@ MAX_PID = 512
 
 
 def has_few_pids() -> bool:
-    """Whether the namespace of this process holds at most `MAX_PID` processes."""
+    """Return True where the namespace of this process holds at most `MAX_PID` processes."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max") as file:
         return int(file.read()) <= MAX_PID
     return False
@@ -167,7 +167,10 @@ def enter_namespaces() -> bool:
 
 
 def unshare() -> None:
-    """OSError where the system does not allow it; this process must then end."""
+    """Move this process and its children into namespaces of their own.
+
+    Raises OSError where the system does not allow it; this process must then end.
+    """
     moved, done = os.pipe()
     helper = fork()  # only from outside can root keep its rights to the files of others
     if helper == 0:
@@ -211,7 +214,7 @@ def mount(kind: str, path: str, flags: int, options: str = "") -> None:
 
 
 def read_only_view() -> bool:
-    """In a mount namespace of this process: all file systems read-only; whether that is so."""
+    """Make all file systems read-only in a new mount namespace; return whether that is so."""
     try:
         call("unshare", _NEW_NS)
         mount("none", "/", _REC_PRIVATE)
@@ -314,7 +317,7 @@ def drop_capabilities() -> None:
 
 
 def _set_capabilities(rights: int) -> None:
-    """rights: bits of the lower half of all capabilities."""
+    """Set the capabilities of this process; rights: bits of the lower half of all."""
     call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", rights, rights, *[0] * 4))
 
 

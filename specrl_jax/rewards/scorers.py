@@ -146,7 +146,7 @@ _CHOSEN = re.compile(  # answer is (B); B) at the start
 
 
 class _Reading(NamedTuple):
-    """What an answer says."""
+    """Content of an answer."""
 
     parsed: list  # by math-verify: a value, and its text
     count: int = 1  # parts that the text lists
@@ -154,7 +154,7 @@ class _Reading(NamedTuple):
 
 
 def _read_math(text: str, is_whole: bool = True) -> _Reading:
-    """What an answer says; is_whole: it is nothing but the answer, all of which must count."""
+    """Read an answer; is_whole: the text is nothing but the answer, and all of it must count."""
     plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", text)
     if not is_whole:
         end = _read_whole(_end_of(text))
@@ -169,7 +169,7 @@ def _read_math(text: str, is_whole: bool = True) -> _Reading:
 
 
 def _read_whole(text: str) -> _Reading:
-    """What all of a text without words says: `(1, 2)` is a pair, `2 and 3` is a set."""
+    """Read all of a text without words: `(1, 2)` is a pair, `2 and 3` is a set."""
     if not text:
         return _Reading([])
     parsed = list(_parse_math(rf"\boxed{{{_latex(text)}}}"))
@@ -179,7 +179,7 @@ def _read_whole(text: str) -> _Reading:
 
 
 def _end_of(text: str) -> str:
-    """What follows the last word of the last sentence; "" where that is no answer."""
+    """Return the text after the last word of the last sentence; "" if it is no answer."""
     line = (text.strip().splitlines() or [""])[-1]
     end = _WORD.split(re.split(r"[.!?]\s+", line.rstrip(_MARKS))[-1])[-1]
     end = re.sub(r"^[-•]\s+", "", end.strip(_MARKS))
@@ -219,14 +219,14 @@ def _choice(text: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def _parse_math(text: str) -> tuple:
-    """What math-verify reads in `text`. Cached: the responses of a group share their answer."""
+    """Parse `text` by math-verify. Cached: the responses of a group share their answer."""
     from math_verify import parse
 
     return tuple(parse(text, parsing_timeout=None))
 
 
 def _plain_numbers(text: str) -> str:
-    """With 1e5 as 100000: math-verify reads only the 1."""
+    """Write 1e5 as 100000: math-verify reads only the 1."""
 
     def plain(match: re.Match) -> str:
         return format(decimal.Decimal(match[0]), "f")
@@ -276,7 +276,7 @@ _TOWER = re.compile(rf"(?<!\d)(\d{{1,100}}){_POWER}(\d{{1,100}})(?:{_POWER}(\d{{
 
 
 def _hostile(text: str) -> bool:
-    """Whether evaluating `text` cannot end soon. Incomplete: the timeout stops the rest."""
+    """Return True where evaluating `text` cannot end soon. The timeout stops what this misses."""
     if re.search(r"\d[eE][+-]?\d{3}|\d{101}|\d{5}\s*!|!\s*!\s*!|[({\[]{40}", text):
         return True
     for base, power, top in _TOWER.findall(text):

@@ -1,4 +1,4 @@
-"""What runs in a reward worker: answers are scored in processes that end after them.
+"""Program of a reward worker: answers are scored in processes that end after them.
 
 A worker is a guard, which runs nothing but this file, and its child, the template: it has imported
 the scorer and never runs it. The template forks a process that gives up what it need not have
@@ -44,7 +44,7 @@ MAX_SCORE = 1e15  # of either sign: float32 holds the sum of a million squares
 
 
 class Result(NamedTuple):
-    """What came of one response."""
+    """Reward of one response, or why there is none."""
 
     score: float = 0.0
     done: bool = True
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
     @staticmethod
     def from_line(line: bytes) -> "Result":
-        """What `to_line` gives; a failure where the line is anything else."""
+        """Read the line of `to_line`; return a failure where it is anything else."""
         try:
             score, done, observation, failure = json.loads(line)
             if isinstance(done, bool) and isinstance(observation, str) and isinstance(failure, str):
@@ -78,7 +78,7 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, extract: str, environment: str) -> Loaded:
-    """What to score with; ValueError in one line."""
+    """Load the scorer or the environment; ValueError in one line."""
     if environment:
         make = load_environment(environment)
 
@@ -117,7 +117,7 @@ def _extract(pattern: re.Pattern, response: str) -> str | None:
 
 
 class Settings(NamedTuple):
-    """What a worker is started with."""
+    """Arguments that a worker is started with."""
 
     name: str  # of the scorer
     extract: str
@@ -264,7 +264,7 @@ class _Reader:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has closed its end, or reported too much."""
+        """Return True once the process has closed its end, or reported too much."""
         return self._report_fd not in self._fds or len(self._report) > MAX_REPORT
 
     def read(self, seconds: float) -> bytes:
@@ -331,7 +331,10 @@ def _score_and_end(
 
 
 def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only: bool) -> Result:
-    """is_only: no other item follows in this process, so that it need not lift its limit."""
+    """Score one item under the memory limit.
+
+    is_only: no other item follows in this process, so that it need not lift its limit.
+    """
     try:
         cell.limit_memory(for_good=is_only)
         return loaded.score(*item)
@@ -342,7 +345,7 @@ def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only:
 
 
 def _failure(error: BaseException, hint: str = "") -> Result:
-    """hint: follows the reason of an error that the system gave."""
+    """Return the failure of an error. hint: follows the reason of an error of the system."""
     if isinstance(error, MemoryError):
         return Result(failure="out of memory")
     line = printable(f"{type(error).__name__}: {error}"[:MAX_FAILURE])

@@ -54,7 +54,7 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        """Those of all parts, in order."""
+        """Concatenate all parts, in order."""
         if len(parts) == 1:
             return parts[0]
         values = ([getattr(part, field.name) for part in parts] for field in fields(cls))
@@ -228,7 +228,10 @@ class RewardPool(contextlib.AbstractContextManager):
 
 
 def _raise_if_short(code: int | None) -> None:
-    """code: of a worker that has ended. BlockingIOError where there was no room for a process."""
+    """Raise BlockingIOError where there was no room for a process.
+
+    code: the exit code of a worker that has ended.
+    """
     if code == NO_ROOM:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
