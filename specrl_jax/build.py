@@ -37,7 +37,7 @@ policy_copy = jax.jit(rollout_weights, static_argnums=0)
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What a configuration amounts to on the mesh in use."""
+    """Parts of a run that `config` builds on the mesh in use."""
 
     config: Any
     dataset: Dataset
@@ -68,7 +68,7 @@ class Trainer:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What processes of one run must have read alike, by name."""
+        """Fingerprints, by name, of what all processes of a run must have read alike."""
         read = [self.prompts, *(prompts for prompts, _ in self.held_out)]
         return {
             "specrl_jax": __version__,
@@ -117,7 +117,7 @@ def build(config) -> tuple[Trainer, Params]:
 
 
 def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
-    """What turns responses into rewards as `config` says; its pool must be closed."""
+    """Make the scorer that `config` describes; its pool must be closed."""
     max_turns = config.environment.max_turns if config.environment.name else 0
     return ResponseScorer(
         _reward_pool(config),
@@ -168,7 +168,7 @@ def frozen_steps(config) -> int:
 
 
 def _check_enough(config, stream: PromptStream, count: int) -> None:
-    """Whether there are prompts for a rollout beside all that may wait."""
+    """Raise ValueError where no prompts are left for a rollout beside all that may wait."""
     size = config.rollout.prompts_per_step
     reason = ""
     if config.algorithm.dynamic_sampling:

@@ -120,7 +120,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return None if metric == -math.inf else step
 
     def holds(self, step: int, name: str) -> bool:
-        """Whether what was saved has arrays below the key `name`; raises as `restore` does."""
+        """Return True if a step has arrays below the key `name`; raises as `restore` does."""
         return any(path.startswith(f"{name}.") for path in self._described(step)["arrays"])
 
     def restore(self, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict]:
@@ -218,7 +218,7 @@ def check_run_config(
     ignore: Sequence[str] = (),
     advice: str = "give the old values to resume it, or another --workdir",
 ) -> bool:
-    """Whether `workdir` holds a run of this config; False if it holds none.
+    """Return True if `workdir` holds a run of this config; False if it holds none.
 
     ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
     run there has other values: it names every such field, with both values, and ends with `advice`.
@@ -311,8 +311,11 @@ def _saving(directory: epath.Path) -> Iterator[None]:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """Not the tracebacks that Orbax's threads log of an error that we get as an exception too, nor
-    its warning that a directory is only read, which is what was asked for."""
+    """Return False for what Orbax logs needlessly.
+
+    That is the traceback of an error that we get as an exception too, and its warning that a
+    directory is only read, which is what was asked for.
+    """
     if record.msg == "Given directory is read only=%s":
         return False
     of_orbax = "orbax" in record.pathname or record.name == "asyncio"
@@ -321,7 +324,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def _hide_abandoned_reads() -> None:
-    """Not the tracebacks of reads that end after another one's error, which closed their loop."""
+    """Hide tracebacks of reads that end after another read's error, which closed their loop."""
     show = sys.unraisablehook
 
     def show_others(error: Any) -> None:

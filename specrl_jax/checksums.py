@@ -50,7 +50,7 @@ def _checksum(x: Array) -> Array:
 
 
 def _spread(stride: int) -> np.uint32:
-    """What the index is multiplied by: the golden ratio, so that shifted data has another sum."""
+    """Factor of the index: by the golden ratio, so that shifted data has another sum."""
     return np.uint32(stride * 0x9E3779B9 % 2**32)
 
 

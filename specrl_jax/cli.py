@@ -1,4 +1,4 @@
-"""What the programs in launch/ share: the --config flag, --help, and errors in one line.
+"""Parts that the programs in launch/ share: --config, --help, and errors in one line.
 
 Imports nothing slow, so that --help and a misspelt flag answer at once.
 """
@@ -138,7 +138,7 @@ def define_config() -> None:
 
 
 def _preset() -> str:
-    """What --config names: file[:preset]."""
+    """Return what --config names: file[:preset]."""
     return config_flags.get_config_filename(flags.FLAGS["config"])
 
 

@@ -61,7 +61,7 @@ class Groups(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TrainBatch:
-    """What a step trains on, and how it came about."""
+    """Groups that a step trains on, and how they came about."""
 
     groups: Groups
     metrics: dict[str, float]
@@ -148,7 +148,7 @@ def generate_and_score(
 
 
 def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, Prompts | None]:
-    """Those of the next rollout, and those to be run ahead."""
+    """Return the prompts of the next rollout, and those to be run ahead."""
     config = trainer.config.rollout
     last = state.step >= trainer.total_steps
     if state.groups is not None:
@@ -311,7 +311,7 @@ def _joined(arrays) -> np.ndarray:
 def _rollout_metrics(
     trainer: Trainer, groups: Groups, rollouts: list[ScoredRollout]
 ) -> dict[str, float]:
-    """Of all that was rolled out, whether it is trained on or not."""
+    """Metrics of all that was rolled out, whether it is trained on or not."""
     responses = [x.responses for x in rollouts]
     values = rollout_metrics(
         _joined(x.tokens for x in responses),

@@ -68,7 +68,7 @@ def validate(config: ConfigDict) -> None:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Whether a configuration has all fields, and no other ones."""
+    """Raise ValueError unless a configuration has all fields, and no other ones."""
     known = {*RULES, *CHOICES}
     if missing := sorted(known - fields.keys()):
         raise ValueError(f"{missing[0]} must be set ({len(missing)} missing); see configs/grpo.py")
@@ -92,7 +92,7 @@ def table(name: str) -> Mapping[str, Any]:
 
 
 def _chosen(config: ConfigDict, field: str) -> Any:
-    """What the name in `field` stands for."""
+    """Look up what the name in `field` stands for."""
     section, _, name = field.partition(".")
     return table(CHOICES[field])[config[section][name]]
 
@@ -258,7 +258,7 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
 
 
 def _carry_over(config: ConfigDict) -> Iterator[Check]:
-    """What excludes rows and groups that wait for a later step."""
+    """Yield the rules that exclude rows and groups that wait for a later step."""
     partial = config.rollout.partial
     curriculum = _chosen(config, "curriculum.name")
     by_name = f"curriculum.name is {config.curriculum.name}"

@@ -53,7 +53,7 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
 
 
 def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
-    """Whether this process is one of several; it has joined them then."""
+    """Join the other processes of the run; return False where there are none."""
     if num_processes == 1:
         return False
     by_hand = coordinator not in ("", AUTO)
@@ -87,13 +87,13 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> bool:
 
 
 def _in_cluster() -> bool:
-    """Whether Slurm or a TPU pod's environment names several processes."""
+    """Return True if Slurm or a TPU pod's environment names several processes."""
     pod = [os.environ.get(name, "") for name in ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")]
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 or any("," in x for x in pod)
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether another process may be the cause: so fail collectives, and Orbax's barriers."""
+    """Return True if another process may be the cause, as in collectives and Orbax's barriers."""
     words = ("Gloo", "coordination", "DEADLINE_EXCEEDED", "UNAVAILABLE", "Barrier")
     return isinstance(error, jax.errors.JaxRuntimeError) or any(x in str(error) for x in words)
 

@@ -41,7 +41,7 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class ResponseScorer:
-    """What turns token ids into rewards."""
+    """Scorer that turns token ids into rewards."""
 
     pool: RewardPool
     tokenizer: Tokenizer
@@ -51,7 +51,7 @@ class ResponseScorer:
     keep_special_tokens: bool = False  # in texts, but for the end of a response
 
     def text(self, ids: np.ndarray) -> str:
-        """What rewards see of a response, int [n]."""
+        """Decode what rewards see of a response, int [n]."""
         ids = ids.tolist()
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
@@ -130,7 +130,7 @@ class _Episodes:
     def __init__(
         self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, drafts: Drafts | None
     ):
-        """drafts: earlier episodes."""
+        """Begin an episode in each row; drafts: earlier episodes."""
         self.spec = spec
         self.prompts = prompts
         self.scorer = scorer
@@ -150,7 +150,7 @@ class _Episodes:
         self.draft_lens = np.zeros(rows, np.int32)  # draft tokens that a row had so far
 
     def carry_over(self) -> CarryOver:
-        """What the next rollout of all rows goes on from."""
+        """Return what the next rollout of all rows goes on from."""
         unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
         return CarryOver(partial_rows=self.held, allow_unfinished=unfinished)
 

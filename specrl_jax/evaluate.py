@@ -63,7 +63,7 @@ def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def figures(rewards: np.ndarray) -> dict[str, tuple[float, float]]:
-    """By name, mean and half the interval, for rewards [Q, n]: avg@n, and pass@k for k = 1, 2, 4
+    """Mean and half the interval, by name, for rewards [Q, n]: avg@n, and pass@k for k = 1, 2, 4
     ... n. A response is right from reward 1 on."""
     samples = rewards.shape[1]
     ks = sorted({2**i for i in range(samples.bit_length())} | {samples})

@@ -1,4 +1,4 @@
-"""What each field of a configuration may be, by itself: its kind and its bounds.
+"""Rules that each field of a configuration keeps by itself: its kind and its bounds.
 
 `RULES` has every field that is not a choice of `config.CHOICES`: the rules that it must keep, each
 in words and as a test. Integers are bounded by what counts them; `config` bounds their products by

@@ -99,7 +99,7 @@ class GroupBuffer(StatePart):
         return parts - len(self.to_finish) * len(self.first_samples)
 
     def wants_rollout(self) -> bool:
-        """Whether the batch needs one more rollout, and there may be one."""
+        """Return True if the batch needs one more rollout, and there may be one."""
         if not self.gen_batches:
             return True
         return (

@@ -24,7 +24,7 @@ class Responder:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether a prompt may be a chat; else every prompt stands for itself."""
+        """Return True if a prompt may be a chat; else every prompt stands for itself."""
         return bool(self._policy.config.tokenizer.chat)
 
     def fits(self, prompt: str | Messages) -> bool:

@@ -1,4 +1,4 @@
-"""What `launch/evaluate.py` evaluates on: tasks by name, and a policy's figures on them.
+"""Tasks of `launch/evaluate.py` by name, and a policy's figures on them.
 
     held_out                            the run's own held-out prompts
     FILE.jsonl, FILE.parquet            prompts of a file
@@ -126,7 +126,7 @@ def _rows(answered: Answered, spec: RolloutSpec) -> list[dict[str, Any]]:
 
 
 def row_of(measure: str, value: float, half: float = math.nan) -> dict[str, Any]:
-    """half: of the 95 % interval; nan: unknown."""
+    """Make a row of the table; half: of the 95 % interval; nan: unknown."""
     row = {"measure": measure, "value": value}
     return row if math.isnan(half) else row | {"ci95": half}
 

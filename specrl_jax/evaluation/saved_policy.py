@@ -56,7 +56,7 @@ class SavedPolicy:
         return spec.for_evaluation(samples, temperature)
 
     def noise(self, step: int | None = None) -> Noise:
-        """That of the run's evaluation at a step; None: at the checkpoint's."""
+        """Return the noise of the run's evaluation at a step; None: the checkpoint's step."""
         key = jax.random.key(self.config.seed)
         return Noise(key, self.step if step is None else step, Purpose.EVALUATE)
 

@@ -1,4 +1,7 @@
-"""Which code ran, and on what: WORKDIR/code.jsonl, a line for each start unlike the last one."""
+"""Record of the code and devices of a run: WORKDIR/code.jsonl.
+
+It has a line for each start that differs from the last one.
+"""
 
 import json
 import platform
@@ -41,7 +44,7 @@ def record_code(workdir: Path) -> None:
 
 
 def read_code(workdir: Path) -> list[str]:
-    """What ran in a work directory, as text; [] where that is not known.
+    """Return as text what ran in a work directory; [] where that is not known.
 
     Raises ValueError in one line for a damaged file.
     """

@@ -76,7 +76,10 @@ class Console:
             self._progress.update(self._task, completed=step, description=f"{time_left} left")
 
     def _seconds_left(self, step: int, values: Mapping[str, float]) -> float | None:
-        """From the last 20 steps of this process: earlier ones compiled or ran before a resume."""
+        """Estimate by the last 20 steps of this process.
+
+        Earlier steps compiled or ran before a resume.
+        """
         if len(self._times) > 1:
             step_seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         else:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Metric(NamedTuple):
-    """What a name in `metrics.jsonl` means."""
+    """Meaning of a name in `metrics.jsonl`."""
 
     meaning: str
     unit: str  # "1" for a plain ratio
@@ -185,7 +185,7 @@ def _decode(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a JSON value is a float, or an integer that a float can hold."""
+    """Return True if a JSON value is a float, or an integer that a float can hold."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, float) or (whole and abs(value) < 2**63)
 
@@ -295,7 +295,7 @@ class MetricsLog(contextlib.AbstractContextManager):
 
 
 class NoLog(contextlib.AbstractContextManager):
-    """In the place of a `MetricsLog` in a process that does not write, as another one does."""
+    """Substitute for a `MetricsLog` in a process that does not write, as another one does."""
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         pass

@@ -100,7 +100,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a log-prob or a reward can be so: null stands for nan and inf."""
+    """Return True if `value` can be a log-prob or a reward: null stands for nan and inf."""
     return value is None or (type(value) in (int, float) and math.isfinite(value))
 
 
@@ -165,7 +165,7 @@ def read_some_rollouts(
 
 
 def _prompt_id(line: bytes) -> bytes:
-    """Of an undecoded line; b"" where it is damaged, which decoding it reports."""
+    """Return the prompt_id of an undecoded line; b"" if damaged, which `_decode` reports."""
     match = _LINE_START.match(line)
     return match[1] if match else b""
 
@@ -297,7 +297,7 @@ class RolloutRecords:
 
 
 def _finite(values: np.ndarray, decimals: int) -> list[float | None]:
-    """Rounded; None for nan and inf, which JSON has not."""
+    """Round numbers; None for nan and inf, which JSON has not."""
     rounded = np.round(values.astype(np.float64), decimals) + 0.0  # + 0.0: never "-0.0"
     return [x if math.isfinite(x) else None for x in rounded.tolist()]
 

@@ -96,7 +96,7 @@ def training_charts(series: Sequence[Series]) -> list[Chart]:
 
 
 def exactness_charts(series: Sequence[Series]) -> list[Chart]:
-    """How far reused tokens are from the policy's, and the rollout from the update."""
+    """Distances of reused tokens from the policy's, and of the rollout from the update."""
     return _drawn(_EXACTNESS, series)
 
 
@@ -109,7 +109,7 @@ def _drawn(charts: Sequence[_Curves], series: Sequence[Series]) -> list[Chart]:
 
 
 def color(number: int) -> str:
-    """Of a series, or of a metric of the only one."""
+    """Color of a series, or of a metric of the only series."""
     return _COLORS[number % len(_COLORS)]
 
 
@@ -251,7 +251,7 @@ def _by_epoch(series: Sequence[Series]) -> list[tuple[Any, list[Record]]]:
 
 
 def _mean_seconds(records: Sequence[Record], metric: str, within: Sequence[str]) -> float:
-    """Of a time less those within it; at least 0, where clocks overlap."""
+    """Mean of a time less the times within it; at least 0, as clocks may overlap."""
     seconds = [
         (r.get(f"time/{metric}") or 0.0) - sum(r.get(f"time/{name}") or 0.0 for name in within)
         for r in records

@@ -1,4 +1,4 @@
-"""What the report's viewer shows of the recorded responses of a run.
+"""Data of the report's viewer: the recorded responses of a run.
 
 Takes `WORKDIR/rollouts` (`records`). Gives JSON-able dicts: the responses to a prompt, a column for
 each step that has them, with the text, source, log-prob and age of every token.
@@ -44,7 +44,7 @@ def _grouped(lines: Iterable[Response], field: str) -> list[list[Response]]:
 
 
 def _prompt(kind: str, responses: Sequence[Response], config: dict[str, Any]) -> dict[str, Any]:
-    """reward: mean of the last column. change: 1 − ROUGE-1 F1 of the last two columns."""
+    """Data of a prompt. reward: mean of the last column. change: 1 − ROUGE-1 F1 of the last two."""
     columns = _grouped(responses, "step")
     rewards = [r["reward"] for r in columns[-1] if r["reward"] is not None]
     return {
@@ -94,7 +94,7 @@ def _pieces(line: Response) -> list[str]:
 def _advantages(
     kind: str, column: Sequence[Response], config: dict[str, Any]
 ) -> list[float | None]:
-    """By `group_relative`.
+    """Advantages by `group_relative`.
 
     None for other advantages, penalties for length, held-out prompts and incomplete groups.
     """

@@ -156,7 +156,7 @@ def metric(name: str, reduce: Callable[[list[float]], float]) -> Figure:
 
 
 def median_seconds(name: str) -> Figure:
-    """Of a step or its part ("time/rollout"), over the steps that did not compile."""
+    """Median of a time ("time/step", "time/rollout") over the steps that did not compile."""
     median = metric(name, statistics.median)
     return lambda records: median(without_compiling(records))
 
@@ -171,7 +171,7 @@ def without_compiling(records: Iterable[Record]) -> list[Record]:
 
 
 def reused_fraction(records: Sequence[Record]) -> float | None:
-    """Reused over all tokens of the policy, not the mean of the steps' fractions."""
+    """Share of reused tokens in all tokens of the policy, not the mean of the steps' shares."""
     names = ("rollout/tokens_reused", "rollout/tokens_generated")
     reused, generated = (metric(name, math.fsum)(records) or 0.0 for name in names)
     return reused / (reused + generated) if reused + generated else None
@@ -201,8 +201,10 @@ def of_seed(series: Series, run: Run) -> Run | None:
 
 
 def reward_moved(run: Run) -> bool:
-    """False where several steps had nothing to learn from: all of their groups had equal rewards,
-    or, where a critic is trained, all steps had the same mean reward."""
+    """Return False where several steps had nothing to learn from.
+
+    All of their groups had equal rewards, or, with a critic, all steps had the same mean reward.
+    """
     if len(run.steps) < 2:
         return True
     without_signal = [x for _, x in values(run.steps, "reward/no_signal")]
@@ -286,7 +288,7 @@ def figures_over(baseline: Series) -> tuple[Headline, ...]:
 
 
 def reckoned_over(baseline: Series) -> str:
-    """How `figures_over` are computed."""
+    """Explain how `figures_over` are computed."""
     return (
         f"Speed-up: the seconds of {baseline.name} over those of the other, seed by seed. Seconds "
         "are those of all steps: for each epoch the median of the steps that did not compile, "

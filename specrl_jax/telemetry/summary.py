@@ -80,8 +80,10 @@ def _headlines(records: Sequence[Record]) -> list[str]:
 
 
 def _closing(run: Run) -> list[str]:
-    """How much faster later epochs were than the first, or that nothing was learned; no line where
-    the run has no plain first epoch or no later one."""
+    """Say how much faster later epochs were than the first, or that nothing was learned.
+
+    Returns no line where the run has no plain first epoch or no later one.
+    """
     if not reward_moved(run):
         rewards = [reward for _, reward in values(run.steps, "reward/mean")]
         still = f"The reward never moved, it is {rewards[0]:.3f} at every step"

@@ -146,7 +146,7 @@ def epoch_table(cases: Sequence[Series]) -> str:
 
 
 def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
-    """By epoch, mean and standard deviation over the seeds."""
+    """Mean and standard deviation over the seeds, by epoch."""
     values: dict[int, list[float]] = {}
     for run in case.runs:
         for epoch, x in epoch_seconds(run, part).items():
@@ -155,7 +155,7 @@ def _epoch_mean(case: Series, part: str) -> dict[int, tuple[float, float]]:
 
 
 def same_tokens(cases: Sequence[Series], baseline: Series) -> str:
-    """Until which step a case has the baseline's tokens, of runs that record all responses."""
+    """Say until which step a case has the baseline's tokens, if its runs record all responses."""
     lines = []
     for case in cases:
         ends = []

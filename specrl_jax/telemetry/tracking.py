@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Where metrics go beside `metrics.jsonl`. This one sends them nowhere; others may raise.
+    """Receiver of metrics beside `metrics.jsonl`. This one drops them; others may raise.
 
     workdir: of the run, which exists. config: nested, with what describes the run.
     """
