@@ -18,11 +18,10 @@ from specrl_jax.inputs import json_value, reason
 
 
 def read_items(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
-    """Items `start` to `stop` of a task, as JSON has them. Raises ValueError where there are none.
+    """Return items `start` to `stop` of a task, as JSON has them. Raises ValueError if it fails.
 
     Item i is drawn with seed + i: a task under a nearby seed repeats this one.
     """
-    require_reasoning_gym("data.source=reasoning_gym")
     paths = [path for path in sys.path if isinstance(path, str)]
     code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
     done = subprocess.run(

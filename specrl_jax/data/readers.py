@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specrl_jax.data.gym_process import read_items
+from specrl_jax.data.gym_process import read_items, require_reasoning_gym
 from specrl_jax.inputs import json_object, one_line, reason, user_path
 
 MAX_GUESS_RANGE = 100  # numbers; the problems of the game grow with the cube
@@ -233,6 +233,7 @@ def _tfds_row(where: str, rows: Any, index: int) -> Row:
 
 
 def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
+    require_reasoning_gym("data.source=reasoning_gym")
     with one_line(f"data.name {data.name!r} with data.options"):
         items = read_items(data.name, data.options.to_dict(), seed, start, stop)
     return _numbered(data.name, items, start)
