@@ -1,4 +1,4 @@
-"""From the rewards of a batch to the advantages of its tokens. Pure functions.
+"""Advantages of the tokens of a batch, from its rewards. Pure functions.
 
 `ADVANTAGES` holds every choice of `config.algorithm.advantage`. To add one, write a function with
 the signature of `Advantage.estimate` and add it to the table.
@@ -34,7 +34,7 @@ class AdvantageConfig:
 
 
 class Estimate(NamedTuple):
-    """What an advantage function gives."""
+    """Result of an advantage function."""
 
     advantages: Array  # [B, R], 0 outside the mask
     returns: Array | None  # [B, R], the critic's targets; None without a critic
@@ -133,7 +133,7 @@ def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
 def _estimate_by_group(
     rewards: Array, values: Array | None, mask: Array, config: AdvantageConfig
 ) -> Estimate:
-    """`group_relative`, the same for all tokens of a response."""
+    """Estimate by `group_relative`, the same for all tokens of a response."""
     whole = jax.sharding.reshard(rewards, jax.P(None))  # a group may lie on two devices
     advantages = group_relative(whole, config)
     advantages = jax.sharding.reshard(advantages, jax.typeof(rewards).sharding.spec)
@@ -144,7 +144,7 @@ def _estimate_by_group(
 def _estimate_by_gae(
     rewards: Array, values: Array, mask: Array, config: AdvantageConfig
 ) -> Estimate:
-    """`gae`, whitened, and what the critic explains of the returns."""
+    """Estimate by `gae`, whitened; measure what the critic explains of the returns."""
     advantages, returns = gae(rewards, values, mask, config)
     mean = masked_mean(returns, mask)
     variance = masked_mean(jnp.square(returns - mean), mask)
@@ -167,7 +167,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def has_critic(kind: str) -> bool:
-    """Whether `config.critic.kind` is the kind of a critic; else there is none."""
+    """Return whether `config.critic.kind` is the kind of a critic; else there is none."""
     return kind != "none"
 
 

@@ -27,7 +27,7 @@ from specrl_jax.types import Batch
 
 
 class Scores(NamedTuple):
-    """What the weights being trained say of tokens; float32, [m, T] or [n, R]."""
+    """Scores of tokens under the weights being trained; float32, [m, T] or [n, R]."""
 
     logprobs: Array  # nats, at the rollout's temperature
     entropy: Array  # nats
@@ -149,7 +149,7 @@ def _parents_hidden(model: Transformer, sequences: Sequences) -> Array:
 
 
 def _map_micro_batches(function: Callable[[Sequences], Array], packed: PackedRows) -> Array:
-    """`function(sequences)` [m, T] over the micro-batches that are used, for rows: [n, R]."""
+    """Map `function(sequences)` [m, T] over the micro-batches that are used; return [n, R]."""
 
     def step(index: Array, slots_MmT: Array) -> Array:
         part = jax.tree.map(lambda x: x[index], packed.sequences)

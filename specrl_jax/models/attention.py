@@ -197,7 +197,7 @@ def _reference(
 def _flat_reference(
     q_BTNH: Array, k_BSC: Array, v_BSC: Array, slots_BT: Array, kv_heads: int
 ) -> Array:
-    """`_reference` of keys and values whose heads lie side by side, read where they lie.
+    """Compute `_reference` of keys and values whose heads lie side by side, where they lie.
 
     To cut them into heads would copy the cache. So a query is 0 in the places of the other heads,
     and of all weighted values it keeps its own head's: K times the products.

@@ -87,7 +87,7 @@ class Transformer(nnx.Module):
 
     @property
     def head(self) -> Array:
-        """[V, D], as the parameters hold it: `lm_head`, or the embeddings that stand in for it."""
+        """Head [V, D] as the parameters hold it: `lm_head`, or the embeddings in its place."""
         return (self.embed if self.lm_head is None else self.lm_head)[...]
 
     def logits(self, hidden: Array) -> Array:

@@ -57,7 +57,7 @@ class RolloutResult:
         return _rows_of(self.groups, len(self.rollout.lens) // len(self.groups))
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of `metrics.METRICS`."""
+        """Return figures under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
         if self.run_ahead is not None:
             begun = hosts.fetch(self.run_ahead.drafts.lens)
@@ -116,7 +116,7 @@ def generate(
 
 
 def _held_rows(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:
-    """What all rows hold, on the device; None: nothing."""
+    """Return what all rows hold, on the device; None: nothing."""
     resumed, group = carry_over.resumed, spec.group_size
     if resumed is None:
         return carry_over.partial_rows

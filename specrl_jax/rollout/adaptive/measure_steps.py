@@ -44,7 +44,7 @@ QUANTILE = 0.25  # a machine is now and then slower than itself, but never faste
 
 
 def machine() -> dict:
-    """What seconds depend on beside the programs, in values that JSON keeps: the primary's."""
+    """Describe the primary's machine, on which seconds depend, in values that JSON keeps."""
     device, processes = jax.devices()[0], jax.process_count()
     own = {
         "device": f"{device.platform} {device.device_kind}",
@@ -58,7 +58,7 @@ def machine() -> dict:
 
 @functools.cache
 def code_digest(*modules: str) -> str:
-    """Of the sources of the programs and of these modules: other code may take other seconds."""
+    """Hash the sources of the programs and of these modules: other code may take other seconds."""
     package = pathlib.Path(__file__).parents[2]
     files = (getattr(sys.modules[module], "__file__", None) for module in modules)
     sources = {*package.glob("models/*.py"), *package.glob("rollout/**/*.py")}
@@ -163,7 +163,7 @@ class StepTimer:
         return dataclasses.replace(rows, **{name: place(x) for name, x in numbers.items()})
 
     def _draft_state(self) -> Any:
-        """Of the draft source, for made-up prompts and stored responses."""
+        """Return the draft source's state for made-up prompts and stored responses."""
         source, group = self.program.draft_source, self.program.group_size
         shape, slots = (self.prompts, self.sources), self.program.response_slots
         tokens = put(np.zeros((*shape, slots), np.int32), None, None, None)

@@ -306,7 +306,7 @@ class Speculation(StatePart):
         }
 
     def restore(self, host: Mapping, arrays: object = None) -> "Speculation":
-        """One that goes on where `host` was taken, with this one's timer."""
+        """Return a `Speculation` that goes on where `host` was taken, with the same timer."""
         costs, acceptance = StepCosts.from_json(host["costs"]), Acceptance(**host["acceptance"])
         parts = {**host, "costs": costs, "acceptance": acceptance}
         return Speculation(**parts, timer=self.timer)

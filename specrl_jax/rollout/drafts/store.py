@@ -53,7 +53,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class StoreShape:
-    """What a store keeps of how many prompts."""
+    """Sizes of a store: prompts, and what it keeps of each."""
 
     prompts: int  # no less than a batch has
     samples: int  # G, responses of each prompt
@@ -160,7 +160,7 @@ class DraftStore(StatePart):
         self._arrays = write_newest(self._arrays, put(slots, None), put(reassigned, None), newest)
 
     def arrays(self) -> Stored:
-        """What a checkpoint saves. The next `put` frees them."""
+        """Return the arrays that a checkpoint saves. The next `put` frees them."""
         return self._arrays
 
     @property
@@ -202,8 +202,8 @@ class DraftStore(StatePart):
         return self
 
     def _find(self, prompts: Prompts, step: int) -> tuple[Array, Array]:
-        """Of every prompt, int32 [Q]: its slot, and the earliest step whose responses are drafts;
-        prompts that are not stored have any slot, and no drafts."""
+        """Return for every prompt, int32 [Q], its slot and the earliest step whose responses are
+        drafts. Prompts that are not stored have any slot, and no drafts."""
         slots = np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
         oldest = np.where(slots >= 0, oldest, _NEVER).astype(np.int32)
@@ -254,7 +254,7 @@ def pick_sources(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Ar
     """Tokens [Q, E * G, R] and lengths [Q, E * G] of all generations, arguments as above."""
 
     def pick(array: Array) -> Array:
-        """[E, N, G, ...] → [Q, E * G, ...] on every device."""
+        """Pick [E, N, G, ...] → [Q, E * G, ...] on every device."""
         rows = array.at[:, _whole(slots)].get(out_sharding=jax.P(*(None,) * array.ndim))
         rows = jnp.swapaxes(rows, 0, 1)
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])

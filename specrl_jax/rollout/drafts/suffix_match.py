@@ -35,7 +35,7 @@ LENGTHS = (1, 2, 3, 6, 16, 32)  # matched lengths that are tried, and the depth;
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDraftConfig:
-    """How long a draft may be; hashable. Names and defaults: `config.rollout.tree`."""
+    """Bounds on a draft's length; hashable. Names and defaults: `config.rollout.tree`."""
 
     depth: int  # last tokens of a row that are looked up
     factor: float  # after m matched tokens at most ⌊factor · m + offset⌋ are drafted
@@ -51,7 +51,7 @@ class SuffixDraftConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SuffixIndex:
-    """What is known of the responses to Q prompts: N sources each; the same on every device."""
+    """Known responses to Q prompts, N sources each; the same on every device."""
 
     # int32 [Q, N, depth + R + 1]. Column depth + j is response token j; the columns before it hold
     # BEGIN, what is not written EMPTY. The last column takes what padding rows write, and is never
@@ -280,7 +280,7 @@ def _vote(
 
 
 def _agreed(tokens_bPW: Array, candidates: int) -> Array:
-    """How many first tokens of voter p are those of candidate a: int32 [b, P, A]."""
+    """Count the first tokens of voter p that are those of candidate a: int32 [b, P, A]."""
     tokens = jnp.swapaxes(tokens_bPW, 1, 2)
     run, agreed = True, 0
     for k in range(tokens.shape[1]):

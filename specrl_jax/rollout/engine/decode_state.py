@@ -143,7 +143,7 @@ def _scatter_own(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
 
 
 def without_drafts(rows: DecodeState) -> DecodeState:
-    """For batches where nothing is left to verify: their programs are simpler."""
+    """Drop the drafts of a batch where nothing is left to verify: its programs are simpler."""
     return dataclasses.replace(rows, draft=None)
 
 
@@ -230,5 +230,5 @@ def _pad(rows: DecodeState, real: Array) -> DecodeState:
 
 
 def where_rows(rows: Array, new: Array, old: Array) -> Array:
-    """[b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
+    """Return [b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
     return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

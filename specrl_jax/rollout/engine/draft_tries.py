@@ -45,8 +45,8 @@ def sequence_counts(size: int) -> list[int]:
 
 
 def saves_work(shape: tuple[int, int], size: int, width: int, group: int, prompts: int) -> bool:
-    """Whether tries of `shape` hold fewer tokens than a prefill of `prompts` slots for each group
-    of `size` rows and a pass of `width` tokens over the rows."""
+    """Return whether tries of `shape` hold fewer tokens than a prefill of `prompts` slots for each
+    group of `size` rows and a pass of `width` tokens over the rows."""
     return math.prod(shape) < size * width + size // group * prompts
 
 

@@ -1,4 +1,4 @@
-"""What a step emits: from left to right a draft token if it is accepted, else a sampled token.
+"""Tokens that a step emits: from left to right accepted draft tokens, then a sampled one.
 
 The hidden states of a step's W tokens give W distributions. A draft token is accepted where it is
 the token that the keyed noise samples from its distribution, or, if it belongs to a draft to
@@ -103,8 +103,8 @@ def _score(
     samples: bool,
     verifies: bool,
 ) -> dict:
-    """What a step needs of the distributions at [b, t] positions: tokens sampled from them, and
-    draft tokens, each with log-probs before and after truncation."""
+    """Score the distributions at [b, t] positions: tokens sampled from them, and draft tokens, each
+    with log-probs before and after truncation."""
     config = program.sampling
     logits = temper(logits, config)
     cut = truncate(logits, config)
@@ -133,7 +133,7 @@ def _score(
 def _verification(
     program: ProgramSpec, rows: DecodeState, scores: dict, inputs: dict, draft_len: Array
 ) -> Verification:
-    """What the rule reads."""
+    """Gather what the rule reads."""
     draft, width = rows.draft, inputs["tokens"].shape[1]
     logprobs = scores["draft"][1]
     if not program.accept.needs_distribution:

@@ -18,7 +18,7 @@ from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """What keys a rollout's noise, beside prompt, sample and position."""
+    """Key of a rollout's noise, beside prompt, sample and position."""
 
     key: Array  # the run's
     step: int
@@ -46,8 +46,8 @@ def start_all_rows(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> DecodeState:
-    """Of host arrays [B], ids [B, 2]: handed over with the call, as to place each by itself takes
-    longer."""
+    """Start rows from host arrays [B], ids [B, 2]. The call hands them over: to place each by
+    itself takes longer."""
     steps, ids, samples = keyed
     steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
     ids = reshard(ids, "batch", None)

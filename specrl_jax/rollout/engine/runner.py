@@ -63,7 +63,7 @@ class DecodeBatch:
         return self.size, self.slots
 
     def update(self, progress: np.ndarray) -> None:
-        """progress: as `decode.progress` reports it."""
+        """Take in progress as `decode.progress` reports it."""
         self.counts = RowCounts(*progress[:, :3].T)
         self.longest, self.longest_draft = progress[:, 3:].max(axis=0).tolist()
 
@@ -117,7 +117,7 @@ class ModelRunner:
         return batch
 
     def _batch(self, cache: KVCache, rows: DecodeState, index: np.ndarray) -> DecodeBatch:
-        """Of the rows `index`, not counted yet."""
+        """Return a batch of the rows `index`, not counted yet."""
         return DecodeBatch(
             cache, rows, len(index), cache_slots(cache), np.count_nonzero(index >= 0)
         )
@@ -263,7 +263,7 @@ class ModelRunner:
     # The model runs --------------------------------------------------------------------------
 
     def stop_condition(self, **bounds: Any) -> StopCondition:
-        """With `bounds` as in `StopCondition.of`; a bound that is left out never holds."""
+        """Return the condition of `bounds`, as in `StopCondition.of`; others never hold."""
         never = {"max_active": -1, "max_len": self.program.response_slots, "max_steps": FOREVER}
         return StopCondition.of(
             num_train_rows=self.requests.shard_train_rows,
@@ -274,7 +274,7 @@ class ModelRunner:
     def run(
         self, batch: DecodeBatch, stop: StopCondition, width: int, *, verify: bool = False
     ) -> StepCounts:
-        """`decode.decode_steps` on the batch; verify: a verification pass."""
+        """Run `decode.decode_steps` on the batch; verify: a verification pass."""
         drafting = self.program.draft_source is not None and width > 1 and not verify
         draft_state = self._synced_draft_state(batch) if drafting else None
         start = time.perf_counter()

@@ -67,7 +67,7 @@ class Scheduler:
         return self.runner.all_rows
 
     def _may_end(self) -> bool:
-        """Whether so much is done that the rest may wait for the next rollout."""
+        """Return whether so much is done that the rest may wait for the next rollout."""
         requests = self.requests
         if requests.allow_unfinished and self.running is not None and not self.queues.is_waiting():
             return self.running.train_rows <= requests.allow_unfinished

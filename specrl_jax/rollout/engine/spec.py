@@ -1,4 +1,4 @@
-"""What stays the same from rollout to rollout: the setup of its programs and its bounds."""
+"""Setup that stays the same from rollout to rollout: programs and bounds."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from specrl_jax.sharding import shards
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """What a rollout's programs are compiled for; hashable."""
+    """Settings that a rollout's programs are compiled for; hashable."""
 
     model: ModelConfig
     sampling: SamplingConfig
