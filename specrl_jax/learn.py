@@ -174,7 +174,7 @@ def finite_updates(
 
 
 def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
-    """(stage, name) of the first scalar that is not finite, or empty."""
+    """Return (stage, name) of the first scalar that is not finite, or empty."""
     for name in ("loss", "grad_norm", "weight_norm", "moments"):
         for stage, (prefix, _) in _STAGES.items():
             if not np.isfinite(sums.get(prefix + name, 0.0)):
@@ -195,7 +195,7 @@ def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
 
 
 def skips_no_signal(config) -> bool:
-    """Whether rows without an advantage are left out: nothing else in the loss has a gradient."""
+    """Return whether to leave out rows without an advantage: the loss has no other gradient."""
     others = config.algorithm.kl_coef or config.algorithm.entropy_coef
     return config.updates.skip_no_signal and not (others or has_critic(config.critic.kind))
 
@@ -244,7 +244,7 @@ def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, 
 
 
 def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Of the step's updates, from the sums and means that each of them gave; {} of none."""
+    """Return metrics of the step's updates, from each one's sums and means; {} of none."""
 
     def mean(name: str) -> float:
         return np.mean([sums[name] for sums in history])

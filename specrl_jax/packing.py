@@ -42,7 +42,7 @@ class Sequences(NamedTuple):
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
 
     def padded(self, sequences: int) -> "Sequences":
-        """With empty sequences after these, `sequences` in all."""
+        """Append empty sequences up to `sequences` in all."""
         own = np.tile(np.arange(self.tokens.shape[1], dtype=np.int32), (sequences, 1))
         padded = Sequences(tokens=own * 0, depths=own * 0, ends=own + 1, parents=own)
         for array, values in zip(padded, self):

@@ -1,4 +1,4 @@
-"""What every step changes: parts that each save, restore and describe themselves.
+"""State that every step changes: parts that save, restore and describe themselves.
 
 A new part is a `types.StatePart`, a field of `TrainerState` and a line of `_new_state`.
 """
@@ -54,7 +54,7 @@ class Origin(StatePart):
 
     @classmethod
     def of(cls, trainer: Trainer, params: Params, is_reference: bool) -> "Origin":
-        """params: those that `build` gave."""
+        """Describe the model of `params`, those that `build` gave."""
         shape = dataclasses.asdict(trainer.model)
         for name in ("dtype", "remat", "kernels", "unused_ids"):
             del shape[name]
@@ -81,7 +81,7 @@ class Origin(StatePart):
 
 @dataclasses.dataclass
 class TrainerState:
-    """What a checkpoint holds: finished steps, weights with optimizer, and parts; None is off."""
+    """Content of a checkpoint: finished steps, weights with optimizer, and parts; None is off."""
 
     train: TrainState
     stream: PromptStream
@@ -220,7 +220,7 @@ def _draft_store(trainer: Trainer) -> DraftStore:
 
 
 def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
-    """What the draft store keeps where there are so many training prompts."""
+    """Return the draft store's shape for `prompts` training prompts."""
     settings = config.rollout
     parts = settings.group_size // spec.group_size
     return StoreShape(

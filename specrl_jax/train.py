@@ -243,7 +243,7 @@ def _check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
 
 
 def _parse_origin(origin: str, config) -> tuple[Path, int]:
-    """(work directory, step); ValueError unless `config` may begin with that run's checkpoint."""
+    """Return (work directory, step); ValueError unless `config` may begin with that checkpoint."""
     run, _, step = origin.rpartition("@")
     if not run or not step.isdecimal():
         raise ValueError(

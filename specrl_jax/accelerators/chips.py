@@ -55,7 +55,7 @@ device_description_str: "NVIDIA {name}"
 
 @dataclasses.dataclass(frozen=True)
 class _Silicon:
-    """What chips of one kind share."""
+    """Figures that chips of one kind share."""
 
     capability: tuple[int, int]
     cores: int  # multiprocessors
@@ -117,7 +117,7 @@ def parse(topology: str) -> tuple[str, tuple[int, ...]]:
 
 
 def set_environment(topology: str) -> None:
-    """What JAX and the compilers read when they start; call it before the first device is asked
+    """Set what JAX and the compilers read when they start. Call it before the first device is asked
     for. Values that are set already stay, XLA_FLAGS are added to.
 
     Raises ValueError in one line where the compiler is not installed.

@@ -67,7 +67,7 @@ class Instruction:
 
 @dataclasses.dataclass
 class Cost:
-    """What a part of a program does on a device."""
+    """Cost of a part of a program on a device."""
 
     moved: float = 0.0  # bytes that its operations read from and write to the device's memory
     cycles: float = 0.0  # the compiler's own estimate; 0 where it gives none
@@ -110,7 +110,7 @@ class Module:
                 current[match[2]] = _instruction(match[2], match[3], bool(match[1]))
 
     def cost(self, name: str = "") -> Cost:
-        """Of a computation, by default of the whole program."""
+        """Return the cost of a computation, by default of the whole program."""
         total, body = Cost(), self.computations[name or self.entry]
         for op in body.values():
             if op.kind == "while":
@@ -160,8 +160,8 @@ class Module:
             total.each.add(inner)
 
     def _passes(self, op: Instruction) -> int | None:
-        """How often a loop runs: as the compiler says, or the bound that its counter from 0 is
-        compared with; None where that is not known."""
+        """Return how often a loop runs: as the compiler says, or the bound that its counter from 0
+        is compared with. None where that is not known."""
         known = op.number(r'known_trip_count"?:\{"n":"(\d+)"')
         if known is not None:
             return known
@@ -330,6 +330,6 @@ def _closing(text: str, start: int) -> int:
 
 
 def _short(source: str) -> str:
-    """jit(update)/while/body/closed_call/scan → update/while/scan."""
+    """Shorten jit(update)/while/body/closed_call/scan → update/while/scan."""
     names = [re.sub(r"^jit\((\w+)\)$", r"\1", name) for name in source.split("/")]
     return "/".join(n for n in names if n not in ("body", "closed_call", "jit", "checkpoint"))

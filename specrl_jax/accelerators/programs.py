@@ -54,7 +54,10 @@ def _program(
     passes: str = "",
     **options: Any,
 ) -> Program:
-    """held: the trees that live on the devices meanwhile; inputs among them are not counted."""
+    """Make a program.
+
+    held: the trees that live on the devices meanwhile; inputs among them are not counted.
+    """
     arrays = [leaf for leaf in jax.tree.leaves(inputs) if hasattr(leaf, "shape")]
     given = {id(leaf) for leaf in arrays}
     beside = device_bytes([leaf for leaf in jax.tree.leaves(held) if id(leaf) not in given])
@@ -109,7 +112,7 @@ def _starting_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
 
 
 def _tries(run: AbstractRun, size: int, width: int) -> DraftTries | None:
-    """As many sequences as the scheduler would still prefer to a pass over the rows."""
+    """Return as many sequences as the scheduler would still prefer to a pass over the rows."""
     prompt_slots = run.buckets.prompt_slots
     length, limits = sequence_slots(prompt_slots + width), (size, width, run.spec.group_size)
     counts = [n for n in sequence_counts(size) if saves_work((n, length), *limits, prompt_slots)]

@@ -28,7 +28,7 @@ def roofline(chip: Chip, mesh: Mapping[str, int], flops: float, cost: Cost) -> d
 
 
 def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[float, float]]:
-    """How often a step calls each program, and passes of its open loop over all calls.
+    """Count a step's calls of each program, and passes of its open loop over all calls.
 
     tokens: of a response in the mean. reuse: the share of them that is accepted from drafts; 0:
     nothing is verified. Rows in flight are always full. The update computes every row; sequences
@@ -67,7 +67,7 @@ def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[
 
 
 def _micro_batches(run: AbstractRun, tokens: float) -> int:
-    """That a mini-batch fills with responses of so many tokens."""
+    """Count the micro-batches that a mini-batch fills with responses of so many tokens."""
     sequences, packing = run.mini_batch.sequences.tokens, PACKINGS[run.learner.packing]
     rows, prompt = run.config.updates.mini_batch_size, run.config.data.prompt_len
     if not packing.fill:

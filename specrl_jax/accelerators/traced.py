@@ -52,7 +52,7 @@ class Flops(NamedTuple):
 def count_flops(
     jaxpr: Jaxpr | ClosedJaxpr, live: float = 1.0, *, kernels_only: bool = False
 ) -> Flops:
-    """Of all that a program computes, or of its attention kernels. live: share of the cache's slots
+    """Count all that a program computes, or its attention kernels. live: share of the cache's slots
     that hold tokens, which is what kernels read of it."""
     total = Flops()
     for eqn in _open(jaxpr).eqns:
@@ -78,7 +78,7 @@ def count_flops(
 
 
 def _kernel_flops(eqn: Any, live: float) -> float:
-    """Of an attention kernel: its first two arrays of numbers are queries and keys."""
+    """Count an attention kernel: its first two arrays of numbers are queries and keys."""
     name = eqn.params["name"]
     kind = next((kind for kind in _KERNELS if name.startswith(kind)), None)
     if kind is None:
@@ -114,7 +114,7 @@ def temporary_bytes(jaxpr: Jaxpr | ClosedJaxpr, donated: tuple = ()) -> int:
 
 
 class _Buffers:
-    """When arrays are made and when they are freed, as {place of the equation: bytes}."""
+    """Times at which arrays are made and freed, as {place of the equation: bytes}."""
 
     def __init__(self, jaxpr: Jaxpr, donated: tuple):
         self.made: dict[int, int] = {}
@@ -154,7 +154,7 @@ class _Buffers:
                 self._make(place, var)
 
     def _read(self, place: int, var: Any, *, whole: bool) -> None:
-        """whole: a value that is only computed from others has to be in memory."""
+        """Note a read. whole: a value that is only computed from others has to be in memory."""
         for array in self._from[var]:
             self._used[array] = place
         if whole and var not in self._from[var]:
@@ -189,7 +189,7 @@ def _state_of(eqn: Any) -> dict[int, Any]:
 
 
 def _bytes(aval: Any) -> int:
-    """Of an array on one device."""
+    """Return the bytes of an array on one device."""
     shape = getattr(aval, "shape", ())
     if not hasattr(aval, "dtype") or not hasattr(aval.dtype, "itemsize"):
         return 0

@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Of a decode step, in the mean."""
+        """Seconds of a decode step, in the mean."""
         return self.stats.decode_seconds / self.stats.decode_steps
 
 
@@ -50,7 +50,7 @@ def run(case: Case) -> Run:
 
 
 def run_in_turn(cases: Mapping[str, Case], repeats: int, log: Log) -> dict[str, list[Run]]:
-    """`repeats` runs of every case, after those in which it compiles and its choices settle."""
+    """Run every case `repeats` times, after runs in which it compiles and its choices settle."""
     for name, case in cases.items():
         for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
             run(case)
