@@ -28,7 +28,8 @@ class AdvantageConfig:
 
     @classmethod
     def from_config(cls, config, group_size: int) -> "AdvantageConfig":
-        algorithm, critic = config.algorithm, config.critic
+        algorithm = config.algorithm
+        critic = config.critic
         by_group = algorithm.normalize_std, algorithm.leave_one_out
         return cls(group_size, *by_group, critic.gamma, critic.gae_lambda)
 
@@ -67,7 +68,8 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     rewards: float [B], of JAX, not split, or NumPy; B = Q·G, the rows of a group are contiguous.
     epsilon: ε, in units of reward.
     """
-    size, rows = config.group_size, rewards.shape[0]
+    size = config.group_size
+    rows = rewards.shape[0]
     xp = rewards.__array_namespace__()  # so that a report computes them without JAX's compiler
     groups = rewards.reshape(rows // size, size)
     # Measured from the group's first reward, equal rewards are zeros and their mean is exact.
@@ -176,7 +178,8 @@ def choose_advantage(config) -> Advantage:
 
     Raises ValueError where the advantage needs a critic and there is none, or the other way round.
     """
-    name, critic = config.algorithm.advantage, has_critic(config.critic.kind)
+    name = config.algorithm.advantage
+    critic = has_critic(config.critic.kind)
     fitting = {n: a for n, a in ADVANTAGES.items() if a.needs_critic == critic}
     if name == "auto":
         return next(iter(fitting.values()))

@@ -132,7 +132,8 @@ def _gradients(
         if scores.values is not None:
             critic = learner.critic
             error, critic_sums = value_loss(scores.values, part, critic.clip, token_count)
-            total, sums = total + critic.coef * error, sums | critic_sums
+            total = total + critic.coef * error
+            sums = sums | critic_sums
         return total, sums
 
     def accumulate(index: Array, total: tuple[Weights, Sums]) -> tuple[Weights, Sums]:

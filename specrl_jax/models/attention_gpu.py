@@ -24,7 +24,8 @@ except ImportError:
     decode_attention = None
 
 AHEAD_OF_TIME = ("decode",)  # cuDNN needs the device
-_LEAST_BLOCK, _BLOCK = 16, 64  # slots
+_LEAST_BLOCK = 16  # slots
+_BLOCK = 64
 _SPLITS = 16  # parts of a row that are computed side by side
 _INTERPRET = False  # for tests
 

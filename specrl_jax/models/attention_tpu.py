@@ -20,9 +20,11 @@ from specrl_jax.sharding import on_shards, shards
 
 AHEAD_OF_TIME = ("decode", "verify", "packed")  # these compile where the device is absent
 _LANES = 128
-_LEAST_PAGE, _PAGE = 16, 128  # slots
+_LEAST_PAGE = 16  # slots
+_PAGE = 128
 _SLOTS_AT_ONCE = 256  # of a row that are read ahead; a row reads at most so many too many
-_ROWS_AT_ONCE, _QUERIES_AT_ONCE = 8, 128
+_ROWS_AT_ONCE = 8
+_QUERIES_AT_ONCE = 128
 _BLOCK = 512  # queries, and keys, of a block of a packed sequence
 _INTERPRET = False  # of packed sequences, for tests
 _OUTPUTS = "packed_attention"  # what the backward pass keeps; masks are made again

@@ -54,10 +54,12 @@ def _shapes(config: ModelConfig, rows: int, slots: int) -> list[tuple[str, tuple
     sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
     every = AXES.get(platform(), AXES["cpu"])
     if platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
-        every, sizes["K"] = _BOTH, 2 * config.num_kv_heads
+        every = _BOTH
+        sizes["K"] = 2 * config.num_kv_heads
     elif platform() == "tpu" and config.head_dim % _LANES:
         own = config.num_kv_heads // shards("kv_heads") * config.head_dim
-        every, sizes["C"] = _FLAT, shards("kv_heads") * (own + -own % _LANES)
+        every = _FLAT
+        sizes["C"] = shards("kv_heads") * (own + -own % _LANES)
     return [(axes, tuple(sizes[axis] for axis in axes)) for axes in every]
 
 
@@ -105,7 +107,8 @@ def _flatten(x_BTKH: Array, size: int) -> Array:
 def _into_heads(x_BSC: Array, heads: int, head_dim: int) -> Array:
     """Return [B, S, K, H]."""
     rows, slots, size = x_BSC.shape
-    pieces, axes = shards("kv_heads"), ("batch", None, "kv_heads", None)
+    pieces = shards("kv_heads")
+    axes = ("batch", None, "kv_heads", None)
     x = reshape(x_BSC, (rows, slots, pieces, size // pieces), *axes)
     return reshape(x[..., : heads // pieces * head_dim], (rows, slots, heads, head_dim), *axes)
 

@@ -53,7 +53,8 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
         q = jnp.reshape(q, shape, out_sharding=spec(*axes))
         return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
 
-    joined, separate = {}, set()
+    joined = {}
+    separate = set()
     for kind in ("proj", "bias"):
         if f"q_{kind}" in layer:
             joined[f"qkv_{kind}"] = heads(kind)

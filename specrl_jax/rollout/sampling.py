@@ -80,7 +80,8 @@ def exponentials(seeds_B2: Array, positions: Array, ids: Array) -> Array:
 
     ids: integers [B or 1, ..., n].
     """
-    position, ids = positions.astype(jnp.uint32), ids.astype(jnp.uint32)
+    position = positions.astype(jnp.uint32)
+    ids = ids.astype(jnp.uint32)
     shape = (-1, *(1,) * (positions.ndim - 1))
     seed, seed2 = (reshard(seeds_B2[:, i], "batch").reshape(shape) for i in (0, 1))
     first = _hash(position, seed, seed2)
@@ -162,7 +163,8 @@ def sample(
     row_ids = _row_ids(rows)[leading]
     if length == 1:
         # The only column wins. Dropped first: sums beside an axis of one take ten times as long.
-        won, top = jnp.zeros_like(positions), jnp.max(folded[..., 0], axis=-1, keepdims=True)
+        won = jnp.zeros_like(positions)
+        top = jnp.max(folded[..., 0], axis=-1, keepdims=True)
         inside = folded[..., 0] - top
         log_mass = jnp.log(jnp.sum(jnp.exp(inside), axis=-1))
     else:

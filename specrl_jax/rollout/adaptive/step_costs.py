@@ -81,7 +81,8 @@ class StepCosts:
 
 def _terms(point: Point) -> np.ndarray:
     rows, slots, width, _, sequences = point
-    tokens, seen = rows * width, slots
+    tokens = rows * width
+    seen = slots
     if sequences:
         seen = sequence_slots(slots)
         tokens = sequences * seen

@@ -41,8 +41,9 @@ class DraftHistory:
     @classmethod
     def empty(cls, prompts: int, slots: int) -> "DraftHistory":
         """No responses of `slots` tokens."""
-        tokens = np.zeros((prompts, 0, slots), np.int32)
-        tokens, lens = put(tokens, None, None, None), put(tokens[:, :, 0], None, None)
+        empty = np.zeros((prompts, 0, slots), np.int32)
+        tokens = put(empty, None, None, None)
+        lens = put(empty[:, :, 0], None, None)
         return cls(tokens, lens, np.zeros(0, int))
 
 

@@ -71,14 +71,16 @@ class StoreShape:
         """Shapes, dtypes and layouts of the arrays on the mesh in use; prompts are rounded up."""
         pieces = math.lcm(_SLOTS, shards("batch"))
         prompts = -(-self.prompts // pieces) * pieces
-        kept, with_logprobs = max(self.history, self.generations), self.generations
+        kept = max(self.history, self.generations)
+        with_logprobs = self.generations
 
         def array(dtype, generations: int, *rest: int) -> jax.ShapeDtypeStruct:
             shape = generations, prompts, self.samples, *rest
             layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), _layout(len(shape)))
             return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
-        slots, top = self.response_slots, (self.response_slots, self.k)
+        slots = self.response_slots
+        top = (self.response_slots, self.k)
         return Stored(
             tokens=array(jnp.int32, kept, slots),
             lens=array(jnp.int32, kept),
@@ -119,7 +121,8 @@ class DraftStore(StatePart):
             "slots": shape.response_slots,
             "k": shape.k,
         }
-        self._max_age, self._owner = max_age, dict(owner or {})
+        self._max_age = max_age
+        self._owner = dict(owner or {})
         self._read = shape.read
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
@@ -215,7 +218,8 @@ class DraftStore(StatePart):
             raise ValueError("the draft store cannot store a prompt twice in one batch")
         # The batch's own prompts are out of the queue before anyone has to give way.
         known = {name: self._slots.pop(name) for name in names if name in self._slots}
-        used, slots = len(self._slots) + len(known), []
+        used = len(self._slots) + len(known)
+        slots = []
         for name in names:
             if name in known:
                 slots.append(known[name])

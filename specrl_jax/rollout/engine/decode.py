@@ -44,7 +44,8 @@ from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.sharding import on_shards, reshard, shards, spec, take_own_rows
 from specrl_jax.types import Source
 
-_MOST, _NONE = np.int32(np.iinfo(np.int32).max), np.int32(-1)
+_MOST = np.int32(np.iinfo(np.int32).max)
+_NONE = np.int32(-1)
 
 
 @jax.tree_util.register_dataclass
@@ -158,7 +159,8 @@ def decode_steps(
         active = _active(rows, stop)
         proposal = _propose(program, rows, draft_state, width)
         fed = jnp.concatenate([rows.last[:, None], proposal.tokens[:, : width - 1]], axis=1)
-        start, most = rows.prompt_lens + rows.lens - 1, cache_slots(cache) - width
+        start = rows.prompt_lens + rows.lens - 1
+        most = cache_slots(cache) - width
         if draft_state is not None:
             # Near the end of the cache the step begins earlier, so that it fits, and feeds the
             # row's last tokens again; what it may still emit there is less than its width anyway.
@@ -178,7 +180,8 @@ def decode_steps(
         return cache, rows, draft_state, steps + 1, counts + new
 
     counts = jnp.zeros(width + 1, jnp.int32)
-    begun, state = rows, (cache, rows, draft_state, jnp.int32(0), counts)
+    begun = rows
+    state = (cache, rows, draft_state, jnp.int32(0), counts)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(
         lambda x: _goes_on(x[1], x[3], stop), step, state
     )
@@ -221,7 +224,8 @@ def verify_trie(
     hidden, packed = model(tokens, cache=packed, positions_BT=depths, ends_BT=ends)
     read = jnp.maximum(read_slots(nodes, rows.prompt_lens - 1, width), 0)
     hidden = on_shards(_at_nodes, hidden, read, like=hidden)
-    proposal, active = _propose(program, rows, None, width), _active(rows, stop)
+    proposal = _propose(program, rows, None, width)
+    active = _active(rows, stop)
     verify = not program.accept.samples_anew  # as in `decode_steps`
     output = accept_or_sample(program, model, hidden, rows, proposal, verify)
     new, _, counts = _append(program, rows, None, output, active, proposal.verifying, stop.max_len)

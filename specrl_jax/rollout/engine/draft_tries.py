@@ -72,7 +72,8 @@ def pack_drafts(
     slots = tokens.shape[1]
     pieces = shards("batch")
     of_shard = [places // (size // pieces) == shard for shard in range(pieces)]
-    length, lens = sequence_slots(slots), prompt_lens + lens
+    length = sequence_slots(slots)
+    lens = prompt_lens + lens
     tries = [pack(tokens[own], lens[own], length, _TRIE) for own in of_shard]
     used = max(len(x.tokens) for x, _ in tries) * pieces  # the fullest shard's
     sequences = min(n for n in sequence_counts(size) if n >= used)

@@ -80,7 +80,8 @@ def cut_drafts(spec: RolloutSpec, rows: DecodeState, lens: Array) -> tuple[Array
     """Return where drafts of `lens` [B] tokens end, int32 [B] each: without those that are left out
     at random; and as far as the rule looks at them. Where every token is sampled anew, nothing is
     left out."""
-    rule, seeds = spec.program.accept, rows.accept_seeds
+    rule = spec.program.accept
+    seeds = rows.accept_seeds
     if spec.refresh and not rule.samples_anew:
         # Noise of a position that no response has: it must not sway what is accepted.
         past_end = jnp.full_like(lens, spec.program.response_slots)

@@ -55,7 +55,8 @@ class RolloutSpec:
         cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
     ) -> "RolloutSpec":
         """The training rollout of a config."""
-        settings, drafts = config.rollout, DRAFT_SOURCES[config.rollout.draft]
+        settings = config.rollout
+        drafts = DRAFT_SOURCES[config.rollout.draft]
         rule = ACCEPTANCE_RULES[settings.accept] if drafts.previous else MATCH
         program = ProgramSpec(
             model=model,
