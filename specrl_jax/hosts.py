@@ -83,7 +83,8 @@ def on_primary(function: Callable[..., _T], *args, **options) -> _T:
 
 def own_part(count: int) -> slice:
     """Return this process's part of `count` things, shared out evenly and in order."""
-    index, processes = jax.process_index(), jax.process_count()
+    index = jax.process_index()
+    processes = jax.process_count()
     return slice(count * index // processes, count * (index + 1) // processes)
 
 

@@ -30,7 +30,8 @@ def one_line(summary: str, kind: type[Exception] = ValueError) -> Iterator[None]
 
 def reason(error: BaseException) -> str:
     """The words of an error in one line, after its kind where that is not ValueError."""
-    words, kind = printable(str(error))[:200], type(error).__name__
+    words = printable(str(error))[:200]
+    kind = type(error).__name__
     if not words:
         return kind
     return words if type(error) is ValueError else f"{kind}: {words}"
@@ -119,7 +120,8 @@ def _depth(text: bytes, value: Any) -> int:
     """Levels of objects and lists in `value`, or 0 where `text` has too few brackets to matter."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return 0
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while level := [x for x in level if isinstance(x, dict | list)]:
         depth += 1
         level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]

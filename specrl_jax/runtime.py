@@ -54,7 +54,8 @@ def compile_metrics() -> dict[str, float]:
     Seconds of building programs and of reading them from the compilation cache, and counts of both.
     """
     seconds, hits = _compilations()
-    built, read = len(seconds) - len(hits), len(hits)
+    built = len(seconds) - len(hits)
+    read = len(hits)
     values = {"time/compile": sum(seconds), "compile/built": built, "compile/read": read}
     seconds.clear()
     hits.clear()

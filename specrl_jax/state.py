@@ -124,7 +124,8 @@ class TrainerState:
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Take over a checkpoint; a part that it does not have stays as it is."""
-        self.step, self.train = host["step"], arrays["train"]
+        self.step = host["step"]
+        self.train = arrays["train"]
         self.skipped, self.skipped_in_row = host["skipped"]
         for name, part in self.parts.items():
             if name in host:
@@ -185,8 +186,10 @@ def _new_state(
     trainer: Trainer, train: TrainState, origin: Origin, reference: Params | None
 ) -> TrainerState:
     """Every part that the configuration asks for, empty."""
-    config, settings = trainer.config, trainer.config.rollout
-    slots, stored = settings.response_len, trainer.rollout_spec.program.stored_logprobs
+    config = trainer.config
+    settings = trainer.config.rollout
+    slots = settings.response_len
+    stored = trainer.rollout_spec.program.stored_logprobs
     state = TrainerState(
         train=train,
         stream=make_stream(config, trainer.prompts, trainer.total_steps),
@@ -235,7 +238,8 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
 
 def new_speculation(trainer: Trainer) -> Speculation:
     """Choices that know nothing yet; a program is measured after the rollout that first used it."""
-    settings, spec = trainer.config.rollout, trainer.rollout_spec
+    settings = trainer.config.rollout
+    spec = trainer.rollout_spec
     program = spec.program_for(spec.buckets(trainer.rows))
     history = program.draft_history and program.draft_history + settings.run_ahead
     sources = history * settings.group_size

@@ -71,7 +71,8 @@ class TrainingRun:
 def parse_case(text: str, config: str) -> Case:
     """Parse "NAME: [CONFIG] FIELD=VALUE FIELD=VALUE ..."; CONFIG is `config` by default."""
     name, colon, rest = text.partition(":")
-    name, words = name.strip(), rest.split()
+    name = name.strip()
+    words = rest.split()
     files = [word for word in words if "=" not in word]
     if not colon or not name or len(files) > 1:
         raise ValueError(f"--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got {text!r}")
@@ -163,10 +164,12 @@ class Training:
     """
 
     def __init__(self, run: TrainingRun):
-        self._run, self._process = run, None
+        self._run = run
+        self._process = None
 
     def __call__(self) -> str:
-        run, output = self._run, self._run.workdir / "output.txt"
+        run = self._run
+        output = self._run.workdir / "output.txt"
         run.workdir.mkdir(parents=True, exist_ok=True)
         with (run.workdir / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end

@@ -156,7 +156,8 @@ def loop(
     checkpoints.wait()  # where metrics of a step have no checkpoint, files were lost
     stopped = False
     while state.step < trainer.total_steps and not (stopped := stop.agreed()):
-        epoch, start = state.epoch, time.perf_counter()
+        epoch = state.epoch
+        start = time.perf_counter()
         values = step(trainer, state, records, failures)
         values["time/step"] = time.perf_counter() - start
         last = state.step == trainer.total_steps

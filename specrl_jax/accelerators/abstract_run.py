@@ -189,8 +189,10 @@ class AbstractRun:
     @functools.cached_property
     def draft_state(self) -> Any:
         """State of the draft source for a rollout's prompts."""
-        source, group = self.program.draft_source, self.config.rollout.group_size
-        prompts, read = self.prompts(self.rows), self.program.draft_history * group
+        source = self.program.draft_source
+        group = self.config.rollout.group_size
+        prompts = self.prompts(self.rows)
+        read = self.program.draft_history * group
 
         def init(tokens: jax.Array, lens: jax.Array) -> Any:
             history = DraftHistory.from_store(tokens[:, :read], lens[:, :read], group)
@@ -216,7 +218,8 @@ class AbstractRun:
     @functools.cached_property
     def batch(self) -> Batch:
         """Batch as the update gets it."""
-        config, batch = self.config, self.plain_batch
+        config = self.config
+        batch = self.plain_batch
         rewards = array(np.float32, batch.response_lens.shape, "batch")
         values = self.learner.critic and abstract(
             functools.partial(critic_values, self.learner),
@@ -241,7 +244,8 @@ class AbstractRun:
         """Return `rows` rows of the batch, packed for the model."""
         batch = self.plain_batch
         tokens = np.zeros((rows, batch.tokens.shape[1]), np.int32)
-        tokens[:, 0], lens = np.arange(rows), np.zeros(rows, np.int32)
+        tokens[:, 0] = np.arange(rows)
+        lens = np.zeros(rows, np.int32)
         lens[0] = tokens.shape[1]
         host = Batch(tokens, np.zeros_like(lens), lens, batch.old_logprobs, advantages=None)
         return abstract(lambda: pack_rows(self.learner, host, np.arange(rows)))
@@ -253,10 +257,14 @@ class AbstractRun:
 
 def abstract_run(config) -> AbstractRun:
     """Return the run of a config whose mesh is in use; ValueError as from `build.build`."""
-    vocab_size, eos_ids, pad_id = 0, None, 0
+    vocab_size = 0
+    eos_ids = None
+    pad_id = 0
     if config.tokenizer.source in OF_ALPHABET:
         tokenizer = load_tokenizer(config)
-        vocab_size, eos_ids, pad_id = tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id
+        vocab_size = tokenizer.vocab_size
+        eos_ids = tokenizer.eos_ids
+        pad_id = tokenizer.pad_id
     model = load_shape(config, vocab_size)
     # Which token ends a response changes a constant of the programs, nothing else.
     rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from specrl_jax.inputs import one_line
 
-GB, GIB = 10**9, 2**30
+GB = 10**9
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)

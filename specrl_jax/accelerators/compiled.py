@@ -99,7 +99,9 @@ class Module:
     hold tokens."""
 
     def __init__(self, text: str, mesh: Mapping[str, int], live: float = 1.0):
-        self.mesh, self.live, self.entry = mesh, live, ""
+        self.mesh = mesh
+        self.live = live
+        self.entry = ""
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
@@ -111,7 +113,8 @@ class Module:
 
     def cost(self, name: str = "") -> Cost:
         """Return the cost of a computation, by default of the whole program."""
-        total, body = Cost(), self.computations[name or self.entry]
+        total = Cost()
+        body = self.computations[name or self.entry]
         for op in body.values():
             if op.kind == "while":
                 self._add_loop(total, op)
@@ -146,7 +149,8 @@ class Module:
 
     def _add_loop(self, total: Cost, op: Instruction) -> None:
         (name,) = op.called("body")
-        body, passes = self.cost(name), self._passes(op)
+        body = self.cost(name)
+        passes = self._passes(op)
         source = re.search(r'op_name="([^"]*)"', op.rest)
         key = _short(source[1] if source else op.name), passes
         total.loops[key] += (1, body.cycles * (passes or 1))
@@ -154,7 +158,8 @@ class Module:
             total.add(body, passes)
             return
         total.each = total.each or Cost()
-        inner, body.each = body.each, None
+        inner = body.each
+        body.each = None
         total.each.add(body)
         if inner is not None:
             total.each.add(inner)
@@ -211,12 +216,14 @@ class Module:
         is only written into; and whether its result is just a view of the parameter."""
         fused = self.computations[computation]
         parameters = (x for x in fused.values() if x.kind == "parameter")
-        names, size = {x.name for x in parameters if int(x.operands[0]) == place}, 0
+        names = {x.name for x in parameters if int(x.operands[0]) == place}
+        size = 0
         for user in fused.values():
             for number, operand in enumerate(user.operands):
                 if operand not in names:
                     continue
-                part, view = 0, user.kind == "bitcast"
+                part = 0
+                view = user.kind == "bitcast"
                 if _fused(user):
                     part, view = self._read(user.called("calls")[0], number, whole)
                 elif user.kind in _SLICES and not number:
@@ -246,7 +253,8 @@ class Module:
 
     def _axes(self, op: Instruction) -> str:
         """The axes of the mesh that a collective joins devices over, as data x fsdp."""
-        shape, names = tuple(self.mesh.values()), tuple(self.mesh)
+        shape = tuple(self.mesh.values())
+        names = tuple(self.mesh)
         varying: set[str] = set()
         for group in groups_of(op.rest, math.prod(shape)):
             coordinates = np.stack(np.unravel_index(group, shape))
@@ -261,7 +269,9 @@ def groups_of(text: str, devices: int) -> Iterator[np.ndarray]:
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         chosen = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])
         parts = {axis: (int(before), int(size)) for axis, before, size in chosen if size}
-        whole, shape, places = {axis for axis, _, size in chosen if not size}, [], []
+        whole = {axis for axis, _, size in chosen if not size}
+        shape = []
+        places = []
         for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1]):
             before, part = parts.get(axis, (1, int(size)))
             if axis in parts or axis in whole:

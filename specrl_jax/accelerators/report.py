@@ -115,7 +115,8 @@ def step_seconds(
 ) -> dict[str, float]:
     """Seconds of each program in a whole step, and their sum; see `step_uses`. key: "seconds" at
     least, or "compiler_seconds"."""
-    uses, seconds = step_uses(run, tokens, reuse), {}
+    uses = step_uses(run, tokens, reuse)
+    seconds = {}
     for row in rows:
         calls, passes = uses.get(row["program"], (0, 0))
         if "once" in row and (calls or passes):

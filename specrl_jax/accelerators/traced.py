@@ -135,7 +135,8 @@ class _Buffers:
             self.freed[self._used[var]] = self.freed.get(self._used[var], 0) + size
 
     def _take(self, place: int, eqn: Any) -> None:
-        name, sources = eqn.primitive.name, [x for x in eqn.invars if not isinstance(x, Literal)]
+        name = eqn.primitive.name
+        sources = [x for x in eqn.invars if not isinstance(x, Literal)]
         view = name == "reshard" and _bytes(eqn.invars[0].aval) == _bytes(eqn.outvars[0].aval)
         if name in _FUSED or view:
             union = frozenset().union(*(self._from[x] for x in sources))
@@ -161,18 +162,22 @@ class _Buffers:
             self._make(place, var)
 
     def _make(self, place: int, var: Any) -> None:
-        aval, size = var.aval, _bytes(var.aval)
+        aval = var.aval
+        size = _bytes(var.aval)
         kind = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
         if var in self._results and self._donated[kind]:
             self._donated[kind] -= 1
             size = 0
         self.made[place] = self.made.get(place, 0) + size
-        self._sizes[var], self._used[var], self._from[var] = size, place, frozenset([var])
+        self._sizes[var] = size
+        self._used[var] = place
+        self._from[var] = frozenset([var])
 
 
 def _state_of(eqn: Any) -> dict[int, Any]:
     """Results that take the place of an operand: by number of the result."""
-    params, name = eqn.params, eqn.primitive.name
+    params = eqn.params
+    name = eqn.primitive.name
     if name in _IN_PLACE:
         return {0: eqn.invars[0]}
     if name == "scan":

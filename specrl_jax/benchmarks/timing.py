@@ -64,8 +64,10 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
 
     baselines: `over_NAME` is how many times as fast the case is as these runs.
     """
-    stats, rollout = runs[-1].stats, runs[-1].rollout
-    tokens, seconds = int(rollout.lens.sum()), spread(run.seconds for run in runs)
+    stats = runs[-1].stats
+    rollout = runs[-1].rollout
+    tokens = int(rollout.lens.sum())
+    seconds = spread(run.seconds for run in runs)
     row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
     for name, slow in baselines.items():
         row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
@@ -77,6 +79,7 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
 
 def make_speculation(spec: RolloutSpec, rows: int) -> Speculation:
     """Chooses widths and learns as in training; a prompt has as many stored responses as rows."""
-    program, folder = spec.program_for(spec.buckets(rows)), cache_folder() / "step_costs"
+    program = spec.program_for(spec.buckets(rows))
+    folder = cache_folder() / "step_costs"
     sizes = rows // spec.group_size, spec.group_size
     return Speculation(timer=measure_steps.StepTimer(program, *sizes, folder))
