@@ -1,4 +1,4 @@
-"""What several processes of one run share: values of sharded arrays, and decisions.
+"""Values and decisions that several processes of one run share.
 
 A run may have a process on each of several hosts (JAX's multi-controller runtime). All of them
 compute the same program in the same order. So whatever decides what is computed next must be equal
@@ -22,7 +22,7 @@ _LEAST_BYTES = 1 << 10  # sent at once: messages are padded to few sizes, so few
 
 
 def is_primary() -> bool:
-    """Whether this process is the one that writes files and reads clocks."""
+    """Return whether this process is the one that writes files and reads clocks."""
     return jax.process_index() == 0
 
 
@@ -41,7 +41,7 @@ def fetch(tree: Any) -> Any:
 
 
 def _is_split(x: Any) -> bool:
-    """Whether this process does not have all of an array."""
+    """Return whether this process lacks a part of an array."""
     return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
 
@@ -77,13 +77,14 @@ def broadcast(value: _T) -> _T:
 
 
 def on_primary(function: Callable[..., _T], *args, **options) -> _T:
-    """What a function gives that the primary calls; the other processes do not call it."""
+    """Call a function on the primary alone; return its result in all processes."""
     return broadcast(function(*args, **options) if is_primary() else None)
 
 
 def own_part(count: int) -> slice:
-    """This process's part of `count` things that the processes share out evenly, in order."""
-    index, processes = jax.process_index(), jax.process_count()
+    """Return this process's part of `count` things, shared out evenly and in order."""
+    index = jax.process_index()
+    processes = jax.process_count()
     return slice(count * index // processes, count * (index + 1) // processes)
 
 

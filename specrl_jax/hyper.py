@@ -1,4 +1,4 @@
-"""What `get_hyper(hyper)` of a configuration file builds a sweep with.
+"""Functions with which `get_hyper(hyper)` of a configuration file builds a sweep.
 
 A sweep is a list of overrides {FIELD: value}; each of them is a case of launch/sweep.py. The
 functions are those that users of ml_collections know. Values may be text as in a flag ("e^0.5").

@@ -1,4 +1,4 @@
-"""What others have written, files and functions: whatever is wrong with it becomes one line.
+"""Inputs that others have written, files and functions: an error in them becomes one line.
 
 A bad input raises ValueError, whose text names the input and what must be true of it.
 """
@@ -30,7 +30,8 @@ def one_line(summary: str, kind: type[Exception] = ValueError) -> Iterator[None]
 
 def reason(error: BaseException) -> str:
     """The words of an error in one line, after its kind where that is not ValueError."""
-    words, kind = printable(str(error))[:200], type(error).__name__
+    words = printable(str(error))[:200]
+    kind = type(error).__name__
     if not words:
         return kind
     return words if type(error) is ValueError else f"{kind}: {words}"
@@ -42,8 +43,8 @@ def printable(text: str) -> str:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a file could not be written for want of space, by its number or, as libraries hide
-    that, by its words."""
+    """Return whether a file could not be written for want of space. The error's number says so, or
+    its words, as libraries hide the number."""
     codes = (errno.ENOSPC, errno.EDQUOT)
     words = [os.strerror(code) for code in codes]
     return getattr(error, "errno", None) in codes or any(x in str(error) for x in words)
@@ -60,7 +61,7 @@ class OutOfMemoryError(MemoryError):
 
 
 def lack_of_memory(error: BaseException) -> str:
-    """What could not be allocated, in a few words; "" of an error of another kind.
+    """Return what could not be allocated, in a few words; "" of an error of another kind.
 
     XLA's errors are known by their names, as this module does not import JAX.
     """
@@ -111,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_value(value: Any) -> Any:
-    """What JSON has for a value that it cannot write: a list for an array, else its text."""
+    """Replace a value that JSON cannot write: an array by a list, another by its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -119,7 +120,8 @@ def _depth(text: bytes, value: Any) -> int:
     """Levels of objects and lists in `value`, or 0 where `text` has too few brackets to matter."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return 0
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while level := [x for x in level if isinstance(x, dict | list)]:
         depth += 1
         level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]

@@ -41,7 +41,8 @@ from specrl_jax.types import Batch
 def learn(trainer: Trainer, state: TrainerState, train_batch: TrainBatch) -> dict[str, float]:
     """All updates of a step; changes `state.train`, returns their metrics."""
     rewards, values = shaped_rewards(trainer, train_batch.groups)
-    prompts, rollout = train_batch.groups.prompts, train_batch.groups.rollout
+    prompts = train_batch.groups.prompts
+    rollout = train_batch.groups.rollout
     batch = make_batch(prompts, rollout)
     batch, advantage_metrics = with_advantages(trainer, state, batch, rewards)
     values |= advantage_metrics
@@ -76,7 +77,8 @@ def with_advantages(
     trainer: Trainer, state: TrainerState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with advantages; with a critic also with its values and returns."""
-    learner, values = trainer.learner, None
+    learner = trainer.learner
+    values = None
     if learner.critic:
         values = critic_values(learner, state.train, _pack_all(trainer, batch))
     config = AdvantageConfig.from_config(trainer.config, trainer.trained_group_size)
@@ -118,7 +120,8 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
 
 def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:
     """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
-    settings, learner = trainer.config.updates, trainer.learner
+    settings = trainer.config.updates
+    learner = trainer.learner
     batch, values = _with_other_logprobs(trainer, state, batch)
     if batch.weights is not None:
         batch, more = _capped(batch, trainer.config.algorithm.importance_cap)
@@ -152,7 +155,8 @@ def finite_updates(
     Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
     or `updates.skip_nonfinite` updates in a row were skipped.
     """
-    config, made = trainer.config, []
+    config = trainer.config
+    made = []
     for sums in history:
         stage, name = _first_nonfinite(sums)
         if not name:
@@ -174,7 +178,7 @@ def finite_updates(
 
 
 def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
-    """(stage, name) of the first scalar that is not finite, or empty."""
+    """Return (stage, name) of the first scalar that is not finite, or empty."""
     for name in ("loss", "grad_norm", "weight_norm", "moments"):
         for stage, (prefix, _) in _STAGES.items():
             if not np.isfinite(sums.get(prefix + name, 0.0)):
@@ -184,7 +188,8 @@ def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
 
 def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
     """The step's mini-batches, in the order of the rows, without rows that teach nothing."""
-    rows, size = np.arange(len(batch.tokens)), trainer.config.updates.mini_batch_size
+    rows = np.arange(len(batch.tokens))
+    size = trainer.config.updates.mini_batch_size
     included = np.ones(len(rows), bool)
     if skips_no_signal(trainer.config):
         included = hosts.fetch(_has_signal(batch))
@@ -195,7 +200,7 @@ def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
 
 
 def skips_no_signal(config) -> bool:
-    """Whether rows without an advantage are left out: nothing else in the loss has a gradient."""
+    """Return whether to leave out rows without an advantage: the loss has no other gradient."""
     others = config.algorithm.kl_coef or config.algorithm.entropy_coef
     return config.updates.skip_no_signal and not (others or has_critic(config.critic.kind))
 
@@ -214,7 +219,8 @@ def _with_other_logprobs(
     trainer: Trainer, state: TrainerState, batch: Batch
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with the reference's log-probs, and recomputed old ones, if asked for."""
-    learner, values = trainer.learner, {}
+    learner = trainer.learner
+    values = {}
     recompute = trainer.config.updates.old_logprobs == "recompute"
     if not recompute and state.reference is None:
         return batch, values
@@ -244,7 +250,7 @@ def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, 
 
 
 def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Of the step's updates, from the sums and means that each of them gave; {} of none."""
+    """Return metrics of the step's updates, from each one's sums and means; {} of none."""
 
     def mean(name: str) -> float:
         return np.mean([sums[name] for sums in history])

@@ -39,8 +39,10 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     rollout, updates, warmup, evaluation = (
         config[name] for name in ("rollout", "updates", "warmup", "evaluate")
     )
-    tokens, of_row = config.data.prompt_len, "data.prompt_len rollout.response_len"
-    slots, itemsize = tokens + rollout.response_len, jnp.dtype(model.dtype).itemsize
+    tokens = config.data.prompt_len
+    of_row = "data.prompt_len rollout.response_len"
+    slots = tokens + rollout.response_len
+    itemsize = jnp.dtype(model.dtype).itemsize
     of_model = "model.source" if config.model.source else "model.num_layers model.embed_dim"
     width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
     stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
@@ -50,7 +52,8 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
 
     def decoded(rows: int, fields: str) -> list[Part]:
         if 0 < rollout.max_rows < rows:
-            rows, fields = rollout.max_rows, "rollout.max_rows"
+            rows = rollout.max_rows
+            fields = "rollout.max_rows"
         begun = tokens + (rollout.response_len >> (rollout.cache_lengths - 1))
         cache = cache_bytes(model, rows, begun)
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
@@ -71,18 +74,18 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     if warmup.steps:
         yield "the warm-up", kept[:1] + trained(warmup.batch_size, "warmup.batch_size")
     if evaluation.every:
-        rows, fields = (
-            evaluation.batch_size * evaluation.samples,
-            "evaluate.batch_size evaluate.samples",
-        )
+        rows = evaluation.batch_size * evaluation.samples
+        fields = "evaluate.batch_size evaluate.samples"
         yield "an evaluation", kept + decoded(rows, fields)
 
 
 def check(config, model: ModelConfig, prompts: int) -> None:
     """Raise ValueError in one line where a stage of the run needs more than there is."""
-    fields, (memory, where) = dict(flatten(config)), device_memory()
+    fields = dict(flatten(config))
+    memory, where = device_memory()
     for stage, parts in stages(config, model, prompts):
-        total, most = sum(part.bytes for part in parts), max(parts, key=lambda part: part.bytes)
+        total = sum(part.bytes for part in parts)
+        most = max(parts, key=lambda part: part.bytes)
         if total > memory:
             field = max(most.fields.split(), key=lambda name: fields[name])
             raise ValueError(

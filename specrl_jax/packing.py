@@ -42,7 +42,7 @@ class Sequences(NamedTuple):
     parents: np.ndarray  # [S, T], the slot of the token before; of a first token: its own
 
     def padded(self, sequences: int) -> "Sequences":
-        """With empty sequences after these, `sequences` in all."""
+        """Append empty sequences up to `sequences` in all."""
         own = np.tile(np.arange(self.tokens.shape[1], dtype=np.int32), (sequences, 1))
         padded = Sequences(tokens=own * 0, depths=own * 0, ends=own + 1, parents=own)
         for array, values in zip(padded, self):
@@ -70,11 +70,15 @@ def pack(
         nodes[order] = _places(tokens[order], lens[order], length, packing)
     sequences = int(nodes.max(initial=-1)) // length + 1
     slots = np.arange(sequences * length, dtype=np.int32)
-    packed, depths, ends, parents = np.zeros_like(slots), np.zeros_like(slots), slots + 1, slots + 0
+    packed = np.zeros_like(slots)
+    depths = np.zeros_like(slots)
+    ends = slots + 1
+    parents = slots + 0
 
     rows, depth = np.nonzero(nodes >= 0)
     place = nodes[rows, depth]  # of every token of every row: shared ones are written again
-    packed[place], depths[place] = tokens[rows, depth], depth
+    packed[place] = tokens[rows, depth]
+    depths[place] = depth
     last = nodes[rows, lens[rows] - 1]
     np.maximum.at(ends, place, last + 1)
     parents[place] = np.where(depth > 0, nodes[rows, depth - 1], place)
@@ -117,11 +121,13 @@ def _shared(tokens: np.ndarray, lens: np.ndarray) -> np.ndarray:
 
 def _first_rows(lens: np.ndarray, shared: np.ndarray, length: int) -> np.ndarray:
     """bool [B], rows that begin a piece: they share nothing, or the piece would be too long."""
-    first, size = np.zeros(len(lens), bool), 0
+    first = np.zeros(len(lens), bool)
+    size = 0
     for row, (whole, known) in enumerate(zip(lens.tolist(), shared.tolist())):
         size += whole - known
         if not known or size > length:
-            first[row], size = True, whole
+            first[row] = True
+            size = whole
     return first
 
 

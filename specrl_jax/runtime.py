@@ -1,4 +1,4 @@
-"""What a process sets up once: compilation cache, mesh, work directory.
+"""Setup of a process, made once: compilation cache, mesh, work directory.
 
 It also counts the programs that the process compiles.
 """
@@ -49,12 +49,13 @@ def use_compilation_cache() -> None:
 
 
 def compile_metrics() -> dict[str, float]:
-    """What was compiled since the last call in this process.
+    """Return what was compiled since the last call in this process.
 
     Seconds of building programs and of reading them from the compilation cache, and counts of both.
     """
     seconds, hits = _compilations()
-    built, read = len(seconds) - len(hits), len(hits)
+    built = len(seconds) - len(hits)
+    read = len(hits)
     values = {"time/compile": sum(seconds), "compile/built": built, "compile/read": read}
     seconds.clear()
     hits.clear()

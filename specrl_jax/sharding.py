@@ -88,7 +88,7 @@ _shapes_only = contextvars.ContextVar("shapes_only", default=False)
 
 
 def eval_shape(function: Callable, *args):
-    """`jax.eval_shape` of a function that may also `put` arrays: nothing is placed."""
+    """Call `jax.eval_shape` with a function that may also `put` arrays: nothing is placed."""
     token = _shapes_only.set(True)
     try:
         return jax.eval_shape(function, *args)
@@ -114,7 +114,7 @@ def reshard(array: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def take_rows(tree, index: jax.Array):
-    """`array[index]` of a pytree's arrays, whose first axis alone is split: over the batch."""
+    """Take `array[index]` of a pytree's arrays, whose first axis alone is split: over the batch."""
 
     def take(array: jax.Array) -> jax.Array:
         out = spec("batch", *(None,) * (array.ndim - 1))
@@ -124,7 +124,7 @@ def take_rows(tree, index: jax.Array):
 
 
 def on_shards(function: Callable, *trees, like):
-    """`function(*trees)` on every shard of the batch, with its own rows: no communication.
+    """Call `function(*trees)` on every shard of the batch, with its own rows: no communication.
 
     trees: pytrees of arrays. like: a pytree of arrays that are laid out as the results.
     """
@@ -133,12 +133,12 @@ def on_shards(function: Callable, *trees, like):
 
 
 def shard_number() -> jax.Array:
-    """Which shard of the batch it is, inside `on_shards`."""
+    """Return the number of the shard of the batch, inside `on_shards`."""
     return jax.lax.axis_index(COMPUTE["batch"])
 
 
 def take_own_rows(tree, index: jax.Array):
-    """`array[index]` of every array in a pytree, inside `on_shards`: rows of the shard."""
+    """Take `array[index]` of every array in a pytree, inside `on_shards`: rows of the shard."""
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), tree)
 
 

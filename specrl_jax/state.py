@@ -1,4 +1,4 @@
-"""What every step changes: parts that each save, restore and describe themselves.
+"""State that every step changes: parts that save, restore and describe themselves.
 
 A new part is a `types.StatePart`, a field of `TrainerState` and a line of `_new_state`.
 """
@@ -54,7 +54,7 @@ class Origin(StatePart):
 
     @classmethod
     def of(cls, trainer: Trainer, params: Params, is_reference: bool) -> "Origin":
-        """params: those that `build` gave."""
+        """Describe the model of `params`, those that `build` gave."""
         shape = dataclasses.asdict(trainer.model)
         for name in ("dtype", "remat", "kernels", "unused_ids"):
             del shape[name]
@@ -81,7 +81,7 @@ class Origin(StatePart):
 
 @dataclasses.dataclass
 class TrainerState:
-    """What a checkpoint holds: finished steps, weights with optimizer, and parts; None is off."""
+    """Content of a checkpoint: finished steps, weights with optimizer, and parts; None is off."""
 
     train: TrainState
     stream: PromptStream
@@ -124,7 +124,8 @@ class TrainerState:
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Take over a checkpoint; a part that it does not have stays as it is."""
-        self.step, self.train = host["step"], arrays["train"]
+        self.step = host["step"]
+        self.train = arrays["train"]
         self.skipped, self.skipped_in_row = host["skipped"]
         for name, part in self.parts.items():
             if name in host:
@@ -185,8 +186,10 @@ def _new_state(
     trainer: Trainer, train: TrainState, origin: Origin, reference: Params | None
 ) -> TrainerState:
     """Every part that the configuration asks for, empty."""
-    config, settings = trainer.config, trainer.config.rollout
-    slots, stored = settings.response_len, trainer.rollout_spec.program.stored_logprobs
+    config = trainer.config
+    settings = trainer.config.rollout
+    slots = settings.response_len
+    stored = trainer.rollout_spec.program.stored_logprobs
     state = TrainerState(
         train=train,
         stream=make_stream(config, trainer.prompts, trainer.total_steps),
@@ -220,7 +223,7 @@ def _draft_store(trainer: Trainer) -> DraftStore:
 
 
 def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
-    """What the draft store keeps where there are so many training prompts."""
+    """Return the draft store's shape for `prompts` training prompts."""
     settings = config.rollout
     parts = settings.group_size // spec.group_size
     return StoreShape(
@@ -235,7 +238,8 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
 
 def new_speculation(trainer: Trainer) -> Speculation:
     """Choices that know nothing yet; a program is measured after the rollout that first used it."""
-    settings, spec = trainer.config.rollout, trainer.rollout_spec
+    settings = trainer.config.rollout
+    spec = trainer.rollout_spec
     program = spec.program_for(spec.buckets(trainer.rows))
     history = program.draft_history and program.draft_history + settings.run_ahead
     sources = history * settings.group_size

@@ -22,7 +22,7 @@ class StopRequest:
         return bool(self.name)
 
     def agreed(self) -> bool:
-        """Whether any process got a signal. For all processes, at the same place."""
+        """Return whether any process got a signal. All processes call it at the same place."""
         from specrl_jax import hosts  # imports JAX
 
         self.name = next(filter(None, hosts.gather(self.name)), "")

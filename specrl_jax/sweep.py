@@ -56,12 +56,12 @@ class TrainingRun:
 
     @property
     def done(self) -> Path:
-        """Holds `config` once the run has come to its end."""
+        """File that holds `config` once the run has come to its end."""
         return self.workdir / "done.json"
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end, under this configuration."""
+        """True where the run came to its end, under this configuration."""
         return self.done.exists() and self.done.read_text() == self.config
 
 
@@ -69,9 +69,10 @@ class TrainingRun:
 
 
 def parse_case(text: str, config: str) -> Case:
-    """ "NAME: [CONFIG] FIELD=VALUE FIELD=VALUE ..."; without CONFIG of `config`."""
+    """Parse "NAME: [CONFIG] FIELD=VALUE FIELD=VALUE ..."; CONFIG is `config` by default."""
     name, colon, rest = text.partition(":")
-    name, words = name.strip(), rest.split()
+    name = name.strip()
+    words = rest.split()
     files = [word for word in words if "=" not in word]
     if not colon or not name or len(files) > 1:
         raise ValueError(f"--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got {text!r}")
@@ -84,7 +85,7 @@ def parse_case(text: str, config: str) -> Case:
 
 
 def parse_sweep(text: str) -> hyper.Sweep:
-    """FIELD=VALUE,VALUE,..."""
+    """Parse FIELD=VALUE,VALUE,..."""
     field, _, values = text.partition("=")
     values = values.split(",")
     if not re.fullmatch(r"\w+(\.\w+)*", field) or not all(values):
@@ -93,7 +94,7 @@ def parse_sweep(text: str) -> hyper.Sweep:
 
 
 def config_sweep(config: str) -> hyper.Sweep:
-    """What `get_hyper` of a configuration file gives, with or without the argument `hyper`."""
+    """Call `get_hyper` of a configuration file, with or without the argument `hyper`."""
     cli.read_config([f"--config={config}"])  # a mistake in the file is one line
     get_hyper = runpy.run_path(config.partition(":")[0]).get("get_hyper")
     if get_hyper is None:
@@ -156,17 +157,19 @@ def training_runs(
 
 
 class Training:
-    """Called, it trains a run to its end and gives "", or one line that says why it failed.
+    """Function that trains a run to its end and returns "", or one line that says why it failed.
 
-    A function that submitit can send to a cluster. The process gets SIGTERM, so that it saves,
-    where this one is interrupted.
+    submitit can send it to a cluster. The process gets SIGTERM, so that it saves, where this one
+    is interrupted.
     """
 
     def __init__(self, run: TrainingRun):
-        self._run, self._process = run, None
+        self._run = run
+        self._process = None
 
     def __call__(self) -> str:
-        run, output = self._run, self._run.workdir / "output.txt"
+        run = self._run
+        output = self._run.workdir / "output.txt"
         run.workdir.mkdir(parents=True, exist_ok=True)
         with (run.workdir / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end
@@ -220,14 +223,14 @@ class Training:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
     def checkpoint(self):
-        """What submitit runs later, where a job reaches its time limit or makes way for another."""
+        """Return what submitit runs later, after a job's time limit or where it makes way."""
         from submitit.helpers import DelayedSubmission
 
         self.stop()
         return DelayedSubmission(Training(self._run))
 
     def _environment(self) -> dict[str, str]:
-        """With wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
+        """Add wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
         wandb cuts no tag itself and takes at most 64 letters."""
         workdir = self._run.workdir
         tags = ",".join(tag[:64] for tag in workdir.name.split(","))
@@ -243,7 +246,7 @@ Submit = Callable[[TrainingRun], Callable[[], str]]
 
 
 def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
-    """How runs start. cluster: "" one after another here, else submitit's "slurm" or "local"
+    """Return how runs start. cluster: "" one after another here, else submitit's "slurm" or "local"
     (processes here, at the same time). options: of its `update_parameters`."""
     if not cluster:
         return Training

@@ -156,7 +156,8 @@ def loop(
     checkpoints.wait()  # where metrics of a step have no checkpoint, files were lost
     stopped = False
     while state.step < trainer.total_steps and not (stopped := stop.agreed()):
-        epoch, start = state.epoch, time.perf_counter()
+        epoch = state.epoch
+        start = time.perf_counter()
         values = step(trainer, state, records, failures)
         values["time/step"] = time.perf_counter() - start
         last = state.step == trainer.total_steps
@@ -243,7 +244,7 @@ def _check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
 
 
 def _parse_origin(origin: str, config) -> tuple[Path, int]:
-    """(work directory, step); ValueError unless `config` may begin with that run's checkpoint."""
+    """Return (work directory, step); ValueError unless `config` may begin with that checkpoint."""
     run, _, step = origin.rpartition("@")
     if not run or not step.isdecimal():
         raise ValueError(

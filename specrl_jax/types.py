@@ -75,7 +75,7 @@ class Drafts:
 
 
 class Source(enum.IntEnum):
-    """Where a token of a response came from."""
+    """Origin of a token of a response."""
 
     SAMPLED = 0  # from the policy, without a draft for it or after the last accepted token
     DRAFTED = 1  # from the policy, and equal to the draft source's token: it cost no decode step

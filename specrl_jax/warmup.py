@@ -40,7 +40,8 @@ def warm_up(
     config, learner: Learner, params: Params, tokenizer: Tokenizer, dataset: Dataset
 ) -> Params:
     """The stage that `config.warmup` asks for; prints the loss as it goes."""
-    settings, slots = config.warmup, (config.data.prompt_len, config.rollout.response_len)
+    settings = config.warmup
+    slots = (config.data.prompt_len, config.rollout.response_len)
     examples = load_warmup_examples(config, settings.examples, dataset)
     pairs = [
         (tokenizer.encode_prompt(prompt), [*tokenizer.encode(answer), tokenizer.eos_ids[0]])
@@ -71,7 +72,9 @@ def supervise(
     settings: `config.warmup`, of which steps, batch_size and learning_rate are read. Raises
     FloatingPointError where the loss or the weights are not finite.
     """
-    steps, size, total = settings.steps, settings.batch_size, len(data.prompts)
+    steps = settings.steps
+    size = settings.batch_size
+    total = len(data.prompts)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     data = jax.tree.map(lambda x: put(x, *(None,) * x.ndim), data)

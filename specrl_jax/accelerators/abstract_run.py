@@ -1,4 +1,4 @@
-"""What a run holds, as shapes with layouts on the mesh in use, from its config alone.
+"""Shapes of what a run holds, with layouts on the mesh in use, from its config alone.
 
 Nothing is read or allocated: no weights, no data. Every shape is what the functions of a run
 return for such inputs. Bounds are the scheduler's: the largest buckets, the longest cache.
@@ -81,7 +81,7 @@ def device_bytes(tree: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
-    """What a run holds, as shapes. Rows that begin together: `first`, later `refill`; those that
+    """Shapes of what a run holds. Rows that begin together: `first`, later `refill`; those that
     decode together: `running`, in a cache of `slots`."""
 
     config: Any
@@ -91,7 +91,7 @@ class AbstractRun:
     num_prompts: int  # to train on
 
     def describe(self) -> str:
-        """In a line."""
+        """Describe the run in a line."""
         count = f"{param_count(self.model) / 1e6:,.1f}M parameters, {self.model.dtype}"
         rows = f"{self.rows:,} rows a step, {self.running:,} at once"
         known = "" if self.config.data.prompts else " (data.prompts is 0: a guess)"
@@ -188,9 +188,11 @@ class AbstractRun:
 
     @functools.cached_property
     def draft_state(self) -> Any:
-        """Of the draft source, for a rollout's prompts."""
-        source, group = self.program.draft_source, self.config.rollout.group_size
-        prompts, read = self.prompts(self.rows), self.program.draft_history * group
+        """State of the draft source for a rollout's prompts."""
+        source = self.program.draft_source
+        group = self.config.rollout.group_size
+        prompts = self.prompts(self.rows)
+        read = self.program.draft_history * group
 
         def init(tokens: jax.Array, lens: jax.Array) -> Any:
             history = DraftHistory.from_store(tokens[:, :read], lens[:, :read], group)
@@ -209,14 +211,15 @@ class AbstractRun:
 
     @functools.cached_property
     def plain_batch(self) -> Batch:
-        """Of the longest responses, before the advantages."""
+        """Batch of the longest responses, before the advantages."""
         prompts = self.prompts(self.rollout.lens.shape[0])
         return abstract(lambda x: make_batch(prompts, x), self.rollout)
 
     @functools.cached_property
     def batch(self) -> Batch:
-        """As the update gets it."""
-        config, batch = self.config, self.plain_batch
+        """Batch as the update gets it."""
+        config = self.config
+        batch = self.plain_batch
         rewards = array(np.float32, batch.response_lens.shape, "batch")
         values = self.learner.critic and abstract(
             functools.partial(critic_values, self.learner),
@@ -238,10 +241,11 @@ class AbstractRun:
         )
 
     def packed(self, rows: int) -> PackedRows:
-        """So many rows of the batch, packed for the model."""
+        """Return `rows` rows of the batch, packed for the model."""
         batch = self.plain_batch
         tokens = np.zeros((rows, batch.tokens.shape[1]), np.int32)
-        tokens[:, 0], lens = np.arange(rows), np.zeros(rows, np.int32)
+        tokens[:, 0] = np.arange(rows)
+        lens = np.zeros(rows, np.int32)
         lens[0] = tokens.shape[1]
         host = Batch(tokens, np.zeros_like(lens), lens, batch.old_logprobs, advantages=None)
         return abstract(lambda: pack_rows(self.learner, host, np.arange(rows)))
@@ -252,11 +256,15 @@ class AbstractRun:
 
 
 def abstract_run(config) -> AbstractRun:
-    """Of a config whose mesh is in use; ValueError in one line, as from `build.build`."""
-    vocab_size, eos_ids, pad_id = 0, None, 0
+    """Return the run of a config whose mesh is in use; ValueError as from `build.build`."""
+    vocab_size = 0
+    eos_ids = None
+    pad_id = 0
     if config.tokenizer.source in OF_ALPHABET:
         tokenizer = load_tokenizer(config)
-        vocab_size, eos_ids, pad_id = tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id
+        vocab_size = tokenizer.vocab_size
+        eos_ids = tokenizer.eos_ids
+        pad_id = tokenizer.pad_id
     model = load_shape(config, vocab_size)
     # Which token ends a response changes a constant of the programs, nothing else.
     rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)

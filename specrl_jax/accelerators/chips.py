@@ -13,7 +13,8 @@ from pathlib import Path
 
 from specrl_jax.inputs import one_line
 
-GB, GIB = 10**9, 2**30
+GB = 10**9
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ device_description_str: "NVIDIA {name}"
 
 @dataclasses.dataclass(frozen=True)
 class _Silicon:
-    """What chips of one kind share."""
+    """Figures that chips of one kind share."""
 
     capability: tuple[int, int]
     cores: int  # multiprocessors
@@ -117,7 +118,7 @@ def parse(topology: str) -> tuple[str, tuple[int, ...]]:
 
 
 def set_environment(topology: str) -> None:
-    """What JAX and the compilers read when they start; call it before the first device is asked
+    """Set what JAX and the compilers read when they start. Call it before the first device is asked
     for. Values that are set already stay, XLA_FLAGS are added to.
 
     Raises ValueError in one line where the compiler is not installed.

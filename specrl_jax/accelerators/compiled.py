@@ -67,7 +67,7 @@ class Instruction:
 
 @dataclasses.dataclass
 class Cost:
-    """What a part of a program does on a device."""
+    """Cost of a part of a program on a device."""
 
     moved: float = 0.0  # bytes that its operations read from and write to the device's memory
     cycles: float = 0.0  # the compiler's own estimate; 0 where it gives none
@@ -99,7 +99,9 @@ class Module:
     hold tokens."""
 
     def __init__(self, text: str, mesh: Mapping[str, int], live: float = 1.0):
-        self.mesh, self.live, self.entry = mesh, live, ""
+        self.mesh = mesh
+        self.live = live
+        self.entry = ""
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
@@ -110,8 +112,9 @@ class Module:
                 current[match[2]] = _instruction(match[2], match[3], bool(match[1]))
 
     def cost(self, name: str = "") -> Cost:
-        """Of a computation, by default of the whole program."""
-        total, body = Cost(), self.computations[name or self.entry]
+        """Return the cost of a computation, by default of the whole program."""
+        total = Cost()
+        body = self.computations[name or self.entry]
         for op in body.values():
             if op.kind == "while":
                 self._add_loop(total, op)
@@ -146,7 +149,8 @@ class Module:
 
     def _add_loop(self, total: Cost, op: Instruction) -> None:
         (name,) = op.called("body")
-        body, passes = self.cost(name), self._passes(op)
+        body = self.cost(name)
+        passes = self._passes(op)
         source = re.search(r'op_name="([^"]*)"', op.rest)
         key = _short(source[1] if source else op.name), passes
         total.loops[key] += (1, body.cycles * (passes or 1))
@@ -154,14 +158,15 @@ class Module:
             total.add(body, passes)
             return
         total.each = total.each or Cost()
-        inner, body.each = body.each, None
+        inner = body.each
+        body.each = None
         total.each.add(body)
         if inner is not None:
             total.each.add(inner)
 
     def _passes(self, op: Instruction) -> int | None:
-        """How often a loop runs: as the compiler says, or the bound that its counter from 0 is
-        compared with; None where that is not known."""
+        """Return how often a loop runs: as the compiler says, or the bound that its counter from 0
+        is compared with. None where that is not known."""
         known = op.number(r'known_trip_count"?:\{"n":"(\d+)"')
         if known is not None:
             return known
@@ -211,12 +216,14 @@ class Module:
         is only written into; and whether its result is just a view of the parameter."""
         fused = self.computations[computation]
         parameters = (x for x in fused.values() if x.kind == "parameter")
-        names, size = {x.name for x in parameters if int(x.operands[0]) == place}, 0
+        names = {x.name for x in parameters if int(x.operands[0]) == place}
+        size = 0
         for user in fused.values():
             for number, operand in enumerate(user.operands):
                 if operand not in names:
                     continue
-                part, view = 0, user.kind == "bitcast"
+                part = 0
+                view = user.kind == "bitcast"
                 if _fused(user):
                     part, view = self._read(user.called("calls")[0], number, whole)
                 elif user.kind in _SLICES and not number:
@@ -246,7 +253,8 @@ class Module:
 
     def _axes(self, op: Instruction) -> str:
         """The axes of the mesh that a collective joins devices over, as data x fsdp."""
-        shape, names = tuple(self.mesh.values()), tuple(self.mesh)
+        shape = tuple(self.mesh.values())
+        names = tuple(self.mesh)
         varying: set[str] = set()
         for group in groups_of(op.rest, math.prod(shape)):
             coordinates = np.stack(np.unravel_index(group, shape))
@@ -261,7 +269,9 @@ def groups_of(text: str, devices: int) -> Iterator[np.ndarray]:
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         chosen = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])
         parts = {axis: (int(before), int(size)) for axis, before, size in chosen if size}
-        whole, shape, places = {axis for axis, _, size in chosen if not size}, [], []
+        whole = {axis for axis, _, size in chosen if not size}
+        shape = []
+        places = []
         for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1]):
             before, part = parts.get(axis, (1, int(size)))
             if axis in parts or axis in whole:
@@ -330,6 +340,6 @@ def _closing(text: str, start: int) -> int:
 
 
 def _short(source: str) -> str:
-    """jit(update)/while/body/closed_call/scan → update/while/scan."""
+    """Shorten jit(update)/while/body/closed_call/scan → update/while/scan."""
     names = [re.sub(r"^jit\((\w+)\)$", r"\1", name) for name in source.split("/")]
     return "/".join(n for n in names if n not in ("body", "closed_call", "jit", "checkpoint"))

@@ -54,7 +54,10 @@ def _program(
     passes: str = "",
     **options: Any,
 ) -> Program:
-    """held: the trees that live on the devices meanwhile; inputs among them are not counted."""
+    """Make a program.
+
+    held: the trees that live on the devices meanwhile; inputs among them are not counted.
+    """
     arrays = [leaf for leaf in jax.tree.leaves(inputs) if hasattr(leaf, "shape")]
     given = {id(leaf) for leaf in arrays}
     beside = device_bytes([leaf for leaf in jax.tree.leaves(held) if id(leaf) not in given])
@@ -81,8 +84,11 @@ def _rollout_programs(run: AbstractRun) -> dict[str, Program]:
 
 def _starting_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     """Rows begin: their prompts are prefilled, their drafts are verified."""
-    program, buckets, group = run.program, run.buckets, run.spec.group_size
-    size, shared = run.first, buckets.slots_for(1)
+    program = run.program
+    buckets = run.buckets
+    group = run.spec.group_size
+    size = run.first
+    shared = buckets.slots_for(1)
     make = functools.partial(make, rows=size)
     prompts = on_host(size // group, buckets.prompt_slots)
     cache = abstract(functools.partial(decode.prefill, program), run.weights, prompts)
@@ -94,7 +100,8 @@ def _starting_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     }
     if run.drafts is None:
         return listed
-    width, rows = buckets.verify[-1], run.batch_rows(size, with_drafts=True)
+    width = buckets.verify[-1]
+    rows = run.batch_rows(size, with_drafts=True)
     if tries := _tries(run, size, width):
         shape = f"{size} rows in {_cells(*tries.shape)}, width {width}"
         inputs = program, run.weights, tries, rows, _stop()
@@ -109,9 +116,10 @@ def _starting_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
 
 
 def _tries(run: AbstractRun, size: int, width: int) -> DraftTries | None:
-    """As many sequences as the scheduler would still prefer to a pass over the rows."""
+    """Return as many sequences as the scheduler would still prefer to a pass over the rows."""
     prompt_slots = run.buckets.prompt_slots
-    length, limits = sequence_slots(prompt_slots + width), (size, width, run.spec.group_size)
+    length = sequence_slots(prompt_slots + width)
+    limits = (size, width, run.spec.group_size)
     counts = [n for n in sequence_counts(size) if saves_work((n, length), *limits, prompt_slots)]
     if not counts:
         return None
@@ -121,14 +129,19 @@ def _tries(run: AbstractRun, size: int, width: int) -> DraftTries | None:
 
 def _running_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
     """Rows decode, and change their bucket."""
-    buckets, size, slots = run.buckets, run.running, run.slots
-    cache, rows, shape = run.cache(size, slots), run.batch_rows(size), _cells(size, slots)
+    buckets = run.buckets
+    size = run.running
+    slots = run.slots
+    cache = run.cache(size, slots)
+    rows = run.batch_rows(size)
+    shape = _cells(size, slots)
     make = functools.partial(make, rows=size)
     step = functools.partial(make, passes="step")
     inputs = decode.decode_steps, run.program, run.weights, cache, rows
     listed = {"decode": step(shape, *inputs, None, _stop(), width=1)}
     if run.program.draft_source is not None:
-        width, drafting = buckets.widths[-1], (run.draft_state, _stop())
+        width = buckets.widths[-1]
+        drafting = (run.draft_state, _stop())
         listed["decode_wide"] = step(f"{shape}, width {width}", *inputs, *drafting, width=width)
     kept = array(np.bool_, (size,), "batch")
     if smaller := buckets.rows_below(size):
@@ -137,7 +150,8 @@ def _running_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
             f"{shape} to {smaller} rows", decode_state.resize, cache, rows, kept, **options
         )
     if len(buckets.responses) > 1:
-        short, options = buckets.slots(buckets.responses[-2]), {"size": size, "slots": slots}
+        short = buckets.slots(buckets.responses[-2])
+        options = {"size": size, "slots": slots}
         inputs = run.cache(size, short), rows, kept
         shape_change = f"{_cells(size, short)} to {slots} slots"
         listed["longer_cache"] = make(shape_change, decode_state.resize, *inputs, **options)
@@ -152,10 +166,13 @@ def _running_programs(run: AbstractRun, make: Callable) -> dict[str, Program]:
 
 
 def _update_programs(run: AbstractRun) -> dict[str, Program]:
-    config, learner, batch = run.config, run.learner, run.batch
+    config = run.config
+    learner = run.learner
+    batch = run.batch
     held = run.state, run.reference, run.stored, run.rollout, batch
     make = functools.partial(_program, held, passes="micro-batch")
-    every, listed = run.packed(batch.response_lens.shape[0]), {}
+    every = run.packed(batch.response_lens.shape[0])
+    listed = {}
 
     def shape(packed: PackedRows) -> str:
         return "{} x {} x {} slots".format(*packed.sequences.tokens.shape)

@@ -65,7 +65,7 @@ def compile_program(
 
 
 def _refused(error: Exception) -> dict[str, Any]:
-    """What the compiler says where a program does not fit."""
+    """Read what the compiler says where a program does not fit."""
     text = str(error)
     used = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", text)
     refusal: dict[str, Any] = {"error": " ".join(text.split())[:300]}
@@ -77,7 +77,7 @@ def _refused(error: Exception) -> dict[str, Any]:
 def _parts(
     chip: Chip, mesh: Mapping[str, int], flops: tuple[Flops, Flops], cost: Cost
 ) -> dict[str, Any]:
-    """flops: of all, and of kernels alone."""
+    """Return the figures of each part. flops: of all, and of kernels alone."""
     parts = {"once": ([x.once for x in flops], cost)}
     if cost.each is not None:
         parts["each"] = [x.each for x in flops], cost.each
@@ -115,7 +115,8 @@ def step_seconds(
 ) -> dict[str, float]:
     """Seconds of each program in a whole step, and their sum; see `step_uses`. key: "seconds" at
     least, or "compiler_seconds"."""
-    uses, seconds = step_uses(run, tokens, reuse), {}
+    uses = step_uses(run, tokens, reuse)
+    seconds = {}
     for row in rows:
         calls, passes = uses.get(row["program"], (0, 0))
         if "once" in row and (calls or passes):
@@ -125,7 +126,7 @@ def step_seconds(
 
 
 def step_text(steps: Mapping[str, Mapping[str, float]], tokens: float, reuse: float) -> str:
-    """What whole steps take, and in which programs."""
+    """List the seconds of whole steps, and of their largest programs."""
     lines = [f"seconds of a whole step, responses of {tokens:,.0f} tokens, drafts give {reuse:.0%}"]
     for name, seconds in steps.items():
         parts = sorted((x for x in seconds.items() if x[0] != "all"), key=lambda x: -x[1])

@@ -28,19 +28,22 @@ def roofline(chip: Chip, mesh: Mapping[str, int], flops: float, cost: Cost) -> d
 
 
 def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[float, float]]:
-    """How often a step calls each program, and passes of its open loop over all calls.
+    """Count a step's calls of each program, and passes of its open loop over all calls.
 
     tokens: of a response in the mean. reuse: the share of them that is accepted from drafts; 0:
     nothing is verified. Rows in flight are always full. The update computes every row; sequences
     have no empty slots, prompts are the longest, and responses share nothing with each other.
     """
-    updates, rows, buckets = run.config.updates, run.rows, run.buckets
+    updates = run.config.updates
+    rows = run.rows
+    buckets = run.buckets
     starts = math.ceil(rows / run.first)
     inserted = max(rows - run.running, 0)
     inserts = math.ceil(inserted / run.refill)
     moves = sum(size < run.running for size in buckets.rows)
     passes = math.ceil(tokens * reuse / buckets.verify[-1])
-    longest, width = run.program.response_slots, buckets.verify[-1]
+    longest = run.program.response_slots
+    width = buckets.verify[-1]
     in_tries = bool(reuse) and longest <= width
     prefills = 0 if in_tries else starts
     calls = (rows // updates.mini_batch_size) * updates.passes
@@ -67,9 +70,11 @@ def step_uses(run: AbstractRun, tokens: float, reuse: float) -> dict[str, tuple[
 
 
 def _micro_batches(run: AbstractRun, tokens: float) -> int:
-    """That a mini-batch fills with responses of so many tokens."""
-    sequences, packing = run.mini_batch.sequences.tokens, PACKINGS[run.learner.packing]
-    rows, prompt = run.config.updates.mini_batch_size, run.config.data.prompt_len
+    """Count the micro-batches that a mini-batch fills with responses of so many tokens."""
+    sequences = run.mini_batch.sequences.tokens
+    packing = PACKINGS[run.learner.packing]
+    rows = run.config.updates.mini_batch_size
+    prompt = run.config.data.prompt_len
     if not packing.fill:
         return sequences.shape[0]
     prompts = rows / run.spec.group_size if packing.share else rows

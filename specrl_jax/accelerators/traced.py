@@ -52,7 +52,7 @@ class Flops(NamedTuple):
 def count_flops(
     jaxpr: Jaxpr | ClosedJaxpr, live: float = 1.0, *, kernels_only: bool = False
 ) -> Flops:
-    """Of all that a program computes, or of its attention kernels. live: share of the cache's slots
+    """Count all that a program computes, or its attention kernels. live: share of the cache's slots
     that hold tokens, which is what kernels read of it."""
     total = Flops()
     for eqn in _open(jaxpr).eqns:
@@ -78,7 +78,7 @@ def count_flops(
 
 
 def _kernel_flops(eqn: Any, live: float) -> float:
-    """Of an attention kernel: its first two arrays of numbers are queries and keys."""
+    """Count an attention kernel: its first two arrays of numbers are queries and keys."""
     name = eqn.params["name"]
     kind = next((kind for kind in _KERNELS if name.startswith(kind)), None)
     if kind is None:
@@ -114,7 +114,7 @@ def temporary_bytes(jaxpr: Jaxpr | ClosedJaxpr, donated: tuple = ()) -> int:
 
 
 class _Buffers:
-    """When arrays are made and when they are freed, as {place of the equation: bytes}."""
+    """Times at which arrays are made and freed, as {place of the equation: bytes}."""
 
     def __init__(self, jaxpr: Jaxpr, donated: tuple):
         self.made: dict[int, int] = {}
@@ -135,7 +135,8 @@ class _Buffers:
             self.freed[self._used[var]] = self.freed.get(self._used[var], 0) + size
 
     def _take(self, place: int, eqn: Any) -> None:
-        name, sources = eqn.primitive.name, [x for x in eqn.invars if not isinstance(x, Literal)]
+        name = eqn.primitive.name
+        sources = [x for x in eqn.invars if not isinstance(x, Literal)]
         view = name == "reshard" and _bytes(eqn.invars[0].aval) == _bytes(eqn.outvars[0].aval)
         if name in _FUSED or view:
             union = frozenset().union(*(self._from[x] for x in sources))
@@ -154,25 +155,29 @@ class _Buffers:
                 self._make(place, var)
 
     def _read(self, place: int, var: Any, *, whole: bool) -> None:
-        """whole: a value that is only computed from others has to be in memory."""
+        """Note a read. whole: a value that is only computed from others has to be in memory."""
         for array in self._from[var]:
             self._used[array] = place
         if whole and var not in self._from[var]:
             self._make(place, var)
 
     def _make(self, place: int, var: Any) -> None:
-        aval, size = var.aval, _bytes(var.aval)
+        aval = var.aval
+        size = _bytes(var.aval)
         kind = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
         if var in self._results and self._donated[kind]:
             self._donated[kind] -= 1
             size = 0
         self.made[place] = self.made.get(place, 0) + size
-        self._sizes[var], self._used[var], self._from[var] = size, place, frozenset([var])
+        self._sizes[var] = size
+        self._used[var] = place
+        self._from[var] = frozenset([var])
 
 
 def _state_of(eqn: Any) -> dict[int, Any]:
     """Results that take the place of an operand: by number of the result."""
-    params, name = eqn.params, eqn.primitive.name
+    params = eqn.params
+    name = eqn.primitive.name
     if name in _IN_PLACE:
         return {0: eqn.invars[0]}
     if name == "scan":
@@ -189,7 +194,7 @@ def _state_of(eqn: Any) -> dict[int, Any]:
 
 
 def _bytes(aval: Any) -> int:
-    """Of an array on one device."""
+    """Return the bytes of an array on one device."""
     shape = getattr(aval, "shape", ())
     if not hasattr(aval, "dtype") or not hasattr(aval.dtype, "itemsize"):
         return 0

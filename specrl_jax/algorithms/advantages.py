@@ -1,4 +1,4 @@
-"""From the rewards of a batch to the advantages of its tokens. Pure functions.
+"""Advantages of the tokens of a batch, from its rewards. Pure functions.
 
 `ADVANTAGES` holds every choice of `config.algorithm.advantage`. To add one, write a function with
 the signature of `Advantage.estimate` and add it to the table.
@@ -28,13 +28,14 @@ class AdvantageConfig:
 
     @classmethod
     def from_config(cls, config, group_size: int) -> "AdvantageConfig":
-        algorithm, critic = config.algorithm, config.critic
+        algorithm = config.algorithm
+        critic = config.critic
         by_group = algorithm.normalize_std, algorithm.leave_one_out
         return cls(group_size, *by_group, critic.gamma, critic.gae_lambda)
 
 
 class Estimate(NamedTuple):
-    """What an advantage function gives."""
+    """Result of an advantage function."""
 
     advantages: Array  # [B, R], 0 outside the mask
     returns: Array | None  # [B, R], the critic's targets; None without a critic
@@ -67,7 +68,8 @@ def group_relative(rewards: Array, config: AdvantageConfig, epsilon: float = 1e-
     rewards: float [B], of JAX, not split, or NumPy; B = Q·G, the rows of a group are contiguous.
     epsilon: ε, in units of reward.
     """
-    size, rows = config.group_size, rewards.shape[0]
+    size = config.group_size
+    rows = rewards.shape[0]
     xp = rewards.__array_namespace__()  # so that a report computes them without JAX's compiler
     groups = rewards.reshape(rows // size, size)
     # Measured from the group's first reward, equal rewards are zeros and their mean is exact.
@@ -133,7 +135,7 @@ def whiten(advantages: Array, mask: Array, epsilon: float = 1e-8) -> Array:
 def _estimate_by_group(
     rewards: Array, values: Array | None, mask: Array, config: AdvantageConfig
 ) -> Estimate:
-    """`group_relative`, the same for all tokens of a response."""
+    """Estimate by `group_relative`, the same for all tokens of a response."""
     whole = jax.sharding.reshard(rewards, jax.P(None))  # a group may lie on two devices
     advantages = group_relative(whole, config)
     advantages = jax.sharding.reshard(advantages, jax.typeof(rewards).sharding.spec)
@@ -144,7 +146,7 @@ def _estimate_by_group(
 def _estimate_by_gae(
     rewards: Array, values: Array, mask: Array, config: AdvantageConfig
 ) -> Estimate:
-    """`gae`, whitened, and what the critic explains of the returns."""
+    """Estimate by `gae`, whitened; measure what the critic explains of the returns."""
     advantages, returns = gae(rewards, values, mask, config)
     mean = masked_mean(returns, mask)
     variance = masked_mean(jnp.square(returns - mean), mask)
@@ -167,7 +169,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def has_critic(kind: str) -> bool:
-    """Whether `config.critic.kind` is the kind of a critic; else there is none."""
+    """Return whether `config.critic.kind` is the kind of a critic; else there is none."""
     return kind != "none"
 
 
@@ -176,7 +178,8 @@ def choose_advantage(config) -> Advantage:
 
     Raises ValueError where the advantage needs a critic and there is none, or the other way round.
     """
-    name, critic = config.algorithm.advantage, has_critic(config.critic.kind)
+    name = config.algorithm.advantage
+    critic = has_critic(config.critic.kind)
     fitting = {n: a for n, a in ADVANTAGES.items() if a.needs_critic == critic}
     if name == "auto":
         return next(iter(fitting.values()))

@@ -76,7 +76,8 @@ def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learne
 
 def _make_critic(config) -> Critic:
     settings = config.critic
-    rate, ramp_steps = settings.learning_rate, settings.schedule_warmup
+    rate = settings.learning_rate
+    ramp_steps = settings.schedule_warmup
     schedule = optax.join_schedules(
         [_ramp(rate, ramp_steps), optax.constant_schedule(rate)], [ramp_steps]
     )
@@ -93,7 +94,8 @@ SCHEDULES = {  # (peak, optimizer steps) → rate by step
 
 def make_schedule(settings, total_updates: int) -> optax.Schedule:
     """Learning rate by optimizer step of the policy, from `config.updates`."""
-    peak, ramp_steps = settings.learning_rate, settings.schedule_warmup
+    peak = settings.learning_rate
+    ramp_steps = settings.schedule_warmup
     after = SCHEDULES[settings.schedule](peak, max(total_updates - ramp_steps, 1))
     ramp = _ramp(peak, ramp_steps)
     return optax.join_schedules([ramp, after], [ramp_steps]) if ramp_steps else after

@@ -138,7 +138,7 @@ RATIOS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def k1(log_ratio: Array) -> Array:
-    """−d: unbiased, may be negative. As a loss its gradient is 0 in expectation: for reporting."""
+    """Return −d: unbiased, may be negative. Its gradient is 0 in expectation: for reporting."""
     return -log_ratio
 
 

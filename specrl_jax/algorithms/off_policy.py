@@ -1,4 +1,4 @@
-"""How far reused draft tokens are from the policy: measures and importance weights.
+"""Distance of reused draft tokens from the policy: measures and importance weights.
 
 At one position, with the draft from π_old and r = π / π_old, SPEC-RL's ratio rule emits
 

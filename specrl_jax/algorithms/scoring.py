@@ -27,7 +27,7 @@ from specrl_jax.types import Batch
 
 
 class Scores(NamedTuple):
-    """What the weights being trained say of tokens; float32, [m, T] or [n, R]."""
+    """Scores of tokens under the weights being trained; float32, [m, T] or [n, R]."""
 
     logprobs: Array  # nats, at the rollout's temperature
     entropy: Array  # nats
@@ -57,11 +57,14 @@ def pack_rows(
     lens = prompt_lens + response_lens
     if included is not None:
         lens = np.where(included, lens, 0)
-    packing, slots, pieces = PACKINGS[learner.packing], tokens.shape[1], shards("batch")
+    packing = PACKINGS[learner.packing]
+    slots = tokens.shape[1]
+    pieces = shards("batch")
     at_once = learner.micro_batch_size or len(rows)
     row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
     sequences, nodes = pack(tokens, lens, row_count * slots, packing)
-    used, size = len(sequences.tokens), at_once // row_count
+    used = len(sequences.tokens)
+    size = at_once // row_count
     size = -(-size // pieces) * pieces
     # There is at least one row in a sequence.
     shape = -(-len(rows) // size), size, row_count * slots
@@ -84,7 +87,8 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> tuple[Sequence
     """
     rows, width = tokens_BT.shape
     places = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape, out_sharding=spec("batch", None))
-    ends, parents = jnp.full_like(places, width), jnp.maximum(places - 1, 0)
+    ends = jnp.full_like(places, width)
+    parents = jnp.maximum(places - 1, 0)
     first = jnp.arange(rows) * width
     nodes = reshard(first, "batch")[:, None] + prompt_lens[:, None] + jnp.arange(slots)[None, :]
     return Sequences(tokens_BT, places, ends, parents), nodes
@@ -149,7 +153,7 @@ def _parents_hidden(model: Transformer, sequences: Sequences) -> Array:
 
 
 def _map_micro_batches(function: Callable[[Sequences], Array], packed: PackedRows) -> Array:
-    """`function(sequences)` [m, T] over the micro-batches that are used, for rows: [n, R]."""
+    """Map `function(sequences)` [m, T] over the micro-batches that are used; return [n, R]."""
 
     def step(index: Array, slots_MmT: Array) -> Array:
         part = jax.tree.map(lambda x: x[index], packed.sequences)

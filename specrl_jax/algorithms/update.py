@@ -34,7 +34,7 @@ def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
 
 @jax.jit
 def _make_batch(prompts_BP: Array, prompt_lens: Array, rollout: Rollout) -> Batch:
-    """The same, of prompts on the host: one program for all arrays."""
+    """Make the batch of prompts on the host by one program for all arrays."""
     prompt_lens = reshard(prompt_lens, "batch")
     return Batch(
         tokens=join(reshard(prompts_BP, "batch", None), prompt_lens, rollout.tokens),
@@ -132,7 +132,8 @@ def _gradients(
         if scores.values is not None:
             critic = learner.critic
             error, critic_sums = value_loss(scores.values, part, critic.clip, token_count)
-            total, sums = total + critic.coef * error, sums | critic_sums
+            total = total + critic.coef * error
+            sums = sums | critic_sums
         return total, sums
 
     def accumulate(index: Array, total: tuple[Weights, Sums]) -> tuple[Weights, Sums]:

@@ -59,7 +59,10 @@ SIZES = {
     "smollm2": {"rows": 256, "prompt_len": 512, "response_len": 256},
     "qwen3_1p7b": {"prompt_len": 512, "response_len": 256},
 }
-BANDWIDTH_GOAL, PEAK_GOAL, DRAFTS_GOAL, ERROR_GOAL = 0.7, 0.4, 2.5, 0.05
+BANDWIDTH_GOAL = 0.7
+PEAK_GOAL = 0.4
+DRAFTS_GOAL = 2.5
+ERROR_GOAL = 0.05
 LAST_BEGIN = 480.0  # seconds after the start, after which no further part begins
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 _KERNEL_SLOTS = 128  # of the cache of the check of numbers: a size that kernels take
@@ -77,12 +80,14 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
     config: of the training step, whose model, lengths and rows are replaced. name: of a size;
     None: those of `SIZES`, `tiny` on a CPU. changes: of the size's numbers, None for its own.
     """
-    on_cpu, start = jax.default_backend() == "cpu", time.perf_counter()
+    on_cpu = jax.default_backend() == "cpu"
+    start = time.perf_counter()
     names = [name] if name else ["tiny"] if on_cpu else list(SIZES)
     given = {key: value for key, value in changes.items() if value is not None}
     sizes = {n: choose(n, **({} if on_cpu else SIZES.get(n, {})) | given) for n in names}
     sizes = {n: _chosen_attention(size) for n, size in sizes.items()}
-    rows, failed = [], False
+    rows = []
+    failed = False
     for part_name, part in _parts(config, sizes).items():
         try:
             if (spent := time.perf_counter() - start) > LAST_BEGIN:
@@ -91,7 +96,8 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
                 rows.append(figure)
                 log(f"{time.perf_counter() - start:.0f} s: {figure}")
         except Exception as error:  # whatever a device or its compiler raises: the others go on
-            failed, first_line = True, f"{type(error).__name__}: {error}".splitlines()[0]
+            failed = True
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append({"figure": part_name, "met": "failed", "note": first_line})
             log(f"{part_name}: {first_line}")
     title = f"device: {'; '.join(f'{n} {size.describe()}' for n, size in sizes.items())}"
@@ -132,7 +138,8 @@ def _figure(
 
 def _repeat(call: Callable[[], float]) -> float:
     """The median of 2 to 20 calls, as many as `REPEAT_SECONDS` allow."""
-    start, values = time.perf_counter(), []
+    start = time.perf_counter()
+    values = []
     while len(values) < 2 or (len(values) < 20 and time.perf_counter() - start < REPEAT_SECONDS):
         values.append(call())
     return float(np.median(values))
@@ -143,7 +150,8 @@ def _repeat(call: Callable[[], float]) -> float:
 
 def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
     """Steps without drafts and with those that hold; then the peak of memory against the plan."""
-    config, seconds = _step_config(config, size), {}
+    config = _step_config(config, size)
+    seconds = {}
     for draft in ("none", "previous"):
         config.rollout.draft = draft
         seconds[draft] = _step_seconds(config)
@@ -157,7 +165,8 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
     used = ("prefill", "verify_tries", "verify_rows", "decode", "update")
     listed = {key: program for key, program in listed.items() if key in used}
     needed = memory_plan(planned, listed, CHIPS["h100"]).programs  # they do not depend on the chip
-    most, peak = max(needed, key=needed.get), stats.get("peak_bytes_in_use")
+    most = max(needed, key=needed.get)
+    peak = stats.get("peak_bytes_in_use")
     note = f"plan {needed[most] / 1e9:.2f} GB ({most}), peak "
     note += f"{peak / 1e9:.2f} GB" if peak else "unknown on this platform"
     yield _figure(f"memory, {name}", peak and peak / needed[most], "of the plan", note)
@@ -170,12 +179,16 @@ def _step_config(config, size: Size):
     sizes = ("family", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads")
     for field in (*sizes, "head_dim"):
         config.model[field] = getattr(size.model, field)
-    settings, updates = config.rollout, config.updates
+    settings = config.rollout
+    updates = config.updates
     settings.prompts_per_step = config.data.prompts = size.rows // settings.group_size
     settings.response_len = min(size.response_len, STEP_TOKENS)
-    settings.row_buckets, settings.adaptive = 1, False
-    updates.mini_batch_size, updates.skip_no_signal = size.rows, False
-    updates.learning_rate, updates.schedule = 1e-9, "constant"
+    settings.row_buckets = 1
+    settings.adaptive = False
+    updates.mini_batch_size = size.rows
+    updates.skip_no_signal = False
+    updates.learning_rate = 1e-9
+    updates.schedule = "constant"
     config.warmup.steps = config.evaluate.every = 0
     config.train.steps = 1_000
     return config
@@ -246,13 +259,16 @@ def _with_kernels(model: ModelConfig, slots: int) -> ModelConfig:
 def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """Logits [B, T, V] of the update's pass over packed rows, of prefill, of a decode step and of
     one of five tokens, at odd lengths."""
-    count, length, width = 4, 37, 5
+    count = 4
+    length = 37
+    width = 5
     tokens = np.random.default_rng(0).integers(model.vocab_size, size=(count, length))
     starts = put(np.arange(length - count, length, dtype=np.int32), "batch")
 
     @jax.jit
     def compute(params: Params, weights: Params, tokens: jax.Array, starts: jax.Array) -> dict:
-        update, policy = Transformer(model, params), Transformer(model, weights)
+        update = Transformer(model, params)
+        policy = Transformer(model, weights)
         # Two copies of a row in a sequence, of which neither sees the other.
         twice = jnp.concatenate([tokens, tokens], axis=1)
         depths = jnp.tile(jnp.arange(length), (count, 2))
@@ -285,7 +301,8 @@ def _case(size: Size, **changes: Any) -> Case:
 
 
 def _decode(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    case, live = _case(size), size.prompt_len + size.response_len // 2
+    case = _case(size)
+    live = size.prompt_len + size.response_len // 2
     run(case)  # compiles
     seconds = _repeat(lambda: run(case).step_seconds)
     share = decode_bytes(size.model, size.rows, live) / copy_rate() / seconds
@@ -295,34 +312,40 @@ def _decode(title: str, size: Size) -> Iterator[dict[str, Any]]:
 
 def _prefill(title: str, size: Size) -> Iterator[dict[str, Any]]:
     spec, weights, prompts, _ = _case(size).args
-    program, model = spec.program_for(spec.buckets(size.rows)), size.model
+    program = spec.program_for(spec.buckets(size.rows))
+    model = size.model
 
     def call() -> jax.Array:
         return prefill(program, weights, prompts.tokens)
 
     seconds_of(call)  # compiles
-    seconds, tokens = _repeat(lambda: seconds_of(call)), prompts.tokens.size
+    seconds = _repeat(lambda: seconds_of(call))
+    tokens = prompts.tokens.size
     flops = forward_flops(model, tokens, size.prompt_len // 2, scored=0)
     note = f"{1e3 * seconds:.1f} ms, {tokens:,} tokens"
     yield _figure(title, flops / matmul_rate(model.dtype) / seconds, "of peak", note)
 
 
 def _verification(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    case, model = _case(size), size.model
+    case = _case(size)
+    model = size.model
     case.keywords["drafts"] = DraftInputs(Drafts.of(case().rollout))
     stats = run(case).stats
-    seconds, scored = _repeat(lambda: run(case).stats.verify_seconds), size.rows * size.response_len
+    seconds = _repeat(lambda: run(case).stats.verify_seconds)
+    scored = size.rows * size.response_len
     # In one pass with the prompts, or after their prefill.
     tokens = scored + (0 if stats.prefill_seconds else case.args[2].tokens.size)
     slots = size.prompt_len + size.response_len // 2
     flops = forward_flops(model, tokens, slots, scored=scored)
-    share, accepted = flops / matmul_rate(model.dtype) / seconds, stats.accepted_tokens / scored
+    share = flops / matmul_rate(model.dtype) / seconds
+    accepted = stats.accepted_tokens / scored
     note = f"{seconds:.3f} s, {scored:,} draft tokens, {accepted:.0%} accepted"
     yield _figure(title, share, "of peak", note, PEAK_GOAL)
 
 
 def _suffix_drafts(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    plain, tree = _case(size), _case(size, tree=True)
+    plain = _case(size)
+    tree = _case(size, tree=True)
     rollout = run(plain).rollout
     stored = by_prompt(rollout.tokens, rollout.lens, GROUP)
     tree.keywords["drafts"] = DraftInputs(history=DraftHistory.from_store(*stored, GROUP))
@@ -334,9 +357,12 @@ def _suffix_drafts(title: str, size: Size) -> Iterator[dict[str, Any]]:
 
 def _by_hand(title: str, size: Size) -> Iterator[dict[str, Any]]:
     """A decode step of a rollout against one of plain `jnp` code, on a cache of zeros."""
-    case, rows, plain = _case(size), size.rows, size.model.replace(kernels=())
+    case = _case(size)
+    rows = size.rows
+    plain = size.model.replace(kernels=())
     seeds = np.random.default_rng(rows).integers(0, 2**32, (rows, 2), np.uint32)
-    ones, lens = np.ones(rows, np.int32), np.full(rows, size.prompt_len, np.int32)
+    ones = np.ones(rows, np.int32)
+    lens = np.full(rows, size.prompt_len, np.int32)
     begin = put(ones, "batch"), put(lens, "batch"), put(seeds, "batch", None)
 
     def by_hand() -> float:

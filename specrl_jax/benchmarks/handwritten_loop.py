@@ -71,7 +71,9 @@ def forward(
 
 
 def _attention(model: ModelConfig, w, x, turn, seen, position, layer):
-    rows, heads, kv = x.shape[0], model.num_heads, model.num_kv_heads
+    rows = x.shape[0]
+    heads = model.num_heads
+    kv = model.num_kv_heads
     qkv = (x @ w["qkv_proj"].reshape(model.embed_dim, -1)).reshape(
         rows, kv, heads // kv + 2, model.head_dim
     )

@@ -1,4 +1,4 @@
-"""What bounds a device, measured, and what the policy's programs ask of it, counted.
+"""Limits of a device, measured, and what the policy's programs ask of it, counted.
 
 Rates are those of a copy of a large array and of a large matrix product. Bytes and operations are
 the least that a program needs, padding and masked-out work not counted.

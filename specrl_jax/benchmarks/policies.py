@@ -18,7 +18,8 @@ from specrl_jax.models.transformer import Params, init_params, param_count
 from specrl_jax.types import Prompts
 
 GROUP = 8  # responses a prompt
-_EMBED_STD, _LOGIT_STD = 0.02, 2.0
+_EMBED_STD = 0.02
+_LOGIT_STD = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Size:
     def __post_init__(self):
         least = {"rows": GROUP, "response_len": 2, "max_width": 2}
         for name in (field.name for field in dataclasses.fields(self)[1:]):
-            value, bound = getattr(self, name), least.get(name, 1)
+            value = getattr(self, name)
+            bound = least.get(name, 1)
             if value < bound:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= {bound}, got {value}")
         if self.rows % GROUP:

@@ -1,4 +1,4 @@
-"""What a benchmark reports: one table, and the same figures for a JSON file."""
+"""Report of a benchmark: one table, and the same figures for a JSON file."""
 
 import dataclasses
 import os
@@ -38,7 +38,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """Describe the machine that the figures come from."""
     return measure_steps.machine() | {"load": round(os.getloadavg()[0], 1)}
 
 

@@ -28,22 +28,26 @@ from specrl_jax.types import Drafts, Rollout
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
 LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
 VERIFY_WIDTH = 128
-_LENGTHS_SEED, _CORRUPTION_SEED = 1, 2
+_LENGTHS_SEED = 1
+_CORRUPTION_SEED = 2
 
 
 def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Report:
     """Seconds of the naive loop, of the plain rollout, and of every kind of draft; see `choose`."""
     size = choose(name, **changes)
     lens = drawn_lengths(size)
-    weights, prompts = random_weights(size.model), random_prompts(size, size.rows)
+    weights = random_weights(size.model)
+    prompts = random_prompts(size, size.rows)
     inputs = weights, prompts, Noise(jax.random.key(0), 1)
-    naive, plain = make_spec(size, one_bucket=True), make_spec(size)
+    naive = make_spec(size, one_bucket=True)
+    plain = make_spec(size)
     tree = make_spec(size, tree=True)
     cases = {
         "naive loop": functools.partial(generate, naive, *inputs, max_lens=lens),
         "no drafts": functools.partial(generate, plain, *inputs, max_lens=lens),
     }
-    rollout, rng = run(cases["no drafts"]).rollout, np.random.default_rng(_CORRUPTION_SEED)
+    rollout = run(cases["no drafts"]).rollout
+    rng = np.random.default_rng(_CORRUPTION_SEED)
     for lost, rate in LOST.items():
         previous, stored = make_drafts(rollout, rate, size.model.vocab_size, rng)
         history = DraftHistory.from_store(*stored, GROUP)
@@ -119,7 +123,8 @@ def make_drafts(
     and another such copy for tree drafts, see `by_prompt`."""
     tokens, copies = (corrupt(rollout.tokens, rate, vocab, rng) for _ in range(2))
     flat = ("batch", None)
-    logprobs, steps = put(rollout.sampling_logprobs, *flat), put(np.zeros_like(tokens), *flat)
+    logprobs = put(rollout.sampling_logprobs, *flat)
+    steps = put(np.zeros_like(tokens), *flat)
     lens = put(rollout.lens, "batch")
     previous = Drafts(put(tokens, *flat), lens, logprobs, logprobs, steps)
     return previous, by_prompt(copies, rollout.lens, GROUP)

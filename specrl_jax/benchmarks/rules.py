@@ -39,11 +39,14 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     if drift is None:
         drift = min(len(trainer.prompts.lens) // config.rollout.prompts_per_step, _LONGEST_DRIFT)
     weights, prompts, drafts = _train_and_draft(trainer, params, drift)
-    lens, rows, plain = jax.device_get(drafts.lens), [], []
+    lens = jax.device_get(drafts.lens)
+    rows = []
+    plain = []
     for label, spec, inputs in _cases(trainer, drafts):
         case = functools.partial(generate, spec, weights, prompts, drafts=inputs)
         runs = _with_noises(case, trainer.key, drift + 2, repeats)
-        plain, kept = plain or runs, np.array([x.rollout.prefix_lens for x in runs])
+        plain = plain or runs
+        kept = np.array([x.rollout.prefix_lens for x in runs])
         row = {"rule": label, "seconds": spread(x.seconds for x in runs)}
         row["over_plain"] = spread(a.seconds / b.seconds for a, b in zip(plain, runs))
         row["tokens_kept"] = spread(np.mean(kept, axis=1))
@@ -59,7 +62,8 @@ def _train_and_draft(
     trainer: Trainer, params: Params, drift: int
 ) -> tuple[Params, Prompts, Drafts]:
     """A policy, prompts, and responses of the policy that it was `drift` GRPO steps before."""
-    state, size = init_state(trainer, params), trainer.config.rollout.prompts_per_step
+    state = init_state(trainer, params)
+    size = trainer.config.rollout.prompts_per_step
     older = policy_copy(trainer.model, state.train.params)
     with trainer.scorer.pool:
         for _ in range(drift):
@@ -71,7 +75,8 @@ def _train_and_draft(
 
 def _cases(trainer: Trainer, drafts: Drafts) -> list[tuple[str, RolloutSpec, DraftInputs]]:
     """No drafts; every rule; and a lenient one with the config's lenience too."""
-    cases, spec = [("no drafts", trainer.rollout_spec, DraftInputs())], trainer.rollout_spec
+    cases = [("no drafts", trainer.rollout_spec, DraftInputs())]
+    spec = trainer.rollout_spec
     for name, rule in ACCEPTANCE_RULES.items():
         of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
         lenient = rule.lenient_share is not None

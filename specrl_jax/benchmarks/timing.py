@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Of a decode step, in the mean."""
+        """Seconds of a decode step, in the mean."""
         return self.stats.decode_seconds / self.stats.decode_steps
 
 
@@ -50,7 +50,7 @@ def run(case: Case) -> Run:
 
 
 def run_in_turn(cases: Mapping[str, Case], repeats: int, log: Log) -> dict[str, list[Run]]:
-    """`repeats` runs of every case, after those in which it compiles and its choices settle."""
+    """Run every case `repeats` times, after runs in which it compiles and its choices settle."""
     for name, case in cases.items():
         for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
             run(case)
@@ -64,8 +64,10 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
 
     baselines: `over_NAME` is how many times as fast the case is as these runs.
     """
-    stats, rollout = runs[-1].stats, runs[-1].rollout
-    tokens, seconds = int(rollout.lens.sum()), spread(run.seconds for run in runs)
+    stats = runs[-1].stats
+    rollout = runs[-1].rollout
+    tokens = int(rollout.lens.sum())
+    seconds = spread(run.seconds for run in runs)
     row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
     for name, slow in baselines.items():
         row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
@@ -77,6 +79,7 @@ def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
 
 def make_speculation(spec: RolloutSpec, rows: int) -> Speculation:
     """Chooses widths and learns as in training; a prompt has as many stored responses as rows."""
-    program, folder = spec.program_for(spec.buckets(rows)), cache_folder() / "step_costs"
+    program = spec.program_for(spec.buckets(rows))
+    folder = cache_folder() / "step_costs"
     sizes = rows // spec.group_size, spec.group_size
     return Speculation(timer=measure_steps.StepTimer(program, *sizes, folder))

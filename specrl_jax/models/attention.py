@@ -41,7 +41,8 @@ def attend(
         return kernel_module(platform()).attend(q_BTNH, layer, start_B, kv_heads)
     slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
     if is_flat(layer):
-        reference, held = functools.partial(_flat_reference, kv_heads=kv_heads), layer
+        reference = functools.partial(_flat_reference, kv_heads=kv_heads)
+        held = layer
     else:
         held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
         reference = functools.partial(_reference, ends_BS=None)
@@ -154,7 +155,8 @@ def _windowed(
     inputs = q_BTNH, k_BKHS, v_BKSH, ends_BS
     if ends_BS is None or not start:
         return attend(0, *inputs)
-    firsts, size = [], queries
+    firsts = []
+    size = queries
     while (first := stop - size) > 0:
         firsts.append(first)
         size *= 2
@@ -177,7 +179,8 @@ def _reference(
     softmax and both products; `where` would be one more pass over the scores.
     """
     batch, queries, heads, head_dim = q_BTNH.shape
-    kv_heads, groups = k_BKHS.shape[1], heads // k_BKHS.shape[1]
+    kv_heads = k_BKHS.shape[1]
+    groups = heads // k_BKHS.shape[1]
 
     # Each reshape names its layout: with one key/value head JAX would split another axis.
     def reshape(x: Array, sizes: tuple[int, ...], *axes: str | None) -> Array:
@@ -197,7 +200,7 @@ def _reference(
 def _flat_reference(
     q_BTNH: Array, k_BSC: Array, v_BSC: Array, slots_BT: Array, kv_heads: int
 ) -> Array:
-    """`_reference` of keys and values whose heads lie side by side, read where they lie.
+    """Compute `_reference` of keys and values whose heads lie side by side, where they lie.
 
     To cut them into heads would copy the cache. So a query is 0 in the places of the other heads,
     and of all weighted values it keeps its own head's: K times the products.

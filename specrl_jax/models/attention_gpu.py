@@ -24,13 +24,14 @@ except ImportError:
     decode_attention = None
 
 AHEAD_OF_TIME = ("decode",)  # cuDNN needs the device
-_LEAST_BLOCK, _BLOCK = 16, 64  # slots
+_LEAST_BLOCK = 16  # slots
+_BLOCK = 64
 _SPLITS = 16  # parts of a row that are computed side by side
 _INTERPRET = False  # for tests
 
 
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
-    """Why the kernel for `use` cannot take this model and cache of `slots`; "" where it can."""
+    """Return why the kernel for `use` cannot take the model and a cache of `slots`, or ""."""
     size = model.head_dim
     if use == "decode":
         if decode_attention is None:
@@ -45,7 +46,7 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
 
 
 def attend(q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int) -> Array:
-    """`attention.attend`."""
+    """Compute `attention.attend`."""
     local = _decode if q_BTNH.shape[1] == 1 else _verify
     held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
     return on_shards(local, q_BTNH, *held, start_B, like=q_BTNH)
@@ -80,7 +81,7 @@ def _verify(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Arra
 
 
 def attend_packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
-    """`attention.attend_packed`, with its gradient."""
+    """Compute `attention.attend_packed`, with its gradient."""
     ends = () if ends_BT is None else (ends_BT,)
     return on_shards(_packed, q_BTNH, k_BTKH, v_BTKH, *ends, like=q_BTNH)
 
@@ -100,7 +101,7 @@ def _packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *ends: Array) -> Array:
 
 
 def _cudnn(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:
-    """mask: bool, True where a query sees a key; None: causal."""
+    """Attend by cuDNN. mask: bool, True where a query sees a key; None: causal."""
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,

@@ -20,16 +20,18 @@ from specrl_jax.sharding import on_shards, shards
 
 AHEAD_OF_TIME = ("decode", "verify", "packed")  # these compile where the device is absent
 _LANES = 128
-_LEAST_PAGE, _PAGE = 16, 128  # slots
+_LEAST_PAGE = 16  # slots
+_PAGE = 128
 _SLOTS_AT_ONCE = 256  # of a row that are read ahead; a row reads at most so many too many
-_ROWS_AT_ONCE, _QUERIES_AT_ONCE = 8, 128
+_ROWS_AT_ONCE = 8
+_QUERIES_AT_ONCE = 128
 _BLOCK = 512  # queries, and keys, of a block of a packed sequence
 _INTERPRET = False  # of packed sequences, for tests
 _OUTPUTS = "packed_attention"  # what the backward pass keeps; masks are made again
 
 
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
-    """Why the kernel for `use` cannot take this model and cache of `slots`; "" where it can."""
+    """Return why the kernel for `use` cannot take the model and a cache of `slots`, or ""."""
     if use == "packed":
         return ""
     if model.head_dim % _LANES:
@@ -44,7 +46,7 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
 
 
 def attend(q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int) -> Array:
-    """`attention.attend` of a cache whose layers are one array; its shape says kv_heads."""
+    """Compute `attention.attend` of a cache whose layers are one array; its shape says kv_heads."""
     return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
 
 
@@ -68,7 +70,7 @@ def _attend_on_shard(q_BTNH: Array, kv_BSCH: Array, start_B: Array) -> Array:
 
 
 def attend_packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
-    """`attention.attend_packed`, with its gradient."""
+    """Compute `attention.attend_packed`, with its gradient."""
     ends = () if ends_BT is None else (ends_BT,)
     return on_shards(_packed_on_shard, q_BTNH, k_BTKH, v_BTKH, *ends, like=q_BTNH)
 

@@ -1,4 +1,4 @@
-"""What sets one family of decoders apart from another: one row of `FAMILIES` for each.
+"""Differences between families of decoders: one row of `FAMILIES` for each.
 
 A new family is a row here; new tensors are rows of `parameters.LAYER`.
 """
@@ -29,7 +29,7 @@ class Family:
         return defaults if self.head_dim is None else defaults | {"head_dim": self.head_dim}
 
     def switches(self, fields: Mapping[str, Any]) -> dict[str, bool]:
-        """`ModelConfig`'s switches for the `bias_fields` of a config.json."""
+        """Return `ModelConfig`'s switches for the `bias_fields` of a config.json."""
         bias, mlp_bias = (
             name in self.bias_fields and bool(fields.get(name))
             for name in ("attention_bias", "mlp_bias")

@@ -54,7 +54,7 @@ def read(
 
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(metadata without the vocabulary, tensors), both by name."""
+    """Return (metadata without the vocabulary, tensors), both by name."""
     from gguf import GGUFReader
 
     with one_line(f"{file} must be a whole GGUF file"):
@@ -67,7 +67,7 @@ def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_offsets(reader: Any) -> None:
-    """Whether each tensor begins where the one before it ends, as llama.cpp demands."""
+    """Raise ValueError unless each tensor begins where the one before it ends, as in llama.cpp."""
     begin = reader.data_offset
     for tensor in reader.tensors:
         if (got := tensor.data_offset) != begin:
@@ -118,7 +118,7 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
 
 
 def _check_counts(file: Path, metadata: dict[str, Any], family: str) -> None:
-    """Whether what this file computes with is there; `hf_config` checks all the rest."""
+    """Check the numbers that this file computes with; `hf_config` checks all the rest."""
     counts = {"embedding_length": _MAX_SIZE, "block_count": MAX_LAYERS}
     counts |= {"attention.head_count": _MAX_SIZE, "attention.key_length": _MAX_SIZE}
     given = {f"{family}.attention.key_length": 1} | metadata  # it alone may be absent
@@ -139,7 +139,7 @@ def _rows(stored: dict[str, Any], name: str) -> int:
 
 
 def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[str, Any]:
-    """`rope_parameters` whose scaled frequencies have these divisors [H/2]."""
+    """Return the `rope_parameters` whose scaled frequencies have these divisors [H/2]."""
     rope = _LLAMA3 | {"rope_theta": config["rope_theta"], "factor": float(divisors.max())}
     length, low, high = (
         rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")

@@ -104,7 +104,8 @@ def _open(source: str) -> Checkpoint:
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    single, index = path / "model.safetensors", path / _INDEX
+    single = path / "model.safetensors"
+    index = path / _INDEX
     config = read_json(path / "config.json")
     if single.is_file():
         shards = [single]

@@ -100,7 +100,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _size(values: Mapping[str, Any], name: str, file: str) -> int:
-    value, most = values.get(name), _MOST.get(name, MAX_INT)
+    value = values.get(name)
+    most = _MOST.get(name, MAX_INT)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{file}: {name} must be a positive integer, got {value!r}")
     if value > most:
@@ -112,7 +113,8 @@ def _number(
     values: Mapping[str, Any], name: str, bounds: tuple[float, float], file: str, path: str = ""
 ) -> float:
     """The number under `name`; `path` is what its name begins with in the file."""
-    value, (low, high) = values.get(name), bounds
+    value = values.get(name)
+    low, high = bounds
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         rule = f"must be a number in [{low:g}, {high:g}]"
         raise ValueError(f"{file}: {path}{name} {rule}, got {value!r:.40}")
@@ -125,7 +127,8 @@ def _switch(values: Mapping[str, Any], name: str, file: str) -> None:
 
 
 def _refuse_windows(values: Mapping[str, Any], file: str) -> None:
-    window, first = values.get("sliding_window", 4096), values.get("max_window_layers", 28)
+    window = values.get("sliding_window", 4096)
+    first = values.get("max_window_layers", 28)
     layers = _size(values, "num_hidden_layers", file)
     _switch(values, "use_sliding_window", file)
     if values.get("use_sliding_window") and not (isinstance(first, int) and first >= layers):

@@ -38,14 +38,14 @@ _LOGICAL = {"B": "batch", "K": "kv_heads", "C": "kv_heads", "H": None, "S": None
 
 
 def _axes(layer: Layer) -> tuple[str, ...]:
-    """Of the arrays of a layer."""
+    """Return the axes of each array of a layer."""
     if len(layer) == 1:
         return _BOTH
     return _FLAT if is_flat(layer) else AXES.get(platform(), AXES["cpu"])
 
 
 def is_flat(layer: Layer) -> bool:
-    """Whether the heads of a layer lie side by side: keys and values are [B, S, C]."""
+    """Return whether the heads of a layer lie side by side: keys and values are [B, S, C]."""
     return layer[0].ndim == 3
 
 
@@ -54,10 +54,12 @@ def _shapes(config: ModelConfig, rows: int, slots: int) -> list[tuple[str, tuple
     sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
     every = AXES.get(platform(), AXES["cpu"])
     if platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
-        every, sizes["K"] = _BOTH, 2 * config.num_kv_heads
+        every = _BOTH
+        sizes["K"] = 2 * config.num_kv_heads
     elif platform() == "tpu" and config.head_dim % _LANES:
         own = config.num_kv_heads // shards("kv_heads") * config.head_dim
-        every, sizes["C"] = _FLAT, shards("kv_heads") * (own + -own % _LANES)
+        every = _FLAT
+        sizes["C"] = shards("kv_heads") * (own + -own % _LANES)
     return [(axes, tuple(sizes[axis] for axis in axes)) for axes in every]
 
 
@@ -93,7 +95,7 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
 
 
 def _flatten(x_BTKH: Array, size: int) -> Array:
-    """[B, T, C = size]"""
+    """Return [B, T, C = size], the heads side by side."""
     rows, tokens, heads, head_dim = x_BTKH.shape
     pieces = shards("kv_heads")
     own = heads // pieces * head_dim
@@ -103,9 +105,10 @@ def _flatten(x_BTKH: Array, size: int) -> Array:
 
 
 def _into_heads(x_BSC: Array, heads: int, head_dim: int) -> Array:
-    """[B, S, K, H]"""
+    """Return [B, S, K, H]."""
     rows, slots, size = x_BSC.shape
-    pieces, axes = shards("kv_heads"), ("batch", None, "kv_heads", None)
+    pieces = shards("kv_heads")
+    axes = ("batch", None, "kv_heads", None)
     x = reshape(x_BSC, (rows, slots, pieces, size // pieces), *axes)
     return reshape(x[..., : heads // pieces * head_dim], (rows, slots, heads, head_dim), *axes)
 

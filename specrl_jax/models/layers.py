@@ -53,7 +53,8 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
         q = jnp.reshape(q, shape, out_sharding=spec(*axes))
         return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
 
-    joined, separate = {}, set()
+    joined = {}
+    separate = set()
     for kind in ("proj", "bias"):
         if f"q_{kind}" in layer:
             joined[f"qkv_{kind}"] = heads(kind)
@@ -106,7 +107,7 @@ def apply_rope(x_BTNH: Array, rope: tuple[Array, Array], scale: float = 1.0) -> 
 
 
 class Place(NamedTuple):
-    """Where the T tokens of a call are, and who sees whom."""
+    """Places of the T tokens of a call, and who sees whom."""
 
     starts: Array | None = None  # int32 [B], cache slot of each row's first token; None: 0
     ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
@@ -167,7 +168,7 @@ class Attention(LayerModule):
         return self._output(attended), cache
 
     def _output(self, out_BTNH: Array) -> Array:
-        """[B, T, D]. As one product over A: over N and H, XLA on CPU copies the weight."""
+        """Return [B, T, D], by one product over A: over N and H, XLA on CPU copies the weight."""
         flat = (*out_BTNH.shape[:2], -1)
         out_BTA = jnp.reshape(out_BTNH, flat, out_sharding=spec("batch", None, "heads"))
         weight = self.weight("o_proj")

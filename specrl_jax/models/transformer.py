@@ -87,7 +87,7 @@ class Transformer(nnx.Module):
 
     @property
     def head(self) -> Array:
-        """[V, D], as the parameters hold it: `lm_head`, or the embeddings that stand in for it."""
+        """Head [V, D] as the parameters hold it: `lm_head`, or the embeddings in its place."""
         return (self.embed if self.lm_head is None else self.lm_head)[...]
 
     def logits(self, hidden: Array) -> Array:
@@ -179,7 +179,8 @@ def check_mesh(config: ModelConfig) -> None:
         ("embed_dim", "embed"),
         ("vocab_size", "vocab"),
     ):
-        size, pieces = getattr(config, field), shards(axis, stored=True)
+        size = getattr(config, field)
+        pieces = shards(axis, stored=True)
         if size % pieces:
             names = " x ".join(f"mesh.{name}" for name in mesh_axes(axis, stored=True))
             raise ValueError(
@@ -196,7 +197,8 @@ def init_params(config: ModelConfig, key: Array) -> Params:
     depth = (2 * config.num_layers) ** -0.5
 
     def init(path, parameter: jax.ShapeDtypeStruct) -> Array:
-        name, shape = path[-1].key, parameter.shape
+        name = path[-1].key
+        shape = parameter.shape
         if name.endswith("norm"):
             return jnp.ones(shape)
         if name.endswith("bias"):

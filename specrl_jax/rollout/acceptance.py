@@ -1,4 +1,4 @@
-"""Which draft tokens are accepted, and what the token after them is sampled from.
+"""Acceptance of draft tokens, and the distribution of the token after them.
 
 An acceptance rule looks at one row's draft from left to right. The accepted tokens are the
 *verified prefix*; the token after it is sampled from the policy π, or from a *residual* of it.
@@ -28,7 +28,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """What the token after the verified prefix is sampled from, see `residual_scores`."""
+    """Distribution of the token after the verified prefix, see `residual_scores`."""
 
     other_tokens: Array  # bool [b], the draft's outcome "other tokens" was accepted
     log_scale: Array  # float32 [b], log P of the verified prefix; inf: sample from π
@@ -36,7 +36,7 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What a rule reads of W draft positions of b rows; log-probs are float32 nats."""
+    """Inputs of a rule at W draft positions of b rows; log-probs are float32 nats."""
 
     draft_len: Array  # int32 [b], draft tokens among these positions
     logprobs: Array  # [b, W], of the draft tokens under π
@@ -110,12 +110,12 @@ class Ratio(AcceptanceRule):
 
     @staticmethod
     def importance_weight(log_ratio, log_lenience, rejected_mass):
-        """(1 - d) max(r, 1 / ℓ): π over the part of the emitted distribution that is accepted."""
+        """Return (1 - d) max(r, 1 / ℓ): π over the accepted part of the emitted distribution."""
         return (1 - rejected_mass) * jnp.exp(jnp.maximum(log_ratio, -log_lenience))
 
     @staticmethod
     def lenient_share(log_ratio, log_lenience):
-        """1 - min(1, r) / min(1, ℓ r)."""
+        """Return 1 - min(1, r) / min(1, ℓ r)."""
         lenience = jnp.where(log_lenience > 0, log_lenience, 0.0)
         return -jnp.expm1(jnp.minimum(log_ratio, 0) - jnp.minimum(log_ratio + lenience, 0))
 
@@ -199,7 +199,7 @@ def count_leading(accept_BW: Array, lens_B: Array) -> Array:
 
 
 def in_top(tokens: Array, top_ids: Array) -> Array:
-    """Whether tokens [...] are among top_ids [..., k], bool [...]."""
+    """Return whether tokens [...] are among top_ids [..., k], bool [...]."""
     return jnp.any(tokens[..., None] == top_ids, axis=-1)
 
 
@@ -226,7 +226,7 @@ def residual_scores(
 
 
 def _with_others(top_logprobs: Array) -> Array:
-    """[..., k] → [..., k + 1]: the log-mass of all other tokens after."""
+    """Append the log-mass of all other tokens: [..., k] → [..., k + 1]."""
     rest = 1.0 - jnp.sum(jnp.exp(top_logprobs), axis=-1, keepdims=True)
     return jnp.concatenate([top_logprobs, jnp.log(jnp.maximum(rest, 0.0))], axis=-1)
 

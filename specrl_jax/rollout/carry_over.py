@@ -1,4 +1,4 @@
-"""What one rollout leaves to the next: `CarryOver` goes in, `RunAhead` and `Resumed` come out.
+"""State between two rollouts: `CarryOver` goes in, `RunAhead` and `Resumed` come out.
 
 *Run-ahead* (SRT, arXiv 2601.09083): prompts of the next step are rolled out in places that would be
 idle, with that step's noise. Their tokens are drafts for the match rule, so they change nothing.
@@ -53,8 +53,8 @@ class RunAhead(StatePart):
         return self.drafts if previous is None else _over(self.drafts, previous)
 
     def sources(self, prompts: Prompts) -> tuple[Array, Array]:
-        """What was begun for `prompts`, for tree drafts: tokens [Q, G, R], lens [Q, G], whole on
-        every device; lengths 0 where it was begun for others."""
+        """Return what was begun for `prompts`, for tree drafts: tokens [Q, G, R], lens [Q, G],
+        whole on every device. Lengths are 0 where it was begun for others."""
         own = self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
         tokens, lens = reshard(self.drafts.tokens, None, None), reshard(self.drafts.lens, None)
         lens = lens if own else jnp.zeros_like(lens)
@@ -79,7 +79,7 @@ def _over(drafts: Drafts, previous: Drafts) -> Drafts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialRows:
-    """What B rows hold."""
+    """Tokens and state that B rows hold."""
 
     rollout: Rollout  # their responses so far
     done: Array  # bool [B]
@@ -98,7 +98,7 @@ class Resumed(StatePart):
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
-        """For X * G = `rows` rows of `slots` response slots and the k likeliest tokens."""
+        """Return X * G = `rows` empty rows of `slots` response slots and the k likeliest tokens."""
         rollout = empty_rollout(rows, slots, k)
         return cls(PartialRows(rollout, rollout.lens > 0, rollout.lens))
 
@@ -135,7 +135,7 @@ def restore(all_rows: DecodeState, held: PartialRows) -> DecodeState:
 
 @dataclasses.dataclass(frozen=True)
 class CarryOver:
-    """What a rollout takes up from earlier ones, and what it may leave to the next."""
+    """Work that a rollout takes up from earlier ones, and that it may leave to the next."""
 
     next_prompts: Prompts | None = None  # of step + 1, for run-ahead
     # Their prompts come first among the rollout's, which ends once `stop_after_groups` are done.
@@ -151,7 +151,7 @@ class CarryOver:
 
 @jax.jit
 def append_forced(held: PartialRows, tokens: Array, lens: Array) -> PartialRows:
-    """What rows hold, with `lens` [B] tokens of `tokens` [B, O] after it that no policy drew."""
+    """Append to rows `lens` [B] tokens of `tokens` [B, O], which no policy drew."""
     rollout = held.rollout
     positions = jnp.arange(rollout.tokens.shape[1])[None, :]
     new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])

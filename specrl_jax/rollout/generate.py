@@ -57,7 +57,7 @@ class RolloutResult:
         return _rows_of(self.groups, len(self.rollout.lens) // len(self.groups))
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of `metrics.METRICS`."""
+        """Return figures under the names of `metrics.METRICS`."""
         values = self.stats.metrics()
         if self.run_ahead is not None:
             begun = hosts.fetch(self.run_ahead.drafts.lens)
@@ -116,8 +116,9 @@ def generate(
 
 
 def _held_rows(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:
-    """What all rows hold, on the device; None: nothing."""
-    resumed, group = carry_over.resumed, spec.group_size
+    """Return what all rows hold, on the device; None: nothing."""
+    resumed = carry_over.resumed
+    group = spec.group_size
     if resumed is None:
         return carry_over.partial_rows
     return take(resumed.rows, np.arange(len(resumed.steps) * group), len(prompts.lens) * group)
@@ -159,7 +160,8 @@ def _requests(
         prompts = select(concatenate(prompts, carry_over.next_prompts), order)
         noise_steps = np.where(order < len(noise_steps), step, step + 1)
     nothing = np.zeros(len(prompts.lens) * spec.group_size, np.int32)
-    held_lens, done = nothing, nothing > 0
+    held_lens = nothing
+    done = nothing > 0
     if held is not None:
         held_lens, done = hosts.fetch((held.rollout.lens, held.done))
     return Requests(
@@ -194,10 +196,12 @@ def _start(
 ) -> tuple[DecodeState, Requests, DraftInputs, np.ndarray]:
     """All rows as they begin, requests and drafts with the drafts to verify, and int32 [B], draft
     tokens that rows had when they began."""
-    steps, draft_lens = requests.noise_steps, np.zeros_like(requests.draft_lens)
+    steps = requests.noise_steps
+    draft_lens = np.zeros_like(requests.draft_lens)
     all_rows = start_all_rows(program, requests.prompts, noise, steps, max_lens)
     if held is not None:
-        all_rows, draft_lens = restore(all_rows, held), hosts.fetch(held.draft_lens)
+        all_rows = restore(all_rows, held)
+        draft_lens = hosts.fetch(held.draft_lens)
     if (previous := drafts.previous) is not None:
         lens, cut_lens = cut_drafts(spec, all_rows, previous.lens)
         draft_lens = draft_lens + np.maximum(hosts.fetch(lens) - requests.held_lens, 0)
@@ -213,7 +217,8 @@ def _drafts_for(
 ) -> DraftInputs:
     """Drafts of all rows, in their order. Those of `partial_rows` begin with what is held; others
     are left out where a group holds tokens."""
-    previous, history = drafts.previous, drafts.history
+    previous = drafts.previous
+    history = drafts.history
     group = len(requests.done) // len(order)
     if carry_over.next_prompts is not None:
         if previous is not None:
@@ -237,7 +242,8 @@ def _without_next_step(
     result: RolloutResult, prompts: Prompts, next_prompts: Prompts, order: np.ndarray
 ) -> RolloutResult:
     """The train rows; those of the next step's prompts as drafts."""
-    places, num_train = np.argsort(order), len(prompts.lens)
+    places = np.argsort(order)
+    num_train = len(prompts.lens)
     group = len(result.draft_lens) // len(order)
     train, next_step = (_rows_of(x, group) for x in np.split(places, [num_train]))
     names = tuple(example.prompt_id for example in next_prompts.examples)

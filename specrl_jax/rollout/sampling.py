@@ -32,7 +32,7 @@ MOST_ROWS = 384  # C, at most: 3 · 2^7, so that meshes that cut 3, 4, 8 ... hea
 
 
 class Purpose(enum.IntEnum):
-    """What noise is for: the uniform that rejects a token must not sample its successor."""
+    """Purpose of noise: the uniform that rejects a token must not sample its successor."""
 
     ACCEPT = 0
     SAMPLE = 1
@@ -80,7 +80,8 @@ def exponentials(seeds_B2: Array, positions: Array, ids: Array) -> Array:
 
     ids: integers [B or 1, ..., n].
     """
-    position, ids = positions.astype(jnp.uint32), ids.astype(jnp.uint32)
+    position = positions.astype(jnp.uint32)
+    ids = ids.astype(jnp.uint32)
     shape = (-1, *(1,) * (positions.ndim - 1))
     seed, seed2 = (reshard(seeds_B2[:, i], "batch").reshape(shape) for i in (0, 1))
     first = _hash(position, seed, seed2)
@@ -93,7 +94,7 @@ def exponentials(seeds_B2: Array, positions: Array, ids: Array) -> Array:
 
 
 def _hash(x: Array, seed: Array, seed2: Array) -> Array:
-    """32-bit mix of a counter with two seeds (two rounds of the murmur3 finaliser)."""
+    """Mix a counter with two seeds, 32 bits (two rounds of the murmur3 finaliser)."""
     x = (x * jnp.uint32(0x9E3779B9)) ^ seed
     for constant, shift, salt in ((0x85EBCA6B, 16, seed2), (0xC2B2AE35, 13, seed)):
         x = (x ^ (x >> shift)) * jnp.uint32(constant)
@@ -162,7 +163,8 @@ def sample(
     row_ids = _row_ids(rows)[leading]
     if length == 1:
         # The only column wins. Dropped first: sums beside an axis of one take ten times as long.
-        won, top = jnp.zeros_like(positions), jnp.max(folded[..., 0], axis=-1, keepdims=True)
+        won = jnp.zeros_like(positions)
+        top = jnp.max(folded[..., 0], axis=-1, keepdims=True)
         inside = folded[..., 0] - top
         log_mass = jnp.log(jnp.sum(jnp.exp(inside), axis=-1))
     else:
@@ -181,8 +183,8 @@ def sample(
 
 
 def _fold(scores: Array) -> Array:
-    """[..., V] → [..., C, N], the same on every mesh. C is split like the vocabulary, so that what
-    goes on along N stays on a device; where it does not divide, the scores are gathered first."""
+    """Fold [..., V] → [..., C, N], the same on every mesh. C is split like the vocabulary, so that
+    work along N stays on a device; where C does not divide, the scores are gathered first."""
     vocab = scores.shape[-1]
     rows = vocab if vocab < SHORT else math.gcd(vocab, MOST_ROWS)
     axes = jax.typeof(scores).sharding.spec[:-1]
@@ -200,7 +202,7 @@ def _row_ids(rows: int) -> Array:
 
 
 def _column(folded: Array, index: Array) -> Array:
-    """[..., C]: of [..., C, N] the column `index` int32 [...]."""
+    """Take the column `index` int32 [...] of [..., C, N]: [..., C]."""
     index = jnp.broadcast_to(index[..., None, None], (*folded.shape[:-1], 1))
     index = jax.sharding.reshard(index, jax.typeof(folded).sharding.spec)
     return jnp.take_along_axis(folded, index, axis=-1)[..., 0]

@@ -23,13 +23,15 @@ def stream(
     rows = len(prompts.lens) * spec.group_size
     buckets = spec.buckets(rows)
     program = spec.program_for(buckets)
-    nothing, noise_steps = np.zeros(rows, np.int32), np.full(len(prompts.lens), noise.step)
+    nothing = np.zeros(rows, np.int32)
+    noise_steps = np.full(len(prompts.lens), noise.step)
     requests = Requests(prompts, noise_steps, rows, nothing, nothing > 0, nothing)
     all_rows = start_all_rows(program, prompts, noise, noise_steps)
     runner = ModelRunner(program, buckets, weights, all_rows, requests, DraftInputs())
     slots = buckets.slots(program.response_slots)
     batch = runner.prefill(np.arange(rows), slots, with_drafts=False)
-    seen, done = 0, False
+    seen = 0
+    done = False
     while not done:
         runner.run(batch, runner.stop_condition(max_active=0, max_steps=steps), width=1)
         state = batch.rows

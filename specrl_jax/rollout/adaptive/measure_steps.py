@@ -44,8 +44,9 @@ QUANTILE = 0.25  # a machine is now and then slower than itself, but never faste
 
 
 def machine() -> dict:
-    """What seconds depend on beside the programs, in values that JSON keeps: the primary's."""
-    device, processes = jax.devices()[0], jax.process_count()
+    """Describe the primary's machine, on which seconds depend, in values that JSON keeps."""
+    device = jax.devices()[0]
+    processes = jax.process_count()
     own = {
         "device": f"{device.platform} {device.device_kind}",
         "mesh": list(jax.sharding.get_mesh().shape.values()),
@@ -58,7 +59,7 @@ def machine() -> dict:
 
 @functools.cache
 def code_digest(*modules: str) -> str:
-    """Of the sources of the programs and of these modules: other code may take other seconds."""
+    """Hash the sources of the programs and of these modules: other code may take other seconds."""
     package = pathlib.Path(__file__).parents[2]
     files = (getattr(sys.modules[module], "__file__", None) for module in modules)
     sources = {*package.glob("models/*.py"), *package.glob("rollout/**/*.py")}
@@ -102,7 +103,8 @@ class StepTimer:
             if again > SECONDS:
                 return min(first, again)
         counts = (1,) if point.verifies else (1, 1 + STEPS)
-        rounds, spent = [], 0.0
+        rounds = []
+        spent = 0.0
         while len(rounds) < ROUNDS[0] or (len(rounds) < ROUNDS[1] and spent < SECONDS):
             rounds.append([self._seconds(weights, point, n) for n in counts])
             spent += sum(rounds[-1])
@@ -113,7 +115,8 @@ class StepTimer:
 
     def _seconds(self, weights: Params, point: Point, steps: int) -> float:
         """Wall-clock seconds of one call, by the primary's clock."""
-        program, rows = self.program, self._rows(point)
+        program = self.program
+        rows = self._rows(point)
         draft_state = self._draft_state() if point.drafting else None
         # Rows that end within these steps are computed on as rows that are done.
         limits = StopCondition.of(-1, program.response_slots, steps, point.rows)
@@ -139,12 +142,16 @@ class StepTimer:
         """Rows whose prompt fills half the cache that their steps leave, in tries one token, with a
         draft of all slots. Shapes are traced alone: compiling what makes the rows of a rollout
         would take longer than the steps."""
-        program, size, drafted = self.program, point.rows, point.verifies
-        full, most = np.full(size, program.response_slots), 1 if drafted else 1 + STEPS
+        program = self.program
+        size = point.rows
+        drafted = point.verifies
+        full = np.full(size, program.response_slots)
+        most = 1 if drafted else 1 + STEPS
         prompt = 1 if point.sequences else max((point.slots - most * point.width) // 2, 1)
 
         def start() -> DecodeState:
-            own, noise = dataclasses.replace(program, group_size=1), Noise(jax.random.key(0), 0)
+            own = dataclasses.replace(program, group_size=1)
+            noise = Noise(jax.random.key(0), 0)
             rows = start_all_rows(own, _prompts(size), noise, np.zeros(size, int))
             drafts = Drafts.of(empty_rollout(size, full[0], program.stored_logprobs))
             return with_drafts(rows, drafts, program.accept) if drafted else rows
@@ -163,9 +170,11 @@ class StepTimer:
         return dataclasses.replace(rows, **{name: place(x) for name, x in numbers.items()})
 
     def _draft_state(self) -> Any:
-        """Of the draft source, for made-up prompts and stored responses."""
-        source, group = self.program.draft_source, self.program.group_size
-        shape, slots = (self.prompts, self.sources), self.program.response_slots
+        """Return the draft source's state for made-up prompts and stored responses."""
+        source = self.program.draft_source
+        group = self.program.group_size
+        shape = (self.prompts, self.sources)
+        slots = self.program.response_slots
         tokens = put(np.zeros((*shape, slots), np.int32), None, None, None)
         lens = put(np.full(shape, slots, np.int32), None, None)
         history = DraftHistory.from_store(tokens, lens, group)
@@ -183,7 +192,8 @@ def _tries(point: Point) -> DraftTries:
 
 def _prompts(count: int) -> Prompts:
     """Made-up prompts of one token."""
-    ones, ids = np.ones(count, np.int32), np.arange(2 * count, dtype=np.uint32)
+    ones = np.ones(count, np.int32)
+    ids = np.arange(2 * count, dtype=np.uint32)
     return Prompts(ones[:, None], ones, ids.reshape(count, 2), ())
 
 

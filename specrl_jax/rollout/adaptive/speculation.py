@@ -31,7 +31,8 @@ VERIFY_MARGIN = 1.05  # seconds that a verification saves, over its own, that ar
 HALF_LIFE = 256  # row steps after which counts of the draft source count half
 VERIFIED_HALF_LIFE = 4_096  # verified tokens after which counts of previous responses count half
 PRIOR_ROW_STEPS = 8  # of no accepted token of the draft source, before anything is known
-PRIOR_RATE, PRIOR_TOKENS = 0.99, 32  # acceptance of previous responses, before anything is known
+PRIOR_RATE = 0.99  # acceptance of previous responses, before anything is known
+PRIOR_TOKENS = 32  # verified tokens that this rate counts as
 PROBE_EVERY = 50  # a probe of n steps comes once in n times as many decode steps
 PROBE_ROW_STEPS = 128  # row steps of a probe, within PROBE_STEPS
 PROBE_STEPS = (4, 32)  # fewest and most steps of a probe
@@ -74,7 +75,9 @@ class Acceptance:
         The product of the chances to accept one more, as in a Kaplan-Meier estimate. A token that
         was never checked has the chance of the token before it.
         """
-        chance, shares, unknown = 0.0, [1.0], [0.0] * tokens
+        chance = 0.0
+        shares = [1.0]
+        unknown = [0.0] * tokens
         for reached, accepted in zip(self.reached + unknown, self.accepted + unknown):
             chance = (accepted + chance * PRIOR_ROW_STEPS) / (reached + PRIOR_ROW_STEPS)
             shares.append(shares[-1] * chance)
@@ -207,7 +210,8 @@ class Speculation(StatePart):
             return plans[-1]
         lens = np.asarray(plans[0].draft_lens, int)
         draws = [_accepted_lens(lens, self.acceptance.rate(), draw) for draw in range(DRAWS)]
-        best, most = None, VERIFY_MARGIN
+        best = None
+        most = VERIFY_MARGIN
         plain = self._decode_seconds(plans[0], lens, 0)
         for plan in plans:
             width = plan.verify_width
@@ -218,7 +222,8 @@ class Speculation(StatePart):
                     done = np.minimum(accepted, end)
                     saved += plain - self._decode_seconds(plan, lens - done, int(done.max()))
                 if saved > most * seconds:
-                    best, most = plan, saved / seconds
+                    best = plan
+                    most = saved / seconds
         return best
 
     def _verify_seconds(self, plan: VerifyPlan, accepted: np.ndarray, end: int) -> float:
@@ -228,7 +233,8 @@ class Speculation(StatePart):
             slots = plan.buckets.prompt_slots
             prefill = self.costs.seconds(plan.rows // plan.buckets.group_size, slots, slots, False)
             return max(self.costs.seconds(*plan.point) - prefill, 1e-9)
-        seconds, lens = 0.0, np.asarray(plan.draft_lens)
+        seconds = 0.0
+        lens = np.asarray(plan.draft_lens)
         for begin in range(0, end, plan.verify_width):
             num_verifying = int(np.sum((accepted >= begin) & (lens > begin)))
             rows = min(plan.buckets.rows_for(num_verifying), plan.rows) if begin else plan.rows
@@ -245,7 +251,8 @@ class Speculation(StatePart):
         others = np.clip(most - decoding, 0, plan.others)
         rows = np.minimum(decoding + others, most)
         longest = max(plan.held + accepted, plan.others_held) + 1 + steps
-        sizes, ends = np.sort(plan.buckets.rows), np.asarray(plan.buckets.responses)
+        sizes = np.sort(plan.buckets.rows)
+        ends = np.asarray(plan.buckets.responses)
         shapes = np.searchsorted(sizes, rows), np.searchsorted(ends[:-1], longest)
         shares = np.zeros((len(sizes), len(ends)))
         np.add.at(shares, shapes, decoding / (decoding + others))
@@ -306,8 +313,9 @@ class Speculation(StatePart):
         }
 
     def restore(self, host: Mapping, arrays: object = None) -> "Speculation":
-        """One that goes on where `host` was taken, with this one's timer."""
-        costs, acceptance = StepCosts.from_json(host["costs"]), Acceptance(**host["acceptance"])
+        """Return a `Speculation` that goes on where `host` was taken, with the same timer."""
+        costs = StepCosts.from_json(host["costs"])
+        acceptance = Acceptance(**host["acceptance"])
         parts = {**host, "costs": costs, "acceptance": acceptance}
         return Speculation(**parts, timer=self.timer)
 

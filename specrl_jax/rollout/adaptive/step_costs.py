@@ -50,8 +50,8 @@ class StepCosts:
         return point in self._measured
 
     def knows(self, width: int, drafting: bool) -> bool:
-        """Whether a program of this kind was measured: a plain step, one with a draft source, or a
-        verification."""
+        """Return whether a program of this kind was measured: a plain step, one with a draft
+        source, or a verification."""
         kinds = ((p.width > 1, p.drafting) for p in self._measured)
         return (width > 1, drafting) in kinds
 
@@ -71,7 +71,7 @@ class StepCosts:
         return float(_terms(point) @ self._fits[point.verifies])
 
     def to_json(self) -> list[list]:
-        """[[rows, slots, width, drafting, sequences, seconds], ...], sorted."""
+        """Return [[rows, slots, width, drafting, sequences, seconds], ...], sorted."""
         return [[*point, seconds] for point, seconds in sorted(self._measured.items())]
 
     @classmethod
@@ -81,7 +81,8 @@ class StepCosts:
 
 def _terms(point: Point) -> np.ndarray:
     rows, slots, width, _, sequences = point
-    tokens, seen = rows * width, slots
+    tokens = rows * width
+    seen = slots
     if sequences:
         seen = sequence_slots(slots)
         tokens = sequences * seen

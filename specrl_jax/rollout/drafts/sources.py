@@ -1,4 +1,4 @@
-"""Where drafts come from: `DRAFT_SOURCES`, the choices of `rollout.draft`.
+"""Sources of drafts: `DRAFT_SOURCES`, the choices of `rollout.draft`.
 
 Two kinds, which go together:
 
@@ -35,14 +35,15 @@ class DraftHistory:
 
     @classmethod
     def from_store(cls, tokens: Array, lens: Array, group_size: int) -> "DraftHistory":
-        """What `DraftStore.sources` returns, generations of group_size responses."""
+        """Take what `DraftStore.sources` returns, generations of group_size responses."""
         return cls(tokens, lens, np.arange(tokens.shape[1]) // group_size)
 
     @classmethod
     def empty(cls, prompts: int, slots: int) -> "DraftHistory":
         """No responses of `slots` tokens."""
-        tokens = np.zeros((prompts, 0, slots), np.int32)
-        tokens, lens = put(tokens, None, None, None), put(tokens[:, :, 0], None, None)
+        empty = np.zeros((prompts, 0, slots), np.int32)
+        tokens = put(empty, None, None, None)
+        lens = put(empty[:, :, 0], None, None)
         return cls(tokens, lens, np.zeros(0, int))
 
 
@@ -84,7 +85,7 @@ class DraftSource:
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDrafts(DraftSource):
-    """What followed the row's last tokens elsewhere, in responses to its prompt (SRT, arXiv
+    """Drafts of what followed the row's last tokens in responses to its prompt (SRT, arXiv
     2601.09083): stored ones, and those that its group is writing."""
 
     config: SuffixDraftConfig
@@ -92,7 +93,7 @@ class SuffixDrafts(DraftSource):
 
     @classmethod
     def from_config(cls, settings) -> "SuffixDrafts":
-        """settings: `config.rollout`."""
+        """Read the settings, `config.rollout`."""
         tree = settings.tree
         config = SuffixDraftConfig(tree.depth, tree.factor, tree.offset, tree.min_prob)
         return cls(config, tree.decay, history=tree.history)
@@ -125,7 +126,7 @@ def _texts(state: SuffixIndex, index: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class DraftChoice:
-    """What a choice of `rollout.draft` stands for."""
+    """Meaning of a choice of `rollout.draft`."""
 
     # Earlier responses are verified by `rollout.accept`.
     previous: bool = False
@@ -134,7 +135,7 @@ class DraftChoice:
 
     @property
     def drafts(self) -> bool:
-        """Whether there are drafts at all."""
+        """True where there are drafts at all."""
         return self.previous or self.source is not None
 
 

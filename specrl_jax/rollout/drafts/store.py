@@ -53,7 +53,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class StoreShape:
-    """What a store keeps of how many prompts."""
+    """Sizes of a store: prompts, and what it keeps of each."""
 
     prompts: int  # no less than a batch has
     samples: int  # G, responses of each prompt
@@ -71,14 +71,16 @@ class StoreShape:
         """Shapes, dtypes and layouts of the arrays on the mesh in use; prompts are rounded up."""
         pieces = math.lcm(_SLOTS, shards("batch"))
         prompts = -(-self.prompts // pieces) * pieces
-        kept, with_logprobs = max(self.history, self.generations), self.generations
+        kept = max(self.history, self.generations)
+        with_logprobs = self.generations
 
         def array(dtype, generations: int, *rest: int) -> jax.ShapeDtypeStruct:
             shape = generations, prompts, self.samples, *rest
             layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), _layout(len(shape)))
             return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
-        slots, top = self.response_slots, (self.response_slots, self.k)
+        slots = self.response_slots
+        top = (self.response_slots, self.k)
         return Stored(
             tokens=array(jnp.int32, kept, slots),
             lens=array(jnp.int32, kept),
@@ -119,7 +121,8 @@ class DraftStore(StatePart):
             "slots": shape.response_slots,
             "k": shape.k,
         }
-        self._max_age, self._owner = max_age, dict(owner or {})
+        self._max_age = max_age
+        self._owner = dict(owner or {})
         self._read = shape.read
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
@@ -160,7 +163,7 @@ class DraftStore(StatePart):
         self._arrays = write_newest(self._arrays, put(slots, None), put(reassigned, None), newest)
 
     def arrays(self) -> Stored:
-        """What a checkpoint saves. The next `put` frees them."""
+        """Return the arrays that a checkpoint saves. The next `put` frees them."""
         return self._arrays
 
     @property
@@ -202,8 +205,8 @@ class DraftStore(StatePart):
         return self
 
     def _find(self, prompts: Prompts, step: int) -> tuple[Array, Array]:
-        """Of every prompt, int32 [Q]: its slot, and the earliest step whose responses are drafts;
-        prompts that are not stored have any slot, and no drafts."""
+        """Return for every prompt, int32 [Q], its slot and the earliest step whose responses are
+        drafts. Prompts that are not stored have any slot, and no drafts."""
         slots = np.asarray([self._slots.get(e.prompt_id, -1) for e in prompts.examples], np.int32)
         oldest = step - self._max_age if self._max_age else np.iinfo(np.int32).min
         oldest = np.where(slots >= 0, oldest, _NEVER).astype(np.int32)
@@ -215,7 +218,8 @@ class DraftStore(StatePart):
             raise ValueError("the draft store cannot store a prompt twice in one batch")
         # The batch's own prompts are out of the queue before anyone has to give way.
         known = {name: self._slots.pop(name) for name in names if name in self._slots}
-        used, slots = len(self._slots) + len(known), []
+        used = len(self._slots) + len(known)
+        slots = []
         for name in names:
             if name in known:
                 slots.append(known[name])
@@ -254,7 +258,7 @@ def pick_sources(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Ar
     """Tokens [Q, E * G, R] and lengths [Q, E * G] of all generations, arguments as above."""
 
     def pick(array: Array) -> Array:
-        """[E, N, G, ...] → [Q, E * G, ...] on every device."""
+        """Pick [E, N, G, ...] → [Q, E * G, ...] on every device."""
         rows = array.at[:, _whole(slots)].get(out_sharding=jax.P(*(None,) * array.ndim))
         rows = jnp.swapaxes(rows, 0, 1)
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])

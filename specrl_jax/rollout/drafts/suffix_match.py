@@ -35,7 +35,7 @@ LENGTHS = (1, 2, 3, 6, 16, 32)  # matched lengths that are tried, and the depth;
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDraftConfig:
-    """How long a draft may be; hashable. Names and defaults: `config.rollout.tree`."""
+    """Bounds on a draft's length; hashable. Names and defaults: `config.rollout.tree`."""
 
     depth: int  # last tokens of a row that are looked up
     factor: float  # after m matched tokens at most ⌊factor · m + offset⌋ are drafted
@@ -51,7 +51,7 @@ class SuffixDraftConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SuffixIndex:
-    """What is known of the responses to Q prompts: N sources each; the same on every device."""
+    """Known responses to Q prompts, N sources each; the same on every device."""
 
     # int32 [Q, N, depth + R + 1]. Column depth + j is response token j; the columns before it hold
     # BEGIN, what is not written EMPTY. The last column takes what padding rows write, and is never
@@ -169,7 +169,8 @@ def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) ->
     newest. own: the row's last tokens, newest first. The number holds three: tokens matched without
     a gap, tokens matched at all, and the column, so that one maximum finds all of them.
     """
-    depth, slots = own_bD.shape[1], index.slots
+    depth = own_bD.shape[1]
+    slots = index.slots
     run = jnp.ones((*text_bNC.shape[:2], slots), bool)
     matched = aligned = jnp.zeros(run.shape, jnp.int32)
     # Shifted comparisons in one fused loop; nothing of size [b, N, R, D] is ever in memory.
@@ -197,7 +198,8 @@ def _places(keys_bNR: Array, lens_b: Array, slots: int, depth: int) -> tuple[Arr
         rest = jnp.where(folded < best[-1][:, :, None], folded, -1)
         best.append(jnp.max(rest, axis=2))
     keys = jnp.concatenate(best, axis=1)
-    rank, both = jnp.maximum(keys, 0) % (2 * slots + 1), jnp.maximum(keys, 0) // (2 * slots + 1)
+    rank = jnp.maximum(keys, 0) % (2 * slots + 1)
+    both = jnp.maximum(keys, 0) // (2 * slots + 1)
     back = 2 * slots - rank
     away = jnp.where(back % 2 == 1, (back + 1) // 2, -(back // 2))
     place = jnp.clip(lens_b[:, None] + away, 0, slots - 1)
@@ -280,11 +282,13 @@ def _vote(
 
 
 def _agreed(tokens_bPW: Array, candidates: int) -> Array:
-    """How many first tokens of voter p are those of candidate a: int32 [b, P, A]."""
+    """Count the first tokens of voter p that are those of candidate a: int32 [b, P, A]."""
     tokens = jnp.swapaxes(tokens_bPW, 1, 2)
-    run, agreed = True, 0
+    run = True
+    agreed = 0
     for k in range(tokens.shape[1]):
-        voter, candidate = tokens[:, k, :, None], tokens[:, k, None, :candidates]
+        voter = tokens[:, k, :, None]
+        candidate = tokens[:, k, None, :candidates]
         run &= (voter == candidate) & (candidate >= 0)
         agreed += run.astype(jnp.int32)
     return agreed

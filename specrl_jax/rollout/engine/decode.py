@@ -44,14 +44,15 @@ from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.sharding import on_shards, reshard, shards, spec, take_own_rows
 from specrl_jax.types import Source
 
-_MOST, _NONE = np.int32(np.iinfo(np.int32).max), np.int32(-1)
+_MOST = np.int32(np.iinfo(np.int32).max)
+_NONE = np.int32(-1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopCondition:
-    """When `decode_steps` ends: int32 scalars, on the host or on the device. If all rows are to end
-    (no bound of active rows > 0), also once no draft is left to verify."""
+    """End of `decode_steps`: int32 scalars, on the host or on the device. If all rows are to end
+    (no bound of active rows > 0), it also ends once no draft is left to verify."""
 
     max_active: Array  # at most so many of the rows to train on are active on each shard
     max_len: Array  # a row that holds so many tokens is at its cache limit, and not active
@@ -64,7 +65,7 @@ class StopCondition:
 
     @classmethod
     def of(cls, *numbers: int, refill_at: np.ndarray | None = None, **others: int):
-        """Of numbers on the host: a device array for each would cost it half a millisecond a run.
+        """Take numbers on the host: a device array for each would cost it half a millisecond a run.
         refill_at: int [shards]; None: no bound."""
         bounds = np.full(shards("batch"), -1) if refill_at is None else refill_at
         others = {name: np.int32(number) for name, number in others.items()}
@@ -74,7 +75,7 @@ class StopCondition:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepCounts:
-    """What `decode_steps` did, int32."""
+    """Counts of what `decode_steps` did, int32."""
 
     steps: Array
     # [W]: steps of rows that were not verifying, by the number of tokens of the draft source that
@@ -158,7 +159,8 @@ def decode_steps(
         active = _active(rows, stop)
         proposal = _propose(program, rows, draft_state, width)
         fed = jnp.concatenate([rows.last[:, None], proposal.tokens[:, : width - 1]], axis=1)
-        start, most = rows.prompt_lens + rows.lens - 1, cache_slots(cache) - width
+        start = rows.prompt_lens + rows.lens - 1
+        most = cache_slots(cache) - width
         if draft_state is not None:
             # Near the end of the cache the step begins earlier, so that it fits, and feeds the
             # row's last tokens again; what it may still emit there is less than its width anyway.
@@ -178,7 +180,8 @@ def decode_steps(
         return cache, rows, draft_state, steps + 1, counts + new
 
     counts = jnp.zeros(width + 1, jnp.int32)
-    begun, state = rows, (cache, rows, draft_state, jnp.int32(0), counts)
+    begun = rows
+    state = (cache, rows, draft_state, jnp.int32(0), counts)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(
         lambda x: _goes_on(x[1], x[3], stop), step, state
     )
@@ -221,7 +224,8 @@ def verify_trie(
     hidden, packed = model(tokens, cache=packed, positions_BT=depths, ends_BT=ends)
     read = jnp.maximum(read_slots(nodes, rows.prompt_lens - 1, width), 0)
     hidden = on_shards(_at_nodes, hidden, read, like=hidden)
-    proposal, active = _propose(program, rows, None, width), _active(rows, stop)
+    proposal = _propose(program, rows, None, width)
+    active = _active(rows, stop)
     verify = not program.accept.samples_anew  # as in `decode_steps`
     output = accept_or_sample(program, model, hidden, rows, proposal, verify)
     new, _, counts = _append(program, rows, None, output, active, proposal.verifying, stop.max_len)
@@ -253,7 +257,7 @@ def _count_on_shards(marked: Array) -> Array:
 
 
 def _on_each_shard(reduce: Callable, numbers: Array) -> Array:
-    """[shards]: of the rows [b] on each; on every device."""
+    """Reduce the numbers [b] of the rows on each shard: [shards], on every device."""
     parts = jnp.reshape(numbers, (shards("batch"), -1), out_sharding=spec("batch", None))
     return reshard(reduce(parts, axis=1), None)
 
@@ -268,13 +272,13 @@ def _active(rows: DecodeState, stop: StopCondition) -> Array:
 
 
 def _before(rows: DecodeState, width: int) -> Array:
-    """[b, width - 1]: the response tokens before the last, after zeros where there are fewer."""
+    """Read the response tokens before the last: [b, width - 1], zeros first where fewer."""
     padded = jnp.pad(rows.tokens, ((0, 0), (width, 0)))
     return read_slots(padded, rows.lens, width - 1)  # columns have moved by `width`
 
 
 def _propose(program: ProgramSpec, rows: DecodeState, draft_state: Any, width: int) -> Proposal:
-    """From the rows' drafts to verify, elsewhere from the draft source."""
+    """Propose from the rows' drafts to verify, elsewhere from the draft source."""
     verifies = verifying(rows)
     tokens = jnp.zeros((rows.lens.shape[0], width), jnp.int32, out_sharding=spec("batch", None))
     draft_len = jnp.zeros_like(rows.lens)

@@ -67,7 +67,8 @@ def with_drafts(
     all_rows: DecodeState, drafts: Drafts, rule: AcceptanceRule, log_lenience: float = 0.0
 ) -> DecodeState:
     """All rows with `drafts` [B] for the rule to verify; log_lenience: nats."""
-    seeds, columns = all_rows.accept_seeds, all_rows.tokens.shape[1]
+    seeds = all_rows.accept_seeds
+    columns = all_rows.tokens.shape[1]
     draft = _to_verify(drafts, seeds, np.float32(log_lenience), rule=rule, columns=columns)
     return dataclasses.replace(all_rows, draft=draft)
 
@@ -125,7 +126,8 @@ def scatter(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
 
 
 def _scatter_own(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
-    total, size = all_rows.lens.shape[0], rows.lens.shape[0]
+    total = all_rows.lens.shape[0]
+    size = rows.lens.shape[0]
     index = rows.index - shard_number() * total
     place = jnp.full(total, -1).at[index].set(jnp.arange(size), mode="drop")
     here = place >= 0
@@ -143,7 +145,7 @@ def _scatter_own(rows: DecodeState, all_rows: DecodeState) -> DecodeState:
 
 
 def without_drafts(rows: DecodeState) -> DecodeState:
-    """For batches where nothing is left to verify: their programs are simpler."""
+    """Drop the drafts of a batch where nothing is left to verify: its programs are simpler."""
     return dataclasses.replace(rows, draft=None)
 
 
@@ -230,5 +232,5 @@ def _pad(rows: DecodeState, real: Array) -> DecodeState:
 
 
 def where_rows(rows: Array, new: Array, old: Array) -> Array:
-    """[b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
+    """Return [b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
     return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

@@ -45,8 +45,8 @@ def sequence_counts(size: int) -> list[int]:
 
 
 def saves_work(shape: tuple[int, int], size: int, width: int, group: int, prompts: int) -> bool:
-    """Whether tries of `shape` hold fewer tokens than a prefill of `prompts` slots for each group
-    of `size` rows and a pass of `width` tokens over the rows."""
+    """Return whether tries of `shape` hold fewer tokens than a prefill of `prompts` slots for each
+    group of `size` rows and a pass of `width` tokens over the rows."""
     return math.prod(shape) < size * width + size // group * prompts
 
 
@@ -72,7 +72,8 @@ def pack_drafts(
     slots = tokens.shape[1]
     pieces = shards("batch")
     of_shard = [places // (size // pieces) == shard for shard in range(pieces)]
-    length, lens = sequence_slots(slots), prompt_lens + lens
+    length = sequence_slots(slots)
+    lens = prompt_lens + lens
     tries = [pack(tokens[own], lens[own], length, _TRIE) for own in of_shard]
     used = max(len(x.tokens) for x, _ in tries) * pieces  # the fullest shard's
     sequences = min(n for n in sequence_counts(size) if n >= used)

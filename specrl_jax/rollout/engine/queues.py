@@ -41,7 +41,7 @@ class Queues:
         self.resumed = self._by_shard([row] for row in resumed.tolist())
 
     def is_waiting(self) -> bool:
-        """Whether train rows that are not done are not running."""
+        """Return whether train rows that are not done are not running."""
         return any(self.resumed) or any(self.waiting)
 
     def waiting_rows(self) -> np.ndarray:

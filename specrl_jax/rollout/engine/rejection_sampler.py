@@ -1,4 +1,4 @@
-"""What a step emits: from left to right a draft token if it is accepted, else a sampled token.
+"""Tokens that a step emits: from left to right accepted draft tokens, then a sampled one.
 
 The hidden states of a step's W tokens give W distributions. A draft token is accepted where it is
 the token that the keyed noise samples from its distribution, or, if it belongs to a draft to
@@ -63,7 +63,8 @@ def accept_or_sample(
     hidden: [b, W, D], W states from a row's last token on. verify: of drafts to verify alone, and
     sample at one position only, as in `decode.decode_steps`.
     """
-    tokens, draft_len = proposal.tokens, proposal.draft_len
+    tokens = proposal.tokens
+    draft_len = proposal.draft_len
     width = tokens.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     rule = program.accept
@@ -103,8 +104,8 @@ def _score(
     samples: bool,
     verifies: bool,
 ) -> dict:
-    """What a step needs of the distributions at [b, t] positions: tokens sampled from them, and
-    draft tokens, each with log-probs before and after truncation."""
+    """Score the distributions at [b, t] positions: tokens sampled from them, and draft tokens, each
+    with log-probs before and after truncation."""
     config = program.sampling
     logits = temper(logits, config)
     cut = truncate(logits, config)
@@ -113,7 +114,8 @@ def _score(
         # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
         return logprobs_at(logits, tokens[..., None], log_z)[..., 0]
 
-    scores, log_z = {}, None
+    scores = {}
+    log_z = None
     if samples:
         tokens, sampling, log_z = sample(cut, seeds, inputs["positions"], config)
         log_z = log_z[..., None]
@@ -133,8 +135,9 @@ def _score(
 def _verification(
     program: ProgramSpec, rows: DecodeState, scores: dict, inputs: dict, draft_len: Array
 ) -> Verification:
-    """What the rule reads."""
-    draft, width = rows.draft, inputs["tokens"].shape[1]
+    """Gather what the rule reads."""
+    draft = rows.draft
+    width = inputs["tokens"].shape[1]
     logprobs = scores["draft"][1]
     if not program.accept.needs_distribution:
         threshold = read_slots(draft.accept_threshold, rows.lens, width)
@@ -155,7 +158,8 @@ def _sample_at_end(
 ) -> tuple[Array, Array, Array]:
     """Sample the token [b] at the position after the accepted ones, from the residual where there
     is one, else from π; returns it and its log-probs."""
-    width, config = hidden.shape[1], program.sampling
+    width = hidden.shape[1]
+    config = program.sampling
     end = jnp.minimum(accepted, width - 1)
     here = jnp.arange(width)[None, :, None] == end[:, None, None]
     logits = model.logits(jnp.sum(jnp.where(here, hidden, 0), axis=1))

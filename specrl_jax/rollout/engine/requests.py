@@ -1,4 +1,4 @@
-"""What one rollout asks of the scheduler and the model runner."""
+"""Requests of one rollout to the scheduler and the model runner."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from specrl_jax.types import Drafts, Prompts
 
 @dataclasses.dataclass(frozen=True)
 class DraftInputs:
-    """What a rollout may draft from."""
+    """Inputs that a rollout may draft from."""
 
     previous: Drafts | None = None  # [B], for the acceptance rule to verify
     log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]

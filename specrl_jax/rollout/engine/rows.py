@@ -18,7 +18,7 @@ from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """What keys a rollout's noise, beside prompt, sample and position."""
+    """Key of a rollout's noise, beside prompt, sample and position."""
 
     key: Array  # the run's
     step: int
@@ -46,8 +46,8 @@ def start_all_rows(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> DecodeState:
-    """Of host arrays [B], ids [B, 2]: handed over with the call, as to place each by itself takes
-    longer."""
+    """Start rows from host arrays [B], ids [B, 2]. The call hands them over: to place each by
+    itself takes longer."""
     steps, ids, samples = keyed
     steps, samples, *numbers = (reshard(x, "batch") for x in (steps, samples, *numbers))
     ids = reshard(ids, "batch", None)
@@ -80,7 +80,8 @@ def cut_drafts(spec: RolloutSpec, rows: DecodeState, lens: Array) -> tuple[Array
     """Return where drafts of `lens` [B] tokens end, int32 [B] each: without those that are left out
     at random; and as far as the rule looks at them. Where every token is sampled anew, nothing is
     left out."""
-    rule, seeds = spec.program.accept, rows.accept_seeds
+    rule = spec.program.accept
+    seeds = rows.accept_seeds
     if spec.refresh and not rule.samples_anew:
         # Noise of a position that no response has: it must not sway what is accepted.
         past_end = jnp.full_like(lens, spec.program.response_slots)

@@ -63,12 +63,13 @@ class DecodeBatch:
         return self.size, self.slots
 
     def update(self, progress: np.ndarray) -> None:
-        """progress: as `decode.progress` reports it."""
+        """Take in progress as `decode.progress` reports it."""
         self.counts = RowCounts(*progress[:, :3].T)
         self.longest, self.longest_draft = progress[:, 3:].max(axis=0).tolist()
 
     def drop_drafts(self) -> None:
-        self.rows, self.longest_draft = decode_state.without_drafts(self.rows), 0
+        self.rows = decode_state.without_drafts(self.rows)
+        self.longest_draft = 0
         self.counts = self.counts._replace(verifying=0 * self.counts.verifying)
 
 
@@ -117,7 +118,7 @@ class ModelRunner:
         return batch
 
     def _batch(self, cache: KVCache, rows: DecodeState, index: np.ndarray) -> DecodeBatch:
-        """Of the rows `index`, not counted yet."""
+        """Return a batch of the rows `index`, not counted yet."""
         return DecodeBatch(
             cache, rows, len(index), cache_slots(cache), np.count_nonzero(index >= 0)
         )
@@ -168,7 +169,8 @@ class ModelRunner:
 
     def _gather(self, index: np.ndarray, *, with_drafts: bool) -> DecodeState:
         if with_drafts and self.all_rows.draft is None:
-            previous, log_lenience = self.drafts.previous, self.drafts.log_lenience
+            previous = self.drafts.previous
+            log_lenience = self.drafts.log_lenience
             self.all_rows = decode_state.with_drafts(
                 self.all_rows, previous, self.program.accept, log_lenience
             )
@@ -186,7 +188,9 @@ class ModelRunner:
         if not batch.unfinished:
             self._write_back_finished(batch)
             return
-        running, counts, longest = self.running, batch.counts, batch.longest
+        running = self.running
+        counts = batch.counts
+        longest = batch.longest
         if running is not None:
             counts = RowCounts(*map(np.add, running.counts, counts))
             longest = max(running.longest, longest)
@@ -201,7 +205,8 @@ class ModelRunner:
         cache, rows = decode_state.insert(
             running.cache, running.rows, batch.cache, batch.rows, ~batch.rows.done
         )
-        draft, total = max(running.longest_draft, batch.longest_draft), counts.unfinished.sum()
+        draft = max(running.longest_draft, batch.longest_draft)
+        total = counts.unfinished.sum()
         self.running = DecodeBatch(cache, rows, size, slots, int(total), counts, longest, draft)
 
     def resize(self, size: int, slots: int) -> DecodeBatch:
@@ -263,7 +268,7 @@ class ModelRunner:
     # The model runs --------------------------------------------------------------------------
 
     def stop_condition(self, **bounds: Any) -> StopCondition:
-        """With `bounds` as in `StopCondition.of`; a bound that is left out never holds."""
+        """Return the condition of `bounds`, as in `StopCondition.of`; others never hold."""
         never = {"max_active": -1, "max_len": self.program.response_slots, "max_steps": FOREVER}
         return StopCondition.of(
             num_train_rows=self.requests.shard_train_rows,
@@ -274,7 +279,7 @@ class ModelRunner:
     def run(
         self, batch: DecodeBatch, stop: StopCondition, width: int, *, verify: bool = False
     ) -> StepCounts:
-        """`decode.decode_steps` on the batch; verify: a verification pass."""
+        """Run `decode.decode_steps` on the batch; verify: a verification pass."""
         drafting = self.program.draft_source is not None and width > 1 and not verify
         draft_state = self._synced_draft_state(batch) if drafting else None
         start = time.perf_counter()
@@ -315,7 +320,8 @@ class ModelRunner:
     def _synced_draft_state(self, batch: DecodeBatch) -> Any:
         """The draft source's state for all that rows hold. Steps that do not draft do not write to
         it, nor is it made for them, so that they cost as little as without a draft source."""
-        source, prompts = self.program.draft_source, self.requests.prompts
+        source = self.program.draft_source
+        prompts = self.requests.prompts
         if self.draft_state is None:
             history = self.drafts.history
             if history is None:

@@ -36,8 +36,11 @@ class Scheduler:
     """Runs all rows of a rollout to their end."""
 
     def __init__(self, runner: ModelRunner, speculation: Speculation | None = None):
-        self.runner, self.requests, self.speculation = runner, runner.requests, speculation
-        self.program, self.buckets = runner.program, runner.buckets
+        self.runner = runner
+        self.requests = runner.requests
+        self.speculation = speculation
+        self.program = runner.program
+        self.buckets = runner.buckets
         self.shards = self.buckets.multiple
         self.rule = self.program.accept
         # A rule that needs the whole draft has no choice of a pass.
@@ -67,7 +70,7 @@ class Scheduler:
         return self.runner.all_rows
 
     def _may_end(self) -> bool:
-        """Whether so much is done that the rest may wait for the next rollout."""
+        """Return whether so much is done that the rest may wait for the next rollout."""
         requests = self.requests
         if requests.allow_unfinished and self.running is not None and not self.queues.is_waiting():
             return self.running.train_rows <= requests.allow_unfinished
@@ -115,7 +118,8 @@ class Scheduler:
         """Groups of the next step that begin in places that would be idle."""
         if not any(self.queues.next_step) or self.running is None:
             return None
-        group, running = self.program.group_size, self.running
+        group = self.program.group_size
+        running = self.running
         idle = running.size // self.shards - running.counts.unfinished
         waiting = [len(queue) for queue in self.queues.next_step]
         most = self.buckets.admissions[0] // self.shards // group
@@ -146,13 +150,18 @@ class Scheduler:
     def _pack_drafts(self, index: np.ndarray, drafts: np.ndarray) -> DraftTries | None:
         """Prompts and drafts of these rows packed, where they can be verified whole in one pass and
         that computes fewer tokens than a prefill and a pass over the rows."""
-        buckets, longest, group = self.buckets, int(drafts.max()), self.program.group_size
-        size, width = len(index), buckets.verify_width_for(longest)
+        buckets = self.buckets
+        longest = int(drafts.max())
+        group = self.program.group_size
+        size = len(index)
+        width = buckets.verify_width_for(longest)
         places = np.flatnonzero(index >= 0)
         if not 0 < longest <= width:
             return None
-        index, lens = index[places], drafts[places]
-        prompts, tokens = self.requests.prompts, self.runner.draft_tokens[index, :width]
+        index = index[places]
+        lens = drafts[places]
+        prompts = self.requests.prompts
+        tokens = self.runner.draft_tokens[index, :width]
         of_row = prompts.tokens[index // group], prompts.lens[index // group]
         tries = pack_drafts(*of_row, tokens, lens, size, places)
         saves = saves_work(tries.shape, size, width, group, buckets.prompt_slots)
@@ -160,12 +169,15 @@ class Scheduler:
 
     def _re_prefill(self, index: np.ndarray) -> Starting:
         """Rows that hold tokens. index: int [size], -1 for padding."""
-        rows, requests = index[index >= 0], self.requests
-        held, draft_lens = requests.held_lens[rows], requests.draft_lens[rows]
+        rows = index[index >= 0]
+        requests = self.requests
+        held = requests.held_lens[rows]
+        draft_lens = requests.draft_lens[rows]
         drafts_left = np.maximum(draft_lens - held, 0)
         longest = int(held.max())
         width = self.buckets.response_for(longest)
-        slots, begun = self.buckets.slots(width), self.buckets.prompt_slots + width
+        slots = self.buckets.slots(width)
+        begun = self.buckets.prompt_slots + width
         widest = self.buckets.verify_width_for(int(drafts_left.max()))
         plan = self._plan_verification(drafts_left, len(index), begun + widest, longest)
         if plan:
@@ -202,7 +214,8 @@ class Scheduler:
         widths = [w for w in self._widths_to_verify(longest) if not slots or needed + w <= slots]
         if not widths:
             return None
-        running, buckets = self.running, self.buckets
+        running = self.running
+        buckets = self.buckets
         others = int(self.queues.waiting_rows().sum())
         plans = [
             VerifyPlan(
@@ -240,7 +253,8 @@ class Scheduler:
                 drafts_left = starting.drafts_left
                 done = drafts_left.max() - starting.batch.longest_draft
                 drafts_left = np.maximum(np.sort(drafts_left)[-verifying:] - done, 1)
-                shape, held = starting.batch.shape, starting.batch.longest
+                shape = starting.batch.shape
+                held = starting.batch.longest
                 plan = self._plan_verification(drafts_left, *shape, held)
         if not starting.batch.verifying:
             starting.batch.drop_drafts()
@@ -284,11 +298,13 @@ class Scheduler:
 
     def _when_to_pause(self) -> dict[str, Any]:
         """Arguments of a stop condition: active train rows, and steps, at which decoding pauses."""
-        running, requests = self.running, self.requests
+        running = self.running
+        requests = self.requests
         if self.queues.is_waiting():
             # As many places are free then as rows begin together; at least one more than now. So on
             # any shard where rows wait.
-            full, train_rows = self.buckets.rows[0] - self.buckets.refill, running.counts.train
+            full = self.buckets.rows[0] - self.buckets.refill
+            train_rows = running.counts.train
             refill = np.clip(train_rows - 1, 0, full // self.shards)
             refill = np.where((self.queues.waiting_rows() > 0) & (train_rows > 0), refill, -1)
             pause = {"max_active": 0, "refill_at": refill}

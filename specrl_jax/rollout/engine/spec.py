@@ -1,4 +1,4 @@
-"""What stays the same from rollout to rollout: the setup of its programs and its bounds."""
+"""Setup that stays the same from rollout to rollout: programs and bounds."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from specrl_jax.sharding import shards
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """What a rollout's programs are compiled for; hashable."""
+    """Settings that a rollout's programs are compiled for; hashable."""
 
     model: ModelConfig
     sampling: SamplingConfig
@@ -55,7 +55,8 @@ class RolloutSpec:
         cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
     ) -> "RolloutSpec":
         """The training rollout of a config."""
-        settings, drafts = config.rollout, DRAFT_SOURCES[config.rollout.draft]
+        settings = config.rollout
+        drafts = DRAFT_SOURCES[config.rollout.draft]
         rule = ACCEPTANCE_RULES[settings.accept] if drafts.previous else MATCH
         program = ProgramSpec(
             model=model,

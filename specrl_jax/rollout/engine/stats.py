@@ -1,4 +1,4 @@
-"""What a rollout cost: seconds, steps, tokens and programs."""
+"""Cost of a rollout: seconds, steps, tokens and programs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from specrl_jax.rollout.engine.decode import StepCounts
 
 @dataclasses.dataclass
 class Stats:
-    """What a rollout cost. Seconds are wall-clock and include waiting for the device."""
+    """Cost of a rollout. Seconds are wall-clock and include waiting for the device."""
 
     prefill_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -46,7 +46,7 @@ class Stats:
 
     @classmethod
     def total(cls, parts: Sequence["Stats"]) -> "Stats":
-        """Of several rollouts, one after another."""
+        """Add up several rollouts, one after another."""
         total = cls()
         for part in parts:
             for field in dataclasses.fields(cls):
@@ -55,7 +55,7 @@ class Stats:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of `metrics.METRICS`."""
+        """Return the cost under the names of `metrics.METRICS`."""
         values = {
             "time/prefill": self.prefill_seconds,
             "time/verify": self.verify_seconds,
