@@ -23,7 +23,7 @@ from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import reason
 from specrl_jax.models.transformer import Params
-from specrl_jax.rewards.workers import RewardPool, Scores
+from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, RolloutSpec, generate
@@ -57,16 +57,16 @@ class ResponseScorer:
             ids.pop()
         return self.tokenizer.decode(ids, self.keep_special_tokens)
 
-    def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Scores:
+    def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Rewards:
         """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
         texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
         return self.score_texts(texts, *_problems(prompts, range(len(lens)), len(lens)))
 
-    def score_texts(self, texts: Sequence, *problems: list) -> Scores:
+    def score_texts(self, texts: Sequence, *problems: list) -> Rewards:
         """The pool's scores; every process scores a part and gets those of the others."""
         part = hosts.own_part(len(texts))
         own = self.pool.score(texts[part], *(values[part] for values in problems))
-        return Scores.joined(hosts.gather(own))
+        return Rewards.joined(hosts.gather(own))
 
 
 class Responses(NamedTuple):
@@ -75,7 +75,7 @@ class Responses(NamedTuple):
     result: RolloutResult
     tokens: np.ndarray  # int32 [B, R]
     lens: np.ndarray  # int32 [B]
-    scores: Scores
+    scores: Rewards
     turns: np.ndarray  # int [B]
 
 
@@ -179,7 +179,7 @@ class _Episodes:
         """All episodes, once they are over."""
         failed = np.array([bool(reason) for reason in self.reasons])
         no_observations = ("",) * len(self.reasons)
-        scores = Scores(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
+        scores = Rewards(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
         result = dataclasses.replace(result, stats=Stats.total(self.stats))
         return Responses(result, tokens, lens, scores, np.array([len(x) for x in self.texts]))
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from specrl_jax.rollout.adaptive.speculation import Acceptance, VerifyPlan
+from specrl_jax.rollout.adaptive.speculation import AcceptanceCounts, VerifyPlan
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 from specrl_jax.rollout.engine.buckets import Buckets
 
@@ -34,10 +34,10 @@ def make_costs(relative=CPU, rows=(1, 16, 64, 128), slots=(64, 128)) -> StepCost
     )
 
 
-def make_acceptance(survival, row_steps=1e12) -> Acceptance:
+def make_acceptance(survival, row_steps=1e12) -> AcceptanceCounts:
     """So much evidence that the prior does not count: s_k = survival[k - 1]."""
     shares = [row_steps * s for s in (1.0, *survival)]
-    return Acceptance(reached=shares[:-1], accepted=shares[1:])
+    return AcceptanceCounts(reached=shares[:-1], accepted=shares[1:])
 
 
 def draw(rng, chances, row_steps, width) -> np.ndarray:

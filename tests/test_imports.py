@@ -134,7 +134,7 @@ def test_every_room_of_the_table_exists():
         ),
         (
             "rollout/engine/spec",
-            "from specrl_jax.rewards.workers import Scores",
+            "from specrl_jax.rewards.workers import Rewards",
             [
                 "rollout/engine/spec:1: rollout imports rewards/workers",
                 "rollout/engine/spec: sees rewards and rollout",

@@ -26,8 +26,8 @@ from specrl_jax.sharding import put, reshard, shards, spec
 from specrl_jax.types import Batch
 
 
-class Scores(NamedTuple):
-    """Scores of tokens under the weights being trained; float32, [m, T] or [n, R]."""
+class TokenLogprobs(NamedTuple):
+    """Log-probs of tokens under the weights being trained, and more; float32, [m, T] or [n, R]."""
 
     logprobs: Array  # nats, at the rollout's temperature
     entropy: Array  # nats
@@ -94,7 +94,9 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> tuple[Sequence
     return Sequences(tokens_BT, places, ends, parents), nodes
 
 
-def score(learner: Learner, params: Params, critic: Params | None, sequences: Sequences) -> Scores:
+def score(
+    learner: Learner, params: Params, critic: Params | None, sequences: Sequences
+) -> TokenLogprobs:
     """One pass of the policy over a micro-batch, and one of a critic with its own decoder.
 
     Gives [m, T]: at each slot what is said of its token, in the state of its parent.
@@ -108,14 +110,14 @@ def score(learner: Learner, params: Params, critic: Params | None, sequences: Se
 
     scores = map_tokens(score_chunk, model, hidden_mTD, sequences.tokens, learner.logits_chunk)
     if critic is None:
-        return Scores(*scores, values=None)
+        return TokenLogprobs(*scores, values=None)
     decoder = value.decoder(learner.model, critic)
     if decoder is not None:
         hidden_mTD = _parents_hidden(decoder, sequences)
-    return Scores(*scores, value.values(critic, hidden_mTD))
+    return TokenLogprobs(*scores, value.values(critic, hidden_mTD))
 
 
-def read_nodes(scores: Scores, nodes_nR: Array) -> Scores:
+def read_nodes(scores: TokenLogprobs, nodes_nR: Array) -> TokenLogprobs:
     """Scores [n, R] of rows from those of slots [..., T]; 0 where a node is not among the slots."""
 
     def read(x: Array) -> Array:

@@ -40,7 +40,7 @@ from specrl_jax.benchmarks.policies import (
 )
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import by_prompt, make_spec
-from specrl_jax.benchmarks.timing import Case, Log, run
+from specrl_jax.benchmarks.timing import Log, RolloutCase, run
 from specrl_jax.build import build, policy_copy
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
@@ -289,7 +289,7 @@ def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
 # Shares of the limits ----------------------------------------------------------------------------
 
 
-def _case(size: Size, **changes: Any) -> Case:
+def _case(size: Size, **changes: Any) -> RolloutCase:
     """A rollout whose rows all end at the longest length, in one bucket.
 
     changes: see `make_spec`.

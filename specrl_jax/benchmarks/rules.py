@@ -13,7 +13,7 @@ import numpy as np
 
 from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.timing import Case, Log, run
+from specrl_jax.benchmarks.timing import Log, RolloutCase, run
 from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count
@@ -87,7 +87,7 @@ def _cases(trainer: Trainer, drafts: Drafts) -> list[tuple[str, RolloutSpec, Dra
     return cases
 
 
-def _with_noises(case: Case, key: jax.Array, first: int, repeats: int) -> list:
+def _with_noises(case: RolloutCase, key: jax.Array, first: int, repeats: int) -> list:
     """Runs with the noise of steps from `first` on; one before them compiles."""
     steps = [first, *range(first, first + repeats)]
     return [run(functools.partial(case, noise=Noise(key, n))) for n in steps][1:]

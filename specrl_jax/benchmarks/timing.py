@@ -21,11 +21,11 @@ from specrl_jax.runtime import cache_folder
 from specrl_jax.types import Rollout
 
 Log = Callable[[str], None]
-Case = functools.partial  # of `generate`: spec, weights, prompts, noise, and options by name
+RolloutCase = functools.partial  # of `generate`: spec, weights, prompts, noise, and options by name
 _WARM_RUNS = 6  # of a case with choices
 
 
-class Run(NamedTuple):
+class TimedRollout(NamedTuple):
     """One timed rollout."""
 
     seconds: float  # from the host's prompts to finished responses
@@ -38,7 +38,7 @@ class Run(NamedTuple):
         return self.stats.decode_seconds / self.stats.decode_steps
 
 
-def run(case: Case) -> Run:
+def run(case: RolloutCase) -> TimedRollout:
     """One rollout; what its choices still need is measured after it, as in training."""
     start = time.perf_counter()
     result = case()
@@ -46,10 +46,12 @@ def run(case: Case) -> Run:
     seconds = time.perf_counter() - start
     if (speculation := case.keywords.get("speculation")) is not None:
         speculation.measure_used(case.args[1])
-    return Run(seconds, result.stats, jax.device_get(result.rollout))
+    return TimedRollout(seconds, result.stats, jax.device_get(result.rollout))
 
 
-def run_in_turn(cases: Mapping[str, Case], repeats: int, log: Log) -> dict[str, list[Run]]:
+def run_in_turn(
+    cases: Mapping[str, RolloutCase], repeats: int, log: Log
+) -> dict[str, list[TimedRollout]]:
     """Run every case `repeats` times, after runs in which it compiles and its choices settle."""
     for name, case in cases.items():
         for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
@@ -59,7 +61,7 @@ def run_in_turn(cases: Mapping[str, Case], repeats: int, log: Log) -> dict[str, 
     return dict(zip(cases, map(list, zip(*rounds))))
 
 
-def figures(runs: Sequence[Run], **baselines: Sequence[Run]) -> dict[str, Any]:
+def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -> dict[str, Any]:
     """A case's figures for a report. Counts are of the last run, shares of all tokens.
 
     baselines: `over_NAME` is how many times as fast the case is as these runs.

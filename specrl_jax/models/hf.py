@@ -23,7 +23,7 @@ from specrl_jax.models.parameters import LAYER, TOP, select
 from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import param_shapes
 
-Params = dict[str, Any]
+HostParams = dict[str, Any]
 
 
 class Checkpoint(NamedTuple):
@@ -42,7 +42,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = "model.safetensors.index.json"
 
 
-def load(source: str) -> tuple[ModelConfig, Params]:
+def load(source: str) -> tuple[ModelConfig, HostParams]:
     """Reads a policy from what `sources.resolve` finds: a directory or a `.gguf` file.
 
     Returns the config (compute type float32, no rematerialisation) and float32 arrays under the
@@ -154,7 +154,7 @@ def _tensors(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str,
     return tensors
 
 
-def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> Params:
+def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> HostParams:
     tied = config.tie_embeddings and "lm_head.weight" in checkpoint.shapes
     # Before anything of these sizes is allocated: they are only what the file claims.
     _check_shapes(checkpoint, _file_shapes(config), {"lm_head.weight"} if tied else set())

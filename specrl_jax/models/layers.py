@@ -226,7 +226,7 @@ class MLP(LayerModule):
         return jnp.reshape(out_MD, x_BTD.shape, out_sharding=spec("batch", None, None))
 
 
-class Block(nnx.Module):
+class DecoderLayer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):

@@ -18,7 +18,7 @@ from jax import Array
 
 from specrl_jax.models.config import IdRanges, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
-from specrl_jax.models.layers import Block, Place, join_projections, rms_norm, rope_tables
+from specrl_jax.models.layers import DecoderLayer, Place, join_projections, rms_norm, rope_tables
 from specrl_jax.models.parameters import LAYER, TOP, select
 from specrl_jax.sharding import mesh_axes, put_as, reshard, shards, spec
 
@@ -104,7 +104,7 @@ class Transformer(nnx.Module):
             new_cache = []
             for i, params in enumerate(self.layers):
                 layer_cache = None if cache is None else cache[i]
-                block = Block(self.config, params)
+                block = DecoderLayer(self.config, params)
                 x_BTD, layer_cache = block(x_BTD, rope, place, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, None if cache is None else tuple(new_cache)
@@ -112,7 +112,7 @@ class Transformer(nnx.Module):
             raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
 
         def layer(x_BTD: Array, params: dict[str, Array]):
-            return Block(self.config, params)(x_BTD, rope, place)[0], None
+            return DecoderLayer(self.config, params)(x_BTD, rope, place)[0], None
 
         if self.config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)

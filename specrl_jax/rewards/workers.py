@@ -1,6 +1,6 @@
 """Scores batches of responses in worker processes.
 
-Takes a scorer or an environment by name, and texts; gives `Scores`. A policy's text can keep a
+Takes a scorer or an environment by name, and texts; gives `Rewards`. A policy's text can keep a
 scorer busy for ever (`9**9**9` is one C call in sympy that no signal handler interrupts), and some
 scorers execute it. So every answer is scored in a process of its own (`worker_process`), within
 limits. An answer that breaks a limit fails with reward 0; the others are not affected.
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Scores:
+class Rewards:
     """The rewards of B responses, in the order they were given."""
 
     rewards: np.ndarray  # float32 [B], 0 where failed
@@ -53,7 +53,7 @@ class Scores:
     observations: tuple[str, ...]  # B texts: the environment's answers where not done
 
     @classmethod
-    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+    def joined(cls, parts: Sequence["Rewards"]) -> "Rewards":
         """Concatenate all parts, in order."""
         if len(parts) == 1:
             return parts[0]
@@ -128,7 +128,7 @@ class RewardPool(contextlib.AbstractContextManager):
         answers: Sequence[str],
         tasks: Sequence[str],
         metadatas: Sequence[dict],
-    ) -> Scores:
+    ) -> Rewards:
         """Score B responses, or take the step of each episode's last turn.
 
         Raises RuntimeError where the pool is closed, ChildProcessError where no worker starts.
@@ -146,7 +146,7 @@ class RewardPool(contextlib.AbstractContextManager):
         failed = np.array([bool(result.failure) for result in results], np.bool_)
         if self._threshold > 0:
             scores = (scores >= np.float32(self._threshold)).astype(np.float32)
-        return Scores(
+        return Rewards(
             rewards=np.where(failed, np.float32(0), scores),
             failed=failed,
             reasons=tuple(result.failure for result in results),

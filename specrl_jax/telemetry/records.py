@@ -222,7 +222,7 @@ class RolloutRecords:
 
         rollout: B = Q·G responses in NumPy arrays, the G of a prompt side by side. Only tokens,
             lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
-        rewards, failed: float32 and bool [B], as `Scores` has them.
+        rewards, failed: float32 and bool [B], as `Rewards` has them.
         kind: "step" or "eval".
 
         Raises OSError if the file cannot be written.

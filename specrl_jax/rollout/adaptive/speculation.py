@@ -43,7 +43,7 @@ DRAWS = 3  # simulated sets of accepted lengths; every row has another quantile 
 
 
 @dataclasses.dataclass
-class Acceptance:
+class AcceptanceCounts:
     """Counts of accepted draft tokens; they fade as new ones come in."""
 
     # Of draft sources, by token 0, 1, ...: row steps that checked it and accepted all before, and
@@ -142,7 +142,7 @@ class Speculation(StatePart):
     """
 
     costs: StepCosts = dataclasses.field(default_factory=StepCosts)
-    acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
+    acceptance: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     steps_since_probe: int = PROBE_EVERY * PROBE_STEPS[1]  # the first comes at once
     probes: int = 0
     timer: "StepTimer | None" = dataclasses.field(default=None, compare=False)
@@ -189,8 +189,8 @@ class Speculation(StatePart):
     ) -> float:
         """Count steps that were run; returns their expected seconds, 0 where unknown.
 
-        histogram: as in `Acceptance.observe`. accepted, verified: tokens of previous responses that
-        these steps verified.
+        histogram: as in `AcceptanceCounts.observe`. accepted, verified: tokens of previous
+        responses that these steps verified.
         """
         self.acceptance.observe(histogram, plan.width)
         self.acceptance.observe_previous(accepted, verified)
@@ -315,7 +315,7 @@ class Speculation(StatePart):
     def restore(self, host: Mapping, arrays: object = None) -> "Speculation":
         """Return a `Speculation` that goes on where `host` was taken, with the same timer."""
         costs = StepCosts.from_json(host["costs"])
-        acceptance = Acceptance(**host["acceptance"])
+        acceptance = AcceptanceCounts(**host["acceptance"])
         parts = {**host, "costs": costs, "acceptance": acceptance}
         return Speculation(**parts, timer=self.timer)
 

@@ -15,14 +15,14 @@ from cost_reference import (
 )
 
 from specrl_jax.rollout.adaptive import speculation
-from specrl_jax.rollout.adaptive.speculation import Acceptance, Speculation, StepPlan
+from specrl_jax.rollout.adaptive.speculation import AcceptanceCounts, Speculation, StepPlan
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 
 # Acceptance -----------------------------------------------------------------------------------
 
 
 def test_survival_by_hand():
-    acceptance = Acceptance()
+    acceptance = AcceptanceCounts()
     assert acceptance.survival(3) == [0, 0, 0]
     acceptance.observe([2, 1, 5], width=3)
     assert acceptance.reached == [8, 6]
@@ -41,7 +41,7 @@ def test_survival_by_hand():
 
 
 def test_the_rate_of_previous_responses_by_hand():
-    acceptance = Acceptance()
+    acceptance = AcceptanceCounts()
     assert acceptance.rate() == pytest.approx(0.99)
     acceptance.observe_previous(90, 100)
     assert acceptance.rate() == pytest.approx((90 + 0.99 * 32) / 132)

@@ -13,7 +13,7 @@ from cost_reference import (
     make_plan,
 )
 
-from specrl_jax.rollout.adaptive.speculation import VERIFY_MARGIN, Acceptance, Speculation
+from specrl_jax.rollout.adaptive.speculation import VERIFY_MARGIN, AcceptanceCounts, Speculation
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 
 
@@ -21,7 +21,9 @@ def make_chooser(seconds, rate=1.0, width=4) -> Speculation:
     """Steps of 64 and 16 rows take 32 and 8 s, a verification of 64 rows `seconds`."""
     steps = {Point(16, 100, 1, False): 8.0, Point(64, 100, 1, False): 32.0}
     costs = StepCosts(steps | {Point(64, 99, width, False): seconds})
-    return Speculation(costs, Acceptance(previous_verified=1e12, previous_accepted=rate * 1e12))
+    return Speculation(
+        costs, AcceptanceCounts(previous_verified=1e12, previous_accepted=rate * 1e12)
+    )
 
 
 def worth(plan, rate=1.0, most=1e5, **more) -> float:
@@ -125,7 +127,7 @@ def test_tokens_in_tries_cost_what_tokens_of_rows_do_until_they_are_measured():
 
 @pytest.mark.parametrize("known", [[], [Point(64, 100, 1, False)], [Point(64, 99, 4, False)]])
 def test_drafts_are_verified_at_once_until_seconds_are_known(known):
-    chooser = Speculation(StepCosts(dict.fromkeys(known, 1.0)), Acceptance(1e9, 0.0))
+    chooser = Speculation(StepCosts(dict.fromkeys(known, 1.0)), AcceptanceCounts(1e9, 0.0))
     plans = [make_plan(verify_width=2), make_plan(verify_width=4)]
     assert chooser.choose_verification(plans) is plans[-1]
 
@@ -167,7 +169,9 @@ def test_the_choice_is_about_as_good_as_never_and_as_always(chance):
     drafts' end, in the narrowest verifications."""
     steps = {Point(rows, slots, 1, False): ms for (rows, slots), ms in STEPS.items()}
     costs = StepCosts(steps | {Point(*shape, False): ms for shape, ms in VERIFICATIONS.items()})
-    chooser = Speculation(costs, Acceptance(previous_verified=1e6, previous_accepted=chance * 1e6))
+    chooser = Speculation(
+        costs, AcceptanceCounts(previous_verified=1e6, previous_accepted=chance * 1e6)
+    )
     rng = np.random.default_rng(15)
     lens = np.exp(rng.normal(3.5, 0.8, 128)).astype(int).clip(1, 256)
     drafts = [rng.geometric(1 - chance, 128) - 1 for _ in range(8)]

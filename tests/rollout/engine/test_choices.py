@@ -9,7 +9,7 @@ import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal, history_of, host
 from scheduler_cases import DRAFT_FIELDS, B, P, R, go, spec_of
 
-from specrl_jax.rollout.adaptive.speculation import Acceptance, Speculation, StepPlan
+from specrl_jax.rollout.adaptive.speculation import AcceptanceCounts, Speculation, StepPlan
 from specrl_jax.rollout.adaptive.step_costs import Point, StepCosts
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import buckets as bucket_sizes
@@ -30,7 +30,7 @@ def table(wide=(10.0, 20.0), verify=1.0) -> StepCosts:
 
 def hopeful(costs: StepCosts) -> Speculation:
     """One that expects suffix drafts to be right, and has just probed."""
-    acceptance = Acceptance(reached=[10.0] * 3, accepted=[9.0] * 3)
+    acceptance = AcceptanceCounts(reached=[10.0] * 3, accepted=[9.0] * 3)
     return Speculation(costs, acceptance, steps_since_probe=0)
 
 
