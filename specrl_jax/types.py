@@ -1,4 +1,4 @@
-"""The data that passes between rooms.
+"""The data that passes between modules.
 
 `Example` and `Prompts` live on the host; `Drafts`, `Rollout` and `Batch` are pytrees of device
 arrays. Response arrays are [B, R]: column j is the j-th response token, whatever the length of its

@@ -1,6 +1,7 @@
-"""Who may import whom: rooms import one way. The linter keeps slow libraries inside functions.
+"""Who may import whom: modules import one way. The linter keeps slow libraries inside functions.
 
-A room is a path below `specrl_jax/`: a file ("learn", "algorithms/losses") or a folder ("rollout").
+A module is a path below `specrl_jax/`: a file ("learn", "algorithms/losses") or a folder
+("rollout").
 The rule of a file is that of the longest path that holds it. A new file of `specrl_jax/` needs one.
 """
 
@@ -13,7 +14,7 @@ import pytest
 PACKAGE = "specrl_jax"
 ROOT = pathlib.Path(__file__).parent.parent / PACKAGE
 
-# What of ours a room may import. A folder may import its own files.
+# What of ours a module may import. A folder may import its own files.
 PURE = {"types", "algorithms/masked", "algorithms/losses", "algorithms/advantages"}
 ALLOWED = {
     "__init__": set(),
@@ -57,8 +58,8 @@ ALLOWED = {
     "sweep": {"cli", "config", "hyper", "telemetry"},
     "warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
 }
-# The stages of a step, and the only rooms that may see more than one of them. These rooms import
-# what they need, but none of them is imported from below.
+# The stages of a step, and the only modules that may see more than one of them. They import what
+# they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
     "train", "collect", "learn", "evaluate", "state", "build", "episodes", "benchmarks",
@@ -83,9 +84,9 @@ def _module(files, name: str) -> str:
     return next((path for path in paths if any(_within(file, [path]) for file in files)), "")
 
 
-def _within(path: str, rooms) -> str:
-    """The longest of the rooms that holds `path`; "" for none."""
-    holds = [room for room in rooms if path == room or path.startswith(f"{room}/")]
+def _within(path: str, modules) -> str:
+    """The longest of the modules that holds `path`; "" for none."""
+    holds = [module for module in modules if path == module or path.startswith(f"{module}/")]
     return max(holds, key=len, default="")
 
 
@@ -93,17 +94,17 @@ def violations(files: dict[str, str]) -> list[str]:
     """Every breach of the table by these files, {path: source}, as "file:line: what"."""
     breaches = []
     for file, source in sorted(files.items()):
-        room = _within(file, ALLOWED.keys() | SEE_ALL)
-        if not room:
+        module = _within(file, ALLOWED.keys() | SEE_ALL)
+        if not module:
             breaches.append(f"{file}: has no rule")
         stages = {_within(file, STAGES)}
         for line, imported in _imports(source):
             other = _module(files, imported)
             stages.add(_within(other, STAGES))
-            if other and room in ALLOWED and not _within(other, {room, *ALLOWED[room]}):
-                breaches.append(f"{file}:{line}: {room} imports {other}")
+            if other and module in ALLOWED and not _within(other, {module, *ALLOWED[module]}):
+                breaches.append(f"{file}:{line}: {module} imports {other}")
         stages -= {""}
-        if len(stages) > 1 and room not in SEE_ALL:
+        if len(stages) > 1 and module not in SEE_ALL:
             breaches.append(f"{file}: sees {' and '.join(sorted(stages))}")
     return breaches
 
@@ -119,9 +120,9 @@ def test_the_package_holds_the_table():
     assert violations(FILES) == []
 
 
-def test_every_room_of_the_table_exists():
-    rooms = {*ALLOWED, *SEE_ALL, *STAGES}.union(*ALLOWED.values())
-    assert [room for room in rooms if not any(_within(file, [room]) for file in FILES)] == []
+def test_every_module_of_the_table_exists():
+    modules = {*ALLOWED, *SEE_ALL, *STAGES}.union(*ALLOWED.values())
+    assert [x for x in modules if not any(_within(file, [x]) for file in FILES)] == []
 
 
 @pytest.mark.parametrize(
