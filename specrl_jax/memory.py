@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from specrl_jax.config import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import cache_bytes
 from specrl_jax.models.transformer import param_count
 
 _NAMED = 3  # arrays that an error names
@@ -55,7 +54,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
             rows = rollout.max_rows
             fields = "rollout.max_rows"
         begun = tokens + (rollout.response_len >> (rollout.cache_lengths - 1))
-        cache = cache_bytes(model, rows, begun)
+        cache = 2 * model.num_layers * rows * begun * model.num_kv_heads * model.head_dim * itemsize
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
         return [Part("KV cache", f"{fields} {of_row}", cache), logits]
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 
-from specrl_jax.models import attention, attention_choice, attention_gpu, attention_tpu, kv_cache
-from specrl_jax.models.attention_choice import Shapes
+from specrl_jax.models import attention, attention_gpu, attention_tpu, kv_cache
 from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.sharding import put
 
@@ -93,12 +92,11 @@ def test_what_the_kernels_of_gpus_refuse(mesh):
 def test_a_jax_without_the_decode_kernel_of_gpus(mesh, monkeypatch, capsys):
     monkeypatch.setattr(attention_gpu, "decode_attention", None)
     monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
-    choose = functools.partial(attention_choice.choose, model=QWEN, shapes=Shapes(1, 64, 2, 64))
+    choose = functools.partial(attention.choose_kernels, model=QWEN, slots=64)
     why = f"jax {jax.__version__} has no kernel decode_attention"
     with pytest.raises(ValueError, match=f"^model.attention must be .* for decode, {why}$"):
         choose("kernel")
-    monkeypatch.setattr(attention_choice, "_absent", lambda: True)
-    assert choose("auto") == ()
+    assert choose("auto") == ("verify", "packed")
     assert f"attention, decode: reference ({why})" in capsys.readouterr().out.splitlines()
 
 
