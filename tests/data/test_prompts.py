@@ -147,7 +147,7 @@ def test_in_an_environment_the_answer_belongs_to_the_question():
     settings = preset("micro", "multiturn")
     data = load_examples(settings)
     asked = {(e.prompt, e.answer) for e in data.train}
-    assert len(data.train) + len(data.eval) == 50  # pairs of 0 to 5, each with its secrets
+    assert len(data.train) + len(data.eval) == 30  # pairs of 0 to 4, each with its secrets
     assert {e.prompt for e in data.eval} & {prompt for prompt, _ in asked}
     assert not {(e.prompt, e.answer) for e in data.eval} & asked
 

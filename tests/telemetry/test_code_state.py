@@ -1,6 +1,7 @@
 """What WORKDIR/code.jsonl says of the code that ran."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -9,6 +10,7 @@ from specrl_jax.telemetry import code_state
 from specrl_jax.telemetry.code_state import git_state, read_code, record_code
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_and_whether_it_was_changed(tmp_path, monkeypatch):
     def git(*words):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], check=True)
