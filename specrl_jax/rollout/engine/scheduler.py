@@ -8,7 +8,7 @@ Each shard of the batch has queues of its own: its rows, which never leave it.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,13 @@ from specrl_jax.rollout.engine.runner import FOREVER, DecodeBatch, ModelRunner
 
 STEPS_BETWEEN_INSERTS = 64  # of rows of the next step into idle places
 STEPS_BETWEEN_COUNTS = 32  # at most, of the groups that are done, where enough of them end it all
+
+
+class Admitted(NamedTuple):
+    """Waiting rows that begin together."""
+
+    index: np.ndarray  # int [size], -1 for padding
+    resumed: bool  # whether they hold tokens
 
 
 @dataclasses.dataclass
@@ -56,7 +63,11 @@ class Scheduler:
         while not self._may_end():
             if self.running is not None and not self.running.unfinished:
                 self.runner.write_back_all()
-            while (starting := self._admit()) is not None:
+            while (admitted := self._admit()) is not None:
+                if admitted.resumed:
+                    starting = self._re_prefill(admitted.index)
+                else:
+                    starting = self._prefill(admitted.index)
                 self._verify(starting)
                 self.runner.insert(starting.batch)
                 del starting  # and with it a cache, before others begin
@@ -81,7 +92,7 @@ class Scheduler:
 
     # Rows begin ------------------------------------------------------------------------------
 
-    def _admit(self) -> Starting | None:
+    def _admit(self) -> Admitted | None:
         """Waiting rows that begin now; None where there is no room for any."""
         if not self.queues.is_waiting():
             return self._admit_next_step()
@@ -90,8 +101,7 @@ class Scheduler:
         size, counts = self._num_admitted(queues, 1 if resumed else self.program.group_size)
         if not size:
             return None
-        index = self.queues.pop(queues, counts, size)
-        return self._re_prefill(index) if resumed else self._prefill(index)
+        return Admitted(self.queues.pop(queues, counts, size), resumed)
 
     def _num_admitted(self, queues: ShardQueues, unit: int) -> tuple[int, np.ndarray]:
         """Rows of the bucket in which rows of `queues` begin, 0 for none, and how many begin on
@@ -114,7 +124,7 @@ class Scheduler:
         size = int(asked.max())
         return size, np.minimum(np.minimum(counts, size // self.shards), free) // unit * unit
 
-    def _admit_next_step(self) -> Starting | None:
+    def _admit_next_step(self) -> Admitted | None:
         """Groups of the next step that begin in places that would be idle."""
         if not any(self.queues.next_step) or self.running is None:
             return None
@@ -128,7 +138,7 @@ class Scheduler:
         if rows < max(running.size // 4, 1):  # not worth a prefill and a move
             return None
         size = self.buckets.admission(rows, self.buckets.admissions[0])
-        return self._prefill(self.queues.pop(self.queues.next_step, counts, size))
+        return Admitted(self.queues.pop(self.queues.next_step, counts, size), resumed=False)
 
     def _prefill(self, index: np.ndarray) -> Starting:
         """Rows that hold no tokens: their prompts, or their prompts and drafts in one pass. index:
