@@ -17,6 +17,7 @@ from specrl_jax.models.kv_cache import init_cache
 FIELDS = {
     "rollout.group_size": 4, "rollout.prompts_per_step": 8, "rollout.max_rows": 16,
     "rollout.cache_lengths": 2, "rollout.adaptive": False, "rollout.max_width": 2,
+    "rollout.refresh_unsolved": 0.0,
     "algorithm.kl_coef": 0.01, "updates.micro_batch_size": 8,
 }  # fmt: skip
 
