@@ -13,11 +13,12 @@ from specrl_jax.accelerators.plan import memory_plan
 from specrl_jax.accelerators.programs import programs
 from specrl_jax.models.kv_cache import init_cache
 
-# A run that meets every bucket: rows wait and are inserted, caches are short and long.
+# A run that meets every bucket: rows wait and are inserted, caches are short and long. Its drafts
+# share so little that they are verified over the rows.
 FIELDS = {
     "rollout.group_size": 4, "rollout.prompts_per_step": 8, "rollout.max_rows": 16,
     "rollout.cache_lengths": 2, "rollout.adaptive": False, "rollout.max_width": 2,
-    "algorithm.kl_coef": 0.01, "updates.micro_batch_size": 8,
+    "algorithm.kl_coef": 0.01, "updates.micro_batch_size": 8, "rollout.temperature": 4.0,
 }  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def empty_cache(tmp_path):
 @pytest.mark.parametrize(
     ("draft", "other"),
     [
-        # The number of packed sequences depends on the drafts.
+        # How drafts are packed depends on them.
         ("previous", {"verify_tries"}),
         # Without choices every step is as wide as it can be.
         pytest.param("previous+tree", {"verify_tries", "decode"}, marks=pytest.mark.slow),
