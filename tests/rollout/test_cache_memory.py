@@ -1,6 +1,7 @@
 """A rollout's memory as the operating system sees it, against `rollout.max_rows`.
 
-Minutes, hence slow. `python tests/rollout/test_memory.py ROWS` prints what one process measures.
+Minutes, hence slow. `PYTHONPATH=tests python tests/rollout/test_memory.py ROWS` prints what one
+process measures.
 """
 
 import json
@@ -76,6 +77,7 @@ def test_few_rows_take_no_more_than_their_caches_while_they_move():
     for max_rows in (0, ROWS):
         # Large arrays go back to the system as soon as they are freed.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         done = subprocess.run(
             [sys.executable, __file__, str(max_rows)],
             env=environment, capture_output=True, text=True, timeout=900, check=True,
