@@ -92,12 +92,14 @@ def check_cache(cache, order, slots, filled):
 def test_rows_begin_with_prompts_only(mesh):
     program = ref.make_spec(group=2, slots=C - 1, stored_logprobs=K).program
     program = dataclasses.replace(program, group_size=2, pad_id=7)
-    prompts, max_lens = ref.make_prompts([[5, 6, 9], [8]], 3), np.array([4, 2], np.int32)
+    prompts, max_lens = ref.make_prompts([[5, 6, 9], [8]], 3), np.array([4, 2, 3, 1], np.int32)
     noise, steps = Noise(jax.random.key(0), 0), np.array([3, 4])
     rows = ref.host(start_all_rows(program, prompts, noise, steps, max_lens))
     np.testing.assert_array_equal(rows.index, np.arange(4))
     np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
-    np.testing.assert_array_equal(rows.max_lens, [4, 2, C - 1, C - 1])
+    np.testing.assert_array_equal(rows.max_lens, max_lens)
+    whole = ref.host(start_all_rows(program, prompts, noise, steps))
+    np.testing.assert_array_equal(whole.max_lens, [C - 1] * 4)
     np.testing.assert_array_equal(rows.last, [9, 9, 8, 8])
     np.testing.assert_array_equal(rows.tokens, np.full((4, C), 7))
     for name in ("lens", "prefix_lens", "done", "policy_logprobs", "sampling_logprobs", "sources"):
