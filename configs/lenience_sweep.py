@@ -16,7 +16,9 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 
 def get_config(preset: str = "tiny") -> ConfigDict:
     """The configuration of a preset; raises ValueError on an unknown name."""
-    return _GRPO["get_config"](preset)
+    config = _GRPO["get_config"](preset)
+    config.rollout.refresh_unsolved = 0.0  # every case keeps what its rule keeps
+    return config
 
 
 def get_hyper(hyper):

@@ -15,6 +15,7 @@ from specrl_jax.build import Trainer
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.checksums import checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
+from specrl_jax.data.prompts import digest
 from specrl_jax.group_buffer import GroupBuffer
 from specrl_jax.models.transformer import Params, abstract_params
 from specrl_jax.rollout.adaptive import measure_steps
@@ -45,11 +46,12 @@ class Reference(StatePart):
 
 @dataclasses.dataclass(frozen=True)
 class Origin(StatePart):
-    """The model that the run began with; a resume with another one is refused."""
+    """Model and held-out prompts that the run began with; a resume with others is refused."""
 
     source: str  # of the config
     shape: dict[str, Any]  # without what a machine chooses
     weights: int  # their checksum, before a warm-up
+    held_out: str  # digest of the held-out prompts' ids and tokens; "": there are none
     is_reference: bool  # whether the reference is made from the source again
 
     @classmethod
@@ -58,10 +60,14 @@ class Origin(StatePart):
         shape = dataclasses.asdict(trainer.model)
         for name in ("dtype", "remat", "kernels", "unused_ids"):
             del shape[name]
-        return cls(trainer.config.model.source, shape, checksum(params), is_reference)
+        batches = trainer.held_out
+        kept = [x[:real] for prompts, real in batches for x in (prompts.ids, prompts.tokens)]
+        held_out = digest(*kept[::2], *kept[1::2]) if kept else ""
+        source = trainer.config.model.source
+        return cls(source, shape, checksum(params), held_out, is_reference)
 
     def host(self) -> dict[str, Any]:
-        return {"shape": self.shape, "weights": self.weights}
+        return {"shape": self.shape, "weights": self.weights, "held_out": self.held_out}
 
     def restore(self, host: dict[str, Any], arrays) -> "Origin":
         changed = [
@@ -75,6 +81,12 @@ class Origin(StatePart):
             raise ValueError(
                 f"model.source must be the model that the run began with, got {self.source!r}: "
                 f"{'; '.join(changed)}; put its files back, or begin a new run"
+            )
+        before = host.get("held_out", "")
+        if self.held_out and before and before != self.held_out:
+            raise ValueError(
+                f"data must be as in the checkpoint: the held-out prompts were {before}, are "
+                f"{self.held_out}; set back the data, the tokenizer or the chat template"
             )
         return dataclasses.replace(self, **host)
 

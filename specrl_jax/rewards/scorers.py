@@ -143,6 +143,9 @@ _LABEL = re.compile(  # (B), B), B. or B: before a value; B alone
 _CHOSEN = re.compile(  # answer is (B); B) at the start
     r"(?:(?i:answer|choice|option)\W+(?:(?i:is|option|choice)\W+)*|^\W*(?=[A-J][).:]))([A-J])\b(?!')"
 )
+_BETWEEN_PARTS = re.compile(  # "and" with the comma before it; no comma of a thousand
+    r"[,;]?\s*(?:\\text\w*\s*\{\s*)?\b(?:and|or)\b|,(?!\s?\d{3}(?!\d))|;"
+)
 
 
 class _Reading(NamedTuple):
@@ -173,7 +176,7 @@ def _read_whole(text: str) -> _Reading:
     if not text:
         return _Reading([])
     parsed = list(_parse_math(rf"\boxed{{{_latex(text)}}}"))
-    count = len(re.split(r",(?!\s?\d{3}(?!\d))|;|\b(?:and|or)\b", text))
+    count = len(_BETWEEN_PARTS.split(text))
     is_set = type(parsed[0]).__name__ == "FiniteSet" if parsed else False
     return _Reading(parsed, count, is_set and count > len(parsed[0].args))
 

@@ -15,14 +15,21 @@ from specrl_jax.inputs import json_object
 FILE_NAME = "code.jsonl"
 
 
-def git_state() -> dict[str, Any]:
-    """The commit of the current directory's repository, and whether files differ from it ("dirty").
+def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
+    """The commit of a folder's repository, and whether files differ from it ("dirty").
 
-    {} where there is no repository, or no git.
+    folder: this code's by default. {} where there is no repository, or no git.
     """
     try:
         commit, changes = (
-            subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10)
+            subprocess.run(
+                ["git", *words],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=10,
+            )
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (OSError, subprocess.SubprocessError):

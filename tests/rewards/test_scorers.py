@@ -10,6 +10,10 @@ from specrl_jax.rewards.scorers import EXECUTES, score_math, score_reasoning_gym
 
 MATH = [
     # response, reference, right?
+    (r"\boxed{1, 2, 3}", "1, 2, and 3", True),
+    ("The answer is 1, 2, and 3.", "1, 2, 3", True),
+    (r"\boxed{2, \text{and } 3}", "2, 3", True),
+    (r"\boxed{2, \text{and } 3}", "3", False),
     (r"The answer is \boxed{\frac{1}{2}}.", "0.5", True),
     (r"\boxed{0.5}", r"\frac{1}{2}", True),
     (r"\boxed{\frac{2}{4}}", "1/2", True),

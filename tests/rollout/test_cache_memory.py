@@ -1,7 +1,7 @@
 """A rollout's memory as the operating system sees it, against `rollout.max_rows`.
 
-Minutes, hence slow. `PYTHONPATH=tests python tests/rollout/test_memory.py ROWS` prints what one
-process measures.
+Minutes, hence slow. `PYTHONPATH=tests python tests/rollout/test_cache_memory.py ROWS` prints what
+one process measures.
 """
 
 import json

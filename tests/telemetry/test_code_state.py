@@ -11,19 +11,19 @@ from specrl_jax.telemetry.code_state import git_state, read_code, record_code
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_and_whether_it_was_changed(tmp_path, monkeypatch):
+def test_the_commit_and_whether_it_was_changed(tmp_path):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], check=True)
+        who = ("-c", "user.name=a", "-c", "user.email=a")
+        subprocess.run(["git", *who, *words], check=True, cwd=tmp_path)
 
-    monkeypatch.chdir(tmp_path)
-    assert git_state() == {}
+    assert git_state(tmp_path) == {}
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "first")
-    clean = git_state()
+    clean = git_state(tmp_path)
     assert len(clean["commit"]) == 40
     assert not clean["dirty"]
     (tmp_path / "new").touch()
-    assert git_state() == clean | {"dirty": True}
+    assert git_state(tmp_path) == clean | {"dirty": True}
 
 
 def test_a_line_for_each_start_unlike_the_last(tmp_path, monkeypatch):
