@@ -11,6 +11,7 @@ from small_runs import one_line, small_config
 
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.data.prompts import select
 from specrl_jax.state import TrainerState, init_state, resume
 from specrl_jax.types import StatePart
 
@@ -78,6 +79,22 @@ def test_a_changed_model_is_refused_where_it_matters(mesh, tmp_path):
             with pytest.raises(ValueError, match=r"rope_theta was 10000.0, now 5.0; put its fil"):
                 resume(theta, params, checkpoints, step)
         assert resume(without, other, checkpoints, 0).origin.weights == state.origin.weights
+
+
+def test_changed_held_out_prompts_are_refused(mesh, tmp_path):
+    """However they are batched; a run that evaluates none is not asked."""
+    config = small_config({"evaluate.every": 1})
+    trainer, params = build(config)
+    ((prompts, real),) = trainer.held_out
+    edited = dataclasses.replace(prompts, tokens=prompts.tokens[:, ::-1])
+    parts = [(select(prompts, range(i, j)), j - i) for i, j in ((0, 4), (4, real))]
+    state = init_state(trainer, jax.tree.map(jnp.copy, params))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state.arrays(), state.host())
+        for held_out in (parts, []):
+            resume(dataclasses.replace(trainer, held_out=held_out), params, checkpoints)
+        with pytest.raises(ValueError, match=r"^data must be as in the checkpoint: the held-out"):
+            resume(dataclasses.replace(trainer, held_out=[(edited, real)]), params, checkpoints)
 
 
 def test_a_new_part_needs_only_its_class_and_a_field(mesh):
