@@ -1,4 +1,4 @@
-"""What the documents name exists, and the site of them builds."""
+"""Names in the documents exist, and the site of them builds."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a process sets up once: the mesh of its configuration, the compilation cache."""
+"""Set-up of a process: the mesh of its configuration, the compilation cache."""
 
 import jax
 import jax.numpy as jnp

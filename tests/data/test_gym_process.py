@@ -59,7 +59,7 @@ def test_unknown_task_or_option():
 
 
 def test_every_process_has_the_same_rows():
-    """Of a task that goes through a set, and of one that draws from the global generator."""
+    """One task goes through a set, the other draws from the global generator."""
     pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
     tasks = ("ransom_note", "list_functions")
     code = (

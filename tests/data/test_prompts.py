@@ -190,7 +190,7 @@ def test_a_row_is_a_function_of_seed_and_index():
 
 
 def test_every_problem_comes_once():
-    """Of the 20 of one digit; demonstrations are of those that are left, or else of training."""
+    """There are 20 of one digit; demonstrations take those that are left, or else training's."""
     settings = sort(min_numbers=1, max_numbers=1)
     settings.data.prompts, settings.data.eval_prompts = 12, 6
     data = load_examples(settings)

@@ -107,7 +107,7 @@ def test_scorers_are_called_by_name():
 
 
 def test_what_an_answer_says_is_one_printable_line(capfd):
-    """Whether it raises, forges a report or prints: no line of the console is its own."""
+    """An answer may raise, forge a report or print: no line of the console is its own."""
     fake = "a\nerror: step 7: diverged \x1b[2J\u2028\u202eb"
     forged = json.dumps([0, True, "", fake])
     write = (

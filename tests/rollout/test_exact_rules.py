@@ -1,4 +1,4 @@
-"""What block verification emits, by exact enumeration of whole responses.
+"""Tokens that block verification emits, by exact enumeration of whole responses.
 
 Every draft of a small vocabulary is given to the package's jitted functions with every pattern of
 accepting and rejecting uniforms, each weighted with its exact probability. Nothing is random, so a

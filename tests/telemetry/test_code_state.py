@@ -1,4 +1,4 @@
-"""What WORKDIR/code.jsonl says of the code that ran."""
+"""Record of the code that ran, WORKDIR/code.jsonl."""
 
 import json
 import shutil
