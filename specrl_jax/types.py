@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specrl_jax.sharding import spec
+
 
 class StatePart:
     """A part of the trainer's state: it saves, restores and describes itself."""
@@ -104,6 +106,40 @@ class Rollout:
     draft_logprobs: Array | None = None
     top_ids: Array | None = None  # int32 [B, R, k], as in `Drafts`
     top_logprobs: Array | None = None  # float32 [B, R, k], as in `Drafts`
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, k: int = 0) -> "Rollout":
+        """Responses of no tokens; k: likeliest tokens that are kept."""
+
+        def zeros(dtype, *rest: int) -> Array:
+            axes = spec("batch", *(None,) * len(rest))
+            return jnp.zeros((rows, *rest), dtype, out_sharding=axes)
+
+        return cls(
+            tokens=zeros(jnp.int32, slots),
+            lens=zeros(jnp.int32),
+            prefix_lens=zeros(jnp.int32),
+            policy_logprobs=zeros(jnp.float32, slots),
+            sampling_logprobs=zeros(jnp.float32, slots),
+            origin_logprobs=zeros(jnp.float32, slots),
+            origin_steps=zeros(jnp.int32, slots),
+            sources=zeros(jnp.int8, slots),
+            draft_logprobs=zeros(jnp.float32, slots),
+            top_ids=zeros(jnp.int32, slots, k) if k else None,
+            top_logprobs=zeros(jnp.float32, slots, k) if k else None,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PartialRows:
+    """Tokens and state that B rows hold."""
+
+    rollout: Rollout  # their responses so far
+    done: Array  # bool [B]
+    # int32 [B]: draft tokens that a row had when it began. Of a row that is not done and rejected
+    # none, those that it accepted.
+    draft_lens: Array
 
 
 @jax.tree_util.register_dataclass

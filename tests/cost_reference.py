@@ -63,6 +63,6 @@ def make_buckets(rows=(16, 64), responses=(100,), max_width=1, prompt_slots=0) -
     return buckets
 
 
-def make_plan(draft_lens=(100,) * 64, rows=64, verify_width=4, buckets=None, slots=99, **more):
+def make_plan(draft_lens=(100,) * 64, rows=64, buckets=None, slots=99, **more):
     buckets = buckets or make_buckets()
     return VerifyPlan(tuple(draft_lens), rows, slots, verify_width, buckets, **more)

@@ -123,22 +123,20 @@ _PLAIN = SamplingConfig()
 
 
 def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
-              eos=(1, 2, 3, 4), row_buckets=2, cache_lengths=2, max_rows=0, tree=None,
+              eos=(1, 2, 3, 4), row_buckets=2, max_rows=0, tree=None,
               stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
     program = ProgramSpec(
-        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, slots, 5, draft_source=tree,
+        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, slots, draft_source=tree,
         stored_logprobs=stored_logprobs,
     )  # fmt: skip
-    return RolloutSpec(program, prompt_slots, group, row_buckets, cache_lengths, max_rows, **kwargs)
+    return RolloutSpec(program, prompt_slots, group, row_buckets, max_rows, **kwargs)
 
 
 SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
-ONE_BUCKET = {"row_buckets": 1, "cache_lengths": 1}
+ONE_BUCKET = {"row_buckets": 1}
 BUCKETS = [
     pytest.param(ONE_BUCKET, id="one"),
-    pytest.param(
-        {"row_buckets": 3, "cache_lengths": 2, "max_rows": 8, "verify_width": 3}, id="a queue"
-    ),
+    pytest.param({"row_buckets": 3, "max_rows": 8}, id="a queue"),
 ]
 
 

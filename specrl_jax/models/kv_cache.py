@@ -13,9 +13,6 @@ of which [K, H] would leave empty. C is K H, rounded up to whole tiles on each s
 transpose an array of another size at every call.
 """
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -34,6 +31,8 @@ AXES = {"cpu": _ATTENDED, "gpu": ("BKSH", "BKSH"), "tpu": ("BSKH", "BSKH")}
 _BOTH = ("BSKH",)  # of keys and values in one, where K counts both
 _FLAT = ("BSC", "BSC")  # heads side by side
 _LANES = 128  # width of a TPU's tile
+# A cache and a packed sequence have multiples of so many slots, as the platform's kernels need.
+SLOT_MULTIPLES = {"gpu": 16, "tpu": 128}
 _LOGICAL = {"B": "batch", "K": "kv_heads", "C": "kv_heads", "H": None, "S": None}
 
 
@@ -76,6 +75,12 @@ def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
 
     arrays = _shapes(config, rows, slots)
     return tuple(tuple(zeros(*array) for array in arrays) for _ in range(config.num_layers))
+
+
+def round_slots(slots: int) -> int:
+    """The least number of slots from `slots` on that the platform's kernels take."""
+    multiple = SLOT_MULTIPLES.get(platform(), 1)
+    return -(-slots // multiple) * multiple
 
 
 def cache_slots(cache: KVCache) -> int:
@@ -140,56 +145,35 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
     return tuple(map(write_one, layer, as_layer(k_BTKH, v_BTKH, layer), _axes(layer)))
 
 
-def resize(cache: KVCache, slots: int) -> KVCache:
-    """The first `slots` slots; zeros after the old ones where there are fewer."""
+def write_rows(cache: KVCache, fresh: tuple, nodes_bS: Array, places_b: Array) -> KVCache:
+    """The cache with rows that begin: row i gets the tokens at `nodes[i]` in the place `places[i]`.
 
-    def fit(x: Array, axes: str) -> Array:
-        axis = axes.index("S")
-        x = jax.lax.slice_in_dim(x, 0, min(slots, x.shape[axis]), axis=axis)
-        pads = [(0, 0)] * x.ndim
-        pads[axis] = (0, slots - x.shape[axis])
-        return jnp.pad(x, pads)
-
-    return _map_layers(fit, cache)
-
-
-def _map_layers(function: Callable[[Array, str], Array], cache: KVCache) -> KVCache:
-    """function(array, axes) of every array of the cache."""
-    return tuple(tuple(map(function, layer, _axes(layer))) for layer in cache)
+    fresh: Keys and values [m, T, K, H] of every layer, as the model gives them of packed sequences.
+    nodes_bS: int32 [b, S], sequence · T + slot of each token, < 0 where a row has none.
+    places_b: int32 [b]; a row whose place lies outside the cache is left out. Each shard counts its
+        own sequences and places, and its rows that are left out come last.
+    """
+    read = jnp.maximum(nodes_bS, 0)
+    rows = []
+    for layer, arrays in zip(cache, fresh, strict=True):
+        taken = on_shards(_take_nodes, arrays, read, like=arrays)
+        rows.append(as_layer(*taken, layer))
+    return on_shards(_write_own_rows, cache, tuple(rows), places_b, like=cache)
 
 
-def repeat_rows(cache: KVCache, times: int) -> KVCache:
-    """Every row `times` times, side by side: a prompt's cache for each response of its group."""
-
-    def repeat(x: Array, axes: str) -> Array:
-        rows, *rest = x.shape
-        names = [_LOGICAL[axis] for axis in axes[1:]]
-        layout = spec("batch", None, *names)
-        groups = jnp.broadcast_to(x[:, None], (rows, times, *rest), out_sharding=layout)
-        return reshape(groups, (rows * times, *rest), "batch", *names)
-
-    return _map_layers(repeat, cache)
+def _take_nodes(arrays: tuple[Array, ...], nodes_bS: Array) -> tuple[Array, ...]:
+    return tuple(take_own_rows(jax.lax.collapse(x, 0, 2), nodes_bS) for x in arrays)
 
 
-def gather_slots(cache: KVCache, slots_BS: Array) -> KVCache:
-    """A cache [B, S] of slots of another: of row · its slots + slot, zeros where that is < 0. Rows
-    are counted, and gathered, on each shard of the batch."""
+def _write_own_rows(cache: KVCache, rows: KVCache, places_b: Array) -> KVCache:
+    """Row by row, in place: no part of the cache is held twice."""
 
-    def gather(x: Array, axes: str, slots_BS: Array) -> Array:
-        by_slot = "BS" + "".join(axis for axis in axes if axis not in "BS")
-        x_T = jax.lax.collapse(_transpose(x, axes, by_slot), 0, 2)
-        taken = take_own_rows(x_T, jnp.maximum(slots_BS, 0))
-        filled = jnp.expand_dims(slots_BS >= 0, tuple(range(2, taken.ndim)))
-        return _transpose(jnp.where(filled, taken, 0), by_slot, axes)
+    def write_one(i: Array, cache: KVCache) -> KVCache:
+        def copy(old: Array, new: Array) -> Array:
+            row = jax.lax.dynamic_index_in_dim(new, i)
+            return jax.lax.dynamic_update_slice(old, row, (places_b[i], *(0,) * (old.ndim - 1)))
 
-    def local(cache: KVCache, slots_BS: Array) -> KVCache:
-        return _map_layers(functools.partial(gather, slots_BS=slots_BS), cache)
+        return jax.tree.map(copy, cache, rows)
 
-    return on_shards(local, cache, slots_BS, like=cache)
-
-
-def gather_own_rows(cache: KVCache, rows: Array, slots: int) -> KVCache:
-    """The rows of an index array, in `slots` slots (cut or padded with zeros), inside `on_shards`:
-    rows of the shard."""
-    cut = resize(cache, min(slots, cache_slots(cache)))  # before the gather: fewer bytes to move
-    return resize(take_own_rows(cut, rows), slots)
+    count = jnp.sum(places_b < cache[0][0].shape[0])
+    return jax.lax.fori_loop(0, count, write_one, cache)

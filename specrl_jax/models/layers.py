@@ -16,7 +16,7 @@ from jax import Array
 
 from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import ModelConfig, RopeScaling
-from specrl_jax.models.kv_cache import Layer, as_layer, write
+from specrl_jax.models.kv_cache import Layer, write
 from specrl_jax.models.parameters import LAYER
 from specrl_jax.sharding import platform, reshard, shards, spec
 
@@ -143,7 +143,8 @@ class LayerModule(nnx.Module):
 
 
 class Attention(LayerModule):
-    """Self-attention with grouped heads, over this call's tokens or over a KV cache."""
+    """Self-attention with grouped heads, over a KV cache, or over this call's tokens, whose keys
+    and values [B, T, K, H] it then gives instead."""
 
     names = (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -159,7 +160,7 @@ class Attention(LayerModule):
         k = apply_rope(k, rope)
         kernels = self.config.kernels
         if place.starts is None:
-            cache = None if cache is None else as_layer(k, v, cache)
+            cache = (k, v)
             attended = attend_packed(q, k, v, place.ends, kernels=kernels)
         else:
             cache = write(cache, k, v, place.starts)

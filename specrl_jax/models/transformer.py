@@ -49,9 +49,9 @@ class Transformer(nnx.Module):
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
         tokens_BT: int32 [B, T], left-aligned.
-        start_B: int32 [B], slot of each row's first token (None: 0); needs a cache.
-        cache: Keys and values of all earlier slots. Without it the tokens see each other. Without
-            `start_B` it has T slots, all of which are written.
+        start_B: int32 [B], slot of each row's first token, with a cache.
+        cache: Keys and values of all earlier slots. Without both the tokens see each other, and of
+            unstacked layers keys and values [B, T, K, H] are given in the cache's place.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         """
@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
         place = Place(start_B, ends_BT)
         if start_B is None:
             start_B = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
-        elif cache is None:
+        if (place.starts is None) != (cache is None):
             raise ValueError(
                 "tokens that start after others need a KV cache of the others, got none"
             )
@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
                 block = DecoderLayer(self.config, params)
                 x_BTD, layer_cache = block(x_BTD, rope, place, layer_cache)
                 new_cache.append(layer_cache)
-            return x_BTD, None if cache is None else tuple(new_cache)
+            return x_BTD, tuple(new_cache)
         if cache is not None:
             raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
 

@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 
 from specrl_jax.models.row_slices import read_slots, write_slots
-from specrl_jax.rollout.engine.decode_state import DecodeState, where_rows
-from specrl_jax.sharding import put, reshard, spec, take_rows
-from specrl_jax.types import Drafts, Prompts, Rollout, Source, StatePart
+from specrl_jax.rollout.rows import Rows, where_rows
+from specrl_jax.sharding import put, reshard, take_rows
+from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, StatePart
 
 # --- run-ahead ------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ class RunAhead(StatePart):
 
     @classmethod
     def empty(cls, rows: int, slots: int) -> "RunAhead":
-        return cls(as_drafts(empty_rollout(rows, slots, 0)))
+        return cls(as_drafts(Rollout.empty(rows, slots)))
 
     def arrays(self) -> Drafts:
         return self.drafts
@@ -76,18 +76,6 @@ def _over(drafts: Drafts, previous: Drafts) -> Drafts:
 # --- partial rollouts -----------------------------------------------------------------------------
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PartialRows:
-    """Tokens and state that B rows hold."""
-
-    rollout: Rollout  # their responses so far
-    done: Array  # bool [B]
-    # int32 [B]: draft tokens that a row had when it began. Of a row that is not done and rejected
-    # none, those that it accepted.
-    draft_lens: Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Resumed(StatePart):
     """Groups that are not done, between two steps."""
@@ -99,7 +87,7 @@ class Resumed(StatePart):
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
         """Return X * G = `rows` empty rows of `slots` response slots and the k likeliest tokens."""
-        rollout = empty_rollout(rows, slots, k)
+        rollout = Rollout.empty(rows, slots, k)
         return cls(PartialRows(rollout, rollout.lens > 0, rollout.lens))
 
     def arrays(self) -> PartialRows:
@@ -113,7 +101,7 @@ class Resumed(StatePart):
 
 
 @jax.jit
-def restore(all_rows: DecodeState, held: PartialRows) -> DecodeState:
+def restore(all_rows: Rows, held: PartialRows) -> Rows:
     """The rows with what they hold already."""
     have = held.rollout.lens > 0
     margin = all_rows.tokens.shape[1] - held.rollout.tokens.shape[1]
@@ -224,25 +212,3 @@ def _fill(result, part, index: Array, here: Array):
     taken = take_rows(part, index)
     before = jax.tree.map(jnp.zeros_like, taken) if result is None else result
     return jax.tree.map(lambda new, old: where_rows(here, new, old), taken, before)
-
-
-def empty_rollout(rows: int, slots: int, k: int) -> Rollout:
-    """Responses of no tokens."""
-
-    def zeros(dtype, *rest: int) -> Array:
-        axes = spec("batch", *(None,) * len(rest))
-        return jnp.zeros((rows, *rest), dtype, out_sharding=axes)
-
-    return Rollout(
-        tokens=zeros(jnp.int32, slots),
-        lens=zeros(jnp.int32),
-        prefix_lens=zeros(jnp.int32),
-        policy_logprobs=zeros(jnp.float32, slots),
-        sampling_logprobs=zeros(jnp.float32, slots),
-        origin_logprobs=zeros(jnp.float32, slots),
-        origin_steps=zeros(jnp.int32, slots),
-        sources=zeros(jnp.int8, slots),
-        draft_logprobs=zeros(jnp.float32, slots),
-        top_ids=zeros(jnp.int32, slots, k) if k else None,
-        top_logprobs=zeros(jnp.float32, slots, k) if k else None,
-    )

@@ -12,10 +12,8 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.carry_over import (
     CarryOver,
-    PartialRows,
     Resumed,
     RunAhead,
     as_drafts,
@@ -24,16 +22,17 @@ from specrl_jax.rollout.carry_over import (
     take,
 )
 from specrl_jax.rollout.drafts.sources import DraftHistory
+from specrl_jax.rollout.engine.all_rows import Noise, cut_drafts, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode_state import DecodeState
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
-from specrl_jax.rollout.engine.rows import Noise, cut_drafts, read_rollout, start_all_rows
-from specrl_jax.rollout.engine.runner import ModelRunner
+from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
-from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.engine.stats import Stats
+from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put, shards
-from specrl_jax.types import Prompts, Rollout
+from specrl_jax.types import PartialRows, Prompts, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +88,13 @@ def generate(
     order = _order(prompts, carry_over.next_prompts)
     requests = _requests(spec, prompts, noise.step, carry_over, held, order)
     buckets = _buckets(spec, requests, carry_over)
-    program = spec.program_for(buckets)
     drafts = _drafts_for(requests, drafts, carry_over, order)
-    start = _start(spec, program, noise, requests, drafts, held, max_lens)
-    all_rows, requests, drafts, draft_lens = start
-    runner = ModelRunner(program, buckets, weights, all_rows, requests, drafts)
+    start = _start(spec, noise, requests, drafts, held, max_lens)
+    all_rows, requests, draft_lens = start
+    runner = Runner(spec.program, buckets, weights, all_rows, requests, drafts)
     all_rows = Scheduler(runner, speculation).run()
     result = RolloutResult(
-        read_rollout(program, all_rows, drafts.previous, held, np.int32(noise.step)),
+        read_rollout(spec.program, all_rows, drafts.previous, held, np.int32(noise.step)),
         runner.stats,
         groups=np.arange(len(prompts.lens)),
         noise_steps=requests.noise_steps,
@@ -187,29 +185,25 @@ def _buckets(spec: RolloutSpec, requests: Requests, carry_over: CarryOver) -> Bu
 
 def _start(
     spec: RolloutSpec,
-    program: ProgramSpec,
     noise: Noise,
     requests: Requests,
     drafts: DraftInputs,
     held: PartialRows | None,
     max_lens: np.ndarray | None,
-) -> tuple[DecodeState, Requests, DraftInputs, np.ndarray]:
-    """All rows as they begin, requests and drafts with the drafts to verify, and int32 [B], draft
-    tokens that rows had when they began."""
+) -> tuple[Rows, Requests, np.ndarray]:
+    """All rows as they begin, requests with the drafts to verify, and int32 [B], draft tokens that
+    rows had when they began."""
     steps = requests.noise_steps
     draft_lens = np.zeros_like(requests.draft_lens)
-    all_rows = start_all_rows(program, requests.prompts, noise, steps, max_lens)
+    all_rows = start_all_rows(spec.program, requests.prompts, noise, steps, max_lens)
     if held is not None:
         all_rows = restore(all_rows, held)
         draft_lens = hosts.fetch(held.draft_lens)
-    if (previous := drafts.previous) is not None:
-        lens, cut_lens = cut_drafts(spec, all_rows, previous.lens)
-        draft_lens = draft_lens + np.maximum(hosts.fetch(lens) - requests.held_lens, 0)
-        previous = dataclasses.replace(previous, lens=cut_lens)
-        requests = dataclasses.replace(requests, draft_lens=hosts.fetch(cut_lens))
-        previous = previous if requests.draft_lens.any() else None
-        drafts = dataclasses.replace(drafts, previous=previous)
-    return all_rows, requests, drafts, draft_lens
+    if drafts.previous is not None:
+        lens, cut_lens = hosts.fetch(cut_drafts(spec, all_rows, drafts.previous.lens))
+        draft_lens = draft_lens + np.maximum(lens - requests.held_lens, 0)
+        requests = dataclasses.replace(requests, draft_lens=cut_lens)
+    return all_rows, requests, draft_lens
 
 
 def _drafts_for(

@@ -42,7 +42,7 @@ def monte_carlo(sampling, log_lenience, steps=8):
     model, _, old = ref.table_policy(OLD_TABLE)
     _, _, new = ref.table_policy(NEW_TABLE)
     spec = make_spec(model, sampling=sampling, slots=SLOTS, prompt_slots=2, group=512, eos=(2,),
-                     row_buckets=1, cache_lengths=1)  # fmt: skip
+                     row_buckets=1)  # fmt: skip
     prompts = make_prompts([[0], [1], [2, 0], [0, 1]] * 8, 2)
     counts = collections.Counter()
     for step in range(steps):
@@ -134,7 +134,7 @@ FIRSTS = [0, 1]
 
 def five_spec(model, sampling=SamplingConfig(), **kwargs):  # noqa: B008
     return make_spec(model, sampling=sampling, slots=SLOTS, prompt_slots=1, group=8, eos=(EOS,),
-                     stored_logprobs=2, accept="block", row_buckets=1, cache_lengths=1,
+                     stored_logprobs=2, accept="block", row_buckets=1,
                      **kwargs)  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def _prompts(count, vocab):
 
 
 def _spec(model, **changes):
-    options = {"group": G, "slots": R, "prompt_slots": P, "row_buckets": 5, "cache_lengths": 1}
+    options = {"group": G, "slots": R, "prompt_slots": P, "row_buckets": 5}
     options["eos"] = tuple(range(1, 30))
     return make_spec(model, accept="match", **options | changes)
 

@@ -20,7 +20,7 @@ PLANS = {
     "two buckets": {},
     "few rows": {"max_rows": 8, "row_buckets": 3},
     "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
-    "few rows in short caches": {"max_rows": 12, "row_buckets": 3, "cache_lengths": 3},
+    "few rows in short caches": {"max_rows": 12, "row_buckets": 3},
 }
 MARKED = [
     pytest.param(changes, marks=() if name == "drafts from a tree" else pytest.mark.slow, id=name)
@@ -233,7 +233,7 @@ def test_more_extra_groups_than_trained_ones(mesh):
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
-        spec, (_, weights) = make_spec(cache_lengths=1), ref.policy()
+        spec, (_, weights) = make_spec(), ref.policy()
         for step in steps(spec, [weights] * 2):
             for place, begun in enumerate(step.outcome.noise_steps.tolist()):
                 rows = slice(place * G, place * G + G)

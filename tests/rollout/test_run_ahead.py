@@ -20,7 +20,7 @@ NOW, NEXT = select(EVERY, range(8)), select(EVERY, range(8, 16))
 PLANS = {
     "two buckets": {},
     "few rows": {"max_rows": 16, "row_buckets": 3},
-    "one bucket, longer caches": {"row_buckets": 1, "cache_lengths": 3},
+    "one bucket, longer caches": {"row_buckets": 1},
     "wide": {"tree": ref.TREE, "max_width": 4},
 }
 
@@ -60,7 +60,7 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
 
 def test_a_whole_group_is_begun_in_the_idle_places_of_a_bucket(mesh):
     """6 groups of 4 rows in a bucket of 32: two groups fit beside them from the first step on."""
-    spec, (_, weights) = spec_for({"row_buckets": 1, "cache_lengths": 1}), ref.policy()
+    spec, (_, weights) = spec_for({"row_buckets": 1}), ref.policy()
     few = dataclasses.replace(spec, row_buckets=3)  # 24, 12, 6; at most 12 own rows, 12 ahead
     prompts = select(NOW, range(6))
     result = begin_ahead(few, weights, prompts=prompts)
@@ -130,7 +130,7 @@ def test_trees_go_on_where_it_stopped_being_right(mesh):
 @pytest.mark.parametrize("shape", [pytest.param((4, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_on_a_mesh(make_mesh, shape):
     with jax.set_mesh(make_mesh(*shape)):
-        spec, (_, weights) = spec_for({"cache_lengths": 1}), ref.policy()
+        spec, (_, weights) = spec_for({}), ref.policy()
         result = begin_ahead(spec, weights, 8)
         check_equal(result.rollout, ref.run(spec, weights, NOW, 8)[0])
         drafts = result.run_ahead.drafts_for(NEXT)

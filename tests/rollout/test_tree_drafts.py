@@ -173,7 +173,7 @@ def test_previous_and_tree_drafts_on_a_mesh(make_mesh, base):
     prompts, plain, old = base
     drafts = any_drafts(plain, old)
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        spec = match_spec(4, row_buckets=2, cache_lengths=1)
+        spec = match_spec(4, row_buckets=2)
         history = any_history(spec, plain, old)
         rollout, stats = run(
             spec, weights_of(), prompts, 1, drafts=as_given(*drafts), history=history
@@ -195,7 +195,7 @@ def test_rules_with_and_without_tree_drafts(mesh, base, rule):
     results = []
     for width in (1, 4):
         spec = match_spec(
-            width, accept=accept, stored_logprobs=stored, verify_width=verify_width, **ONE_BUCKET
+            width, accept=accept, stored_logprobs=stored_width, **ONE_BUCKET
         )
         drafts = ref.old_drafts(spec, prompts, 0.1)
         history = any_history(spec, plain, old) if width > 1 else None

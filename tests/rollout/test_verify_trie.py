@@ -25,7 +25,7 @@ B = G * len(PROMPTS.lens)
 
 def spec_of(accept, **kwargs):
     stored = 3 if ACCEPTANCE_RULES[accept].needs_distribution else 0
-    options = {"accept": accept, "stored_logprobs": stored, "row_buckets": 1, "cache_lengths": 1}
+    options = {"accept": accept, "stored_logprobs": stored, "row_buckets": 1}
     return ref.make_spec(ref.ONE_LAYER, **options | kwargs)
 
 

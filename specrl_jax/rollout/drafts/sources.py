@@ -20,7 +20,7 @@ from jax import Array
 
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, SuffixIndex
-from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
 from specrl_jax.types import Prompts
 
@@ -64,7 +64,7 @@ class DraftSource:
         i % group_size of prompt i // group_size."""
         return ()
 
-    def propose(self, state: Any, rows: DecodeState, width: int) -> tuple[Array, Array]:
+    def propose(self, state: Any, rows: Rows, width: int) -> tuple[Array, Array]:
         """Draft tokens int32 [b, width] that may come next, and how many of them count, int32 [b].
 
         rows: b of the rollout's rows in any order, `rows.index` says which. Split over the batch,
@@ -72,7 +72,7 @@ class DraftSource:
         """
         raise NotImplementedError
 
-    def observe(self, state: Any, rows: DecodeState, tokens: Array, counts: Array) -> Any:
+    def observe(self, state: Any, rows: Rows, tokens: Array, counts: Array) -> Any:
         """The state after a step: the rows, as they were before it, got the first `counts` [b] of
         `tokens` [b, W]."""
         return state
@@ -104,12 +104,12 @@ class SuffixDrafts(DraftSource):
             history.tokens, history.lens, weights, live=group_size, depth=self.config.depth
         )
 
-    def propose(self, state: SuffixIndex, rows: DecodeState, width: int) -> tuple[Array, Array]:
+    def propose(self, state: SuffixIndex, rows: Rows, width: int) -> tuple[Array, Array]:
         return suffix_match.propose(
             state, *_texts(state, rows.index), rows.lens, width, self.config
         )
 
-    def observe(self, state: SuffixIndex, rows: DecodeState, tokens, counts) -> SuffixIndex:
+    def observe(self, state: SuffixIndex, rows: Rows, tokens, counts) -> SuffixIndex:
         texts = _texts(state, rows.index)
         return suffix_match.append(state, *texts, rows.lens, tokens, counts)
 

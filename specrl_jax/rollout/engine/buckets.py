@@ -1,66 +1,56 @@
-"""The few program shapes of a rollout: rows, cache lengths, verification widths.
+"""The shapes of a rollout's programs. They follow from the configuration alone.
 
-Worked example: 64 rows in groups of 4, 32 response slots, 8 prompt slots, 4 row buckets, 2 cache
-lengths, steps of up to 4 tokens, a mesh that cuts the batch in 2: rows (64, 32, 16, 8), admissions
-(64, 32, 16, 8), responses (16, 32), slots 8 + 16 and 8 + 32, one verification width, 32 (more only
-where they are 32 apart).
+Worked example: 64 rows, 32 response slots, 8 prompt slots, 4 row buckets, steps of up to 4 tokens,
+a mesh that cuts the batch in 2, on a CPU: rows (64, 32, 16, 8), a cache of 8 + 32 + 3 slots, packed
+sequences of 2 · (8 + 32) slots, 3 of them in a chunk on each shard, widths (1, 2, 4).
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-NARROW = 32  # tokens; verification widths further apart than that are worth a program
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.kv_cache import round_slots
+from specrl_jax.sharding import platform
+
+# Tokens of a shard that `extend` computes at once, at least a sequence: enough for arithmetic to
+# be the limit, few enough that the last chunk is not mostly padding.
+CHUNK_TOKENS = {"cpu": 256}
+CHUNK_TOKENS_ELSEWHERE = 8_192
+COLUMNS = 32  # draft tokens of a row that are decided together
+# Bytes of a block's logits, and of its rows' keys and values.
+BLOCK_BYTES = {"cpu": 2**26}
+BLOCK_BYTES_ELSEWHERE = 2**29
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    num_rows: int  # of the largest bucket, whole groups on every shard
-    prompt_slots: int
-    response_slots: int
+    model: ModelConfig
+    num_rows: int  # places of the running batch, a multiple of `multiple`
+    prompt_slots: int  # P
+    response_slots: int  # R
     row_buckets: int
-    cache_lengths: int
     multiple: int = 1  # shards of the batch
-    group_size: int = 1
     max_width: int = 1  # of a decode step
-    verify_width: int = 0  # of a verification pass at most, 0: a response
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
         """Rows of a batch, descending, each half the last: multiples of `multiple`."""
-        return tuple(sorted(self._halved, reverse=True))
+        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(self.row_buckets))
+        return tuple(sorted({max(n, 1) * self.multiple for n in shards}, reverse=True))
 
     @functools.cached_property
-    def admissions(self) -> tuple[int, ...]:
-        """Rows that begin together, descending: whole groups on each shard."""
-        whole = self.multiple * self.group_size
-        return tuple(sorted({max(n // whole, 1) * whole for n in self._halved}, reverse=True))
+    def slots(self) -> int:
+        """Slots of the cache: all of a row's tokens, and the candidates of the widest step."""
+        return round_slots(self.prompt_slots + self.response_slots + self.max_width - 1)
 
     @property
     def refill(self) -> int:
-        """Rows that must be free before others begin: a quarter, so that moves are few."""
-        fits = [n for n in self.admissions if n <= self.rows[0] // 4]
-        return max(fits, default=self.admissions[-1])
-
-    @functools.cached_property
-    def responses(self) -> tuple[int, ...]:
-        """Response tokens for which there is a cache, ascending."""
-        halved = (-(-self.response_slots // 2**i) for i in range(self.cache_lengths))
-        return tuple(sorted({max(n, 1) for n in halved}))
-
-    @functools.cached_property
-    def verify(self) -> tuple[int, ...]:
-        """Widths of a verification pass, ascending."""
-        widest = min(self.verify_width or self.response_slots, self.response_slots)
-        parts = min(max(widest // NARROW, 1), 4)
-        return tuple(-(-widest * part // parts) for part in range(1, parts + 1))
-
-    @functools.cached_property
-    def _halved(self) -> set[int]:
-        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(self.row_buckets))
-        return {max(n, 1) * self.multiple for n in shards}
+        """Places that must be free on a shard before others begin: a quarter."""
+        return max(self.rows[0] // self.multiple // 4, 1)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -68,44 +58,44 @@ class Buckets:
         widest = self.max_width
         return tuple(sorted({min(2**i, widest) for i in range(widest.bit_length() + 1)}))
 
-    def rows_for(self, count: int) -> int:
-        """The smallest bucket that holds `count` rows."""
-        return min(rows for rows in self.rows if rows >= count)
-
     def rows_for_shards(self, counts: Sequence[int] | np.ndarray) -> int:
         """The smallest bucket that holds so many rows [shards] on each shard."""
-        return self.rows_for(int(np.max(counts)) * self.multiple)
+        most = int(np.max(counts)) * self.multiple
+        return min(rows for rows in self.rows if rows >= most)
 
     def rows_below(self, rows: int) -> int:
         """The next smaller bucket, 0 below the smallest."""
         return max((r for r in self.rows if r < rows), default=0)
 
-    def response_for(self, length: int) -> int:
-        """The shortest of `responses` that holds `length` tokens, or the longest."""
-        return min((r for r in self.responses if r >= length), default=self.responses[-1])
+    # Of `extend`
 
-    def slots(self, response: int) -> int:
-        """Cache slots for `response` tokens: none after them for candidates, which plain steps
-        would have to read too, but enough for the widest step's own tokens."""
-        return self.prompt_slots + max(response, self.max_width)
+    @functools.cached_property
+    def sequence_slots(self) -> int:
+        """Slots of a packed sequence, T: two of the longest rows."""
+        return round_slots(2 * (self.prompt_slots + self.response_slots))
 
-    def slots_for(self, length: int) -> int:
-        """Slots of the shortest cache that holds `length` tokens, or of the longest."""
-        return self.slots(self.response_for(length))
+    @functools.cached_property
+    def chunk_sequences(self) -> int:
+        """Sequences of a chunk on each shard."""
+        tokens = CHUNK_TOKENS.get(platform(), CHUNK_TOKENS_ELSEWHERE)
+        return min(max(tokens // self.sequence_slots, 1), self.rows[0] // self.multiple)
 
-    def admission(self, waiting: int, free: int) -> int:
-        """Rows that begin together: as few as hold all that wait, as many as are free, or 0."""
-        fits = [n for n in self.admissions if n <= free]
-        enough = [n for n in fits if n >= waiting]
-        return min(enough) if enough else max(fits, default=0)
+    @property
+    def chunks(self) -> int:
+        """Chunks that hold as many rows as there are: a sequence holds one at least."""
+        return -(-self.rows[0] // self.multiple // self.chunk_sequences)
 
-    def verify_width_for(self, longest: int) -> int:
-        """The narrowest verification that takes in `longest` draft tokens, or the widest."""
-        return min((w for w in self.verify if w >= longest), default=self.verify[-1])
+    @property
+    def columns(self) -> int:
+        """Draft tokens of a row that are decided together."""
+        return min(COLUMNS, self.response_slots)
 
-    def verify_slots(self, width: int, longest: int) -> int:
-        """Cache slots to verify drafts of at most `longest` tokens, `width` of them at a time: a
-        pass begins after what a row has."""
-        if longest <= width:
-            return self.prompt_slots + width
-        return self.prompt_slots + self.response_for(longest) + width
+    @functools.cached_property
+    def block_rows(self) -> int:
+        """Rows of a shard that are decided together."""
+        model = self.model
+        logits = self.columns * model.vocab_size * 4
+        itemsize = jnp.dtype(model.dtype).itemsize
+        cache = 2 * self.slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+        fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)
+        return min(max(fits, 1), self.rows[0] // self.multiple)

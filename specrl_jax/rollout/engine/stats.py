@@ -10,39 +10,32 @@ from specrl_jax.rollout.engine.decode import StepCounts
 class Stats:
     """Cost of a rollout. Seconds are wall-clock and include waiting for the device."""
 
-    prefill_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    extend_seconds: float = 0.0
     decode_seconds: float = 0.0
-    # What the step costs predicted; 0 without them.
-    predicted_seconds: float = 0.0
-    predicted_verify_seconds: float = 0.0
     decode_steps: int = 0
     row_steps: int = 0  # rows x decode steps computed, fillers included
-    verify_work: int = 0  # tokens that the verification passes computed, padding included
+    extended_tokens: int = 0  # tokens that `extend` computed, padding included
     verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
     accepted_tokens: int = 0  # of these, accepted
     drafted_tokens: int = 0  # the draft source's tokens that were emitted
-    # (rows, cache slots, width, steps) of the decode loops, in order.
-    decode_runs: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
-    # (name, shapes and flags) of the programs that ran the policy.
-    programs: set[tuple] = dataclasses.field(default_factory=set)
+    # (rows, width, steps) of the decode loops, in order.
+    decode_runs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
-    def add_decode(
-        self, shape: tuple[int, int], width: int, counts: StepCounts, seconds: float
-    ) -> None:
-        """Steps of a batch of (rows, cache slots)."""
+    def add_decode(self, rows: int, width: int, counts: StepCounts, seconds: float) -> None:
+        """Count steps of a batch."""
         steps = int(counts.steps)
         self.decode_seconds += seconds
         self.decode_steps += steps
-        self.row_steps += steps * shape[0]
+        self.row_steps += steps * rows
         self.drafted_tokens += int(counts.drafted)
-        self.decode_runs.append((*shape, width, steps))
+        self.decode_runs.append((rows, width, steps))
 
-    def add_verification(self, rows: int, width: int, counts: StepCounts, seconds: float) -> None:
-        self.verify_seconds += seconds
-        self.verify_work += rows * width
-        self.verified_tokens += int(counts.verified)
-        self.accepted_tokens += int(counts.accepted)
+    def add_extension(self, tokens: int, verified: int, accepted: int, seconds: float) -> None:
+        """Count rows that began: tokens that were computed, and those of drafts."""
+        self.extend_seconds += seconds
+        self.extended_tokens += tokens
+        self.verified_tokens += verified
+        self.accepted_tokens += accepted
 
     @classmethod
     def total(cls, parts: Sequence["Stats"]) -> "Stats":
@@ -51,30 +44,24 @@ class Stats:
         for part in parts:
             for field in dataclasses.fields(cls):
                 old, new = getattr(total, field.name), getattr(part, field.name)
-                setattr(total, field.name, old | new if isinstance(old, set) else old + new)
+                setattr(total, field.name, old + new)
         return total
 
     def metrics(self) -> dict[str, float]:
         """Return the cost under the names of `metrics.METRICS`."""
         values = {
-            "time/prefill": self.prefill_seconds,
-            "time/verify": self.verify_seconds,
+            "time/extend": self.extend_seconds,
             "time/decode": self.decode_seconds,
             "rollout/decode_steps": self.decode_steps,
             "rollout/row_steps": self.row_steps,
             "rollout/tokens_drafted": self.drafted_tokens,
-            "rollout/verify_work": self.verify_work,
+            "rollout/tokens_extended": self.extended_tokens,
             "rollout/tokens_verified": self.verified_tokens,
-            "rollout/programs": len(self.programs),
         }
         if self.row_steps:
-            fed = sum(size * steps * width for size, _, width, steps in self.decode_runs)
-            wide = sum(size * steps for size, _, width, steps in self.decode_runs if width > 1)
+            fed = sum(size * steps * width for size, width, steps in self.decode_runs)
+            wide = sum(size * steps for size, width, steps in self.decode_runs if width > 1)
             values["rollout/width_mean"] = fed / self.row_steps
-            values["rollout/width_max"] = max(w for _, _, w, steps in self.decode_runs if steps)
+            values["rollout/width_max"] = max(w for _, w, steps in self.decode_runs if steps)
             values["rollout/wide_fraction"] = wide / self.row_steps
-        if self.predicted_seconds:
-            values["time/decode_predicted"] = self.predicted_seconds
-        if self.predicted_verify_seconds:
-            values["time/verify_predicted"] = self.predicted_verify_seconds
         return values

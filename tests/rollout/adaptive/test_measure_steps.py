@@ -22,7 +22,7 @@ VERIFICATION = Point(ROWS, P + R, R, False)
 
 
 def spec_of(**kwargs):
-    kwargs = {"row_buckets": 1, "cache_lengths": 1, "tree": ref.TREE, "max_width": 2} | kwargs
+    kwargs = {"row_buckets": 1, "tree": ref.TREE, "max_width": 2} | kwargs
     return ref.make_spec(ref.ONE_LAYER, slots=R, prompt_slots=P, group=2, **kwargs)
 
 

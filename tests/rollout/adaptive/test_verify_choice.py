@@ -40,7 +40,7 @@ def test_what_a_verification_is_worth_by_hand():
     # All of 64 rows accept all of 4 tokens: 4 steps of 32 s.
     assert worth(make_plan((4,) * 64)) == pytest.approx(128, rel=1e-3)
     # One row has more left than the others: 4 of 6 steps were on 64 rows.
-    plan = make_plan((4,) * 63 + (6,), verify_width=6)
+    plan = make_plan((4,) * 63 + (6,))
     assert worth(plan) == pytest.approx(4 * 32 + 2 * 8, rel=1e-3)
     # Rows that have no bucket of their own need the next larger one.
     assert worth(make_plan((4,) * 17)) == pytest.approx(128, rel=1e-3)

@@ -86,7 +86,7 @@ def test_at_most_max_rows_run_in_whole_groups_on_every_shard(make_mesh, shape, m
     ],
 )
 def test_widths_of_verification(slots, verify_width, widths):
-    buckets = Buckets(8, 4, slots, 1, 1, verify_width=verify_width)
+    buckets = Buckets(8, 4, slots, 1, 1_width)
     assert buckets.verify == widths
     for longest in range(1, slots + 1):
         fits = [w for w in widths if w >= longest]

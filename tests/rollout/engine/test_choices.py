@@ -109,7 +109,7 @@ def test_steps_verify_alike_on_a_mesh(make_mesh, base):
 def test_drafts_left_to_decoding_tell_whether_to_verify_the_next(mesh, base, accept):
     """No pass is run to learn it, and what is learned turns the choice when it should."""
     _, endless, _ = base
-    spec = spec_of(1, accept=accept, row_buckets=3, cache_lengths=1)
+    spec = spec_of(1, accept=accept, row_buckets=3)
     steps = {Point(rows, P + R, 1, False): rows / B for rows in (8, 16, B)}
     speculation = Speculation(StepCosts(steps | {Point(B, P + R, 8, False): 2.0}))
     speculation.acceptance.observe_previous(0, 200)
@@ -134,7 +134,7 @@ def test_what_a_pass_is_asked_for(mesh, base):
             seen.extend(passes)
             return passes[-1]
 
-    spec = spec_of(row_buckets=1, cache_lengths=2, verify_width=2, max_rows=8)
+    spec = spec_of(row_buckets=1, max_rows=8)
     drafts = as_drafts(base[1], np.where(np.arange(B) < 8, 0, R))
     rollout, _ = go(spec, max_lens=None, drafts=drafts, speculation=Spy(0))
     check_equal(rollout, base[1], but=DRAFT_FIELDS)
@@ -196,7 +196,7 @@ def every_program(buckets, group) -> set[tuple]:
 
 WHIMS = {
     "ratio": ("ratio", {"max_rows": 16, **ONE_BUCKET}),
-    "short caches": ("match", {"max_rows": 16, "row_buckets": 1, "cache_lengths": 2}),
+    "short caches": ("match", {"max_rows": 16, "row_buckets": 1}),
 }
 
 
@@ -206,7 +206,7 @@ def test_no_choice_changes_a_token(mesh, base, monkeypatch, accept, changes):
     monkeypatch.setattr(bucket_sizes, "NARROW", 1)  # passes of one token and of two
     _, endless, old = base
     expected, _ = go(spec_of(accept=accept, **ONE_BUCKET), drafts=ref.put_rows(old))
-    spec = spec_of(4, accept=accept, verify_width=2, **changes)
+    spec = spec_of(4, accept=accept, **changes)
     widths, verdicts, programs = set(), set(), set()
     for seed in range(4):
         whims = Whims(seed)

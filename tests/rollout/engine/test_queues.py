@@ -43,7 +43,7 @@ def test_a_rollout_on_four_shards(make_mesh, plain, drafts):
     lens = np.minimum(plain.lens, np.arange(B) % 5)
     with jax.set_mesh(make_mesh(2, 2, 2)):
         old = as_drafts(plain, lens) if drafts else None
-        rollout, _ = go(spec_of(max_rows=16, cache_lengths=2), drafts=old)
+        rollout, _ = go(spec_of(max_rows=16), drafts=old)
         check_equal(rollout, plain, but=DRAFT_FIELDS)
         if drafts:
             np.testing.assert_array_equal(rollout.prefix_lens, lens)
@@ -53,7 +53,7 @@ def test_shards_take_up_rows_on_their_own(make_mesh, plain):
     """One shard has the long responses: the others go on with what waits for them."""
     max_lens = np.where(np.arange(B) < B // 4, R, 1).astype(np.int32)
     with jax.set_mesh(make_mesh(2, 2, 1)):
-        rollout, stats = go(spec_of(max_rows=16, cache_lengths=1), max_lens=max_lens)
+        rollout, stats = go(spec_of(max_rows=16), max_lens=max_lens)
     np.testing.assert_array_equal(rollout.lens, max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 0], plain.tokens[:, 0])
     assert stats.decode_steps <= 2 * R + 2  # the shard's two groups, one after the other

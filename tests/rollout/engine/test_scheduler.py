@@ -25,9 +25,9 @@ from specrl_jax.types import Source
 
 QUEUES = {
     "all at once": ONE_BUCKET,
-    "a queue": {"max_rows": 8, "cache_lengths": 2},
+    "a queue": {"max_rows": 8},
     "a group at a time": {"max_rows": 4, **ONE_BUCKET},
-    "short caches": {"row_buckets": 3, "cache_lengths": 2},
+    "short caches": {"row_buckets": 3},
     "tree drafts": {"width": 4, **ONE_BUCKET},
 }
 
@@ -54,7 +54,7 @@ def test_every_response_ends_at_its_longest_length(mesh, base, changes, with_dra
 def test_a_batch_that_fills_no_bucket(mesh, base):
     """Five groups of four rows on a bucket of 32, at once and in parts: padding are not seen."""
     five = ref.select(PROMPTS, range(5))
-    for changes in (ONE_BUCKET, {"max_rows": 8, "cache_lengths": 2}):
+    for changes in (ONE_BUCKET, {"max_rows": 8}):
         rollout, _ = go(spec_of(**changes), max_lens=MAX_LENS[:20], prompts=five)
         check_equal(rollout, base[0], slice(0, 20))
 
@@ -63,7 +63,7 @@ def test_a_queue_refills_before_its_last_row_is_done(mesh, base):
     """One long row in every group: parts would take four times eight steps of eight rows."""
     _, endless, _ = base
     max_lens = np.tile([R, 1, 1, 1], 8).astype(np.int32)
-    rollout, stats = go(spec_of(max_rows=8, cache_lengths=1), max_lens=max_lens)
+    rollout, stats = go(spec_of(max_rows=8), max_lens=max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.lens), max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
     assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same buckets, without refilling
@@ -85,7 +85,7 @@ def test_a_verification_never_splits_to_a_larger_bucket(mesh, base, monkeypatch)
     monkeypatch.setattr(ModelRunner, "run", seen_run)
     monkeypatch.setattr(ModelRunner, "split", seen_split)
     # Buckets of 12 and 6 rows; 12 or 4 begin together.
-    spec = spec_of(max_rows=12, row_buckets=2, cache_lengths=1, verify_width=2)
+    spec = spec_of(max_rows=12, row_buckets=2)
     lens = np.where(np.arange(B) % 4 == 3, 1, R)
     rollout, _ = go(spec, max_lens=None, drafts=as_drafts(base[1], lens))
     check_equal(rollout, base[1], but=DRAFT_FIELDS)
@@ -104,7 +104,7 @@ def long_spec(**changes):
 
 def test_the_batch_moves_to_the_next_longer_cache(mesh):
     """When its longest row has filled the one it is in; groups that begin later join it there."""
-    spec = long_spec(row_buckets=2, cache_lengths=3, max_rows=8)
+    spec = long_spec(row_buckets=2, max_rows=8)
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
     max_lens = np.array([32, 3] * 8, np.int32)
     rollout, stats = ref.run(spec, weights, prompts, max_lens=max_lens)
@@ -118,7 +118,7 @@ def test_the_batch_moves_to_the_next_longer_cache(mesh):
 def test_rows_that_go_on_verifying_part_from_the_others(mesh):
     """Drafts of two passes, right in 3 of 8 rows: these go on alone."""
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
-    spec = long_spec(row_buckets=4, cache_lengths=1, max_rows=8, verify_width=16)
+    spec = long_spec(row_buckets=4, max_rows=8)
     right = ref.run(spec, weights, prompts)[0]
     tokens = np.asarray(right.tokens).copy()
     tokens[np.arange(16) % 8 >= 3, 4] ^= 1
@@ -134,8 +134,8 @@ def test_block_verifies_whole_drafts(mesh, rows):
     """Short drafts, whose pass is wider than the cache that they need; one of them longer."""
     prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
     options = {"row_buckets": 3, "accept": "block", "stored_logprobs": 3}
-    spec = long_spec(max_rows=rows, cache_lengths=4, **options)
-    at_once = long_spec(cache_lengths=1, **options)
+    spec = long_spec(max_rows=rows, **options)
+    at_once = long_spec(**options)
     old = ref.run(at_once, ref.policy(0.1, ref.ONE_LAYER)[1], prompts)[0]
     lens = np.full(16, 5)
     drafts = [as_drafts(old, np.where(np.arange(16) == 15, n, lens)) for n in (5, 20)]

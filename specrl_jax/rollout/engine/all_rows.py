@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.rollout.carry_over import PartialRows, empty_rollout
-from specrl_jax.rollout.engine.decode_state import DecodeState
+from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.rows import Rows, gather
 from specrl_jax.rollout.sampling import CUT_OFF_LOGPROB, Purpose, row_seeds, uniforms
 from specrl_jax.sharding import reshard
-from specrl_jax.types import Drafts, Prompts, Rollout, Source
+from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ def start_all_rows(
     noise: Noise,
     steps: np.ndarray,
     max_lens: np.ndarray | None = None,
-) -> DecodeState:
+) -> Rows:
     """Rows that hold only their prompts. steps: int [Q], whose noise they use. max_lens: int32 [B],
     where responses end; None: at R."""
     group = program.group_size
@@ -45,7 +45,7 @@ def start_all_rows(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> DecodeState:
+def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> Rows:
     """Start rows from host arrays [B], ids [B, 2]. The call hands them over: to place each by
     itself takes longer."""
     steps, ids, samples = keyed
@@ -55,8 +55,8 @@ def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> De
         row_seeds(key, p, steps, ids, samples) for p in (purpose, int(Purpose.ACCEPT))
     )
     prompt_lens, max_lens, last = numbers
-    empty = empty_rollout(len(prompt_lens), program.columns, program.stored_logprobs)
-    return DecodeState(
+    empty = Rollout.empty(len(prompt_lens), program.columns, program.stored_logprobs)
+    return Rows(
         index=reshard(jnp.arange(len(prompt_lens), dtype=jnp.int32), "batch"),
         seeds=seeds,
         accept_seeds=accept_seeds,
@@ -76,7 +76,7 @@ def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> De
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def cut_drafts(spec: RolloutSpec, rows: DecodeState, lens: Array) -> tuple[Array, Array]:
+def cut_drafts(spec: RolloutSpec, rows: Rows, lens: Array) -> tuple[Array, Array]:
     """Return where drafts of `lens` [B] tokens end, int32 [B] each: without those that are left out
     at random; and as far as the rule looks at them. Where every token is sampled anew, nothing is
     left out."""
@@ -89,10 +89,19 @@ def cut_drafts(spec: RolloutSpec, rows: DecodeState, lens: Array) -> tuple[Array
     return lens, rule.cut(uniforms(seeds, jnp.zeros_like(lens)), lens)
 
 
+@functools.partial(jax.jit, static_argnames=("program", "size", "slots"))
+def empty_batch(
+    program: ProgramSpec, all_rows: Rows, *, size: int, slots: int
+) -> tuple[KVCache, Rows]:
+    """A cache of `size` x `slots`, and as many places without a row."""
+    none = jnp.full(size, -1, jnp.int32)
+    return init_cache(program.model, size, slots), gather(all_rows, reshard(none, "batch"))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def read_rollout(
     program: ProgramSpec,
-    rows: DecodeState,
+    rows: Rows,
     drafts: Drafts | None,
     held: PartialRows | None,
     step: Array,

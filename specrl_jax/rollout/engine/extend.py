@@ -1,0 +1,456 @@
+"""`extend` brings rows up to date: whatever a row has and its cache has not.
+
+A row that begins has a prompt; it may hold tokens (a resumed row, an earlier turn); it may have a
+draft. Prompts, held tokens and drafts of many rows are packed on the host, every distinct prefix
+once (`packing`). One program computes the sequences chunk by chunk, writes keys and values into the
+rows' places of the running batch, decides which tokens of the drafts are accepted, and samples the
+token after them. There is no other way to fill a cache, or to verify a draft.
+
+    slot            0 1 2 | 3 4 5 6        prompt_len = 3, nothing held
+    tokens          a b c | x y z          draft x y z
+    states of         c   x y z            give distributions at positions 0, 1, 2, 3
+    x accepted, y not, w sampled           lens = 2, last = w: the next step feeds w at slot 4
+
+A row without a draft is one whose draft has no tokens. Shapes follow from the configuration alone:
+how many chunks hold tokens, how many rows begin, and how long the longest draft is, are counts of
+loops. A rejected token needs no cleaning up: it is not counted, and its slot is written over later.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.models.kv_cache import KVCache, write_rows
+from specrl_jax.models.logprobs import token_logprobs
+from specrl_jax.models.row_slices import read_slots, write_slots
+from specrl_jax.models.transformer import Params, Transformer
+from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.rollout.acceptance import (
+    Residual,
+    Verification,
+    count_leading,
+    in_top,
+    residual_scores,
+)
+from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.decode import StopCondition, is_eos, progress
+from specrl_jax.rollout.engine.spec import ProgramSpec
+from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
+from specrl_jax.rollout.sampling import (
+    likeliest_tokens,
+    logprobs_at,
+    sample,
+    temper,
+    truncate,
+    uniforms,
+)
+from specrl_jax.sharding import on_shards, reshard, spec, take_own_rows
+from specrl_jax.types import Drafts, Source
+
+_TRIE = PACKINGS["trie"]
+SEQUENCE_ROWS = _TRIE.rows  # slots of a packed sequence, in rows of the longest length
+
+
+class Prefixes(NamedTuple):
+    """Tokens of rows that begin, packed; int32 arrays of NumPy.
+
+    Of X shards each counts its own sequences and rows. A shard's rows lie in the order of the
+    chunks that hold them; the first takes the first free place of the running batch, and so on.
+    """
+
+    tokens: np.ndarray  # [M, m, T], chunks of sequences, as `packing.Sequences`
+    depths: np.ndarray  # [M, m, T]
+    ends: np.ndarray  # [M, m, T]
+    count: np.ndarray  # [], chunks that hold tokens: the first ones
+    blocks: np.ndarray  # [M], blocks of rows in each chunk, of the shard that has most
+    first_row: np.ndarray  # [X, M + 1], of each chunk
+    rows: np.ndarray  # [X, n], place among the shard's rows of the rollout
+    draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
+    nodes: np.ndarray  # [X, n, S], slot of each token in its chunk's [m / X · T], -1 after them
+
+
+def pack_prefixes(
+    buckets: Buckets,
+    tokens: np.ndarray,
+    lens: np.ndarray,
+    rows: list[np.ndarray],
+    draft_ends: np.ndarray,
+) -> Prefixes:
+    """Pack the rows that begin.
+
+    tokens: int32 [k, P + R], right-padded, of which `lens` count: prompt, held tokens, draft. rows:
+    int, of each shard, as in `Prefixes`; together k, in the order of `tokens`. draft_ends: int32
+    [k].
+    """
+    chunks = buckets.chunks
+    sequences = buckets.chunk_sequences  # of a shard
+    length = buckets.sequence_slots
+    block = buckets.block_rows
+    most = buckets.rows[0] // len(rows) + block  # so that every block lies inside
+    first_row = np.zeros((len(rows), chunks + 1), np.int32)
+    index, ends = np.zeros((2, len(rows), most), np.int32)
+    nodes = np.full((len(rows), most, tokens.shape[1]), -1, np.int32)
+    parts = []
+    start = 0
+    for shard, own_rows in enumerate(rows):
+        own = slice(start, start + len(own_rows))
+        start = own.stop
+        packed, own_nodes = pack(tokens[own], lens[own], length, _TRIE)
+        parts.append(packed.padded(chunks * sequences))
+        chunk = own_nodes[:, 0] // (sequences * length)
+        order = np.lexsort((-draft_ends[own], chunk))
+        first_row[shard] = np.searchsorted(chunk[order], np.arange(chunks + 1))
+        filled = slice(0, len(order))
+        index[shard, filled] = own_rows[order]
+        ends[shard, filled] = draft_ends[own][order]
+        of_chunk = own_nodes - (chunk * sequences * length)[:, None]
+        nodes[shard, filled] = np.where(own_nodes < 0, -1, of_chunk)[order]
+    # [X · M · m / X, T] → [M, m, T], each shard's part of a chunk in its place.
+    arrays = []
+    for name in ("tokens", "depths", "ends"):
+        by_shard = [getattr(x, name).reshape(chunks, sequences, length) for x in parts]
+        arrays.append(np.concatenate(by_shard, axis=1))
+    in_chunks = np.diff(first_row, axis=1)
+    return Prefixes(
+        *arrays,
+        count=np.int32(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1),
+        blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
+        first_row=first_row,
+        rows=index,
+        draft_ends=ends,
+        nodes=nodes,
+    )
+
+
+class Block(NamedTuple):
+    """Rows of every shard that are decided together, int32."""
+
+    rows: Array  # [b], -1: none
+    places: Array  # [b], outside the batch: none
+    draft_ends: Array  # [b]
+    nodes: Array  # [b, S]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("program", "buckets"), donate_argnames=("cache", "rows")
+)
+def extend(
+    program: ProgramSpec,
+    buckets: Buckets,
+    weights: Params,
+    cache: KVCache,
+    rows: Rows,
+    all_rows: Rows,
+    drafts: Drafts | None,
+    log_lenience: Array,
+    prefixes: Prefixes,
+    stop: StopCondition,
+) -> tuple[KVCache, Rows, Array, Array]:
+    """The running batch with the rows of `prefixes` in their places.
+
+    all_rows: [B], of which some begin, with what they hold. drafts: [B], for the acceptance rule to
+    verify; a draft begins with what its row holds. None: the run has none. log_lenience: nats.
+
+    Returns the cache, the rows, int32 [2] tokens of drafts that were verified and those that were
+    accepted, and what `decode.progress` returns.
+    """
+    model = Transformer(program.model, weights)
+    split = dict.fromkeys(("first_row", "rows", "draft_ends"), ("batch", None))
+    split |= dict.fromkeys(("tokens", "depths", "ends"), (None, "batch", None))
+    split |= {"count": (), "blocks": (None,), "nodes": ("batch", None, None)}
+    prefixes = Prefixes(**{n: reshard(x, *split[n]) for n, x in prefixes._asdict().items()})
+
+    free = on_shards(lambda done: jnp.argsort(~done, stable=True), rows.done, like=rows.lens)
+
+    def of_chunk(chunk: Array, state: tuple) -> tuple:
+        packed = (x[chunk] for x in (prefixes.tokens, prefixes.depths, prefixes.ends))
+        tokens, depths, ends = packed
+        hidden, fresh = model(tokens, positions_BT=depths, ends_BT=ends)
+
+        def of_block(number: Array, state: tuple) -> tuple:
+            cache, rows, counts = state
+            block = _take_block(prefixes, free, chunk, number, buckets.block_rows)
+            cache = write_rows(cache, fresh, block.nodes, block.places)
+            begun, new = _begin(
+                program, buckets.columns, model, hidden, all_rows, drafts, log_lenience, block
+            )
+            return cache, put_rows(rows, begun, block.places), counts + new
+
+        return jax.lax.fori_loop(0, prefixes.blocks[chunk], of_block, state)
+
+    state = (cache, rows, jnp.zeros(2, jnp.int32))
+    cache, rows, counts = jax.lax.fori_loop(0, prefixes.count, of_chunk, state)
+    return cache, rows, counts, progress(rows, stop)
+
+
+def _take_block(prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int) -> Block:
+    """Take the rows of block `number` of a chunk, `size` of each shard. free: int32 [b], places of
+    the running batch, the free ones first."""
+
+    def local(chunk: Array, number: Array, free: Array, first_row: Array, *arrays: Array) -> Block:
+        start = first_row[0, chunk] + number * size
+        index = start + jnp.arange(size)
+        real = index < first_row[0, chunk + 1]
+        rows, draft_ends, nodes = (jax.lax.dynamic_slice_in_dim(x[0], start, size) for x in arrays)
+        places = free.at[jnp.minimum(index, free.shape[0] - 1)].get(mode="promise_in_bounds")
+        return Block(jnp.where(real, rows, -1), jnp.where(real, places, PADDING), draft_ends, nodes)
+
+    layouts = Block(*(spec("batch"),) * 3, spec("batch", None))
+    take = jax.shard_map(local, out_specs=layouts, check_vma=False)
+    arrays = (prefixes.rows, prefixes.draft_ends, prefixes.nodes)
+    return take(chunk, number, free, prefixes.first_row, *arrays)
+
+
+def _begin(
+    program: ProgramSpec,
+    columns: int,
+    model: Transformer,
+    hidden: Array,
+    all_rows: Rows,
+    drafts: Drafts | None,
+    log_lenience: Array,
+    block: Block,
+) -> tuple[Rows, Array]:
+    """The block's rows after the accepted tokens of their drafts and one that is sampled, and int32
+    [2], as `extend` counts. hidden: [m, T, D], of the chunk's sequences."""
+    rows = gather(all_rows, block.rows)
+    held = rows.lens
+    depths = rows.prompt_lens + held - 1  # of the state that decides on the next token
+    slots = block.nodes.shape[1]
+    nodes = jnp.pad(block.nodes, ((0, 0), (0, columns)), constant_values=-1)
+
+    def logits_at(offset: Array, count: int) -> Array:
+        """Logits [b, count, V] in the states `offset` tokens after the first that decides."""
+        read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
+        return model.logits(on_shards(_take_states, hidden, jnp.maximum(read, 0), like=hidden))
+
+    if drafts is None:
+        accepted = jnp.zeros_like(held)
+        draft_len = accepted
+        residual = None
+        scores = {}
+        tokens = jnp.zeros((len(held), 1), jnp.int32, out_sharding=spec("batch", None))
+    else:
+        own = _take_drafts(drafts, block.rows)
+        width = -(-program.response_slots // columns) * columns
+        own = _aligned(own, held, width)
+        draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - held, 0))
+        tokens = own.tokens
+        verify = functools.partial(_verify, program, columns, rows, own, draft_len, log_lenience)
+        accepted, residual, scores = verify(logits_at)
+    logits = logits_at(accepted, 1)[:, 0]
+    end = _sample_at_end(program, rows, logits, accepted, residual)
+    return _write(program, rows, tokens, draft_len, accepted, scores, end)
+
+
+def _take_states(hidden_STD: Array, nodes_bW: Array) -> Array:
+    return take_own_rows(jax.lax.collapse(hidden_STD, 0, 2), nodes_bW)
+
+
+def _take_drafts(drafts: Drafts, rows: Array) -> Drafts:
+    """The drafts of these rows int32 [b], each of its shard; of some row where there is none."""
+
+    def local(drafts: Drafts, rows: Array) -> Drafts:
+        return take_own_rows(drafts, jnp.maximum(rows, 0))
+
+    return on_shards(local, drafts, rows, like=drafts)
+
+
+def _aligned(drafts: Drafts, held: Array, width: int) -> Drafts:
+    """The drafts [b, `width`] from the first token on that a row does not hold; zeros after it."""
+
+    def align(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        x = jnp.pad(x, ((0, 0), (0, width), *((0, 0),) * (x.ndim - 2)))
+        return read_slots(x, held, width)
+
+    names = ("tokens", "sampling_logprobs", "top_ids", "top_logprobs")
+    return dataclasses.replace(drafts, **{name: align(getattr(drafts, name)) for name in names})
+
+
+def _verify(
+    program: ProgramSpec,
+    columns: int,
+    rows: Rows,
+    drafts: Drafts,
+    draft_len: Array,
+    log_lenience: Array,
+    logits_at,
+) -> tuple[Array, Residual | None, dict]:
+    """Decide on drafts, some columns at a time, until every row has rejected a token or is at its
+    draft's end. Returns the accepted tokens int32 [b], the residual, and scores [b, W] of the draft
+    tokens that were looked at."""
+    rule = program.accept
+    width = drafts.tokens.shape[1]
+
+    def part(x: Array, first: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, first, columns, axis=1)
+
+    def goes_on(accepted: Array, first: Array) -> Array:
+        return (accepted == first) & (first < draft_len)
+
+    def score(first: Array) -> tuple[Array, dict]:
+        """Scores of the next columns, and how many of their tokens are accepted."""
+        tokens = part(drafts.tokens, first)
+        positions = rows.lens[:, None] + first + jnp.arange(columns, dtype=jnp.int32)[None, :]
+        positions = reshard(positions, "batch", None)
+        top_ids = part(drafts.top_ids, first) if rule.needs_distribution else None
+        scores = _score(program, rows, logits_at(first, columns), tokens, positions, top_ids)
+        left = jnp.clip(draft_len - first, 0, columns)
+        if rule.samples_anew:
+            return count_leading(scores.pop("sampled") == tokens, left), scores
+        if rule.needs_distribution:  # it decides at the draft's end
+            return left, scores
+        noise = uniforms(rows.accept_seeds, positions)
+        old = part(drafts.sampling_logprobs, first)
+        threshold = rule.accept_threshold(noise, old, log_lenience)
+        step = Verification(left, scores["sampling_logprobs"], threshold)
+        return rule.accept(step)[0], scores
+
+    def step(state: tuple) -> tuple:
+        first, accepted, all_scores = state
+        more, scores = score(first)
+        accepted = jnp.where(goes_on(accepted, first), first + more, accepted)
+        all_scores = jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=1),
+            all_scores,
+            scores,
+        )
+        return first + columns, accepted, all_scores
+
+    def zeros(x: jax.ShapeDtypeStruct) -> Array:
+        shape = (x.shape[0], width, *x.shape[2:])
+        return jnp.zeros(shape, x.dtype, out_sharding=spec("batch", *(None,) * (len(shape) - 1)))
+
+    shapes = jax.eval_shape(score, jnp.int32(0))[1]
+    state = (jnp.int32(0), jnp.zeros_like(draft_len), jax.tree.map(zeros, shapes))
+    _, accepted, scores = jax.lax.while_loop(lambda x: jnp.any(goes_on(x[1], x[0])), step, state)
+    if not rule.needs_distribution:
+        return accepted, None, scores
+    positions = reshard(rows.lens[:, None] + jnp.arange(width)[None, :], "batch", None)
+    whole = Verification(
+        draft_len,
+        scores["sampling_logprobs"],
+        uniforms=uniforms(rows.accept_seeds, positions),
+        old_logprobs=drafts.sampling_logprobs,
+        top_logprobs=scores.pop("old_top"),
+        old_top_logprobs=drafts.top_logprobs,
+        in_top=in_top(drafts.tokens, drafts.top_ids),
+    )
+    accepted, residual = rule.accept(whole)
+    here = jnp.minimum(accepted, width - 1)
+    at_end = (read_slots(x, here, 1)[:, 0] for x in (drafts.top_ids, drafts.top_logprobs))
+    return accepted, (residual, *at_end), scores
+
+
+def _score(
+    program: ProgramSpec,
+    rows: Rows,
+    logits: Array,
+    tokens: Array,
+    positions: Array,
+    top_ids: Array | None,
+) -> dict[str, Array]:
+    """Score the draft tokens [b, t] at distributions [b, t, V]: log-probs before and after
+    truncation, and what is stored of the distributions. Where every token is sampled anew, also
+    those that were; the log-probs are then theirs."""
+    config = program.sampling
+    logits = temper(logits, config)
+    cut = truncate(logits, config)
+    log_z = None
+    scores = {}
+    if program.accept.samples_anew:
+        tokens, sampling, log_z = sample(cut, rows.seeds, positions, config)
+        log_z = log_z[..., None]
+        scores["sampled"] = tokens
+    else:
+        sampling = logprobs_at(cut, tokens[..., None])[..., 0]
+    policy = logprobs_at(logits, tokens[..., None])[..., 0] if config.truncates else sampling
+    scores |= {"policy_logprobs": policy, "sampling_logprobs": sampling}
+    if top_ids is not None:
+        scores["old_top"] = logprobs_at(cut, top_ids, log_z)
+    if program.stored_logprobs:
+        likeliest = likeliest_tokens(cut, program.stored_logprobs, log_z)
+        scores |= dict(zip(("top_ids", "top_logprobs"), likeliest))
+    return scores
+
+
+def _sample_at_end(
+    program: ProgramSpec, rows: Rows, logits: Array, accepted: Array, residual: tuple | None
+) -> dict[str, Array]:
+    """Sample the token [b] at the position after the accepted ones, from the residual where there
+    is one, else from π; returns it and what is kept of it."""
+    config = program.sampling
+    logits = temper(logits, config)
+    cut = truncate(logits, config)
+    positions = rows.lens + accepted
+    if residual is None:
+        token, sampling, _ = sample(cut, rows.seeds, positions, config)
+    else:
+        residual, top_ids, top_logprobs = residual
+        weights = residual_scores(cut, top_ids, top_logprobs, residual)
+        token, _, _ = sample(weights, rows.seeds, positions, config)
+        sampling = token_logprobs(cut, token)
+    policy = token_logprobs(logits, token) if config.truncates else sampling
+    end = {"tokens": token, "policy_logprobs": policy, "sampling_logprobs": sampling}
+    if program.stored_logprobs:
+        likeliest = likeliest_tokens(cut, program.stored_logprobs)
+        end |= dict(zip(("top_ids", "top_logprobs"), likeliest))
+    return end
+
+
+def _write(
+    program: ProgramSpec,
+    rows: Rows,
+    tokens: Array,
+    draft_len: Array,
+    accepted: Array,
+    scores: dict[str, Array],
+    end: dict[str, Array],
+) -> tuple[Rows, Array]:
+    """The rows with accepted tokens and the sampled one after what they held, and `extend`'s
+    counts. tokens, scores: [b, W], of the drafts. end: [b], of the sampled token."""
+    width = tokens.shape[1]
+    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    is_end = steps == accepted[:, None]
+    new = {}
+    for name, sampled in end.items():
+        draft = {"tokens": tokens, **scores}.get(name)
+        if draft is None:
+            draft = jnp.zeros_like(sampled)[:, None]
+        here = jnp.expand_dims(is_end, tuple(range(2, draft.ndim)))
+        new[name] = jnp.where(here, sampled[:, None], draft)
+    count = jnp.minimum(jnp.minimum(accepted + 1, width), rows.max_lens - rows.lens)
+    ends = is_eos(new["tokens"], program) & (steps < count[:, None])
+    count = jnp.minimum(count, count_leading(~ends, count) + 1)
+    lens = rows.lens + count
+    reused = jnp.minimum(accepted, count)
+    kinds = jnp.where(steps < reused[:, None], Source.REUSED, Source.SAMPLED)
+    new["sources"] = kinds.astype(jnp.int8)
+
+    def write(name: str) -> Array:
+        old = getattr(rows, name)
+        columns = old.shape[1]
+        wide = jnp.pad(old, ((0, 0), (0, width), *((0, 0),) * (old.ndim - 2)))
+        return write_slots(wide, new[name], rows.lens)[:, :columns]
+
+    changes = {name: write(name) for name in new}
+    last = read_slots(new["tokens"], jnp.maximum(count - 1, 0), 1)[:, 0]
+    rejected = (accepted < draft_len) & (count > accepted)
+    real = ~rows.done
+    counts = jnp.stack([jnp.where(real, reused + rejected, 0), jnp.where(real, reused, 0)])
+    rows = dataclasses.replace(
+        rows,
+        lens=lens,
+        last=last,
+        prefix_lens=rows.prefix_lens + reused,
+        done=rows.done | jnp.any(ends, axis=1) | (lens == rows.max_lens),
+        **changes,
+    )
+    return rows, jnp.sum(counts, axis=1, dtype=jnp.int32)

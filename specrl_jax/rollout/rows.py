@@ -1,0 +1,113 @@
+"""The rows of a rollout: what is known of each, and how they move.
+
+`all_rows` holds every row of the rollout in order. The running batch holds those that are being
+computed, in any order; `index` is each row's place among all rows. Rows that begin are written into
+free places of the batch (`engine/extend.py`), compacted as others finish, and scattered back; no
+token visits the host.
+
+Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: every move
+is one within each shard, without communication.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax.models.kv_cache import KVCache
+from specrl_jax.sharding import on_shards, shard_number, shards, take_own_rows
+
+PADDING = np.iinfo(np.int32).max  # index of a place that holds no row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """b rows; C = R response columns and a margin that rows which are done write into."""
+
+    index: Array  # int32 [b], place among all rows; PADDING where there is none
+    seeds: Array  # uint32 [b, 2], of sampling
+    accept_seeds: Array  # uint32 [b, 2], of acceptance
+    prompt_lens: Array  # int32 [b]
+    max_lens: Array  # int32 [b], where a response ends, at most R
+    lens: Array  # int32 [b], response tokens
+    last: Array  # int32 [b], the token that is not in the cache yet
+    prefix_lens: Array  # int32 [b], accepted tokens of drafts
+    done: Array  # bool [b]
+    tokens: Array  # int32 [b, C]
+    policy_logprobs: Array  # float32 [b, C]
+    sampling_logprobs: Array  # float32 [b, C]
+    sources: Array  # int8 [b, C], a `Source` each
+    top_ids: Array | None = None  # int32 [b, C, k], likeliest tokens, where they are stored
+    top_logprobs: Array | None = None  # float32 [b, C, k]
+
+
+def gather(all_rows: Rows, places: Array) -> Rows:
+    """The rows at `places` int32 [b], each among those of its own shard; a place outside them gives
+    padding."""
+
+    def local(all_rows: Rows, places: Array) -> Rows:
+        size = all_rows.lens.shape[0]
+        rows = take_own_rows(all_rows, jnp.clip(places, 0, size - 1))
+        return _pad(rows, (places >= 0) & (places < size))
+
+    return on_shards(local, all_rows, places, like=all_rows)
+
+
+def put_rows(rows: Rows, new: Rows, places: Array) -> Rows:
+    """The rows with `new` [b] in the places `places` int32 [b], each of its shard; those outside
+    them are left out."""
+
+    def local(rows: Rows, new: Rows, places: Array) -> Rows:
+        return jax.tree.map(lambda old, x: old.at[places].set(x, mode="drop"), rows, new)
+
+    return on_shards(local, rows, new, places, like=rows)
+
+
+@functools.partial(jax.jit, donate_argnames="all_rows")
+def scatter(rows: Rows, all_rows: Rows) -> Rows:
+    """All rows with the running batch's rows written to their places, which lie on the same shard;
+    padding is left out."""
+    return on_shards(_scatter_own, rows, all_rows, like=all_rows)
+
+
+def _scatter_own(rows: Rows, all_rows: Rows) -> Rows:
+    total = all_rows.lens.shape[0]
+    size = rows.lens.shape[0]
+    index = rows.index - shard_number() * total
+    place = jnp.full(total, -1).at[index].set(jnp.arange(size), mode="drop")
+    here = place >= 0
+
+    def write(old: Array, new: Array) -> Array:
+        return where_rows(here, take_own_rows(new, jnp.maximum(place, 0)), old)
+
+    return dataclasses.replace(jax.tree.map(write, all_rows, rows), index=all_rows.index)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def compact(cache: KVCache, rows: Rows, *, size: int) -> tuple[KVCache, Rows]:
+    """The unfinished rows, in order, in a batch of `size` rows, each on its shard, which must have
+    room for those of its own. Scatter the rows first: those that are done are gone."""
+    places = size // shards("batch")
+
+    def local(cache: KVCache, rows: Rows) -> tuple[KVCache, Rows]:
+        order = jnp.argsort(rows.done, stable=True)[:places]
+        kept = _pad(take_own_rows(rows, order), jnp.arange(places) < jnp.sum(~rows.done))
+        return take_own_rows(cache, order), kept
+
+    return on_shards(local, cache, rows, like=(cache, rows))
+
+
+def _pad(rows: Rows, real: Array) -> Rows:
+    """Rows that are not real become padding."""
+    return dataclasses.replace(
+        rows, index=jnp.where(real, rows.index, PADDING), done=rows.done | ~real
+    )
+
+
+def where_rows(rows: Array, new: Array, old: Array) -> Array:
+    """Return [b, ...]: `new` in the rows marked in `rows` bool [b], elsewhere `old`."""
+    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
