@@ -107,12 +107,10 @@ def base() -> ConfigDict:
     tree.min_prob = 0.1  # a draft ends where its share of the continuations is smaller
     tree.decay = 0.7  # weight of a response against one a generation newer
     rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; for tree
-    rollout.verify_width = 128  # draft tokens of a row verified in one pass; block: the whole draft
-    rollout.adaptive = True  # choose widths, and whether to verify, by measured seconds
-    rollout.row_buckets = 6  # batch sizes to compact unfinished rows into, each half of the last
-    rollout.cache_lengths = 1  # KV cache lengths, each half of the last; 2 or 4 for long responses
-    rollout.max_rows = 0  # rows decoded at once, in whole groups; other rows wait; 0: all
-    rollout.logits_chunk = 512  # tokens of a row whose logits are in memory at once
+    rollout.adaptive = True  # choose widths, and whether to verify, by the programs' seconds
+    rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
+    rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: all
+    rollout.logits_chunk = 512  # tokens of a row whose logits an update has in memory at once
     rollout.store_prompts = 0  # prompts with stored responses, the oldest are evicted; 0: all
     rollout.store_age = 0  # steps after which a stored response is not used; 0: never
     rollout.run_ahead = False  # idle rows begin the next step's responses (match rule only)
@@ -367,7 +365,6 @@ def gsm8k(config: ConfigDict) -> None:
     config.rollout.group_size = 8
     config.rollout.response_len = 256
     config.rollout.max_rows = 0
-    config.rollout.cache_lengths = 2
     config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 128
@@ -409,7 +406,6 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.max_rows = 128  # the most on 16 x v5e
     config.rollout.row_buckets = 4
     config.rollout.logits_chunk = 256
-    config.rollout.cache_lengths = 4
     config.algorithm.clip_high = 0.2
     config.algorithm.kl_coef = 1e-4
     config.updates.mini_batch_size = 2_048

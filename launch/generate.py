@@ -28,10 +28,7 @@ def parser() -> argparse.ArgumentParser:
 
 def say(responder, prompt) -> str:
     """Print a response as it comes; returns its text."""
-    text = ""
-    for piece in responder.respond(prompt):
-        print(piece, end="", flush=True)
-        text += piece
+    text = responder.respond(prompt, functools.partial(print, end="", flush=True))
     print()
     return text
 

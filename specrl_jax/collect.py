@@ -23,8 +23,9 @@ from specrl_jax.group_buffer import KEPT, places_of, rewards_of
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.carry_over import CarryOver, assemble
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.engine.speculation import Seconds
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.generate import DraftInputs, Noise
+from specrl_jax.rollout.generate import DraftInputs, Noise, measure
 from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
@@ -103,7 +104,6 @@ def generate_and_score(
     next_prompts: those of the next step, to be run ahead where places are idle. times: gets the
     seconds of the rollout and of the rewards.
     """
-    config = trainer.config.rollout
     group = trainer.rollout_spec.group_size
     with timed(times, "time/rollout"):
         previous = state.store.get(prompts, step=state.step)
@@ -122,15 +122,8 @@ def generate_and_score(
         drafts=drafts,
         metrics=times,
         speculation=state.speculation,
-        carry_over=CarryOver(
-            next_prompts=next_prompts,
-            resumed=state.resumed,
-            stop_after_groups=config.prompts_per_step if config.partial else 0,
-        ),
+        carry_over=_carry_over(trainer, state, next_prompts),
     )
-    if state.speculation is not None:
-        with timed(times, "time/measure"):
-            state.speculation.measure_used(weights)
     result = responses.result
     prompts = select(prompts, result.groups)
     rollout = result.rollout
@@ -144,13 +137,38 @@ def generate_and_score(
     return ScoredRollout(prompts, responses, prefix_lens, forced, last_responses)
 
 
+def _carry_over(trainer: Trainer, state: TrainerState, next_prompts: Prompts | None) -> CarryOver:
+    config = trainer.config.rollout
+    return CarryOver(
+        next_prompts=next_prompts,
+        resumed=state.resumed,
+        stop_after_groups=config.prompts_per_step if config.partial else 0,
+    )
+
+
+def measure_rollout(trainer: Trainer, state: TrainerState) -> Seconds:
+    """Time the programs of a rollout, on prompts whose drafts all count as stored."""
+    spec = trainer.rollout_spec
+    size = trainer.rows // spec.group_size
+    prompts = select(trainer.prompts, np.resize(np.arange(len(trainer.prompts.lens)), size))
+    next_prompts = prompts if state.run_ahead is not None else None
+    previous = state.store.get(prompts, step=state.step)
+    drafts = DraftInputs(
+        _drafts(trainer, state, prompts, previous),
+        np.inf,
+        _draft_history(trainer, state, prompts, next_prompts),
+    )
+    weights = policy_copy(trainer.model, state.train.params)
+    carry_over = _carry_over(trainer, state, next_prompts)
+    return measure(spec, weights, prompts, Noise(trainer.key, 0), drafts, carry_over)
+
+
 # Prompts ------------------------------------------------------------------------------------------
 
 
 def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, Prompts | None]:
     """Return the prompts of the next rollout, and those to be run ahead."""
     config = trainer.config.rollout
-    last = state.step >= trainer.total_steps
     if state.groups is not None:
         return _group_prompts(state), None
     if state.resumed is not None:
@@ -161,7 +179,7 @@ def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, Promp
         new = state.stream.take(min(size + config.partial, rest) - len(begun), busy=begun)
         return concatenate(state.stream.find(begun), new), None
     prompts = state.stream.next()
-    return prompts, state.stream.peek() if config.run_ahead and not last else None
+    return prompts, state.stream.peek() if config.run_ahead else None
 
 
 def _group_prompts(state: TrainerState) -> Prompts:

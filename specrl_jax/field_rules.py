@@ -36,13 +36,13 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
         evaluate.batch_size checkpoint.every model.embed_dim model.mlp_dim
         model.num_heads model.num_kv_heads model.head_dim
     """),
-    (2, MAX_INT, "int32", "rollout.verify_width checkpoint.keep_last"),
+    (2, MAX_INT, "int32", "checkpoint.keep_last"),
     (0, 4096, "processes", "reward.workers"),
     (1, 4096, "a loop over them is compiled", "model.num_layers"),
     (1, 4096, "tokens of one step, for each of which there is a cache slot", """
         rollout.max_width rollout.tree.depth
     """),
-    (1, 32, "each is half of the last", "rollout.row_buckets rollout.cache_lengths"),
+    (1, 32, "each is half of the last", "rollout.row_buckets"),
     (-1, MAX_INT, "int32", "mesh.data mesh.fsdp mesh.tensor"),
 ]  # fmt: skip
 

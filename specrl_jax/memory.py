@@ -53,8 +53,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         if 0 < rollout.max_rows < rows:
             rows = rollout.max_rows
             fields = "rollout.max_rows"
-        begun = tokens + (rollout.response_len >> (rollout.cache_lengths - 1))
-        cache = 2 * model.num_layers * rows * begun * model.num_kv_heads * model.head_dim * itemsize
+        cache = 2 * model.num_layers * rows * slots * model.num_kv_heads * model.head_dim * itemsize
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
         return [Part("KV cache", f"{fields} {of_row}", cache), logits]
 

@@ -32,8 +32,22 @@ def start(config, *, training: bool = True, devices=None) -> None:
     jax.set_mesh(mesh)
 
 
+def machine() -> dict:
+    """Describe the primary's machine, on which seconds depend, in values that JSON keeps."""
+    device = jax.devices()[0]
+    processes = jax.process_count()
+    own = {
+        "device": f"{device.platform} {device.device_kind}",
+        "mesh": list(jax.sharding.get_mesh().shape.values()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "jax": jax.__version__,
+        "malloc": os.environ.get("GLIBC_TUNABLES", ""),
+    }
+    return hosts.broadcast(own | ({"processes": processes} if processes > 1 else {}))
+
+
 def cache_folder() -> Path:
-    """Folder of compiled programs and measured costs: JAX_COMPILATION_CACHE_DIR, else the user's
+    """Folder of compiled programs: JAX_COMPILATION_CACHE_DIR, else the user's
     cache folder."""
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)

@@ -18,15 +18,13 @@ from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import digest
 from specrl_jax.group_buffer import GroupBuffer
 from specrl_jax.models.transformer import Params, abstract_params
-from specrl_jax.rollout.adaptive import measure_steps
-from specrl_jax.rollout.adaptive.speculation import Speculation
-from specrl_jax.rollout.adaptive.step_costs import StepCosts
-from specrl_jax.rollout.carry_over import Resumed, RunAhead, empty_rollout
+from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.runtime import cache_folder
-from specrl_jax.types import StatePart
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.runtime import machine
+from specrl_jax.types import Rollout, StatePart
 from specrl_jax.warmup import warm_up
 
 
@@ -131,7 +129,7 @@ class TrainerState:
     def host(self) -> dict[str, Any]:
         """The host's part of a checkpoint, JSON-able."""
         skipped = (self.skipped, self.skipped_in_row)
-        own = {"step": self.step, "skipped": skipped, "machine": measure_steps.machine()}
+        own = {"step": self.step, "skipped": skipped, "machine": machine()}
         return own | {name: x.host() for name, x in self.parts.items()}
 
     def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -187,9 +185,9 @@ def resume(
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
         again = _warmed_up(trainer, reference)
         state.reference = dataclasses.replace(state.reference, params=again)
-    if state.speculation is not None and host["machine"] != measure_steps.machine():
-        print(f"rollout: now on {measure_steps.machine()}, was on {host['machine']}")
-        state.speculation.costs = StepCosts()
+    if state.speculation is not None and host["machine"] != machine():
+        print(f"rollout: now on {machine()}, was on {host['machine']}")
+        state.speculation.seconds = None  # it is measured again
     print(f"resumed at step {step} of {trainer.total_steps}", flush=True)
     return state
 
@@ -211,14 +209,14 @@ def _new_state(
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))
     if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
-        state.speculation = new_speculation(trainer)
+        state.speculation = Speculation()
     if settings.run_ahead:
         state.run_ahead = RunAhead.empty(trainer.rows, slots)
     if settings.partial:
         state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
     if config.algorithm.dynamic_sampling or state.stream.screens:
         state.groups = GroupBuffer(config, len(trainer.prompts.lens))
-        state.groups.kept_rows = empty_rollout(state.groups.max_waiting_rows, slots, stored)
+        state.groups.kept_rows = Rollout.empty(state.groups.max_waiting_rows, slots, stored)
     return state
 
 
@@ -246,15 +244,3 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         history=spec.program.draft_history,
         k=spec.program.stored_logprobs,
     )
-
-
-def new_speculation(trainer: Trainer) -> Speculation:
-    """Choices that know nothing yet; a program is measured after the rollout that first used it."""
-    settings = trainer.config.rollout
-    spec = trainer.rollout_spec
-    program = spec.program_for(spec.buckets(trainer.rows))
-    history = program.draft_history and program.draft_history + settings.run_ahead
-    sources = history * settings.group_size
-    prompts = trainer.rows // spec.group_size * (1 + settings.run_ahead)
-    folder = cache_folder() / "step_costs"
-    return Speculation(timer=measure_steps.StepTimer(program, prompts, sources, folder))

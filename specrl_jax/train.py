@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from specrl_jax import hosts, memory
+from specrl_jax import hosts, memory, programs
 from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.collect import collect, record_failures
+from specrl_jax.collect import collect, measure_rollout, record_failures
 from specrl_jax.config import flatten
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.episodes import Responses, timed
@@ -131,9 +131,17 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
             failures = FailureLog(workdir if hosts.is_primary() else None, log.warn)
             writes = config.log.report and hosts.is_primary()
             with _way_on(checkpoints), ReportWriter(workdir, writes, log.warn) as page:
+                prepare(trainer, state)
                 loop(trainer, state, checkpoints, log, records, failures, stop, page)
     if hosts.is_primary():
         _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
+
+
+def prepare(trainer: Trainer, state: TrainerState) -> None:
+    """Compile the run's programs side by side, and time those that choices depend on."""
+    programs.compile_run(programs.of_trainer(trainer), state.arrays())
+    if state.speculation is not None and state.speculation.seconds is None:
+        state.speculation.seconds = measure_rollout(trainer, state)
 
 
 def loop(

@@ -54,7 +54,6 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
         "rollout.group_size": 8,
         "rollout.response_len": 6,
         "rollout.row_buckets": 2,
-        "rollout.cache_lengths": 1,
         "rollout.max_rows": 0,
         "rollout.lenience": 1.0,
         "updates.mini_batch_size": 16,

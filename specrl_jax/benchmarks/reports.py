@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.rollout.adaptive import measure_steps
+from specrl_jax import runtime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """Describe the machine that the figures come from."""
-    return measure_steps.machine() | {"load": round(os.getloadavg()[0], 1)}
+    return runtime.machine() | {"load": round(os.getloadavg()[0], 1)}
 
 
 def _text(value: Any) -> str:

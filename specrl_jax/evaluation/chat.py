@@ -1,12 +1,14 @@
 """Prompts and chat messages to a response's text, as it is sampled."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+
+import numpy as np
 
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
 from specrl_jax.data.tokenizer import Messages
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.inputs import one_line
-from specrl_jax.rollout.stream import stream
+from specrl_jax.rollout.generate import generate
 
 _SLOTS = 64  # prompts are padded to multiples of so many tokens, so that programs are few
 
@@ -30,8 +32,9 @@ class Responder:
     def fits(self, prompt: str | Messages) -> bool:
         return len(self._encoded(prompt)) <= self.prompt_len
 
-    def respond(self, prompt: str | Messages) -> Iterator[str]:
-        """Pieces of the response's text. ValueError in one line where the prompt does not fit."""
+    def respond(self, prompt: str | Messages, report: Callable[[str], None]) -> str:
+        """The response's text; report: gets its pieces as they come. ValueError in one line where
+        the prompt does not fit."""
         policy = self._policy
         length = len(self._encoded(prompt))
         if not 0 < length <= self.prompt_len:
@@ -42,16 +45,22 @@ class Responder:
         prompts = eval_batches(encoded, policy.batch_size(1))[0][0]
         spec = policy.spec(slots, 1, self._temperature)
         noise = policy.noise(self._turn)
+        self._turn += 1
         ids = []
         text = ""
-        self._turn += 1
-        for new in stream(spec, self._weights, prompts, noise):
-            ids += new.tolist()
+
+        def decode(new: np.ndarray) -> None:
+            nonlocal text
+            ids.extend(new.tolist())
             whole = policy.tokenizer.decode(ids)
             if not whole.endswith("\ufffd"):  # else a character of several tokens is unfinished
-                yield whole[len(text) :]
+                report(whole[len(text) :])
                 text = whole
-        yield policy.tokenizer.decode(ids)[len(text) :]
+
+        generate(spec, self._weights, prompts, noise, report=decode)
+        whole = policy.tokenizer.decode(ids)
+        report(whole[len(text) :])
+        return whole
 
     def _encoded(self, prompt: str | Messages) -> list[int]:
         with one_line("the prompt must be text of the tokenizer"):

@@ -5,6 +5,7 @@ one rollout leaves to the next is in `carry_over.py`.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +25,12 @@ from specrl_jax.rollout.carry_over import (
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import Noise, cut_drafts, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.measure import measure_programs
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.engine.speculation import Seconds, Speculation
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put, shards
@@ -78,23 +80,23 @@ def generate(
     max_lens: np.ndarray | None = None,
     speculation: Speculation | None = None,
     carry_over: CarryOver = CarryOver(),
+    report: Callable[[np.ndarray], None] | None = None,
 ) -> RolloutResult:
     """Responses to Q prompts, G rows in a row for each.
 
     max_lens: int32 [Q * G], lengths at which responses end, at most R; only without prompts of the
     next step. speculation: chooses widths and verifications; without it the widest are used.
+    report: gets the tokens of the first row, int32 [n], a few at a time, as they come.
     """
     held = _held_rows(spec, prompts, carry_over)
     order = _order(prompts, carry_over.next_prompts)
-    requests = _requests(spec, prompts, noise.step, carry_over, held, order)
-    buckets = _buckets(spec, requests, carry_over)
-    drafts = _drafts_for(requests, drafts, carry_over, order)
-    start = _start(spec, noise, requests, drafts, held, max_lens)
-    all_rows, requests, draft_lens = start
-    runner = Runner(spec.program, buckets, weights, all_rows, requests, drafts)
+    inputs = (spec, weights, prompts, noise, drafts, carry_over)
+    runner, draft_lens = _runner(*inputs, held, order, max_lens, report)
+    requests = runner.requests
     all_rows = Scheduler(runner, speculation).run()
+    previous = runner.drafts.previous
     result = RolloutResult(
-        read_rollout(spec.program, all_rows, drafts.previous, held, np.int32(noise.step)),
+        read_rollout(spec.program, all_rows, previous, held, np.int32(noise.step)),
         runner.stats,
         groups=np.arange(len(prompts.lens)),
         noise_steps=requests.noise_steps,
@@ -110,7 +112,45 @@ def generate(
     return result
 
 
+def measure(
+    spec: RolloutSpec,
+    weights: Params,
+    prompts: Prompts,
+    noise: Noise,
+    drafts: DraftInputs,
+    carry_over: CarryOver,
+) -> Seconds:
+    """Time the programs of such a rollout: as if all rows had drafts of all response slots."""
+    held = _held_rows(spec, prompts, carry_over)
+    order = _order(prompts, carry_over.next_prompts)
+    inputs = (spec, weights, prompts, noise, drafts, carry_over)
+    runner, _ = _runner(*inputs, held, order, max_lens=None, report=None)
+    return measure_programs(runner)
+
+
 # --- in -------------------------------------------------------------------------------------------
+
+
+def _runner(
+    spec: RolloutSpec,
+    weights: Params,
+    prompts: Prompts,
+    noise: Noise,
+    drafts: DraftInputs,
+    carry_over: CarryOver,
+    held: PartialRows | None,
+    order: np.ndarray,
+    max_lens: np.ndarray | None,
+    report: Callable[[np.ndarray], None] | None,
+) -> tuple[Runner, np.ndarray]:
+    """The rows as they begin, and int32 [B], draft tokens that they have. held: what they hold.
+    order: as of `_order`."""
+    requests = _requests(spec, prompts, noise.step, carry_over, held, order)
+    requests = dataclasses.replace(requests, report=report)
+    buckets = _buckets(spec, requests, carry_over)
+    drafts = _drafts_for(requests, drafts, carry_over, order)
+    all_rows, requests, draft_lens = _start(spec, noise, requests, drafts, held, max_lens)
+    return Runner(spec.program, buckets, weights, all_rows, requests, drafts), draft_lens
 
 
 def _held_rows(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:

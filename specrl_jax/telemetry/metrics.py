@@ -62,10 +62,9 @@ METRICS: dict[str, Metric] = {
     "rollout/width_mean": Metric("tokens verified in a decode step, mean over row steps", "tokens"),
     "rollout/width_max": Metric("tokens verified in the widest decode step", "tokens"),
     "rollout/wide_fraction": Metric("share of row steps wider than one token", "1"),
-    "rollout/verify_work": Metric("tokens that the verification passes computed", "tokens"),
-    "rollout/tokens_verified": Metric("draft tokens that a verification pass checked", "tokens"),
+    "rollout/tokens_extended": Metric("tokens computed as rows began, with padding", "tokens"),
+    "rollout/tokens_verified": Metric("draft tokens that an acceptance rule decided on", "tokens"),
     "rollout/draft_store_gib": Metric("earlier responses kept, over all devices", "GiB"),
-    "rollout/programs": Metric("shapes of the policy's programs in use", "count"),
     # Rows and groups that cross steps
     "rollout/tokens_run_ahead": Metric("tokens of the next step, begun in idle rows", "tokens"),
     "rollout/run_ahead_accepted": Metric("share of the tokens begun ahead that were used", "1"),
@@ -112,12 +111,8 @@ METRICS: dict[str, Metric] = {
     # Time
     "time/step": Metric("the step without evaluation and checkpoint", "seconds"),
     "time/rollout": Metric("rollout, verification included", "seconds"),
-    "time/prefill": Metric("of the rollout: prefill of the prompts", "seconds"),
-    "time/verify": Metric("of the rollout: verification of the drafts", "seconds"),
+    "time/extend": Metric("of the rollout: prompts and drafts, as rows begin", "seconds"),
     "time/decode": Metric("of the rollout: decoding after the prefixes", "seconds"),
-    "time/verify_predicted": Metric("of the rollout: verification, as predicted", "seconds"),
-    "time/decode_predicted": Metric("of the rollout: decoding, as predicted", "seconds"),
-    "time/measure": Metric("measuring the step costs of programs used first here", "seconds"),
     "time/reward": Metric("scoring the responses", "seconds"),
     "time/update": Metric("the step's optimizer updates", "seconds"),
     "time/eval": Metric("rollout and scoring of held-out prompts", "seconds"),
@@ -125,17 +120,6 @@ METRICS: dict[str, Metric] = {
     "compile/built": Metric("programs compiled since the last record", "count"),
     "compile/read": Metric("programs read from the compilation cache since then", "count"),
 }
-
-# Names that older runs wrote. `read_metrics` gives such a run under the new names.
-RENAMED_METRICS = {
-    "rollout/verified_tokens": "rollout/verify_work",
-    "rollout/judged_tokens": "rollout/tokens_verified",
-    "rollout/tokens_ahead": "rollout/tokens_run_ahead",
-    "rollout/ahead_kept": "rollout/run_ahead_accepted",
-    "rollout/tokens_carried": "rollout/tokens_resumed",
-    "rollout/rounds": "rollout/gen_batches",
-}
-
 
 # JSONL --------------------------------------------------------------------------------------
 
@@ -170,7 +154,7 @@ def _scan(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _decode(line: bytes, where: str) -> dict[str, Any]:
-    """The record of a line, under the new names; errors begin with `where`."""
+    """The record of a line; errors begin with `where`."""
     record = json_object(line, where, ("step", "epoch"))
     nonfinite = record.pop("nonfinite", {})
     with one_line(f"{where} must name metrics and their values in 'nonfinite'"):
@@ -181,7 +165,7 @@ def _decode(line: bytes, where: str) -> dict[str, Any]:
         if not _is_number(value) or (is_count and not whole):
             rule = "a whole number >= 0" if is_count else "a number"
             raise ValueError(f"{where} must have {rule} as {name!r}, got {value!r:.40}")
-    return {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
+    return record
 
 
 def _is_number(value: Any) -> bool:
@@ -193,8 +177,8 @@ def _is_number(value: Any) -> bool:
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The records of `WORKDIR/metrics.jsonl`, by step; [] without a file.
 
-    nan and inf are floats again. Names of `RENAMED_METRICS` become the new names. An unfinished
-    last line (the run is writing, or was killed) is skipped.
+    nan and inf are floats again. An unfinished last line (the run is writing, or was killed) is
+    skipped.
     """
     return [record for _, record in _scan(Path(workdir) / FILE_NAME)]
 
@@ -204,9 +188,10 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 def _scalar(name: str, value: Any) -> float | int:
     if name not in METRICS:
-        new = RENAMED_METRICS.get(name)
-        what = f"it is called {new!r} now" if new else "define it in telemetry.metrics.METRICS"
-        raise ValueError(f"metric must be a name in METRICS, got {name!r}: {what}")
+        raise ValueError(
+            f"metric must be a name in METRICS, got {name!r}: define it in "
+            "telemetry.metrics.METRICS"
+        )
     array = np.asarray(value)
     if array.size != 1:
         raise ValueError(f"metric {name!r} must be a scalar, got shape {array.shape}")

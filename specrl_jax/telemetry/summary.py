@@ -31,7 +31,7 @@ _COLUMNS: tuple[tuple[str, Figure, str], ...] = (
     ("reused", metric("rollout/tokens_reused", _total), "{:,.0f}"),
     ("row_steps", metric("rollout/row_steps", _total), "{:,.0f}"),
     ("rollout_s", median_seconds("time/rollout"), "{:.2f}"),
-    ("verify_s", median_seconds("time/verify"), "{:.2f}"),
+    ("extend_s", median_seconds("time/extend"), "{:.2f}"),
     ("decode_s", median_seconds("time/decode"), "{:.2f}"),
     ("update_s", median_seconds("time/update"), "{:.2f}"),
     ("step_s", median_seconds("time/step"), "{:.2f}"),

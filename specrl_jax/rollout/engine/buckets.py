@@ -54,9 +54,8 @@ class Buckets:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of a decode step: 1, 2, 4, ... and the widest."""
-        widest = self.max_width
-        return tuple(sorted({min(2**i, widest) for i in range(widest.bit_length() + 1)}))
+        """Widths of a decode step: 1, the widest, and half of it."""
+        return tuple(sorted({1, max(self.max_width // 2, 1), self.max_width}))
 
     def rows_for_shards(self, counts: Sequence[int] | np.ndarray) -> int:
         """The smallest bucket that holds so many rows [shards] on each shard."""
@@ -64,7 +63,7 @@ class Buckets:
         return min(rows for rows in self.rows if rows >= most)
 
     def rows_below(self, rows: int) -> int:
-        """The next smaller bucket, 0 below the smallest."""
+        """The next smaller bucket; 0 below the smallest."""
         return max((r for r in self.rows if r < rows), default=0)
 
     # Of `extend`
@@ -98,4 +97,6 @@ class Buckets:
         itemsize = jnp.dtype(model.dtype).itemsize
         cache = 2 * self.slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
         fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)
-        return min(max(fits, 1), self.rows[0] // self.multiple)
+        # Twice the rows that chunks of the longest rows hold: most blocks are full then.
+        few = 4 * self.chunk_sequences
+        return min(max(fits, 1), few, self.rows[0] // self.multiple)

@@ -15,6 +15,7 @@ from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.rows import Rows
 
 STEPS_BETWEEN_COUNTS = 32  # at most, where a rollout ends once enough groups are done
+STEPS_BETWEEN_REPORTS = 4  # where the first row's tokens are reported
 
 
 class Scheduler:
@@ -38,6 +39,8 @@ class Scheduler:
             if runner.train.any():
                 self._compact()
                 self._decode()
+            if self.requests.report is not None:
+                runner.report()
         runner.write_back()
         return runner.all_rows
 
@@ -93,10 +96,13 @@ class Scheduler:
     # Rows decode ----------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """Move the rows into the smallest bucket that holds them, once none waits."""
+        """Move the rows into the smallest bucket that holds them, once none waits; bucket by
+        bucket, so that there are few programs of it."""
+        if any(self.waiting) or any(self.next_step):
+            return
         size = self.buckets.rows_for_shards(self.runner.unfinished)
-        if size < self.runner.size and not any(self.waiting) and not any(self.next_step):
-            self.runner.compact(size)
+        while size < self.runner.size:
+            self.runner.compact(self.buckets.rows_below(self.runner.size))
 
     def _decode(self) -> None:
         """Decode until rows can begin or be compacted, or the plan is to be made again."""
@@ -129,10 +135,11 @@ class Scheduler:
             bounds["max_unfinished"] = below // self.buckets.multiple
         if requests.allow_unfinished and not any(self.waiting):
             bounds["max_left"] = requests.allow_unfinished
+        if requests.report is not None:
+            bounds["max_steps"] = STEPS_BETWEEN_REPORTS
         if requests.stop_after_groups:
-            bounds["max_steps"] = min(
-                max(runner.program.response_slots // 8, 1), STEPS_BETWEEN_COUNTS
-            )
+            steps = max(runner.program.response_slots // 8, 1)
+            bounds["max_steps"] = min(steps, STEPS_BETWEEN_COUNTS)
         return bounds
 
 

@@ -88,7 +88,13 @@ class RolloutSpec:
             draft_source=None,
             stored_logprobs=0,
         )
-        return dataclasses.replace(self, program=program, group_size=samples, max_width=1)
+        return dataclasses.replace(
+            self,
+            program=program,
+            group_size=samples,
+            max_width=1,
+            row_buckets=min(self.row_buckets, 2),  # it is rare: not worth the programs
+        )
 
     def check_max_rows(self) -> None:
         """Raise ValueError where `max_rows` holds less than a row on every shard of the batch."""

@@ -1,0 +1,435 @@
+"""The programs of a run: the jitted functions that it calls, with the shapes of their inputs.
+
+All shapes follow from the configuration, so the list is known before the first step. Training
+compiles it at the start (`compile_all`), `launch/compile.py` compiles it for absent hardware.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specrl_jax import memory
+from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
+from specrl_jax.algorithms.learner import Learner, TrainState, init_train_state, make_learner
+from specrl_jax.algorithms.scoring import PackedRows, critic_values, logprobs, pack_rows
+from specrl_jax.algorithms.update import make_batch, update
+from specrl_jax.build import (
+    Trainer,
+    frozen_steps,
+    policy_copy,
+    policy_schedule,
+    rollout_rows,
+    training_spec,
+)
+from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
+from specrl_jax.group_buffer import trained_group_size
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.kv_cache import KVCache, init_cache
+from specrl_jax.models.load import load_shape
+from specrl_jax.models.transformer import Params, abstract_params, param_count
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_sources
+from specrl_jax.rollout.engine.all_rows import Noise, read_rollout, start_all_rows
+from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
+from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.rows import Rows, compact, gather, scatter
+from specrl_jax.sharding import eval_shape, spec
+from specrl_jax.state import store_shape
+from specrl_jax.types import Batch, Drafts, Prompts, Rollout
+
+
+class Program(NamedTuple):
+    """One program that a run compiles."""
+
+    name: str
+    trace: Callable[[], Any]  # gives jax.stages.Traced
+    runs_model: bool = False
+
+
+# Shapes --------------------------------------------------------------------------------------
+
+
+def abstract(function: Callable, *args) -> Any:
+    """Shapes, dtypes and layouts, on the mesh in use, of what `function(*args)` returns."""
+    return placed(eval_shape(function, *args))
+
+
+def placed(tree: Any) -> Any:
+    """Shapes with a layout each on the mesh in use: whole on every device where they have none."""
+    mesh = jax.sharding.get_mesh()
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        axes = jax.P(*(None,) * len(x.shape)) if x.sharding is None else x.sharding.spec
+        layout = jax.sharding.NamedSharding(mesh, axes)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout, weak_type=x.weak_type)
+
+    return jax.tree.map(place, tree)
+
+
+def array(dtype: Any, shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+    layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec(*axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+
+
+def on_host(tree: Any) -> Any:
+    """Shapes of arrays that the host hands over, as NumPy's are."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutShapes:
+    """Shapes of a rollout of `rows` rows, of which `trained` are to train on."""
+
+    spec: RolloutSpec
+    weights: Params
+    rows: int
+    trained: int
+    drafts: Drafts | None  # None: it verifies none
+    draft_state: Any = None  # of the draft source
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        return self.spec.buckets(self.trained)
+
+    @functools.cached_property
+    def all_rows(self) -> Rows:
+        def start(key: jax.Array) -> Rows:
+            made_up = prompts(self.spec, self.rows)
+            steps = np.zeros(len(made_up.lens), int)
+            return start_all_rows(self.spec.program, made_up, Noise(key, 0), steps)
+
+        return abstract(start, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def batch_rows(self, size: int) -> Rows:
+        return abstract(gather, self.all_rows, array(np.int32, (size,), "batch"))
+
+    def cache(self, rows: int) -> KVCache:
+        return abstract(lambda: init_cache(self.spec.program.model, rows, self.buckets.slots))
+
+    @functools.cached_property
+    def prefixes(self) -> Prefixes:
+        nothing = np.zeros((0, self.spec.prompt_slots + self.spec.program.response_slots), np.int32)
+        none = nothing[:, 0]
+        pieces = self.buckets.multiple
+        return on_host(pack_prefixes(self.buckets, nothing, none, [none] * pieces, none))
+
+    @functools.cached_property
+    def rollout(self) -> Rollout:
+        read = functools.partial(read_rollout, self.spec.program)
+        return abstract(lambda *x: read(*x, None, np.int32(0)), self.all_rows, self.drafts)
+
+    def programs(self, prefix: str = "") -> Iterator[Program]:
+        """The programs of the rollout; prefix: of their names."""
+        program = self.spec.program
+        buckets = self.buckets
+        stop = on_host(StopCondition.of(1, 1))
+        number = jax.ShapeDtypeStruct((), np.float32)
+        most = buckets.rows[0]
+        inputs = (self.cache(most), self.batch_rows(most), self.all_rows, self.drafts, number)
+        yield _program(
+            f"{prefix}extend", extend, program, buckets, self.weights, *inputs, self.prefixes, stop,
+            runs_model=True,
+        )  # fmt: skip
+        for size in buckets.rows:
+            batch = (self.cache(size), self.batch_rows(size))
+            for width in buckets.widths:
+                draft_state = self.draft_state if width > 1 else None
+                yield _program(
+                    f"{prefix}decode {size} x {width}", decode_steps, program, self.weights, *batch,
+                    draft_state, stop, width=width, runs_model=True,
+                )  # fmt: skip
+            if smaller := buckets.rows_below(size):
+                yield _program(f"{prefix}compact to {smaller}", compact, *batch, size=smaller)
+            yield _program(f"{prefix}write back {size}", scatter, batch[1], self.all_rows)
+
+
+def prompts(spec: RolloutSpec, rows: int) -> Prompts:
+    """Prompts of zeros for so many rows of a rollout."""
+    shape = rows // spec.group_size, spec.prompt_slots
+    ids = np.zeros((shape[0], 2), np.uint32)
+    return Prompts(np.zeros(shape, np.int32), np.full(shape[0], shape[1], np.int32), ids, ())
+
+
+def _program(
+    name: str, function: Any, *inputs: Any, runs_model: bool = False, **options: Any
+) -> Program:
+    return Program(name, functools.partial(function.trace, *inputs, **options), runs_model)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractRun:
+    """Shapes of what a run holds. Nothing is read or allocated: every shape is what the functions
+    of a run return for such inputs."""
+
+    config: Any
+    model: ModelConfig
+    spec: RolloutSpec
+    eval_spec: RolloutSpec
+    learner: Learner
+    num_prompts: int  # to train on
+
+    def describe(self) -> str:
+        """Describe the run in a line."""
+        count = f"{param_count(self.model) / 1e6:,.1f}M parameters, {self.model.dtype}"
+        rows = f"{self.rows:,} rows a step, {self.training.buckets.rows[0]:,} at once"
+        return f"{count}; {rows}; drafts of {self.num_prompts:,} prompts"
+
+    @property
+    def rows(self) -> int:
+        return rollout_rows(self.config)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of a rollout, those of the next step included."""
+        return self.rows * (1 + self.config.rollout.run_ahead)
+
+    @functools.cached_property
+    def state(self) -> TrainState:
+        init = functools.partial(init_train_state, self.learner)
+        return abstract(init, placed(abstract_params(self.model)))
+
+    @functools.cached_property
+    def weights(self) -> Params:
+        return abstract(functools.partial(policy_copy, self.model), self.state.params)
+
+    @functools.cached_property
+    def stored(self) -> Stored:
+        """The draft store's arrays."""
+        return placed(store_shape(self.config, self.spec, self.num_prompts).abstract())
+
+    @functools.cached_property
+    def picked(self) -> tuple[Stored, Any, Any]:
+        """The arguments of `pick_drafts` for the prompts of a step's rollout."""
+        numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
+        return self.stored, numbers, numbers
+
+    # The rollouts
+
+    @functools.cached_property
+    def drafts(self) -> Drafts | None:
+        settings = self.config.rollout
+        if not (DRAFT_SOURCES[settings.draft].previous or settings.run_ahead):
+            return None
+        drafts = abstract(functools.partial(pick_drafts, age=1), *self.picked)
+        return jax.tree.map(lambda x: x.update(shape=(self.total_rows, *x.shape[1:])), drafts)
+
+    @functools.cached_property
+    def draft_state(self) -> Any:
+        """State of the draft source for a rollout's prompts."""
+        source = self.spec.program.draft_source
+        if source is None:
+            return None
+        group = self.config.rollout.group_size
+        read = self.spec.program.draft_history * group
+        made_up = prompts(self.spec, self.rows)
+
+        def init(tokens: jax.Array, lens: jax.Array) -> Any:
+            history = DraftHistory.from_store(tokens[:, :read], lens[:, :read], group)
+            return source.init(made_up, history, self.spec.group_size)
+
+        return abstract(init, *abstract(pick_sources, *self.picked))
+
+    @functools.cached_property
+    def training(self) -> RolloutShapes:
+        rows = self.total_rows
+        return RolloutShapes(
+            self.spec, self.weights, rows, self.rows, self.drafts, self.draft_state
+        )
+
+    @functools.cached_property
+    def evaluation(self) -> RolloutShapes:
+        rows = self.config.evaluate.batch_size * self.eval_spec.group_size
+        return RolloutShapes(self.eval_spec, self.weights, rows, rows, None)
+
+    # The update
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """Batch of the longest responses, as the update gets it."""
+        config = self.config
+        rows = config.rollout.prompts_per_step * trained_group_size(config)
+        rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
+        batch = abstract(lambda x: make_batch(prompts(self.spec, rows), x), rollout)
+        rewards = array(np.float32, (rows,), "batch")
+        values = self.learner.critic and abstract(
+            functools.partial(critic_values, self.learner), self.state, self.packed(rows)
+        )
+        settings = AdvantageConfig.from_config(config, trained_group_size(config))
+        estimate = abstract(
+            lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
+            rewards, values, batch,
+        )  # fmt: skip
+        return dataclasses.replace(
+            batch,
+            values=values,
+            advantages=estimate.advantages,
+            returns=estimate.returns,
+            ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,
+            weights=batch.old_logprobs if config.algorithm.importance_cap else None,
+        )
+
+    def packed(self, rows: int) -> PackedRows:
+        """Return `rows` rows of the batch, packed for the model."""
+        settings = self.config
+        slots = settings.data.prompt_len + settings.rollout.response_len
+        tokens = np.zeros((rows, slots), np.int32)
+        lens = np.zeros(rows, np.int32)
+        old = np.zeros((rows, settings.rollout.response_len), np.float32)
+        host = Batch(tokens, lens, lens + 1, old, advantages=None)
+        return abstract(lambda: pack_rows(self.learner, host, np.arange(rows)))
+
+    def _update_programs(self) -> Iterator[Program]:
+        settings = self.config
+        learner = self.learner
+        rows = self.batch.response_lens.shape[0]
+        every = self.packed(rows)
+        if settings.algorithm.kl_coef or settings.updates.old_logprobs == "recompute":
+            params = self.state.params
+            yield _program("log-probs", logprobs, learner, params, every, runs_model=True)
+        if learner.critic:
+            yield _program("values", critic_values, learner, self.state, every, runs_model=True)
+        mini_batch = self.packed(settings.updates.mini_batch_size)
+        for frozen in {False, frozen_steps(settings) > 0}:
+            yield _program(
+                "update of the critic" if frozen else "update", update, learner, self.state,
+                self.batch, mini_batch, policy_frozen=frozen, runs_model=True,
+            )  # fmt: skip
+
+    def programs(self) -> list[Program]:
+        """The programs of the run, in the order in which they first run."""
+        listed = [_program("policy copy", policy_copy, self.model, self.state.params)]
+        if self.config.evaluate.every:
+            listed += self.evaluation.programs("evaluation: ")
+        listed.append(_program("pick drafts", pick_drafts, *self.picked, age=1))
+        if self.spec.program.draft_history:
+            listed.append(_program("pick sources", pick_sources, *self.picked))
+        listed += self.training.programs()
+        listed += self._update_programs()
+        return listed
+
+
+UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
+
+
+def of_trainer(trainer: Trainer) -> AbstractRun:
+    """Shapes of a run that is built."""
+    prompts = len(trainer.prompts.lens)
+    specs = (trainer.rollout_spec, trainer.eval_spec)
+    return AbstractRun(trainer.config, trainer.model, *specs, trainer.learner, prompts)
+
+
+def of_config(config) -> AbstractRun:
+    """Shapes of a run whose mesh is in use, from its config alone: no weights, no data.
+
+    Raises ValueError as `build.build` does.
+    """
+    vocab_size = 0
+    eos_ids = None
+    pad_id = 0
+    if config.tokenizer.source in OF_ALPHABET:
+        tokenizer = load_tokenizer(config)
+        vocab_size = tokenizer.vocab_size
+        eos_ids = tokenizer.eos_ids
+        pad_id = tokenizer.pad_id
+    model = load_shape(config, vocab_size)
+    # Which token ends a response changes a constant of the programs, nothing else.
+    rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)
+    evaluation = rollout.for_evaluation(config.evaluate.samples, config.evaluate.temperature)
+    prompts = config.data.prompts or UNKNOWN_PROMPTS
+    steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
+    steps = config.train.steps or config.train.epochs * steps_per_epoch
+    learner = make_learner(config, model, policy_schedule(config, steps))
+    return AbstractRun(config, model, rollout, evaluation, learner, prompts)
+
+
+def compile_all(programs: list[Program], note: Callable[[str], None]) -> dict[str, Any]:
+    """Compile programs side by side; returns jax.stages.Compiled by name. note: gets a program's
+    name once it is there.
+
+    A later call with such inputs finds what was compiled here: programs are traced in this thread,
+    whose mesh is part of what they are found by, and only compiled in others.
+    """
+    lowered = {program.name: program.trace().lower() for program in programs}
+    compiled = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = {pool.submit(x.compile): name for name, x in lowered.items()}
+        for done in concurrent.futures.as_completed(waiting):
+            compiled[waiting[done]] = done.result()
+            note(waiting[done])
+    return compiled
+
+
+def compile_run(run: AbstractRun, state: Any) -> None:
+    """Compile a run's programs before its first step; print how many, seconds and memory.
+
+    state: the trees of arrays that it keeps. Raises ValueError in one line where a program does not
+    fit the device.
+    """
+    start = time.perf_counter()
+    listed = run.programs()
+    models = sum(program.runs_model for program in listed)
+    done = []
+
+    def note(name: str) -> None:
+        done.append(name)
+        if sys.stderr.isatty():
+            line = f"compiling: {len(done)} of {len(listed)}, {name}"
+            print(f"\r{line:78.78}", end="", file=sys.stderr, flush=True)
+
+    compiled = compile_all(listed, note)
+    if sys.stderr.isatty():
+        print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
+    peaks = {name: peak_bytes(program) for name, program in compiled.items()}
+    held = device_bytes(state)
+    # An update's arguments are what the run keeps; a rollout's lie beside it.
+    needs = {n: x if n in _OF_STATE else x + held for n, x in peaks.items()}
+    largest = max(needs, key=needs.get)
+    there = memory.device_memory()[0] / jax.device_count()
+    print(
+        f"programs: {len(listed)}, {models} of the model, compiled in "
+        f"{time.perf_counter() - start:.0f} s; the largest, {largest}, needs "
+        f"{needs[largest] / 2**30:.3g} of {there / 2**30:.3g} GiB",
+        flush=True,
+    )
+    if needs[largest] > there:
+        raise ValueError(
+            f"{largest} needs {needs[largest] / 2**30:.3g} GiB of a device that has "
+            f"{there / 2**30:.3g}; lower {FIELDS.get(largest.split()[0], 'rollout.max_rows')}"
+        )
+
+
+# Programs whose arguments are what a run keeps, and the fields to lower where one does not fit.
+_OF_STATE = ("update", "update of the critic", "policy copy")
+FIELDS = {
+    "update": "updates.micro_batch_size or rollout.logits_chunk",
+    "log-probs": "updates.micro_batch_size or rollout.logits_chunk",
+    "values": "updates.micro_batch_size",
+    "evaluation:": "evaluate.batch_size or rollout.max_rows",
+}
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Bytes of a device while a program runs: arguments, results and temporaries."""
+    sizes = compiled.memory_analysis()
+    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return kept + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays on one device."""
+
+    def size(x: Any) -> int:
+        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
