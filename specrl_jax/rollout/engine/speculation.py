@@ -23,7 +23,7 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.types import StatePart
 
 WIDTH_MARGIN = 1.15  # expected gain of a width over plain steps that is worth it
-VERIFY_MARGIN = 0.6  # drafts are verified unless that saves less than so much of its seconds
+VERIFY_MARGIN = 0.5  # drafts are verified unless that saves less than so much of its seconds
 HALF_LIFE = 256  # row steps after which counts of the draft source count half
 VERIFIED_HALF_LIFE = 4_096  # verified tokens after which counts of previous responses count half
 PRIOR_ROW_STEPS = 8  # of no accepted token of the draft source, before anything is known
