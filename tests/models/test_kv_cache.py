@@ -1,6 +1,4 @@
-"""Cache writes and row moves, against NumPy slices."""
-
-import functools
+"""Writes to the cache, against NumPy slices."""
 
 import jax
 import numpy as np
@@ -8,9 +6,7 @@ import pytest
 from small_models import MODEL
 
 from specrl_jax.models import kv_cache, row_slices
-from specrl_jax.sharding import on_shards, put
-
-AXES = ("batch", "kv_heads", None, None)
+from specrl_jax.sharding import put
 
 
 @pytest.fixture
@@ -33,20 +29,6 @@ def _random(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def _layer(keys_BSKH: np.ndarray, values_BSKH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As the cache holds them."""
-    return np.moveaxis(keys_BSKH, 1, 3), np.moveaxis(values_BSKH, 1, 2)
-
-
-def _put(keys_BSKH: np.ndarray, values_BSKH: np.ndarray) -> kv_cache.Layer:
-    return tuple(put(x, *AXES) for x in _layer(keys_BSKH, values_BSKH))
-
-
-def _check(got: kv_cache.Layer, keys_BSKH: np.ndarray, values_BSKH: np.ndarray) -> None:
-    for layer, want in zip(got, _layer(keys_BSKH, values_BSKH), strict=True):
-        np.testing.assert_array_equal(layer, want)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_empty_cache(mesh, dtype):
     model = MODEL.replace(dtype=dtype)
@@ -56,28 +38,7 @@ def test_an_empty_cache(mesh, dtype):
     assert kv_cache.cache_slots(cache) == 5
 
 
-@MESHES
-@pytest.mark.parametrize("slots", [3, 5, 8])
-def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
-    """Rows count on each shard of the batch."""
-    keys = _random(8, 5, 2, 4)
-    rows, shards = np.array([1, 0, 0, 1], np.int32), shape[0] * shape[1]
-    want = np.zeros((4, slots, 2, 4), np.float32)
-    places = rows + np.arange(4) // (4 // shards) * (8 // shards)
-    want[:, : min(slots, 5)] = keys[places, :slots]
-
-    def gather(cache, rows):
-        own = functools.partial(kv_cache.gather_own_rows, slots=slots)
-        return on_shards(own, cache, rows, like=cache)
-
-    with jax.set_mesh(make_mesh(*shape)):
-        (got,) = jax.jit(gather)((_put(keys, -keys),), put(rows, "batch"))
-    _check(got, want, -want)
-
-
-@MESHES
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize(
+LAYOUTS = pytest.mark.parametrize(
     ("platform", "kernels", "size", "arrays"),
     [
         ("cpu", (), 4, [(8, 2, 4, 6), (8, 2, 6, 4)]),
@@ -87,31 +48,80 @@ def test_gathered_rows_are_cut_or_padded(make_mesh, shape, slots):
     ],
     ids=["cpu", "apart", "narrow heads", "both in one"],
 )
-def test_every_layout_holds_and_gives_the_same(
+
+
+def _put_heads(x: np.ndarray) -> jax.Array:
+    return put(x, "batch", None, "kv_heads", None)
+
+
+def _filled(model, old: np.ndarray) -> kv_cache.Layer:
+    """The layer of a cache that holds these keys [B, S, K, H], and their negatives as values."""
+    (layer,) = kv_cache.init_cache(model, rows=len(old), slots=old.shape[1])
+    start = put(np.zeros(len(old), np.int32), "batch")
+    return jax.jit(kv_cache.write)(layer, _put_heads(old), _put_heads(-old), start)
+
+
+def _check(layer: kv_cache.Layer, want: np.ndarray, known: np.ndarray) -> None:
+    """Keys [B, S, K, H], and their negatives as values, in the slots that are `known` [B, S]."""
+    keys, values = kv_cache.keys_and_values(layer, *want.shape[2:])
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(keys), 3, 1)[known], want[known])
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(values), 2, 1)[known], -want[known])
+
+
+@MESHES
+@LAYOUTS
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_layout_holds_what_is_written(
     make_mesh, as_on, shape, width, platform, kernels, size, arrays
 ):
-    """Written, repeated, moved and cut, against NumPy."""
+    """Each row from a slot of its own on."""
     as_on(platform)
     model = MODEL.replace(num_layers=1, kernels=kernels, head_dim=size)
-    old, new = _random(8, 6, 2, size), _random(8, width, 2, size) + 10
+    old = _random(8, 6, 2, size)
+    new = _random(8, width, 2, size) + 10
     starts = np.arange(8, dtype=np.int32) % 4
     want = old.copy()
     for row, start in enumerate(starts):
         want[row, start : start + width] = new[row]
-    order = np.array([[3, -1, 4, 0]] * 8, np.int32)  # slots of the shard's first row
     with jax.set_mesh(make_mesh(*shape)):
-        (layer,) = kv_cache.init_cache(model, rows=8, slots=6)
+        layer = _filled(model, old)
         # Narrow heads fill a tile on each of the tensor axis's shards.
         assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
-        for written, places in ((old, starts * 0), (new, starts)):
-            keys, values = (put(x, "batch", None, "kv_heads", None) for x in (written, -written))
-            layer = jax.jit(kv_cache.write)(layer, keys, values, put(places, "batch"))
-        twice = kv_cache.repeat_rows(kv_cache.resize((layer,), 5), 2)
-        assert kv_cache.cache_slots(twice) == 5
-        _check(kv_cache.keys_and_values(layer, 2, size), want, -want)
-        repeated = np.repeat(want[:, :5], 2, axis=0)
-        _check(kv_cache.keys_and_values(twice[0], 2, size), repeated, -repeated)
-        (picked,) = jax.jit(kv_cache.gather_slots)((layer,), put(order, "batch", None))
-        first = np.arange(8) // (8 // (shape[0] * shape[1])) * (8 // (shape[0] * shape[1]))
-        slots = np.where((order >= 0)[..., None, None], want[first[:, None], order], 0)
-        _check(kv_cache.keys_and_values(picked, 2, size), slots, -slots)
+        places = put(starts, "batch")
+        layer = jax.jit(kv_cache.write)(layer, _put_heads(new), _put_heads(-new), places)
+        assert kv_cache.cache_slots((layer,)) == 6
+        _check(layer, want, np.ones((8, 6), bool))
+
+
+@MESHES
+@LAYOUTS
+def test_every_layout_holds_rows_that_begin(
+    make_mesh, as_on, shape, platform, kernels, size, arrays
+):
+    """Two rows on each shard, of which the last shard leaves one out; from a sequence each."""
+    as_on(platform)
+    model = MODEL.replace(num_layers=1, kernels=kernels, head_dim=size)
+    shards = shape[0] * shape[1]
+    own = 8 // shards  # places of a shard
+    old = _random(8, 6, 2, size)
+    fresh = _random(2 * shards, 7, 2, size) + 10
+    places = np.tile(np.array([own - 1, 0], np.int32), shards)
+    places[-1] = 99
+    # Nodes of two sequences of 7 slots; the second row reads from both.
+    nodes = np.tile(np.array([[3, 4, 4, -1], [13, 0, 7, 6]], np.int32), (shards, 1))
+    want = old.copy()
+    known = np.ones((8, 6), bool)  # slots after a row's tokens hold anything
+    for row, (place, read) in enumerate(zip(places, nodes)):
+        if place < own:
+            shard = row // 2
+            tokens = fresh[2 * shard : 2 * shard + 2].reshape(14, 2, size)
+            count = np.sum(read >= 0)
+            want[shard * own + place, :count] = tokens[read[:count]]
+            known[shard * own + place, count : len(read)] = False
+    with jax.set_mesh(make_mesh(*shape)):
+        cache = (_filled(model, old),)
+        pairs = ((_put_heads(fresh), _put_heads(-fresh)),)
+        placed = put(nodes, "batch", None), put(places, "batch")
+        (layer,) = jax.jit(kv_cache.write_rows)(cache, pairs, *placed)
+        assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
+        _check(layer, want, known)

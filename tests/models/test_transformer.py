@@ -107,6 +107,19 @@ def test_what_a_cache_needs(mesh):
         model(tokens, start, init_cache(BASE, 2, 4))
     with pytest.raises(ValueError, match="need a KV cache"):
         model(tokens, start)
+    with pytest.raises(ValueError, match="need a KV cache"):
+        model(tokens, cache=init_cache(BASE, 2, 3))
+
+
+def test_without_a_cache_unstacked_layers_give_what_they_would_write(mesh):
+    weights = _weights(BASE, _params(BASE))
+    tokens = put(_tokens(2, 5), "batch", None)
+    start = put(np.zeros(2, np.int32), "batch")
+    _, cache = _with_cache(BASE, weights, tokens, start, init_cache(BASE, 2, 5))
+    _, fresh = _with_cache(BASE, weights, tokens, None, None)
+    for written, (keys, values) in zip(cache, fresh, strict=True):
+        np.testing.assert_allclose(np.moveaxis(written[0], 3, 1), keys, atol=1e-5)
+        np.testing.assert_allclose(np.moveaxis(written[1], 2, 1), values, atol=1e-5)
 
 
 def test_rematerialisation_gives_the_same_gradients(mesh):
