@@ -1,15 +1,13 @@
 """Compile a run's programs for accelerators that are not here.
 
     python launch/compile.py --config=configs/grpo.py:gsm8k --topology=v5e:2x2
-    python launch/compile.py --config=configs/grpo.py:qwen3_1p7b --topology=h100:8 --plan
+    python launch/compile.py --config=configs/grpo.py:qwen3_1p7b --topology=h100:8 --programs=decode
 
 Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2; h100:8, h200:8, a100-40gb:1, a100-80gb:8, l4:1, t4:1,
 rtx4090:1 and so on. TPUs need `pip install '.[compile-tpu]'` in the clone's directory, GPUs
 '.[compile-cuda]'. docs/scaling.md explains the table.
 
---plan prints the memory plan alone. --programs=decode,update compiles these alone. --tokens and
---reuse are a response's mean length and the share of it that drafts give, for the estimates of
-attention kernels and of a whole step. --json=FILE writes all figures.
+--programs=decode,update compiles those whose names begin so. --json=FILE writes all figures.
 """
 
 import sys
@@ -25,10 +23,7 @@ from absl import flags
 from specrl_jax import cli
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "CHIP:SHAPE, as in v5e:4x4 or h100:8")
-_PLAN = flags.DEFINE_bool("plan", False, "the memory plan alone; compiles nothing")
-_PROGRAMS = flags.DEFINE_list("programs", [], "names of the programs to compile; all")
-_TOKENS = flags.DEFINE_float("tokens", 0.0, "mean length of a response; 0: rollout.response_len")
-_REUSE = flags.DEFINE_float("reuse", 0.67, "share of the tokens that drafts give; SPEC-RL's", 0, 1)
+_PROGRAMS = flags.DEFINE_list("programs", [], "how names of programs to compile begin; all")
 _JSON = flags.DEFINE_string("json", "", "write the figures to this file")
 flags.mark_flag_as_required("topology")
 
@@ -45,45 +40,41 @@ def main() -> None:
 
     import jax  # reads the environment
 
-    from specrl_jax import runtime
+    from specrl_jax import programs, runtime
 
     runtime.start(config, devices=chips.devices(topology))
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
-    from specrl_jax.accelerators import abstract_run, plan, programs, report
+    from specrl_jax.accelerators import report
 
-    run = abstract_run.abstract_run(config)
+    run = programs.of_config(config)
+    listed = _chosen(run.programs())
     mesh = dict(jax.sharding.get_mesh().shape)
-    print(f"{topology}, mesh {mesh}: {run.describe()}", flush=True)
-    every = programs.programs(run)
-    if unknown := [name for name in _PROGRAMS.value if name not in every]:
-        raise ValueError(f"--programs must be of {', '.join(every)}, got {unknown[0]}")
-    figures = {"topology": topology, "mesh": mesh}
-    if _PLAN.value:
-        memory = plan.memory_plan(run, every, chip)
-        print(memory.to_text())
-        figures["plan"] = memory.to_json()
-    else:
-        rows = []
-        tokens = _TOKENS.value or config.rollout.response_len
-        # A row holds its prompt and, over its life, half of its response.
-        live = min((config.data.prompt_len + tokens / 2) / run.slots, 1.0)
-        figures["live"] = live
-        for name in _PROGRAMS.value or every:
-            rows.append(report.compile_program(name, every[name], chip, mesh, live))
-            print(f"{name}: {rows[-1]['seconds_to_compile']:.1f} s", file=sys.stderr, flush=True)
-        print(report.to_text(rows, chip))
-        print(f"attention kernels over the cache read the {live:.0%} of it that rows fill")
-        figures |= {"programs": rows, "step": {}}
-        estimates = {"at least": "seconds"}
-        if chip.clock and not any("not_readable" in row for row in rows):
-            estimates["the compiler's estimate"] = "compiler_seconds"
-        for how, key in estimates.items():
-            for name, reuse in (("plain", 0.0), ("with drafts", _REUSE.value)):
-                seconds = report.step_seconds(run, rows, tokens, reuse, key)
-                figures["step"][f"{name}, {how}"] = seconds
-        print(report.step_text(figures["step"], tokens, _REUSE.value))
+    kept = report.kept_bytes(run)
+    print(f"{topology}, mesh {mesh}: {run.describe()}; keeps {kept / 1e9:.3f} GB", flush=True)
+    rows = []
+    for program in listed:
+        rows.append(report.compile_program(program, chip, mesh, kept))
+        seconds = rows[-1]["seconds_to_compile"]
+        print(f"{program.name}: {seconds:.1f} s", file=sys.stderr, flush=True)
+    print(report.to_text(rows))
+    total = sum(row["seconds_to_compile"] for row in rows)
+    print(f"{len(rows)} programs, {total:.1f} s; GB of a device that has {chip.memory / 1e9:.2f}")
     if _JSON.value:
+        figures = {"topology": topology, "mesh": mesh, "kept": kept, "programs": rows}
         Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _chosen(listed: list) -> list:
+    """Return the programs whose names begin as --programs says; all where it says nothing.
+
+    Raises ValueError in one line.
+    """
+    prefixes = _PROGRAMS.value or [""]
+    for prefix in prefixes:
+        if not any(program.name.startswith(prefix) for program in listed):
+            names = ", ".join(program.name for program in listed)
+            raise ValueError(f"--programs must begin names of {names}, got {prefix}")
+    return [program for program in listed if program.name.startswith(tuple(prefixes))]
 
 
 if __name__ == "__main__":

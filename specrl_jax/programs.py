@@ -390,10 +390,8 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     compiled = compile_all(listed, note)
     if sys.stderr.isatty():
         print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
-    peaks = {name: peak_bytes(program) for name, program in compiled.items()}
     held = device_bytes(state)
-    # An update's arguments are what the run keeps; a rollout's lie beside it.
-    needs = {n: x if n in _OF_STATE else x + held for n, x in peaks.items()}
+    needs = {name: needed_bytes(name, program, held) for name, program in compiled.items()}
     largest = max(needs, key=needs.get)
     there = memory.device_memory()[0] / jax.device_count()
     print(
@@ -424,6 +422,12 @@ def peak_bytes(compiled: Any) -> int:
     sizes = compiled.memory_analysis()
     kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return kept + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+
+
+def needed_bytes(name: str, compiled: Any, held: int) -> int:
+    """Bytes of a device while a program runs, with the `held` bytes that a run keeps."""
+    # An update's arguments are what the run keeps; a rollout's lie beside it.
+    return peak_bytes(compiled) + (0 if name in _OF_STATE else held)
 
 
 def device_bytes(tree: Any) -> int:

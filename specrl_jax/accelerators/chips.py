@@ -1,4 +1,4 @@
-"""Accelerators to compile for without having one: what a chip can do, and devices of many.
+"""Accelerators to compile for without having one: what memory a chip has, and devices of many.
 
 `devices("v5e:4x4")` gives 16 devices that programs can be compiled for, but not run on. TPUs need
 libtpu, GPUs need JAX's CUDA plugin and NVIDIA's assembler; neither needs the hardware.
@@ -22,11 +22,7 @@ class Chip:
     """One device, from its maker's data sheet."""
 
     memory: float  # bytes that programs may use
-    bandwidth: float  # of the memory, bytes a second
-    flops: float  # bfloat16 operations a second, dense
-    link: float  # bytes a second that it sends along one axis of the mesh, both neighbours together
-    clock: float = 0.0  # Hz of the compiler's `estimated_cycles`; 0: it gives none
-    target: str = ""  # a GPU as XLA wants it described
+    target: str = ""  # a GPU as XLA wants it described; "": a TPU
 
 
 # Compute capability → operations a clock, threads and bytes of shared memory of a multiprocessor,
@@ -54,55 +50,45 @@ device_description_str: "NVIDIA {name}"
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class _Silicon:
-    """Figures that chips of one kind share."""
-
-    capability: tuple[int, int]
-    cores: int  # multiprocessors
-    ghz: float  # boost clock
-    l2: int  # MiB
-    flops: float
-    link: float
-
-
-def _gpu(name: str, silicon: _Silicon, memory: float, bandwidth: float) -> Chip:
-    fpus, threads, shared, block_shared = _CAPABILITIES[silicon.capability]
-    major, minor = silicon.capability
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    cores: int,
+    ghz: float,
+    l2_mib: int,
+    memory: float,
+    bandwidth: float,
+) -> Chip:
+    """cores: multiprocessors. ghz: of the boost clock. bandwidth: of the memory, bytes a second."""
+    fpus, threads, shared, block_shared = _CAPABILITIES[capability]
+    major, minor = capability
     target = _TARGET.format(
-        name=name, major=major, minor=minor, cores=silicon.cores, ghz=silicon.ghz, fpus=fpus,
-        threads=threads, shared=shared, block_shared=block_shared, l2=silicon.l2 * 2**20,
-        bandwidth=int(bandwidth), memory=int(memory),
+        name=name, major=major, minor=minor, cores=cores, ghz=ghz, fpus=fpus, threads=threads,
+        shared=shared, block_shared=block_shared, l2=l2_mib * 2**20, bandwidth=int(bandwidth),
+        memory=int(memory),
     )  # fmt: skip
-    return Chip(memory, bandwidth, silicon.flops, silicon.link, target=target)
+    return Chip(memory, target)
 
-
-# NVIDIA's data sheets; NVLink or PCIe in one direction. A T4 has no bfloat16 units: the figure is
-# that of float32, in which XLA computes there.
-_HOPPER = _Silicon((9, 0), 132, 1.98, 50, 989e12, 450 * GB)
-_A100 = _Silicon((8, 0), 108, 1.41, 40, 312e12, 300 * GB)
-_L4 = _Silicon((8, 9), 58, 2.04, 48, 121e12, 32 * GB)
-_RTX4090 = _Silicon((8, 9), 128, 2.52, 72, 165e12, 32 * GB)
-_T4 = _Silicon((7, 5), 40, 1.59, 4, 8.1e12, 16 * GB)
 
 CHIPS = {
     # Google Cloud's pages of each; XLA keeps 0.25 GiB of a v5e for itself.
-    "v5e": Chip(15.75 * GIB, 819 * GB, 197e12, 90 * GB, clock=1.5e9),
-    "v5p": Chip(95 * GIB, 2_765 * GB, 459e12, 180 * GB, clock=1.75e9),
-    "v6e": Chip(31.25 * GIB, 1_640 * GB, 918e12, 180 * GB, clock=1.75e9),
-    "h100": _gpu("H100 80GB HBM3", _HOPPER, 80 * GB, 3_350 * GB),
-    "h200": _gpu("H200", _HOPPER, 141 * GB, 4_800 * GB),
-    "a100-40gb": _gpu("A100-SXM4-40GB", _A100, 40 * GB, 1_555 * GB),
-    "a100-80gb": _gpu("A100-SXM4-80GB", _A100, 80 * GB, 2_039 * GB),
-    # ECC takes its part of both: what CUDA reports, in GiB.
-    "l4": _gpu("L4", _L4, 22 * GIB, 300 * GB),
-    "t4": _gpu("T4", _T4, 14.5 * GIB, 320 * GB),
-    "rtx4090": _gpu("GeForce RTX 4090", _RTX4090, 24 * GB, 1_008 * GB),
+    "v5e": Chip(15.75 * GIB),
+    "v5p": Chip(95 * GIB),
+    "v6e": Chip(31.25 * GIB),
+    # NVIDIA's data sheets.
+    "h100": _gpu("H100 80GB HBM3", (9, 0), 132, 1.98, 50, 80 * GB, 3_350 * GB),
+    "h200": _gpu("H200", (9, 0), 132, 1.98, 50, 141 * GB, 4_800 * GB),
+    "a100-40gb": _gpu("A100-SXM4-40GB", (8, 0), 108, 1.41, 40, 40 * GB, 1_555 * GB),
+    "a100-80gb": _gpu("A100-SXM4-80GB", (8, 0), 108, 1.41, 40, 80 * GB, 2_039 * GB),
+    # ECC takes its part of memory: what CUDA reports, in GiB.
+    "l4": _gpu("L4", (8, 9), 58, 2.04, 48, 22 * GIB, 300 * GB),
+    "t4": _gpu("T4", (7, 5), 40, 1.59, 4, 14.5 * GIB, 320 * GB),
+    "rtx4090": _gpu("GeForce RTX 4090", (8, 9), 128, 2.52, 72, 24 * GB, 1_008 * GB),
 }
 
 
 def parse(topology: str) -> tuple[str, tuple[int, ...]]:
-    """The key of `CHIPS` and the shape: v5e:4x4 → ("v5e", (4, 4)); h100:8 → ("h100", (8,)).
+    """Return the key of `CHIPS` and the shape: v5e:4x4 → ("v5e", (4, 4)); h100:8 → ("h100", (8,)).
 
     Raises ValueError in one line.
     """
@@ -128,9 +114,9 @@ def set_environment(topology: str) -> None:
     if not CHIPS[name].target:
         _require("libtpu", topology, "compile-tpu")
         # Ask no server what hardware there is, and do not warn that none answers.
-        for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"),
-                            ("TPU_ACCELERATOR_TYPE", "v5litepod-1")):  # fmt: skip
-            os.environ.setdefault(name, value)
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
         return
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):  # where they were installed with pip --target
         sys.path.insert(0, folder)
@@ -147,7 +133,7 @@ def set_environment(topology: str) -> None:
 
 
 def _require(module: str, topology: str, extra: str) -> Path:
-    """The folder of an installed module, which is not imported."""
+    """Return the folder of an installed module, which is not imported."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # its parent is missing
@@ -161,7 +147,7 @@ def _require(module: str, topology: str, extra: str) -> Path:
 
 
 def devices(topology: str) -> list:
-    """Devices that programs can be compiled for; after `set_environment`."""
+    """Return devices that programs can be compiled for; after `set_environment`."""
     from jax.experimental import topologies
 
     name, shape = parse(topology)

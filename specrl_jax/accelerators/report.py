@@ -1,194 +1,137 @@
 """Compiles the programs of a run and says what the compiler made of them: a table, and JSON."""
 
+import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from specrl_jax.accelerators.abstract_run import AbstractRun
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
 from specrl_jax.accelerators.chips import Chip
-from specrl_jax.accelerators.compiled import Cost, Module
-from specrl_jax.accelerators.plan import planned_bytes
-from specrl_jax.accelerators.programs import Program
-from specrl_jax.accelerators.roofline import roofline, step_uses
-from specrl_jax.accelerators.traced import Flops, count_flops
+from specrl_jax.accelerators.compiled import Module
+from specrl_jax.programs import (
+    AbstractRun,
+    Program,
+    compile_all,
+    device_bytes,
+    needed_bytes,
+    peak_bytes,
+)
 
 _GB = 10**9
-_MAX_LINES = 4  # collectives, and loops, of a program in the table
-_HEADINGS = (
-    "program", "compile", "args", "temps", "peak", "planned", "all", "of chip", "TFLOP", "HBM",
-    "seconds", "bound", "compiler",
-)  # fmt: skip
+_HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of chip", "TFLOP")
 
 
-def compile_program(
-    name: str, program: Program, chip: Chip, mesh: Mapping[str, int], live: float = 1.0
-) -> dict[str, Any]:
-    """Figures of one program; where it does not fit the chip, "error" and what it would need.
+def kept_bytes(run: AbstractRun) -> int:
+    """Bytes of a device that a run keeps all the time: its state, a reference, the draft store."""
+    reference = run.state.params if run.config.algorithm.kl_coef else None
+    return device_bytes([run.state, reference, run.stored])
 
-    live: share of the cache's slots that hold tokens: what attention kernels read of it.
 
-    Bytes are those of a device, FLOPs of all devices. "once" is a call without its open loop, and
-    "each" one pass of that loop.
+def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept: int) -> dict:
+    """Return figures of one program; where it is refused, "error" and what it would need.
+
+    kept: of `kept_bytes`. Bytes are those of a device, FLOPs of all devices. A loop of unknown
+    length counts once.
     """
-    row = {"program": name, "shape": program.shape, "beside": program.beside}
-    row |= {"passes": program.passes, "arguments": program.arguments}
+    row: dict[str, Any] = {"program": program.name}
     start = time.perf_counter()
-    traced = program.trace()
-    flops = count_flops(traced.jaxpr, live), count_flops(traced.jaxpr, live, kernels_only=True)
-    row["planned"] = planned_bytes(program, traced)
     try:
-        compiled = traced.lower().compile()
+        compiled = compile_all([program], lambda name: None)[program.name]
     except Exception as error:  # XLA's own kinds, by platform
-        row["seconds_to_compile"] = time.perf_counter() - start
-        return row | _refused(error)
+        row |= _refused(error)
+        return row | {"seconds_to_compile": time.perf_counter() - start}
     row["seconds_to_compile"] = time.perf_counter() - start
     memory = compiled.memory_analysis()
     row |= {
         "arguments": memory.argument_size_in_bytes,
-        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
+        "peak": peak_bytes(compiled),
+        "needed": needed_bytes(program.name, compiled, kept),
+        "flops": count_flops(program.trace().jaxpr),
     }
-    sum_of_parts = row["arguments"] + row["results"] + row["temporaries"]
-    row["peak"] = max(getattr(memory, "peak_memory_in_bytes", 0), 0) or sum_of_parts
-    row["total"] = row["peak"] + program.beside
+    row["of_chip"] = row["needed"] / chip.memory
     try:
-        cost = Module(compiled.as_text(), mesh, live).cost()
-    except Exception as error:  # libtpu cannot print some programs for v5p
-        row["not_readable"] = str(error).splitlines()[0][:200]
-        cost = Cost(moved=sum_of_parts, each=Cost(moved=sum_of_parts) if program.passes else None)
-    row |= _parts(chip, mesh, flops, cost)
-    if "not_readable" in row:
-        for part in row.keys() & {"once", "each"}:
-            row[part]["compiler_seconds"] = None
+        sent = Module(compiled.as_text(), mesh).collectives()
+    except jax.errors.JaxRuntimeError as error:  # libtpu cannot print some programs for v5p
+        return row | {"not_readable": _line(error)}
+    row["collectives"] = [
+        {"kind": kind, "axes": axes, "each": each, "count": int(count), "bytes": int(size)}
+        for (kind, axes, each), (count, size) in sent.items()
+    ]
     return row
 
 
 def _refused(error: Exception) -> dict[str, Any]:
     """Read what the compiler says where a program does not fit."""
-    text = str(error)
-    used = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", text)
-    refusal: dict[str, Any] = {"error": " ".join(text.split())[:300]}
-    if used:
+    refusal: dict[str, Any] = {"error": _line(error)}
+    if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", refusal["error"]):
         refusal["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
     return refusal
 
 
-def _parts(
-    chip: Chip, mesh: Mapping[str, int], flops: tuple[Flops, Flops], cost: Cost
-) -> dict[str, Any]:
-    """Return the figures of each part. flops: of all, and of kernels alone."""
-    parts = {"once": ([x.once for x in flops], cost)}
-    if cost.each is not None:
-        parts["each"] = [x.each for x in flops], cost.each
-    else:
-        parts["once"] = [x.once + x.each for x in flops], cost
-    return {part: _figures(chip, mesh, *numbers) for part, numbers in parts.items()}
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _figures(chip: Chip, mesh: Mapping[str, int], of: list[float], cost: Cost) -> dict[str, Any]:
-    flops, of_kernels = of
-    seconds = roofline(chip, mesh, flops, cost)
-    kernels = max(roofline(chip, mesh, of_kernels, Cost(moved=cost.kernels)).values())
-    return {
-        "flops": flops,
-        "moved": cost.moved,
-        "seconds": max(seconds.values()),
-        "bound": max(seconds, key=seconds.get),
-        "by": seconds,
-        "kernel_seconds": kernels,
-        # The compiler does not know what kernels take: their bound stands in.
-        "compiler_seconds": cost.cycles / chip.clock + kernels if chip.clock else None,
-        "collectives": [
-            {"kind": kind, "axes": axes, "count": float(count), "bytes": float(size)}
-            for (kind, axes), (count, size) in cost.collectives.items()
-        ],
-        "loops": [
-            {"of": source, "passes": passes, "runs": float(runs), "cycles": float(cycles)}
-            for (source, passes), (runs, cycles) in cost.loops.items()
-        ],
-    }
-
-
-def step_seconds(
-    run: AbstractRun, rows: list[dict[str, Any]], tokens: float, reuse: float, key: str
-) -> dict[str, float]:
-    """Seconds of each program in a whole step, and their sum; see `step_uses`. key: "seconds" at
-    least, or "compiler_seconds"."""
-    uses = step_uses(run, tokens, reuse)
-    seconds = {}
-    for row in rows:
-        calls, passes = uses.get(row["program"], (0, 0))
-        if "once" in row and (calls or passes):
-            parts = ("once", calls), ("each", passes)
-            seconds[row["program"]] = sum(row[part][key] * n for part, n in parts if part in row)
-    return seconds | {"all": sum(seconds.values())}
-
-
-def step_text(steps: Mapping[str, Mapping[str, float]], tokens: float, reuse: float) -> str:
-    """List the seconds of whole steps, and of their largest programs."""
-    lines = [f"seconds of a whole step, responses of {tokens:,.0f} tokens, drafts give {reuse:.0%}"]
-    for name, seconds in steps.items():
-        parts = sorted((x for x in seconds.items() if x[0] != "all"), key=lambda x: -x[1])
-        largest = ", ".join(f"{program} {value:.2g}" for program, value in parts[:5])
-        lines.append(f"  {name:36} {seconds['all']:10.3g}: {largest}")
-    return "\n".join(lines)
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
+    """Count operations of matrix products over all devices, two a multiplication; attention kernels
+    are left out."""
+    total = 0
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = eqn.primitive.name
+        if name == "pallas_call":
+            continue
+        if name == "dot_general":
+            contracted = eqn.params["dimension_numbers"][0][0]
+            sizes = (eqn.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * math.prod((*eqn.outvars[0].aval.shape, *sizes))
+        inner = []
+        for value in eqn.params.values():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            inner += [count_flops(x) for x in parts if isinstance(x, Jaxpr | ClosedJaxpr)]
+        times = eqn.params["length"] if name == "scan" else 1
+        if name == "shard_map":  # shapes inside are those of one device
+            times = math.prod(eqn.params["mesh"].shape.values())
+        total += times * (max(inner) if name == "cond" else sum(inner))
+    return total
 
 
 # Text ----------------------------------------------------------------------------------------
 
 
-def to_text(rows: list[dict[str, Any]], chip: Chip) -> str:
-    """A line for each program and for each pass of an open loop, and what they do beneath."""
-    cells = [(_HEADINGS, [])]
-    for row in rows:
-        head = (row["program"], f"{row['seconds_to_compile']:.1f} s")
-        if "error" in row:
-            fits = f"does not fit: {row['peak'] / _GB:.1f} GB" if "peak" in row else "refused"
-            cells.append(((*head, fits), [row["shape"], row["error"]]))
-            continue
-        sizes = (row[n] / _GB for n in ("arguments", "temporaries", "peak", "planned", "total"))
-        share = f"{row['total'] / chip.memory:.0%}"
-        memory = (*(f"{size:.3f}" for size in sizes), share)
-        cells.append(
-            ((*head, *memory, *_speed(row["once"])), [row["shape"], *_beneath(row["once"])])
-        )
-        if "each" in row:
-            name = f"  each {row['passes'] or 'pass'}"
-            line = (name, *("",) * 7, *_speed(row["each"]))
-            cells.append((line, _beneath(row["each"])))
-    full = [line for line, _ in cells if len(line) == len(_HEADINGS)]
+def to_text(rows: list[dict[str, Any]]) -> str:
+    """Return a line for each program, and beneath it what it sends over each axis of the mesh."""
+    lines = [_HEADINGS, *map(_cells, rows)]
+    full = [cells for cells in lines if len(cells) == len(_HEADINGS)]
+    names = max(len(cells[0]) for cells in lines)
     widths = [max(map(len, column)) for column in zip(*full)]
+    text = []
+    for cells, row in zip(lines, [{}, *rows]):
+        aligned = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])]
+        text.append("  ".join([cells[0].ljust(names), *aligned]))
+        text += [f"    {line}" for line in _sent(row)]
+    return "\n".join(text)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    head = (row["program"], f"{row['seconds_to_compile']:.1f} s")
+    if "error" in row:
+        needs = f"does not fit: {row['peak'] / _GB:.1f} GB" if "peak" in row else row["error"]
+        return (*head, needs)
+    sizes = (row[name] / _GB for name in ("arguments", "temporaries", "peak", "needed"))
+    flops = f"{row['flops'] / 1e12:.3g}"
+    return (*head, *(f"{size:.3f}" for size in sizes), f"{row['of_chip']:.0%}", flops)
+
+
+def _sent(row: Mapping[str, Any]) -> list[str]:
+    if "not_readable" in row:
+        return ["the compiler cannot print this program: its collectives are not known"]
     lines = []
-    for line, beneath in cells:
-        aligned = [cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:])]
-        lines.append("  ".join([line[0].ljust(widths[0]), *aligned, line[-1]]).rstrip())
-        lines += [f"      {text}" for text in beneath]
-    return "\n".join(lines)
-
-
-def _speed(part: Mapping[str, Any]) -> tuple[str, ...]:
-    compiler = part["compiler_seconds"]
-    return (
-        f"{part['flops'] / 1e12:.3g}",
-        f"{part['moved'] / _GB:.3f}",
-        f"{part['seconds']:.2g}",
-        part["bound"],
-        "-" if compiler is None else f"{compiler:.2g}",
-    )
-
-
-def _beneath(part: Mapping[str, Any]) -> list[str]:
-    def largest(name: str, key: str, text: Callable[[dict], str]) -> list[str]:
-        items = sorted(part[name], key=lambda x: -x[key])
-        rest = [f"and {len(items) - _MAX_LINES} more"] if len(items) > _MAX_LINES else []
-        return [*map(text, items[:_MAX_LINES]), *rest]
-
-    def collective(x: dict) -> str:
-        return f"{x['count']:,.0f} {x['kind']} over {x['axes']}, {x['bytes'] / 1e6:,.1f} MB"
-
-    def loop(x: dict) -> str:
-        passes = "an open loop" if x["passes"] is None else f"a loop of {x['passes']:,} passes"
-        return f"{x['runs']:,.0f} x {passes}: {x['of']}"
-
-    return [*largest("collectives", "bytes", collective), *largest("loops", "cycles", loop)]
+    for x in sorted(row.get("collectives", []), key=lambda x: (x["each"], -x["bytes"])):
+        times = "each pass of its loops, " if x["each"] else ""
+        count = f"{x['count']:,} {x['kind']}"
+        lines.append(f"{x['axes']}: {times}{count}, {x['bytes'] / 1e6:,.3g} MB")
+    return lines

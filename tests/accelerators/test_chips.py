@@ -35,14 +35,13 @@ def test_a_gpu_is_described_as_xla_describes_it(name, facts):
 
 
 def test_chips_that_people_own():
-    """Memory and bandwidth in GB, bfloat16 in Tflop/s: at most those of the data sheets."""
-    sheets = {"a100-40gb": (40, 1_555, 312), "a100-80gb": (80, 2_039, 312), "l4": (24, 300, 121),
-              "t4": (16, 320, 65), "rtx4090": (24, 1_008, 165.2)}  # fmt: skip
-    for name, (memory, bandwidth, flops) in sheets.items():
+    """Memory and bandwidth in GB: at most those of the data sheets."""
+    sheets = {"a100-40gb": (40, 1_555), "a100-80gb": (80, 2_039), "l4": (24, 300),
+              "t4": (16, 320), "rtx4090": (24, 1_008)}  # fmt: skip
+    for name, (memory, bandwidth) in sheets.items():
         chip = chips.CHIPS[name]
         assert 0.9 * memory <= chip.memory / 1e9 <= memory
-        assert chip.bandwidth == bandwidth * 1e9
-        assert chip.flops <= flops * 1e12
+        assert f"memory_bandwidth: {bandwidth * 10**9} " in chip.target
         assert chips.parse(f"{name}:1") == (name, (1,))
 
 
@@ -60,30 +59,31 @@ def test_a_missing_compiler_is_one_line(monkeypatch):
         chips.set_environment("h100:8")
 
 
-PROGRAMS = ("prefill", "verify_tries", "decode", "fewer_rows", "update")
-
-
 def _compiled(path, preset: str, topology: str) -> dict[str, dict]:
-    """What launch/compile.py writes, by program."""
+    """Return what launch/compile.py writes, by program."""
     done = launch(
         "launch/compile.py", f"--config=configs/grpo.py:{preset}", f"--topology={topology}",
-        f"--json={path}", f"--programs={','.join(PROGRAMS)}", XLA_FLAGS="",
+        f"--json={path}", "--programs=extend,decode 1,update", "--config.rollout.row_buckets=1",
+        XLA_FLAGS="",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["program"]: row for row in json.loads(path.read_text())["programs"]}
-    assert rows.keys() == set(PROGRAMS)
-    assert not any("error" in row for row in rows.values())
+    assert list(rows) == ["extend", "decode 128 x 1", "update"]
+    assert all(name in done.stdout for name in rows)
     memory = chips.CHIPS[chips.parse(topology)[0]].memory
-    assert all(0 < row["total"] < memory for row in rows.values())
+    for row in rows.values():
+        assert 0 < row["arguments"] < row["peak"] <= row["needed"] < memory
+        assert row["flops"] > 0
+        assert row["seconds_to_compile"] > 0
     return rows
 
 
 @LIBTPU
-@pytest.mark.parametrize(("preset", "topology"), [("tiny", "v5e:1x1"), ("micro", "v5e:2x2")])
-def test_compile_for_tpus(tmp_path, preset, topology):
+@pytest.mark.parametrize(("topology", "axes"), [("v5e:1x1", set()), ("v5e:2x2", {"data"})])
+def test_compile_for_tpus(tmp_path, topology, axes):
     """One process at a time can use libtpu: these are in one file, which one worker runs."""
-    rows = _compiled(tmp_path / "figures.json", preset, topology)
-    assert 0 < rows["decode"]["each"]["seconds"] < rows["decode"]["each"]["compiler_seconds"] < 1e-3
+    rows = _compiled(tmp_path / "figures.json", "micro", topology)
+    assert {x["axes"] for x in rows["update"]["collectives"]} == axes
 
 
 @pytest.mark.slow
