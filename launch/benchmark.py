@@ -28,9 +28,7 @@ from absl import flags
 from specrl_jax import cli
 
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
-_NUMBERS = (
-    "rows", "prompt_len", "response_len", "repeats", "row_buckets", "cache_lengths", "max_width"
-)  # fmt: skip
+_NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")
 _OF_SIZE = ("rollout", "device")
 _BENCHMARKS = (*_OF_SIZE, "rules")
 

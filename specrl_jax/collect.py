@@ -21,12 +21,11 @@ from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, respond, timed
 from specrl_jax.group_buffer import KEPT, places_of, rewards_of
 from specrl_jax.rewards.failures import FailureLog
-from specrl_jax.rollout.carry_over import CarryOver, assemble
+from specrl_jax.rollout.carry_over import CarryOver, assemble, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.speculation import Seconds
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, measure
-from specrl_jax.sharding import put
 from specrl_jax.state import TrainerState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
@@ -76,8 +75,8 @@ def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
     rollouts = []
     times = {}
     while not rollouts or (state.groups is not None and state.groups.wants_rollout()):
-        prompts, next_prompts = _next_prompts(trainer, state)
-        rollouts.append(generate_and_score(trainer, state, prompts, next_prompts, times))
+        prompts, carry_over = _next_prompts(trainer, state)
+        rollouts.append(generate_and_score(trainer, state, prompts, carry_over, times))
         if state.groups is not None:
             ids = [example.prompt_id for example in prompts.examples]
             rewards = rollouts[-1].responses.scores.rewards
@@ -96,13 +95,13 @@ def generate_and_score(
     trainer: Trainer,
     state: TrainerState,
     prompts: Prompts,
-    next_prompts: Prompts | None,
+    carry_over: CarryOver,
     times: dict[str, float],
 ) -> ScoredRollout:
     """Rolls `prompts` out, scores the responses and stores them as drafts.
 
-    next_prompts: those of the next step, to be run ahead where places are idle. times: gets the
-    seconds of the rollout and of the rewards.
+    carry_over: what the rollout takes up and leaves. times: gets the seconds of the rollout and of
+    the rewards.
     """
     group = trainer.rollout_spec.group_size
     with timed(times, "time/rollout"):
@@ -111,7 +110,7 @@ def generate_and_score(
         drafts = DraftInputs(
             _drafts(trainer, state, prompts, previous),
             trainer.log_lenience,
-            _draft_history(trainer, state, prompts, next_prompts),
+            _draft_history(trainer, state, prompts, carry_over.next_prompts),
         )
     responses = respond(
         trainer.rollout_spec,
@@ -122,7 +121,7 @@ def generate_and_score(
         drafts=drafts,
         metrics=times,
         speculation=state.speculation,
-        carry_over=_carry_over(trainer, state, next_prompts),
+        carry_over=carry_over,
     )
     result = responses.result
     prompts = select(prompts, result.groups)
@@ -135,15 +134,6 @@ def generate_and_score(
     forced = np.sum(sources == Source.FORCED, axis=1)
     last_responses = tokens[result.rows], lens[result.rows]
     return ScoredRollout(prompts, responses, prefix_lens, forced, last_responses)
-
-
-def _carry_over(trainer: Trainer, state: TrainerState, next_prompts: Prompts | None) -> CarryOver:
-    config = trainer.config.rollout
-    return CarryOver(
-        next_prompts=next_prompts,
-        resumed=state.resumed,
-        stop_after_groups=config.prompts_per_step if config.partial else 0,
-    )
 
 
 def measure_rollout(trainer: Trainer, state: TrainerState) -> Seconds:
@@ -159,27 +149,32 @@ def measure_rollout(trainer: Trainer, state: TrainerState) -> Seconds:
         _draft_history(trainer, state, prompts, next_prompts),
     )
     weights = policy_copy(trainer.model, state.train.params)
-    carry_over = _carry_over(trainer, state, next_prompts)
+    carry_over = CarryOver(next_prompts, state.resumed)
     return measure(spec, weights, prompts, Noise(trainer.key, 0), drafts, carry_over)
 
 
 # Prompts ------------------------------------------------------------------------------------------
 
 
-def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, Prompts | None]:
-    """Return the prompts of the next rollout, and those to be run ahead."""
+def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, CarryOver]:
+    """Return the prompts of the next rollout, and what it takes up and leaves."""
     config = trainer.config.rollout
     if state.groups is not None:
-        return _group_prompts(state), None
+        return _group_prompts(state), CarryOver()
     if state.resumed is not None:
         begun = state.resumed.prompt_ids
         size = config.prompts_per_step
         # No more than the rest of the run trains on: its last step leaves nothing unfinished.
         rest = max(trainer.total_steps - state.step + 1, 1) * size
-        new = state.stream.take(min(size + config.partial, rest) - len(begun), busy=begun)
-        return concatenate(state.stream.find(begun), new), None
+        count = min(size + config.partial, rest)
+        new = state.stream.take(count - len(begun), busy=begun)
+        prompts = concatenate(state.stream.find(begun), new)
+        fillers = size + config.partial - count
+        places = np.append(np.arange(count), np.zeros(fillers, int))
+        carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
+        return select(prompts, places), carry_over
     prompts = state.stream.next()
-    return prompts, state.stream.peek() if config.run_ahead else None
+    return prompts, CarryOver(state.stream.peek() if config.run_ahead else None)
 
 
 def _group_prompts(state: TrainerState) -> Prompts:
@@ -228,20 +223,14 @@ def _without_unsolved(
     share = trainer.config.rollout.refresh_unsolved
     rule = trainer.rollout_spec.program.accept
     unsolved = state.store.unsolved(prompts)
-    if rule.exact or not (share and unsolved.any()):
+    if rule.exact or not share:
         return drafts
     group = len(drafts.lens) // len(unsolved)
     left_out = np.zeros((len(unsolved), group), bool)
     for row in np.flatnonzero(unsolved):
         rng = np.random.default_rng([trainer.config.seed, state.step, *prompts.ids[row].tolist()])
         left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
-    return _left_out(drafts, put(left_out.reshape(-1), "batch"))
-
-
-@jax.jit
-def _left_out(drafts: Drafts, left_out: jax.Array) -> Drafts:
-    """Drafts [B] of which those in `left_out`, bool [B], have length 0."""
-    return dataclasses.replace(drafts, lens=jnp.where(left_out, 0, drafts.lens))
+    return without_drafts(drafts, left_out.reshape(-1))
 
 
 def _draft_history(

@@ -15,9 +15,9 @@ from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.episodes import ResponseScorer, respond
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
-from specrl_jax.rollout.carry_over import PartialRows, empty_rollout, turn_drafts
+from specrl_jax.rollout.carry_over import turn_drafts
 from specrl_jax.rollout.generate import DraftInputs, Noise
-from specrl_jax.types import Source
+from specrl_jax.types import PartialRows, Rollout, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
 R, TURNS = 20, 4
@@ -109,17 +109,11 @@ def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
     np.testing.assert_allclose(rollout.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5)
 
 
-TREES = "trees, few rows in short caches"
+TREES = "trees, few rows"
 CHOICES = {
     "previous": {},
     "few rows": {"max_rows": 8, "row_buckets": 3},
-    TREES: {
-        "tree": ref.TREE,
-        "max_width": 4,
-        "max_rows": 12,
-        "row_buckets": 3,
-        "cache_lengths": 3,
-    },
+    TREES: {"tree": ref.TREE, "max_width": 4, "max_rows": 12, "row_buckets": 3},
 }
 
 
@@ -238,7 +232,7 @@ def test_what_is_left_of_a_draft_by_hand(mesh, plain):
 
     def holding(tokens, lens):
         rollout = dataclasses.replace(
-            empty_rollout(3, 6, 0),
+            Rollout.empty(3, 6),
             tokens=ref.put(tokens, "batch", None),
             lens=ref.put(np.array(lens, np.int32), "batch"),
         )

@@ -26,7 +26,7 @@ REAL = runpy.run_path({path!r})
 
 def get_config(preset="tiny"):
     config = REAL["get_config"](preset)
-    config.model.num_layers = config.rollout.row_buckets = config.rollout.cache_lengths = 1
+    config.model.num_layers = config.rollout.row_buckets = 1
     config.warmup.steps = 50
     return config
 """

@@ -29,8 +29,8 @@ def test_sizes_are_those_of_the_arrays(mesh):
     assert sizes["an update", "activations"] == 8 * 9 * (2 * 16 + 3 * 32) * 4
     assert sizes["the warm-up", "logits"] == 8 * 9 * 16 * 4
     assert sizes["an evaluation", "KV cache"] == 8 * 9 * (2 * 2 * 4) * 4
-    bounded = _sizes({"rollout.max_rows": 16, "rollout.cache_lengths": 2})
-    assert bounded["a rollout", "KV cache"] == 16 * (3 + 3) * (2 * 2 * 4) * 4
+    bounded = _sizes({"rollout.max_rows": 16})
+    assert bounded["a rollout", "KV cache"] == 16 * 9 * (2 * 2 * 4) * 4
 
 
 @pytest.mark.parametrize(

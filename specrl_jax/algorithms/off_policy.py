@@ -45,9 +45,10 @@ def measure(
     lenient_share: of the acceptance rule in force; without one there is no
         `reuse/lenient_fraction`.
     """
-    if not hosts.fetch(jnp.any(rollout.prefix_lens)):
+    measured = _measure(rollout, np.float32(log_lenience), lenient_share)
+    values, prefix_lens = hosts.fetch((measured, rollout.prefix_lens))
+    if not prefix_lens.any():
         return {}
-    values = hosts.fetch(_measure(rollout, jnp.float32(log_lenience), lenient_share))
     return {name: float(x) for name, x in values.items()} | {"reuse/rejected_mass": rejected_mass}
 
 

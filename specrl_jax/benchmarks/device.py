@@ -17,12 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax import train
-from specrl_jax.accelerators.abstract_run import abstract_run
-from specrl_jax.accelerators.chips import CHIPS
-from specrl_jax.accelerators.plan import memory_plan
-from specrl_jax.accelerators.programs import programs
-from specrl_jax.benchmarks.handwritten_loop import decode as decode_by_hand
+from specrl_jax import programs, train
 from specrl_jax.benchmarks.limits import (
     copy_rate,
     decode_bytes,
@@ -39,19 +34,19 @@ from specrl_jax.benchmarks.policies import (
     random_weights,
 )
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.rollout import by_prompt, make_spec
+from specrl_jax.benchmarks.rollout import by_prompt, make_spec, without_end
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run
-from specrl_jax.build import build, policy_copy
+from specrl_jax.build import Trainer, build, policy_copy
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import init_cache
+from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import DraftHistory
-from specrl_jax.rollout.engine.decode import prefill
-from specrl_jax.rollout.generate import DraftInputs, Noise, generate
-from specrl_jax.sharding import platform, put
-from specrl_jax.state import init_state
+from specrl_jax.rollout.engine.requests import DraftInputs
+from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.sharding import put
+from specrl_jax.state import TrainerState, init_state
 from specrl_jax.types import Drafts
 
 # Of a GPU or TPU, where no size is named, and their numbers where no flag gives them.
@@ -67,15 +62,15 @@ LAST_BEGIN = 480.0  # seconds after the start, after which no further part begin
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 _KERNEL_SLOTS = 128  # of the cache of the check of numbers: a size that kernels take
 # Which kernel a pass takes, see `attention.USES`.
-_USE = {"update": "packed", "prefill": "packed", "decode": "decode", "verification": "verify"}
-STEP_TOKENS = 128  # of a response in a training step: verified in one pass
-# A rule under which a verification pass decides, as for SPEC-RL.
+_USE = {"update": "packed", "extend": "packed", "decode": "decode", "wide step": "verify"}
+STEP_TOKENS = 128  # of a response in a training step
+# A rule that decides by log-probs, as for SPEC-RL.
 RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)
 Part = Callable[[], Iterator[dict[str, Any]]]
 
 
 def measure_device(config, name: str | None, changes: dict[str, int], log: Log) -> Report:
-    """A line for each figure, with its goal where it has one.
+    """Return a line for each figure, with its goal where it has one.
 
     config: of the training step, whose model, lengths and rows are replaced. name: of a size;
     None: those of `SIZES`, `tiny` on a CPU. changes: of the size's numbers, None for its own.
@@ -106,7 +101,7 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
 
 def _chosen_attention(size: Size) -> Size:
     """The size with the kernels that a run of its shapes would take."""
-    slots = size.prompt_len + size.response_len
+    slots = round_slots(size.prompt_len + size.response_len)
     with contextlib.redirect_stdout(sys.stderr):
         kernels = attention.choose_kernels("auto", size.model, slots)
     return dataclasses.replace(size, model=size.model.replace(kernels=kernels))
@@ -119,11 +114,9 @@ def _parts(config, sizes: dict[str, Size]) -> dict[str, Part]:
         "limits": functools.partial(_limits, sizes[first].model.dtype),
     }
     for name, size in sizes.items():
-        for part in (_numerics, _decode, _prefill, _verification, _suffix_drafts):
-            title = f"{part.__name__[1:].replace('_', ' ')}, {name}"
-            parts[title] = functools.partial(part, title, size)
-    title = f"hand-written loop, {first}"  # of one size: it has a program of its own
-    return parts | {title: functools.partial(_by_hand, title, sizes[first])}
+        for kind, part in {"numerics": _numerics, "decode": _decode, "extend": _extend}.items():
+            parts[f"{kind}, {name}"] = functools.partial(part, name, size)
+    return parts
 
 
 def _figure(
@@ -149,27 +142,39 @@ def _repeat(call: Callable[[], float]) -> float:
 
 
 def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
-    """Steps without drafts and with those that hold; then the peak of memory against the plan."""
+    """Steps without drafts and with those that hold; then the peak of memory against what the
+    compiler says."""
     config = _step_config(config, size)
     seconds = {}
     for draft in ("none", "previous"):
         config.rollout.draft = draft
-        seconds[draft] = _step_seconds(config)
+        with contextlib.redirect_stdout(sys.stderr):
+            trainer, params = build(config)
+        # No token ends a response, and all are equally likely.
+        spec = without_end(trainer.rollout_spec)
+        trainer = dataclasses.replace(trainer, rollout_spec=spec)
+        state = init_state(trainer, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
+        del params
+        held = programs.device_bytes(state.arrays())
+        compiled = programs.compile_all(programs.of_trainer(trainer).programs(), lambda name: None)
+        needed = max(programs.needed_bytes(key, x, held) for key, x in compiled.items())
+        step = functools.partial(_step_seconds, trainer, state)
+        with trainer.scorer.pool:
+            for _ in range(2):  # the first has no drafts
+                step()
+            seconds[draft] = _repeat(step)
         note = f"{size.rows} rows of {config.rollout.response_len} tokens"
         yield _figure(f"step, drafts {draft}, {name}", seconds[draft], "s", note)
-    yield _figure(
-        f"step with drafts, {name}", seconds["none"] / seconds["previous"], "x plain", "all held"
-    )
-    stats = jax.devices()[0].memory_stats() or {}
-    listed = programs(planned := abstract_run(config))
-    used = ("prefill", "verify_tries", "verify_rows", "decode", "update")
-    listed = {key: program for key, program in listed.items() if key in used}
-    needed = memory_plan(planned, listed, CHIPS["h100"]).programs  # they do not depend on the chip
-    most = max(needed, key=needed.get)
-    peak = stats.get("peak_bytes_in_use")
-    note = f"plan {needed[most] / 1e9:.2f} GB ({most}), peak "
+    times = seconds["none"] / seconds["previous"]
+    yield _figure(f"step with drafts, {name}", times, "x plain", "all held")
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    note = f"the compiler says {needed / 1e9:.2f} GB, peak "
     note += f"{peak / 1e9:.2f} GB" if peak else "unknown on this platform"
-    yield _figure(f"memory, {name}", peak and peak / needed[most], "of the plan", note)
+    yield _figure(f"memory, {name}", peak and peak / needed, "of the compiler's", note)
+
+
+def _step_seconds(trainer: Trainer, state: TrainerState) -> float:
+    return seconds_of(lambda: (train.step(trainer, state), state.train.params))
 
 
 def _step_config(config, size: Size):
@@ -177,41 +182,24 @@ def _step_config(config, size: Size):
     one bucket, and an update of all rows."""
     config = config.copy_and_resolve_references()
     sizes = ("family", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads")
-    for field in (*sizes, "head_dim"):
-        config.model[field] = getattr(size.model, field)
-    settings = config.rollout
-    updates = config.updates
-    settings.prompts_per_step = config.data.prompts = size.rows // settings.group_size
-    settings.response_len = min(size.response_len, STEP_TOKENS)
-    settings.row_buckets = 1
-    settings.adaptive = False
-    updates.mini_batch_size = size.rows
-    updates.skip_no_signal = False
-    updates.learning_rate = 1e-9
-    updates.schedule = "constant"
-    config.warmup.steps = config.evaluate.every = 0
-    config.train.steps = 1_000
+    prompts = size.rows // config.rollout.group_size
+    changes = {f"model.{field}": getattr(size.model, field) for field in (*sizes, "head_dim")}
+    changes |= {
+        "data.prompts": prompts,
+        "rollout.prompts_per_step": prompts,
+        "rollout.response_len": min(size.response_len, STEP_TOKENS),
+        "rollout.row_buckets": 1,
+        "rollout.adaptive": False,
+        "updates.mini_batch_size": size.rows,
+        "updates.skip_no_signal": False,
+        "updates.learning_rate": 1e-9,
+        "updates.schedule": "constant",
+        "warmup.steps": 0,
+        "evaluate.every": 0,
+        "train.steps": 1_000,
+    }
+    config.update_from_flattened_dict(changes)
     return config
-
-
-def _step_seconds(config) -> float:
-    with contextlib.redirect_stdout(sys.stderr):
-        trainer, params = build(config)
-    # No token ends a response, and all are equally likely.
-    program = trainer.rollout_spec.program
-    program = dataclasses.replace(program, eos_ids=(trainer.model.vocab_size,))
-    spec = dataclasses.replace(trainer.rollout_spec, program=program)
-    trainer = dataclasses.replace(trainer, rollout_spec=spec)
-    state = init_state(trainer, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
-    del params
-
-    def step() -> float:
-        return seconds_of(lambda: (train.step(trainer, state), state.train.params))
-
-    with trainer.scorer.pool:
-        for _ in range(2):  # they compile, and the first has no drafts
-            step()
-        return _repeat(step)
 
 
 # Limits ------------------------------------------------------------------------------------------
@@ -225,40 +213,31 @@ def _limits(dtype: str) -> Iterator[dict[str, Any]]:
 # Numbers -----------------------------------------------------------------------------------------
 
 
-def _numerics(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    """The logits of every kind of pass by every kind of attention there is, in bfloat16 and two
-    layers, against the plain one in float32."""
+def _numerics(name: str, size: Size) -> Iterator[dict[str, Any]]:
+    """The logits of every kind of pass, by the plain attention and by the kernels of a run, in
+    bfloat16 and two layers, against the plain one in float32."""
     layers = min(size.model.num_layers, 2)
     model = size.model.replace(num_layers=layers, dtype="bfloat16", kernels=())
     params = random_params(model)
     with jax.default_matmul_precision("highest"):
         exact = _passes(model.replace(dtype="float32"), params)
-    kinds = {"reference": model, "kernels": _with_kernels(model, _KERNEL_SLOTS)}
-    for kind, model_of_kind in kinds.items():
-        if kind == "kernels" and model_of_kind == model:
-            continue  # there are none here, or none that takes this model
-        for name, logits in _passes(model_of_kind, params).items():
-            if kind == "kernels" and _USE[name] not in model_of_kind.kernels:
+    kernels = size.model.kernels
+    kinds = {"reference": ()} | ({"kernels": kernels} if kernels else {})
+    for kind, taken in kinds.items():
+        for what, logits in _passes(model.replace(kernels=taken), params).items():
+            if kind == "kernels" and _USE[what] not in taken:
                 continue
             # The standard deviation over the vocabulary, of the worst token.
-            error = np.max(np.std(logits - exact[name], axis=-1)) / np.std(exact[name])
-            row = _figure(f"{title}: {name}, {kind}", float(error), "error", "against float32")
+            error = np.max(np.std(logits - exact[what], axis=-1)) / np.std(exact[what])
+            title = f"numerics, {name}: {what}, {kind}"
+            row = _figure(title, float(error), "error", "against float32")
             met = "yes" if error < ERROR_GOAL else "no"
             yield row | {"goal": f"< {ERROR_GOAL:g}", "met": met}
 
 
-def _with_kernels(model: ModelConfig, slots: int) -> ModelConfig:
-    """The model with every kernel of the platform that takes it and caches of so many slots."""
-    kernels = attention.kernel_module(platform())
-    if kernels is None:
-        return model
-    uses = [use for use in attention.USES if not kernels.refusal(use, model, slots)]
-    return model.replace(kernels=tuple(uses))
-
-
 def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Logits [B, T, V] of the update's pass over packed rows, of prefill, of a decode step and of
-    one of five tokens, at odd lengths."""
+    """Logits [B, T, V] of the update's pass over packed rows, of `extend`'s, of a decode step and
+    of one of five tokens, at odd lengths."""
     count = 4
     length = 37
     width = 5
@@ -267,19 +246,19 @@ def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
 
     @jax.jit
     def compute(params: Params, weights: Params, tokens: jax.Array, starts: jax.Array) -> dict:
-        update = Transformer(model, params)
         policy = Transformer(model, weights)
         # Two copies of a row in a sequence, of which neither sees the other.
         twice = jnp.concatenate([tokens, tokens], axis=1)
         depths = jnp.tile(jnp.arange(length), (count, 2))
         ends = jnp.tile(jnp.repeat(jnp.array([length, 2 * length]), length), (count, 1))
-        packed, _ = update(twice, positions_BT=depths, ends_BT=ends)
-        prompts, _ = policy(tokens, cache=init_cache(model, count, length))
-        zeros = jnp.zeros_like(starts)
-        _, cache = policy(tokens, zeros, init_cache(model, count, _KERNEL_SLOTS))
+        packed = {"positions_BT": depths, "ends_BT": ends}
+        update, _ = Transformer(model, params)(twice, **packed)
+        extended, _ = policy(twice, **packed)
+        cache = init_cache(model, count, _KERNEL_SLOTS)
+        _, cache = policy(tokens, jnp.zeros_like(starts), cache)
         step, cache = policy(tokens[:, :1], starts, cache)
         wide, _ = policy(tokens[:, :width], starts, cache)
-        hidden = {"update": packed, "prefill": prompts, "decode": step, "verification": wide}
+        hidden = {"update": update, "extend": extended, "decode": step, "wide step": wide}
         return {name: policy.logits(x) for name, x in hidden.items()}
 
     tokens = put(tokens.astype(np.int32), "batch", None)
@@ -289,88 +268,55 @@ def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
 # Shares of the limits ----------------------------------------------------------------------------
 
 
-def _case(size: Size, **changes: Any) -> RolloutCase:
-    """A rollout whose rows all end at the longest length, in one bucket.
-
-    changes: see `make_spec`.
-    """
-    spec = make_spec(size, accept=RULE, one_bucket=True, **changes)
+def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> RolloutCase:
+    """A rollout whose rows all end at one length, by default the longest, in one bucket, and whose
+    decode steps have one width."""
+    spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
     inputs = random_weights(size.model, uniform=True), random_prompts(size, size.rows)
-    lens = np.full(size.rows, size.response_len, np.int32)
-    return functools.partial(generate, spec, *inputs, Noise(jax.random.key(0), 1), max_lens=lens)
+    lens = np.full(size.rows, length or size.response_len, np.int32)
+    noise = Noise(jax.random.key(0), 1)
+    return functools.partial(generate, spec, *inputs, noise, max_lens=lens, **options)
 
 
-def _decode(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    case = _case(size)
+def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
+    """Steps of each width. The wider ones draft from responses that are known."""
     live = size.prompt_len + size.response_len // 2
-    run(case)  # compiles
-    seconds = _repeat(lambda: run(case).step_seconds)
-    share = decode_bytes(size.model, size.rows, live) / copy_rate() / seconds
-    note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens in the mean"
-    yield _figure(title, share, "of bandwidth", note, BANDWIDTH_GOAL)
-
-
-def _prefill(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    spec, weights, prompts, _ = _case(size).args
-    program = spec.program_for(spec.buckets(size.rows))
-    model = size.model
-
-    def call() -> jax.Array:
-        return prefill(program, weights, prompts.tokens)
-
-    seconds_of(call)  # compiles
-    seconds = _repeat(lambda: seconds_of(call))
-    tokens = prompts.tokens.size
-    flops = forward_flops(model, tokens, size.prompt_len // 2, scored=0)
-    note = f"{1e3 * seconds:.1f} ms, {tokens:,} tokens"
-    yield _figure(title, flops / matmul_rate(model.dtype) / seconds, "of peak", note)
-
-
-def _verification(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    case = _case(size)
-    model = size.model
-    case.keywords["drafts"] = DraftInputs(Drafts.of(case().rollout))
-    stats = run(case).stats
-    seconds = _repeat(lambda: run(case).stats.verify_seconds)
-    scored = size.rows * size.response_len
-    # In one pass with the prompts, or after their prefill.
-    tokens = scored + (0 if stats.prefill_seconds else case.args[2].tokens.size)
-    slots = size.prompt_len + size.response_len // 2
-    flops = forward_flops(model, tokens, slots, scored=scored)
-    share = flops / matmul_rate(model.dtype) / seconds
-    accepted = stats.accepted_tokens / scored
-    note = f"{seconds:.3f} s, {scored:,} draft tokens, {accepted:.0%} accepted"
-    yield _figure(title, share, "of peak", note, PEAK_GOAL)
-
-
-def _suffix_drafts(title: str, size: Size) -> Iterator[dict[str, Any]]:
+    at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
     plain = _case(size)
-    tree = _case(size, tree=True)
     rollout = run(plain).rollout
     stored = by_prompt(rollout.tokens, rollout.lens, GROUP)
-    tree.keywords["drafts"] = DraftInputs(history=DraftHistory.from_store(*stored, GROUP))
-    stats = run(tree).stats
-    speedup = _repeat(lambda: run(plain).seconds / run(tree).seconds)
-    note = f"{size.response_len} tokens in {stats.decode_steps} steps of up to {size.max_width}"
-    yield _figure(title, speedup, "x plain", note, DRAFTS_GOAL)
+    drafts = DraftInputs(history=DraftHistory.from_store(*stored, GROUP))
+    for width in sorted({1, max(size.max_width // 2, 2), size.max_width}):
+        case = plain if width == 1 else _case(size, width=width, drafts=drafts)
+        steps = run(case).stats.decode_steps  # compiles
+        seconds = _repeat(lambda case=case: run(case).step_seconds)
+        note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens in the mean"
+        goal = BANDWIDTH_GOAL if width == 1 else None
+        yield _figure(
+            f"decode, width {width}, {name}", at_bandwidth / seconds, "of bandwidth", note, goal
+        )
+    times = _repeat(lambda: run(plain).seconds / run(case).seconds)
+    note = f"{size.response_len} tokens in {steps} steps of width {width}"
+    yield _figure(f"suffix drafts, {name}", times, "x plain", note, DRAFTS_GOAL)
 
 
-def _by_hand(title: str, size: Size) -> Iterator[dict[str, Any]]:
-    """A decode step of a rollout against one of plain `jnp` code, on a cache of zeros."""
-    case = _case(size)
-    rows = size.rows
-    plain = size.model.replace(kernels=())
-    seeds = np.random.default_rng(rows).integers(0, 2**32, (rows, 2), np.uint32)
-    ones = np.ones(rows, np.int32)
-    lens = np.full(rows, size.prompt_len, np.int32)
-    begin = put(ones, "batch"), put(lens, "batch"), put(seeds, "batch", None)
-
-    def by_hand() -> float:
-        cache = init_cache(plain, rows, size.prompt_len + size.response_len)
-        inputs = jax.block_until_ready((cache, begin))
-        call = functools.partial(decode_by_hand, plain, case.args[1], *inputs)
-        return seconds_of(lambda: call(steps=size.response_len)) / size.response_len
-
-    by_hand(), run(case)  # they compile
-    share = _repeat(lambda: by_hand() / run(case).step_seconds)
-    yield _figure(title, share, "of a step", "seconds of its step")
+def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
+    """`extend` of prompts alone, and with drafts that all hold."""
+    model = size.model
+    drafts = DraftInputs(Drafts.of(_case(size)().rollout))
+    prompts = size.rows // GROUP * size.prompt_len
+    drafted = size.rows * size.response_len
+    flops = forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
+    slots = size.prompt_len + size.response_len // 2
+    more = forward_flops(model, drafted, slots)
+    for what, case, tokens, needed, goal in (
+        ("prompts", _case(size, length=1), prompts, flops, None),
+        ("verification", _case(size, drafts=drafts), prompts + drafted, flops + more, PEAK_GOAL),
+    ):
+        stats = run(case).stats  # compiles
+        seconds = _repeat(lambda case=case: run(case).stats.extend_seconds)
+        note = f"{seconds:.3f} s, {1e6 * seconds / tokens:.2f} us a token, {tokens:,} tokens"
+        if stats.verified_tokens:
+            note += f", {stats.accepted_tokens / drafted:.0%} of the drafts accepted"
+        share = needed / matmul_rate(model.dtype) / seconds
+        yield _figure(f"extend, {what}, {name}", share, "of peak", note, goal)

@@ -32,7 +32,6 @@ class Size:
     response_len: int  # the longest
     repeats: int = 3  # timed rounds
     row_buckets: int = 4
-    cache_lengths: int = 2
     max_width: int = 8  # tokens that a decode step with tree drafts checks at most
 
     def __post_init__(self):

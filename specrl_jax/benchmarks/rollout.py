@@ -6,6 +6,7 @@ tokens that the policy will draw, in which none or half of the tokens are replac
 match: every case emits the tokens of the plain rollout, up to rounding.
 """
 
+import dataclasses
 import functools
 import statistics
 
@@ -14,12 +15,15 @@ import numpy as np
 
 from specrl_jax.benchmarks.policies import GROUP, Size, choose, random_prompts, random_weights
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.timing import Log, figures, make_speculation, run, run_in_turn
+from specrl_jax.benchmarks.timing import Log, figures, run, run_in_turn
 from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
+from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
-from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate
+from specrl_jax.rollout.engine.requests import DraftInputs
+from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.generate import Noise, generate, measure
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Rollout
@@ -27,7 +31,6 @@ from specrl_jax.types import Drafts, Rollout
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
 LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
-VERIFY_WIDTH = 128
 _LENGTHS_SEED = 1
 _CORRUPTION_SEED = 2
 
@@ -41,7 +44,7 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
     inputs = weights, prompts, Noise(jax.random.key(0), 1)
     naive = make_spec(size, one_bucket=True)
     plain = make_spec(size)
-    tree = make_spec(size, tree=True)
+    tree = make_spec(size, width=size.max_width)
     cases = {
         "naive loop": functools.partial(generate, naive, *inputs, max_lens=lens),
         "no drafts": functools.partial(generate, plain, *inputs, max_lens=lens),
@@ -56,8 +59,8 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
             ("tree", tree, DraftInputs(history=history)),
             ("previous+tree", tree, DraftInputs(previous, history=history)),
         ):
-            speculation = make_speculation(spec, size.rows)
-            options = {"drafts": drafts, "max_lens": lens, "speculation": speculation}
+            seconds = measure(spec, *inputs, drafts, CarryOver())
+            options = {"drafts": drafts, "max_lens": lens, "speculation": Speculation(seconds)}
             cases[f"{kind}, {lost}"] = functools.partial(generate, spec, *inputs, **options)
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
@@ -68,28 +71,28 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
 
 
 def make_spec(
-    size: Size, *, accept: AcceptanceRule = MATCH, tree: bool = False, one_bucket: bool = False
+    size: Size, *, accept: AcceptanceRule = MATCH, width: int = 1, one_bucket: bool = False
 ) -> RolloutSpec:
-    """All rows are computed at once; the end-of-sequence lies outside the vocabulary."""
+    """Return the spec of a rollout that computes all rows at once. width: of its widest step; above
+    1 it has tree drafts."""
     program = ProgramSpec(
         model=size.model,
         sampling=SamplingConfig(),
         accept=accept,
-        eos_ids=(size.model.vocab_size,),
+        eos_ids=(),
         pad_id=0,
         response_slots=size.response_len,
-        logits_chunk=64,
-        draft_source=TREE if tree else None,
+        draft_source=TREE if width > 1 else None,
     )
-    return RolloutSpec(
-        program,
-        size.prompt_len,
-        GROUP,
-        row_buckets=1 if one_bucket else size.row_buckets,
-        cache_lengths=1 if one_bucket else size.cache_lengths,
-        max_width=size.max_width if tree else 1,
-        verify_width=VERIFY_WIDTH,
-    )
+    buckets = 1 if one_bucket else size.row_buckets
+    spec = RolloutSpec(program, size.prompt_len, GROUP, row_buckets=buckets, max_width=width)
+    return without_end(spec)
+
+
+def without_end(spec: RolloutSpec) -> RolloutSpec:
+    """Return the spec with an end-of-sequence that no token is."""
+    program = dataclasses.replace(spec.program, eos_ids=(spec.program.model.vocab_size,))
+    return dataclasses.replace(spec, program=program)
 
 
 def drawn_lengths(size: Size) -> np.ndarray:

@@ -19,7 +19,9 @@ from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate
+from specrl_jax.rollout.engine.requests import DraftInputs
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.state import init_state
 from specrl_jax.types import Drafts, Prompts
 

@@ -13,16 +13,12 @@ import jax
 import numpy as np
 
 from specrl_jax.benchmarks.reports import spread
-from specrl_jax.rollout.adaptive import measure_steps
-from specrl_jax.rollout.adaptive.speculation import Speculation
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.runtime import cache_folder
 from specrl_jax.types import Rollout
 
 Log = Callable[[str], None]
 RolloutCase = functools.partial  # of `generate`: spec, weights, prompts, noise, and options by name
-_WARM_RUNS = 6  # of a case with choices
+_WARM_RUNS = 4  # of a case with choices
 
 
 class TimedRollout(NamedTuple):
@@ -39,13 +35,11 @@ class TimedRollout(NamedTuple):
 
 
 def run(case: RolloutCase) -> TimedRollout:
-    """One rollout; what its choices still need is measured after it, as in training."""
+    """Run and time one rollout."""
     start = time.perf_counter()
     result = case()
     jax.block_until_ready(result.rollout)
     seconds = time.perf_counter() - start
-    if (speculation := case.keywords.get("speculation")) is not None:
-        speculation.measure_used(case.args[1])
     return TimedRollout(seconds, result.stats, jax.device_get(result.rollout))
 
 
@@ -62,7 +56,7 @@ def run_in_turn(
 
 
 def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -> dict[str, Any]:
-    """A case's figures for a report. Counts are of the last run, shares of all tokens.
+    """Return a case's figures for a report. Counts are of the last run, shares of all tokens.
 
     baselines: `over_NAME` is how many times as fast the case is as these runs.
     """
@@ -73,15 +67,7 @@ def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -
     row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
     for name, slow in baselines.items():
         row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
-    for phase in ("prefill", "verify", "decode"):
+    for phase in ("extend", "decode"):
         row[phase] = float(np.median([getattr(run.stats, f"{phase}_seconds") for run in runs]))
     row |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
     return row | {"drafted": stats.drafted_tokens / tokens}
-
-
-def make_speculation(spec: RolloutSpec, rows: int) -> Speculation:
-    """Chooses widths and learns as in training; a prompt has as many stored responses as rows."""
-    program = spec.program_for(spec.buckets(rows))
-    folder = cache_folder() / "step_costs"
-    sizes = rows // spec.group_size, spec.group_size
-    return Speculation(timer=measure_steps.StepTimer(program, *sizes, folder))

@@ -46,11 +46,10 @@ class RunAhead(StatePart):
     def restore(self, host, arrays: Drafts) -> "RunAhead":
         return RunAhead(arrays, tuple(host))
 
-    def drafts_for(self, prompts: Prompts, previous: Drafts | None = None) -> Drafts | None:
-        """Drafts for `prompts`: these where they are of them, else `previous`."""
-        if self.prompt_ids != tuple(e.prompt_id for e in prompts.examples):
-            return previous
-        return self.drafts if previous is None else _over(self.drafts, previous)
+    def drafts_for(self, prompts: Prompts, previous: Drafts | None = None) -> Drafts:
+        """Drafts for `prompts`: these where they are of them, else `previous`, or of length 0."""
+        own = self.prompt_ids == tuple(e.prompt_id for e in prompts.examples)
+        return _over(self.drafts, previous, np.bool_(own))
 
     def sources(self, prompts: Prompts) -> tuple[Array, Array]:
         """Return what was begun for `prompts`, for tree drafts: tokens [Q, G, R], lens [Q, G],
@@ -68,8 +67,10 @@ def as_drafts(rollout: Rollout) -> Drafts:
 
 
 @jax.jit
-def _over(drafts: Drafts, previous: Drafts) -> Drafts:
-    begun = drafts.lens > 0
+def _over(drafts: Drafts, previous: Drafts | None, own: Array) -> Drafts:
+    begun = (drafts.lens > 0) & own
+    if previous is None:
+        return dataclasses.replace(drafts, lens=jnp.where(begun, drafts.lens, 0))
     return jax.tree.map(lambda new, old: where_rows(begun, new, old), drafts, previous)
 
 
@@ -101,6 +102,12 @@ class Resumed(StatePart):
 
 
 @jax.jit
+def without_drafts(drafts: Drafts, rows: Array) -> Drafts:
+    """Drafts [B], of length 0 in the rows marked in bool [B], on host or device."""
+    return dataclasses.replace(drafts, lens=jnp.where(reshard(rows, "batch"), 0, drafts.lens))
+
+
+@jax.jit
 def restore(all_rows: Rows, held: PartialRows) -> Rows:
     """The rows with what they hold already."""
     have = held.rollout.lens > 0
@@ -129,6 +136,7 @@ class CarryOver:
     # Their prompts come first among the rollout's, which ends once `stop_after_groups` are done.
     resumed: Resumed | None = None
     stop_after_groups: int = 0
+    fillers: int = 0  # the last prompts that only fill the rollout's shape
     # [Q * G]. Rows that are done stay as they are; drafts begin with what rows hold.
     partial_rows: PartialRows | None = None
     allow_unfinished: int = 0  # rows that may be left unfinished, for the next `partial_rows`
@@ -200,9 +208,8 @@ def assemble(parts: Sequence, places: np.ndarray):
     result = None
     for number, part in enumerate(parts):
         here = places[:, 0] == number
-        if here.any() or result is None:
-            index = np.where(here, places[:, 1], 0).astype(np.int32)
-            result = _fill(result, part, put(index, None), put(here, "batch"))
+        index = np.where(here, places[:, 1], 0).astype(np.int32)
+        result = _fill(result, part, put(index, None), put(here, "batch"))
     return result
 
 

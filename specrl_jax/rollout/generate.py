@@ -7,7 +7,6 @@ one rollout leaves to the next is in `carry_over.py`.
 import dataclasses
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import hosts
@@ -21,10 +20,10 @@ from specrl_jax.rollout.carry_over import (
     assemble,
     restore,
     take,
+    without_drafts,
 )
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import Noise, cut_drafts, read_rollout, start_all_rows
-from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.measure import measure_programs
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.runner import Runner
@@ -147,7 +146,7 @@ def _runner(
     order: as of `_order`."""
     requests = _requests(spec, prompts, noise.step, carry_over, held, order)
     requests = dataclasses.replace(requests, report=report)
-    buckets = _buckets(spec, requests, carry_over)
+    buckets = spec.buckets(requests.num_train_rows)
     drafts = _drafts_for(requests, drafts, carry_over, order)
     all_rows, requests, draft_lens = _start(spec, noise, requests, drafts, held, max_lens)
     return Runner(spec.program, buckets, weights, all_rows, requests, drafts), draft_lens
@@ -202,6 +201,9 @@ def _requests(
     done = nothing > 0
     if held is not None:
         held_lens, done = hosts.fetch((held.rollout.lens, held.done))
+    done = done | (
+        np.arange(len(done)) // spec.group_size >= len(prompts.lens) - carry_over.fillers
+    )
     return Requests(
         prompts,
         noise_steps,
@@ -210,17 +212,9 @@ def _requests(
         done,
         draft_lens=nothing,
         begin_first=np.arange(len(noise_steps)) < len(resumed_steps),
-        stop_after_groups=carry_over.stop_after_groups,
+        stop_after_groups=carry_over.stop_after_groups + carry_over.fillers,
         allow_unfinished=carry_over.allow_unfinished,
     )
-
-
-def _buckets(spec: RolloutSpec, requests: Requests, carry_over: CarryOver) -> Buckets:
-    if carry_over.resumed is None:
-        return spec.buckets(requests.num_train_rows)
-    # The same shapes at every step, also where fewer groups are left.
-    trained = carry_over.stop_after_groups * spec.group_size
-    return spec.buckets(trained + len(carry_over.resumed.rows.done))
 
 
 def _start(
@@ -262,10 +256,9 @@ def _drafts_for(
         if history is not None and shards("batch") > 1:
             tokens, lens = history.tokens[order], history.lens[order]
             history = DraftHistory(tokens, lens, history.ages)
-    elif previous is not None and carry_over.partial_rows is None and requests.held_lens.any():
+    elif previous is not None and carry_over.resumed is not None:
         held = np.repeat(requests.held_lens.reshape(-1, group).any(axis=1), group)
-        lens = jnp.where(put(held, "batch"), 0, previous.lens)
-        previous = dataclasses.replace(previous, lens=lens)
+        previous = without_drafts(previous, held)
     return dataclasses.replace(drafts, previous=previous, history=history)
 
 
@@ -301,7 +294,7 @@ def _without_unfinished(
     lens, prefix_lens = hosts.fetch((result.rollout.lens, result.rollout.prefix_lens))
     draft_lens = np.where(~done & (prefix_lens == lens), prefix_lens, result.draft_lens)
     finished = np.flatnonzero(done.reshape(-1, group).all(axis=1))[: carry_over.stop_after_groups]
-    others = np.setdiff1d(np.arange(len(prompts.lens)), finished)
+    others = np.setdiff1d(np.arange(len(prompts.lens) - carry_over.fillers), finished)
     train, resumed = (_rows_of(groups, group) for groups in (finished, others))
     rows = PartialRows(result.rollout, put(done, "batch"), put(draft_lens, "batch"))
     size = len(carry_over.resumed.rows.done)

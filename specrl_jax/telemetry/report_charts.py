@@ -80,10 +80,9 @@ _EXACTNESS = (
 # Parts of a step's seconds, from the bottom: name, its metric, those within it that have their own
 # part, colour.
 _PARTS = (
-    ("prefill", "prefill", (), SKY),
-    ("verify", "verify", (), YELLOW),
+    ("extend", "extend", (), YELLOW),
     ("decode", "decode", (), BLUE),
-    ("rest of the rollout", "rollout", ("prefill", "verify", "decode"), GREY),
+    ("rest of the rollout", "rollout", ("extend", "decode"), GREY),
     ("reward", "reward", (), PURPLE),
     ("update", "update", (), GREEN),
     ("rest of the step", "step", ("rollout", "reward", "update"), "#666666"),

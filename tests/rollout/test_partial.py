@@ -20,7 +20,6 @@ PLANS = {
     "two buckets": {},
     "few rows": {"max_rows": 8, "row_buckets": 3},
     "drafts from a tree": {"tree": ref.TREE, "max_width": 4},
-    "few rows in short caches": {"max_rows": 12, "row_buckets": 3},
 }
 MARKED = [
     pytest.param(changes, marks=() if name == "drafts from a tree" else pytest.mark.slow, id=name)
@@ -79,7 +78,7 @@ def moving(make_mesh):
 
 @pytest.mark.parametrize("changes", MARKED)
 def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
-    """As long as the policy stays: whatever was resumed, re-prefilled, or drafted."""
+    """As long as the policy stays: whatever was resumed or drafted."""
     spec, (_, weights) = make_spec(accept="match", **changes), ref.policy()
     resumed, more = 0, ("sources",) if spec.program.draft_source else ()
     for step in steps(spec, [weights] * 4):

@@ -1,7 +1,5 @@
 """Run-ahead: idle places begin the next step's responses, and nothing else changes."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ NOW, NEXT = select(EVERY, range(8)), select(EVERY, range(8, 16))
 PLANS = {
     "two buckets": {},
     "few rows": {"max_rows": 16, "row_buckets": 3},
-    "one bucket, longer caches": {"row_buckets": 1},
+    "one bucket": {"row_buckets": 1},
     "wide": {"tree": ref.TREE, "max_width": 4},
 }
 
@@ -58,17 +56,16 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
     assert (drafts.lens < later.lens).any()
 
 
-def test_a_whole_group_is_begun_in_the_idle_places_of_a_bucket(mesh):
-    """6 groups of 4 rows in a bucket of 32: two groups fit beside them from the first step on."""
-    spec, (_, weights) = spec_for({"row_buckets": 1}), ref.policy()
-    few = dataclasses.replace(spec, row_buckets=3)  # 24, 12, 6; at most 12 own rows, 12 ahead
+def test_rows_of_the_next_step_begin_in_order_in_free_places(mesh):
+    """A batch of 24 places; it does not shrink as long as others wait for one."""
+    spec, (_, weights) = spec_for({"row_buckets": 3}), ref.policy()
     prompts = select(NOW, range(6))
-    result = begin_ahead(few, weights, prompts=prompts)
-    lens = np.asarray(result.run_ahead.drafts.lens).reshape(8, 4)
-    assert (lens[:3] > 0).all()  # in batch order, by whole groups
-    sizes = [rows for rows, _, _, _ in result.stats.decode_runs]
-    assert sizes[0] == sizes[1] == 24  # the bucket stays for them
-    check_equal(result.rollout, ref.run(few, weights, prompts, 1)[0])
+    result = begin_ahead(spec, weights, prompts=prompts)
+    begun = np.asarray(result.run_ahead.drafts.lens) > 0
+    assert 12 <= begun.sum() < 32
+    assert begun[: begun.sum()].all()
+    assert {rows for rows, _, _ in result.stats.decode_runs} == {24}
+    check_equal(result.rollout, ref.run(spec, weights, prompts, 1)[0])
 
 
 @pytest.mark.parametrize("changes", PLANS.values(), ids=PLANS)
@@ -149,7 +146,7 @@ def test_on_a_mesh(make_mesh, shape):
 
 RUN = {
     "rollout.draft": "none", "rollout.response_len": 16, "rollout.row_buckets": 3,
-    "rollout.adaptive": False, "rollout.verify_width": 4, "updates.learning_rate": 0.005,
+    "rollout.adaptive": False, "updates.learning_rate": 0.005,
     "log.rollouts": 1.0,
 }  # fmt: skip
 # Costs, or counts of drafts: everything else is of the responses and of the update.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.telemetry.metrics import METRICS, RENAMED_METRICS, MetricsLog, read_metrics
+from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
 
 
 def open_log(workdir, **overrides):
@@ -36,16 +36,6 @@ def test_unknown_names_and_arrays_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"'reward/mean' must be a scalar, got shape \(2,\)"):
             log.write(1, 1, {"reward/mean": np.zeros(2)})
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_METRICS.items())
-def test_an_old_name_leads_to_the_new_one(tmp_path, old, new):
-    assert old not in METRICS
-    assert new in METRICS
-    with open_log(tmp_path) as log, pytest.raises(ValueError, match=f"it is called '{new}' now"):
-        log.write(1, 1, {old: 1.0})
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "epoch": 1, old: 2.0}) + "\n")
-    assert read_metrics(tmp_path) == [{"step": 1, "epoch": 1, new: 2.0}]
 
 
 # JSONL --------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def write_run(folder, seed=0, draft="previous", lines=(), reward=0.5):
         reused = 300 if step > 3 else 0
         records.append(
             {"step": step, "epoch": 1 + (step > 3), "reward/mean": reward, "time/rollout": rollout,
-             "time/verify": 0.5, "time/decode": 0.25, "time/update": 1.0, "time/step": rollout + 2,
+             "time/extend": 0.5, "time/decode": 0.25, "time/update": 1.0, "time/step": rollout + 2,
              "time/compile": 3.0 if step in (1, 6) else 0.0, "rollout/tokens_reused": reused,
              "rollout/tokens_generated": 400 - reused, "rollout/row_steps": 10,
              "reward/no_signal": 0.5}
@@ -115,7 +115,7 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     one = runs.series([runs.read_run(write_run(tmp_path / "a"))])
     seconds = report_charts.seconds_chart(one)
     bars = {trace["name"]: trace["y"] for trace in seconds["data"]}
-    assert bars["verify"] == [0.5] * 4  # without steps 1 and 6, which compiled
+    assert bars["extend"] == [0.5] * 4  # without steps 1 and 6, which compiled
     assert bars["rest of the rollout"] == [1.25, 1.25, 0.25, 0.25]
     assert bars["rest of the step"] == [1.0] * 4
     lengths = report_charts.length_chart({"epoch 1": [0, 0], "epoch 2": [0, 2, 2, 3]}, {})

@@ -1,0 +1,485 @@
+"""`extend` against a loop over whole texts, which has no cache, no chunks and no places."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rollout_reference as ref
+
+from specrl_jax.models.kv_cache import init_cache
+from specrl_jax.models.transformer import Transformer
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.engine import buckets as bucket_sizes
+from specrl_jax.rollout.engine.all_rows import Noise, start_all_rows
+from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.decode import StopCondition
+from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.rows import PADDING
+from specrl_jax.sharding import put, shards
+from specrl_jax.types import Drafts, Source
+
+B, P, R, G = 32, 6, 8, 4
+PLACES = 24
+K = 12  # likeliest tokens that are stored
+STEP = 1
+LOG_LENIENCE = 0.3
+PROMPTS = ref.random_prompts()
+PLAIN = ref.sampling.SamplingConfig()
+TRUNCATED = ref.sampling.SamplingConfig(0.8, top_k=6, top_p=0.95)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sequences and columns come a few at a time. Buckets of equal fields are one program."""
+    extend.clear_cache()
+    monkeypatch.setitem(bucket_sizes.CHUNK_TOKENS, "cpu", 2 * (P + R))  # a sequence
+    monkeypatch.setitem(bucket_sizes.BLOCK_BYTES, "cpu", 2_000)  # two rows
+    monkeypatch.setattr(bucket_sizes, "COLUMNS", 3)
+    yield
+    extend.clear_cache()
+
+
+# Packing ------------------------------------------------------------------------------------------
+
+
+def test_prefixes_by_hand(small):
+    """Sequences of 28 slots, one in a chunk; two shards, of which the second has one row."""
+    buckets = Buckets(ref.ONE_LAYER, 6, P, R, 1, multiple=2)
+    assert (buckets.sequence_slots, buckets.chunk_sequences, buckets.chunks) == (28, 1, 3)
+    assert buckets.block_rows == 2
+    tokens = np.zeros((4, P + R), np.int32)
+    tokens[:, :5] = [[5, 6, 1, 2, 3], [5, 6, 1, 9, 0], [5, 6, 0, 0, 0], [7, 7, 0, 0, 0]]
+    lens = np.array([5, 4, 2, 2], np.int32)
+    rows = [np.array([2, 0, 1]), np.array([2])]
+    got = pack_prefixes(buckets, tokens, lens, rows, np.array([3, 2, 0, 0], np.int32))
+    assert got.tokens.shape == (3, 2, 28)
+    assert got.tokens[0, 0].tolist() == [5, 6, 1, 2, 3, 9] + [0] * 22  # every prefix once
+    assert got.depths[0, 0, :6].tolist() == [0, 1, 2, 3, 4, 3]
+    assert got.ends[0, 0].tolist() == [6, 6, 6, 5, 5, 6, *range(7, 29)]
+    assert got.tokens[0, 1].tolist() == [7, 7] + [0] * 26
+    assert not got.tokens[1:].any()
+    assert (int(got.count), got.blocks.tolist()) == (1, [2, 0, 0])
+    assert got.first_row.tolist() == [[0, 3, 3, 3], [0, 1, 1, 1]]
+    assert got.rows[:, :3].tolist() == [[2, 0, 1], [2, 0, 0]]
+    assert got.draft_ends[:, :3].tolist() == [[3, 2, 0], [0, 0, 0]]
+    nodes = np.full((2, 5, P + R), -1)
+    nodes[0, 0, :5] = [0, 1, 2, 3, 4]
+    nodes[0, 1, :4] = [0, 1, 2, 5]
+    nodes[0, 2, :2] = nodes[1, 0, :2] = [0, 1]
+    np.testing.assert_array_equal(got.nodes, nodes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_is_found_in_its_chunk(small, seed):
+    """Rows of random lengths that share beginnings, on three shards, one of which has none."""
+    rng = np.random.default_rng(seed)
+    buckets = Buckets(ref.ONE_LAYER, 30, P, R, 1, multiple=3)
+    counts = [int(rng.integers(1, 11)), 0, int(rng.integers(1, 11))]
+    rows = [rng.permutation(20)[:count] for count in counts]
+    total = sum(counts)
+    tokens = rng.integers(0, 3, (total, P + R)).astype(np.int32)
+    lens = rng.integers(1, P + R + 1, total).astype(np.int32)
+    draft_ends = rng.integers(0, R + 1, total).astype(np.int32)
+    got = pack_prefixes(buckets, tokens, lens, rows, draft_ends)
+    none = np.zeros((0, P + R), np.int32)
+    empty = pack_prefixes(buckets, none, none[:, 0], [none[:, 0]] * 3, none[:, 0])
+    assert [x.shape for x in got] == [x.shape for x in empty]  # whatever the rows
+    assert empty.count == 0
+    assert got.first_row[:, -1].tolist() == counts
+    in_chunks = np.diff(got.first_row, axis=1)
+    assert not in_chunks[:, int(got.count) :].any()
+    assert in_chunks[:, : int(got.count)].any(axis=0).all()
+    np.testing.assert_array_equal(got.blocks, -(-in_chunks.max(axis=0) // buckets.block_rows))
+    start = 0
+    for shard, own in enumerate(rows):
+        order = []
+        for chunk in range(buckets.chunks):
+            here = range(got.first_row[shard, chunk], got.first_row[shard, chunk + 1])
+            ends = got.draft_ends[shard, list(here)]
+            assert (np.diff(ends) <= 0).all()  # rows of long drafts are decided together
+            for place in here:
+                row = start + own.tolist().index(got.rows[shard, place])
+                order.append(row)
+                nodes = got.nodes[shard, place]
+                assert (nodes[lens[row] :] == -1).all()
+                slots = nodes[: lens[row]]
+                np.testing.assert_array_equal(
+                    got.tokens[chunk, shard, slots], tokens[row, : lens[row]]
+                )
+                np.testing.assert_array_equal(got.depths[chunk, shard, slots], np.arange(lens[row]))
+                assert got.draft_ends[shard, place] == draft_ends[row]
+        assert sorted(order) == list(range(start, start + len(own)))
+        start += len(own)
+
+
+# The truth ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Case:
+    """All rows on the host, and the places of the running batch."""
+
+    program: object
+    buckets: Buckets
+    rows: object  # [B], with what they hold
+    drafts: Drafts  # [B]
+    draft_ends: np.ndarray  # [B]
+    begins: list[np.ndarray]  # of each shard, rows that begin, as places among all rows
+    running: np.ndarray  # [PLACES], row that decodes in each place, -1: it is free
+
+    @property
+    def texts(self) -> np.ndarray:
+        """Each row's prompt and draft, or what it holds, [B, P + R]."""
+        texts = np.pad(np.repeat(PROMPTS.tokens, G, axis=0), ((0, 0), (0, R)))
+        columns = self.rows.prompt_lens[:, None] + np.arange(R)
+        np.put_along_axis(texts, columns, np.asarray(self.drafts.tokens), axis=1)
+        return texts
+
+    @property
+    def lens(self) -> np.ndarray:
+        return self.rows.prompt_lens + np.maximum(self.rows.lens, self.draft_ends)
+
+
+EOS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def old_drafts(make_mesh):
+    """Gives responses of an earlier policy, or of the same: host drafts with distributions."""
+
+    @functools.cache
+    def sample(nudge: float, sampling) -> Drafts:
+        options = {"accept": "match", "stored_logprobs": K, **ref.ONE_BUCKET}
+        spec = ref.make_spec(ref.ONE_LAYER, sampling=sampling, eos=EOS, **options)
+        with jax.set_mesh(make_mesh(1, 1, 1)):
+            weights = ref.policy(nudge, ref.ONE_LAYER)[1]
+            return ref.host(Drafts.of(ref.run(spec, weights, PROMPTS, STEP)[0]))
+
+    return sample
+
+
+def drafts_for(accept: str, sampling, old_drafts) -> Drafts:
+    drafts = old_drafts(0.0 if accept == "match" else 0.05, sampling)
+    if ACCEPTANCE_RULES[accept].needs_distribution:
+        return drafts
+    return dataclasses.replace(drafts, top_ids=None, top_logprobs=None)
+
+
+def make_case(accept: str, sampling, old_drafts) -> Case:
+    """Half of the rows begin: some hold tokens, drafts have 0 to R tokens, right and wrong ones."""
+    drafts = drafts_for(accept, sampling, old_drafts)
+    stored = 0 if drafts.top_ids is None else K
+    options = {"accept": accept, "sampling": sampling, "eos": EOS, **ref.ONE_BUCKET}
+    spec = ref.make_spec(ref.ONE_LAYER, stored_logprobs=stored, max_rows=PLACES, **options)
+    program = spec.program
+    rng = np.random.default_rng(4)
+    every = np.arange(B)
+    held = np.where(every % 8 >= 4, np.minimum(rng.integers(1, 6, B), drafts.lens - 1), 0)
+    held = held.astype(np.int32)
+    wrong = np.where(every % 10 == 0, held, R)
+    if accept == "match":  # else all others would be right
+        wrong = np.minimum(wrong, rng.integers(held, R + 4))
+    tokens = drafts.tokens.copy()
+    logprobs = drafts.sampling_logprobs.copy()
+    for row in np.flatnonzero(wrong < R):
+        tokens[row, wrong[row]] = (tokens[row, wrong[row]] + 5) % 16
+        logprobs[row, wrong[row]] = 0
+    drafts = dataclasses.replace(drafts, tokens=tokens, sampling_logprobs=logprobs)
+    ends = np.where(every % 6 == 4, 0, drafts.lens)
+    ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
+    max_lens = np.where(every % 4 == 2, np.maximum(held + 1, 3), R).astype(np.int32)
+    noise = Noise(jax.random.key(ref.KEY), STEP)
+    rows = ref.host(start_all_rows(program, PROMPTS, noise, np.full(8, STEP), max_lens))
+    inside = np.arange(rows.tokens.shape[1]) < held[:, None]
+    margin = ((0, 0), (0, rows.tokens.shape[1] - R))
+    rows = dataclasses.replace(
+        rows,
+        lens=held,
+        prefix_lens=held // 2,
+        last=np.where(held > 0, drafts.tokens[every, held - 1], rows.last),
+        tokens=np.where(inside, np.pad(drafts.tokens, margin), rows.tokens),
+        policy_logprobs=np.where(inside, -1.5, 0).astype(np.float32),
+        sources=np.where(inside, Source.FORCED, 0).astype(np.int8),
+    )
+    # Of each three places one decodes; rows with even numbers begin but for one.
+    pieces = shards("batch")
+    parts = np.split(every, pieces)
+    begins = [part[::2] for part in parts]
+    begins[-1] = begins[-1][:-1]
+    running = np.full(PLACES, -1)
+    for part, places in zip(parts, np.split(np.arange(PLACES), pieces)):
+        running[places[1::3]] = part[1::2][: len(places) // 3]
+    return Case(program, spec.buckets(B), rows, drafts, ends, begins, running)
+
+
+def batch_of(case: Case):
+    """The running batch's rows on the host; its free places hold rows that are done, or none."""
+    rng = np.random.default_rng(5)
+    free = case.running < 0
+    batch = jax.tree.map(lambda x: x[np.maximum(case.running, 0)], case.rows)
+    none = rng.random(PLACES) < 0.5
+    index = np.where(free, np.where(none, PADDING, case.begins[0][0]), case.running)
+    lens = rng.integers(1, 5, PLACES).astype(np.int32)
+    return dataclasses.replace(batch, index=index.astype(np.int32), lens=lens, done=free)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _written(model, weights, texts, cache):
+    start = jnp.zeros(len(texts), jnp.int32, out_sharding=jax.P(("data", "fsdp")))
+    return Transformer(model, weights)(texts, start, cache)[1]
+
+
+def distributions(case: Case, params) -> tuple[np.ndarray, ...]:
+    """π before and after truncation in log-probs [B, R + 1, V], at each position of the text."""
+    config = case.program.sampling
+    scores = ref.full_logits(ref.ONE_LAYER, params, case.texts)
+    at = (case.rows.prompt_lens - 1)[:, None] + np.arange(R + 1)
+    scores = np.take_along_axis(scores, at[..., None], axis=1) / np.float32(config.temperature)
+    cut = np.asarray(ref.truncate(scores, config))
+    return ref.log_softmax(scores), ref.log_softmax(cut), cut
+
+
+def draw(case: Case, scores: np.ndarray) -> np.ndarray:
+    """Tokens [B, R + 1] that each position's own noise draws from `scores` [B, R + 1, V]."""
+    positions = np.tile(np.arange(R + 1, dtype=np.int32), (B, 1))
+    placed = put(scores.astype(np.float32), "batch", None, "vocab")
+    seeds = put(case.rows.seeds, "batch", None)
+    drawn = ref.sample(placed, seeds, put(positions, "batch", None), case.program.sampling)
+    return np.asarray(drawn[0])
+
+
+def accept_block(noise, tokens, old, top_ids, old_top, new) -> tuple[int, np.ndarray]:
+    """Accepted tokens of a draft, and the weights [V] of the token after them, as algorithm 2 has
+    it: the k likeliest tokens of π_old are outcomes, all others together are one.
+
+    new: probabilities under π, at the draft's positions and after it.
+    """
+
+    def outcomes(i: int) -> tuple[np.ndarray, np.ndarray]:
+        now = new[i][top_ids[i]]
+        before = np.exp(old_top[i])
+        return np.append(now, 1 - now.sum()), np.append(before, 1 - before.sum())
+
+    def gain(i: int, p: float) -> np.ndarray:
+        now, before = outcomes(i)
+        return np.maximum(p * now - before, 0)
+
+    joint = [1.0]
+    listed = True
+    for i, token in enumerate(tokens):
+        listed = token in top_ids[i]
+        now, before = outcomes(i)
+        ratio = new[i][token] / np.exp(old[i]) if listed else now[-1] / before[-1]
+        joint.append(min(1.0, joint[-1] * ratio))
+        if not listed:
+            break
+    last = len(joint) - 1
+    accepted = 0
+    for i in range(1, last + 1):
+        chance = joint[i]
+        if i < last:
+            total = gain(i, joint[i]).sum()
+            chance = total / (total + 1 - joint[i])
+        if noise[i - 1] <= chance:
+            accepted = i
+    if accepted < last:
+        weights = new[accepted] * gain(accepted, joint[accepted])[-1]
+        weights = weights / outcomes(accepted)[0][-1]
+        weights[top_ids[accepted]] = gain(accepted, joint[accepted])[:-1]
+        return accepted, weights
+    weights = new[accepted - (not listed)].copy()
+    if not listed:
+        weights[top_ids[accepted - 1]] = 0
+    return accepted - (not listed), weights
+
+
+def expect(case: Case, params) -> tuple:
+    """The rows after they have begun, and int [2], verified and accepted tokens of drafts."""
+    policy, sampled, cut = distributions(case, params)
+    anew = draw(case, cut)
+    positions = np.tile(np.arange(R + 1, dtype=np.int32), (B, 1))
+    noise = np.asarray(ref.uniforms(case.rows.accept_seeds, positions))
+    rule = case.program.accept
+    rows = jax.tree.map(np.copy, case.rows)
+    weights = np.array(cut)
+    accepted = np.zeros(B, int)
+    for row in np.concatenate(case.begins):
+        held = rows.lens[row]
+        draft = slice(held, max(case.draft_ends[row], held))
+        tokens = case.drafts.tokens[row, draft]
+        new = sampled[row, held:R][np.arange(R - held), case.drafts.tokens[row, held:]]
+        old = case.drafts.sampling_logprobs[row, held:]
+        if rule.samples_anew:
+            right = tokens == anew[row, draft]
+        elif rule.cuts_draft:
+            right = np.ones(len(tokens), bool)
+        else:
+            right = np.log(noise[row, held:R]) <= LOG_LENIENCE + new - old
+        accepted[row] = [*right[: len(tokens)], False].index(False)
+        if rule.needs_distribution:
+            of_draft = (getattr(case.drafts, n)[row, held:] for n in ("top_ids", "top_logprobs"))
+            accepted[row], residual = accept_block(
+                noise[row, held:], tokens, old, *of_draft, np.exp(sampled[row, held:])
+            )
+            with np.errstate(divide="ignore"):
+                weights[row, held + accepted[row]] = np.log(residual)
+    after = draw(case, weights)
+    verified = 0
+    reused = 0
+    for row in np.concatenate(case.begins):
+        held = rows.lens[row]
+        kept = accepted[row]
+        new = [*case.drafts.tokens[row, held : held + kept], after[row, held + kept]]
+        new = new[: rows.max_lens[row] - held]
+        ends = [token in case.program.eos_ids for token in new]
+        new = new[: [*ends, True].index(True) + 1]
+        for offset, token in enumerate(new):
+            at = row, held + offset
+            rows.tokens[at] = rows.last[row] = token
+            rows.policy_logprobs[at] = policy[*at, token]
+            rows.sampling_logprobs[at] = sampled[*at, token]
+            rows.sources[at] = Source.REUSED if offset < kept else Source.SAMPLED
+            if rows.top_ids is not None:
+                rows.top_ids[at] = np.argsort(-sampled[at])[:K]
+                rows.top_logprobs[at] = sampled[at][rows.top_ids[at]]
+        rows.lens[row] += len(new)
+        rows.prefix_lens[row] += min(kept, len(new))
+        rows.done[row] = any(ends[: len(new)]) or rows.lens[row] == rows.max_lens[row]
+        reused += min(kept, len(new))
+        verified += min(kept, len(new))
+        verified += kept < case.draft_ends[row] - held and len(new) > kept
+    return rows, [verified, reused]
+
+
+def places_of(case: Case, prefixes) -> np.ndarray:
+    """int [PLACES]: the row that begins in each place, -1: none. A shard's rows take its free
+    places in order."""
+    order = np.full(PLACES, -1)
+    pieces = len(case.begins)
+    for shard, rows in enumerate(case.begins):
+        places = np.flatnonzero(case.running < 0)
+        places = places[places // (PLACES // pieces) == shard][: len(rows)]
+        order[places] = prefixes.rows[shard, : len(rows)] + shard * (B // pieces)
+    return order
+
+
+def check_rows(rows, expected) -> None:
+    """Log-probs up to rounding; all else is the same, up to the responses' ends."""
+    inside = np.arange(rows.tokens.shape[1]) < expected.lens[:, None]
+    for field in dataclasses.fields(rows):
+        mine = getattr(rows, field.name)
+        theirs = getattr(expected, field.name)
+        if mine is None:
+            continue
+        if mine.ndim > 1 and mine.shape[1] == inside.shape[1]:
+            mine = mine[inside]
+            theirs = theirs[inside]
+        if mine.dtype == np.float32:
+            np.testing.assert_allclose(mine, theirs, atol=2e-5, err_msg=field.name)
+        else:
+            np.testing.assert_array_equal(mine, theirs, field.name)
+
+
+def check_case(case: Case, expected) -> None:
+    """Check that all happens: held tokens, rejected and accepted drafts, ends of all kinds."""
+    every = np.concatenate(case.begins)
+    held = case.rows.lens[every]
+    left = np.maximum(case.draft_ends[every] - held, 0)
+    kept = (expected.prefix_lens - case.rows.prefix_lens)[every]
+    assert {0, R} <= set(left)
+    assert case.program.accept.cuts_draft or ((kept == 0) & (left > 0)).any()
+    assert ((kept == left) & (left > 0)).any()
+    assert (held > 0).sum() > 3
+    assert (left[held > 0] > 0).any()
+    assert (left[held > 0] == 0).any()
+    done = expected.done[every]
+    full = (expected.lens == case.rows.max_lens)[every]
+    assert (done & ~full).any()
+    assert (full & (case.rows.max_lens[every] < R)).any()
+    assert (~done).any()
+
+
+CASES = {
+    "one chunk": ((1, 1, 1), False, PLAIN),
+    "chunks": ((1, 1, 1), True, TRUNCATED),
+    "shards": ((2, 2, 2), True, PLAIN),
+}
+
+
+@pytest.mark.parametrize(("shape", "is_small", "sampling"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("accept", sorted(ACCEPTANCE_RULES))
+def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sampling):
+    """Rows, cache and counts; nothing else of the batch changes."""
+    if ACCEPTANCE_RULES[accept].needs_distribution:
+        sampling = PLAIN  # K likely tokens are more than are left of a distribution
+    if is_small:
+        request.getfixturevalue("small")
+    with jax.set_mesh(make_mesh(*shape)):
+        params, weights = ref.policy(0.0, ref.ONE_LAYER)
+        case = make_case(accept, sampling, old_drafts)
+        expected, counts = expect(case, params)
+        check_case(case, expected)
+        pieces = shards("batch")
+        every = np.concatenate(case.begins)
+        own = [rows % (B // pieces) for rows in case.begins]
+        prefixes = pack_prefixes(
+            case.buckets, case.texts[every], case.lens[every], own, case.draft_ends[every]
+        )
+        assert (prefixes.count > 1) == is_small
+        assert (prefixes.blocks.max() > 1) == is_small
+        model = ref.ONE_LAYER
+        slots = case.buckets.slots
+        placed = put(case.texts, "batch", None)
+        truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
+        before = jax.tree.map(lambda x: x + 7, init_cache(model, PLACES, slots))
+        batch = batch_of(case)
+        stop = StopCondition.of(B // pieces // 2, B // pieces)
+        cache, rows, got, progress = extend(
+            case.program, case.buckets, weights, before, ref.put_rows(batch),
+            ref.put_rows(case.rows), ref.put_rows(case.drafts), np.float32(LOG_LENIENCE),
+            prefixes, stop,
+        )  # fmt: skip
+        rows = ref.host(rows)
+        cache = ref.by_slot(cache)
+    assert np.asarray(got).tolist() == counts
+    order = places_of(case, prefixes)
+    begun = order >= 0
+    assert sorted(order[begun]) == sorted(every)
+    for name, values in dataclasses.asdict(rows).items():
+        if values is not None:
+            unchanged = getattr(batch, name)[~begun]
+            np.testing.assert_array_equal(values[~begun], unchanged, name)
+    check_rows(jax.tree.map(lambda x: x[begun], rows), jax.tree.map(
+        lambda x: x[order[begun]], expected))  # fmt: skip
+    inside = np.arange(slots) < case.lens[:, None]
+    for mine, theirs in zip(cache, truth, strict=True):
+        assert (mine[~begun] == 7).all()
+        filled = inside[order[begun]]
+        np.testing.assert_allclose(mine[begun][filled], theirs[order[begun]][filled], atol=1e-5)
+    trained = rows.index % (B // pieces) < B // pieces // 2
+    unfinished = np.stack([~rows.done & trained, ~rows.done]).reshape(2, pieces, -1)
+    np.testing.assert_array_equal(progress, unfinished.sum(axis=2).T)
+
+
+@pytest.mark.parametrize("accept", sorted(ACCEPTANCE_RULES))
+def test_no_chunks_blocks_and_shards_change_a_rollout(make_mesh, request, old_drafts, accept):
+    """Against a rollout of one chunk and one block. Rows wait for places."""
+    drafts = drafts_for(accept, PLAIN, old_drafts)
+    stored = K if drafts.top_ids is not None else 0
+    options = {"accept": accept, "eos": EOS, "stored_logprobs": stored}
+    rollouts = []
+    for shape, places in (((1, 1, 1), 0), ((2, 2, 2), 16)):
+        with jax.set_mesh(make_mesh(*shape)):
+            weights = ref.policy(0.0, ref.ONE_LAYER)[1]
+            spec = ref.make_spec(ref.ONE_LAYER, max_rows=places, **options)
+            rollout, stats = ref.run(
+                spec, weights, PROMPTS, STEP, drafts=ref.put_rows(drafts), log_lenience=LOG_LENIENCE
+            )
+            rollouts.append(ref.host(rollout))
+        assert stats.accepted_tokens == np.sum(rollouts[-1].prefix_lens) > 0
+        if not places:
+            request.getfixturevalue("small")
+    ref.check_equal(*rollouts)
