@@ -1,48 +1,40 @@
-"""The jitted pieces of a rollout: prefill, re-prefill, and a step of any width."""
-
-import dataclasses
+"""Decode steps of any width: by hand on a policy that counts, and against the forward pass."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_reference as ref
 
 from specrl_jax.rollout.drafts import suffix_match
-from specrl_jax.rollout.engine import decode, decode_state
-from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.rows import Noise, start_all_rows
-from specrl_jax.sharding import put
+from specrl_jax.rollout.engine.all_rows import Noise, empty_batch, start_all_rows
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps, progress
+from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
 
-B, P, R, END = 8, 6, 8, 4
-FOREVER = np.iinfo(np.int32).max
-S, D, U = Source.SAMPLED, Source.DRAFTED, Source.REUSED
+B, P, R = 8, 6, 8
+S, D = Source.SAMPLED, Source.DRAFTED
 
 
-def make_spec(model=ref.ONE_LAYER, accept="match", eos=(END, 3), **changes):
-    spec = ref.make_spec(model, group=1, eos=eos, accept=accept).program
-    return dataclasses.replace(spec, margin=R, **changes)
+def make_spec(model=ref.ONE_LAYER, eos=(4, 3), tree=ref.TREE):
+    return ref.make_spec(
+        model, group=1, eos=eos, accept="match", tree=tree, max_width=4, row_buckets=1
+    )
 
 
-MATCH = make_spec()
-
-
-def begin(spec, weights, prompts, drafts=None, max_lens=None, slots=P + R + 3, log_lenience=0.0):
-    """A cache that holds the prompts, and rows with nothing else; drafts are (tokens, lens)."""
-    noise, steps = Noise(jax.random.key(0), 0), np.zeros(len(prompts.lens), int)
-    rows = start_all_rows(spec, prompts, noise, steps, max_lens)
-    if drafts is not None:
-        placed = ref.plain_drafts(*drafts)
-        rows = decode_state.with_drafts(rows, placed, spec.accept, log_lenience)
-    tokens = put(prompts.tokens, "batch", None)
-    return prefill(spec, weights, tokens, slots), rows
-
-
-def prefill(spec, weights, prompts_QP, slots, group_size=1):
-    """The prompts' cache [Q * G, slots], as the engine makes it."""
-    cache = decode.prefill(spec, weights, prompts_QP)
-    return decode.broadcast_prefill(cache, slots=slots, group_size=group_size)
+def begin(spec, weights, prompts, max_lens=None):
+    """The cache and the rows, each with its prompt and one token."""
+    count = len(prompts.lens)
+    noise = Noise(jax.random.key(0), 0)
+    all_rows = start_all_rows(spec.program, prompts, noise, np.zeros(count, int), max_lens)
+    buckets = spec.buckets(count)
+    slots = buckets.slots
+    cache, rows = empty_batch(spec.program, all_rows, size=count, slots=slots)
+    texts = np.pad(prompts.tokens, ((0, 0), (0, spec.program.response_slots)))
+    own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
+    prefixes = pack_prefixes(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
+    inputs = (weights, cache, rows, all_rows, None, np.float32(0), prefixes)
+    return extend(spec.program, buckets, *inputs, StopCondition.of(count, count))[:2]
 
 
 def index_of(tokens, lens):
@@ -53,48 +45,28 @@ def index_of(tokens, lens):
     return suffix_match.build(stored, lens, ones, live=1, depth=depth)
 
 
-def run_steps(
-    spec, weights, cache, rows, width, *, stop=0, length=R, steps=FOREVER,
-    num_train_rows=FOREVER, index=None, **kwargs,
-):  # fmt: skip
-    """(cache, rows, counts, numbers) after these decode steps; the last two on the host."""
-    until = StopCondition(*(jnp.int32(x) for x in (stop, length, steps, num_train_rows)))
-    cache, rows, _, counts, numbers = decode.decode_steps(
-        spec, weights, cache, rows, index, until, width=width, **kwargs
+def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
+    """(cache, rows, counts, progress) after decode steps; the last two on the host. stored: tokens
+    and lens of the draft source's responses."""
+    state = None
+    if stored is not None:
+        state = suffix_match.sync(index_of(*stored), rows.tokens, rows.lens)
+    count = len(rows.lens)
+    bounds = {"num_train_rows": count, "shard_rows": count} | bounds
+    stop = StopCondition.of(**bounds)
+    cache, rows, _, counts, numbers = decode_steps(
+        spec.program, weights, cache, rows, state, stop, width=width
     )
-    (numbers,) = np.asarray(numbers).tolist()  # of the only shard
-    return cache, rows, ref.host(counts), numbers
+    return cache, rows, ref.host(counts), np.asarray(numbers).tolist()
 
 
-@pytest.fixture
-def start(mesh):
-    """(parameters, rollout weights, prompts) of the tiny policy."""
-    return *ref.policy(model=ref.ONE_LAYER), ref.random_prompts(B, P)
+def texts_of(rows, name="tokens") -> list[list[int]]:
+    """The rows' tokens, or their sources, up to their ends."""
+    rows = ref.host(rows)
+    return [values[:n].tolist() for values, n in zip(getattr(rows, name), rows.lens)]
 
 
-def check_forward(start, rows):
-    """What the rows hold has the log-probs of the plain forward pass."""
-    params, _, prompts = start
-    got = ref.host(rows)
-    inside = np.arange(R)[None, :] < got.lens[:, None]
-    expected = ref.teacher_forced(ref.ONE_LAYER, params, prompts, got.tokens[:, :R])
-    np.testing.assert_allclose(got.policy_logprobs[:, :R][inside], expected[inside], atol=1e-5)
-    np.testing.assert_array_equal(got.sampling_logprobs, got.policy_logprobs)
-
-
-def check_rows(rows, other, which=slice(None)):
-    """The same responses, so far."""
-    got, other = ref.host(rows), ref.host(other)
-    np.testing.assert_array_equal(got.lens[which], other.lens[which])
-    np.testing.assert_array_equal(got.done[which], other.done[which])
-    np.testing.assert_array_equal(got.last[which], other.last[which])
-    inside = np.arange(got.tokens.shape[1])[None, :] < got.lens[which][:, None]
-    for name in ("tokens", "policy_logprobs", "sampling_logprobs"):
-        mine, theirs = getattr(got, name)[which][inside], getattr(other, name)[which][inside]
-        np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
-
-
-# One step, by hand, on a policy that counts: after token x comes x + 1
+# By hand, on a policy that counts: after token x comes x + 1
 
 
 def counting(eos=(15,)):
@@ -103,205 +75,157 @@ def counting(eos=(15,)):
 
 
 def test_a_step_by_hand(mesh):
-    """Accepted from the left; the first that is drawn ends the step."""
+    """Accepted from the left; the first that is drawn otherwise ends the step."""
     spec, weights = counting()
-    prompts = ref.make_prompts([[1, 2, 3]] * 4, P)
-    drafts = np.zeros((4, R), np.int32)
-    drafts[:3, :5] = [[4, 5, 6, 7, 9], [4, 9, 6, 7, 8], [9, 5, 6, 7, 8]]
-    cache, rows = begin(spec, weights, prompts, (drafts, [5, 2, 3, 0]))
-    cache, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, steps=1)
-    got = ref.host(rows)
-    np.testing.assert_array_equal(got.lens, [3, 2, 1, 1])
-    assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
-        [4, 5, 6], [4, 5], [4], [4]]  # fmt: skip
-    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
-        [U, U, U], [U, S], [S], [S]]  # fmt: skip
-    np.testing.assert_array_equal(got.last, [6, 5, 4, 4])
-    np.testing.assert_array_equal(got.prefix_lens, [3, 1, 0, 0])
-    np.testing.assert_array_equal(got.draft.lens, [5, 1, 0, 0])  # the first still verifies
-    assert counts.steps == 1
-    assert (counts.verified, counts.accepted) == (3 + 2 + 1, 3 + 1)
-    assert numbers == [4, 4, 1, 3, 2]
-
-    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, steps=1)
-    got = ref.host(rows)
-    np.testing.assert_array_equal(got.lens, [5, 3, 2, 2])
-    np.testing.assert_array_equal(got.tokens[0, :5], [4, 5, 6, 7, 8])
-    np.testing.assert_array_equal(got.sources[0, :5], [U, U, U, U, S])
-    np.testing.assert_array_equal(got.prefix_lens, [4, 1, 0, 0])
-    assert (counts.verified, counts.accepted) == (2, 1)
-    assert numbers == [4, 4, 0, 5, 0]
-    assert not got.done.any()
-
-
-def test_a_step_of_tree_drafts_by_hand(mesh):
-    """Row steps are counted by the tree's candidates that were right, but for rows that verify."""
-    spec, weights = counting()
-    spec = dataclasses.replace(spec, draft_source=ref.TREE)
-    prompts = ref.make_prompts([[1]] * 4, P)
-    drafts = np.zeros((4, R), np.int32)
-    drafts[3, :4] = [2, 3, 4, 9]
-    cache, rows = begin(spec, weights, prompts, (drafts, [0, 0, 0, 4]))
-    cache, rows, counts, _ = run_steps(spec, weights, cache, rows, 1, steps=1)
-    assert (counts.verified, counts.accepted, counts.drafted) == (1, 1, 0)
+    cache, rows = begin(spec, weights, ref.make_prompts([[1]] * 4, P))
+    assert texts_of(rows) == [[2]] * 4
     stored = [[2, 3, 4, 5, 6], [2, 3, 9, 9, 9], [9, 9, 9, 9, 9], [2, 9, 9, 9, 9]]
     stored = np.pad(stored, ((0, 0), (0, R - 5)))
-    index = suffix_match.sync(index_of(stored, [5] * 4), rows.tokens, rows.lens)
-    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, steps=1, index=index)
-    got = ref.host(rows)
-    np.testing.assert_array_equal(got.lens, [4, 3, 2, 4])
-    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
-        [S, D, D, S], [S, D, S], [S, S], [U, U, U, S]]  # fmt: skip
-    np.testing.assert_array_equal(counts.matched, [1, 1, 1])
-    assert (counts.drafted, counts.verified, counts.accepted) == (2 + 1, 3, 2)
-    np.testing.assert_array_equal(got.prefix_lens, [0, 0, 0, 3])
-    np.testing.assert_array_equal(got.draft.lens, [0, 0, 0, 3])
-    assert numbers == [4, 4, 0, 4, 0]
-    assert [got.sources[row, n:].any() for row, n in enumerate(got.lens)] == [False] * 4
-
-
-def test_rejected_drafts_are_followed_by_trees(mesh):
-    """Two steps of width 3: the tree goes on after the first token that was drawn."""
-    spec, weights = counting()
-    spec = dataclasses.replace(spec, draft_source=ref.TREE)
-    prompts = ref.make_prompts([[1]] * 4, P)
-    drafts = np.zeros((4, R), np.int32)
-    drafts[:, :6] = [[2, 3, 9, 9, 0, 0], [2, 3, 4, 5, 6, 7], [0] * 6, [9, 0, 0, 0, 0, 0]]
-    cache, rows = begin(spec, weights, prompts, (drafts, [4, 6, 0, 1]))
-    index = index_of([[2, 3, 4, 5, 6, 7, 8, 9]] * 3 + [[9] * R], [R] * 4)
-    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 3, stop=1, steps=2,
-                                     index=index)  # fmt: skip
-    got = ref.host(rows)
-    assert [got.tokens[row, :n].tolist() for row, n in enumerate(got.lens)] == [
-        [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7], [2, 3]]  # fmt: skip
-    assert [got.sources[row, :n].tolist() for row, n in enumerate(got.lens)] == [
-        [U, U, S, D, D, S], [U] * 6, [D, D, S] * 2, [S, S]]  # fmt: skip
-    assert (counts.steps, counts.verified, counts.accepted) == (2, 3 + 6 + 1, 2 + 6)
-    np.testing.assert_array_equal(counts.matched, [1, 0, 3])  # row steps that did not verify
-    assert counts.drafted == 6
-    np.testing.assert_array_equal(got.prefix_lens, [2, 6, 0, 0])
-    np.testing.assert_array_equal(got.draft.lens, [2, 6, 0, 0])
-    assert numbers == [4, 4, 0, 6, 0]
+    cache, rows, counts, numbers = steps(
+        spec, weights, cache, rows, 3, stored=(stored, [5] * 4), max_steps=1
+    )
+    assert texts_of(rows) == [[2, 3, 4, 5], [2, 3, 4], [2, 3], [2, 3]]
+    assert texts_of(rows, "sources") == [[S, D, D, S], [S, D, S], [S, S], [S, S]]
+    np.testing.assert_array_equal(ref.host(rows).last, [5, 4, 3, 3])
+    np.testing.assert_array_equal(counts.matched, [2, 1, 1])
+    assert (counts.steps, counts.drafted) == (1, 2 + 1)
+    assert numbers == [[4, 4]]
+    # A plain step goes on from there, and counts nothing of a draft source.
+    _, rows, counts, _ = steps(spec, weights, cache, rows, 1, max_steps=1)
+    assert texts_of(rows) == [[2, 3, 4, 5, 6], [2, 3, 4, 5], [2, 3, 4], [2, 3, 4]]
+    assert (counts.steps, counts.drafted, counts.matched.tolist()) == (1, 0, [0])
+    assert not any(ref.host(rows).prefix_lens)
 
 
 def test_a_step_ends_at_an_end_of_sequence_and_at_the_longest_length(mesh):
-    """Candidates after either are not taken, right or wrong."""
+    """Candidates after either are not taken, right or wrong; rows that are done change no more."""
     spec, weights = counting(eos=(5, 9))
-    prompts = ref.make_prompts([[3], [3], [9], [9], [9], [7]], P)
-    drafts = np.array([[4, 5, 6, 7]] * 2 + [[10, 11, 12, 13]] * 3 + [[1, 1, 1, 1]])
-    max_lens = [R, 1, 2, 4, R, 2]
-    cache, rows = begin(
-        spec, weights, prompts, (np.pad(drafts, ((0, 0), (0, 4))), [4] * 6), max_lens
-    )
-    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 4, steps=1)
-    got = ref.host(rows)
-    np.testing.assert_array_equal(got.lens, [2, 1, 2, 4, 4, 1])
-    np.testing.assert_array_equal(got.done, [1, 1, 1, 1, 0, 0])
-    np.testing.assert_array_equal(got.prefix_lens, [2, 1, 2, 4, 4, 0])
-    np.testing.assert_array_equal(got.last, [5, 4, 11, 13, 13, 8])
-    assert counts.accepted == 13
-    assert numbers == [2, 2, 0, 4, 0]
-
-
-def test_a_row_waits_at_its_cache_limit(mesh):
-    """It stops there, and goes on verifying once the cache is longer."""
-    spec, weights = counting()
-    prompts = ref.make_prompts([[1], [1], [1]], P)
-    drafts = np.array(
-        [[2, 3, 4, 5, 6, 9, 0, 0], [2, 3, 4, 9, 0, 0, 0, 0], [2, 9, 0, 0, 0, 0, 0, 0]]
-    )
-    cache, rows = begin(spec, weights, prompts, (drafts, [6, 4, 2]))
-    cache, rows, _, numbers = run_steps(spec, weights, cache, rows, 4, length=3, steps=1)
-    got = ref.host(rows)
-    np.testing.assert_array_equal(got.lens, [3, 3, 2])
-    np.testing.assert_array_equal(got.prefix_lens, [3, 3, 1])
-    np.testing.assert_array_equal(got.draft.lens, [6, 4, 1])  # what was cut off is verified again
-    assert numbers == [3, 3, 2, 3, 3]
-    cache, rows, _, numbers = run_steps(spec, weights, cache, rows, 4, length=3)
-    assert ref.host(rows).lens.tolist() == [3, 3, 3]  # all wait
-    assert numbers == [3, 3, 2, 3, 3]
-    _, rows, _, numbers = run_steps(spec, weights, cache, rows, 4, length=R, steps=1)
-    got = ref.host(rows)
-    np.testing.assert_array_equal(got.lens, [6, 4, 4])
-    np.testing.assert_array_equal(got.prefix_lens, [5, 3, 1])
-    assert numbers == [3, 3, 0, 6, 0]
+    prompts = ref.make_prompts([[2], [2], [9], [9], [9], [7]], P)
+    max_lens = np.array([R, 2, 2, 4, R, 3])
+    cache, rows = begin(spec, weights, prompts, max_lens)
+    stored = np.array([[3, 4, 5, 6]] * 2 + [[10, 11, 12, 13]] * 3 + [[8, 1, 1, 1]])
+    stored = np.pad(stored, ((0, 0), (0, R - 4))), [4] * 6
+    cache, rows, counts, numbers = steps(spec, weights, cache, rows, 4, stored=stored, max_steps=1)
+    expected = [[3, 4, 5], [3, 4], [10, 11], [10, 11, 12, 13], [10, 11, 12, 13, 14], [8, 9]]
+    assert texts_of(rows) == expected
+    np.testing.assert_array_equal(ref.host(rows).done, [1, 1, 1, 1, 0, 1])
+    assert counts.drafted == 2 + 1 + 1 + 3 + 3 + 0
+    assert numbers == [[1, 1]]
+    _, rows, counts, numbers = steps(spec, weights, cache, rows, 4, stored=stored)
+    expected[4] += [15, 0, 1]
+    assert texts_of(rows) == expected
+    assert numbers == [[0, 0]]
+    assert counts.matched.sum() == counts.steps  # of the only row
 
 
 # Against the forward pass
 
 
-@pytest.mark.parametrize("plain", [R - 1, R - 2, R - 3, 1])
-def test_a_wide_step_at_the_cache_limit_feeds_tokens_again(start, plain):
-    """The cache has no slots after it; rows of all prompt lengths, `plain` tokens before."""
-    _, weights, prompts = start
-    spec = make_spec(eos=(16,), draft_source=ref.TREE)
+@pytest.fixture
+def start(mesh):
+    """(parameters, rollout weights, prompts) of the tiny policy."""
+    return *ref.policy(model=ref.ONE_LAYER), ref.random_prompts(B, P)
+
+
+def check_rows(rows, other, which=slice(None)):
+    """The same responses, so far."""
+    got, other = ref.host(rows), ref.host(other)
+    for name in ("lens", "done", "last"):
+        np.testing.assert_array_equal(getattr(got, name)[which], getattr(other, name)[which])
+    inside = np.arange(got.tokens.shape[1])[None, :] < got.lens[which][:, None]
+    for name in ("tokens", "policy_logprobs", "sampling_logprobs"):
+        mine, theirs = getattr(got, name)[which][inside], getattr(other, name)[which][inside]
+        np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("plain", [0, 1, R - 4, R - 2])
+def test_wide_steps_draw_what_plain_steps_draw(start, plain):
+    """Up to the cache's last slots; rows of all prompt lengths, `plain` steps before."""
+    params, weights, prompts = start
+    spec = make_spec(eos=(16,))
     assert len(set(prompts.lens.tolist())) > 1
-    cache, rows = begin(spec, weights, prompts, slots=P + R)
-    _, expected, *_ = run_steps(spec, weights, cache, rows, 1)
+    _, expected, counts, _ = steps(spec, weights, *begin(spec, weights, prompts), 1)
+    assert counts.steps == R - 1
     truth = ref.host(expected)
-    index = index_of(truth.tokens[:, :R], truth.lens)
-    cache, rows = begin(spec, weights, prompts, slots=P + R)
-    cache, rows, *_ = run_steps(spec, weights, cache, rows, 1, steps=plain)
-    index = suffix_match.sync(index, rows.tokens, rows.lens)
-    _, rows, counts, numbers = run_steps(spec, weights, cache, rows, 4, index=index)
+    stored = truth.tokens[:, :R].copy()
+    stored[np.arange(0, B, 2), R - 2] ^= 1
+    cache, rows = begin(spec, weights, prompts)
+    if plain:
+        cache, rows, *_ = steps(spec, weights, cache, rows, 1, max_steps=plain)
+    _, rows, counts, numbers = steps(spec, weights, cache, rows, 4, stored=(stored, truth.lens))
     check_rows(rows, expected)
-    check_forward(start, rows)
-    assert numbers[0] == 0
-    assert counts.drafted > 0
-    assert counts.drafted == np.sum(ref.host(rows).sources == D)
+    assert numbers == [[0, 0]]
+    got = ref.host(rows)
+    assert counts.drafted == np.sum(got.sources == D) > 0
+    assert counts.steps < R - 1 - plain or plain == R - 2
+    logprobs = ref.teacher_forced(ref.ONE_LAYER, params, prompts, got.tokens[:, :R])
+    inside = np.arange(R)[None, :] < got.lens[:, None]
+    np.testing.assert_allclose(got.policy_logprobs[:, :R][inside], logprobs[inside], atol=1e-5)
+    np.testing.assert_array_equal(got.sampling_logprobs, got.policy_logprobs)
 
 
 def test_steps_stop_at_their_condition_and_go_on_from_there(start):
     _, weights, prompts = start
-    expected = run_steps(MATCH, weights, *begin(MATCH, weights, prompts), 1)
-    lens = ref.host(expected[1]).lens
-    assert expected[3] == [0, 0, 0, 0, 0]
-    assert expected[2].steps == R
+    spec = make_spec()
+    expected, counts, numbers = steps(spec, weights, *begin(spec, weights, prompts), 1)[1:]
+    lens = ref.host(expected).lens
+    assert numbers == [[0, 0]]
+    assert counts.steps == lens.max() - 1
 
-    cache, rows = begin(MATCH, weights, prompts)
-    cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, 1, length=3)
-    assert counts.steps == 3
-    waiting = np.sum((lens > 3) | ((lens == 3) & ~ref.host(rows).done))
-    assert numbers == [waiting, waiting, 0, 3, 0]
-    cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, 1, stop=waiting - 1)
-    assert numbers[0] <= waiting - 1
-    # One step earlier more rows than that were active.
-    assert np.sum(lens > 3 + int(counts.steps) - 1) > waiting - 1
-    until = StopCondition(*(jnp.int32(x) for x in (0, R, 0, B)))
-    assert np.asarray(decode.progress(rows, until)).tolist() == [numbers]
-    cache, rows, counts, numbers = run_steps(MATCH, weights, cache, rows, 1, steps=1)
-    assert counts.steps == 1
-    rows = run_steps(MATCH, weights, cache, rows, 1)[1]
-    check_rows(rows, expected[1])
+    cache, rows, counts, numbers = steps(
+        spec, weights, *begin(spec, weights, prompts), 1, max_steps=2
+    )
+    assert counts.steps == 2
+    left = int(np.sum(~ref.host(rows).done))
+    assert numbers == [[left, left]]
+    for bound in ("max_unfinished", "refill_at", "max_left"):
+        stop = left - 1
+        begun = begin(spec, weights, prompts)
+        _, rows, counts, ((_, unfinished),) = steps(spec, weights, *begun, 1, **{bound: stop})
+        assert unfinished <= stop
+        assert np.sum(lens > int(counts.steps)) > stop  # not so a step earlier
+    done = StopCondition.of(B, B)
+    assert np.asarray(progress(rows, done)).tolist() == [[unfinished, unfinished]]
+    cache, rows = begin(spec, weights, prompts)
+    for bounds in ({"max_steps": 1}, {"max_unfinished": left - 1}, {}):
+        cache, rows, *_ = steps(spec, weights, cache, rows, 1, **bounds)
+    check_rows(rows, expected)
 
 
 def test_only_rows_to_train_on_keep_the_steps_going(start):
     _, weights, prompts = start
-    num_train_rows, max_lens = 3, np.array([3] * 3 + [R] * 5)
-    expected = run_steps(MATCH, weights, *begin(MATCH, weights, prompts, max_lens=max_lens), 1)[1]
+    spec = make_spec()
+    max_lens = np.array([3] * 3 + [R] * 5)
+    expected = steps(spec, weights, *begin(spec, weights, prompts, max_lens), 1)[1]
     lens = ref.host(expected).lens
-    start_again = begin(MATCH, weights, prompts, max_lens=max_lens)
-    rows, counts, numbers = run_steps(
-        MATCH, weights, *start_again, 1, num_train_rows=num_train_rows
-    )[1:]
-    assert counts.steps == lens[:num_train_rows].max() < R
-    assert numbers[:2] == [0, np.sum(lens > counts.steps)]
-    check_rows(rows, expected, slice(0, num_train_rows))
-    np.testing.assert_array_equal(ref.host(rows).lens, np.minimum(lens, counts.steps))
+    cache, rows = begin(spec, weights, prompts, max_lens)
+    _, rows, counts, numbers = steps(spec, weights, cache, rows, 1, num_train_rows=3)
+    most = lens[:3].max()
+    assert counts.steps == most - 1 < R - 1
+    assert numbers == [[0, np.sum(lens > most)]]
+    check_rows(rows, expected, slice(0, 3))
+    np.testing.assert_array_equal(ref.host(rows).lens, np.minimum(lens, most))
 
 
-def test_re_prefill_gives_the_cache_that_decoding_left(start):
-    _, weights, prompts = start
-    cache, rows = begin(MATCH, weights, prompts, slots=P + 4)
-    cache, rows, *_ = run_steps(MATCH, weights, cache, rows, 1, length=4)
-    tokens = put(prompts.tokens, "batch", None)
-    again = decode.re_prefill(MATCH, weights, tokens, rows, slots=P + 4, width=4)
-    got = ref.host(rows)
-    written = np.arange(P + 4)[None, :] < (prompts.lens + got.lens - 1)[:, None]  # last: not yet
-    for mine, theirs in zip(ref.by_slot(again), ref.by_slot(cache), strict=True):
-        assert mine.shape == theirs.shape
-        np.testing.assert_allclose(mine[written], theirs[written], atol=1e-5)
-    deep = decode.re_prefill(MATCH, weights, tokens, rows, slots=P + R + 3, width=4)
-    rest = run_steps(MATCH, weights, deep, rows, 1)[1]
-    plain = run_steps(MATCH, weights, *begin(MATCH, weights, prompts), 1)[1]
-    check_rows(rest, plain)
+def test_each_shard_counts_its_own_rows(make_mesh):
+    """Two shards of four rows; of each the first three are to train on."""
+    with jax.set_mesh(make_mesh(2, 1, 1)):
+        weights = ref.policy(model=ref.ONE_LAYER)[1]
+        spec = make_spec(eos=(16,))
+        max_lens = np.array([2, 2, 3, 5, 3, 4, 6, 2])
+        prompts = ref.random_prompts(B, P)
+        shape = {"num_train_rows": 3, "shard_rows": 4}
+        begun = begin(spec, weights, prompts, max_lens)
+        _, _, counts, numbers = steps(spec, weights, *begun, 1, max_steps=2, **shape)
+        assert numbers == [[0, 1], [2, 2]]
+        # One shard may be refilled, or all may be smaller.
+        for bounds, expected in (
+            ({"refill_at": np.array([2, -1])}, (1, [[1, 2], [3, 3]])),
+            ({"refill_at": np.array([-1, 1])}, (3, [[0, 1], [1, 1]])),
+            ({"max_unfinished": 2}, (2, [[0, 1], [2, 2]])),
+            ({"max_left": 2}, (2, [[0, 1], [2, 2]])),
+            ({}, (5, [[0, 0], [0, 0]])),
+        ):
+            begun = begin(spec, weights, prompts, max_lens)
+            _, _, counts, numbers = steps(spec, weights, *begun, 1, **shape, **bounds)
+            assert (int(counts.steps), numbers) == expected
