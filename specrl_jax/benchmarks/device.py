@@ -18,21 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import programs, train
-from specrl_jax.benchmarks.limits import (
-    copy_rate,
-    decode_bytes,
-    forward_flops,
-    matmul_rate,
-    seconds_of,
-)
-from specrl_jax.benchmarks.policies import (
-    GROUP,
-    Size,
-    choose,
-    random_params,
-    random_prompts,
-    random_weights,
-)
+from specrl_jax.benchmarks import limits, policies
+from specrl_jax.benchmarks.policies import Size
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import by_prompt, make_spec, without_end
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run
@@ -79,7 +66,7 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
     start = time.perf_counter()
     names = [name] if name else ["tiny"] if on_cpu else list(SIZES)
     given = {key: value for key, value in changes.items() if value is not None}
-    sizes = {n: choose(n, **({} if on_cpu else SIZES.get(n, {})) | given) for n in names}
+    sizes = {n: policies.choose(n, **({} if on_cpu else SIZES.get(n, {})) | given) for n in names}
     sizes = {n: _chosen_attention(size) for n, size in sizes.items()}
     rows = []
     failed = False
@@ -174,7 +161,7 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def _step_seconds(trainer: Trainer, state: TrainerState) -> float:
-    return seconds_of(lambda: (train.step(trainer, state), state.train.params))
+    return limits.seconds_of(lambda: (train.step(trainer, state), state.train.params))
 
 
 def _step_config(config, size: Size):
@@ -206,8 +193,8 @@ def _step_config(config, size: Size):
 
 
 def _limits(dtype: str) -> Iterator[dict[str, Any]]:
-    yield _figure("bandwidth", copy_rate() / 1e9, "GB/s", "copy of a large array")
-    yield _figure("peak", matmul_rate(dtype) / 1e12, "TFLOP/s", f"large product in {dtype}")
+    yield _figure("bandwidth", limits.copy_rate() / 1e9, "GB/s", "copy of a large array")
+    yield _figure("peak", limits.matmul_rate(dtype) / 1e12, "TFLOP/s", f"large product in {dtype}")
 
 
 # Numbers -----------------------------------------------------------------------------------------
@@ -218,7 +205,7 @@ def _numerics(name: str, size: Size) -> Iterator[dict[str, Any]]:
     bfloat16 and two layers, against the plain one in float32."""
     layers = min(size.model.num_layers, 2)
     model = size.model.replace(num_layers=layers, dtype="bfloat16", kernels=())
-    params = random_params(model)
+    params = policies.random_params(model)
     with jax.default_matmul_precision("highest"):
         exact = _passes(model.replace(dtype="float32"), params)
     kernels = size.model.kernels
@@ -272,20 +259,21 @@ def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> Rol
     """A rollout whose rows all end at one length, by default the longest, in one bucket, and whose
     decode steps have one width."""
     spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
-    inputs = random_weights(size.model, uniform=True), random_prompts(size, size.rows)
+    weights = policies.random_weights(size.model, uniform=True)
+    prompts = policies.random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
     noise = Noise(jax.random.key(0), 1)
-    return functools.partial(generate, spec, *inputs, noise, max_lens=lens, **options)
+    return functools.partial(generate, spec, weights, prompts, noise, max_lens=lens, **options)
 
 
 def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """Steps of each width. The wider ones draft from responses that are known."""
     live = size.prompt_len + size.response_len // 2
-    at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
+    at_bandwidth = limits.decode_bytes(size.model, size.rows, live) / limits.copy_rate()
     plain = _case(size)
     rollout = run(plain).rollout
-    stored = by_prompt(rollout.tokens, rollout.lens, GROUP)
-    drafts = DraftInputs(history=DraftHistory.from_store(*stored, GROUP))
+    stored = by_prompt(rollout.tokens, rollout.lens, policies.GROUP)
+    drafts = DraftInputs(history=DraftHistory.from_store(*stored, policies.GROUP))
     for width in sorted({1, max(size.max_width // 2, 2), size.max_width}):
         case = plain if width == 1 else _case(size, width=width, drafts=drafts)
         steps = run(case).stats.decode_steps  # compiles
@@ -304,11 +292,11 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """`extend` of prompts alone, and with drafts that all hold."""
     model = size.model
     drafts = DraftInputs(Drafts.of(_case(size)().rollout))
-    prompts = size.rows // GROUP * size.prompt_len
+    prompts = size.rows // policies.GROUP * size.prompt_len
     drafted = size.rows * size.response_len
-    flops = forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
+    flops = limits.forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
     slots = size.prompt_len + size.response_len // 2
-    more = forward_flops(model, drafted, slots)
+    more = limits.forward_flops(model, drafted, slots)
     for what, case, tokens, needed, goal in (
         ("prompts", _case(size, length=1), prompts, flops, None),
         ("verification", _case(size, drafts=drafts), prompts + drafted, flops + more, PEAK_GOAL),
@@ -318,5 +306,5 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
         note = f"{seconds:.3f} s, {1e6 * seconds / tokens:.2f} us a token, {tokens:,} tokens"
         if stats.verified_tokens:
             note += f", {stats.accepted_tokens / drafted:.0%} of the drafts accepted"
-        share = needed / matmul_rate(model.dtype) / seconds
+        share = needed / limits.matmul_rate(model.dtype) / seconds
         yield _figure(f"extend, {what}, {name}", share, "of peak", note, goal)
