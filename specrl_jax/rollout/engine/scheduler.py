@@ -33,10 +33,10 @@ class Scheduler:
         """All rows, at their end unless the rollout may end early."""
         runner = self.runner
         while not self._may_end():
-            self._admit()
-            if not runner.train.any() and not any(self.waiting):
-                break
-            if runner.train.any():
+            # Rows may be done as they begin: others may take their places at once.
+            if not self._admit():
+                if not runner.train.any():
+                    break
                 self._compact()
                 self._decode()
             if self.requests.report is not None:
@@ -57,23 +57,29 @@ class Scheduler:
 
     # Rows begin -----------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
         """Let waiting rows begin where enough places are free: a quarter of a shard's, or all that
-        it needs. Rows of the next step begin once no other row waits."""
+        it needs. Rows of the next step begin once no other row waits, beside rows to train on.
+
+        Returns whether any began.
+        """
         runner = self.runner
-        queues = self.waiting if any(self.waiting) else self.next_step
+        queues = self.waiting
+        if not any(queues) and runner.train.any():
+            queues = self.next_step
         if runner.size < self.buckets.rows[0] or not any(queues):
-            return
+            return False
         free = runner.size // self.buckets.multiple - runner.unfinished
         waiting = np.array([len(queue) for queue in queues])
         enough = np.minimum(waiting, self.buckets.refill)
         if not np.any((waiting > 0) & (free >= enough)):
-            return
+            return False
         index = []
         for queue, count in zip(queues, np.minimum(free, waiting).tolist()):
             index.append(np.array(queue[:count], int))
             del queue[:count]
         self._extend(index)
+        return True
 
     def _extend(self, index: list[np.ndarray]) -> None:
         """Let these rows begin, and verify their drafts where that saves time. A rule whose drafts

@@ -1,33 +1,25 @@
-"""The scheduler: queues, buckets and cache lengths. None of them changes a token."""
+"""The scheduler: which rows begin, and in which bucket all decode. It changes no token."""
 
-import dataclasses
+import itertools
+import types
 
+import jax
 import numpy as np
 import pytest
 import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal
-from scheduler_cases import (
-    DRAFT_FIELDS,
-    MAX_LENS,
-    PROMPTS,
-    B,
-    R,
-    go,
-    spec_of,
-)
+from scheduler_cases import DRAFT_FIELDS, MAX_LENS, PROMPTS, B, R, go, spec_of
 
-from specrl_jax.rollout.engine.runner import ModelRunner
-from specrl_jax.sharding import put
+from specrl_jax.rollout.engine.requests import Requests
+from specrl_jax.rollout.engine.runner import Runner
+from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.types import Source
-
-# The queue
-
 
 QUEUES = {
     "all at once": ONE_BUCKET,
     "a queue": {"max_rows": 8},
-    "a group at a time": {"max_rows": 4, **ONE_BUCKET},
-    "short caches": {"row_buckets": 3},
+    "a few at a time": {"max_rows": 3, **ONE_BUCKET},
+    "many buckets": {"row_buckets": 4},
     "tree drafts": {"width": 4, **ONE_BUCKET},
 }
 
@@ -52,98 +44,166 @@ def test_every_response_ends_at_its_longest_length(mesh, base, changes, with_dra
 
 
 def test_a_batch_that_fills_no_bucket(mesh, base):
-    """Five groups of four rows on a bucket of 32, at once and in parts: padding are not seen."""
+    """Five groups of four rows: places without a row are not seen."""
     five = ref.select(PROMPTS, range(5))
-    for changes in (ONE_BUCKET, {"max_rows": 8}):
+    for changes in ({"row_buckets": 3}, {"max_rows": 8}):
         rollout, _ = go(spec_of(**changes), max_lens=MAX_LENS[:20], prompts=five)
         check_equal(rollout, base[0], slice(0, 20))
 
 
-def test_a_queue_refills_before_its_last_row_is_done(mesh, base):
-    """One long row in every group: parts would take four times eight steps of eight rows."""
+def test_rows_begin_before_the_last_of_the_others_is_done(mesh, base):
+    """One long row in every group: eight rows at a time would take four times seven steps."""
     _, endless, _ = base
     max_lens = np.tile([R, 1, 1, 1], 8).astype(np.int32)
-    rollout, stats = go(spec_of(max_rows=8), max_lens=max_lens)
+    rollout, stats = go(spec_of(max_rows=8, **ONE_BUCKET), max_lens=max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.lens), max_lens)
     np.testing.assert_array_equal(np.asarray(rollout.tokens)[::4], endless.tokens[::4])
-    assert stats.row_steps < 0.85 * 4 * (8 * 1 + 4 * 7)  # on the same buckets, without refilling
+    assert stats.decode_steps <= 2 * (R - 1)
 
 
-def test_a_verification_never_splits_to_a_larger_bucket(mesh, base, monkeypatch):
-    """A group that begins alone may have fewer rows than the bucket for what is left of it."""
-    passes, splits, run_model, split = [], [], ModelRunner.run, ModelRunner.split
+# The order of programs
 
-    def seen_run(self, batch, stop, width, *, verify=False):
-        if verify:
-            passes.append((batch.size, batch.verifying))
-        return run_model(self, batch, stop, width, verify=verify)
 
-    def seen_split(self, batch, size):
-        splits.append((batch.size, size))
-        return split(self, batch, size)
+class Seen:
+    """What the runner did: rows that began, in order; sizes that it was compacted to; steps."""
 
-    monkeypatch.setattr(ModelRunner, "run", seen_run)
-    monkeypatch.setattr(ModelRunner, "split", seen_split)
-    # Buckets of 12 and 6 rows; 12 or 4 begin together.
+    def __init__(self, monkeypatch):
+        self.calls = []
+        self._spy(monkeypatch, "pack", self._packed)
+        self._spy(monkeypatch, "compact", lambda runner, size: ("compact", size))
+        self._spy(monkeypatch, "decode", lambda runner, stop, width: ("decode", runner.size))
+
+    def _packed(self, runner, index, draft_ends):
+        free = runner.size - runner.unfinished.sum()
+        assert sum(map(len, index)) <= free
+        return "begin", np.concatenate(index).tolist()
+
+    def _spy(self, monkeypatch, name, describe):
+        method = getattr(Runner, name)
+
+        def spy(runner, *args):
+            self.calls.append(describe(runner, *args))
+            return method(runner, *args)
+
+        monkeypatch.setattr(Runner, name, spy)
+
+    def of(self, kind):
+        return [value for name, value in self.calls if name == kind]
+
+    @property
+    def begun(self) -> list[int]:
+        """Rows in the order in which they began."""
+        return list(itertools.chain(*self.of("begin")))
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    return Seen(monkeypatch)
+
+
+def test_a_quarter_of_the_places_is_refilled_at_a_time(mesh, seen):
+    """16 places; rows begin in order, four at least, as others are done."""
+    max_lens = np.where(np.arange(B) < 16, 1 + np.arange(B) % 8, R).astype(np.int32)
+    go(spec_of(max_rows=16, **ONE_BUCKET), max_lens=max_lens)
+    assert seen.begun == list(range(B))
+    # Of the first there are two of each length.
+    assert [len(rows) for rows in seen.of("begin")] == [16, 4, 4, 4, 4]
+    assert seen.of("compact") == []
+
+
+def test_the_batch_shrinks_bucket_by_bucket_once_none_waits(mesh, seen, base):
+    max_lens = np.where(np.arange(B) == 3, R, 2).astype(np.int32)
+    rollout, stats = go(spec_of(row_buckets=4), max_lens=max_lens)
+    assert seen.calls == [
+        ("begin", list(range(B))), ("decode", 32), ("compact", 16), ("compact", 8), ("compact", 4),
+        ("decode", 4),
+    ]  # fmt: skip
+    assert stats.decode_runs == [(32, 1, 1), (4, 1, R - 2)]
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[3], base[1].tokens[3])
+    seen.calls.clear()
+    go(spec_of(row_buckets=4, max_rows=16), max_lens=max_lens)
+    order = [name for name, _ in seen.calls]
+    assert order.index("compact") > len(order) - 1 - order[::-1].index("begin")
+
+
+def test_groups_of_long_drafts_begin_first(mesh, seen, base):
+    """Drafts of like length are decided together."""
+    lens = np.repeat([1, 4, 2, 8, 5, 3, 0, 7], 4)
+    drafts = as_drafts(base[1], lens)
+    go(spec_of(max_rows=8, **ONE_BUCKET), drafts=drafts, max_lens=None)
+    groups = [row // 4 for row in seen.begun][::4]
+    assert groups == [3, 7, 4, 1, 5, 2, 0, 6]
+
+
+def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, base):
+    """They take idle places alone, and the batch does not shrink while one of them waits."""
+    first = ref.select(PROMPTS, range(4))
+    late = ref.select(PROMPTS, range(4, 8))
+    weights = ref.policy(0.0, ref.ONE_LAYER)[1]
     spec = spec_of(max_rows=12, row_buckets=2)
-    lens = np.where(np.arange(B) % 4 == 3, 1, R)
-    rollout, _ = go(spec, max_lens=None, drafts=as_drafts(base[1], lens))
-    check_equal(rollout, base[1], but=DRAFT_FIELDS)
-    assert (4, 3) in passes
-    assert all(smaller < size for size, smaller in splits)
+    result = ref.rollout(spec, weights, first, step=1, next_prompts=late)
+    assert seen.begun[:16] == list(range(16))
+    assert seen.begun[16:] == list(range(16, len(seen.begun)))
+    assert set(result.rollout.lens.tolist()) == {R}
+    check_equal(result.rollout, base[1], slice(0, 16))
+    drafts = ref.host(result.run_ahead.drafts)
+    assert 0 < drafts.lens.sum() < 16 * R
 
 
-# Short caches
+def test_rollouts_may_end_early(mesh, base):
+    """Once no more than so many rows are unfinished, what they hold is kept."""
+    weights = ref.policy(0.0, ref.ONE_LAYER)[1]
+    max_lens = 1 + np.arange(B) % 8
+    result = ref.rollout(
+        spec_of(max_rows=16), weights, PROMPTS, step=1, max_lens=max_lens, allow_unfinished=6
+    )
+    lens = np.asarray(result.rollout.lens)
+    assert 0 < np.sum(~result.finished) <= 6
+    np.testing.assert_array_equal(result.finished, lens == max_lens)
+    inside = np.arange(R) < lens[:, None]
+    tokens = np.where(inside, base[1].tokens, 0)
+    np.testing.assert_array_equal(np.asarray(result.rollout.tokens), tokens)
 
 
-def long_spec(**changes):
-    """Up to 32 tokens without an end, prompts of 2."""
-    options = {"slots": 32, "prompt_slots": 2, "group": 2, "accept": "match", "eos": (16,)}
-    return ref.make_spec(ref.ONE_LAYER, **options | changes)
+# Shards
 
 
-def test_the_batch_moves_to_the_next_longer_cache(mesh):
-    """When its longest row has filled the one it is in; groups that begin later join it there."""
-    spec = long_spec(row_buckets=2, max_rows=8)
-    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
-    max_lens = np.array([32, 3] * 8, np.int32)
-    rollout, stats = ref.run(spec, weights, prompts, max_lens=max_lens)
-    at_once = long_spec(**ONE_BUCKET)
-    check_equal(rollout, ref.run(at_once, weights, prompts, max_lens=max_lens)[0])
-    lengths = [slots for _, slots, *_ in stats.decode_runs]
-    assert set(lengths) == {2 + 8, 2 + 16, 2 + 32}
-    assert max(rows for rows, *_ in stats.decode_runs) == 8
+def test_who_waits_by_hand(make_mesh):
+    """4 groups of 2 rows on 2 shards; the last group of each is of the next step. Rows that hold
+    tokens come first, those that are done do not wait."""
+    none = np.zeros(8, np.int32)
+    held = none.copy()
+    held[[1, 5]] = 3
+    done = none > 0
+    done[4] = True
+    with jax.set_mesh(make_mesh(2, 1, 1)):
+        requests = Requests(
+            ref.select(PROMPTS, range(4)), np.zeros(4, int), 4, held, done, draft_lens=none
+        )
+        runner = types.SimpleNamespace(requests=requests, buckets=None)
+        scheduler = Scheduler(runner)
+    assert scheduler.waiting == [[1, 0], [5]]
+    assert scheduler.next_step == [[2, 3], [6, 7]]
 
 
-def test_rows_that_go_on_verifying_part_from_the_others(mesh):
-    """Drafts of two passes, right in 3 of 8 rows: these go on alone."""
-    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
-    spec = long_spec(row_buckets=4, max_rows=8)
-    right = ref.run(spec, weights, prompts)[0]
-    tokens = np.asarray(right.tokens).copy()
-    tokens[np.arange(16) % 8 >= 3, 4] ^= 1
-    drafts = as_drafts(dataclasses.replace(right, tokens=put(tokens, "batch", None)))
-    rollout, stats = ref.run(spec, weights, prompts, drafts=drafts)
-    check_equal(rollout, right, but=DRAFT_FIELDS)
-    decode_runs = [program for program in stats.programs if program[0] == "decode_steps"]
-    assert len({size for _, size, *_, verifies, _ in decode_runs if verifies}) > 1
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_a_rollout_on_four_shards(make_mesh, base, with_drafts):
+    """Lengths of 1 to 8, so that shards end at different times."""
+    plain, endless, _ = base
+    lens = np.minimum(plain.lens, np.arange(B) % 5)
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        old = as_drafts(endless, lens) if with_drafts else None
+        rollout, stats = go(spec_of(max_rows=16), drafts=old)
+        check_equal(rollout, plain, but=DRAFT_FIELDS)
+        np.testing.assert_array_equal(rollout.prefix_lens, lens if with_drafts else 0 * lens)
+    assert len({rows for rows, *_ in stats.decode_runs}) > 1
 
 
-@pytest.mark.parametrize("rows", [pytest.param(0, marks=pytest.mark.slow), 4], ids=["all", "few"])
-def test_block_verifies_whole_drafts(mesh, rows):
-    """Short drafts, whose pass is wider than the cache that they need; one of them longer."""
-    prompts, (_, weights) = ref.random_prompts(8, 2), ref.policy(model=ref.ONE_LAYER)
-    options = {"row_buckets": 3, "accept": "block", "stored_logprobs": 3}
-    spec = long_spec(max_rows=rows, **options)
-    at_once = long_spec(**options)
-    old = ref.run(at_once, ref.policy(0.1, ref.ONE_LAYER)[1], prompts)[0]
-    lens = np.full(16, 5)
-    drafts = [as_drafts(old, np.where(np.arange(16) == 15, n, lens)) for n in (5, 20)]
-    expected = [ref.run(at_once, weights, prompts, 1, drafts=d)[0] for d in drafts]
-    results = [ref.run(spec, weights, prompts, 1, drafts=d)[0] for d in drafts]
-    for rollout, right in zip(results, expected):
-        check_equal(rollout, right)
-        accepted = np.asarray(rollout.prefix_lens)
-        assert 0 < accepted.sum() < 16 * 5  # some accepted, some not
-    first, second = (np.asarray(rollout.tokens)[:15] for rollout in results)
-    np.testing.assert_array_equal(first, second)  # nothing of the row whose draft is longer
+def test_shards_take_up_rows_on_their_own(make_mesh, base):
+    """One shard has the long responses: the others go on with what waits for them."""
+    max_lens = np.where(np.arange(B) < B // 4, R, 1).astype(np.int32)
+    with jax.set_mesh(make_mesh(2, 2, 1)):
+        rollout, stats = go(spec_of(max_rows=16), max_lens=max_lens)
+    np.testing.assert_array_equal(rollout.lens, max_lens)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 0], base[1].tokens[:, 0])
+    assert stats.decode_steps == 2 * (R - 1)  # the shard's rows, four after four
