@@ -47,8 +47,11 @@ def _compute(config) -> None:
     settings = config.rollout
     spec = RolloutSpec.from_config(config, MODEL, eos_ids=(1,), pad_id=0)
     buckets = spec.buckets((settings.prompts_per_step + settings.partial) * settings.group_size)
-    assert buckets.rows
-    assert buckets.verify
+    assert buckets.widths[0] == 1
+    # Every row has a place, in the cache and in the packed sequences of `extend`.
+    longest = config.data.prompt_len + settings.response_len
+    assert min(buckets.slots, buckets.sequence_slots) >= longest
+    assert buckets.chunks * buckets.chunk_sequences >= buckets.rows[0] >= buckets.block_rows > 0
     part_size(config)
     schedule = make_schedule(config.updates, max(config.train.steps, 1))
     assert math.isfinite(float(schedule(0)))
