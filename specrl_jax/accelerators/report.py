@@ -67,7 +67,7 @@ def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept:
 def _refused(error: Exception) -> dict[str, Any]:
     """Read what the compiler says where a program does not fit."""
     refusal: dict[str, Any] = {"error": _line(error)}
-    if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", refusal["error"]):
+    if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", str(error)):
         refusal["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
     return refusal
 
