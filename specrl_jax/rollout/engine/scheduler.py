@@ -82,22 +82,22 @@ class Scheduler:
         return True
 
     def _extend(self, index: list[np.ndarray]) -> None:
-        """Let these rows begin, and verify their drafts where that saves time. A rule whose drafts
-        must not depend on the clock has no choice."""
+        """Let these rows begin, and verify their drafts; a rule that samples every token anew may
+        leave them out where that saves time. Another rule's tokens would depend on the clock."""
         runner = self.runner
         rows = np.concatenate(index)
-        nothing = np.zeros_like(self.requests.draft_lens)
         prefixes = runner.pack(index, self.requests.draft_lens)
         lens = np.maximum(self.requests.draft_lens - self.requests.held_lens, 0)[rows]
-        chooses = self.speculation is not None and not runner.program.accept.needs_distribution
-        if chooses and lens.any():
-            without = runner.pack(index, nothing)
+        chooses = self.speculation is not None and runner.program.accept.samples_anew
+        chooses &= bool(lens.any())
+        if chooses:
+            without = runner.pack(index, np.zeros_like(self.requests.draft_lens))
             extra = int(prefixes.count - without.count)
             if not self.speculation.verifies(lens, extra, self.buckets):
                 prefixes = without
         verified, accepted = runner.extend(prefixes).tolist()
         if chooses:
-            self.speculation.acceptance.observe_previous(accepted, verified)
+            self.speculation.record_drafts(accepted, verified)
 
     # Rows decode ----------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from specrl_jax.types import StatePart
 
 WIDTH_MARGIN = 1.15  # expected gain of a width over plain steps that is worth it
 VERIFY_MARGIN = 0.5  # drafts are verified unless that saves less than so much of its seconds
+VERIFY_EVERY = 32  # drafts are verified once in so many times, to see what is accepted
 HALF_LIFE = 256  # row steps after which counts of the draft source count half
 VERIFIED_HALF_LIFE = 4_096  # verified tokens after which counts of previous responses count half
 PRIOR_ROW_STEPS = 8  # of no accepted token of the draft source, before anything is known
@@ -128,6 +129,7 @@ class Speculation(StatePart):
     acceptance: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     steps_since_probe: int = PROBE_EVERY * PROBE_STEPS  # the first comes at once
     probes: int = 0
+    left_out: int = 0  # times in a row that drafts were not verified
 
     # Widths ---------------------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class Speculation(StatePart):
         extra_chunks: chunks of `extend` that only the drafts need. The accepted tokens of a draft
         are those of a chance `rate` for each; every row has another quantile.
         """
-        if self.seconds is None:
+        if self.seconds is None or self.left_out + 1 >= VERIFY_EVERY:
             return True
         lens = np.sort(draft_lens)
         # Multiples of the golden ratio, modulo 1, are spread evenly.
@@ -175,7 +177,12 @@ class Speculation(StatePart):
         accepted = np.log(quantiles) / math.log(min(self.acceptance.rate(), 1 - 1e-6))
         left = lens - np.minimum(accepted, lens).astype(int)
         saved = self._decode_seconds(lens, buckets) - self._decode_seconds(left, buckets)
-        return saved > VERIFY_MARGIN * extra_chunks * self.seconds.chunk
+        return saved >= VERIFY_MARGIN * extra_chunks * self.seconds.chunk
+
+    def record_drafts(self, accepted: int, verified: int) -> None:
+        """Count draft tokens of rows that began; none is verified where drafts were left out."""
+        self.acceptance.observe_previous(accepted, verified)
+        self.left_out = 0 if verified else self.left_out + 1
 
     def _decode_seconds(self, lens: np.ndarray, buckets: Buckets) -> float:
         """Seconds to decode `lens` [n] tokens in the buckets that hold the rows left at each
@@ -202,6 +209,7 @@ class Speculation(StatePart):
             "acceptance": dataclasses.asdict(self.acceptance),
             "steps_since_probe": self.steps_since_probe,
             "probes": self.probes,
+            "left_out": self.left_out,
         }
 
     def restore(self, host: Mapping, arrays: object = None) -> "Speculation":

@@ -1,0 +1,501 @@
+"""Widths, probes and verification: by hand, by brute force, in simulated and in real rollouts."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import ONE_BUCKET, check_equal, history_of
+from scheduler_cases import B, R, go, spec_of
+
+from specrl_jax.rollout.drafts.sources import SuffixDrafts
+from specrl_jax.rollout.engine import speculation
+from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.speculation import (
+    VERIFY_EVERY,
+    VERIFY_MARGIN,
+    AcceptanceCounts,
+    Seconds,
+    Speculation,
+    StepPlan,
+)
+from specrl_jax.types import Source
+
+# Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
+CPU = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.3, 16: 3.6, 32: 6.5, 64: 12.9, 128: 23.7}
+MEMORY_BOUND = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.1, 16: 1.2, 32: 1.5}
+
+
+def make_seconds(relative=CPU, rows=(1, 4, 16, 64, 128), chunk=1.0) -> Seconds:
+    pairs = itertools.product(rows, relative.items())
+    return Seconds(chunk, {(r, width): 1e-3 * (2 + 0.3 * r) * x for r, (width, x) in pairs})
+
+
+def make_acceptance(survival, row_steps=1e12) -> AcceptanceCounts:
+    """So much evidence that the prior does not count: s_k = survival[k - 1]."""
+    shares = [row_steps * s for s in (1.0, *survival)]
+    return AcceptanceCounts(reached=shares[:-1], accepted=shares[1:])
+
+
+def draw(rng, chances, row_steps, width) -> np.ndarray:
+    """Histogram of accepted tokens; chances[k]: to go on after k (the last one from there on)."""
+    histogram = np.zeros(width, int)
+    alive = row_steps
+    for k in range(width):
+        go_on = rng.binomial(alive, chances[min(k, len(chances) - 1)]) if k < width - 1 else 0
+        histogram[k] = alive - go_on
+        alive = go_on
+    return histogram
+
+
+def true_survival(chances, tokens) -> list[float]:
+    padded = [*chances, *[chances[-1]] * tokens]
+    return list(itertools.accumulate(padded[:tokens], lambda a, b: a * b))
+
+
+# Acceptance -----------------------------------------------------------------------------------
+
+
+def test_survival_by_hand():
+    acceptance = AcceptanceCounts()
+    assert acceptance.survival(3) == [0, 0, 0]
+    acceptance.observe([2, 1, 5], width=3)
+    assert acceptance.reached == [8, 6]
+    assert acceptance.accepted == [6, 5]
+    first = 6 / 16
+    second = (5 + 8 * first) / 14
+    # A token that was never checked has the chance of the token before it.
+    assert acceptance.survival(3) == pytest.approx([first, first * second, first * second**2])
+    assert acceptance.expected_tokens(3) == pytest.approx(1 + first + first * second)
+    assert acceptance.expected_tokens(1) == 1.0
+    # A narrower step tells of the first token, and leaves what is known of the second.
+    acceptance.observe([4, 4], width=2)
+    fade = 0.5 ** (8 / speculation.HALF_LIFE)
+    assert acceptance.reached == [8 * fade + 8, 6]
+    assert acceptance.accepted == [6 * fade + 4, 5]
+    # A plain step tells nothing.
+    acceptance.observe([9], width=1)
+    assert acceptance.reached == [8 * fade + 8, 6]
+
+
+def test_the_rate_of_previous_responses_by_hand():
+    acceptance = AcceptanceCounts()
+    assert acceptance.rate() == pytest.approx(0.99)
+    acceptance.observe_previous(90, 100)
+    assert acceptance.rate() == pytest.approx((90 + 0.99 * 32) / 132)
+    acceptance.observe_previous(0, speculation.VERIFIED_HALF_LIFE)
+    assert acceptance.previous_accepted == 45
+    assert acceptance.previous_verified == 50 + speculation.VERIFIED_HALF_LIFE
+
+
+# Widths ---------------------------------------------------------------------------------------
+
+
+def seconds_of(widths, rows=64) -> Seconds:
+    return Seconds(1.0, {(rows, width): seconds for width, seconds in widths.items()})
+
+
+def test_the_worked_example_of_the_module():
+    acceptance = make_acceptance([0.8, 0.64, 0.51, 0.41, 0.33, 0.26, 0.21])
+    chooser = Speculation(seconds_of({1: 10, 4: 15, 8: 23}), acceptance)
+    assert acceptance.expected_tokens(4) == pytest.approx(2.95)
+    assert acceptance.expected_tokens(8) == pytest.approx(4.16)
+    assert chooser.choose_width(64, (1, 4, 8)) == 4
+    assert chooser.choose_width(64, (1,)) == 1
+
+
+@pytest.mark.parametrize("relative", [CPU, MEMORY_BOUND])
+def test_the_width_is_the_best_by_brute_force(relative):
+    rng = np.random.default_rng(5)
+    seconds = make_seconds(relative)
+    chosen = set()
+    for _ in range(200):
+        survival = list(np.cumprod(rng.beta(*rng.choice([0.3, 1, 4, 20], 2), size=127)))
+        rows = int(rng.choice([1, 16, 64]))
+        some = rng.choice(sorted(relative), rng.integers(1, 6), replace=False)
+        widths = sorted({1, *some.tolist()})
+        speeds = {w: (1 + sum(survival[: w - 1])) / seconds.steps[rows, w] for w in widths}
+        width = Speculation(seconds, make_acceptance(survival)).choose_width(rows, widths)
+        best = max(speeds.values())
+        pays = best >= speculation.WIDTH_MARGIN * speeds[1]
+        assert speeds[width] == pytest.approx(best if pays else speeds[1], rel=1e-9)
+        chosen.add(width)
+    assert chosen >= {1, 4, 8, 16, 32}
+
+
+def test_steps_are_plain_until_seconds_are_known():
+    assert Speculation(None, make_acceptance([0.9] * 3)).choose_width(64, (1, 2, 4)) == 1
+
+
+# Probes ---------------------------------------------------------------------------------------
+
+
+def test_probes_by_hand():
+    """One probe of 8 steps in 400, of the next two widths in turn; the first comes at once."""
+    chooser = Speculation(seconds_of({1: 10.0, 2: 12.0, 4: 15.0, 8: 20.0}))
+    widths = (1, 2, 4, 8)
+    plan = chooser.plan_steps(64, widths)
+    assert plan == StepPlan(2, 8, True)
+    chooser.record_steps(plan, 8, [512, 0])
+    plan = chooser.plan_steps(64, widths)
+    assert plan == StepPlan(1, 400, False)
+    chooser.record_steps(plan, 350, [0])  # the bucket ended
+    plan = chooser.plan_steps(64, widths)
+    assert plan == StepPlan(1, 50, False)
+    chooser.record_steps(plan, 50, [0])
+    plan = chooser.plan_steps(64, widths)
+    assert plan == StepPlan(4, 8, True)
+    chooser.record_steps(plan, 8, [512, 0, 0, 0])
+    assert chooser.plan_steps(64, (1,)) == StepPlan(1, 0, False)
+
+
+def test_wide_steps_are_reviewed_and_the_next_width_is_probed():
+    seconds = seconds_of({1: 10.0, 2: 12.0, 4: 15.0, 8: 23.0})
+    chooser = Speculation(seconds, make_acceptance([0.9, 0.1]), steps_since_probe=0)
+    assert chooser.plan_steps(64, (1, 2)) == StepPlan(2, speculation.REVIEW_STEPS, False)
+    assert chooser.plan_steps(64, (1, 2, 4, 8)).width == 2
+    chooser.steps_since_probe = 390
+    assert chooser.plan_steps(64, (1, 2, 4, 8)) == StepPlan(2, 10, False)
+    chooser.steps_since_probe = 400
+    assert chooser.plan_steps(64, (1, 2, 4, 8)) == StepPlan(4, 8, True)
+
+
+class Simulation:
+    """Decodes with drafts of known chances; sums expected seconds, also those of plain steps."""
+
+    def __init__(self, relative=CPU, widths=(1, 2, 4, 8, 16), seed=0):
+        self.chooser = Speculation(make_seconds(relative))
+        self.widths = widths
+        self.rng = np.random.default_rng(seed)
+        self.seconds = 0.0
+        self.plain_seconds = 0.0
+
+    def decode(self, chances, rows, most=60):
+        """Steps of a bucket that lasts `most` steps at most; returns their plan."""
+        plan = self.chooser.plan_steps(rows, self.widths)
+        steps = min(plan.max_steps or most, most)
+        histogram = draw(self.rng, chances, rows * steps, plan.width)
+        self.chooser.record_steps(plan, steps, histogram)
+        known = self.chooser.seconds.steps
+        self.seconds += steps * known[rows, plan.width]
+        self.plain_seconds += known[rows, 1] * (histogram @ np.arange(1, plan.width + 1)) / rows
+        return plan
+
+    def gain(self, chances, rows, rollouts):
+        """Seconds of plain steps over those that were taken."""
+        self.seconds = 0.0
+        self.plain_seconds = 0.0
+        plain = 60 * self.chooser.seconds.steps[rows, 1]
+        while self.plain_seconds < rollouts * plain:
+            self.decode(chances, rows)
+        return self.plain_seconds / self.seconds
+
+    def best_gain(self, chances, rows):
+        """Of the best width, if it is known."""
+        known = self.chooser.seconds.steps
+        return max(
+            (1 + sum(true_survival(chances, w - 1))) * known[rows, 1] / known[rows, w]
+            for w in self.widths
+        )
+
+
+@pytest.mark.parametrize("relative", [CPU, MEMORY_BOUND])
+@pytest.mark.parametrize("widths", [(1, 2, 4, 8), (1, 4, 8, 16, 32)])
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_bad_drafts_switch_themselves_off(relative, widths, rows):
+    """The first rollouts lose little, and all later ones next to nothing."""
+    simulation = Simulation(relative, widths)
+    assert simulation.gain([0.0], rows, 3) > 0.90
+    assert simulation.gain([0.0], rows, 300) > 0.97
+    plans = [simulation.decode([0.0], rows) for _ in range(50)]
+    assert {plan.width for plan in plans if not plan.probe} == {1}
+
+
+@pytest.mark.parametrize("relative", [CPU, MEMORY_BOUND])
+@pytest.mark.parametrize("chances", [[0.9], [0.98], [0.6, 0.9], [0.9, 0.9, 0.9, 0.1], [0.5]])
+@pytest.mark.parametrize("rows", [4, 16, 128])
+def test_good_drafts_are_decoded_wide(relative, chances, rows):
+    simulation = Simulation(relative)
+    best = simulation.best_gain(chances, rows)
+    assert best > 1.15
+    assert simulation.gain(chances, rows, 20) > 1 + 0.6 * (best - 1)
+    assert simulation.gain(chances, rows, 200) > 0.93 * best
+
+
+@pytest.mark.parametrize("rows", [4, 16, 128])
+def test_a_source_that_turns_is_found_out(rows):
+    """By probes where it turns good; where it turns bad, within a rollout."""
+    simulation = Simulation()
+    simulation.gain([0.0], rows, 100)
+    best = simulation.best_gain([0.9], rows)
+    assert simulation.gain([0.9], rows, 150) > 0.7 * best
+    assert simulation.gain([0.9], rows, 100) > 0.93 * best
+    assert simulation.gain([0.0], rows, 30) > 0.75
+    assert simulation.gain([0.0], rows, 300) > 0.97
+
+
+# Verification ---------------------------------------------------------------------------------
+
+PLAIN = Buckets(ref.ONE_LAYER, 64, 0, 100, 3)  # 64, 32 and 16 rows
+WIDE = Buckets(ref.ONE_LAYER, 64, 0, 100, 3, max_width=4)
+
+
+def make_chooser(chunk, rate=1.0, acceptance=None) -> Speculation:
+    """A step takes half a second a row; width 4 half as much again."""
+    steps = {(rows, 1): rows / 2 for rows in PLAIN.rows}
+    steps |= {(rows, 4): 0.75 * rows for rows in PLAIN.rows}
+    steps |= {(rows, 2): 9e9 for rows in PLAIN.rows}
+    acceptance = acceptance or AcceptanceCounts()
+    acceptance.previous_verified = 1e12
+    acceptance.previous_accepted = rate * 1e12
+    return Speculation(Seconds(chunk, steps), acceptance)
+
+
+def worth(lens, rate=1.0, buckets=PLAIN, acceptance=None) -> float:
+    """Seconds that a verification must save, as it is chosen up to there."""
+    low = 0.0
+    high = 1e5
+    for _ in range(40):
+        middle = (low + high) / 2
+        chooser = make_chooser(middle, rate, acceptance)
+        if chooser.verifies(np.array(lens), 1, buckets):
+            low = middle
+        else:
+            high = middle
+    return low * VERIFY_MARGIN
+
+
+def test_what_a_verification_is_worth_by_hand():
+    # All of 64 rows accept all of 4 tokens: 4 steps of 32 s.
+    assert worth([4] * 64) == pytest.approx(128, rel=1e-3)
+    # One row has more left than the others: 2 of 6 steps are on 16 rows, 8 s each.
+    assert worth([4] * 63 + [6]) == pytest.approx(4 * 32 + 2 * 8, rel=1e-3)
+    # Rows that have no bucket of their own need the next larger one.
+    assert worth([4] * 17) == pytest.approx(4 * 16, rel=1e-3)
+    # Half of the rows accept the token that is left.
+    assert worth([1] * 60, rate=0.5) == pytest.approx(32 - 16, rel=1e-3)
+    # Nothing is accepted, or all that is left needs the same bucket.
+    assert worth([4] * 64, rate=1e-9) == pytest.approx(0, abs=1e-3)
+    assert worth([1] * 64, rate=0.1) == pytest.approx(0, abs=1e-3)
+
+
+def test_chunks_that_are_computed_anyway_cost_nothing():
+    chooser = make_chooser(1e9, rate=1e-9)
+    assert chooser.verifies(np.array([4] * 64), 0, PLAIN)
+    assert not chooser.verifies(np.array([4] * 64), 1, PLAIN)
+
+
+def test_good_suffix_drafts_make_a_verification_worth_less():
+    """Width 4 emits 3 tokens a row for 1.5 times the seconds of a plain step."""
+    bad = make_acceptance([0.0] * 3)
+    good = make_acceptance([0.9, 0.7, 0.4])
+    assert worth([4] * 64, buckets=WIDE, acceptance=bad) == pytest.approx(128, rel=1e-3)
+    assert worth([4] * 64, buckets=WIDE, acceptance=good) == pytest.approx(64, rel=1e-3)
+    assert worth([4] * 64, buckets=PLAIN, acceptance=good) == pytest.approx(128, rel=1e-3)
+
+
+def test_drafts_are_verified_until_seconds_are_known():
+    hopeless = AcceptanceCounts(previous_verified=1e9)
+    assert Speculation(None, hopeless).verifies(np.array([4] * 64), 99, PLAIN)
+
+
+@pytest.mark.parametrize("chance", [0.01, 0.5, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999])
+def test_the_choice_is_about_as_good_as_never_and_as_always(chance):
+    """128 rows of long-tailed lengths, where seconds and chance are known."""
+    buckets = Buckets(ref.ONE_LAYER, 128, 24, 256, 4)
+    steps = {128: 5.0, 64: 2.5, 32: 1.1, 16: 0.62}
+    seconds = Seconds(40.0, {(rows, 1): ms for rows, ms in steps.items()})
+    acceptance = AcceptanceCounts(previous_verified=1e6, previous_accepted=chance * 1e6)
+    chooser = Speculation(seconds, acceptance)
+    rng = np.random.default_rng(15)
+    lens = np.exp(rng.normal(3.5, 0.8, 128)).astype(int).clip(1, 256)
+
+    def decode(left):
+        return sum(steps[buckets.rows_for_shards([n])] for n in np.sum(
+            left[:, None] > np.arange(left.max(initial=0)), axis=0))  # fmt: skip
+
+    extra = 9
+    never = decode(lens)
+    right = [np.minimum(rng.geometric(1 - chance, 128) - 1, lens) for _ in range(8)]
+    always = extra * seconds.chunk + np.mean([decode(lens - kept) for kept in right])
+    chosen = always if chooser.verifies(lens, extra, buckets) else never
+    # What it loses at most is the seconds that drafts are worth a try.
+    assert chosen <= 1.05 * min(never, always) + (1 - VERIFY_MARGIN) * extra * seconds.chunk
+
+
+def test_drafts_that_turn_are_found_out():
+    """They are verified now and then, so that it shows when they turn good."""
+    rng = np.random.default_rng(8)
+    chooser = make_chooser(1e3)
+    chooser.acceptance = AcceptanceCounts()
+
+    def run(chance, rollouts) -> list[bool]:
+        choices = []
+        for _ in range(rollouts):
+            choice = chooser.verifies(np.full(64, 64), 1, PLAIN)
+            accepted = np.minimum(rng.geometric(1 - chance, size=64) - 1, 64)
+            verified = accepted.sum() + (accepted < 64).sum()
+            chooser.record_drafts(*((accepted.sum(), verified) if choice else (0, 0)))
+            choices.append(choice)
+        return choices
+
+    choices = run(0.01, 200)
+    assert choices[0]  # by the prior
+    assert sum(choices) < 20
+    choices = run(0.9999, 100)
+    assert choices.index(True) < VERIFY_EVERY
+    assert all(choices[2 * VERIFY_EVERY :])
+    choices = run(0.01, 100)
+    assert choices.index(False) <= 30
+    assert sum(choices[30:]) < 10
+
+
+# State ----------------------------------------------------------------------------------------
+
+
+def use(chooser, rng, rollouts) -> list:
+    """Rollouts of changing drafts; every choice."""
+    choices = []
+    buckets = Buckets(ref.ONE_LAYER, 64, 0, 100, 3, max_width=8)
+    for i in rollouts:
+        chances = [[0.0], [0.9], [0.9, 0.9, 0.9, 0.1]][(i // 7) % 3]
+        rows = int(rng.choice([16, 64]))
+        lens = rng.integers(1, 90, rows)
+        before = chooser.host()
+        choices.append(chooser.verifies(lens, 2, buckets))
+        chooser.plan_steps(rows, (1, 4, 8))
+        assert chooser.host() == before  # choosing and planning change nothing
+        verified = int(rng.integers(1, 500)) * choices[-1]
+        chooser.record_drafts(int(verified * chances[0]), verified)
+        steps = chooser.plan_steps(rows, (1, 4, 8))
+        number = int(rng.integers(0, 99))
+        chooser.record_steps(steps, number, draw(rng, chances, rows * number, steps.width))
+        choices.append(steps)
+    return choices
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("stop", [0, 1, 5, 23])
+def test_a_resumed_run_chooses_alike(stop, known):
+    seconds = make_seconds(rows=(16, 32, 64), chunk=0.5) if known else None
+    straight = Speculation(seconds)
+    rng = np.random.default_rng(9)
+    expected = use(straight, rng, range(60))
+    widths = {choice.width for choice in expected if isinstance(choice, StepPlan)}
+    assert widths >= {1, 4}
+    assert not known or {False, True} <= {c for c in expected if not isinstance(c, StepPlan)}
+
+    first = Speculation(seconds)
+    rng = np.random.default_rng(9)
+    choices = use(first, rng, range(stop))
+    text = json.dumps(first.host())
+    resumed = Speculation().restore(json.loads(text))
+    assert json.dumps(resumed.host()) == text
+    assert choices + use(resumed, rng, range(stop, 60)) == expected
+    assert resumed.host() == straight.host()
+
+
+# In rollouts: no choice changes a token -------------------------------------------------------
+
+
+def hopeful(wide=(10.0, 20.0), chunk=1.0) -> Speculation:
+    """One that expects suffix drafts to be right, and has just probed. wide: seconds of steps of
+    width 2 and 4; of 1: one."""
+    acceptance = AcceptanceCounts(reached=[10.0] * 3, accepted=[9.0] * 3)
+    steps = {(B, 1): 1.0, (B, 2): wide[0], (B, 4): wide[1]}
+    return Speculation(Seconds(chunk, steps), acceptance, steps_since_probe=0)
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_wide_steps_are_taken_where_they_pay(mesh, base, monkeypatch, pays):
+    """The draft source's state is made for the first step that reads it."""
+    made = []
+    init = SuffixDrafts.init
+    monkeypatch.setattr(SuffixDrafts, "init", lambda *args: made.append(args) or init(*args))
+    chooser = hopeful((1.01, 1.02) if pays else (10.0, 20.0))
+    spec = spec_of(4, **ONE_BUCKET)
+    history = history_of(spec, base[1].tokens, base[1].lens)
+    rollout, stats = go(spec, history=history, speculation=chooser)
+    check_equal(rollout, base[0], but=("sources",))
+    assert {width for *_, width, _ in stats.decode_runs} == {4 if pays else 1}
+    assert len(made) == pays
+    assert stats.drafted_tokens == np.sum(np.asarray(rollout.sources) == Source.DRAFTED)
+    assert (stats.drafted_tokens > 0) == pays
+    if pays:
+        assert stats.decode_steps <= R / 2  # the plain responses are known
+        # Rows that are done do not count.
+        assert 0 < chooser.acceptance.reached[0] < stats.row_steps
+
+
+@pytest.mark.parametrize("accept", ["match", "ratio", "random", "block"])
+def test_drafts_are_left_out_where_no_token_depends_on_them(mesh, base, accept):
+    """A verification that does not pay: another rule than match verifies all the same."""
+    spec = spec_of(accept=accept, **ONE_BUCKET)
+    drafts = ref.put_rows(base[2])
+    expected, verified = go(spec, drafts=drafts, log_lenience=0.5)
+    chooser = hopeful(chunk=1e6)
+    rollout, stats = go(spec, drafts=drafts, log_lenience=0.5, speculation=chooser)
+    assert verified.verified_tokens > 0
+    if accept != "match":
+        check_equal(rollout, expected)
+        assert stats.verified_tokens == verified.verified_tokens
+        assert chooser.host() == hopeful(chunk=1e6).host() | {
+            "steps_since_probe": stats.decode_steps
+        }
+        return
+    check_equal(rollout, expected, but=("sources", "prefix_lens"))
+    assert stats.verified_tokens == 0
+    assert not np.asarray(rollout.prefix_lens).any()
+    assert chooser.left_out == 1
+    _, stats = go(spec, drafts=drafts, speculation=(chooser := hopeful(chunk=0.0)))
+    assert chooser.acceptance.previous_verified == stats.verified_tokens > 0
+    assert chooser.acceptance.previous_accepted == stats.accepted_tokens
+
+
+class Whims:
+    """In the place of a `Speculation`, one that chooses at random."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        self.verdicts = []
+        self.verified = 0  # tokens
+
+    def plan_steps(self, rows, widths):
+        return StepPlan(int(self.rng.choice(widths)), int(self.rng.integers(0, 4)), False)
+
+    def record_steps(self, plan, steps, histogram):
+        assert len(histogram) == plan.width
+
+    def verifies(self, draft_lens, extra_chunks, buckets):
+        self.verdicts.append(bool(self.rng.random() < 0.6))
+        return self.verdicts[-1]
+
+    def record_drafts(self, accepted, verified):
+        assert 0 <= accepted <= verified
+        assert self.verdicts[-1] or not verified
+        self.verified += verified
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_no_choice_changes_a_token(make_mesh, base, shape):
+    plain, endless, old = base
+    widths = set()
+    verdicts = set()
+    with jax.set_mesh(make_mesh(*shape)):
+        spec = spec_of(4, max_rows=16)
+        for seed in range(4):
+            whims = Whims(seed)
+            history = history_of(spec, endless.tokens, endless.lens)
+            drafts = ref.put_rows(old)
+            rollout, stats = go(spec, drafts=drafts, history=history, speculation=whims)
+            check_equal(rollout, plain, but=("sources", "prefix_lens"))
+            sources = np.asarray(rollout.sources)
+            assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED)
+            assert stats.accepted_tokens == np.sum(sources == Source.REUSED)
+            assert stats.verified_tokens == whims.verified
+            widths |= {width for *_, width, _ in stats.decode_runs}
+            verdicts |= set(whims.verdicts)
+    assert widths == {1, 2, 4}
+    assert verdicts == {False, True}
