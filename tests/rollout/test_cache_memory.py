@@ -54,7 +54,6 @@ def measure(max_rows: int) -> dict[str, int]:
         slots=256,
         eos=(99,),
         row_buckets=5,
-        cache_lengths=4,
         max_rows=max_rows,
     )
     weights, prompts = ref.policy(0.0, model)[1], ref.random_prompts(32)
@@ -86,7 +85,7 @@ def test_few_rows_take_no_more_than_their_caches_while_they_move():
         print(max_rows, measured[max_rows])
     assert measured[0]["checksum"] == measured[ROWS]["checksum"]
     assert measured[0]["added"] > 3 * CACHE  # all rows at once
-    assert measured[ROWS]["added"] <= 2.5 * CACHE + SLACK
+    assert measured[ROWS]["added"] <= 1.5 * CACHE + SLACK  # half of it as the batch shrinks
 
 
 if __name__ == "__main__":
