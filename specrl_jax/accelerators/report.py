@@ -21,7 +21,7 @@ from specrl_jax.programs import (
 )
 
 _GB = 10**9
-_HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of chip", "TFLOP")
+_HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of chip", "GFLOP")
 
 
 def kept_bytes(run: AbstractRun) -> int:
@@ -122,7 +122,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         needs = f"does not fit: {row['peak'] / _GB:.1f} GB" if "peak" in row else row["error"]
         return (*head, needs)
     sizes = (row[name] / _GB for name in ("arguments", "temporaries", "peak", "needed"))
-    flops = f"{row['flops'] / 1e12:.3g}"
+    flops = f"{row['flops'] / 1e9:,.1f}"
     return (*head, *(f"{size:.3f}" for size in sizes), f"{row['of_chip']:.0%}", flops)
 
 
@@ -133,5 +133,5 @@ def _sent(row: Mapping[str, Any]) -> list[str]:
     for x in sorted(row.get("collectives", []), key=lambda x: (x["each"], -x["bytes"])):
         times = "each pass of its loops, " if x["each"] else ""
         count = f"{x['count']:,} {x['kind']}"
-        lines.append(f"{x['axes']}: {times}{count}, {x['bytes'] / 1e6:,.3g} MB")
+        lines.append(f"{x['axes']}: {times}{count}, {x['bytes'] / 1e6:,.1f} MB")
     return lines
