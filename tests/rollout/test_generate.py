@@ -237,8 +237,8 @@ def test_ends_of_responses_with_and_without_drafts(mesh, ends):
     check_counts(again, LASTS, ends)
     np.testing.assert_array_equal(np.asarray(again.prefix_lens), np.repeat(lens, 2))
     assert stats.decode_steps == stats.row_steps == 0
-    # Two rows of each prompt are one in the tries: three sequences of two prompts.
-    assert stats.extended_tokens == 12 * 24
+    # Two rows of each prompt are one in the tries: three sequences of two prompts, in a chunk.
+    assert stats.extended_tokens == spec.buckets(12).chunk_sequences * 24 == 10 * 24
     np.testing.assert_array_equal(np.asarray(again.origin_steps)[2], np.zeros(6))
 
 

@@ -79,7 +79,8 @@ def test_the_next_step_keeps_all_of_it_under_the_same_policy(mesh, changes):
     assert np.all(np.asarray(result.origin_steps) == 2)  # drawn again, now
     begun = np.arange(8)[None, :] < np.asarray(drafts.lens)[:, None]
     assert np.all(np.asarray(result.sources)[begun] == Source.REUSED)
-    assert stats.row_steps < plain_stats.row_steps
+    # In one bucket the batch takes as many steps as its longest row, which may not have begun.
+    assert stats.row_steps < plain_stats.row_steps or spec.row_buckets == 1
 
 
 def test_the_next_step_draws_as_its_own_policy_does(mesh):
@@ -104,9 +105,11 @@ def test_what_was_begun_goes_before_an_earlier_response(mesh):
     np.testing.assert_array_equal(drafts.lens, np.where(first, begun.lens, before.lens))
     expected = np.where(first[:, None], begun.tokens, before.tokens)
     np.testing.assert_array_equal(drafts.tokens, expected)
-    assert run_ahead.drafts_for(NOW, previous) is previous  # begun for other prompts
-    assert run_ahead.drafts_for(NOW) is None
-    assert RunAhead.empty(32, 8).drafts_for(NEXT) is None
+    # Of what was begun for other prompts there is nothing.
+    others = host(run_ahead.drafts_for(NOW, previous))
+    jax.tree.map(np.testing.assert_array_equal, others, before)
+    assert not np.any(run_ahead.drafts_for(NOW).lens)
+    assert not np.any(RunAhead.empty(32, 8).drafts_for(NEXT).lens)
 
 
 def test_trees_go_on_where_it_stopped_being_right(mesh):
