@@ -62,15 +62,7 @@ def _every_kind(model, weights, older, prompts, *, width: int, few: int, **optio
     near = _near(plain, model.vocab_size)
     wide = spec(tree=ref.TREE, max_width=width)
     # At the step before, under the older policy, in places that its own rows left early.
-    max_lens = np.random.default_rng(2).integers(1, R + 1, len(prompts.lens) * G).astype(np.int32)
-    begun = ref.rollout(
-        spec(row_buckets=2),
-        older,
-        prompts,
-        step=1,
-        next_prompts=prompts,
-        max_lens=max_lens,
-    ).run_ahead
+    begun = ref.rollout(spec(row_buckets=2), older, prompts, step=1, next_prompts=prompts).run_ahead
     cases = {
         "previous": (spec(), {"drafts": as_drafts(near)}),
         "previous, of an older policy": (spec(), {"drafts": as_drafts(old)}),
