@@ -346,6 +346,8 @@ def test_smollm2_goes_home_with_its_tokenizer(main, tmp_path):
     ours = jax.jit(lambda x: model.logits(model(x)[0]))(inputs.numpy())
     np.testing.assert_allclose(ours, logits, atol=2e-4, rtol=1e-5)
     opened.config.rollout.response_len = 24
-    said = "".join(Responder(opened, 0.0).respond(question))
+    pieces = []
+    said = Responder(opened, 0.0).respond(question, pieces.append)
+    assert "".join(pieces) == said
     answer = theirs.generate(inputs, do_sample=False, max_new_tokens=24)[0, len(ids) :]
     assert said == tokenizer.decode(answer, skip_special_tokens=True)
