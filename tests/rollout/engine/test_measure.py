@@ -83,6 +83,7 @@ def test_noise_that_turns_the_longer_call_shorter(mesh, monkeypatch):
 def test_what_a_rollout_ran_is_not_compiled_again(make_mesh, shape, accept):
     """Nor does measuring use up what the run holds; all rows have drafts of all slots."""
     spec = make_spec(accept, row_buckets=1)
+    compile_metrics()
     with jax.set_mesh(make_mesh(*shape)):
         weights = ref.policy(model=ref.ONE_LAYER)[1]
         drafts = ref.plain_drafts(np.full((ROWS, R), 5), np.full(ROWS, R))
