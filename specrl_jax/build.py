@@ -26,13 +26,10 @@ from specrl_jax.episodes import ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
-from specrl_jax.models.transformer import Params, param_count, rollout_weights
+from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.types import Prompts
-
-# The rollout's copy of the weights.
-policy_copy = jax.jit(rollout_weights, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)

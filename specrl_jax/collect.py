@@ -15,11 +15,12 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.build import Trainer, policy_copy
+from specrl_jax.build import Trainer
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, respond, timed
 from specrl_jax.group_buffer import KEPT, places_of, rewards_of
+from specrl_jax.models.transformer import rollout_weights
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.carry_over import CarryOver, assemble, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
@@ -106,7 +107,7 @@ def generate_and_score(
     group = trainer.rollout_spec.group_size
     with timed(times, "time/rollout"):
         previous = state.store.get(prompts, step=state.step)
-        weights = policy_copy(trainer.model, state.train.params)
+        weights = rollout_weights(trainer.model, state.train.params)
         drafts = DraftInputs(
             _drafts(trainer, state, prompts, previous),
             trainer.log_lenience,
@@ -148,7 +149,7 @@ def measure_rollout(trainer: Trainer, state: TrainerState) -> Seconds:
         np.inf,
         _draft_history(trainer, state, prompts, next_prompts),
     )
-    weights = policy_copy(trainer.model, state.train.params)
+    weights = rollout_weights(trainer.model, state.train.params)
     carry_over = CarryOver(next_prompts, state.resumed)
     return measure(spec, weights, prompts, Noise(trainer.key, 0), drafts, carry_over)
 

@@ -215,9 +215,8 @@ class _Episodes:
         return answers
 
     def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [B, O] and counts [B]; O is a power of 2, so that few programs are compiled."""
-        longest = max(map(len, answers.values()), default=1)
-        width = min(1 << max(longest - 1, 0).bit_length(), self.spec.program.response_slots)
+        """int32 [B, R] and counts [B]."""
+        width = self.spec.program.response_slots
         forced = np.zeros((len(self.texts), width), np.int32)
         counts = np.zeros(len(self.texts), np.int32)
         for row, ids in answers.items():

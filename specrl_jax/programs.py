@@ -25,7 +25,6 @@ from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.build import (
     Trainer,
     frozen_steps,
-    policy_copy,
     policy_schedule,
     rollout_rows,
     training_spec,
@@ -35,18 +34,35 @@ from specrl_jax.group_buffer import trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
-from specrl_jax.models.transformer import Params, abstract_params, param_count
+from specrl_jax.models.transformer import (
+    Params,
+    abstract_params,
+    copy_weights,
+    param_count,
+    rollout_weights,
+    with_stacked,
+    without_stacked,
+)
+from specrl_jax.rollout.carry_over import append_forced, restore
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_sources
-from specrl_jax.rollout.engine.all_rows import Noise, read_rollout, start_all_rows
+from specrl_jax.rollout.engine.all_rows import (
+    Noise,
+    empty_batch,
+    read_rollout,
+    start_all_rows,
+    start_inputs,
+    start_rows,
+)
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, compact, gather, scatter
+from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.sharding import eval_shape, spec
 from specrl_jax.state import store_shape
-from specrl_jax.types import Batch, Drafts, Prompts, Rollout
+from specrl_jax.types import Batch, Drafts, PartialRows, Prompts, Rollout
 
 
 class Program(NamedTuple):
@@ -55,6 +71,7 @@ class Program(NamedTuple):
     name: str
     trace: Callable[[], Any]  # gives jax.stages.Traced
     runs_model: bool = False
+    kept: int = 0  # bytes of a device: inputs that the run keeps
 
 
 # Shapes --------------------------------------------------------------------------------------
@@ -129,8 +146,15 @@ class RolloutShapes:
         read = functools.partial(read_rollout, self.spec.program)
         return abstract(lambda *x: read(*x, None, np.int32(0)), self.all_rows, self.drafts)
 
+    @functools.cached_property
+    def held(self) -> PartialRows:
+        """Rows between two turns."""
+        numbers = array(np.int32, (self.rows,), "batch")
+        return PartialRows(self.rollout, array(np.bool_, (self.rows,), "batch"), numbers)
+
     def programs(self, prefix: str = "") -> Iterator[Program]:
-        """The programs of the rollout; prefix: of their names."""
+        """The programs of the rollout that run the model, or move rows between buckets; prefix: of
+        their names."""
         program = self.spec.program
         buckets = self.buckets
         stop = on_host(StopCondition.of(1, 1))
@@ -138,20 +162,42 @@ class RolloutShapes:
         most = buckets.rows[0]
         inputs = (self.cache(most), self.batch_rows(most), self.all_rows, self.drafts, number)
         yield _program(
-            f"{prefix}extend", extend, program, buckets, self.weights, *inputs, self.prefixes, stop,
-            runs_model=True,
+            f"{prefix}extend", extend, program, buckets, with_stacked(self.weights), *inputs,
+            self.prefixes, stop, runs_model=True, kept=self.weights["stacked"],
         )  # fmt: skip
+        weights = without_stacked(self.weights)
         for size in buckets.rows:
             batch = (self.cache(size), self.batch_rows(size))
             for width in buckets.widths:
                 draft_state = self.draft_state if width > 1 else None
                 yield _program(
-                    f"{prefix}decode {size} x {width}", decode_steps, program, self.weights, *batch,
+                    f"{prefix}decode {size} x {width}", decode_steps, program, weights, *batch,
                     draft_state, stop, width=width, runs_model=True,
                 )  # fmt: skip
             if smaller := buckets.rows_below(size):
                 yield _program(f"{prefix}compact to {smaller}", compact, *batch, size=smaller)
             yield _program(f"{prefix}write back {size}", scatter, batch[1], self.all_rows)
+
+    def small_programs(self, prefix: str, purpose: Purpose, *, turns: bool) -> Iterator[Program]:
+        """The other programs of the rollout, which the first one runs at once."""
+        program = self.spec.program
+        key = placed(jax.eval_shape(lambda: jax.random.key(0)))
+        made_up = prompts(self.spec, self.rows)
+        inputs = start_inputs(program, made_up, np.zeros(len(made_up.lens), int))
+        yield _program(f"{prefix}start", start_rows, program, int(purpose), key, *on_host(inputs))
+        yield _program(
+            f"{prefix}empty batch", empty_batch, program, self.all_rows, size=self.buckets.rows[0],
+            slots=self.buckets.slots,
+        )  # fmt: skip
+        step = jax.ShapeDtypeStruct((), np.int32)
+        for held in (None, self.held) if turns else (None,):
+            name = f"{prefix}read" if held is None else f"{prefix}read a turn"
+            yield _program(name, read_rollout, program, self.all_rows, self.drafts, held, step)
+        if turns:
+            yield _program(f"{prefix}restore", restore, self.all_rows, self.held)
+            tokens = array(np.int32, self.held.rollout.tokens.shape, "batch", None)
+            lens = self.held.draft_lens
+            yield _program(f"{prefix}append forced", append_forced, self.held, tokens, lens)
 
 
 def prompts(spec: RolloutSpec, rows: int) -> Prompts:
@@ -162,9 +208,16 @@ def prompts(spec: RolloutSpec, rows: int) -> Prompts:
 
 
 def _program(
-    name: str, function: Any, *inputs: Any, runs_model: bool = False, **options: Any
+    name: str,
+    function: Any,
+    *inputs: Any,
+    runs_model: bool = False,
+    kept: Any = (),
+    **options: Any,
 ) -> Program:
-    return Program(name, functools.partial(function.trace, *inputs, **options), runs_model)
+    """Make a program; kept: those of its inputs that the run keeps."""
+    trace = functools.partial(function.trace, *inputs, **options)
+    return Program(name, trace, runs_model, device_bytes(kept))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +254,7 @@ class AbstractRun:
 
     @functools.cached_property
     def weights(self) -> Params:
-        return abstract(functools.partial(policy_copy, self.model), self.state.params)
+        return abstract(functools.partial(rollout_weights, self.model), self.state.params)
 
     @functools.cached_property
     def stored(self) -> Stored:
@@ -296,24 +349,33 @@ class AbstractRun:
         every = self.packed(rows)
         if settings.algorithm.kl_coef or settings.updates.old_logprobs == "recompute":
             params = self.state.params
-            yield _program("log-probs", logprobs, learner, params, every, runs_model=True)
+            inputs = (learner, params, every)
+            yield _program("log-probs", logprobs, *inputs, runs_model=True, kept=params)
         if learner.critic:
-            yield _program("values", critic_values, learner, self.state, every, runs_model=True)
+            inputs = (learner, self.state, every)
+            yield _program("values", critic_values, *inputs, runs_model=True, kept=self.state)
         mini_batch = self.packed(settings.updates.mini_batch_size)
         for frozen in {False, frozen_steps(settings) > 0}:
             yield _program(
                 "update of the critic" if frozen else "update", update, learner, self.state,
-                self.batch, mini_batch, policy_frozen=frozen, runs_model=True,
+                self.batch, mini_batch, policy_frozen=frozen, runs_model=True, kept=self.state,
             )  # fmt: skip
 
     def programs(self) -> list[Program]:
         """The programs of the run, in the order in which they first run."""
-        listed = [_program("policy copy", policy_copy, self.model, self.state.params)]
+        params = self.state.params
+        listed = [_program("policy copy", copy_weights, self.model, params, kept=params)]
         if self.config.evaluate.every:
             listed += self.evaluation.programs("evaluation: ")
-        listed.append(_program("pick drafts", pick_drafts, *self.picked, age=1))
+            # After a resume the first evaluation may come late.
+            turns = bool(self.config.environment.name)
+            purpose = Purpose.EVALUATE
+            listed += self.evaluation.small_programs("evaluation: ", purpose, turns=turns)
+        age = self.config.rollout.draft_age
+        stored = self.stored
+        listed.append(_program("pick drafts", pick_drafts, *self.picked, age=age, kept=stored))
         if self.spec.program.draft_history:
-            listed.append(_program("pick sources", pick_sources, *self.picked))
+            listed.append(_program("pick sources", pick_sources, *self.picked, kept=stored))
         listed += self.training.programs()
         listed += self._update_programs()
         return listed
@@ -391,7 +453,7 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     if sys.stderr.isatty():
         print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
     held = device_bytes(state)
-    needs = {name: needed_bytes(name, program, held) for name, program in compiled.items()}
+    needs = {x.name: needed_bytes(x, compiled[x.name], held) for x in listed}
     largest = max(needs, key=needs.get)
     there = memory.device_memory()[0] / jax.device_count()
     print(
@@ -407,8 +469,7 @@ def compile_run(run: AbstractRun, state: Any) -> None:
         )
 
 
-# Programs whose arguments are what a run keeps, and the fields to lower where one does not fit.
-_OF_STATE = ("update", "update of the critic", "policy copy")
+# Fields to lower where a program does not fit, by its first word.
 FIELDS = {
     "update": "updates.micro_batch_size or rollout.logits_chunk",
     "log-probs": "updates.micro_batch_size or rollout.logits_chunk",
@@ -424,10 +485,9 @@ def peak_bytes(compiled: Any) -> int:
     return kept + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
 
-def needed_bytes(name: str, compiled: Any, held: int) -> int:
+def needed_bytes(program: Program, compiled: Any, held: int) -> int:
     """Bytes of a device while a program runs, with the `held` bytes that a run keeps."""
-    # An update's arguments are what the run keeps; a rollout's lie beside it.
-    return peak_bytes(compiled) + (0 if name in _OF_STATE else held)
+    return peak_bytes(compiled) + held - program.kept
 
 
 def device_bytes(tree: Any) -> int:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax import hosts, memory, programs
-from specrl_jax.build import Trainer, build, policy_copy
+from specrl_jax.build import Trainer, build
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import collect, measure_rollout, record_failures
 from specrl_jax.config import flatten
@@ -18,7 +18,7 @@ from specrl_jax.data.prompts import concatenate
 from specrl_jax.episodes import Responses, timed
 from specrl_jax.evaluate import evaluate
 from specrl_jax.learn import learn
-from specrl_jax.models.transformer import Params
+from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
@@ -190,7 +190,7 @@ def held_out_metrics(
         return {}
     values = {}
     with timed(values, "time/eval"):
-        weights = policy_copy(trainer.model, state.train.params)
+        weights = rollout_weights(trainer.model, state.train.params)
         noise = Noise(trainer.key, state.step, Purpose.EVALUATE)
         inputs = (trainer.eval_spec, weights, trainer.held_out, noise, trainer.scorer)
         values["reward/eval"], answered = evaluate(*inputs)

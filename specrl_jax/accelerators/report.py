@@ -49,7 +49,7 @@ def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept:
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "peak": peak_bytes(compiled),
-        "needed": needed_bytes(program.name, compiled, kept),
+        "needed": needed_bytes(program, compiled, kept),
         "flops": count_flops(program.trace().jaxpr),
     }
     row["of_chip"] = row["needed"] / chip.memory

@@ -23,11 +23,11 @@ from specrl_jax.benchmarks.policies import Size
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import by_prompt, make_spec, without_end
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run
-from specrl_jax.build import Trainer, build, policy_copy
+from specrl_jax.build import Trainer, build
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
-from specrl_jax.models.transformer import Params, Transformer
+from specrl_jax.models.transformer import Params, Transformer, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.requests import DraftInputs
@@ -143,8 +143,9 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
         state = init_state(trainer, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
         del params
         held = programs.device_bytes(state.arrays())
-        compiled = programs.compile_all(programs.of_trainer(trainer).programs(), lambda name: None)
-        needed = max(programs.needed_bytes(key, x, held) for key, x in compiled.items())
+        listed = programs.of_trainer(trainer).programs()
+        compiled = programs.compile_all(listed, lambda name: None)
+        needed = max(programs.needed_bytes(x, compiled[x.name], held) for x in listed)
         step = functools.partial(_step_seconds, trainer, state)
         with trainer.scorer.pool:
             for _ in range(2):  # the first has no drafts
@@ -249,7 +250,7 @@ def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
         return {name: policy.logits(x) for name, x in hidden.items()}
 
     tokens = put(tokens.astype(np.int32), "batch", None)
-    return jax.device_get(compute(params, policy_copy(model, params), tokens, starts))
+    return jax.device_get(compute(params, rollout_weights(model, params), tokens, starts))
 
 
 # Shares of the limits ----------------------------------------------------------------------------

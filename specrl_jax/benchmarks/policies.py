@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from specrl_jax.build import policy_copy
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.pretrained import SHAPES
-from specrl_jax.models.transformer import Params, init_params, param_count
+from specrl_jax.models.transformer import Params, init_params, param_count, rollout_weights
 from specrl_jax.types import Prompts
 
 GROUP = 8  # responses a prompt
@@ -94,7 +93,7 @@ def random_params(model: ModelConfig, *, uniform: bool = False) -> Params:
 
 def random_weights(model: ModelConfig, *, uniform: bool = False) -> Params:
     """The rollout's copy of `random_params`."""
-    return policy_copy(model, random_params(model, uniform=uniform))
+    return rollout_weights(model, random_params(model, uniform=uniform))
 
 
 def random_prompts(size: Size, rows: int) -> Prompts:

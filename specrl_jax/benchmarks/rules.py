@@ -14,9 +14,9 @@ import numpy as np
 from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run
-from specrl_jax.build import Trainer, build, policy_copy
+from specrl_jax.build import Trainer, build
 from specrl_jax.data.curriculum import PromptStream
-from specrl_jax.models.transformer import Params, param_count
+from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.requests import DraftInputs
@@ -66,13 +66,13 @@ def _train_and_draft(
     """A policy, prompts, and responses of the policy that it was `drift` GRPO steps before."""
     state = init_state(trainer, params)
     size = trainer.config.rollout.prompts_per_step
-    older = policy_copy(trainer.model, state.train.params)
+    older = rollout_weights(trainer.model, state.train.params)
     with trainer.scorer.pool:
         for _ in range(drift):
             train.step(trainer, state)
     prompts = PromptStream(trainer.prompts, size, trainer.config.seed).next()
     written = generate(trainer.rollout_spec, older, prompts, Noise(trainer.key, 1)).rollout
-    return policy_copy(trainer.model, state.train.params), prompts, Drafts.of(written)
+    return rollout_weights(trainer.model, state.train.params), prompts, Drafts.of(written)
 
 
 def _cases(trainer: Trainer, drafts: Drafts) -> list[tuple[str, RolloutSpec, DraftInputs]]:

@@ -41,7 +41,7 @@ class SavedPolicy:
 
     def weights(self) -> Params:
         """The rollout's copy of the weights."""
-        return jax.jit(rollout_weights, static_argnums=0)(self.model, self.params)
+        return rollout_weights(self.model, self.params)
 
     def spec(
         self, prompt_slots: int, samples: int, temperature: float, response_len: int = 0

@@ -148,14 +148,15 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
 def write_rows(cache: KVCache, fresh: tuple, nodes_bS: Array, places_b: Array) -> KVCache:
     """The cache with rows that begin: row i gets the tokens at `nodes[i]` in the place `places[i]`.
 
-    fresh: Keys and values [m, T, K, H] of every layer, as the model gives them of packed sequences.
+    fresh: Keys and values [L, m, T, K, H] of the layers, as the model gives them of sequences.
     nodes_bS: int32 [b, S], sequence · T + slot of each token, < 0 where a row has none.
     places_b: int32 [b]; a row whose place lies outside the cache is left out. Each shard counts its
         own sequences and places, and its rows that are left out come last.
     """
     read = jnp.maximum(nodes_bS, 0)
     rows = []
-    for layer, arrays in zip(cache, fresh, strict=True):
+    for number, layer in enumerate(cache):
+        arrays = tuple(x[number] for x in fresh)
         taken = on_shards(_take_nodes, arrays, read, like=arrays)
         rows.append(as_layer(*taken, layer))
     return on_shards(_write_own_rows, cache, tuple(rows), places_b, like=cache)

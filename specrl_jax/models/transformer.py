@@ -4,8 +4,9 @@ Its parameters are a nested dict of arrays:
 
     embed [V, D] · final_norm [D] · lm_head [V, D] (untied only) · layers: {name: [L, ...]}
 
-The update scans the stacked layers, to compile faster. The rollout uses unstacked layers
-(`rollout_weights`), because a scan would cost overhead at every token.
+The update scans the stacked layers, to compile faster, and so does the rollout as rows begin. Its
+decode steps use unstacked layers (`rollout_weights`), because a scan would cost overhead at every
+token.
 """
 
 import functools
@@ -45,13 +46,15 @@ class Transformer(nnx.Module):
         *,
         positions_BT: Array | None = None,
         ends_BT: Array | None = None,
+        gives_cache: bool = False,
     ) -> tuple[Array, KVCache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with T slots written.
 
         tokens_BT: int32 [B, T], left-aligned.
         start_B: int32 [B], slot of each row's first token, with a cache.
-        cache: Keys and values of all earlier slots. Without both the tokens see each other, and of
-            unstacked layers keys and values [B, T, K, H] are given in the cache's place.
+        cache: Keys and values of all earlier slots, with unstacked layers. Without both the tokens
+            see each other.
+        gives_cache: Without a cache, give keys and values [L, B, T, K, H] in its place.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         """
@@ -67,7 +70,7 @@ class Transformer(nnx.Module):
         slots = width if cache is None else cache_slots(cache)
         rope = self._rope(slots_BT if positions_BT is None else positions_BT, slots)
         x_BTD = self._lookup(tokens_BT)
-        x_BTD, cache = self._run_layers(x_BTD, rope, place, cache)
+        x_BTD, cache = self._run_layers(x_BTD, rope, place, cache, gives_cache)
         return rms_norm(x_BTD, self.final_norm[...], self.config.norm_eps), cache
 
     def _rope(self, positions_BT: Array, slots: int) -> tuple[Array, Array]:
@@ -99,7 +102,7 @@ class Transformer(nnx.Module):
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
         return table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
 
-    def _run_layers(self, x_BTD, rope, place: Place, cache: KVCache | None):
+    def _run_layers(self, x_BTD, rope, place: Place, cache: KVCache | None, gives_cache: bool):
         if not self.stacked:
             new_cache = []
             for i, params in enumerate(self.layers):
@@ -112,11 +115,12 @@ class Transformer(nnx.Module):
             raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
 
         def layer(x_BTD: Array, params: dict[str, Array]):
-            return DecoderLayer(self.config, params)(x_BTD, rope, place)[0], None
+            x_BTD, fresh = DecoderLayer(self.config, params)(x_BTD, rope, place)
+            return x_BTD, fresh if gives_cache else None
 
-        if self.config.remat:
+        if self.config.remat and not gives_cache:
             layer = jax.checkpoint(layer, prevent_cse=False)
-        return jax.lax.scan(layer, x_BTD, dict(self.layers))[0], None
+        return jax.lax.scan(layer, x_BTD, dict(self.layers))
 
 
 def compute_head(head_VD: Array, dtype) -> Array:
@@ -221,10 +225,15 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
-    """The rollout's copy of the weights, made once a step.
+    """The rollout's weights, made once a step: a copy for decode steps, and as `stacked` the layers
+    as they are, for rows that begin."""
+    return copy_weights(config, params) | {"stacked": params["layers"]}
 
-    Cast to the compute type, gathered over "fsdp", layers unstacked, projections joined.
-    """
+
+@functools.partial(jax.jit, static_argnums=0)
+def copy_weights(config: ModelConfig, params: Params) -> Params:
+    """Weights cast to the compute type, gathered over "fsdp", layers unstacked, projections
+    joined."""
 
     def convert(x: Array, axes: tuple[str | None, ...]) -> Array:
         # Always a copy: the update donates the originals.
@@ -236,3 +245,13 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
         for i in range(config.num_layers)
     )
     return weights
+
+
+def without_stacked(weights: Params) -> Params:
+    """The rollout's weights of decode steps."""
+    return {name: x for name, x in weights.items() if name != "stacked"}
+
+
+def with_stacked(weights: Params) -> Params:
+    """The rollout's weights of rows that begin."""
+    return without_stacked(weights) | {"layers": weights["stacked"]}

@@ -34,6 +34,17 @@ def start_all_rows(
 ) -> Rows:
     """Rows that hold only their prompts. steps: int [Q], whose noise they use. max_lens: int32 [B],
     where responses end; None: at R."""
+    inputs = start_inputs(program, prompts, steps, max_lens)
+    return start_rows(program, int(noise.purpose), noise.key, *inputs)
+
+
+def start_inputs(
+    program: ProgramSpec,
+    prompts: Prompts,
+    steps: np.ndarray,
+    max_lens: np.ndarray | None = None,
+) -> tuple:
+    """The host's arrays [B] for `start_rows`, arguments as above."""
     group = program.group_size
     last = np.take_along_axis(prompts.tokens, prompts.lens[:, None] - 1, axis=1)[:, 0]
     samples = np.tile(np.arange(group, dtype=np.int32), len(prompts.lens))
@@ -41,11 +52,11 @@ def start_all_rows(
     ends = np.full(len(samples), program.response_slots) if max_lens is None else max_lens
     keyed = np.repeat(steps, group).astype(np.uint32), np.repeat(prompts.ids, group, axis=0)
     numbers = tuple(np.asarray(x, np.int32) for x in (prompt_lens, ends, last))
-    return _start(program, int(noise.purpose), noise.key, (*keyed, samples), numbers)
+    return (*keyed, samples), numbers
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> Rows:
+def start_rows(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -> Rows:
     """Start rows from host arrays [B], ids [B, 2]. The call hands them over: to place each by
     itself takes longer."""
     steps, ids, samples = keyed

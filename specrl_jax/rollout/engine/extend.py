@@ -170,7 +170,7 @@ def extend(
     def of_chunk(chunk: Array, state: tuple) -> tuple:
         packed = (x[chunk] for x in (prefixes.tokens, prefixes.depths, prefixes.ends))
         tokens, depths, ends = packed
-        hidden, fresh = model(tokens, positions_BT=depths, ends_BT=ends)
+        hidden, fresh = model(tokens, positions_BT=depths, ends_BT=ends, gives_cache=True)
 
         def of_block(number: Array, state: tuple) -> tuple:
             cache, rows, counts = state

@@ -1,5 +1,6 @@
 """Seconds of the programs whose cost choices depend on, timed once on rows that are made up."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.speculation import Seconds
+from specrl_jax.sharding import put
 
 STEPS = 8  # of a timed call
 CHUNKS = 4  # of the longer of two calls of `extend`
@@ -33,7 +35,13 @@ def measure_programs(runner: Runner) -> Seconds:
     times = [_fastest(functools.partial(runner.extend, prefixes)) for prefixes in packed]
     more = int(packed[1].count - packed[0].count)
     chunk = max((times[1] - times[0]) / more, 0.0) if more else times[0]
-    # Rows that end within these steps are computed on as rows that are done.
+    # Rows half way: kernels read what rows have filled. Those that end within these steps are
+    # computed on as rows that are done.
+    size = runner.size
+    half = {"lens": np.full(size, runner.program.response_slots // 2, np.int32)}
+    half |= {"done": np.zeros(size, bool)}
+    halfway = {name: put(x, "batch") for name, x in half.items()}
+    runner.rows = dataclasses.replace(runner.rows, **halfway)
     never = {"max_unfinished": -1, "max_left": -1}
     stop = runner.stop_condition(max_steps=STEPS, **never)
     seconds = {}
