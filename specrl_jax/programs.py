@@ -178,10 +178,11 @@ class RolloutShapes:
                 yield _program(f"{prefix}compact to {smaller}", compact, *batch, size=smaller)
             yield _program(f"{prefix}write back {size}", scatter, batch[1], self.all_rows)
 
-    def small_programs(self, prefix: str, purpose: Purpose, *, turns: bool) -> Iterator[Program]:
+    def small_programs(
+        self, prefix: str, key: Any, purpose: Purpose, *, turns: bool
+    ) -> Iterator[Program]:
         """The other programs of the rollout, which the first one runs at once."""
         program = self.spec.program
-        key = placed(jax.eval_shape(lambda: jax.random.key(0)))
         made_up = prompts(self.spec, self.rows)
         inputs = start_inputs(program, made_up, np.zeros(len(made_up.lens), int))
         yield _program(f"{prefix}start", start_rows, program, int(purpose), key, *on_host(inputs))
@@ -231,6 +232,7 @@ class AbstractRun:
     eval_spec: RolloutSpec
     learner: Learner
     num_prompts: int  # to train on
+    key: Any  # of the run, or its shape
 
     def describe(self) -> str:
         """Describe the run in a line."""
@@ -369,8 +371,8 @@ class AbstractRun:
             listed += self.evaluation.programs("evaluation: ")
             # After a resume the first evaluation may come late.
             turns = bool(self.config.environment.name)
-            purpose = Purpose.EVALUATE
-            listed += self.evaluation.small_programs("evaluation: ", purpose, turns=turns)
+            inputs = ("evaluation: ", self.key, Purpose.EVALUATE)
+            listed += self.evaluation.small_programs(*inputs, turns=turns)
         age = self.config.rollout.draft_age
         stored = self.stored
         listed.append(_program("pick drafts", pick_drafts, *self.picked, age=age, kept=stored))
@@ -388,7 +390,7 @@ def of_trainer(trainer: Trainer) -> AbstractRun:
     """Shapes of a run that is built."""
     prompts = len(trainer.prompts.lens)
     specs = (trainer.rollout_spec, trainer.eval_spec)
-    return AbstractRun(trainer.config, trainer.model, *specs, trainer.learner, prompts)
+    return AbstractRun(trainer.config, trainer.model, *specs, trainer.learner, prompts, trainer.key)
 
 
 def of_config(config) -> AbstractRun:
@@ -412,7 +414,8 @@ def of_config(config) -> AbstractRun:
     steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
     steps = config.train.steps or config.train.epochs * steps_per_epoch
     learner = make_learner(config, model, policy_schedule(config, steps))
-    return AbstractRun(config, model, rollout, evaluation, learner, prompts)
+    key = placed(jax.eval_shape(lambda: jax.random.key(0)))
+    return AbstractRun(config, model, rollout, evaluation, learner, prompts, key)
 
 
 def compile_all(programs: list[Program], note: Callable[[str], None]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from specrl_jax.train import train
 TWO_DIGITS = {"data.prompts": 60, "data.options.max_numbers": 2, "data.prompt_len": 6}
 TURNS = {
     "environment.name": "small_runs:Sums", "environment.max_turns": 3, "rollout.response_len": 12,
+    "reward.timeout": 0.2,
 }  # fmt: skip
 # Kinds of runs: changes of the small one. Drafts come in step 3 of 6, the second epoch.
 KINDS = {
@@ -28,7 +29,8 @@ KINDS = {
     },
     "partial": {"rollout.partial": 4},
 }  # fmt: skip
-FEW = ["previous", "PPO", "SPEED", "turns"]
+SLOW = ["block", "previous and tree", "DAPO", "turns that do not wait"]
+RESUMED = ["PPO", "turns"]
 
 
 def late(workdir, first: int = 1) -> dict[int, float]:
@@ -44,24 +46,35 @@ def run(changes, workdir, **more) -> None:
     train(config, workdir)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def cases(names):
+    """Kinds of runs; those of which another one proves nearly as much are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow if name in SLOW else ()) for name in names]
+
+
+@pytest.mark.parametrize("kind", cases(KINDS))
 def test_nothing_compiles_after_the_first_step(mesh, tmp_path, kind, capsys):
-    """On one device, and after a resume too."""
-    frequent = {"checkpoint.every": 4, "train.epochs": 0}
-    run(KINDS[kind], tmp_path, **frequent, **{"train.steps": 4})
+    run(KINDS[kind], tmp_path, **{"train.steps": 4})
     assert late(tmp_path) == {}
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("programs: ")]
     models = int(line.split(", ")[1].split()[0])
     assert models <= (17 if "tree" in KINDS[kind].get("rollout.draft", "") else 12)
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_nothing_compiles_after_the_first_step_of_a_resumed_run(mesh, tmp_path, kind):
+    """An evaluation comes a step later than the first."""
+    changes = KINDS[kind] | {"checkpoint.every": 2, "evaluate.every": 4}
+    run(changes, tmp_path, **{"train.steps": 2})
     jax.clear_caches()
-    run(KINDS[kind], tmp_path, **frequent, **{"train.steps": 7})
-    assert late(tmp_path, first=5) == {}
+    run(changes, tmp_path, **{"train.steps": 5})
+    assert late(tmp_path, first=3) == {}
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", ["previous", pytest.param("SPEED", marks=pytest.mark.slow)])
 def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        run(KINDS[kind], tmp_path, **{"train.epochs": 3})
+        run(KINDS[kind], tmp_path, **{"train.steps": 4})
     assert late(tmp_path) == {}
 
 

@@ -12,7 +12,7 @@ from small_models import MODEL, random_params
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.models.transformer import Transformer, rollout_weights
+from specrl_jax.models.transformer import Transformer, rollout_weights, without_stacked
 from specrl_jax.sharding import put, spec
 
 BASE = MODEL.replace(embed_dim=16, mlp_dim=24)
@@ -25,7 +25,7 @@ FAMILIES = {
     "one-kv-head": BASE.replace(num_kv_heads=1),
 }
 EACH_FAMILY = pytest.mark.parametrize("name", FAMILIES)
-_weights = jax.jit(rollout_weights, static_argnums=0)
+_weights = rollout_weights
 
 
 @jax.jit(static_argnums=0)
@@ -148,7 +148,8 @@ def test_bfloat16_computes_in_bfloat16_and_stores_float32(mesh):
     params, tokens = _params(config), put(_tokens(2, 5), "batch", None)
     weights = _weights(config, params)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    copied = jax.tree.leaves(without_stacked(weights))
+    assert {x.dtype for x in copied} == {jnp.dtype("bfloat16")}
     hidden = _hidden(config, params, tokens)
     assert hidden.dtype == jnp.bfloat16
     logits = Transformer(config, params).logits(hidden)
@@ -164,12 +165,13 @@ def test_bfloat16_computes_in_bfloat16_and_stores_float32(mesh):
     )
 
 
-def test_rollout_weights_are_copies(mesh):
-    """The update donates the master weights; the rollout's must outlive them."""
+def test_the_weights_of_decode_steps_are_copies(mesh):
+    """The update donates the master weights; these must outlive them."""
     params = _params(BASE)
     weights = _weights(BASE, params)
     jax.tree.map(lambda x: x.delete(), params)
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(weights))
+    copied = jax.tree.leaves(without_stacked(weights))
+    assert all(np.all(np.isfinite(x)) for x in copied)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
