@@ -1,4 +1,4 @@
-"""config → `Trainer`: all of a run that never changes. `state` holds what every step changes."""
+"""config → `Run`: all of a run that never changes. `state` holds what every step changes."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import optax
 
 from specrl_jax import __version__, memory
 from specrl_jax.algorithms.advantages import has_critic
-from specrl_jax.algorithms.learner import Learner, make_learner, make_schedule
+from specrl_jax.algorithms.update_spec import UpdateSpec, make_schedule, make_update_spec
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
@@ -33,7 +33,7 @@ from specrl_jax.types import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
+class Run:
     """Parts of a run that `config` builds on the mesh in use."""
 
     config: Any
@@ -44,7 +44,7 @@ class Trainer:
     rollout_spec: RolloutSpec
     eval_spec: RolloutSpec
     scorer: ResponseScorer
-    learner: Learner
+    update_spec: UpdateSpec
     schedule: optax.Schedule
     total_steps: int
     key: jax.Array
@@ -76,8 +76,8 @@ class Trainer:
         }
 
 
-def build(config) -> tuple[Trainer, Params]:
-    """Load all that `config` names; returns the trainer and the policy's first weights.
+def build(config) -> tuple[Run, Params]:
+    """Load all that `config` names; returns the run and the policy's first weights.
 
     Raises ValueError in one line where something is missing or does not fit.
     """
@@ -92,7 +92,7 @@ def build(config) -> tuple[Trainer, Params]:
     model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
     schedule = policy_schedule(config, total_steps)
     spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id)
-    trainer = Trainer(
+    run = Run(
         config=config,
         dataset=dataset,
         prompts=prompts,
@@ -101,16 +101,16 @@ def build(config) -> tuple[Trainer, Params]:
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
         scorer=scorer,
-        learner=make_learner(config, model, schedule),
+        update_spec=make_update_spec(config, model, schedule),
         schedule=schedule,
         total_steps=total_steps,
         key=jax.random.key(config.seed),
     )
     spec.check_max_rows()
-    if trainer.held_out:
-        trainer.eval_spec.check_max_rows()
-    _describe(trainer, stream)
-    return trainer, params
+    if run.held_out:
+        run.eval_spec.check_max_rows()
+    _describe(run, stream)
+    return run, params
 
 
 def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
@@ -182,19 +182,19 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
         )
 
 
-def _describe(trainer: Trainer, stream: PromptStream) -> None:
+def _describe(run: Run, stream: PromptStream) -> None:
     """Prints what was loaded, and all that was left out."""
     shape = dict(jax.sharding.get_mesh().shape)
-    count = param_count(trainer.model)
-    print(f"policy: {count / 1e6:.2f}M parameters, {trainer.model.dtype}; mesh {shape}")
-    held_out = int(np.sum([real for _, real in trainer.held_out], dtype=int))
-    dropped = trainer.prompts.dropped
-    dataset = trainer.dataset
+    count = param_count(run.model)
+    print(f"policy: {count / 1e6:.2f}M parameters, {run.model.dtype}; mesh {shape}")
+    held_out = int(np.sum([real for _, real in run.held_out], dtype=int))
+    dropped = run.prompts.dropped
+    dataset = run.dataset
     empty = f"{dataset.empty} without a question, " if dataset.empty else ""
     print(
-        f"data: {len(trainer.prompts.lens)} training prompts ({empty}{dataset.duplicates} "
+        f"data: {len(run.prompts.lens)} training prompts ({empty}{dataset.duplicates} "
         f"duplicates and {dropped} longer than data.prompt_len left out), {held_out} held out; "
         f"{stream.steps_per_epoch} steps an epoch ({stream.leftover} prompts wait for the next "
-        f"one), {trainer.total_steps} in all",
+        f"one), {run.total_steps} in all",
         flush=True,
     )

@@ -1,6 +1,6 @@
 """The first half of a step: prompts → drafts → rollout → rewards, until there is a batch.
 
-Takes the trainer and its state, gives a `TrainBatch`, and changes the state: the prompt stream, the
+Takes the run and its state, gives a `TrainBatch`, and changes the state: the prompt stream, the
 draft store, and all that one rollout leaves to the next. Most steps are one rollout; with dynamic
 sampling or screening (`group_buffer`) as many as fill the batch.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.build import Trainer
+from specrl_jax.build import Run
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, respond, timed
@@ -27,7 +27,7 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.speculation import Seconds
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, measure
-from specrl_jax.state import TrainerState
+from specrl_jax.state import RunState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
@@ -70,31 +70,31 @@ class TrainBatch:
     rejected_mass: float  # as `off_policy.estimate_rejected_mass` gives it
 
 
-def collect(trainer: Trainer, state: TrainerState) -> TrainBatch:
+def collect(run: Run, state: RunState) -> TrainBatch:
     """The batch of the step that begins (`state.step` counts it); changes `state`."""
     state.stream.begin(state.step)
     rollouts = []
     times = {}
     while not rollouts or (state.groups is not None and state.groups.wants_rollout()):
-        prompts, carry_over = _next_prompts(trainer, state)
-        rollouts.append(generate_and_score(trainer, state, prompts, carry_over, times))
+        prompts, carry_over = _next_prompts(run, state)
+        rollouts.append(generate_and_score(run, state, prompts, carry_over, times))
         if state.groups is not None:
             ids = [example.prompt_id for example in prompts.examples]
             rewards = rollouts[-1].responses.scores.rewards
-            state.groups.add(ids, rewards.reshape(-1, trainer.rollout_spec.group_size))
+            state.groups.add(ids, rewards.reshape(-1, run.rollout_spec.group_size))
     if state.groups is None:
         groups, values = _whole_rollout(state, rollouts[0])
     else:
-        groups, values = _full_batch(trainer, state, rollouts)
-    values |= _rollout_metrics(trainer, groups, rollouts) | times
+        groups, values = _full_batch(run, state, rollouts)
+    values |= _rollout_metrics(run, groups, rollouts) | times
     values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
-    rejected_mass, reuse_metrics = _measure_reuse(trainer, groups.rollout, rollouts)
+    rejected_mass, reuse_metrics = _measure_reuse(run, groups.rollout, rollouts)
     return TrainBatch(groups, values | reuse_metrics, rollouts, rejected_mass)
 
 
 def generate_and_score(
-    trainer: Trainer,
-    state: TrainerState,
+    run: Run,
+    state: RunState,
     prompts: Prompts,
     carry_over: CarryOver,
     times: dict[str, float],
@@ -104,21 +104,21 @@ def generate_and_score(
     carry_over: what the rollout takes up and leaves. times: gets the seconds of the rollout and of
     the rewards.
     """
-    group = trainer.rollout_spec.group_size
+    group = run.rollout_spec.group_size
     with timed(times, "time/rollout"):
         previous = state.store.get(prompts, step=state.step)
-        weights = rollout_weights(trainer.model, state.train.params)
+        weights = rollout_weights(run.model, state.train.params)
         drafts = DraftInputs(
-            _drafts(trainer, state, prompts, previous),
-            trainer.log_lenience,
-            _draft_history(trainer, state, prompts, carry_over.next_prompts),
+            _drafts(run, state, prompts, previous),
+            run.log_lenience,
+            _draft_history(run, state, prompts, carry_over.next_prompts),
         )
     responses = respond(
-        trainer.rollout_spec,
+        run.rollout_spec,
         weights,
         prompts,
-        Noise(trainer.key, state.step),
-        trainer.scorer,
+        Noise(run.key, state.step),
+        run.scorer,
         drafts=drafts,
         metrics=times,
         speculation=state.speculation,
@@ -137,36 +137,36 @@ def generate_and_score(
     return ScoredRollout(prompts, responses, prefix_lens, forced, last_responses)
 
 
-def measure_rollout(trainer: Trainer, state: TrainerState) -> Seconds:
+def measure_rollout(run: Run, state: RunState) -> Seconds:
     """Time the programs of a rollout, on prompts whose drafts all count as stored."""
-    spec = trainer.rollout_spec
-    size = trainer.rows // spec.group_size
-    prompts = select(trainer.prompts, np.resize(np.arange(len(trainer.prompts.lens)), size))
+    spec = run.rollout_spec
+    size = run.rows // spec.group_size
+    prompts = select(run.prompts, np.resize(np.arange(len(run.prompts.lens)), size))
     next_prompts = prompts if state.run_ahead is not None else None
     previous = state.store.get(prompts, step=state.step)
     drafts = DraftInputs(
-        _drafts(trainer, state, prompts, previous),
+        _drafts(run, state, prompts, previous),
         np.inf,
-        _draft_history(trainer, state, prompts, next_prompts),
+        _draft_history(run, state, prompts, next_prompts),
     )
-    weights = rollout_weights(trainer.model, state.train.params)
+    weights = rollout_weights(run.model, state.train.params)
     carry_over = CarryOver(next_prompts, state.resumed)
-    return measure(spec, weights, prompts, Noise(trainer.key, 0), drafts, carry_over)
+    return measure(spec, weights, prompts, Noise(run.key, 0), drafts, carry_over)
 
 
 # Prompts ------------------------------------------------------------------------------------------
 
 
-def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, CarryOver]:
+def _next_prompts(run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
     """Return the prompts of the next rollout, and what it takes up and leaves."""
-    config = trainer.config.rollout
+    config = run.config.rollout
     if state.groups is not None:
         return _group_prompts(state), CarryOver()
     if state.resumed is not None:
         begun = state.resumed.prompt_ids
         size = config.prompts_per_step
         # No more than the rest of the run trains on: its last step leaves nothing unfinished.
-        rest = max(trainer.total_steps - state.step + 1, 1) * size
+        rest = max(run.total_steps - state.step + 1, 1) * size
         count = min(size + config.partial, rest)
         new = state.stream.take(count - len(begun), busy=begun)
         prompts = concatenate(state.stream.find(begun), new)
@@ -178,7 +178,7 @@ def _next_prompts(trainer: Trainer, state: TrainerState) -> tuple[Prompts, Carry
     return prompts, CarryOver(state.stream.peek() if config.run_ahead else None)
 
 
-def _group_prompts(state: TrainerState) -> Prompts:
+def _group_prompts(state: RunState) -> Prompts:
     """New prompts, and then the further parts of the groups that are to be finished."""
     groups = state.groups
     prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
@@ -191,20 +191,18 @@ def _group_prompts(state: TrainerState) -> Prompts:
 # Drafts -------------------------------------------------------------------------------------------
 
 
-def _drafts(
-    trainer: Trainer, state: TrainerState, prompts: Prompts, previous: Drafts
-) -> Drafts | None:
+def _drafts(run: Run, state: RunState, prompts: Prompts, previous: Drafts) -> Drafts | None:
     """Earlier responses to `prompts`, or what was begun for them ahead.
 
     previous: the newest responses, which the store has given already.
     """
-    config = trainer.config.rollout
+    config = run.config.rollout
     drafts = None
     if DRAFT_SOURCES[config.draft].previous:
         drafts = previous
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
-        drafts = _without_unsolved(trainer, state, prompts, drafts)
+        drafts = _without_unsolved(run, state, prompts, drafts)
     return drafts if state.run_ahead is None else state.run_ahead.drafts_for(prompts, drafts)
 
 
@@ -213,51 +211,47 @@ def _unsolved(rewards: np.ndarray) -> np.ndarray:
     return (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
 
 
-def _without_unsolved(
-    trainer: Trainer, state: TrainerState, prompts: Prompts, drafts: Drafts
-) -> Drafts:
+def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
     """The drafts without a share of those of unsolved groups, other samples at every visit.
 
     A group whose responses are all wrong and all reused would be the same for ever. An exact rule
     keeps all: what it emits is exact only if no reward decides which drafts it sees.
     """
-    share = trainer.config.rollout.refresh_unsolved
-    rule = trainer.rollout_spec.program.accept
+    share = run.config.rollout.refresh_unsolved
+    rule = run.rollout_spec.program.accept
     unsolved = state.store.unsolved(prompts)
     if rule.exact or not share:
         return drafts
     group = len(drafts.lens) // len(unsolved)
     left_out = np.zeros((len(unsolved), group), bool)
     for row in np.flatnonzero(unsolved):
-        rng = np.random.default_rng([trainer.config.seed, state.step, *prompts.ids[row].tolist()])
+        rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
         left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
     return without_drafts(drafts, left_out.reshape(-1))
 
 
 def _draft_history(
-    trainer: Trainer, state: TrainerState, prompts: Prompts, next_prompts: Prompts | None
+    run: Run, state: RunState, prompts: Prompts, next_prompts: Prompts | None
 ) -> DraftHistory | None:
     """Stored responses for the draft source; None where it wants none."""
-    if not trainer.rollout_spec.program.draft_history:
+    if not run.rollout_spec.program.draft_history:
         return None
     batches = [prompts] if next_prompts is None else [prompts, next_prompts]
-    stored = [_stored_responses(trainer, state, batch) for batch in batches]
+    stored = [_stored_responses(run, state, batch) for batch in batches]
     if state.run_ahead is not None:  # newest: a sibling may go on where one stopped
         begun = [state.run_ahead.sources(batch) for batch in batches]
         stored = [[jnp.concatenate(x, axis=1) for x in zip(*pair)] for pair in zip(begun, stored)]
     tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
-    return DraftHistory.from_store(tokens, lens, trainer.config.rollout.group_size)
+    return DraftHistory.from_store(tokens, lens, run.config.rollout.group_size)
 
 
-def _stored_responses(
-    trainer: Trainer, state: TrainerState, prompts: Prompts
-) -> tuple[jax.Array, ...]:
+def _stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
     """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
 
     Groups that are rolled out in parts are stored in parts: these are put together.
     """
-    part = trainer.rollout_spec.group_size
-    firsts = range(0, trainer.config.rollout.group_size, part)
+    part = run.rollout_spec.group_size
+    firsts = range(0, run.config.rollout.group_size, part)
     if len(firsts) == 1:
         return state.store.sources(prompts, step=state.step)
     whole = state.stream.find([base_id(example.prompt_id) for example in prompts.examples])
@@ -275,7 +269,7 @@ def _stored_responses(
 # The batch ----------------------------------------------------------------------------------------
 
 
-def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[Groups, dict[str, float]]:
+def _whole_rollout(state: RunState, scored: ScoredRollout) -> tuple[Groups, dict[str, float]]:
     """All of a rollout; what it leaves to the next one goes into `state`."""
     result = scored.responses.result
     values = result.metrics()
@@ -291,10 +285,10 @@ def _whole_rollout(state: TrainerState, scored: ScoredRollout) -> tuple[Groups, 
 
 
 def _full_batch(
-    trainer: Trainer, state: TrainerState, rollouts: list[ScoredRollout]
+    run: Run, state: RunState, rollouts: list[ScoredRollout]
 ) -> tuple[Groups, dict[str, float]]:
     """The groups that the buffer gives; the rows of the others wait in it."""
-    size = trainer.trained_group_size
+    size = run.trained_group_size
     filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
     groups, values = state.groups.take_batch(filler)
     places = places_of(groups, size)
@@ -316,34 +310,32 @@ def _joined(arrays) -> np.ndarray:
     return np.concatenate(list(arrays))
 
 
-def _rollout_metrics(
-    trainer: Trainer, groups: Groups, rollouts: list[ScoredRollout]
-) -> dict[str, float]:
+def _rollout_metrics(run: Run, groups: Groups, rollouts: list[ScoredRollout]) -> dict[str, float]:
     """Metrics of all that was rolled out, whether it is trained on or not."""
     responses = [x.responses for x in rollouts]
     values = rollout_metrics(
         _joined(x.tokens for x in responses),
         _joined(x.lens for x in responses),
         _joined(x.prefix_lens for x in rollouts),
-        trainer.rollout_spec.program.eos_ids,
+        run.rollout_spec.program.eos_ids,
         draft_lens=_joined(x.draft_lens for x in rollouts),
         previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
         forced=_joined(x.forced for x in rollouts),
     )
-    if trainer.scorer.max_turns:
+    if run.scorer.max_turns:
         values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in responses)))
     rewards = _joined(x.scores.rewards for x in responses)
     failed = _joined(x.scores.failed for x in responses)
-    values |= reward_metrics(rewards, failed, trainer.rollout_spec.group_size)
-    if trainer.rollout_spec.group_size < trainer.config.rollout.group_size:  # rollouts of parts
+    values |= reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
         none_failed = np.zeros(len(groups.rewards), bool)
-        trained = reward_metrics(groups.rewards, none_failed, trainer.trained_group_size)
+        trained = reward_metrics(groups.rewards, none_failed, run.trained_group_size)
         values |= {name: trained[name] for name in GROUP_REWARDS}
     return values
 
 
 def record_failures(
-    failures: FailureLog, trainer: Trainer, step: int, rollouts: list[ScoredRollout]
+    failures: FailureLog, run: Run, step: int, rollouts: list[ScoredRollout]
 ) -> None:
     """Tells of the answers of a step that could not be scored; as `FailureLog.record` raises."""
     reasons = []
@@ -357,20 +349,20 @@ def record_failures(
 
     def text_of(row: int) -> str:
         tokens, length = rows[row]
-        return trainer.scorer.text(tokens[:length])
+        return run.scorer.text(tokens[:length])
 
     failures.record(step, reasons, tasks, text_of)
 
 
 def _measure_reuse(
-    trainer: Trainer, batch: Rollout, rollouts: list[ScoredRollout]
+    run: Run, batch: Rollout, rollouts: list[ScoredRollout]
 ) -> tuple[float, dict[str, float]]:
     """Return the share of rejections and the `reuse/*` metrics."""
-    rule = trainer.rollout_spec.program.accept
+    rule = run.rollout_spec.program.accept
     if rule.samples_anew:
         return 0.0, {}
     rejected_mass = off_policy.estimate_rejected_mass(
         _joined(x.prefix_lens for x in rollouts), _joined(x.draft_lens for x in rollouts)
     )
     share = rule.lenient_share
-    return rejected_mass, off_policy.measure(batch, trainer.log_lenience, rejected_mass, share)
+    return rejected_mass, off_policy.measure(batch, run.log_lenience, rejected_mass, share)

@@ -41,7 +41,7 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "algorithm.kl_estimator": "algorithms.losses:KL_ESTIMATORS",
     "critic.kind": ("none", "models.value:KINDS"),
     "curriculum.name": "data.curriculum:CURRICULA",
-    "updates.schedule": "algorithms.learner:SCHEDULES",
+    "updates.schedule": "algorithms.update_spec:SCHEDULES",
     "updates.old_logprobs": ("rollout", "recompute"),
     "updates.packing": "packing:PACKINGS",
     "log.tracker": "telemetry.tracking:TRACKERS",

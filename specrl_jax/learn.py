@@ -1,6 +1,6 @@
 """The second half of a step: rewards → advantages → updates.
 
-Takes the trainer, its state and the `TrainBatch` of `collect`; changes `state.train` and gives the
+Takes the run, its state and the `TrainBatch` of `collect`; changes `state.train` and gives the
 metrics of the updates.
 """
 
@@ -31,24 +31,24 @@ from specrl_jax.algorithms.scoring import (
     pack_rows,
 )
 from specrl_jax.algorithms.update import make_batch, update
-from specrl_jax.build import Trainer, frozen_steps
+from specrl_jax.build import Run, frozen_steps
 from specrl_jax.collect import Groups, TrainBatch
 from specrl_jax.sharding import put
-from specrl_jax.state import TrainerState
+from specrl_jax.state import RunState
 from specrl_jax.types import Batch
 
 
-def learn(trainer: Trainer, state: TrainerState, train_batch: TrainBatch) -> dict[str, float]:
+def learn(run: Run, state: RunState, train_batch: TrainBatch) -> dict[str, float]:
     """All updates of a step; changes `state.train`, returns their metrics."""
-    rewards, values = shaped_rewards(trainer, train_batch.groups)
+    rewards, values = shaped_rewards(run, train_batch.groups)
     prompts = train_batch.groups.prompts
     rollout = train_batch.groups.rollout
     batch = make_batch(prompts, rollout)
-    batch, advantage_metrics = with_advantages(trainer, state, batch, rewards)
+    batch, advantage_metrics = with_advantages(run, state, batch, rewards)
     values |= advantage_metrics
-    if trainer.config.algorithm.importance_cap:
-        batch = dataclasses.replace(batch, weights=_importance_weights(trainer, train_batch))
-    values |= update_policy(trainer, state, batch)
+    if run.config.algorithm.importance_cap:
+        batch = dataclasses.replace(batch, weights=_importance_weights(run, train_batch))
+    values |= update_policy(run, state, batch)
     if train_batch.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         values.pop("policy/rollout_train_logprob_gap", None)
@@ -58,13 +58,13 @@ def learn(trainer: Trainer, state: TrainerState, train_batch: TrainBatch) -> dic
 # Rewards ------------------------------------------------------------------------------------------
 
 
-def shaped_rewards(trainer: Trainer, groups: Groups) -> tuple[np.ndarray, dict[str, float]]:
+def shaped_rewards(run: Run, groups: Groups) -> tuple[np.ndarray, dict[str, float]]:
     """The rewards trained on: those of the task, less what a response's length costs."""
-    settings = trainer.config.reward
+    settings = run.config.reward
     if not settings.overlong_tokens:
         return groups.rewards, {}
     lens = hosts.fetch(groups.rollout.lens)
-    longest = trainer.config.rollout.response_len
+    longest = run.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
     rewards = (groups.rewards - penalty).astype(np.float32)
     return rewards, {"reward/overlong": float(np.mean(penalty))}
@@ -74,15 +74,15 @@ def shaped_rewards(trainer: Trainer, groups: Groups) -> tuple[np.ndarray, dict[s
 
 
 def with_advantages(
-    trainer: Trainer, state: TrainerState, batch: Batch, rewards: np.ndarray
+    run: Run, state: RunState, batch: Batch, rewards: np.ndarray
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with advantages; with a critic also with its values and returns."""
-    learner = trainer.learner
+    update_spec = run.update_spec
     values = None
-    if learner.critic:
-        values = critic_values(learner, state.train, _pack_all(trainer, batch))
-    config = AdvantageConfig.from_config(trainer.config, trainer.trained_group_size)
-    advantage = choose_advantage(trainer.config)
+    if update_spec.critic:
+        values = critic_values(update_spec, state.train, _pack_all(run, batch))
+    config = AdvantageConfig.from_config(run.config, run.trained_group_size)
+    advantage = choose_advantage(run.config)
     estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
     batch = dataclasses.replace(
         batch, values=values, advantages=estimate.advantages, returns=estimate.returns
@@ -94,10 +94,10 @@ def with_advantages(
 # Importance weights -------------------------------------------------------------------------------
 
 
-def _importance_weights(trainer: Trainer, train_batch: TrainBatch) -> Array:
+def _importance_weights(run: Run, train_batch: TrainBatch) -> Array:
     """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
-    inputs = (np.float32(trainer.log_lenience), np.float32(train_batch.rejected_mass))
-    rule = trainer.rollout_spec.program.accept
+    inputs = (np.float32(run.log_lenience), np.float32(train_batch.rejected_mass))
+    rule = run.rollout_spec.program.accept
     return off_policy.importance_weights(
         train_batch.groups.rollout, *inputs, rule.importance_weight
     )
@@ -118,28 +118,28 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
 # Updates ------------------------------------------------------------------------------------------
 
 
-def update_policy(trainer: Trainer, state: TrainerState, batch: Batch) -> dict[str, float]:
+def update_policy(run: Run, state: RunState, batch: Batch) -> dict[str, float]:
     """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
-    settings = trainer.config.updates
-    learner = trainer.learner
-    batch, values = _with_other_logprobs(trainer, state, batch)
+    settings = run.config.updates
+    update_spec = run.update_spec
+    batch, values = _with_other_logprobs(run, state, batch)
     if batch.weights is not None:
-        batch, more = _capped(batch, trainer.config.algorithm.importance_cap)
+        batch, more = _capped(batch, run.config.algorithm.importance_cap)
         values |= more
-    frozen = state.step <= frozen_steps(trainer.config)
+    frozen = state.step <= frozen_steps(run.config)
     history = []
-    mini_batches = pack_mini_batches(trainer, batch)
+    mini_batches = pack_mini_batches(run, batch)
     for packed in mini_batches * settings.passes:
-        state.train, sums = update(learner, state.train, batch, packed, policy_frozen=frozen)
+        state.train, sums = update(update_spec, state.train, batch, packed, policy_frozen=frozen)
         history.append(sums)
-    history = finite_updates(trainer, state, hosts.fetch(history))
-    values = _update_metrics(trainer, history) | values
+    history = finite_updates(run, state, hosts.fetch(history))
+    values = _update_metrics(run, history) | values
     values |= _packing_metrics(mini_batches, batch)
     if settings.skip_nonfinite:
         values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
-    steps = state.step - frozen_steps(trainer.config)
+    steps = state.step - frozen_steps(run.config)
     updates = steps * len(mini_batches) * settings.passes - state.skipped
-    values["update/lr"] = 0.0 if frozen else trainer.schedule(max(updates - 1, 0))
+    values["update/lr"] = 0.0 if frozen else run.schedule(max(updates - 1, 0))
     return {name: float(value) for name, value in values.items()}
 
 
@@ -148,14 +148,14 @@ _STAGES = {"policy": ("", "updates.learning_rate"), "critic": ("critic_", "criti
 
 
 def finite_updates(
-    trainer: Trainer, state: TrainerState, history: list[dict[str, np.ndarray]]
+    run: Run, state: RunState, history: list[dict[str, np.ndarray]]
 ) -> list[dict[str, np.ndarray]]:
     """The scalars of the updates that were not skipped; counts those that were in `state`.
 
     Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
     or `updates.skip_nonfinite` updates in a row were skipped.
     """
-    config = trainer.config
+    config = run.config
     made = []
     for sums in history:
         stage, name = _first_nonfinite(sums)
@@ -186,15 +186,15 @@ def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
     return "", ""
 
 
-def pack_mini_batches(trainer: Trainer, batch: Batch) -> list[PackedRows]:
+def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
     """The step's mini-batches, in the order of the rows, without rows that teach nothing."""
     rows = np.arange(len(batch.tokens))
-    size = trainer.config.updates.mini_batch_size
+    size = run.config.updates.mini_batch_size
     included = np.ones(len(rows), bool)
-    if skips_no_signal(trainer.config):
+    if skips_no_signal(run.config):
         included = hosts.fetch(_has_signal(batch))
     return [
-        pack_rows(trainer.learner, batch, part, included[part])
+        pack_rows(run.update_spec, batch, part, included[part])
         for part in np.split(rows, len(rows) // size)
     ]
 
@@ -211,29 +211,27 @@ def _has_signal(batch: Batch) -> Array:
     return jnp.any((batch.advantages != 0) & batch.mask, axis=1)
 
 
-def _pack_all(trainer: Trainer, batch: Batch) -> PackedRows:
-    return pack_rows(trainer.learner, batch, np.arange(len(batch.tokens)))
+def _pack_all(run: Run, batch: Batch) -> PackedRows:
+    return pack_rows(run.update_spec, batch, np.arange(len(batch.tokens)))
 
 
-def _with_other_logprobs(
-    trainer: Trainer, state: TrainerState, batch: Batch
-) -> tuple[Batch, dict[str, float]]:
+def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
     """The batch with the reference's log-probs, and recomputed old ones, if asked for."""
-    learner = trainer.learner
+    update_spec = run.update_spec
     values = {}
-    recompute = trainer.config.updates.old_logprobs == "recompute"
+    recompute = run.config.updates.old_logprobs == "recompute"
     if not recompute and state.reference is None:
         return batch, values
-    packed = _pack_all(trainer, batch)
+    packed = _pack_all(run, batch)
     if recompute:
-        old = logprobs(learner, state.train.params, packed)
+        old = logprobs(update_spec, state.train.params, packed)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
         if batch.weights is not None:  # they were sampled by the rollout's arithmetic
             weights = batch.weights * jnp.exp(old - batch.old_logprobs)
             batch = dataclasses.replace(batch, weights=weights)
         batch = dataclasses.replace(batch, old_logprobs=old)
     if state.reference is not None:
-        reference = logprobs(learner, state.reference.params, packed)
+        reference = logprobs(update_spec, state.reference.params, packed)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
 
@@ -249,7 +247,7 @@ def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, 
     }
 
 
-def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
+def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
     """Return metrics of the step's updates, from each one's sums and means; {} of none."""
 
     def mean(name: str) -> float:
@@ -264,7 +262,7 @@ def _update_metrics(trainer: Trainer, history: list[dict[str, np.ndarray]]) -> d
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
         values["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
-    if trainer.learner.critic:
+    if run.update_spec.critic:
         tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
         values["critic/loss"] = mean("critic_loss")
         values["critic/clip_fraction"] = sum(x["critic_clipped"] for x in history) / tokens

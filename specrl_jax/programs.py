@@ -19,11 +19,16 @@ import numpy as np
 
 from specrl_jax import memory
 from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
-from specrl_jax.algorithms.learner import Learner, TrainState, init_train_state, make_learner
 from specrl_jax.algorithms.scoring import PackedRows, critic_values, logprobs, pack_rows
 from specrl_jax.algorithms.update import make_batch, update
+from specrl_jax.algorithms.update_spec import (
+    PolicyState,
+    UpdateSpec,
+    init_policy_state,
+    make_update_spec,
+)
 from specrl_jax.build import (
-    Trainer,
+    Run,
     frozen_steps,
     policy_schedule,
     rollout_rows,
@@ -60,7 +65,7 @@ from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, compact, gather, scatter
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.sharding import eval_shape, spec
+from specrl_jax.sharding import axes, eval_shape
 from specrl_jax.state import store_shape
 from specrl_jax.types import Batch, Drafts, PartialRows, Prompts, Rollout
 
@@ -87,15 +92,15 @@ def placed(tree: Any) -> Any:
     mesh = jax.sharding.get_mesh()
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        axes = jax.P(*(None,) * len(x.shape)) if x.sharding is None else x.sharding.spec
-        layout = jax.sharding.NamedSharding(mesh, axes)
+        dims = jax.P(*(None,) * len(x.shape)) if x.sharding is None else x.sharding.spec
+        layout = jax.sharding.NamedSharding(mesh, dims)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout, weak_type=x.weak_type)
 
     return jax.tree.map(place, tree)
 
 
-def array(dtype: Any, shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
-    layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec(*axes))
+def array(dtype: Any, shape: tuple[int, ...], *dims: str | None) -> jax.ShapeDtypeStruct:
+    layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), axes(*dims))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
 
@@ -230,7 +235,7 @@ class AbstractRun:
     model: ModelConfig
     spec: RolloutSpec
     eval_spec: RolloutSpec
-    learner: Learner
+    update_spec: UpdateSpec
     num_prompts: int  # to train on
     key: Any  # of the run, or its shape
 
@@ -250,8 +255,8 @@ class AbstractRun:
         return self.rows * (1 + self.config.rollout.run_ahead)
 
     @functools.cached_property
-    def state(self) -> TrainState:
-        init = functools.partial(init_train_state, self.learner)
+    def state(self) -> PolicyState:
+        init = functools.partial(init_policy_state, self.update_spec)
         return abstract(init, placed(abstract_params(self.model)))
 
     @functools.cached_property
@@ -317,8 +322,8 @@ class AbstractRun:
         rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
         batch = abstract(lambda x: make_batch(prompts(self.spec, rows), x), rollout)
         rewards = array(np.float32, (rows,), "batch")
-        values = self.learner.critic and abstract(
-            functools.partial(critic_values, self.learner), self.state, self.packed(rows)
+        values = self.update_spec.critic and abstract(
+            functools.partial(critic_values, self.update_spec), self.state, self.packed(rows)
         )
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
         estimate = abstract(
@@ -342,24 +347,24 @@ class AbstractRun:
         lens = np.zeros(rows, np.int32)
         old = np.zeros((rows, settings.rollout.response_len), np.float32)
         host = Batch(tokens, lens, lens + 1, old, advantages=None)
-        return abstract(lambda: pack_rows(self.learner, host, np.arange(rows)))
+        return abstract(lambda: pack_rows(self.update_spec, host, np.arange(rows)))
 
     def _update_programs(self) -> Iterator[Program]:
         settings = self.config
-        learner = self.learner
+        update_spec = self.update_spec
         rows = self.batch.response_lens.shape[0]
         every = self.packed(rows)
         if settings.algorithm.kl_coef or settings.updates.old_logprobs == "recompute":
             params = self.state.params
-            inputs = (learner, params, every)
+            inputs = (update_spec, params, every)
             yield _program("log-probs", logprobs, *inputs, runs_model=True, kept=params)
-        if learner.critic:
-            inputs = (learner, self.state, every)
+        if update_spec.critic:
+            inputs = (update_spec, self.state, every)
             yield _program("values", critic_values, *inputs, runs_model=True, kept=self.state)
         mini_batch = self.packed(settings.updates.mini_batch_size)
         for frozen in {False, frozen_steps(settings) > 0}:
             yield _program(
-                "update of the critic" if frozen else "update", update, learner, self.state,
+                "update of the critic" if frozen else "update", update, update_spec, self.state,
                 self.batch, mini_batch, policy_frozen=frozen, runs_model=True, kept=self.state,
             )  # fmt: skip
 
@@ -386,11 +391,11 @@ class AbstractRun:
 UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
 
 
-def of_trainer(trainer: Trainer) -> AbstractRun:
+def of_run(run: Run) -> AbstractRun:
     """Shapes of a run that is built."""
-    prompts = len(trainer.prompts.lens)
-    specs = (trainer.rollout_spec, trainer.eval_spec)
-    return AbstractRun(trainer.config, trainer.model, *specs, trainer.learner, prompts, trainer.key)
+    prompts = len(run.prompts.lens)
+    specs = (run.rollout_spec, run.eval_spec)
+    return AbstractRun(run.config, run.model, *specs, run.update_spec, prompts, run.key)
 
 
 def of_config(config) -> AbstractRun:
@@ -413,9 +418,9 @@ def of_config(config) -> AbstractRun:
     prompts = config.data.prompts or UNKNOWN_PROMPTS
     steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
     steps = config.train.steps or config.train.epochs * steps_per_epoch
-    learner = make_learner(config, model, policy_schedule(config, steps))
+    update_spec = make_update_spec(config, model, policy_schedule(config, steps))
     key = placed(jax.eval_shape(lambda: jax.random.key(0)))
-    return AbstractRun(config, model, rollout, evaluation, learner, prompts, key)
+    return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key)
 
 
 def compile_all(programs: list[Program], note: Callable[[str], None]) -> dict[str, Any]:

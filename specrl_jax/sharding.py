@@ -66,10 +66,10 @@ def platform() -> str:
     return device.platform if device else jax.default_backend()
 
 
-def spec(*axes: str | None, stored: bool = False) -> PartitionSpec:
+def axes(*dims: str | None, stored: bool = False) -> PartitionSpec:
     """Partition of an array with these logical axes; None: an axis that is not split."""
     table = STORED if stored else COMPUTE
-    return PartitionSpec(*(table[axis] for axis in axes))
+    return PartitionSpec(*(table[axis] for axis in dims))
 
 
 def shards(axis: str, stored: bool = False) -> int:
@@ -96,11 +96,11 @@ def eval_shape(function: Callable, *args):
         _shapes_only.reset(token)
 
 
-def put(array, *axes: str | None) -> jax.Array:
+def put(array, *dims: str | None) -> jax.Array:
     """Host array, equal in all processes → device array with these logical axes on the mesh."""
     if _shapes_only.get():
-        return reshard(jnp.asarray(array), *axes)
-    return put_as(np.asarray(array), spec(*axes))
+        return reshard(jnp.asarray(array), *dims)
+    return put_as(np.asarray(array), axes(*dims))
 
 
 def put_as(array: np.ndarray, layout: PartitionSpec) -> jax.Array:
@@ -108,16 +108,16 @@ def put_as(array: np.ndarray, layout: PartitionSpec) -> jax.Array:
     return hosts.place(array, NamedSharding(jax.sharding.get_mesh(), layout))
 
 
-def reshard(array: jax.Array, *axes: str | None) -> jax.Array:
+def reshard(array: jax.Array, *dims: str | None) -> jax.Array:
     """The array in the compute layout `axes`; no operation if that is its layout already."""
-    return jax.sharding.reshard(array, spec(*axes))
+    return jax.sharding.reshard(array, axes(*dims))
 
 
 def take_rows(tree, index: jax.Array):
     """Take `array[index]` of a pytree's arrays, whose first axis alone is split: over the batch."""
 
     def take(array: jax.Array) -> jax.Array:
-        out = spec("batch", *(None,) * (array.ndim - 1))
+        out = axes("batch", *(None,) * (array.ndim - 1))
         return array.at[index].get(out_sharding=out, mode="promise_in_bounds")
 
     return jax.tree.map(take, tree)
@@ -142,10 +142,10 @@ def take_own_rows(tree, index: jax.Array):
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), tree)
 
 
-def reshape(array: jax.Array, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+def reshape(array: jax.Array, shape: tuple[int, ...], *dims: str | None) -> jax.Array:
     """jnp.reshape, whose result has these logical axes; XLA chooses them in `auto_axes`.
 
     A plain reshape loses the split of an axis of size 1.
     """
     explicit = jax.sharding.get_abstract_mesh().are_all_axes_explicit
-    return jnp.reshape(array, shape, out_sharding=spec(*axes) if explicit else None)
+    return jnp.reshape(array, shape, out_sharding=axes(*dims) if explicit else None)

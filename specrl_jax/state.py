@@ -1,6 +1,6 @@
 """State that every step changes: parts that save, restore and describe themselves.
 
-A new part is a `types.StatePart`, a field of `TrainerState` and a line of `_new_state`.
+A new part is a `types.StatePart`, a field of `RunState` and a line of `_new_state`.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.algorithms.learner import TrainState, init_train_state
-from specrl_jax.build import Trainer
+from specrl_jax.algorithms.update_spec import PolicyState, init_policy_state
+from specrl_jax.build import Run
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.checksums import checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -53,15 +53,15 @@ class Origin(StatePart):
     is_reference: bool  # whether the reference is made from the source again
 
     @classmethod
-    def of(cls, trainer: Trainer, params: Params, is_reference: bool) -> "Origin":
+    def of(cls, run: Run, params: Params, is_reference: bool) -> "Origin":
         """Describe the model of `params`, those that `build` gave."""
-        shape = dataclasses.asdict(trainer.model)
+        shape = dataclasses.asdict(run.model)
         for name in ("dtype", "remat", "kernels", "unused_ids"):
             del shape[name]
-        batches = trainer.held_out
+        batches = run.held_out
         kept = [x[:real] for prompts, real in batches for x in (prompts.ids, prompts.tokens)]
         held_out = digest(*kept[::2], *kept[1::2]) if kept else ""
-        source = trainer.config.model.source
+        source = run.config.model.source
         return cls(source, shape, checksum(params), held_out, is_reference)
 
     def host(self) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class Origin(StatePart):
 
 
 @dataclasses.dataclass
-class TrainerState:
+class RunState:
     """Content of a checkpoint: finished steps, weights with optimizer, and parts; None is off."""
 
-    train: TrainState
+    train: PolicyState
     stream: PromptStream
     store: DraftStore
     origin: Origin
@@ -142,37 +142,37 @@ class TrainerState:
                 setattr(self, name, part.restore(host[name], arrays.get(name, {})))
 
 
-def init_state(trainer: Trainer, params: Params) -> TrainerState:
+def init_state(run: Run, params: Params) -> RunState:
     """The state before step 1: the policy warmed up, nothing stored."""
-    origin = Origin.of(trainer, params, is_reference=False)
-    params = _warmed_up(trainer, params)
-    reference = jax.tree.map(jnp.copy, params) if trainer.config.algorithm.kl_coef else None
-    return _new_state(trainer, init_train_state(trainer.learner, params), origin, reference)
+    origin = Origin.of(run, params, is_reference=False)
+    params = _warmed_up(run, params)
+    reference = jax.tree.map(jnp.copy, params) if run.config.algorithm.kl_coef else None
+    return _new_state(run, init_policy_state(run.update_spec, params), origin, reference)
 
 
-def _warmed_up(trainer: Trainer, params: Params) -> Params:
+def _warmed_up(run: Run, params: Params) -> Params:
     """The policy before step 1, from the weights that `build` gave; these may be donated."""
-    config = trainer.config
+    config = run.config
     if not config.warmup.steps:
         return params
-    return warm_up(config, trainer.learner, params, trainer.scorer.tokenizer, trainer.dataset)
+    return warm_up(config, run.update_spec, params, run.scorer.tokenizer, run.dataset)
 
 
 def resume(
-    trainer: Trainer, params: Params, checkpoints: Checkpointer, step: int | None = None
-) -> TrainerState:
+    run: Run, params: Params, checkpoints: Checkpointer, step: int | None = None
+) -> RunState:
     """The state that a checkpoint holds, bit for bit; step: None for the newest that is intact.
 
     params: those that `build` gave. A step may be of a run with another `algorithm.kl_coef`. A
     reference that it has and this run does not need is left out; one that it lacks is made again.
     """
-    reference = params if trainer.config.algorithm.kl_coef else None
+    reference = params if run.config.algorithm.kl_coef else None
     saved = step is None or checkpoints.holds(step, "reference")
-    warm = saved and trainer.config.warmup.steps > 0
-    origin = Origin.of(trainer, params, is_reference=reference is not None and not warm)
-    init = functools.partial(init_train_state, trainer.learner)
-    train = jax.eval_shape(init, abstract_params(trainer.model))
-    state = _new_state(trainer, train, origin, reference)
+    warm = saved and run.config.warmup.steps > 0
+    origin = Origin.of(run, params, is_reference=reference is not None and not warm)
+    init = functools.partial(init_policy_state, run.update_spec)
+    train = jax.eval_shape(init, abstract_params(run.model))
+    state = _new_state(run, train, origin, reference)
     like = state.arrays()
     if step is None:
         step, arrays, host = checkpoints.restore_newest(like)
@@ -183,27 +183,25 @@ def resume(
     state.restore(host, arrays)
     if reference is not None and not saved:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
-        again = _warmed_up(trainer, reference)
+        again = _warmed_up(run, reference)
         state.reference = dataclasses.replace(state.reference, params=again)
     if state.speculation is not None and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
         state.speculation.seconds = None  # it is measured again
-    print(f"resumed at step {step} of {trainer.total_steps}", flush=True)
+    print(f"resumed at step {step} of {run.total_steps}", flush=True)
     return state
 
 
-def _new_state(
-    trainer: Trainer, train: TrainState, origin: Origin, reference: Params | None
-) -> TrainerState:
+def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params | None) -> RunState:
     """Every part that the configuration asks for, empty."""
-    config = trainer.config
-    settings = trainer.config.rollout
+    config = run.config
+    settings = run.config.rollout
     slots = settings.response_len
-    stored = trainer.rollout_spec.program.stored_logprobs
-    state = TrainerState(
+    stored = run.rollout_spec.program.stored_logprobs
+    state = RunState(
         train=train,
-        stream=make_stream(config, trainer.prompts, trainer.total_steps),
-        store=_draft_store(trainer),
+        stream=make_stream(config, run.prompts, run.total_steps),
+        store=_draft_store(run),
         origin=origin,
     )
     if reference is not None:
@@ -211,24 +209,24 @@ def _new_state(
     if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
         state.speculation = Speculation()
     if settings.run_ahead:
-        state.run_ahead = RunAhead.empty(trainer.rows, slots)
+        state.run_ahead = RunAhead.empty(run.rows, slots)
     if settings.partial:
         state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
     if config.algorithm.dynamic_sampling or state.stream.screens:
-        state.groups = GroupBuffer(config, len(trainer.prompts.lens))
+        state.groups = GroupBuffer(config, len(run.prompts.lens))
         state.groups.kept_rows = Rollout.empty(state.groups.max_waiting_rows, slots, stored)
     return state
 
 
-def _draft_store(trainer: Trainer) -> DraftStore:
-    model = trainer.model
+def _draft_store(run: Run) -> DraftStore:
+    model = run.model
     sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
-    policy = f"{trainer.config.model.source or 'from nothing'} ({model.family}, {sizes})"
-    shape = store_shape(trainer.config, trainer.rollout_spec, len(trainer.prompts.lens))
+    policy = f"{run.config.model.source or 'from nothing'} ({model.family}, {sizes})"
+    shape = store_shape(run.config, run.rollout_spec, len(run.prompts.lens))
     return DraftStore(
         shape,
-        max_age=trainer.config.rollout.store_age,
-        owner={"tokenizer": trainer.scorer.tokenizer.fingerprint, "model": policy},
+        max_age=run.config.rollout.store_age,
+        owner={"tokenizer": run.scorer.tokenizer.fingerprint, "model": policy},
     )
 
 

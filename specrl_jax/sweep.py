@@ -25,7 +25,7 @@ from specrl_jax.config import validate
 from specrl_jax.telemetry import sweep_table
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.report_page import write_report
-from specrl_jax.telemetry.runs import Run, Series, read_run
+from specrl_jax.telemetry.runs import RecordedRun, Series, read_run
 
 _TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
 _TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
@@ -314,7 +314,7 @@ def write_results(
     done = [run for run in runs if run.workdir not in failed]
     if not done:
         return "No run came to its end."
-    cases: dict[str, list[Run]] = {}
+    cases: dict[str, list[RecordedRun]] = {}
     for run in done:
         cases.setdefault(run.case, []).append(read_run(run.workdir))
     series = [Series(name, members) for name, members in cases.items()]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax import hosts, memory, programs
-from specrl_jax.build import Trainer, build
+from specrl_jax.build import Run, build
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import collect, measure_rollout, record_failures
 from specrl_jax.config import flatten
@@ -24,7 +24,7 @@ from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.runtime import compile_metrics, only_process
-from specrl_jax.state import TrainerState, init_state, resume
+from specrl_jax.state import RunState, init_state, resume
 from specrl_jax.stop import StopRequest
 from specrl_jax.telemetry.code_state import record_code
 from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
@@ -53,27 +53,27 @@ MAY_CHANGE_FROM_OTHER = (
 
 
 def step(
-    trainer: Trainer,
-    state: TrainerState,
+    run: Run,
+    state: RunState,
     records: RolloutRecords | None = None,
     failures: FailureLog | None = None,
 ) -> dict[str, float]:
     """One batch of rollouts and its updates; changes `state`, returns the step's metrics."""
     epoch = state.epoch
     state.step += 1
-    batch = collect(trainer, state)
+    batch = collect(run, state)
     if records is not None and records.active:
         rollouts = [(x.prompts, x.responses) for x in batch.rollouts]
-        on_host = _on_host(rollouts, trainer.rollout_spec.group_size)
+        on_host = _on_host(rollouts, run.rollout_spec.group_size)
         if hosts.is_primary():
             records.write(state.step, epoch, *on_host)
     if failures is not None:
-        record_failures(failures, trainer, state.step, batch.rollouts)
+        record_failures(failures, run, state.step, batch.rollouts)
     times = {}
     with timed(times, "time/update"):
-        values = learn(trainer, state, batch)
+        values = learn(run, state, batch)
     seen = state.prompts_seen
-    values |= {"data/prompts_seen": seen, "data/passes": seen / len(trainer.prompts.lens)}
+    values |= {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
     return values | batch.metrics | times
 
 
@@ -98,55 +98,53 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
     if resume_from and not has_config:
         _parse_origin(resume_from, config)  # a mistake shows before anything is loaded
     keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
-    trainer, params = build(config)
-    hosts.check_same(trainer.fingerprints, "give them the same files")
+    run, params = build(config)
+    hosts.check_same(run.fingerprints, "give them the same files")
     with (
-        trainer.scorer.pool,
-        memory.named(config, trainer.model, len(trainer.prompts.lens)),
+        run.scorer.pool,
+        memory.named(config, run.model, len(run.prompts.lens)),
         only_process(workdir),
         Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
     ):
         last = checkpoints.latest_step()
         hosts.on_primary(_check_complete, workdir, last, has_config)
-        state = resume(trainer, params, checkpoints) if last is not None else None
-        if state and state.step >= trainer.total_steps:
-            print(
-                f"{workdir}: finished at step {state.step} of {trainer.total_steps}, nothing to do"
-            )
+        state = resume(run, params, checkpoints) if last is not None else None
+        if state and state.step >= run.total_steps:
+            print(f"{workdir}: finished at step {state.step} of {run.total_steps}, nothing to do")
             return
-        trainer.scorer.pool.warm_up()
+        run.scorer.pool.warm_up()
         if state is None and resume_from:
-            state = _resume_from(resume_from, trainer, params)
+            state = _resume_from(resume_from, run, params)
         elif state is None:
-            state = init_state(trainer, params)
+            state = init_state(run, params)
         del params
         if hosts.is_primary():
             save_run_config(workdir, described)  # from here on the directory is this run's
             record_code(workdir)
-        records = _open_records(trainer, workdir)
-        with _open_log(trainer, workdir) as log, stop.finishing_steps():
+        records = _open_records(run, workdir)
+        with _open_log(run, workdir) as log, stop.finishing_steps():
             restored = state.step if last else 0
             for written in (log, records) if hosts.is_primary() else ():
                 written.restore(restored or -1)  # step 0 is evaluated and written again
             failures = FailureLog(workdir if hosts.is_primary() else None, log.warn)
             writes = config.log.report and hosts.is_primary()
             with _way_on(checkpoints), ReportWriter(workdir, writes, log.warn) as page:
-                prepare(trainer, state)
-                loop(trainer, state, checkpoints, log, records, failures, stop, page)
+                prepare(run, state)
+                loop(run, state, checkpoints, log, records, failures, stop, page)
     if hosts.is_primary():
-        _finish(trainer, state, workdir, stop.name if state.step < trainer.total_steps else "")
+        _finish(run, state, workdir, stop.name if state.step < run.total_steps else "")
 
 
-def prepare(trainer: Trainer, state: TrainerState) -> None:
+def prepare(run: Run, state: RunState) -> None:
     """Compile the run's programs side by side, and time those that choices depend on."""
-    programs.compile_run(programs.of_trainer(trainer), state.arrays())
+    programs.compile_run(programs.of_run(run), state.arrays())
     if state.speculation is not None and state.speculation.seconds is None:
-        state.speculation.seconds = measure_rollout(trainer, state)
+        state.speculation.seconds = measure_rollout(run, state)
 
 
 def loop(
-    trainer: Trainer,
-    state: TrainerState,
+    run: Run,
+    state: RunState,
     checkpoints: Checkpointer,
     log: MetricsLog | NoLog,
     records: RolloutRecords,
@@ -156,25 +154,25 @@ def loop(
 ) -> None:
     """Steps until the last one or a stop request; evaluates, records and saves on the way."""
     if state.step == 0:
-        values = held_out_metrics(trainer, state, 0, records)
+        values = held_out_metrics(run, state, 0, records)
         log.write(0, 0, values | compile_metrics())
         checkpoints.save(0, state.arrays(), state.host(), metric=values.get("reward/eval"))
     else:
         checkpoints.save(state.step, state.arrays(), state.host())  # nothing if it is there
     checkpoints.wait()  # where metrics of a step have no checkpoint, files were lost
     stopped = False
-    while state.step < trainer.total_steps and not (stopped := stop.agreed()):
+    while state.step < run.total_steps and not (stopped := stop.agreed()):
         epoch = state.epoch
         start = time.perf_counter()
-        values = step(trainer, state, records, failures)
+        values = step(run, state, records, failures)
         values["time/step"] = time.perf_counter() - start
-        last = state.step == trainer.total_steps
-        every = trainer.config.evaluate.every
+        last = state.step == run.total_steps
+        every = run.config.evaluate.every
         if every and (state.step % every == 0 or last):
-            values |= held_out_metrics(trainer, state, epoch, records)
+            values |= held_out_metrics(run, state, epoch, records)
         # Recorded first: a checkpoint without its record would lose the step on a resume.
         log.write(state.step, epoch, values | compile_metrics())
-        if state.step % trainer.config.checkpoint.every == 0 or last:
+        if state.step % run.config.checkpoint.every == 0 or last:
             metric = values.get("reward/eval")
             checkpoints.save(state.step, state.arrays(), state.host(), metric=metric)
             page.refresh()
@@ -183,19 +181,19 @@ def loop(
 
 
 def held_out_metrics(
-    trainer: Trainer, state: TrainerState, epoch: int, records: RolloutRecords
+    run: Run, state: RunState, epoch: int, records: RolloutRecords
 ) -> dict[str, float]:
     """Mean reward on held-out prompts; nothing where the run has none. Records the responses."""
-    if not trainer.held_out:
+    if not run.held_out:
         return {}
     values = {}
     with timed(values, "time/eval"):
-        weights = rollout_weights(trainer.model, state.train.params)
-        noise = Noise(trainer.key, state.step, Purpose.EVALUATE)
-        inputs = (trainer.eval_spec, weights, trainer.held_out, noise, trainer.scorer)
+        weights = rollout_weights(run.model, state.train.params)
+        noise = Noise(run.key, state.step, Purpose.EVALUATE)
+        inputs = (run.eval_spec, weights, run.held_out, noise, run.scorer)
         values["reward/eval"], answered = evaluate(*inputs)
     if records.active:
-        on_host = _on_host(answered, trainer.eval_spec.group_size)
+        on_host = _on_host(answered, run.eval_spec.group_size)
         if hosts.is_primary():
             records.write(state.step, epoch, *on_host, kind="eval")
     return values
@@ -253,28 +251,28 @@ def _check_complete(workdir: Path, last: int | None, has_config: bool) -> None:
 
 def _parse_origin(origin: str, config) -> tuple[Path, int]:
     """Return (work directory, step); ValueError unless `config` may begin with that checkpoint."""
-    run, _, step = origin.rpartition("@")
-    if not run or not step.isdecimal():
+    workdir, _, step = origin.rpartition("@")
+    if not workdir or not step.isdecimal():
         raise ValueError(
             "--resume_from must be RUN@STEP, a work directory and the step of a checkpoint in it, "
             f"got {origin!r}"
         )
     advice = f"only these may differ with --resume_from: {', '.join(MAY_CHANGE_FROM_OTHER)}"
-    if not check_run_config(run, config, ignore=MAY_CHANGE_FROM_OTHER, advice=advice):
-        raise ValueError(f"--resume_from must name a work directory, {run} has no config.json")
-    return Path(run), int(step)
+    if not check_run_config(workdir, config, ignore=MAY_CHANGE_FROM_OTHER, advice=advice):
+        raise ValueError(f"--resume_from must name a work directory, {workdir} has no config.json")
+    return Path(workdir), int(step)
 
 
-def _resume_from(origin: str, trainer: Trainer, params: Params) -> TrainerState:
+def _resume_from(origin: str, run: Run, params: Params) -> RunState:
     """The state of another run's checkpoint, RUN@STEP; that run is left as it is."""
-    run, step = _parse_origin(origin, trainer.config)
-    if step >= trainer.total_steps:
+    workdir, step = _parse_origin(origin, run.config)
+    if step >= run.total_steps:
         raise ValueError(
             f"train.steps or train.epochs must give more than the {step} steps of --resume_from, "
-            f"got {trainer.total_steps}"
+            f"got {run.total_steps}"
         )
-    with Checkpointer(run / "checkpoints", read_only=True) as checkpoints:
-        return resume(trainer, params, checkpoints, step)
+    with Checkpointer(workdir / "checkpoints", read_only=True) as checkpoints:
+        return resume(run, params, checkpoints, step)
 
 
 @contextlib.contextmanager
@@ -290,31 +288,31 @@ def _way_on(checkpoints: Checkpointer) -> Iterator[None]:
         ) from error
 
 
-def _finish(trainer: Trainer, state: TrainerState, workdir: Path, stopped_by: str) -> None:
-    if trainer.config.log.report:
+def _finish(run: Run, state: RunState, workdir: Path, stopped_by: str) -> None:
+    if run.config.log.report:
         print(f"report: {workdir / REPORT}")
     if stopped_by:
-        where = f"step {state.step} of {trainer.total_steps}"
+        where = f"step {state.step} of {run.total_steps}"
         print(f"{workdir}: {stopped_by}, saved at {where}; run the same command to go on")
     else:
         print(summary(read_run(workdir)))
 
 
-def _open_log(trainer: Trainer, workdir: Path) -> MetricsLog | NoLog:
+def _open_log(run: Run, workdir: Path) -> MetricsLog | NoLog:
     if not hosts.is_primary():
         return NoLog()
     return MetricsLog(
         workdir,
-        total_steps=trainer.total_steps,
-        tracker=trainer.config.log.tracker,
-        config=trainer.config.to_dict(),
+        total_steps=run.total_steps,
+        tracker=run.config.log.tracker,
+        config=run.config.to_dict(),
     )
 
 
-def _open_records(trainer: Trainer, workdir: Path) -> RolloutRecords:
+def _open_records(run: Run, workdir: Path) -> RolloutRecords:
     return RolloutRecords(
         workdir,
-        trainer.config.log.rollouts,
-        decode=trainer.scorer.tokenizer.decode,
-        eos_ids=trainer.rollout_spec.program.eos_ids,
+        run.config.log.rollouts,
+        decode=run.scorer.tokenizer.decode,
+        eos_ids=run.rollout_spec.program.eos_ids,
     )

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.sharding import spec
+from specrl_jax.sharding import axes
 
 
 class StatePart:
-    """A part of the trainer's state: it saves, restores and describes itself."""
+    """A part of the run's state: it saves, restores and describes itself."""
 
     def arrays(self) -> Any:
         """The pytree of arrays that a checkpoint saves, and is read back like."""
@@ -112,8 +112,8 @@ class Rollout:
         """Responses of no tokens; k: likeliest tokens that are kept."""
 
         def zeros(dtype, *rest: int) -> Array:
-            axes = spec("batch", *(None,) * len(rest))
-            return jnp.zeros((rows, *rest), dtype, out_sharding=axes)
+            dims = axes("batch", *(None,) * len(rest))
+            return jnp.zeros((rows, *rest), dtype, out_sharding=dims)
 
         return cls(
             tokens=zeros(jnp.int32, slots),

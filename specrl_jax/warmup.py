@@ -13,10 +13,10 @@ import optax
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import read_nodes, score, unpacked
 from specrl_jax.algorithms.update import join
+from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples, right_padded
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.transformer import Params
@@ -37,7 +37,7 @@ class Demonstrations:
 
 
 def warm_up(
-    config, learner: Learner, params: Params, tokenizer: Tokenizer, dataset: Dataset
+    config, update_spec: UpdateSpec, params: Params, tokenizer: Tokenizer, dataset: Dataset
 ) -> Params:
     """The stage that `config.warmup` asks for; prints the loss as it goes."""
     settings = config.warmup
@@ -61,11 +61,11 @@ def warm_up(
         *right_padded([p for p, _ in pairs], slots[0], tokenizer.pad_id),
         *right_padded([a for _, a in pairs], slots[1], tokenizer.pad_id),
     )
-    return supervise(learner, params, data, settings, config.seed)
+    return supervise(update_spec, params, data, settings, config.seed)
 
 
 def supervise(
-    learner: Learner, params: Params, data: Demonstrations, settings, seed: int
+    update_spec: UpdateSpec, params: Params, data: Demonstrations, settings, seed: int
 ) -> Params:
     """Train `params` for `settings.steps` on the demonstrations; returns the new parameters.
 
@@ -78,12 +78,12 @@ def supervise(
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     data = jax.tree.map(lambda x: put(x, *(None,) * x.ndim), data)
-    state = TrainState.create(params, optimizer)
+    state = PolicyState.create(params, optimizer)
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size).astype(np.int32)
     for start in range(0, steps, _CHUNK):
-        state, figures = _run(learner, optimizer, state, data, order[start : start + _CHUNK])
+        state, figures = _run(update_spec, optimizer, state, data, order[start : start + _CHUNK])
         losses, weight_norm = hosts.fetch(figures)
         step = min(start + _CHUNK, steps)
         for name, value in (("loss", losses.sum()), ("weight_norm", weight_norm)):
@@ -98,28 +98,28 @@ def supervise(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _run(
-    learner: Learner,
+    update_spec: UpdateSpec,
     optimizer: optax.GradientTransformation,
-    state: TrainState,
+    state: PolicyState,
     data: Demonstrations,
     order: Array,
-) -> tuple[TrainState, tuple[Array, Array]]:
+) -> tuple[PolicyState, tuple[Array, Array]]:
     """The new state; the losses of the steps, and the norm of the weights after them."""
     slots = data.responses.shape[1]
 
-    def step(state: TrainState, index: Array) -> tuple[TrainState, Array]:
+    def step(state: PolicyState, index: Array) -> tuple[PolicyState, Array]:
         rows = take_rows(data, index)
         tokens = join(rows.prompts, rows.prompt_lens, rows.responses)
         sequences, nodes = unpacked(tokens, rows.prompt_lens, slots)
         mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
 
         def loss(params: Params) -> Array:
-            scores = read_nodes(score(learner, params, None, sequences), nodes)
+            scores = read_nodes(score(update_spec, params, None, sequences), nodes)
             return -masked_mean(scores.logprobs, mask)
 
         value, grads = jax.value_and_grad(loss)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), value
+        return PolicyState(optax.apply_updates(state.params, updates), opt_state), value
 
     state, losses = jax.lax.scan(step, state, order)
     return state, (losses, optax.tree.norm(state.params))

@@ -59,13 +59,13 @@ def watch(config, workdir) -> Seen:
     """Train, and note every rollout and batch on the way."""
     seen, real_rollout, real_collect = Seen([], []), collect.generate_and_score, collect.collect
 
-    def one_rollout(trainer, state, *rest):
-        scored = real_rollout(trainer, state, *rest)
+    def one_rollout(run, state, *rest):
+        scored = real_rollout(run, state, *rest)
         seen.rollouts.append((state.step, scored))
         return scored
 
-    def one_batch(trainer, state):
-        batch = real_collect(trainer, state)
+    def one_batch(run, state):
+        batch = real_collect(run, state)
         seen.batches.append((batch, jax.device_get(batch.groups.rollout.policy_logprobs)))
         return batch
 

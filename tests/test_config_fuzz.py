@@ -13,7 +13,7 @@ import small_runs
 from hypothesis import strategies as st
 from small_models import MODEL
 
-from specrl_jax.algorithms.learner import make_schedule
+from specrl_jax.algorithms.update_spec import make_schedule
 from specrl_jax.config import CHOICES, choices, flatten, validate
 from specrl_jax.group_buffer import part_size
 from specrl_jax.rollout.generate import RolloutSpec

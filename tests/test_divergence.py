@@ -105,11 +105,11 @@ def _poison(monkeypatch, poisoned: set[int]) -> list[bool]:
     """The advantages of these updates are NaN. Whether each update left the state as it was."""
     real, unchanged = learn.update, []
 
-    def update(learner, state, batch, packed, **options):
+    def update(update_spec, state, batch, packed, **options):
         if len(unchanged) in poisoned:
             batch = dataclasses.replace(batch, advantages=batch.advantages * jnp.nan)
         before = _bits(state)
-        state, sums = real(learner, state, batch, packed, **options)
+        state, sums = real(update_spec, state, batch, packed, **options)
         unchanged.append(_bits(state) == before)
         return state, sums
 

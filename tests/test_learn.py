@@ -12,9 +12,9 @@ def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
     """Two passes over rows 0..31 in mini-batches of 16."""
     seen, real = [], learn.update
 
-    def update(learner, state, batch, packed, **options):
+    def update(update_spec, state, batch, packed, **options):
         seen.append(np.asarray(packed.rows))
-        return real(learner, state, batch, packed, **options)
+        return real(update_spec, state, batch, packed, **options)
 
     monkeypatch.setattr(learn, "update", update)
     changes = {"updates.passes": 2, "updates.micro_batch_size": 8, "train.steps": 1}

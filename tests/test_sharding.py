@@ -7,15 +7,15 @@ import pytest
 from jax.sharding import AxisType
 
 from specrl_jax import sharding
-from specrl_jax.sharding import COMPUTE, STORED, put, spec, take_rows
+from specrl_jax.sharding import COMPUTE, STORED, axes, put, take_rows
 
 
 def test_the_two_layouts():
     assert {axis for axis in STORED if STORED[axis] != COMPUTE[axis]} == {"embed", "vocab"}
-    assert spec("embed", "heads", None) == jax.P(None, "tensor", None)
-    assert spec("embed", "heads", None, stored=True) == jax.P("fsdp", "tensor", None)
-    assert spec("batch", None) == jax.P(("data", "fsdp"), None)
-    assert spec("vocab", None, stored=True) == jax.P(("tensor", "fsdp"), None)
+    assert axes("embed", "heads", None) == jax.P(None, "tensor", None)
+    assert axes("embed", "heads", None, stored=True) == jax.P("fsdp", "tensor", None)
+    assert axes("batch", None) == jax.P(("data", "fsdp"), None)
+    assert axes("vocab", None, stored=True) == jax.P(("tensor", "fsdp"), None)
 
 
 @pytest.mark.parametrize("sizes", [(-1, 1, 1), (8, 1, 1), (-1, 2, 2), (1, -1, 2), (2, 2, -1)])
@@ -69,5 +69,5 @@ def test_take_rows_is_fancy_indexing(make_mesh, shape):
     rows, index = rng.normal(size=(16, 3, 4)).astype(np.float32), rng.permutation(16)[:8]
     with jax.set_mesh(make_mesh(*shape)):
         taken = jax.jit(take_rows)(put(rows, "batch", None, None), jnp.asarray(index))
-        assert jax.typeof(taken).sharding.spec == spec("batch", None, None)
+        assert jax.typeof(taken).sharding.spec == axes("batch", None, None)
     np.testing.assert_array_equal(taken, rows[index])

@@ -12,17 +12,17 @@ from small_runs import one_line, small_config
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.prompts import select
-from specrl_jax.state import TrainerState, init_state, resume
+from specrl_jax.state import RunState, init_state, resume
 from specrl_jax.types import StatePart
 
 ALWAYS = {"stream", "store", "origin"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 
-def _states(changes: dict, algorithm: str = "grpo") -> tuple[TrainerState, TrainerState]:
+def _states(changes: dict, algorithm: str = "grpo") -> tuple[RunState, RunState]:
     """Two states before the first step."""
-    trainer, params = build(small_config({"rollout.adaptive": False} | changes, algorithm))
-    return tuple(init_state(trainer, jax.tree.map(np.copy, params)) for _ in range(2))
+    run, params = build(small_config({"rollout.adaptive": False} | changes, algorithm))
+    return tuple(init_state(run, jax.tree.map(np.copy, params)) for _ in range(2))
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,17 @@ def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
 
 def test_a_changed_model_is_refused_where_it_matters(mesh, tmp_path):
     """Its weights where the KL penalty's reference is read from them, its shape always."""
-    trainer, params = build(small_config({"algorithm.kl_coef": 0.1}))
-    without = dataclasses.replace(trainer, config=small_config())
+    run, params = build(small_config({"algorithm.kl_coef": 0.1}))
+    without = dataclasses.replace(run, config=small_config())
     other = params | {"embed": params["embed"] * 2}
-    theta = dataclasses.replace(trainer, model=trainer.model.replace(rope_theta=5.0))
-    state = init_state(trainer, jax.tree.map(jnp.copy, params))
+    theta = dataclasses.replace(run, model=run.model.replace(rope_theta=5.0))
+    state = init_state(run, jax.tree.map(jnp.copy, params))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state.arrays(), state.host())
         for step in (None, 0):  # of this run, and of another one
-            resume(trainer, params, checkpoints, step)
+            resume(run, params, checkpoints, step)
             with pytest.raises(ValueError, match=r"^model.source must be .* weights, the") as error:
-                resume(trainer, other, checkpoints, step)
+                resume(run, other, checkpoints, step)
             one_line(error)
             with pytest.raises(ValueError, match=r"rope_theta was 10000.0, now 5.0; put its fil"):
                 resume(theta, params, checkpoints, step)
@@ -84,17 +84,17 @@ def test_a_changed_model_is_refused_where_it_matters(mesh, tmp_path):
 def test_changed_held_out_prompts_are_refused(mesh, tmp_path):
     """However they are batched; a run that evaluates none is not asked."""
     config = small_config({"evaluate.every": 1})
-    trainer, params = build(config)
-    ((prompts, real),) = trainer.held_out
+    run, params = build(config)
+    ((prompts, real),) = run.held_out
     edited = dataclasses.replace(prompts, tokens=prompts.tokens[:, ::-1])
     parts = [(select(prompts, range(i, j)), j - i) for i, j in ((0, 4), (4, real))]
-    state = init_state(trainer, jax.tree.map(jnp.copy, params))
+    state = init_state(run, jax.tree.map(jnp.copy, params))
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, state.arrays(), state.host())
         for held_out in (parts, []):
-            resume(dataclasses.replace(trainer, held_out=held_out), params, checkpoints)
+            resume(dataclasses.replace(run, held_out=held_out), params, checkpoints)
         with pytest.raises(ValueError, match=r"^data must be as in the checkpoint: the held-out"):
-            resume(dataclasses.replace(trainer, held_out=[(edited, real)]), params, checkpoints)
+            resume(dataclasses.replace(run, held_out=[(edited, real)]), params, checkpoints)
 
 
 def test_a_new_part_needs_only_its_class_and_a_field(mesh):
@@ -109,7 +109,7 @@ def test_a_new_part_needs_only_its_class_and_a_field(mesh):
             return Counter(host)
 
     @dataclasses.dataclass
-    class Extended(TrainerState):
+    class Extended(RunState):
         counter: Counter | None = None
 
     state, _ = _states({})

@@ -12,7 +12,7 @@ import small_runs
 from small_models import random_params
 
 from specrl_jax import warmup
-from specrl_jax.algorithms.learner import make_learner
+from specrl_jax.algorithms.update_spec import make_update_spec
 from specrl_jax.data import prompts
 from specrl_jax.data.tokenizer import CharacterTokenizer
 from specrl_jax.models import transformer
@@ -31,8 +31,8 @@ DATA = warmup.Demonstrations(PROMPTS, PROMPT_LENS, RESPONSES, RESPONSE_LENS)
 
 
 @functools.cache
-def _learner():
-    return make_learner(small_runs.small_config(), MODEL, optax.constant_schedule(0.0))
+def _update_spec():
+    return make_update_spec(small_runs.small_config(), MODEL, optax.constant_schedule(0.0))
 
 
 def _params(seed: int = 0):
@@ -56,7 +56,7 @@ def _plain_loss(params, rows: tuple[int, ...]):
 
 def test_three_steps_are_those_of_a_plain_loop(mesh):
     settings = types.SimpleNamespace(steps=3, batch_size=2, learning_rate=0.01)
-    got = warmup.supervise(_learner(), _params(), DATA, settings, seed=5)
+    got = warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
     rng = np.random.default_rng([5, 3])
     order = np.concatenate([rng.permutation(4) for _ in range(2)])[:6].reshape(3, 2)
     rates = [0.01 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * n / 3))) for n in range(3)]
@@ -76,7 +76,7 @@ def test_divergence_is_one_line_with_its_field(mesh):
     settings = types.SimpleNamespace(steps=1, batch_size=2, learning_rate=1e30)
     message = r"^warm-up: weight_norm is inf by step 1; lower warmup.learning_rate, now 1e\+30$"
     with pytest.raises(FloatingPointError, match=message):
-        warmup.supervise(_learner(), _params(), DATA, settings, seed=5)
+        warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
 
 
 @pytest.fixture
@@ -88,7 +88,9 @@ def parts(mesh):
 
 def test_the_configured_stage_is_a_function_of_the_config(parts, capsys):
     config, tokenizer, dataset = parts
-    one, two = (warmup.warm_up(config, _learner(), _params(), tokenizer, dataset) for _ in range(2))
+    one, two = (
+        warmup.warm_up(config, _update_spec(), _params(), tokenizer, dataset) for _ in range(2)
+    )
     jax.tree.map(np.testing.assert_array_equal, one, two)
     assert not np.allclose(one["embed"], _params()["embed"])
     out = capsys.readouterr().out

@@ -16,13 +16,13 @@ import numpy as np
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models import value
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
-from specrl_jax.sharding import put, reshard, shards, spec
+from specrl_jax.sharding import axes, put, reshard, shards
 from specrl_jax.types import Batch
 
 
@@ -46,7 +46,7 @@ class PackedRows:
 
 
 def pack_rows(
-    learner: Learner, batch: Batch, rows: np.ndarray, included: np.ndarray | None = None
+    update_spec: UpdateSpec, batch: Batch, rows: np.ndarray, included: np.ndarray | None = None
 ) -> PackedRows:
     """Packs the rows `rows` int [n] of a batch. All of the same n have arrays of the same shape.
 
@@ -57,10 +57,10 @@ def pack_rows(
     lens = prompt_lens + response_lens
     if included is not None:
         lens = np.where(included, lens, 0)
-    packing = PACKINGS[learner.packing]
+    packing = PACKINGS[update_spec.packing]
     slots = tokens.shape[1]
     pieces = shards("batch")
-    at_once = learner.micro_batch_size or len(rows)
+    at_once = update_spec.micro_batch_size or len(rows)
     row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
     sequences, nodes = pack(tokens, lens, row_count * slots, packing)
     used = len(sequences.tokens)
@@ -86,7 +86,7 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> tuple[Sequence
     For rows that a program makes itself: it needs nothing from the host.
     """
     rows, width = tokens_BT.shape
-    places = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape, out_sharding=spec("batch", None))
+    places = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape, out_sharding=axes("batch", None))
     ends = jnp.full_like(places, width)
     parents = jnp.maximum(places - 1, 0)
     first = jnp.arange(rows) * width
@@ -95,23 +95,23 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> tuple[Sequence
 
 
 def score(
-    learner: Learner, params: Params, critic: Params | None, sequences: Sequences
+    update_spec: UpdateSpec, params: Params, critic: Params | None, sequences: Sequences
 ) -> TokenLogprobs:
     """One pass of the policy over a micro-batch, and one of a critic with its own decoder.
 
     Gives [m, T]: at each slot what is said of its token, in the state of its parent.
     """
-    model = Transformer(learner.model, params)
+    model = Transformer(update_spec.model, params)
     hidden_mTD = _parents_hidden(model, sequences)
 
     def score_chunk(logits: Array, tokens: Array) -> tuple[Array, Array]:
-        logits = logits / learner.temperature
+        logits = logits / update_spec.temperature
         return token_logprobs(logits, tokens), entropy(logits)
 
-    scores = map_tokens(score_chunk, model, hidden_mTD, sequences.tokens, learner.logits_chunk)
+    scores = map_tokens(score_chunk, model, hidden_mTD, sequences.tokens, update_spec.logits_chunk)
     if critic is None:
         return TokenLogprobs(*scores, values=None)
-    decoder = value.decoder(learner.model, critic)
+    decoder = value.decoder(update_spec.model, critic)
     if decoder is not None:
         hidden_mTD = _parents_hidden(decoder, sequences)
     return TokenLogprobs(*scores, value.values(critic, hidden_mTD))
@@ -123,23 +123,23 @@ def read_nodes(scores: TokenLogprobs, nodes_nR: Array) -> TokenLogprobs:
     def read(x: Array) -> Array:
         flat = jax.sharding.reshard(x, jax.P(*(None,) * x.ndim)).reshape(-1)
         inside = (nodes_nR >= 0) & (nodes_nR < flat.size)
-        picked = flat.at[jnp.where(inside, nodes_nR, 0)].get(out_sharding=spec("batch", None))
+        picked = flat.at[jnp.where(inside, nodes_nR, 0)].get(out_sharding=axes("batch", None))
         return jnp.where(inside, picked, 0)
 
     return jax.tree.map(read, scores)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logprobs(learner: Learner, params: Params, packed: PackedRows) -> Array:
+def logprobs(update_spec: UpdateSpec, params: Params, packed: PackedRows) -> Array:
     """Log-probs [n, R] of packed rows (reference, old policy)."""
-    return _map_micro_batches(lambda part: score(learner, params, None, part).logprobs, packed)
+    return _map_micro_batches(lambda part: score(update_spec, params, None, part).logprobs, packed)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def critic_values(learner: Learner, state: TrainState, packed: PackedRows) -> Array:
+def critic_values(update_spec: UpdateSpec, state: PolicyState, packed: PackedRows) -> Array:
     """The critic's values [n, R] of packed rows."""
     weights = state.params, state.critic
-    return _map_micro_batches(lambda part: score(learner, *weights, part).values, packed)
+    return _map_micro_batches(lambda part: score(update_spec, *weights, part).values, packed)
 
 
 @jax.jit

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from jax import Array
 
-from specrl_jax.algorithms.learner import Learner, TrainState
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
 from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
+from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import reshard, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
@@ -59,13 +59,13 @@ def join(prompts_BP: Array, prompt_lens: Array, responses_BR: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="policy_frozen", donate_argnums=1)
 def update(
-    learner: Learner,
-    state: TrainState,
+    update_spec: UpdateSpec,
+    state: PolicyState,
     batch: Batch,
     packed: PackedRows,
     *,
     policy_frozen: bool = False,
-) -> tuple[TrainState, Sums]:
+) -> tuple[PolicyState, Sums]:
     """One optimizer step on the packed rows of a batch, the mini-batch.
 
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
@@ -79,23 +79,25 @@ def update(
     `critic_grad_norm`, and the sums of `losses.value_loss`.
     """
     before = state
-    (grads, critic_grads), sums = _gradients(learner, state, take_rows(batch, packed.rows), packed)
+    (grads, critic_grads), sums = _gradients(
+        update_spec, state, take_rows(batch, packed.rows), packed
+    )
     sums["grad_norm"] = optax.tree.norm(grads)
     if not policy_frozen:
-        params, opt_state = _apply(learner.optimizer, grads, state.params, state.opt_state)
+        params, opt_state = _apply(update_spec.optimizer, grads, state.params, state.opt_state)
         state = dataclasses.replace(state, params=params, opt_state=opt_state)
-    if learner.critic is not None:
+    if update_spec.critic is not None:
         sums["critic_grad_norm"] = optax.tree.norm(critic_grads)
         critic, opt_state = _apply(
-            learner.critic.optimizer, critic_grads, state.critic, state.critic_opt_state
+            update_spec.critic.optimizer, critic_grads, state.critic, state.critic_opt_state
         )
         state = dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
-    if learner.skip_nonfinite:
+    if update_spec.skip_nonfinite:
         names = {"loss", "grad_norm", "critic_loss", "critic_grad_norm"} & sums.keys()
         finite = jnp.all(jnp.isfinite(jnp.stack([sums[name] for name in sorted(names)])))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), state, before)
     sums["weight_norm"], sums["moments"] = _sizes(state.params, state.opt_state)
-    if learner.critic is not None:
+    if update_spec.critic is not None:
         sizes = _sizes(state.critic, state.critic_opt_state)
         sums["critic_weight_norm"], sums["critic_moments"] = sizes
     return state, sums
@@ -112,25 +114,27 @@ def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:
 
 
 def _gradients(
-    learner: Learner, state: TrainState, rows: Batch, packed: PackedRows
+    update_spec: UpdateSpec, state: PolicyState, rows: Batch, packed: PackedRows
 ) -> tuple[Weights, Sums]:
     """Gradients and sums of a mini-batch, added over its micro-batches."""
     weights = (state.params, state.critic)
-    policy_count = AGGREGATIONS[learner.loss.aggregation].count(rows.mask)
+    policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
     token_count = jnp.sum(rows.mask)
     size = packed.sequences.tokens[0].size
 
     def loss(weights: Weights, index: Array) -> tuple[Array, Sums]:
         sequences = jax.tree.map(lambda x: x[index], packed.sequences)
         nodes = packed.nodes - index * size
-        scores = read_nodes(score(learner, *weights, sequences), nodes)
+        scores = read_nodes(score(update_spec, *weights, sequences), nodes)
         # A row lies in one sequence. Of the others, no token counts.
         here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
         part = dataclasses.replace(rows, response_lens=jnp.where(here, rows.response_lens, 0))
-        total, sums = policy_loss(scores.logprobs, scores.entropy, part, learner.loss, policy_count)
+        total, sums = policy_loss(
+            scores.logprobs, scores.entropy, part, update_spec.loss, policy_count
+        )
         sums["loss"] = total
         if scores.values is not None:
-            critic = learner.critic
+            critic = update_spec.critic
             error, critic_sums = value_loss(scores.values, part, critic.clip, token_count)
             total = total + critic.coef * error
             sums = sums | critic_sums

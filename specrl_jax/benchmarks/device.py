@@ -22,8 +22,8 @@ from specrl_jax.benchmarks import limits, policies
 from specrl_jax.benchmarks.policies import Size
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import by_prompt, make_spec, without_end
-from specrl_jax.benchmarks.timing import Log, RolloutCase, run
-from specrl_jax.build import Trainer, build
+from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
+from specrl_jax.build import Run, build
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
@@ -33,7 +33,7 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.sharding import put
-from specrl_jax.state import TrainerState, init_state
+from specrl_jax.state import RunState, init_state
 from specrl_jax.types import Drafts
 
 # Of a GPU or TPU, where no size is named, and their numbers where no flag gives them.
@@ -136,18 +136,18 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
     for draft in ("none", "previous"):
         config.rollout.draft = draft
         with contextlib.redirect_stdout(sys.stderr):
-            trainer, params = build(config)
+            run, params = build(config)
         # No token ends a response, and all are equally likely.
-        spec = without_end(trainer.rollout_spec)
-        trainer = dataclasses.replace(trainer, rollout_spec=spec)
-        state = init_state(trainer, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
+        spec = without_end(run.rollout_spec)
+        run = dataclasses.replace(run, rollout_spec=spec)
+        state = init_state(run, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
         del params
         held = programs.device_bytes(state.arrays())
-        listed = programs.of_trainer(trainer).programs()
+        listed = programs.of_run(run).programs()
         compiled = programs.compile_all(listed, lambda name: None)
         needed = max(programs.needed_bytes(x, compiled[x.name], held) for x in listed)
-        step = functools.partial(_step_seconds, trainer, state)
-        with trainer.scorer.pool:
+        step = functools.partial(_step_seconds, run, state)
+        with run.scorer.pool:
             for _ in range(2):  # the first has no drafts
                 step()
             seconds[draft] = _repeat(step)
@@ -161,8 +161,8 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
     yield _figure(f"memory, {name}", peak and peak / needed, "of the compiler's", note)
 
 
-def _step_seconds(trainer: Trainer, state: TrainerState) -> float:
-    return limits.seconds_of(lambda: (train.step(trainer, state), state.train.params))
+def _step_seconds(run: Run, state: RunState) -> float:
+    return limits.seconds_of(lambda: (train.step(run, state), state.train.params))
 
 
 def _step_config(config, size: Size):
@@ -272,19 +272,19 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     live = size.prompt_len + size.response_len // 2
     at_bandwidth = limits.decode_bytes(size.model, size.rows, live) / limits.copy_rate()
     plain = _case(size)
-    rollout = run(plain).rollout
+    rollout = run_case(plain).rollout
     stored = by_prompt(rollout.tokens, rollout.lens, policies.GROUP)
     drafts = DraftInputs(history=DraftHistory.from_store(*stored, policies.GROUP))
     for width in sorted({1, max(size.max_width // 2, 2), size.max_width}):
         case = plain if width == 1 else _case(size, width=width, drafts=drafts)
-        steps = run(case).stats.decode_steps  # compiles
-        seconds = _repeat(lambda case=case: run(case).step_seconds)
+        steps = run_case(case).stats.decode_steps  # compiles
+        seconds = _repeat(lambda case=case: run_case(case).step_seconds)
         note = f"{1e3 * seconds:.2f} ms a step, {size.rows} rows of {live} tokens in the mean"
         goal = BANDWIDTH_GOAL if width == 1 else None
         yield _figure(
             f"decode, width {width}, {name}", at_bandwidth / seconds, "of bandwidth", note, goal
         )
-    times = _repeat(lambda: run(plain).seconds / run(case).seconds)
+    times = _repeat(lambda: run_case(plain).seconds / run_case(case).seconds)
     note = f"{size.response_len} tokens in {steps} steps of width {width}"
     yield _figure(f"suffix drafts, {name}", times, "x plain", note, DRAFTS_GOAL)
 
@@ -302,8 +302,8 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
         ("prompts", _case(size, length=1), prompts, flops, None),
         ("verification", _case(size, drafts=drafts), prompts + drafted, flops + more, PEAK_GOAL),
     ):
-        stats = run(case).stats  # compiles
-        seconds = _repeat(lambda case=case: run(case).stats.extend_seconds)
+        stats = run_case(case).stats  # compiles
+        seconds = _repeat(lambda case=case: run_case(case).stats.extend_seconds)
         note = f"{seconds:.3f} s, {1e6 * seconds / tokens:.2f} us a token, {tokens:,} tokens"
         if stats.verified_tokens:
             note += f", {stats.accepted_tokens / drafted:.0%} of the drafts accepted"

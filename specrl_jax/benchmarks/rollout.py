@@ -15,7 +15,7 @@ import numpy as np
 
 from specrl_jax.benchmarks.policies import GROUP, Size, choose, random_prompts, random_weights
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.timing import Log, figures, run, run_in_turn
+from specrl_jax.benchmarks.timing import Log, figures, run_case, run_in_turn
 from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
@@ -49,7 +49,7 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
         "naive loop": functools.partial(generate, naive, *inputs, max_lens=lens),
         "no drafts": functools.partial(generate, plain, *inputs, max_lens=lens),
     }
-    rollout = run(cases["no drafts"]).rollout
+    rollout = run_case(cases["no drafts"]).rollout
     rng = np.random.default_rng(_CORRUPTION_SEED)
     for lost, rate in LOST.items():
         previous, stored = make_drafts(rollout, rate, size.model.vocab_size, rng)

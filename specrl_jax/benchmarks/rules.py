@@ -13,8 +13,8 @@ import numpy as np
 
 from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.timing import Log, RolloutCase, run
-from specrl_jax.build import Trainer, build
+from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
+from specrl_jax.build import Run, build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
@@ -37,16 +37,16 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     config.rollout.draft = next(n for n, choice in DRAFT_SOURCES.items() if choice.previous)
     # Drafts then keep of π_old what any rule needs.
     config.rollout.accept = next(n for n, x in ACCEPTANCE_RULES.items() if x.needs_distribution)
-    trainer, params = build(config)
+    run, params = build(config)
     if drift is None:
-        drift = min(len(trainer.prompts.lens) // config.rollout.prompts_per_step, _LONGEST_DRIFT)
-    weights, prompts, drafts = _train_and_draft(trainer, params, drift)
+        drift = min(len(run.prompts.lens) // config.rollout.prompts_per_step, _LONGEST_DRIFT)
+    weights, prompts, drafts = _train_and_draft(run, params, drift)
     lens = jax.device_get(drafts.lens)
     rows = []
     plain = []
-    for label, spec, inputs in _cases(trainer, drafts):
+    for label, spec, inputs in _cases(run, drafts):
         case = functools.partial(generate, spec, weights, prompts, drafts=inputs)
-        runs = _with_noises(case, trainer.key, drift + 2, repeats)
+        runs = _with_noises(case, run.key, drift + 2, repeats)
         plain = plain or runs
         kept = np.array([x.rollout.prefix_lens for x in runs])
         row = {"rule": label, "seconds": spread(x.seconds for x in runs)}
@@ -55,34 +55,32 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
         row["kept_of_draft"] = float(np.sum(kept) / (repeats * lens.sum()))
         rows.append(row | {"kept_whole": float(np.mean(kept == lens))})
         log(f"{label}: {np.mean(kept):.2f} tokens kept")
-    title = f"rules: {param_count(trainer.model) / 1e6:.2f}M parameters; {len(lens)} drafts of "
+    title = f"rules: {param_count(run.model) / 1e6:.2f}M parameters; {len(lens)} drafts of "
     title += f"{lens.mean():.1f} tokens, {drift} steps old; noise of {repeats} steps"
     return Report(title, rows)
 
 
-def _train_and_draft(
-    trainer: Trainer, params: Params, drift: int
-) -> tuple[Params, Prompts, Drafts]:
+def _train_and_draft(run: Run, params: Params, drift: int) -> tuple[Params, Prompts, Drafts]:
     """A policy, prompts, and responses of the policy that it was `drift` GRPO steps before."""
-    state = init_state(trainer, params)
-    size = trainer.config.rollout.prompts_per_step
-    older = rollout_weights(trainer.model, state.train.params)
-    with trainer.scorer.pool:
+    state = init_state(run, params)
+    size = run.config.rollout.prompts_per_step
+    older = rollout_weights(run.model, state.train.params)
+    with run.scorer.pool:
         for _ in range(drift):
-            train.step(trainer, state)
-    prompts = PromptStream(trainer.prompts, size, trainer.config.seed).next()
-    written = generate(trainer.rollout_spec, older, prompts, Noise(trainer.key, 1)).rollout
-    return rollout_weights(trainer.model, state.train.params), prompts, Drafts.of(written)
+            train.step(run, state)
+    prompts = PromptStream(run.prompts, size, run.config.seed).next()
+    written = generate(run.rollout_spec, older, prompts, Noise(run.key, 1)).rollout
+    return rollout_weights(run.model, state.train.params), prompts, Drafts.of(written)
 
 
-def _cases(trainer: Trainer, drafts: Drafts) -> list[tuple[str, RolloutSpec, DraftInputs]]:
+def _cases(run: Run, drafts: Drafts) -> list[tuple[str, RolloutSpec, DraftInputs]]:
     """No drafts; every rule; and a lenient one with the config's lenience too."""
-    cases = [("no drafts", trainer.rollout_spec, DraftInputs())]
-    spec = trainer.rollout_spec
+    cases = [("no drafts", run.rollout_spec, DraftInputs())]
+    spec = run.rollout_spec
     for name, rule in ACCEPTANCE_RULES.items():
         of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
         lenient = rule.lenient_share is not None
-        chosen = trainer.config.rollout.lenience or 1.0
+        chosen = run.config.rollout.lenience or 1.0
         for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
             cases.append((label, of_rule, DraftInputs(drafts, math.log(lenience))))
@@ -92,4 +90,4 @@ def _cases(trainer: Trainer, drafts: Drafts) -> list[tuple[str, RolloutSpec, Dra
 def _with_noises(case: RolloutCase, key: jax.Array, first: int, repeats: int) -> list:
     """Runs with the noise of steps from `first` on; one before them compiles."""
     steps = [first, *range(first, first + repeats)]
-    return [run(functools.partial(case, noise=Noise(key, n))) for n in steps][1:]
+    return [run_case(functools.partial(case, noise=Noise(key, n))) for n in steps][1:]

@@ -34,7 +34,7 @@ class TimedRollout(NamedTuple):
         return self.stats.decode_seconds / self.stats.decode_steps
 
 
-def run(case: RolloutCase) -> TimedRollout:
+def run_case(case: RolloutCase) -> TimedRollout:
     """Run and time one rollout."""
     start = time.perf_counter()
     result = case()
@@ -49,9 +49,9 @@ def run_in_turn(
     """Run every case `repeats` times, after runs in which it compiles and its choices settle."""
     for name, case in cases.items():
         for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
-            run(case)
+            run_case(case)
         log(f"{name}: ready")
-    rounds = [[run(case) for case in cases.values()] for _ in range(repeats)]
+    rounds = [[run_case(case) for case in cases.values()] for _ in range(repeats)]
     return dict(zip(cases, map(list, zip(*rounds))))
 
 
@@ -63,11 +63,11 @@ def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -
     stats = runs[-1].stats
     rollout = runs[-1].rollout
     tokens = int(rollout.lens.sum())
-    seconds = spread(run.seconds for run in runs)
+    seconds = spread(x.seconds for x in runs)
     row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
     for name, slow in baselines.items():
         row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
     for phase in ("extend", "decode"):
-        row[phase] = float(np.median([getattr(run.stats, f"{phase}_seconds") for run in runs]))
+        row[phase] = float(np.median([getattr(x.stats, f"{phase}_seconds") for x in runs]))
     row |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
     return row | {"drafted": stats.drafted_tokens / tokens}

@@ -14,7 +14,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import Layer, is_flat, keys_and_values
-from specrl_jax.sharding import on_shards, platform, shards, spec
+from specrl_jax.sharding import axes, on_shards, platform, shards
 
 QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, S]
 
@@ -144,7 +144,7 @@ def _windowed(
     rows, queries = q_BTNH.shape[:2]
     stop = start + queries
     slots_BT = jnp.broadcast_to(
-        jnp.arange(start, stop), (rows, queries), out_sharding=spec("batch", None)
+        jnp.arange(start, stop), (rows, queries), out_sharding=axes("batch", None)
     )
 
     def attend(first: int, q: Array, k: Array, v: Array, ends: Array | None) -> Array:
@@ -183,8 +183,8 @@ def _reference(
     groups = heads // k_BKHS.shape[1]
 
     # Each reshape names its layout: with one key/value head JAX would split another axis.
-    def reshape(x: Array, sizes: tuple[int, ...], *axes: str | None) -> Array:
-        return jnp.reshape(x, (batch, *sizes, head_dim), out_sharding=spec("batch", *axes, None))
+    def reshape(x: Array, sizes: tuple[int, ...], *dims: str | None) -> Array:
+        return jnp.reshape(x, (batch, *sizes, head_dim), out_sharding=axes("batch", *dims, None))
 
     q_BTKGH = reshape(q_BTNH, (queries, kv_heads, groups), None, "kv_heads", None)
     q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)

@@ -19,7 +19,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.row_slices import write_slots
-from specrl_jax.sharding import on_shards, platform, reshape, shards, spec, take_own_rows
+from specrl_jax.sharding import axes, on_shards, platform, reshape, shards, take_own_rows
 
 Layer = tuple[Array, ...]  # keys and values, or both in one
 KVCache = tuple[Layer, ...]
@@ -59,7 +59,7 @@ def _shapes(config: ModelConfig, rows: int, slots: int) -> list[tuple[str, tuple
         own = config.num_kv_heads // shards("kv_heads") * config.head_dim
         every = _FLAT
         sizes["C"] = shards("kv_heads") * (own + -own % _LANES)
-    return [(axes, tuple(sizes[axis] for axis in axes)) for axes in every]
+    return [(dims, tuple(sizes[axis] for axis in dims)) for dims in every]
 
 
 def _transpose(x: Array, old: str, new: str) -> Array:
@@ -69,8 +69,8 @@ def _transpose(x: Array, old: str, new: str) -> Array:
 def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """An empty cache of `rows` x `slots`, in the compute type."""
 
-    def zeros(axes: str, shape: tuple[int, ...]) -> Array:
-        layout = spec(*(_LOGICAL[axis] for axis in axes))
+    def zeros(dims: str, shape: tuple[int, ...]) -> Array:
+        layout = axes(*(_LOGICAL[axis] for axis in dims))
         return jnp.zeros(shape, config.dtype, out_sharding=layout)
 
     arrays = _shapes(config, rows, slots)
@@ -92,11 +92,11 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
     if len(like) == 1:
         pairs = jnp.stack([k_BTKH, v_BTKH], axis=3)
         rows, tokens, heads, _, size = pairs.shape
-        layout = spec("batch", None, "kv_heads", None)
+        layout = axes("batch", None, "kv_heads", None)
         return (jnp.reshape(pairs, (rows, tokens, 2 * heads, size), out_sharding=layout),)
     if is_flat(like):
         return tuple(_flatten(x, like[0].shape[2]) for x in (k_BTKH, v_BTKH))
-    return tuple(_transpose(x, "BSKH", axes) for x, axes in zip((k_BTKH, v_BTKH), _axes(like)))
+    return tuple(_transpose(x, "BSKH", dims) for x, dims in zip((k_BTKH, v_BTKH), _axes(like)))
 
 
 def _flatten(x_BTKH: Array, size: int) -> Array:
@@ -113,22 +113,22 @@ def _into_heads(x_BSC: Array, heads: int, head_dim: int) -> Array:
     """Return [B, S, K, H]."""
     rows, slots, size = x_BSC.shape
     pieces = shards("kv_heads")
-    axes = ("batch", None, "kv_heads", None)
-    x = reshape(x_BSC, (rows, slots, pieces, size // pieces), *axes)
-    return reshape(x[..., : heads // pieces * head_dim], (rows, slots, heads, head_dim), *axes)
+    dims = ("batch", None, "kv_heads", None)
+    x = reshape(x_BSC, (rows, slots, pieces, size // pieces), *dims)
+    return reshape(x[..., : heads // pieces * head_dim], (rows, slots, heads, head_dim), *dims)
 
 
 def keys_and_values(layer: Layer, heads: int, head_dim: int) -> Layer:
     """Keys [B, K, H, S] and values [B, K, S, H] of so many heads."""
     if is_flat(layer):
         split = (_into_heads(x, heads, head_dim) for x in layer)
-        return tuple(_transpose(x, "BSKH", axes) for x, axes in zip(split, _ATTENDED))
+        return tuple(_transpose(x, "BSKH", dims) for x, dims in zip(split, _ATTENDED))
     if len(layer) == 1:
         rows, slots, both, size = layer[0].shape
-        layout = spec("batch", None, "kv_heads", None, None)
+        layout = axes("batch", None, "kv_heads", None, None)
         pairs = jnp.reshape(layer[0], (rows, slots, both // 2, 2, size), out_sharding=layout)
         return tuple(
-            _transpose(pairs[:, :, :, place], "BSKH", axes) for place, axes in enumerate(_ATTENDED)
+            _transpose(pairs[:, :, :, place], "BSKH", dims) for place, dims in enumerate(_ATTENDED)
         )
     return tuple(map(_transpose, layer, _axes(layer), _ATTENDED))
 
@@ -139,8 +139,8 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
     A start that is too large writes over earlier slots.
     """
 
-    def write_one(old: Array, new: Array, axes: str) -> Array:
-        return write_slots(old, new, start_B, axes.index("S"))
+    def write_one(old: Array, new: Array, dims: str) -> Array:
+        return write_slots(old, new, start_B, dims.index("S"))
 
     return tuple(map(write_one, layer, as_layer(k_BTKH, v_BTKH, layer), _axes(layer)))
 

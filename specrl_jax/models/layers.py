@@ -18,7 +18,7 @@ from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, write
 from specrl_jax.models.parameters import LAYER
-from specrl_jax.sharding import platform, reshard, shards, spec
+from specrl_jax.sharding import axes, platform, reshard, shards
 
 # Logical axes of one layer's parameters, with those of `join_projections`.
 LAYER_AXES: dict[str, tuple[str | None, ...]] = {n: p.layout for n, p in LAYER.items()} | {
@@ -49,8 +49,8 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
         k, v = (layer[f"{name}_{kind}"] for name in "kv")
         q = layer[f"q_{kind}"]
         shape = (*k.shape[:-1], q.shape[-2] // k.shape[-2], k.shape[-1])
-        axes = LAYER_AXES[f"qkv_{kind}"]
-        q = jnp.reshape(q, shape, out_sharding=spec(*axes))
+        dims = LAYER_AXES[f"qkv_{kind}"]
+        q = jnp.reshape(q, shape, out_sharding=axes(*dims))
         return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
 
     joined = {}
@@ -128,14 +128,14 @@ class LayerModule(nnx.Module):
         value = getattr(self, name)[...].astype(self.config.dtype)
         return reshard(value, *LAYER_AXES[name])
 
-    def project(self, equation: str, x: Array, name: str, *axes: str | None, part=None) -> Array:
+    def project(self, equation: str, x: Array, name: str, *dims: str | None, part=None) -> Array:
         """einsum with the weight `{name}_proj`, plus `{name}_bias` where the model has one.
 
         part: an index on the axis before the last, to use only that part of both.
         """
         cut = (lambda w: w) if part is None else (lambda w: w[..., part, :])
         weight = cut(self.weight(f"{name}_proj"))
-        out = jnp.einsum(equation, x, weight, out_sharding=spec(*axes))
+        out = jnp.einsum(equation, x, weight, out_sharding=axes(*dims))
         if getattr(self, f"{name}_bias", None) is not None:
             bias = cut(self.weight(f"{name}_bias"))
             out = out + bias[(None,) * (out.ndim - bias.ndim)]
@@ -171,10 +171,10 @@ class Attention(LayerModule):
     def _output(self, out_BTNH: Array) -> Array:
         """Return [B, T, D], by one product over A: over N and H, XLA on CPU copies the weight."""
         flat = (*out_BTNH.shape[:2], -1)
-        out_BTA = jnp.reshape(out_BTNH, flat, out_sharding=spec("batch", None, "heads"))
+        out_BTA = jnp.reshape(out_BTNH, flat, out_sharding=axes("batch", None, "heads"))
         weight = self.weight("o_proj")
-        w_AD = jnp.reshape(weight, (-1, weight.shape[-1]), out_sharding=spec("heads", None))
-        out = jnp.einsum("BTA,AD->BTD", out_BTA, w_AD, out_sharding=spec("batch", None, None))
+        w_AD = jnp.reshape(weight, (-1, weight.shape[-1]), out_sharding=axes("heads", None))
+        out = jnp.einsum("BTA,AD->BTD", out_BTA, w_AD, out_sharding=axes("batch", None, None))
         return out if self.o_bias is None else out + self.weight("o_bias")[None, None]
 
     def _heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
@@ -184,21 +184,21 @@ class Attention(LayerModule):
             k = self.project("BTD,DKH->BTKH", x_BTD, "k", "batch", None, "kv_heads", None)
             v = self.project("BTD,DKH->BTKH", x_BTD, "v", "batch", None, "kv_heads", None)
             return q, k, v
-        axes = ("batch", None, "kv_heads", None, None)
+        dims = ("batch", None, "kv_heads", None, None)
         queries, key, value = slice(None, -2), -2, -1
         rows, width, embed = x_BTD.shape
         # In wide steps the smaller array is cut: the weight, or the product on a device.
         if width > 1 and rows // shards("batch") * width > embed:
-            q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *axes, part=queries)
+            q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *dims, part=queries)
             k, v = (
-                self.project("BTD,DKH->BTKH", x_BTD, "qkv", *axes[:-1], part=part)
+                self.project("BTD,DKH->BTKH", x_BTD, "qkv", *dims[:-1], part=part)
                 for part in (key, value)
             )
         else:
-            all_BTKXH = self.project("BTD,DKXH->BTKXH", x_BTD, "qkv", *axes)
+            all_BTKXH = self.project("BTD,DKXH->BTKXH", x_BTD, "qkv", *dims)
             q, k, v = (all_BTKXH[..., part, :] for part in (queries, key, value))
         shape = (rows, width, self.config.num_heads, self.config.head_dim)
-        return jnp.reshape(q, shape, out_sharding=spec("batch", None, "heads", None)), k, v
+        return jnp.reshape(q, shape, out_sharding=axes("batch", None, "heads", None)), k, v
 
 
 class MLP(LayerModule):
@@ -212,7 +212,7 @@ class MLP(LayerModule):
     def __call__(self, x_BTD: Array) -> Array:
         # Rows and tokens as one axis: over two, XLA on CPU transposes the inputs of a weight's
         # gradient and computes SiLU and its derivative once more.
-        flat = spec("batch", None)
+        flat = axes("batch", None)
         x_MD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]), out_sharding=flat)
         if self.gate_up_proj is None:
             gate_MF = self.project("MD,DF->MF", x_MD, "gate", "batch", "mlp")
@@ -224,7 +224,7 @@ class MLP(LayerModule):
             gate_MF, up_MF = both_MCF[:, 0], both_MCF[:, 1]
         hidden_MF = jax.nn.silu(gate_MF) * up_MF
         out_MD = self.project("MF,FD->MD", hidden_MF, "down", "batch", None)
-        return jnp.reshape(out_MD, x_BTD.shape, out_sharding=spec("batch", None, None))
+        return jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))
 
 
 class DecoderLayer(nnx.Module):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.transformer import Transformer, compute_head, head_logits, without_unused
-from specrl_jax.sharding import reshard, shards, spec
+from specrl_jax.sharding import axes, reshard, shards
 
 
 def pick(scores: Array, tokens: Array) -> Array:
@@ -78,7 +78,7 @@ def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
     layout = jax.typeof(stored_VD).sharding.spec
     # Each shard of the batch has a sum of its own, of its rows: the loop sums over no devices.
     start = jnp.zeros(
-        (shards("batch"), *head_VD.shape), jnp.float32, out_sharding=spec("batch", "vocab", None)
+        (shards("batch"), *head_VD.shape), jnp.float32, out_sharding=axes("batch", "vocab", None)
     )
 
     def step(total_XVD: Array, part: tuple):
@@ -87,14 +87,14 @@ def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
         (grad_BTV,) = pull(given)
         grad_BTV = grad_BTV.astype(head_VD.dtype)
         hidden_grad = jnp.einsum(
-            "BTV,VD->BTD", grad_BTV, head_VD, out_sharding=spec("batch", None, None)
+            "BTV,VD->BTD", grad_BTV, head_VD, out_sharding=axes("batch", None, None)
         )
         head_grad = jnp.einsum(
             "XBTV,XBTD->XVD",
             _by_shard(grad_BTV, None, "vocab"),
             _by_shard(hidden, None, None),
             preferred_element_type=jnp.float32,
-            out_sharding=spec("batch", "vocab", None),
+            out_sharding=axes("batch", "vocab", None),
         )
         return total_XVD + head_grad, hidden_grad
 
@@ -106,10 +106,10 @@ def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
 _map_chunks.defvjp(_map_chunks_forward, _map_chunks_backward)
 
 
-def _by_shard(array: Array, *axes: str | None) -> Array:
+def _by_shard(array: Array, *dims: str | None) -> Array:
     """Reshape [B, ...] → [X, B / X, ...], X shards of the batch; `axes` lay out the others."""
     shape = (shards("batch"), -1, *array.shape[1:])
-    return jnp.reshape(array, shape, out_sharding=spec("batch", None, *axes))
+    return jnp.reshape(array, shape, out_sharding=axes("batch", None, *dims))
 
 
 def _scan_chunks(step: Callable, carry, arrays, chunk: int):
@@ -119,7 +119,7 @@ def _scan_chunks(step: Callable, carry, arrays, chunk: int):
 
     def reshape(x: Array, *shape: int) -> Array:
         # With its layout: a reshape of a single row would lose the split of the batch.
-        return jnp.reshape(x, shape, out_sharding=spec("batch", *(None,) * (len(shape) - 1)))
+        return jnp.reshape(x, shape, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
     def cut(x: Array) -> Array:  # [B, n * chunk, ...] → [n, B, chunk, ...]
         return jnp.moveaxis(reshape(x[:, :multiple], x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)

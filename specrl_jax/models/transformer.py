@@ -21,7 +21,7 @@ from specrl_jax.models.config import IdRanges, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.layers import DecoderLayer, Place, join_projections, rms_norm, rope_tables
 from specrl_jax.models.parameters import LAYER, TOP, select
-from specrl_jax.sharding import mesh_axes, put_as, reshard, shards, spec
+from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
 
 Params = dict[str, Array | dict[str, Array]]
 
@@ -61,7 +61,7 @@ class Transformer(nnx.Module):
         rows, width = tokens_BT.shape
         place = Place(start_B, ends_BT)
         if start_B is None:
-            start_B = jnp.zeros(rows, jnp.int32, out_sharding=spec("batch"))
+            start_B = jnp.zeros(rows, jnp.int32, out_sharding=axes("batch"))
         if (place.starts is None) != (cache is None):
             raise ValueError(
                 "tokens that start after others need a KV cache of the others, got none"
@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
         if uses < slots:
             return rope_tables(positions_BT, self.config)
         tables = rope_tables(jnp.arange(slots)[None], self.config)
-        out = spec("batch", None, None, None)
+        out = axes("batch", None, None, None)
         return tuple(
             x[0].at[positions_BT].get(out_sharding=out, mode="promise_in_bounds") for x in tables
         )
@@ -100,7 +100,7 @@ class Transformer(nnx.Module):
 
     def _lookup(self, tokens_BT: Array) -> Array:
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
-        return table_VD.at[tokens_BT].get(out_sharding=spec("batch", None, None))
+        return table_VD.at[tokens_BT].get(out_sharding=axes("batch", None, None))
 
     def _run_layers(self, x_BTD, rope, place: Place, cache: KVCache | None, gives_cache: bool):
         if not self.stacked:
@@ -130,7 +130,7 @@ def compute_head(head_VD: Array, dtype) -> Array:
 
 def head_logits(hidden: Array, head_VD: Array) -> Array:
     """float32 [..., V], split over "tensor", for hidden states [..., D] and `compute_head`'s."""
-    out = spec("batch", *(None,) * (hidden.ndim - 2), "vocab")
+    out = axes("batch", *(None,) * (hidden.ndim - 2), "vocab")
     return jnp.einsum(
         "...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32, out_sharding=out
     )
@@ -169,8 +169,8 @@ def abstract_params(config: ModelConfig) -> dict:
 def param_specs(config: ModelConfig) -> dict:
     """Partition of every parameter as it is stored (master weights, optimizer state)."""
     shapes = param_shapes(config)
-    layers = {n: spec(None, *LAYER[n].layout, stored=True) for n in shapes["layers"]}
-    top = {n: spec(*TOP[n].layout, stored=True) for n in shapes if n != "layers"}
+    layers = {n: axes(None, *LAYER[n].layout, stored=True) for n in shapes["layers"]}
+    top = {n: axes(*TOP[n].layout, stored=True) for n in shapes if n != "layers"}
     return top | {"layers": layers}
 
 
@@ -235,9 +235,9 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
     """Weights cast to the compute type, gathered over "fsdp", layers unstacked, projections
     joined."""
 
-    def convert(x: Array, axes: tuple[str | None, ...]) -> Array:
+    def convert(x: Array, dims: tuple[str | None, ...]) -> Array:
         # Always a copy: the update donates the originals.
-        return reshard(jnp.copy(x).astype(config.dtype), *axes)
+        return reshard(jnp.copy(x).astype(config.dtype), *dims)
 
     weights = {n: convert(x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     weights["layers"] = tuple(

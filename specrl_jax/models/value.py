@@ -10,7 +10,7 @@ from jax import Array
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.sharding import spec
+from specrl_jax.sharding import axes
 
 # Kind → whether the critic has a decoder of its own, or reads the policy's hidden states.
 KINDS = {"head": False, "network": True}
@@ -18,7 +18,7 @@ KINDS = {"head": False, "network": True}
 
 def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
     """The critic's first parameters; `params` are the policy's."""
-    critic = {"head": jnp.zeros(model.embed_dim, out_sharding=spec(None, stored=True))}
+    critic = {"head": jnp.zeros(model.embed_dim, out_sharding=axes(None, stored=True))}
     if KINDS[kind]:
         own = {name: x for name, x in params.items() if name != "lm_head"}
         critic["decoder"] = jax.tree.map(jnp.copy, own)

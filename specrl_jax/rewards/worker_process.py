@@ -4,7 +4,7 @@ A worker is a guard, which runs nothing but this file, and its child, the templa
 the scorer and never runs it. The template forks a process that gives up what it need not have
 (`containment`), scores, reports and ends; all that it has started ends with it. Where a scorer may
 execute an answer's text, each answer has its own: it cannot reach another answer, the template or
-the pipe to the trainer. `workers` is the other end of that pipe. No JAX.
+the pipe to the run. `workers` is the other end of that pipe. No JAX.
 """
 
 import collections

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.logprobs import pick
-from specrl_jax.sharding import COMPUTE, reshard, shards, spec
+from specrl_jax.sharding import COMPUTE, axes, reshard, shards
 
 SHORT = 1_024  # vocabularies below it race once
 # Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
@@ -187,12 +187,12 @@ def _fold(scores: Array) -> Array:
     work along N stays on a device; where C does not divide, the scores are gathered first."""
     vocab = scores.shape[-1]
     rows = vocab if vocab < SHORT else math.gcd(vocab, MOST_ROWS)
-    axes = jax.typeof(scores).sharding.spec[:-1]
-    split = spec("vocab")[0] if rows > 1 and rows % shards("vocab") == 0 else None
+    dims = jax.typeof(scores).sharding.spec[:-1]
+    split = axes("vocab")[0] if rows > 1 and rows % shards("vocab") == 0 else None
     if split is None:
-        scores = jax.sharding.reshard(scores, jax.P(*axes, None))
+        scores = jax.sharding.reshard(scores, jax.P(*dims, None))
     shape = (*scores.shape[:-1], rows, vocab // rows)
-    return jnp.reshape(scores, shape, out_sharding=jax.P(*axes, split, None))
+    return jnp.reshape(scores, shape, out_sharding=jax.P(*dims, split, None))
 
 
 def _row_ids(rows: int) -> Array:
@@ -223,7 +223,7 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
     """
     inner = (None,) * (scores.ndim - 2)
 
-    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab", None))
+    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab", None))
     def pick(scores: Array, ids: Array) -> Array:
         local, here = _local(scores, ids)
         values = jnp.take_along_axis(scores, local, axis=-1, mode="clip")
@@ -246,7 +246,7 @@ def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple
     """
     inner = (None,) * (scores.ndim - 2)
 
-    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab"))
+    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab"))
     def of_piece(scores: Array) -> tuple[Array, Array]:
         size = scores.shape[-1]
         values, ids = jax.lax.top_k(scores, min(k, size))
@@ -267,7 +267,7 @@ def add_at(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
     """scores [..., V] + values [..., k] at ids, + elsewhere [...] at all other tokens."""
     inner = (None,) * (scores.ndim - 2)
 
-    @functools.partial(jax.shard_map, out_specs=spec("batch", *inner, "vocab"))
+    @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab"))
     def add(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
         local, here = _local(scores, ids)
         change = jnp.broadcast_to(elsewhere[..., None], scores.shape)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from specrl_jax.telemetry.runs import Record, Run, Series, deviation, without_compiling
+from specrl_jax.telemetry.runs import Record, RecordedRun, Series, deviation, without_compiling
 
 Chart = dict[str, Any]  # title, note, data, layout; height in pixels where it is not the page's
 
@@ -166,7 +166,7 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _layout(unit: str, run: Run) -> dict[str, Any]:
+def _layout(unit: str, run: RecordedRun) -> dict[str, Any]:
     """Axes, and a dotted line before the first step of each epoch, with the epoch's number."""
     starts = [(epoch, members[0]["step"] - 0.5) for epoch, members in run.epochs.items()]
     every = math.ceil(len(starts) / _MAX_EPOCH_NAMES)

@@ -64,7 +64,7 @@ def page(data: dict[str, Any]) -> str:
     return re.sub("__(TITLE|DATA|PLOTLY)__", lambda match: parts[match[1]], template)
 
 
-def _data(runs: Sequence[reports.Run], baseline: str = "") -> dict[str, Any]:
+def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, Any]:
     series = sorted(reports.series(runs), key=lambda case: case.name != baseline)
     colors = {case.name: color(i) for i, case in enumerate(series)} if len(series) > 1 else {}
     figures = reports.ALONE

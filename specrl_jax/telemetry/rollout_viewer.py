@@ -13,12 +13,12 @@ import numpy as np
 from specrl_jax.algorithms.advantages import AdvantageConfig, group_relative, has_critic
 from specrl_jax.telemetry.records import read_some_rollouts
 from specrl_jax.telemetry.rollout_metrics import rouge1
-from specrl_jax.telemetry.runs import Run
+from specrl_jax.telemetry.runs import RecordedRun
 
 Response = dict[str, Any]  # a line of a record
 
 
-def viewer(run: Run, limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
+def viewer(run: RecordedRun, limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """The viewer's data of a run, and the accepted lengths of its training responses by epoch.
 
     limit: bytes of the records to read.

@@ -33,7 +33,7 @@ _FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One work directory."""
 
     workdir: Path
@@ -71,7 +71,7 @@ class Series:
     """The runs of one setting, which differ in their seed."""
 
     name: str
-    runs: list[Run]
+    runs: list[RecordedRun]
 
     def values(self, name: str, steady: bool = False) -> dict[int, list[float]]:
         """A metric by step, of every run that has it there; what is not finite is left out.
@@ -85,7 +85,7 @@ class Series:
                 by_step.setdefault(step, []).append(value)
         return dict(sorted(by_step.items()))
 
-    def mean(self, figure: Callable[[Run], float | None]) -> tuple[float, float] | None:
+    def mean(self, figure: Callable[[RecordedRun], float | None]) -> tuple[float, float] | None:
         """Mean and standard deviation (0 of one) of a figure over the runs that have it."""
         figures = [x for run in self.runs if (x := figure(run)) is not None]
         return (statistics.fmean(figures), deviation(figures)) if figures else None
@@ -96,7 +96,7 @@ def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def read_run(workdir: str | os.PathLike) -> Run:
+def read_run(workdir: str | os.PathLike) -> RecordedRun:
     """Raises ValueError in one line where `workdir` is not the work directory of a run."""
     workdir = Path(workdir)
     if not (workdir / FILE_NAME).is_file():
@@ -105,10 +105,10 @@ def read_run(workdir: str | os.PathLike) -> Run:
     config = {}
     if path.is_file():
         config = dict(flatten(json_object(path.read_bytes(), f"{path} (restore or remove it)")))
-    return Run(workdir, config, read_metrics(workdir))
+    return RecordedRun(workdir, config, read_metrics(workdir))
 
 
-def series(runs: Sequence[Run]) -> list[Series]:
+def series(runs: Sequence[RecordedRun]) -> list[Series]:
     """Runs by setting, in their order. A series is named after its case in a sweep, else after the
     fields that tell it apart."""
     settings = [
@@ -177,7 +177,7 @@ def reused_fraction(records: Sequence[Record]) -> float | None:
     return reused / (reused + generated) if reused + generated else None
 
 
-def epoch_seconds(run: Run, part: str) -> dict[int, float]:
+def epoch_seconds(run: RecordedRun, part: str) -> dict[int, float]:
     """Median seconds of a step's part ("rollout") by epoch, over the steps that did not compile;
     without the epochs in which all did."""
     figure = median_seconds(f"time/{part}")
@@ -185,7 +185,7 @@ def epoch_seconds(run: Run, part: str) -> dict[int, float]:
     return {epoch: x for epoch, x in medians.items() if x is not None}
 
 
-def seconds(run: Run, part: str) -> float | None:
+def seconds(run: RecordedRun, part: str) -> float | None:
     """Seconds of a step's part over all steps, without compilation; None where an epoch has none
     that did not compile."""
     medians = epoch_seconds(run, part)
@@ -194,13 +194,13 @@ def seconds(run: Run, part: str) -> float | None:
     return math.fsum(len(run.epochs[epoch]) * x for epoch, x in medians.items())
 
 
-def of_seed(series: Series, run: Run) -> Run | None:
+def of_seed(series: Series, run: RecordedRun) -> RecordedRun | None:
     """The run of a series that has this run's seed."""
     seed = run.config.get("seed")
     return next((other for other in series.runs if other.config.get("seed") == seed), None)
 
 
-def reward_moved(run: Run) -> bool:
+def reward_moved(run: RecordedRun) -> bool:
     """Return False where several steps had nothing to learn from.
 
     All of their groups had equal rewards, or, with a critic, all steps had the same mean reward.
@@ -213,7 +213,7 @@ def reward_moved(run: Run) -> bool:
     return len({x for _, x in values(run.steps, "reward/mean")}) != 1
 
 
-def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
+def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | None:
     """Median seconds of a step's part ("rollout") in the first epoch over those in all later
     epochs, or over those in the last.
 
@@ -232,10 +232,10 @@ def speed_up(run: Run, part: str, last_epoch: bool = False) -> float | None:
     return before / after if before and after else None
 
 
-def speed_up_over(baseline: Series, part: str) -> Callable[[Run], float | None]:
+def speed_up_over(baseline: Series, part: str) -> Callable[[RecordedRun], float | None]:
     """A figure: the `seconds` of the baseline's run with the same seed over the run's own."""
 
-    def figure(run: Run) -> float | None:
+    def figure(run: RecordedRun) -> float | None:
         other = of_seed(baseline, run)
         ours = seconds(run, part)
         theirs = seconds(other, part) if other else None
@@ -245,7 +245,9 @@ def speed_up_over(baseline: Series, part: str) -> Callable[[Run], float | None]:
 
 
 _first, _last = operator.itemgetter(0), operator.itemgetter(-1)
-Headline = tuple[str, Callable[[Run], float | None], str]  # its name, how to compute it, its format
+Headline = tuple[
+    str, Callable[[RecordedRun], float | None], str
+]  # its name, how to compute it, its format
 FIGURES: tuple[Headline, ...] = (
     ("held-out reward, first", lambda x: metric("reward/eval", _first)(x.records), "{:.3f}"),
     ("held-out reward, last", lambda x: metric("reward/eval", _last)(x.records), "{:.3f}"),

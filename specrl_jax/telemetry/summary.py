@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specrl_jax.telemetry.runs import (
     Figure,
     Record,
-    Run,
+    RecordedRun,
     median_seconds,
     metric,
     reused_fraction,
@@ -48,7 +48,7 @@ _LOOK_AT = (
 )
 
 
-def summary(run: Run) -> str:
+def summary(run: RecordedRun) -> str:
     """First, best and last rewards, a row for each epoch, and the speed-ups; or one sentence."""
     epochs = run.epochs
     if not epochs:
@@ -79,7 +79,7 @@ def _headlines(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _closing(run: Run) -> list[str]:
+def _closing(run: RecordedRun) -> list[str]:
     """Say how much faster later epochs were than the first, or that nothing was learned.
 
     Returns no line where the run has no plain first epoch or no later one.

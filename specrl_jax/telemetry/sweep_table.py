@@ -14,7 +14,7 @@ from typing import Any
 from specrl_jax.telemetry.records import read_rollouts, recorded_steps
 from specrl_jax.telemetry.runs import (
     FIGURES,
-    Run,
+    RecordedRun,
     Series,
     deviation,
     epoch_seconds,
@@ -39,7 +39,7 @@ class Column:
     """A figure of every run, and how a case's mean is written."""
 
     name: str
-    figure: Callable[[Run], float | None]
+    figure: Callable[[RecordedRun], float | None]
     style: str
     with_error: bool = False
 
@@ -47,7 +47,7 @@ class Column:
 # Figures of a run ----------------------------------------------------------------------------
 
 
-def until_reward(run: Run, name: str, target: float) -> float | None:
+def until_reward(run: RecordedRun, name: str, target: float) -> float | None:
     """The sum of a metric until a held-out reward was reached; None where it was not."""
     reached = [r["step"] for r in run.records if r.get("reward/eval", -math.inf) >= target]
     return math.fsum(r[name] for r in run.steps if r["step"] <= reached[0]) if reached else None

@@ -24,9 +24,9 @@ from update_reference import (
     plain_loss,
 )
 
-from specrl_jax.algorithms.learner import Critic, init_train_state
 from specrl_jax.algorithms.scoring import critic_values, logprob_gap
 from specrl_jax.algorithms.update import make_batch, update
+from specrl_jax.algorithms.update_spec import Critic, init_policy_state
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch, Example, Prompts, Rollout
@@ -46,8 +46,8 @@ from specrl_jax.types import Batch, Example, Prompts, Rollout
 def test_the_gradient_is_that_of_the_formula(mesh, changes):
     settings = dataclasses.replace(LOSS, **changes)
     batch = host_batch(reference=True)
-    learner = dataclasses.replace(LEARNER, loss=settings)
-    got, metrics = gradient(learner, batch)
+    update_spec = dataclasses.replace(LEARNER, loss=settings)
+    got, metrics = gradient(update_spec, batch)
     value, want = jax.jit(
         jax.value_and_grad(lambda p: plain_loss(p, batch, settings, range(ROWS)))
     )(place_params())
@@ -93,10 +93,10 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
     """Both gradients are those of policy loss + coef x value loss, written row by row."""
     rng = np.random.default_rng(8)
     critic = Critic(kind, coef=0.7, clip=0.3, optimizer=GRADIENT)
-    learner = dataclasses.replace(LEARNER, critic=critic)
+    update_spec = dataclasses.replace(LEARNER, critic=critic)
     values, returns = rng.normal(0, 0.5, (2, ROWS, RESPONSE)).astype(np.float32)
     batch = dataclasses.replace(host_batch(), values=values, returns=returns)
-    state = init_train_state(learner, place_params())
+    state = init_policy_state(update_spec, place_params())
     assert not np.any(state.critic["head"])
     start = state.critic | {"head": put(rng.normal(size=8).astype(np.float32), None)}
     if kind == "network":  # it begins as the policy; here it has moved on
@@ -114,15 +114,15 @@ def test_a_critic_learns_beside_the_policy(mesh, kind):
         return plain_loss(params, batch, LOSS, range(ROWS)) + 0.7 * error, error
 
     placed = on_mesh(batch)
-    packed = pack(placed, learner)
-    estimates = critic_values(learner, state, packed)
+    packed = pack(placed, update_spec)
+    estimates = critic_values(update_spec, state, packed)
     for row, n in enumerate(batch.response_lens):
         expected = _plain_values(start.get("decoder", place_params()), start["head"], batch, row)
         np.testing.assert_allclose(estimates[row, :n], expected, rtol=1e-4, atol=1e-5)
     (_, error), want = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
         place_params(), start
     )
-    state, metrics = update(learner, state, placed, packed)
+    state, metrics = update(update_spec, state, placed, packed)
     assert distance(state.opt_state, want[0]) <= 2e-6
     assert distance(state.critic_opt_state, want[1]) <= 2e-6
     np.testing.assert_allclose(metrics["critic_loss"], error, rtol=1e-5)

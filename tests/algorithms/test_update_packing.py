@@ -21,9 +21,9 @@ from update_reference import (
     plain_loss,
 )
 
-from specrl_jax.algorithms.learner import Critic, init_train_state
 from specrl_jax.algorithms.scoring import critic_values, logprobs
 from specrl_jax.algorithms.update import update
+from specrl_jax.algorithms.update_spec import Critic, init_policy_state
 from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
@@ -34,8 +34,8 @@ from specrl_jax.types import Batch
 def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, size):
     """Rows 0 and 1 share their prompt, row 3 is row 2 with another last token."""
     batch = host_batch(shared=True)
-    learner = dataclasses.replace(LEARNER, packing=packing, micro_batch_size=size)
-    got, metrics = gradient(learner, batch)
+    update_spec = dataclasses.replace(LEARNER, packing=packing, micro_batch_size=size)
+    got, metrics = gradient(update_spec, batch)
     value, want = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, batch, LOSS, range(ROWS))))(
         place_params()
     )
@@ -87,7 +87,7 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
     of_rows = dataclasses.replace(LEARNER, loss=loss, critic=critic, packing="rows")
     tries = dataclasses.replace(of_rows, packing="trie", micro_batch_size=16)
 
-    def results(learner, shape):
+    def results(update_spec, shape):
         """(gradients, losses, log-probs, values) of every seed."""
         with jax.set_mesh(make_mesh(*shape)):
             by_packing = []
@@ -97,14 +97,14 @@ def test_tries_on_eight_devices_give_the_gradient_of_rows_on_one(make_mesh, name
                     batch = dataclasses.replace(batch, ref_logprobs=None)
                 if not critic:
                     batch = dataclasses.replace(batch, values=None, returns=None)
-                state, batch = init_train_state(learner, place_params()), on_mesh(batch)
+                state, batch = init_policy_state(update_spec, place_params()), on_mesh(batch)
                 if critic:
                     head = put(np.random.default_rng(8).normal(size=8).astype(np.float32), None)
                     state = dataclasses.replace(state, critic=state.critic | {"head": head})
-                packed = pack(batch, learner, range(8))
-                read = logprobs(learner, state.params, packed)
-                values = critic_values(learner, state, packed) if critic else None
-                state, metrics = update(learner, state, batch, packed)
+                packed = pack(batch, update_spec, range(8))
+                read = logprobs(update_spec, state.params, packed)
+                values = critic_values(update_spec, state, packed) if critic else None
+                state, metrics = update(update_spec, state, batch, packed)
                 gradients = state.opt_state, state.critic_opt_state
                 by_packing.append(jax.device_get((gradients, metrics["loss"], read, values)))
             return by_packing
@@ -124,9 +124,9 @@ def test_rows_that_are_left_out_count_in_the_mean(mesh):
     batch = dataclasses.replace(batch, advantages=advantages)
     for aggregation in ("token", "sequence"):
         settings = dataclasses.replace(LOSS, aggregation=aggregation)
-        learner = dataclasses.replace(LEARNER, loss=settings)
-        all_rows, _ = gradient(learner, batch)
-        got, metrics = gradient(learner, batch, included=np.array([1, 0, 0, 1], bool))
+        update_spec = dataclasses.replace(LEARNER, loss=settings)
+        all_rows, _ = gradient(update_spec, batch)
+        got, metrics = gradient(update_spec, batch, included=np.array([1, 0, 0, 1], bool))
         assert distance(got, all_rows) <= 2e-6
         value = plain_loss(place_params(), batch, settings, range(ROWS))
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)

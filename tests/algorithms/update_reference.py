@@ -1,4 +1,4 @@
-"""A small learner and batch, and its loss by rows that are scored one by one."""
+"""A small update and batch, and its loss by rows that are scored one by one."""
 
 import functools
 
@@ -9,10 +9,10 @@ import optax
 from loss_batches import take
 from small_models import random_params
 
-from specrl_jax.algorithms.learner import Learner, init_train_state
 from specrl_jax.algorithms.losses import LossConfig, policy_loss
 from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import update
+from specrl_jax.algorithms.update_spec import UpdateSpec, init_policy_state
 from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer
@@ -28,7 +28,7 @@ GRADIENT = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
 )
-LEARNER = Learner(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=2)
+LEARNER = UpdateSpec(MODEL, LOSS, GRADIENT, temperature=0.8, logits_chunk=3, micro_batch_size=2)
 ROWS, PROMPT, RESPONSE = 4, 4, 5
 
 
@@ -100,12 +100,12 @@ def distance(one, two) -> float:
     return norm(gap) / norm(jax.tree.map(np.asarray, two))
 
 
-def pack(batch: Batch, learner: Learner = LEARNER, rows=range(ROWS), included=None):
-    return pack_rows(learner, batch, np.array(rows), included)
+def pack(batch: Batch, update_spec: UpdateSpec = LEARNER, rows=range(ROWS), included=None):
+    return pack_rows(update_spec, batch, np.array(rows), included)
 
 
-def gradient(learner: Learner, batch: Batch, **packed):
-    state = init_train_state(learner, place_params())
+def gradient(update_spec: UpdateSpec, batch: Batch, **packed):
+    state = init_policy_state(update_spec, place_params())
     batch = on_mesh(batch)
-    state, metrics = update(learner, state, batch, pack(batch, learner, **packed))
+    state, metrics = update(update_spec, state, batch, pack(batch, update_spec, **packed))
     return state.opt_state, metrics

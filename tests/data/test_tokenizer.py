@@ -279,10 +279,10 @@ def write_directory(folder, kind, model_type, pipeline, special=("<s>", "</s>"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(pipeline)
     backend.decoder = decoders.ByteLevel()
     corpus = ["we need to add 9 and 6", "x =  5\n\n3", "1.  2\n\n    0.5", "18, then 20 more."] * 30
-    trainer = trainers.BpeTrainer(
+    run = trainers.BpeTrainer(
         vocab_size=420, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    backend.train_from_iterator(corpus, trainer)
+    backend.train_from_iterator(corpus, run)
     backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))

@@ -8,7 +8,7 @@ import pytest
 from small_models import MODEL
 
 from specrl_jax.models import attention, kv_cache
-from specrl_jax.sharding import put, spec
+from specrl_jax.sharding import axes, put
 
 B, T, S, N, K, H = 4, 6, 9, 4, 2, 3
 RNG = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def test_rows_of_a_cache_against_float64(make_mesh, monkeypatch, shape, pieces_o
         layer = kv_cache.as_layer(*_heads(K_BSKH, V_BSKH), like=like)
         attend = jax.jit(attention.attend, static_argnums=3)
         out = attend(_queries(), layer, put(START_B, "batch"), K)
-        assert jax.typeof(out).sharding.spec == spec("batch", None, "heads", None)
+        assert jax.typeof(out).sharding.spec == axes("batch", None, "heads", None)
     seen = np.arange(S) <= SLOTS_BT[..., None]
     np.testing.assert_allclose(out, _numpy_attention(K_BSKH, V_BSKH, seen), rtol=1e-5, atol=1e-6)
 
@@ -67,7 +67,7 @@ def test_packed_sequences_against_float64(make_mesh, monkeypatch, shape, pieces_
     with jax.set_mesh(make_mesh(*shape)):
         inputs = _queries(), *_heads(keys, values), put(ENDS_BT, "batch", None)
         out = jax.jit(lambda *x: attention.attend_packed(*x))(*inputs)
-        assert jax.typeof(out).sharding.spec == spec("batch", None, "heads", None)
+        assert jax.typeof(out).sharding.spec == axes("batch", None, "heads", None)
     i, j = np.arange(T)[:, None], np.arange(T)
     seen = (j <= i) & (i < ENDS_BT[:, None, :])
     np.testing.assert_allclose(out, _numpy_attention(keys, values, seen), rtol=1e-5, atol=1e-6)

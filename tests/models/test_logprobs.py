@@ -12,7 +12,7 @@ from specrl_jax.accelerators.compiled import Module
 from specrl_jax.models import logprobs
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer, init_params
-from specrl_jax.sharding import put, spec
+from specrl_jax.sharding import axes, put
 
 MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 LOGITS = np.random.default_rng(0).normal(0, 4, (4, 3, 8)).astype(np.float32)
@@ -37,7 +37,7 @@ def test_against_float64(make_mesh, shape):
         scores = jax.jit(logprobs.token_logprobs)(logits, tokens)
         entropy = jax.jit(logprobs.entropy)(logits)
         picked = jax.jit(logprobs.pick)(logits, tokens)
-        assert jax.typeof(scores).sharding.spec == spec("batch", None)
+        assert jax.typeof(scores).sharding.spec == axes("batch", None)
     np.testing.assert_allclose(scores, _at(log_p, TOKENS), rtol=1e-5, atol=1e-6)
     want = -np.sum(np.exp(log_p) * log_p, axis=-1)
     np.testing.assert_allclose(entropy, want, rtol=1e-5, atol=1e-6)
@@ -150,7 +150,7 @@ def test_the_loops_over_chunks_send_nothing_over_the_batch(make_mesh):
     assert len(loops) == 2  # forward and backward
     for loop in loops:
         sent = module.collectives(*loop.called("body"))
-        assert {axes for _, axes, _ in sent} <= {"tensor"}
+        assert {dims for _, dims, _ in sent} <= {"tensor"}
     sent = {key[:2]: times for key, (times, _) in module.collectives().items()}
     assert sent.pop(("all-reduce", "tensor")) > 0  # parts of the vocabulary
     assert sum(sent.values()) == 2

@@ -13,7 +13,7 @@ from specrl_jax.models import transformer
 from specrl_jax.models.config import ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer, rollout_weights, without_stacked
-from specrl_jax.sharding import put, spec
+from specrl_jax.sharding import axes, put
 
 BASE = MODEL.replace(embed_dim=16, mlp_dim=24)
 FAMILIES = {
@@ -65,7 +65,7 @@ def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
             params = transformer.init_params(config, jax.random.key(3))
             if shape != (1, 1, 1):
                 partition = params["layers"]["q_proj"].sharding.spec
-                assert partition == spec(None, "embed", "heads", None, stored=True)
+                assert partition == axes(None, "embed", "heads", None, stored=True)
         trees.append(jax.device_get(params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *trees)
     layers = trees[0]["layers"]
@@ -183,7 +183,7 @@ def test_a_mesh_changes_the_layout_not_the_result(make_mesh, shape):
             params, tokens = _params(config), put(_tokens(4, 5), "batch", None)
             hidden = _hidden(config, params, tokens)
             logits = jax.jit(lambda p, h: Transformer(config, p).logits(h))(params, hidden)
-            assert jax.typeof(logits).sharding.spec == spec("batch", None, "vocab")
+            assert jax.typeof(logits).sharding.spec == axes("batch", None, "vocab")
         results.append(np.asarray(logits))
     gap = np.linalg.norm(results[0] - results[1]) / np.linalg.norm(results[0])
     assert gap <= 1e-5

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from specrl_jax.telemetry.runs import Run
+from specrl_jax.telemetry.runs import RecordedRun
 from specrl_jax.telemetry.summary import summary
 
 
@@ -34,7 +34,7 @@ def make_records():
 
 
 def lines_of(records):
-    return summary(Run(pathlib.Path("run"), {}, records)).splitlines()
+    return summary(RecordedRun(pathlib.Path("run"), {}, records)).splitlines()
 
 
 def table_rows(lines):
@@ -88,7 +88,7 @@ def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
 )
 def test_a_run_that_learned_nothing_claims_no_speed_up(changes, config, line):
     records = [r | changes if "reward/mean" in r else r for r in make_records()]
-    lines = summary(Run(pathlib.Path("run"), config, records)).splitlines()
+    lines = summary(RecordedRun(pathlib.Path("run"), config, records)).splitlines()
     if not line:
         assert lines[-1].startswith("rollouts 2.0× as fast")
         return

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specrl_jax.sharding import put, reshape, shards, spec
+from specrl_jax.sharding import axes, put, reshape, shards
 from specrl_jax.types import Drafts, Prompts, Rollout, StatePart
 
 # N is a multiple of this: the same shape, and so resumable, on all meshes whose pieces divide it.
@@ -242,7 +242,7 @@ def pick_drafts(stored: Stored, slots: Array, oldest: Array, age: int) -> Drafts
 
     def pick(array: Array) -> Array:
         rest = (None,) * (array.ndim - 2)
-        return array.at[age - 1, slots].get(out_sharding=spec("batch", *rest))
+        return array.at[age - 1, slots].get(out_sharding=axes("batch", *rest))
 
     young = pick(stored.steps) >= oldest[:, None]
 
@@ -290,7 +290,7 @@ def write_newest(stored: Stored, slots: Array, reassigned: Array, newest: Stored
 
 
 def _layout(ndim: int) -> jax.P:
-    return spec(None, "batch", *(None,) * (ndim - 2))
+    return axes(None, "batch", *(None,) * (ndim - 2))
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Array:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.sharding import reshard, spec
+from specrl_jax.sharding import axes, reshard
 
 BEGIN = -1  # before a response: the prompt, where every source of it matches in full
 EMPTY = -2  # not written yet
@@ -140,12 +140,12 @@ def propose(
     the index.
     """
     # Every row is on its own and the index is everywhere: no device needs another.
-    row = spec("batch")
+    row = axes("batch")
     whole = jax.tree.map(lambda x: jax.P(*(None,) * x.ndim), index)
     return jax.shard_map(
         functools.partial(_propose, width=width, config=config),
         in_specs=(whole, row, row, row),
-        out_specs=(spec("batch", None), row),
+        out_specs=(axes("batch", None), row),
     )(index, prompts_b, sources_b, lens_b)
 
 

@@ -27,7 +27,7 @@ from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import likeliest_tokens, logprobs_at, sample, temper, truncate
-from specrl_jax.sharding import reshard, shards, spec
+from specrl_jax.sharding import axes, reshard, shards
 from specrl_jax.types import Source
 
 _MOST = np.int32(np.iinfo(np.int32).max)
@@ -140,7 +140,7 @@ def is_eos(tokens: Array, program: ProgramSpec) -> Array:
 
 def _count_on_shards(marked: Array) -> Array:
     """int32 [shards]: rows that are marked in bool [b]; on every device."""
-    parts = jnp.reshape(marked, (shards("batch"), -1), out_sharding=spec("batch", None))
+    parts = jnp.reshape(marked, (shards("batch"), -1), out_sharding=axes("batch", None))
     return reshard(jnp.sum(parts, axis=1, dtype=jnp.int32), None)
 
 

@@ -49,7 +49,7 @@ from specrl_jax.rollout.sampling import (
     truncate,
     uniforms,
 )
-from specrl_jax.sharding import on_shards, reshard, spec, take_own_rows
+from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts, Source
 
 _TRIE = PACKINGS["trie"]
@@ -200,7 +200,7 @@ def _take_block(prefixes: Prefixes, free: Array, chunk: Array, number: Array, si
         places = free.at[jnp.minimum(index, free.shape[0] - 1)].get(mode="promise_in_bounds")
         return Block(jnp.where(real, rows, -1), jnp.where(real, places, PADDING), draft_ends, nodes)
 
-    layouts = Block(*(spec("batch"),) * 3, spec("batch", None))
+    layouts = Block(*(axes("batch"),) * 3, axes("batch", None))
     take = jax.shard_map(local, out_specs=layouts, check_vma=False)
     arrays = (prefixes.rows, prefixes.draft_ends, prefixes.nodes)
     return take(chunk, number, free, prefixes.first_row, *arrays)
@@ -234,7 +234,7 @@ def _begin(
         draft_len = accepted
         residual = None
         scores = {}
-        tokens = jnp.zeros((len(held), 1), jnp.int32, out_sharding=spec("batch", None))
+        tokens = jnp.zeros((len(held), 1), jnp.int32, out_sharding=axes("batch", None))
     else:
         own = _take_drafts(drafts, block.rows)
         width = -(-program.response_slots // columns) * columns
@@ -326,7 +326,7 @@ def _verify(
 
     def zeros(x: jax.ShapeDtypeStruct) -> Array:
         shape = (x.shape[0], width, *x.shape[2:])
-        return jnp.zeros(shape, x.dtype, out_sharding=spec("batch", *(None,) * (len(shape) - 1)))
+        return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
     shapes = jax.eval_shape(score, jnp.int32(0))[1]
     state = (jnp.int32(0), jnp.zeros_like(draft_len), jax.tree.map(zeros, shapes))

@@ -13,7 +13,7 @@ import pytest
 
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig, append, build, propose
-from specrl_jax.sharding import put, spec
+from specrl_jax.sharding import axes, put
 
 CONFIG = SuffixDraftConfig(depth=4, factor=1.0, offset=1.0, min_prob=0.1)
 OPEN = SuffixDraftConfig(
@@ -283,7 +283,7 @@ SRT = SuffixDraftConfig(depth=16, factor=1.0, offset=1.0, min_prob=0.1)
 
 @functools.partial(jax.jit, static_argnames=("config", "group"))
 def _replay(index, truth_BR, lens_B, *, config: SuffixDraftConfig, group: int):
-    rows = jax.sharding.reshard(jnp.arange(len(lens_B), dtype=jnp.int32), spec("batch"))
+    rows = jax.sharding.reshard(jnp.arange(len(lens_B), dtype=jnp.int32), axes("batch"))
     places = rows // group, index.tokens.shape[1] - group + rows % group
     truth = jnp.pad(truth_BR, ((0, 0), (0, WIDTH + 1)), constant_values=-9)
 

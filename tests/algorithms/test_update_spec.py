@@ -9,8 +9,8 @@ import pytest
 import small_runs
 from small_models import MODEL
 
-from specrl_jax.algorithms.learner import make_learner, make_optimizer, make_schedule
 from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.algorithms.update_spec import make_optimizer, make_schedule, make_update_spec
 
 
 def test_adamw_and_clipping_against_the_formulas(mesh):
@@ -73,13 +73,13 @@ def test_the_learning_rate_by_step(schedule, ramp, want):
     np.testing.assert_allclose(got, settings.learning_rate * np.asarray(want), rtol=1e-5, atol=1e-9)
 
 
-def test_the_learner_takes_its_fields_from_the_config():
+def test_the_update_takes_its_fields_from_the_config():
     config = small_runs.small_config(
         {"algorithm.aggregation": "sequence", "algorithm.kl_coef": 0.25, "rollout.temperature": 0.7}
     )
-    learner = make_learner(config, MODEL, optax.constant_schedule(1.0))
+    update_spec = make_update_spec(config, MODEL, optax.constant_schedule(1.0))
     want = {f.name: config.algorithm.get(f.name) for f in dataclasses.fields(LossConfig)}
-    assert dataclasses.asdict(learner.loss) == want | {"max_response_len": 6}
-    assert (learner.loss.aggregation, learner.loss.kl_coef) == ("sequence", 0.25)
-    assert (learner.temperature, learner.logits_chunk) == (0.7, config.rollout.logits_chunk)
-    assert learner.micro_batch_size == config.updates.micro_batch_size
+    assert dataclasses.asdict(update_spec.loss) == want | {"max_response_len": 6}
+    assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)
+    assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.rollout.logits_chunk)
+    assert update_spec.micro_batch_size == config.updates.micro_batch_size

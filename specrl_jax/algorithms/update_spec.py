@@ -1,4 +1,4 @@
-"""Settings of the update (`Learner`), the state it changes (`TrainState`), and its optimizer."""
+"""Settings of the update (`UpdateSpec`), what it changes (`PolicyState`), and its optimizer."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from specrl_jax.models.transformer import Params
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TrainState:
+class PolicyState:
     """Weights and optimizer states of the policy and its critic."""
 
     params: Params  # float32, stored layout
@@ -24,7 +24,7 @@ class TrainState:
     critic_opt_state: Any = None
 
     @classmethod
-    def create(cls, params: Params, optimizer: optax.GradientTransformation) -> "TrainState":
+    def create(cls, params: Params, optimizer: optax.GradientTransformation) -> "PolicyState":
         """The state of a policy alone, before its first update."""
         return cls(params, jax.jit(optimizer.init)(params))
 
@@ -40,7 +40,7 @@ class Critic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner:
+class UpdateSpec:
     """Settings of the update's programs; hashable."""
 
     model: ModelConfig
@@ -54,11 +54,11 @@ class Learner:
     skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
 
 
-def make_learner(config, model: ModelConfig, schedule: optax.Schedule) -> Learner:
+def make_update_spec(config, model: ModelConfig, schedule: optax.Schedule) -> UpdateSpec:
     """The update that `config.algorithm`, `config.updates` and `config.critic` ask for."""
     fields = [field.name for field in dataclasses.fields(LossConfig)]
     fields.remove("max_response_len")
-    return Learner(
+    return UpdateSpec(
         model=model,
         loss=LossConfig(
             **{name: config.algorithm[name] for name in fields},
@@ -119,11 +119,11 @@ def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransfor
     return optax.chain(clip, adamw)
 
 
-def init_train_state(learner: Learner, params: Params) -> TrainState:
+def init_policy_state(update_spec: UpdateSpec, params: Params) -> PolicyState:
     """The state before the first update; a critic's own decoder starts as the policy's."""
-    state = TrainState.create(params, learner.optimizer)
-    if learner.critic is None:
+    state = PolicyState.create(params, update_spec.optimizer)
+    if update_spec.critic is None:
         return state
-    critic = value.init_critic(learner.model, learner.critic.kind, params)
-    opt_state = TrainState.create(critic, learner.critic.optimizer).opt_state
+    critic = value.init_critic(update_spec.model, update_spec.critic.kind, params)
+    opt_state = PolicyState.create(critic, update_spec.critic.optimizer).opt_state
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
