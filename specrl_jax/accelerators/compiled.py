@@ -122,7 +122,8 @@ def _add(total: Collectives, part: Collectives, times: int | None = 1) -> None:
 
 def groups_of(text: str, devices: int) -> Iterator[np.ndarray]:
     """Yield a collective's groups of devices: {{0,1},{2,3}}, or [2,2]<=[4] with a transposition, or
-    mesh['a'=2,'b'=2] {'a'}, where 'a':(2)4 is the part of 4 after one of 2."""
+    mesh['a'=2,'b'=2] {'a'}, where 'a':(2)4 is the part of 4 after one of 2; its devices may be
+    listed in another order, device_ids=([4,2]T(1,0))."""
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         chosen = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])
         parts = {axis: (int(before), int(size)) for axis, before, size in chosen if size}
@@ -134,7 +135,11 @@ def groups_of(text: str, devices: int) -> Iterator[np.ndarray]:
             if axis in parts or axis in whole:
                 places.append(len(shape) + 1)
             shape += [before, part, int(size) // before // part]
-        groups = np.moveaxis(np.arange(devices).reshape(shape), places, range(-len(places), 0))
+        ids = np.arange(devices)
+        if moved := re.search(r"device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)", text):
+            tiles, order = (tuple(map(int, x.split(","))) for x in moved.groups())
+            ids = ids.reshape(tiles).transpose(order)
+        groups = np.moveaxis(ids.reshape(shape), places, range(-len(places), 0))
         yield from groups.reshape(-1, math.prod(shape[place] for place in places))
         return
     iota = re.search(

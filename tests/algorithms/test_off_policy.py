@@ -14,7 +14,6 @@ from small_runs import ROOT, records, small_config
 from specrl_jax import train as loop
 from specrl_jax.algorithms import off_policy
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.carry_over import empty_rollout
 from specrl_jax.types import Rollout, Source
 
 VOCAB = 7
@@ -31,7 +30,7 @@ def distributions(seed=0):
 
 def one_token_rollout(new, old, accepted: bool) -> Rollout:
     """A row for every token of the vocabulary, accepted or sampled."""
-    empty = empty_rollout(VOCAB, 2, 0)
+    empty = Rollout.empty(VOCAB, 2, 0)
 
     def fill(values):
         return jnp.stack([jnp.asarray(values, jnp.float32), jnp.zeros(VOCAB)], axis=1)
@@ -87,7 +86,7 @@ def test_measures_of_tokens_accepted_by_chance(mesh, log_lenience):
     threshold = ACCEPTANCE_RULES["ratio"].accept_threshold
     least = threshold(noise[:, None], score[1], np.float32(log_lenience))
     accepted = (score[0] >= np.asarray(least))[:, 0]
-    empty = empty_rollout(rows, 1, 0)
+    empty = Rollout.empty(rows, 1, 0)
     rollout = dataclasses.replace(
         empty,
         lens=jnp.ones(rows, jnp.int32),

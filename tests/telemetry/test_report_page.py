@@ -90,10 +90,10 @@ def test_the_headline_by_hand(tmp_path):
 
 def test_no_speed_up_without_a_plain_first_epoch(tmp_path):
     run = runs.read_run(write_run(tmp_path / "a"))
-    later = runs.Run(run.workdir, run.config, [r for r in run.records if r["epoch"] == 2])
+    later = runs.RecordedRun(run.workdir, run.config, [r for r in run.records if r["epoch"] == 2])
     assert runs.speed_up(later, "step") is None
     compiled = [r | {"time/compile": 9.0} if r["epoch"] == 1 else r for r in run.records]
-    assert runs.speed_up(runs.Run(run.workdir, run.config, compiled), "step") is None
+    assert runs.speed_up(runs.RecordedRun(run.workdir, run.config, compiled), "step") is None
 
 
 def test_seeds_are_one_series_with_a_band(tmp_path):
