@@ -45,8 +45,6 @@ from specrl_jax.models.transformer import (
     copy_weights,
     param_count,
     rollout_weights,
-    with_stacked,
-    without_stacked,
 )
 from specrl_jax.rollout.carry_over import append_forced, restore
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
@@ -167,16 +165,15 @@ class RolloutShapes:
         most = buckets.rows[0]
         inputs = (self.cache(most), self.batch_rows(most), self.all_rows, self.drafts, number)
         yield _program(
-            f"{prefix}extend", extend, program, buckets, with_stacked(self.weights), *inputs,
+            f"{prefix}extend", extend, program, buckets, self.weights, *inputs,
             self.prefixes, stop, runs_model=True, kept=self.weights["stacked"],
         )  # fmt: skip
-        weights = without_stacked(self.weights)
         for size in buckets.rows:
             batch = (self.cache(size), self.batch_rows(size))
             for width in buckets.widths:
                 draft_state = self.draft_state if width > 1 else None
                 yield _program(
-                    f"{prefix}decode {size} x {width}", decode_steps, program, weights, *batch,
+                    f"{prefix}decode {size} x {width}", decode_steps, program, self.weights, *batch,
                     draft_state, stop, width=width, runs_model=True,
                 )  # fmt: skip
             if smaller := buckets.rows_below(size):

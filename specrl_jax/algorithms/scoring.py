@@ -19,6 +19,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models import value
+from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
@@ -62,12 +63,13 @@ def pack_rows(
     pieces = shards("batch")
     at_once = update_spec.micro_batch_size or len(rows)
     row_count = min(packing.rows, max(at_once // pieces, 1))  # a device computes a sequence or more
-    sequences, nodes = pack(tokens, lens, row_count * slots, packing)
+    length = round_slots(row_count * slots)
+    sequences, nodes = pack(tokens, lens, length, packing)
     used = len(sequences.tokens)
     size = at_once // row_count
     size = -(-size // pieces) * pieces
     # There is at least one row in a sequence.
-    shape = -(-len(rows) // size), size, row_count * slots
+    shape = -(-len(rows) // size), size, length
 
     sequences = sequences.padded(shape[0] * size)
     columns = prompt_lens[:, None] + np.arange(batch.old_logprobs.shape[1])

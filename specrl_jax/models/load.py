@@ -8,6 +8,7 @@ from specrl_jax.models import hf
 from specrl_jax.models.attention import choose_kernels
 from specrl_jax.models.config import IdRanges, ModelConfig
 from specrl_jax.models.families import FAMILIES
+from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
@@ -65,7 +66,7 @@ def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) 
         unused_ids = (*unused_ids, (vocab_size, shape.vocab_size))
     shape = shape.replace(unused_ids=unused_ids)
     rollout = config.rollout
-    slots = config.data.prompt_len + max(rollout.response_len, rollout.max_width)
+    slots = round_slots(config.data.prompt_len + rollout.response_len + rollout.max_width - 1)
     return shape.replace(kernels=choose_kernels(config.model.attention, shape, slots))
 
 

@@ -247,11 +247,6 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
     return weights
 
 
-def without_stacked(weights: Params) -> Params:
-    """The rollout's weights of decode steps."""
-    return {name: x for name, x in weights.items() if name != "stacked"}
-
-
 def with_stacked(weights: Params) -> Params:
-    """The rollout's weights of rows that begin."""
-    return without_stacked(weights) | {"layers": weights["stacked"]}
+    """The rollout's weights with the stacked layers in place of the others."""
+    return weights | {"layers": weights["stacked"]}

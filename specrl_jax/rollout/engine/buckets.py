@@ -38,8 +38,10 @@ class Buckets:
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
-        """Rows of a batch, descending, each half the last: multiples of `multiple`."""
-        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(self.row_buckets))
+        """Rows of a batch, descending, each half the last: multiples of `multiple`. Elsewhere than
+        on a CPU two at most: kernels read what rows have filled alone."""
+        count = self.row_buckets if platform() == "cpu" else min(self.row_buckets, 2)
+        shards = (-(-self.num_rows // 2**i // self.multiple) for i in range(count))
         return tuple(sorted({max(n, 1) * self.multiple for n in shards}, reverse=True))
 
     @functools.cached_property

@@ -28,7 +28,7 @@ from jax import Array
 from specrl_jax.models.kv_cache import KVCache, write_rows
 from specrl_jax.models.logprobs import token_logprobs
 from specrl_jax.models.row_slices import read_slots, write_slots
-from specrl_jax.models.transformer import Params, Transformer
+from specrl_jax.models.transformer import Params, Transformer, with_stacked
 from specrl_jax.packing import PACKINGS, pack
 from specrl_jax.rollout.acceptance import (
     Residual,
@@ -159,7 +159,7 @@ def extend(
     Returns the cache, the rows, int32 [2] tokens of drafts that were verified and those that were
     accepted, and what `decode.progress` returns.
     """
-    model = Transformer(program.model, weights)
+    model = Transformer(program.model, with_stacked(weights))
     split = dict.fromkeys(("first_row", "rows", "draft_ends"), ("batch", None))
     split |= dict.fromkeys(("tokens", "depths", "ends"), (None, "batch", None))
     split |= {"count": (), "blocks": (None,), "nodes": ("batch", None, None)}

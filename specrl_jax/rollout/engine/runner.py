@@ -17,7 +17,7 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.models.kv_cache import KVCache
-from specrl_jax.models.transformer import Params, with_stacked, without_stacked
+from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
@@ -43,8 +43,6 @@ class Runner:
 
     def __post_init__(self):
         self.size = self.buckets.rows[0]  # places of the batch
-        self.decode_weights = without_stacked(self.weights)
-        self.extend_weights = with_stacked(self.weights)
         self.cache: KVCache
         self.rows: Rows
         self.cache, self.rows = empty_batch(
@@ -98,7 +96,7 @@ class Runner:
         self.cache, self.rows, counts, progress = extend(
             self.program,
             self.buckets,
-            self.extend_weights,
+            self.weights,
             self.cache,
             self.rows,
             self.all_rows,
@@ -125,7 +123,7 @@ class Runner:
         draft_state = self._synced_draft_state() if width > 1 else None
         start = time.perf_counter()
         self.cache, self.rows, draft_state, counts, progress = decode_steps(
-            self.program, self.decode_weights, self.cache, self.rows, draft_state, stop, width=width
+            self.program, self.weights, self.cache, self.rows, draft_state, stop, width=width
         )
         if width > 1:
             self.draft_state = draft_state
