@@ -74,7 +74,9 @@ class Program(NamedTuple):
     name: str
     trace: Callable[[], Any]  # gives jax.stages.Traced
     runs_model: bool = False
-    kept: int = 0  # bytes of a device: inputs that the run keeps
+    # Bytes of a device: inputs that the run keeps anyway, and what lies beside the inputs.
+    kept: int = 0
+    beside: int = 0
 
 
 # Shapes --------------------------------------------------------------------------------------
@@ -167,17 +169,23 @@ class RolloutShapes:
         yield _program(
             f"{prefix}extend", extend, program, buckets, self.weights, *inputs,
             self.prefixes, stop, runs_model=True, kept=self.weights["stacked"],
+            beside=self.weights["layers"],
         )  # fmt: skip
+        copied = {name: x for name, x in self.weights.items() if name != "stacked"}
+        others = (self.all_rows, self.drafts)
         for size in buckets.rows:
             batch = (self.cache(size), self.batch_rows(size))
             for width in buckets.widths:
                 draft_state = self.draft_state if width > 1 else None
                 yield _program(
                     f"{prefix}decode {size} x {width}", decode_steps, program, self.weights, *batch,
-                    draft_state, stop, width=width, runs_model=True,
+                    draft_state, stop, width=width, runs_model=True, beside=others,
                 )  # fmt: skip
             if smaller := buckets.rows_below(size):
-                yield _program(f"{prefix}compact to {smaller}", compact, *batch, size=smaller)
+                yield _program(
+                    f"{prefix}compact to {smaller}", compact, *batch, size=smaller,
+                    beside=(copied, others),
+                )  # fmt: skip
             yield _program(f"{prefix}write back {size}", scatter, batch[1], self.all_rows)
 
     def small_programs(
@@ -216,11 +224,13 @@ def _program(
     *inputs: Any,
     runs_model: bool = False,
     kept: Any = (),
+    beside: Any = (),
     **options: Any,
 ) -> Program:
-    """Make a program; kept: those of its inputs that the run keeps."""
+    """Make a program; kept: those of its inputs that the run keeps. beside: what lies beside its
+    inputs meanwhile."""
     trace = functools.partial(function.trace, *inputs, **options)
-    return Program(name, trace, runs_model, device_bytes(kept))
+    return Program(name, trace, runs_model, device_bytes(kept), device_bytes(beside))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,15 +297,19 @@ class AbstractRun:
         source = self.spec.program.draft_source
         if source is None:
             return None
-        group = self.config.rollout.group_size
-        read = self.spec.program.draft_history * group
-        made_up = prompts(self.spec, self.rows)
+        settings = self.config.rollout
+        made_up = prompts(self.spec, self.total_rows)
+        # Stored generations, and what was begun ahead.
+        generations = self.spec.program.draft_history
+        generations += settings.run_ahead and generations > 0
+        shape = (len(made_up.lens), generations * settings.group_size)
 
         def init(tokens: jax.Array, lens: jax.Array) -> Any:
-            history = DraftHistory.from_store(tokens[:, :read], lens[:, :read], group)
+            history = DraftHistory.from_store(tokens, lens, settings.group_size)
             return source.init(made_up, history, self.spec.group_size)
 
-        return abstract(init, *abstract(pick_sources, *self.picked))
+        tokens = array(np.int32, (*shape, settings.response_len), None, None, None)
+        return abstract(init, tokens, array(np.int32, shape, None, None))
 
     @functools.cached_property
     def training(self) -> RolloutShapes:
@@ -375,9 +389,10 @@ class AbstractRun:
             turns = bool(self.config.environment.name)
             inputs = ("evaluation: ", self.key, Purpose.EVALUATE)
             listed += self.evaluation.small_programs(*inputs, turns=turns)
-        age = self.config.rollout.draft_age
         stored = self.stored
-        listed.append(_program("pick drafts", pick_drafts, *self.picked, age=age, kept=stored))
+        for age in sorted({1, self.config.rollout.draft_age}):
+            name = f"pick drafts of age {age}"
+            listed.append(_program(name, pick_drafts, *self.picked, age=age, kept=stored))
         if self.spec.program.draft_history:
             listed.append(_program("pick sources", pick_sources, *self.picked, kept=stored))
         listed += self.training.programs()
@@ -492,7 +507,7 @@ def peak_bytes(compiled: Any) -> int:
 
 def needed_bytes(program: Program, compiled: Any, held: int) -> int:
     """Bytes of a device while a program runs, with the `held` bytes that a run keeps."""
-    return peak_bytes(compiled) + held - program.kept
+    return peak_bytes(compiled) + held - program.kept + program.beside
 
 
 def device_bytes(tree: Any) -> int:

@@ -54,7 +54,7 @@ class Transformer(nnx.Module):
         start_B: int32 [B], slot of each row's first token, with a cache.
         cache: Keys and values of all earlier slots, with unstacked layers. Without both the tokens
             see each other.
-        gives_cache: Without a cache, give keys and values [L, B, T, K, H] in its place.
+        gives_cache: Of stacked layers, give keys and values [L, B, T, K, H] in the cache's place.
         positions_BT: int32, rotary positions, below the number of slots; None: the tokens' slots.
         ends_BT: int32, where the rows are packed tries, without `start_B`; see `attend_packed`.
         """
@@ -232,16 +232,19 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 
 @functools.partial(jax.jit, static_argnums=0)
 def copy_weights(config: ModelConfig, params: Params) -> Params:
-    """Weights cast to the compute type, gathered over "fsdp", layers unstacked, projections
-    joined."""
+    """Weights cast to the compute type, but for the norms' scales, gathered over "fsdp", layers
+    unstacked, projections joined."""
 
-    def convert(x: Array, dims: tuple[str | None, ...]) -> Array:
+    def convert(name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
+        dtype = x.dtype if name.endswith("norm") else config.dtype  # as the update computes with
         # Always a copy: the update donates the originals.
-        return reshard(jnp.copy(x).astype(config.dtype), *dims)
+        return reshard(jnp.copy(x).astype(dtype), *dims)
 
-    weights = {n: convert(x, TOP[n].layout) for n, x in params.items() if n != "layers"}
+    weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     weights["layers"] = tuple(
-        join_projections({n: convert(x[i], LAYER[n].layout) for n, x in params["layers"].items()})
+        join_projections(
+            {n: convert(n, x[i], LAYER[n].layout) for n, x in params["layers"].items()}
+        )
         for i in range(config.num_layers)
     )
     return weights

@@ -61,7 +61,7 @@ class AcceptanceRule:
     exact = False  # responses are distributed as π, whatever the draft
     # Every token is sampled; a draft token is accepted where it is the sampled one.
     samples_anew = False
-    # A draft is verified whole, in one pass, with π_old's k likeliest tokens at every position;
+    # A draft is decided on at its end, with π_old's k likeliest tokens at every position;
     # `accept` gives a residual. Any other rule may see a draft in parts.
     needs_distribution = False
     cuts_draft = False  # drafts are cut by `cut` before anything is verified

@@ -2,8 +2,7 @@
 
 `all_rows` holds every row of the rollout in order. The running batch holds those that are being
 computed, in any order; `index` is each row's place among all rows. Rows that begin are written into
-free places of the batch (`engine/extend.py`), compacted as others finish, and scattered back; no
-token visits the host.
+free places of the batch (`engine/extend.py`), compacted as others finish, and scattered back.
 
 Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: every move
 is one within each shard, without communication.

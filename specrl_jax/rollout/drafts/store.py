@@ -134,7 +134,7 @@ class DraftStore(StatePart):
         `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations). At
         most the generations that are kept with log-probs.
         """
-        return pick_drafts(self._arrays, *self._find(prompts, step), age)
+        return pick_drafts(self._arrays, *self._find(prompts, step), age=age)
 
     def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
         """The prompts' last `history` responses, whole on every device: tokens [Q, E * G, R], lens

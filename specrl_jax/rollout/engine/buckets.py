@@ -87,7 +87,7 @@ class Buckets:
         return -(-self.rows[0] // self.multiple // self.chunk_sequences)
 
     @property
-    def columns(self) -> int:
+    def draft_columns(self) -> int:
         """Draft tokens of a row that are decided together."""
         return min(COLUMNS, self.response_slots)
 
@@ -95,7 +95,7 @@ class Buckets:
     def block_rows(self) -> int:
         """Rows of a shard that are decided together."""
         model = self.model
-        logits = self.columns * model.vocab_size * 4
+        logits = self.draft_columns * model.vocab_size * 4
         itemsize = jnp.dtype(model.dtype).itemsize
         cache = 2 * self.slots * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
         fits = BLOCK_BYTES.get(platform(), BLOCK_BYTES_ELSEWHERE) // max(logits, cache)

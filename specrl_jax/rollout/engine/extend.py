@@ -53,7 +53,6 @@ from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
 from specrl_jax.types import Drafts, Source
 
 _TRIE = PACKINGS["trie"]
-SEQUENCE_ROWS = _TRIE.rows  # slots of a packed sequence, in rows of the longest length
 
 
 class Prefixes(NamedTuple):
@@ -91,9 +90,10 @@ def pack_prefixes(
     sequences = buckets.chunk_sequences  # of a shard
     length = buckets.sequence_slots
     block = buckets.block_rows
-    most = buckets.rows[0] // len(rows) + block  # so that every block lies inside
+    most = buckets.rows[0] // len(rows) + block  # so that a block with a row lies inside
     first_row = np.zeros((len(rows), chunks + 1), np.int32)
-    index, ends = np.zeros((2, len(rows), most), np.int32)
+    index = np.zeros((len(rows), most), np.int32)
+    end_lens = np.zeros_like(index)
     nodes = np.full((len(rows), most, tokens.shape[1]), -1, np.int32)
     parts = []
     start = 0
@@ -107,7 +107,7 @@ def pack_prefixes(
         first_row[shard] = np.searchsorted(chunk[order], np.arange(chunks + 1))
         filled = slice(0, len(order))
         index[shard, filled] = own_rows[order]
-        ends[shard, filled] = draft_ends[own][order]
+        end_lens[shard, filled] = draft_ends[own][order]
         of_chunk = own_nodes - (chunk * sequences * length)[:, None]
         nodes[shard, filled] = np.where(own_nodes < 0, -1, of_chunk)[order]
     # [X · M · m / X, T] → [M, m, T], each shard's part of a chunk in its place.
@@ -122,12 +122,12 @@ def pack_prefixes(
         blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
         first_row=first_row,
         rows=index,
-        draft_ends=ends,
+        draft_ends=end_lens,
         nodes=nodes,
     )
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of every shard that are decided together, int32."""
 
     rows: Array  # [b], -1: none
@@ -177,7 +177,7 @@ def extend(
             block = _take_block(prefixes, free, chunk, number, buckets.block_rows)
             cache = write_rows(cache, fresh, block.nodes, block.places)
             begun, new = _begin(
-                program, buckets.columns, model, hidden, all_rows, drafts, log_lenience, block
+                program, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
             )
             return cache, put_rows(rows, begun, block.places), counts + new
 
@@ -188,19 +188,25 @@ def extend(
     return cache, rows, counts, progress(rows, stop)
 
 
-def _take_block(prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int) -> Block:
+def _take_block(
+    prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
+) -> RowBlock:
     """Take the rows of block `number` of a chunk, `size` of each shard. free: int32 [b], places of
     the running batch, the free ones first."""
 
-    def local(chunk: Array, number: Array, free: Array, first_row: Array, *arrays: Array) -> Block:
+    def local(
+        chunk: Array, number: Array, free: Array, first_row: Array, *arrays: Array
+    ) -> RowBlock:
         start = first_row[0, chunk] + number * size
         index = start + jnp.arange(size)
         real = index < first_row[0, chunk + 1]
         rows, draft_ends, nodes = (jax.lax.dynamic_slice_in_dim(x[0], start, size) for x in arrays)
         places = free.at[jnp.minimum(index, free.shape[0] - 1)].get(mode="promise_in_bounds")
-        return Block(jnp.where(real, rows, -1), jnp.where(real, places, PADDING), draft_ends, nodes)
+        return RowBlock(
+            jnp.where(real, rows, -1), jnp.where(real, places, PADDING), draft_ends, nodes
+        )
 
-    layouts = Block(*(axes("batch"),) * 3, axes("batch", None))
+    layouts = RowBlock(*(axes("batch"),) * 3, axes("batch", None))
     take = jax.shard_map(local, out_specs=layouts, check_vma=False)
     arrays = (prefixes.rows, prefixes.draft_ends, prefixes.nodes)
     return take(chunk, number, free, prefixes.first_row, *arrays)
@@ -214,7 +220,7 @@ def _begin(
     all_rows: Rows,
     drafts: Drafts | None,
     log_lenience: Array,
-    block: Block,
+    block: RowBlock,
 ) -> tuple[Rows, Array]:
     """The block's rows after the accepted tokens of their drafts and one that is sampled, and int32
     [2], as `extend` counts. hidden: [m, T, D], of the chunk's sequences."""

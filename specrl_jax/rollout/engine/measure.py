@@ -18,7 +18,8 @@ ROUNDS = 3  # the fastest counts: a machine is now and then slower than itself, 
 
 
 def measure_programs(runner: Runner) -> Seconds:
-    """Time `extend` and the decode steps, as if all rows had drafts of all response slots."""
+    """Time `extend` and the decode steps, as if all rows had drafts of all response slots. Where
+    every token is sampled anew these are rejected early: a chunk costs at least as much."""
     requests = runner.requests
     buckets = runner.buckets
     rows = len(requests.done)

@@ -47,8 +47,7 @@ class Scheduler:
     def _may_end(self) -> bool:
         """Return whether so much is done that the rest may wait for the next rollout."""
         requests = self.requests
-        begun = self.runner.written_back > 0
-        if requests.allow_unfinished and begun and not any(self.waiting):
+        if requests.allow_unfinished and not any(self.waiting):
             return self.runner.train.sum() <= requests.allow_unfinished
         if not requests.stop_after_groups:
             return False
@@ -132,9 +131,11 @@ class Scheduler:
         queues = self.waiting if any(self.waiting) else self.next_step
         if any(queues):
             # As many places are free then as rows begin together; at least one more than now.
-            free_at = runner.size // self.buckets.multiple - self.buckets.refill
-            refill = np.clip(runner.unfinished - 1, 0, free_at)
-            waits = np.array([bool(queue) for queue in queues]) & (runner.unfinished > 0)
+            waiting = np.array([len(queue) for queue in queues])
+            enough = np.minimum(waiting, self.buckets.refill)
+            full = runner.size // self.buckets.multiple
+            refill = np.clip(runner.unfinished - 1, 0, full - enough)
+            waits = (waiting > 0) & (runner.unfinished > 0)
             bounds["refill_at"] = np.where(waits, refill, -1)
         else:
             below = self.buckets.rows_below(runner.size)

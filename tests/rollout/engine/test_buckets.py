@@ -21,7 +21,7 @@ def test_worked_example():
     assert buckets.widths == (1, 2, 4)
     assert (buckets.sequence_slots, buckets.chunk_sequences) == (2 * (8 + 32), 3)
     assert buckets.chunks == 11  # 32 rows on each shard, at worst three to a chunk
-    assert buckets.columns == 32
+    assert buckets.draft_columns == 32
     assert buckets.block_rows == 12
     assert buckets.refill == 8
     assert [buckets.rows_below(n) for n in (64, 32, 16, 8)] == [32, 16, 8, 0]
@@ -103,4 +103,4 @@ def test_properties_over_many_sizes():
         assert buckets.chunks * buckets.chunk_sequences >= own
         assert (buckets.chunks - 1) * buckets.chunk_sequences < own
         assert 1 <= buckets.block_rows <= own
-        assert 1 <= buckets.columns <= slots
+        assert 1 <= buckets.draft_columns <= slots
