@@ -107,7 +107,7 @@ def base() -> ConfigDict:
     tree.min_prob = 0.1  # a draft ends where its share of the continuations is smaller
     tree.decay = 0.7  # weight of a response against one a generation newer
     rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; for tree
-    rollout.adaptive = True  # choose widths, and whether to verify, by the programs' seconds
+    rollout.adaptive = True  # choose widths, and whether to verify for match, by seconds
     rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
     rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: all
     rollout.logits_chunk = 512  # tokens of a row whose logits an update has in memory at once
@@ -233,7 +233,7 @@ def micro(config: ConfigDict) -> None:
         python launch/train.py --config=configs/grpo.py:micro
 
     Expect a held-out reward near 0.7 (standard error 0.04). On 2 cores of an AMD EPYC without
-    accelerator the first run takes about a minute, nearly all of it for compilation. It teaches
+    accelerator the first run takes half a minute, most of it for compilation. It teaches
     nothing that `tiny` does not, but says soon whether a change runs.
 
     Measured, one seed: held out 0.63 → 0.71 in 18 steps; 88 and 90 % of the response tokens reused
