@@ -59,7 +59,8 @@ from specrl_jax.rollout.engine.all_rows import (
 )
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
+from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.prefixes import Prefixes, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, compact, gather, scatter
 from specrl_jax.rollout.sampling import Purpose

@@ -167,7 +167,7 @@ def run(spec, weights, prompts, step=0, **options):
 
 
 def history_of(spec, tokens_BR, lens_B):
-    """What a draft source reads where these responses are stored, each group's for its prompt."""
+    """History that a draft source reads where these are stored, each group's for its prompt."""
     slots = spec.program.response_slots
     tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, spec.group_size, slots)
     lens = np.asarray(lens_B, np.int32).reshape(-1, spec.group_size)
@@ -186,7 +186,7 @@ def host(tree):
 
 
 def as_drafts(rollout, lens=None) -> Drafts:
-    """What a store would offer after this rollout; `lens` [B] cuts it."""
+    """Drafts that a store would offer after this rollout; `lens` [B] cuts it."""
     values = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(Drafts)}
     values = {name: None if x is None else np.asarray(x) for name, x in values.items()}
     if lens is not None:
@@ -421,7 +421,7 @@ def total_variation(p: dict, q: dict) -> float:
 
 
 def p_value(counts, probs) -> float:
-    """Of counts under a distribution; outcomes expected less than five times are pooled."""
+    """Chance of counts under a distribution; outcomes expected less than five times are pooled."""
     expected = probs * counts.sum()
     rare = expected < 5
     if rare.any():

@@ -223,7 +223,7 @@ def line_of(call, *args, **kwargs) -> str:
 
 
 def assert_same_bits(tree, other) -> None:
-    """Of two trees of arrays, which may hold PRNG keys."""
+    """Compare two trees of arrays, which may hold PRNG keys."""
 
     def bits(x) -> bytes:
         is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -87,11 +87,10 @@ def generate(
     next step. speculation: chooses widths and verifications; without it the widest are used.
     report: gets the tokens of the first row, int32 [n], a few at a time, as they come.
     """
-    held = _held_rows(spec, prompts, carry_over)
-    order = _order(prompts, carry_over.next_prompts)
-    inputs = (spec, weights, prompts, noise, drafts, carry_over)
-    runner, draft_lens = _runner(*inputs, held, order, max_lens, report)
-    requests = runner.requests
+    inputs = (spec, weights, prompts, noise, drafts, carry_over, max_lens)
+    runner, held, order, draft_lens = _runner(*inputs)
+    requests = dataclasses.replace(runner.requests, report=report)
+    runner.requests = requests
     all_rows = Scheduler(runner, speculation).run()
     previous = runner.drafts.previous
     result = RolloutResult(
@@ -120,10 +119,7 @@ def measure(
     carry_over: CarryOver,
 ) -> Seconds:
     """Time the programs of such a rollout: as if all rows had drafts of all response slots."""
-    held = _held_rows(spec, prompts, carry_over)
-    order = _order(prompts, carry_over.next_prompts)
-    inputs = (spec, weights, prompts, noise, drafts, carry_over)
-    runner, _ = _runner(*inputs, held, order, max_lens=None, report=None)
+    runner, *_ = _runner(spec, weights, prompts, noise, drafts, carry_over)
     return measure_programs(runner)
 
 
@@ -137,19 +133,18 @@ def _runner(
     noise: Noise,
     drafts: DraftInputs,
     carry_over: CarryOver,
-    held: PartialRows | None,
-    order: np.ndarray,
-    max_lens: np.ndarray | None,
-    report: Callable[[np.ndarray], None] | None,
-) -> tuple[Runner, np.ndarray]:
-    """The rows as they begin, and int32 [B], draft tokens that they have. held: what they hold.
-    order: as of `_order`."""
+    max_lens: np.ndarray | None = None,
+) -> tuple[Runner, PartialRows | None, np.ndarray, np.ndarray]:
+    """The rows as they begin, what they hold, their groups as of `_order`, and int32 [B], draft
+    tokens that they have."""
+    held = _held_rows(spec, prompts, carry_over)
+    order = _order(prompts, carry_over.next_prompts)
     requests = _requests(spec, prompts, noise.step, carry_over, held, order)
-    requests = dataclasses.replace(requests, report=report)
     buckets = spec.buckets(requests.num_train_rows)
     drafts = _drafts_for(requests, drafts, carry_over, order)
     all_rows, requests, draft_lens = _start(spec, noise, requests, drafts, held, max_lens)
-    return Runner(spec.program, buckets, weights, all_rows, requests, drafts), draft_lens
+    runner = Runner(spec.program, buckets, weights, all_rows, requests, drafts)
+    return runner, held, order, draft_lens
 
 
 def _held_rows(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:

@@ -70,7 +70,7 @@ def as_given(tokens, lens) -> Drafts:
 
 
 def any_history(spec, plain, old):
-    """Of every prompt an old response, its own, garbage, and nothing."""
+    """Give every prompt an old response, its own, garbage, and nothing."""
     rng = np.random.default_rng(8)
     kind = (np.arange(B) % 4)[:, None]
     garbage = rng.integers(0, V, (B, R))
@@ -96,7 +96,7 @@ def check_sources(rollout, stats, plain, drafts=None):
 
 
 def check_steps(rollout, stats, width):
-    """Of rows that begin together: a step draws one token or ends in a drafted one. The first token
+    """Rows that begin together: a step draws one token or ends in a drafted one. The first token
     was drawn as the rows began."""
     got = host(rollout)
     inside = np.arange(R)[None, :] < got.lens[:, None]

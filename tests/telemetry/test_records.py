@@ -93,7 +93,7 @@ def one_response(**changes):
 
 
 def position(prompt_id):
-    """Of the id among the numbers of its length, in [0, 1)."""
+    """Place of the id among the numbers of its length, in [0, 1)."""
     return int(prompt_id, 16) / 16 ** len(prompt_id)
 
 

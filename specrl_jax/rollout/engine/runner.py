@@ -22,7 +22,8 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StepCounts, StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import Prefixes, extend, pack_prefixes
+from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.prefixes import Prefixes, pack_prefixes
 from specrl_jax.rollout.engine.requests import DraftInputs, Requests
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.engine.stats import Stats

@@ -8,7 +8,8 @@ import rollout_reference as ref
 from specrl_jax.rollout.drafts import suffix_match
 from specrl_jax.rollout.engine.all_rows import Noise, empty_batch, start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps, progress
-from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.prefixes import pack_prefixes
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
 
@@ -38,7 +39,7 @@ def begin(spec, weights, prompts, max_lens=None):
 
 
 def index_of(tokens, lens):
-    """Of rows that are alone in their groups: one stored response each."""
+    """Index of rows that are alone in their groups: one stored response each."""
     tokens, lens = (np.asarray(x, np.int32)[:, None] for x in (tokens, lens))
     stored, lens = put(tokens, None, None, None), put(lens, None, None)
     ones, depth = put(np.ones(1, np.float32), None), ref.TREE.config.depth

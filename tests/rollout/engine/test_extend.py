@@ -16,7 +16,8 @@ from specrl_jax.rollout.engine import buckets as bucket_sizes
 from specrl_jax.rollout.engine.all_rows import Noise, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.engine.prefixes import pack_prefixes
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Source

@@ -121,7 +121,7 @@ def test_put_rows(make_mesh, shape):
 
 @SHAPES
 def test_scatter(make_mesh, shape):
-    """What a batch changed is written to its places; padding and other rows change nothing."""
+    """A batch's changes are written to its places; padding and other rows change nothing."""
     all_rows = random_rows()
     places = [2, 5, 7]
     index = np.array([2, PADDING, 5, 7], np.int32)

@@ -65,7 +65,7 @@ def test_rows_begin_before_the_last_of_the_others_is_done(mesh, base):
 
 
 class Seen:
-    """What the runner did: rows that began, in order; sizes that it was compacted to; steps."""
+    """Record of the runner: rows that began, in order; sizes that it was compacted to; steps."""
 
     def __init__(self, monkeypatch):
         self.calls = []

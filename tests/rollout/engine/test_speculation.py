@@ -193,7 +193,7 @@ class Simulation:
         return self.plain_seconds / self.seconds
 
     def best_gain(self, chances, rows):
-        """Of the best width, if it is known."""
+        """Gain of the best width over plain steps, had it been known."""
         known = self.chooser.seconds.steps
         return max(
             (1 + sum(true_survival(chances, w - 1))) * known[rows, 1] / known[rows, w]
