@@ -192,11 +192,15 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, then frees what Orbax holds; the object is of no use afterwards."""
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
+        """Waits, then frees what Orbax holds; the object is of no use afterwards.
+
+        Raises OSError if the last save failed; Orbax raises its error from either call.
+        """
+        with _saving(self.directory):
+            try:
+                self._manager.wait_until_finished()
+            finally:
+                self._manager.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
