@@ -98,6 +98,8 @@ def base() -> ConfigDict:
     rollout.lenience = 1.0  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper math.exp(0.5)
     rollout.draft_refresh = 0.0  # share of previous drafts left out, for exploration
     rollout.refresh_unsolved = 0.5  # the same in groups whose last rewards were equal, < 1
+    rollout.noise_epochs = 1  # visits for which a sample keeps its noise, for match; 1: fresh noise
+    rollout.noise_refresh = 0.0  # share of a group's samples that get fresh noise all the same
     rollout.stored_logprobs = 16  # tokens per position whose π_old is stored; for block
     rollout.tree = tree = ConfigDict()  # suffix matches in what is known of a prompt (SRT)
     tree.history = 2  # last responses of each sample to match, beside those being decoded

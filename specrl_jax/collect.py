@@ -28,7 +28,12 @@ from specrl_jax.rollout.engine.speculation import Seconds
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, measure
 from specrl_jax.state import RunState
-from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
+from specrl_jax.telemetry.rollout_metrics import (
+    GROUP_REWARDS,
+    noise_metrics,
+    reward_metrics,
+    rollout_metrics,
+)
 from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
@@ -40,6 +45,8 @@ class ScoredRollout:
     responses: Responses
     prefix_lens: np.ndarray  # int32 [B]
     forced: np.ndarray  # int [B], tokens that were not the policy's
+    # bool [B], rows on noise that an earlier rollout had; None: noise is not kept.
+    kept_noise: np.ndarray | None
     previous: tuple[np.ndarray, np.ndarray]  # the rows' last responses, int32 [B, R], and lengths
 
     @property
@@ -117,7 +124,7 @@ def generate_and_score(
         run.rollout_spec,
         weights,
         prompts,
-        Noise(run.key, state.step),
+        Noise(run.key, state.step, steps=_noise_steps(state, prompts, state.step)),
         run.scorer,
         drafts=drafts,
         metrics=times,
@@ -132,9 +139,17 @@ def generate_and_score(
     rewards = responses.scores.rewards.reshape(-1, group)
     state.store.put(prompts, rollout, step=state.step, unsolved=_unsolved(rewards))
     state.stream.observe(prompts, rewards)
+    kept_noise = None
+    if state.noise is not None:
+        kept_noise = state.noise.observe(prompts, result.noise_steps, rewards).reshape(-1)
     forced = np.sum(sources == Source.FORCED, axis=1)
     last_responses = tokens[result.rows], lens[result.rows]
-    return ScoredRollout(prompts, responses, prefix_lens, forced, last_responses)
+    return ScoredRollout(prompts, responses, prefix_lens, forced, kept_noise, last_responses)
+
+
+def _noise_steps(state: RunState, prompts: Prompts, step: int) -> np.ndarray | None:
+    """int [Q, G], the step whose noise each row uses at `step`; None: all that of `step`."""
+    return None if state.noise is None else state.noise.steps(prompts, step)
 
 
 def measure_rollout(run: Run, state: RunState) -> Seconds:
@@ -150,7 +165,7 @@ def measure_rollout(run: Run, state: RunState) -> Seconds:
         _draft_history(run, state, prompts, next_prompts),
     )
     weights = rollout_weights(run.model, state.train.params)
-    carry_over = CarryOver(next_prompts, state.resumed)
+    carry_over = CarryOver(next_prompts, resumed=state.resumed)
     return measure(spec, weights, prompts, Noise(run.key, 0), drafts, carry_over)
 
 
@@ -175,7 +190,10 @@ def _next_prompts(run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
         carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
         return select(prompts, places), carry_over
     prompts = state.stream.next()
-    return prompts, CarryOver(state.stream.peek() if config.run_ahead else None)
+    if not config.run_ahead:
+        return prompts, CarryOver()
+    later = state.stream.peek()
+    return prompts, CarryOver(later, _noise_steps(state, later, state.step + 1))
 
 
 def _group_prompts(state: RunState) -> Prompts:
@@ -321,12 +339,15 @@ def _rollout_metrics(run: Run, groups: Groups, rollouts: list[ScoredRollout]) ->
         draft_lens=_joined(x.draft_lens for x in rollouts),
         previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
         forced=_joined(x.forced for x in rollouts),
+        group_size=run.rollout_spec.group_size,
     )
     if run.scorer.max_turns:
         values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in responses)))
     rewards = _joined(x.scores.rewards for x in responses)
     failed = _joined(x.scores.failed for x in responses)
     values |= reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    if rollouts[0].kept_noise is not None:
+        values |= noise_metrics(_joined(x.kept_noise for x in rollouts), rewards)
     if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
         none_failed = np.zeros(len(groups.rewards), bool)
         trained = reward_metrics(groups.rewards, none_failed, run.trained_group_size)

@@ -20,6 +20,8 @@ ADDED_FIELDS: dict[str, Any] = {
     "updates.skip_nonfinite": 0,
     "reward.keep_special_tokens": False,
     "rollout.refresh_unsolved": 0.0,
+    "rollout.noise_epochs": 1,
+    "rollout.noise_refresh": 0.0,
     "tokenizer.continue_final_message": False,
 }
 # Sections whose fields have the user's names.
@@ -245,6 +247,11 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     where = f"where rollout.accept is {rollout.accept}"
     rule = f"0 {where} (it samples every token anew)"
     yield "rollout.draft_refresh", rule, not (rollout.draft_refresh and accept.samples_anew)
+    keeps = rollout.noise_epochs > 1
+    rule = f"1 {where} (only a rule that samples every token anew is exact on kept noise)"
+    yield "rollout.noise_epochs", rule, accept.samples_anew or not (keeps and drafts.previous)
+    rule = "0 where rollout.noise_epochs is 1 (all noise is fresh)"
+    yield "rollout.noise_refresh", rule, keeps or not rollout.noise_refresh
     weighted = accept.exact or accept.importance_weight is not None
     rule = f"0 {where} (it is not exact and has no importance weight)"
     cap = config.algorithm.importance_cap

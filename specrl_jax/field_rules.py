@@ -31,10 +31,10 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
     (1, MAX_INT, "int32", """
         data.prompt_len reward.memory_mib rollout.prompts_per_step rollout.group_size
         rollout.response_len rollout.stored_logprobs rollout.tree.history
-        rollout.logits_chunk algorithm.max_gen_batches environment.max_turns curriculum.screening
-        updates.mini_batch_size updates.passes warmup.batch_size warmup.examples evaluate.samples
-        evaluate.batch_size checkpoint.every model.embed_dim model.mlp_dim
-        model.num_heads model.num_kv_heads model.head_dim
+        rollout.logits_chunk rollout.noise_epochs algorithm.max_gen_batches environment.max_turns
+        curriculum.screening updates.mini_batch_size updates.passes warmup.batch_size
+        warmup.examples evaluate.samples evaluate.batch_size checkpoint.every model.embed_dim
+        model.mlp_dim model.num_heads model.num_kv_heads model.head_dim
     """),
     (2, MAX_INT, "int32", "checkpoint.keep_last"),
     (0, 4096, "processes", "reward.workers"),
@@ -78,9 +78,9 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
     # Nearer to 1 a float32 is 1.
     (*_within(0, 0.99999), "updates.beta1 updates.beta2"),
     (*_within(0, 1), """
-        rollout.draft_refresh rollout.refresh_unsolved rollout.tree.min_prob algorithm.clip_low
-        critic.gamma critic.gae_lambda curriculum.target curriculum.decay warmup.mistake_rate
-        log.rollouts
+        rollout.draft_refresh rollout.refresh_unsolved rollout.noise_refresh rollout.tree.min_prob
+        algorithm.clip_low critic.gamma critic.gae_lambda curriculum.target curriculum.decay
+        warmup.mistake_rate log.rollouts
     """),
 ]  # fmt: skip
 

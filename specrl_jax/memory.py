@@ -17,6 +17,7 @@ from specrl_jax.config import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import param_count
+from specrl_jax.rollout.engine.spec import acceptance_rule
 
 _NAMED = 3  # arrays that an error names
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -47,7 +48,8 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
     kept = [Part("weights and optimizer", of_model, 12 * param_count(model))]
     fields = "data.prompts rollout.group_size rollout.response_len"
-    kept.append(Part("stored drafts", fields, 16 * stored))
+    size = 4 if acceptance_rule(config).samples_anew else 16  # log-probs, origins
+    kept.append(Part("stored drafts", fields, size * stored))
 
     def decoded(rows: int, fields: str) -> list[Part]:
         if 0 < rollout.max_rows < rows:

@@ -129,7 +129,7 @@ class RolloutShapes:
     def all_rows(self) -> Rows:
         def start(key: jax.Array) -> Rows:
             made_up = prompts(self.spec, self.rows)
-            steps = np.zeros(len(made_up.lens), int)
+            steps = np.zeros((len(made_up.lens), self.spec.group_size), int)
             return start_all_rows(self.spec.program, made_up, Noise(key, 0), steps)
 
         return abstract(start, jax.eval_shape(lambda: jax.random.key(0)))

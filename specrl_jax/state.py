@@ -23,6 +23,7 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.runtime import machine
 from specrl_jax.types import Rollout, StatePart
 from specrl_jax.warmup import warm_up
@@ -105,6 +106,7 @@ class RunState:
     run_ahead: RunAhead | None = None  # begun for the next step
     resumed: Resumed | None = None  # unfinished groups of partial rollouts
     groups: GroupBuffer | None = None  # with dynamic sampling or screening
+    noise: KeptNoise | None = None  # where samples keep their noise for several visits
 
     @property
     def parts(self) -> dict[str, StatePart]:
@@ -212,6 +214,9 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
         state.run_ahead = RunAhead.empty(run.rows, slots)
     if settings.partial:
         state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
+    if settings.noise_epochs > 1:
+        refresh = settings.noise_refresh
+        state.noise = KeptNoise(settings.noise_epochs, refresh, run.rollout_spec.group_size)
     if config.algorithm.dynamic_sampling or state.stream.screens:
         state.groups = GroupBuffer(config, len(run.prompts.lens))
         state.groups.kept_rows = Rollout.empty(state.groups.max_waiting_rows, slots, stored)
@@ -240,5 +245,6 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         response_slots=settings.response_len,
         generations=settings.draft_age,
         history=spec.program.draft_history,
+        logprobs=not spec.program.accept.samples_anew,
         k=spec.program.stored_logprobs,
     )

@@ -61,10 +61,11 @@ class Drafts:
 
     tokens: Array  # int32 [B, R]
     lens: Array  # int32 [B], 0 where there is no draft
+    # The next three are None where the acceptance rule samples every token anew.
     # float32 [B, R], under the truncated distribution that sampled or last accepted each token
-    sampling_logprobs: Array
-    origin_logprobs: Array  # float32 [B, R], from the step that first sampled each token
-    origin_steps: Array  # int32 [B, R], that step
+    sampling_logprobs: Array | None = None
+    origin_logprobs: Array | None = None  # float32 [B, R], from the step that sampled each token
+    origin_steps: Array | None = None  # int32 [B, R], that step
     # The k likeliest tokens of the sampling distribution, likeliest first. None unless the
     # acceptance rule needs distributions.
     top_ids: Array | None = None  # int32 [B, R, k]

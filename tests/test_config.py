@@ -56,6 +56,8 @@ IMPOSSIBLE = [
     (SPEED | {"curriculum.low": 1.0}, "curriculum.low", "< curriculum.high = 1.0"),
     ({"rollout.draft": "none", "rollout.draft_age": 2}, "rollout.draft_age", "draft is none"),
     ({"rollout.store_prompts": 3}, "rollout.store_prompts", ">= rollout.prompts_per_step = 4"),
+    ({"rollout.noise_epochs": 2}, "rollout.noise_epochs", "1 where rollout.accept is ratio"),
+    (MATCH | {"rollout.noise_refresh": 0.1}, "rollout.noise_refresh", "0 where rollout.noise_e"),
     (MATCH | {"rollout.draft_refresh": 0.1}, "rollout.draft_refresh", "0 where .* is match"),
     ({"rollout.run_ahead": True}, "rollout.run_ahead", "False where rollout.accept is"),
     (MATCH | {"rollout.run_ahead": True, "rollout.partial": 2}, "rollout.run_ahead", "partial"),

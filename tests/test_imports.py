@@ -41,6 +41,7 @@ ALLOWED = {
     "rollout/rows": {"models", "sharding"},
     "rollout/drafts": {"rollout/rows", "sharding", "types"},
     "rollout/carry_over": {"models", "rollout/rows", "sharding", "types"},
+    "rollout/kept_noise": {"types"},
     "rollout/engine": {
         "hosts",
         "models",
@@ -68,7 +69,7 @@ ALLOWED = {
         "sharding",
         "telemetry",
     },
-    "memory": {"config", "inputs", "models"},
+    "memory": {"config", "inputs", "models", "rollout/engine/spec"},
     "programs": {
         "algorithms",
         "build",

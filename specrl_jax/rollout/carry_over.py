@@ -63,7 +63,7 @@ class RunAhead(StatePart):
 
 def as_drafts(rollout: Rollout) -> Drafts:
     """Responses as drafts for the match rule, which reads tokens and lengths alone."""
-    return dataclasses.replace(Drafts.of(rollout), top_ids=None, top_logprobs=None)
+    return Drafts(rollout.tokens, rollout.lens)
 
 
 @jax.jit
@@ -83,7 +83,8 @@ class Resumed(StatePart):
 
     rows: PartialRows  # X * G, of which the first len(steps) groups are in use
     prompt_ids: tuple[str, ...] = ()
-    steps: tuple[int, ...] = ()  # in which each group began, and whose noise it uses to its end
+    # By group and sample: the step whose noise it uses to its end.
+    steps: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
@@ -94,11 +95,12 @@ class Resumed(StatePart):
     def arrays(self) -> PartialRows:
         return self.rows
 
-    def host(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def host(self) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
         return self.prompt_ids, self.steps
 
     def restore(self, host, arrays: PartialRows) -> "Resumed":
-        return Resumed(arrays, *map(tuple, host))
+        prompt_ids, steps = host
+        return Resumed(arrays, tuple(prompt_ids), tuple(map(tuple, steps)))
 
 
 @jax.jit
@@ -133,6 +135,7 @@ class CarryOver:
     """Work that a rollout takes up from earlier ones, and that it may leave to the next."""
 
     next_prompts: Prompts | None = None  # of step + 1, for run-ahead
+    next_steps: np.ndarray | None = None  # int [Q, G], as of `Noise`, of these; None: step + 1
     # Their prompts come first among the rollout's, which ends once `stop_after_groups` are done.
     resumed: Resumed | None = None
     stop_after_groups: int = 0

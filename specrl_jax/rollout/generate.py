@@ -43,7 +43,7 @@ class RolloutResult:
     rollout: Rollout
     stats: Stats
     groups: np.ndarray  # int [Q], their places among the prompts that were given
-    noise_steps: np.ndarray  # int [Q], the step whose noise each group uses
+    noise_steps: np.ndarray  # int [Q, G], the step whose noise each row uses
     draft_lens: np.ndarray  # int32 [Q * G], draft tokens that rows had when they began
     resumed_lens: np.ndarray  # int32 [Q * G], tokens that rows held when this step began
     resumed_tokens: int = 0  # the same in all, groups that are not done included
@@ -139,7 +139,7 @@ def _runner(
     tokens that they have."""
     held = _held_rows(spec, prompts, carry_over)
     order = _order(prompts, carry_over.next_prompts)
-    requests = _requests(spec, prompts, noise.step, carry_over, held, order)
+    requests = _requests(spec, prompts, noise, carry_over, held, order)
     buckets = spec.buckets(requests.num_train_rows)
     drafts = _drafts_for(requests, drafts, carry_over, order)
     all_rows, requests, draft_lens = _start(spec, noise, requests, drafts, held, max_lens)
@@ -178,19 +178,21 @@ def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:
 def _requests(
     spec: RolloutSpec,
     prompts: Prompts,
-    step: int,
+    noise: Noise,
     carry_over: CarryOver,
     held: PartialRows | None,
     order: np.ndarray,
 ) -> Requests:
     """All rows in their order; none has a draft yet."""
     num_train_rows = len(prompts.lens) * spec.group_size
-    noise_steps = np.full(len(prompts.lens), step)
+    noise_steps = _noise_steps(noise.steps, noise.step, prompts, spec.group_size)
     resumed_steps = carry_over.resumed.steps if carry_over.resumed else ()
-    noise_steps[: len(resumed_steps)] = resumed_steps
+    for group, steps in enumerate(resumed_steps):
+        noise_steps[group] = steps
     if carry_over.next_prompts is not None:
+        later = (carry_over.next_steps, noise.step + 1, carry_over.next_prompts)
+        noise_steps = np.concatenate([noise_steps, _noise_steps(*later, spec.group_size)])[order]
         prompts = select(concatenate(prompts, carry_over.next_prompts), order)
-        noise_steps = np.where(order < len(noise_steps), step, step + 1)
     nothing = np.zeros(len(prompts.lens) * spec.group_size, np.int32)
     held_lens = nothing
     done = nothing > 0
@@ -210,6 +212,11 @@ def _requests(
         stop_after_groups=carry_over.stop_after_groups + carry_over.fillers,
         allow_unfinished=carry_over.allow_unfinished,
     )
+
+
+def _noise_steps(steps: np.ndarray | None, step: int, prompts: Prompts, group: int) -> np.ndarray:
+    """int [Q, G]: `steps` where they are given, else `step` everywhere."""
+    return np.full((len(prompts.lens), group), step) if steps is None else steps.copy()
 
 
 def _start(
@@ -303,7 +310,7 @@ def _without_unfinished(
         resumed=Resumed(
             take(rows, resumed, size),
             tuple(prompts.examples[g].prompt_id for g in others),
-            tuple(result.noise_steps[others].tolist()),
+            tuple(map(tuple, result.noise_steps[others].tolist())),
         ),
     )
 

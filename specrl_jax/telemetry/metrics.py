@@ -37,6 +37,9 @@ METRICS: dict[str, Metric] = {
     # Rewards
     "reward/mean": Metric("mean reward of the step's responses", "reward"),
     "reward/std": Metric("standard deviation of the reward over the step's responses", "reward"),
+    "reward/fresh_noise": Metric(
+        "mean reward on fresh noise: all of groups that had no signal", "reward"
+    ),
     "reward/eval": Metric("mean reward of responses to held-out prompts", "reward"),
     "reward/failed": Metric("answers that hit a scoring limit or raised (reward 0)", "count"),
     "reward/solved_all": Metric("share of groups whose responses are all right", "1"),
@@ -53,6 +56,9 @@ METRICS: dict[str, Metric] = {
     "rollout/prefix_len_mean": Metric("accepted prefix, mean over rows (0: no draft)", "tokens"),
     "rollout/full_reuse_ratio": Metric("share of responses that are a wholly accepted draft", "1"),
     "rollout/draft_accept_rate": Metric("accepted over all draft tokens", "1"),
+    "rollout/kept_noise": Metric("share of rows on the noise of an earlier visit", "1"),
+    "rollout/unchanged": Metric("share of rows whose response equals their last one", "1"),
+    "rollout/distinct": Metric("distinct responses of a group, mean", "count"),
     "rollout/overlap_rouge1": Metric("mean ROUGE-1 F1 with the row's last response", "1"),
     "rollout/turns_mean": Metric("turns of an episode", "count"),
     # Work of the rollout

@@ -18,6 +18,7 @@ def rollout_metrics(
     draft_lens: np.ndarray,
     previous: tuple[np.ndarray, np.ndarray],
     forced: np.ndarray,
+    group_size: int,
 ) -> dict[str, float]:
     """The `rollout/*` metrics of the contents of B responses.
 
@@ -27,6 +28,7 @@ def rollout_metrics(
     previous: tokens [B, R] and lens [B] (0: none) of the rows' last responses, for the overlap.
         They need not be the drafts.
     forced: int [B], tokens of the responses that an environment gave.
+    group_size: G, responses per prompt, side by side; divides B.
     """
     policy_lens = lens - forced
     total = int(policy_lens.sum())
@@ -42,6 +44,7 @@ def rollout_metrics(
             np.mean((prefix_lens > 0) & (prefix_lens == policy_lens))
         ),
         "rollout/response_len_mean": float(lens.mean()),
+        "rollout/distinct": _distinct(tokens, lens, group_size),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
     if forced.any():
@@ -54,6 +57,34 @@ def rollout_metrics(
             for now, now_len, before, before_len in zip(tokens, lens, *previous, strict=True)
         ]
         values["rollout/overlap_rouge1"] = float(np.nanmean(overlap))
+        known = previous[1] > 0
+        values["rollout/unchanged"] = float(np.mean(_same(tokens, lens, *previous)[known]))
+    return values
+
+
+def _distinct(tokens: np.ndarray, lens: np.ndarray, group_size: int) -> float:
+    """Distinct responses of a group, mean."""
+    responses = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens)]
+    groups = [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
+    return float(np.mean([len(set(group)) for group in groups]))
+
+
+def _same(
+    tokens: np.ndarray, lens: np.ndarray, others: np.ndarray, other_lens: np.ndarray
+) -> np.ndarray:
+    """bool [B], rows whose two responses are equal, tokens [B, R] and lens [B] of each."""
+    inside = np.arange(tokens.shape[1])[None, :] < lens[:, None]
+    return (lens == other_lens) & np.all((tokens == others) | ~inside, axis=1)
+
+
+def noise_metrics(kept: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+    """Metrics of rows on noise that an earlier rollout had, bool [B], with rewards [B].
+
+    The policy has learned from that noise: the reward of the others is that of fresh samples.
+    """
+    values = {"rollout/kept_noise": float(np.mean(kept))}
+    if not kept.all():
+        values["reward/fresh_noise"] = float(np.mean(rewards[~kept], dtype=np.float64))
     return values
 
 

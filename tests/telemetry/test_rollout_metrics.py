@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from specrl_jax.telemetry.rollout_metrics import reward_metrics, rollout_metrics
+from specrl_jax.telemetry.rollout_metrics import noise_metrics, reward_metrics, rollout_metrics
 
 EOS = (1, 2)
 
@@ -34,6 +34,7 @@ def measure(
         draft_lens=np.array(draft_lens),
         previous=tuple(map(np.array, previous)),
         forced=np.array(forced),
+        group_size=2,
     )
 
 
@@ -43,7 +44,7 @@ def measure(
 def test_rollout_by_hand():
     # Shared with [5 6 1]: 3 of 3 + 3. [5 5 7 9 8] and [5 9 9]: one 5, one 9: 2 · 2 / 8. [3 3 4 2]
     # and [3 3 4 4]: 3 tokens: 2 · 3 / 8. The last row has no earlier response.
-    previous = [[5, 6, 1, 0, 0], [5, 9, 9, 0, 0], [3, 3, 4, 4, 0], [4] * 5], [3, 3, 4, 0]
+    previous = [[5, 6, 1, 9, 0], [5, 9, 9, 0, 0], [3, 3, 4, 4, 0], [4] * 5], [3, 3, 4, 0]
     assert measure(draft_lens=DRAFT_LENS, previous=previous) == pytest.approx(
         {
             "rollout/tokens_generated": 10,
@@ -55,8 +56,23 @@ def test_rollout_by_hand():
             "rollout/response_len_mean": 15 / 4,
             "rollout/truncated_fraction": 2 / 4,  # rows 2 and 4 end in 8 and 4
             "rollout/overlap_rouge1": (1 + 0.5 + 0.75) / 3,
+            "rollout/unchanged": 1 / 3,  # the first; what comes after its end is no token
+            "rollout/distinct": 2,
         }
     )
+
+
+def test_equal_responses_of_a_group_count_once():
+    """Rows of two groups; what comes after a response's end is no part of it."""
+    tokens = [[5, 1, 0], [5, 1, 7], [5, 5, 1], [5, 5, 1]]
+    assert measure(tokens, [2, 2, 3, 2], [0] * 4)["rollout/distinct"] == (1 + 2) / 2
+
+
+def test_noise_metrics_by_hand():
+    kept = np.array([True, False, True, False])
+    values = noise_metrics(kept, np.array([1, 0.5, 1, 0], np.float32))
+    assert values == {"rollout/kept_noise": 0.5, "reward/fresh_noise": 0.25}
+    assert noise_metrics(np.ones(2, bool), np.ones(2)) == {"rollout/kept_noise": 1.0}
 
 
 def test_what_a_first_pass_lacks_is_absent():

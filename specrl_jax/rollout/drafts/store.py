@@ -32,16 +32,16 @@ class Stored:
     """The store's arrays, split over N, or a batch's rows of them.
 
     N prompts, G samples. Generation 0 is the newest. The newest A generations keep all that the
-    acceptance rules read, E >= A generations keep tokens and lengths.
+    acceptance rule reads, E >= A generations keep tokens and lengths.
     """
 
     tokens: Array  # int32 [E, N, G, R]
     lens: Array  # int32 [E, N, G], 0 where nothing is stored
     steps: Array  # int32 [E, N, G], when the response was stored
-    # As in `Drafts`, [A, N, G, R] and [A, N, G, R, k]:
-    sampling_logprobs: Array
-    origin_logprobs: Array
-    origin_steps: Array
+    # As in `Drafts`, [A, N, G, R] and [A, N, G, R, k]; None where they are not kept:
+    sampling_logprobs: Array | None = None
+    origin_logprobs: Array | None = None
+    origin_steps: Array | None = None
     top_ids: Array | None = None
     top_logprobs: Array | None = None
 
@@ -58,9 +58,10 @@ class StoreShape:
     prompts: int  # no less than a batch has
     samples: int  # G, responses of each prompt
     response_slots: int  # R
-    generations: int = 1  # A, responses of each sample kept with log-probs: `get` up to this age
+    generations: int = 1  # A, responses of each sample that are drafts: `get` up to this age
     history: int = 0  # responses of each sample that `sources` returns; 0: A
     k: int = 0  # likeliest tokens whose log-probs are kept
+    logprobs: bool = True  # log-probs and origins of the drafts are kept
 
     @property
     def read(self) -> int:
@@ -72,7 +73,6 @@ class StoreShape:
         pieces = math.lcm(_SLOTS, shards("batch"))
         prompts = -(-self.prompts // pieces) * pieces
         kept = max(self.history, self.generations)
-        with_logprobs = self.generations
 
         def array(dtype, generations: int, *rest: int) -> jax.ShapeDtypeStruct:
             shape = generations, prompts, self.samples, *rest
@@ -80,16 +80,19 @@ class StoreShape:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
         slots = self.response_slots
-        top = (self.response_slots, self.k)
+        drafts = {}
+        if self.logprobs:
+            drafts["sampling_logprobs"] = array(jnp.float32, self.generations, slots)
+            drafts["origin_logprobs"] = array(jnp.float32, self.generations, slots)
+            drafts["origin_steps"] = array(jnp.int32, self.generations, slots)
+        if self.k:
+            drafts["top_ids"] = array(jnp.int32, self.generations, slots, self.k)
+            drafts["top_logprobs"] = array(jnp.float32, self.generations, slots, self.k)
         return Stored(
             tokens=array(jnp.int32, kept, slots),
             lens=array(jnp.int32, kept),
             steps=array(jnp.int32, kept),
-            sampling_logprobs=array(jnp.float32, with_logprobs, slots),
-            origin_logprobs=array(jnp.float32, with_logprobs, slots),
-            origin_steps=array(jnp.int32, with_logprobs, slots),
-            top_ids=array(jnp.int32, with_logprobs, *top) if self.k else None,
-            top_logprobs=array(jnp.float32, with_logprobs, *top) if self.k else None,
+            **drafts,
         )
 
 
@@ -115,7 +118,7 @@ class DraftStore(StatePart):
     ):
         self._shape = {
             "generations": max(shape.history, shape.generations),
-            "generations with log-probs": shape.generations,
+            "generations with log-probs": shape.generations * shape.logprobs,
             "prompts": shape.prompts,
             "samples": shape.samples,
             "slots": shape.response_slots,
@@ -132,7 +135,7 @@ class DraftStore(StatePart):
         """Drafts [Q * G] for the prompts' groups; zeros, length 0, where there is none.
 
         `age` 1 is the newest response, 2 the one before: SPEC-RL's delayed reuse (ablations). At
-        most the generations that are kept with log-probs.
+        most `StoreShape.generations`.
         """
         return pick_drafts(self._arrays, *self._find(prompts, step), age=age)
 
@@ -160,6 +163,8 @@ class DraftStore(StatePart):
         if unsolved is not None:
             self._unsolved |= {name for name, marked in zip(names, unsolved) if marked}
         newest = Stored.of(rollout, steps=np.full(rollout.lens.shape, step, np.int32))
+        not_kept = [name for name, array in vars(self._arrays).items() if array is None]
+        newest = dataclasses.replace(newest, **dict.fromkeys(not_kept))
         self._arrays = write_newest(self._arrays, put(slots, None), put(reassigned, None), newest)
 
     def arrays(self) -> Stored:

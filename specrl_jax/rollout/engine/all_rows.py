@@ -23,6 +23,7 @@ class Noise:
     key: Array  # the run's
     step: int
     purpose: Purpose = Purpose.SAMPLE
+    steps: np.ndarray | None = None  # int [Q, G], the step whose noise a row uses; None: `step`
 
 
 def start_all_rows(
@@ -32,8 +33,8 @@ def start_all_rows(
     steps: np.ndarray,
     max_lens: np.ndarray | None = None,
 ) -> Rows:
-    """Rows that hold only their prompts. steps: int [Q], whose noise they use. max_lens: int32 [B],
-    where responses end; None: at R."""
+    """Rows that hold only their prompts. steps: int [Q, G], whose noise they use. max_lens: int32
+    [B], where responses end; None: at R."""
     inputs = start_inputs(program, prompts, steps, max_lens)
     return start_rows(program, int(noise.purpose), noise.key, *inputs)
 
@@ -50,7 +51,7 @@ def start_inputs(
     samples = np.tile(np.arange(group, dtype=np.int32), len(prompts.lens))
     prompt_lens, last = (np.repeat(x.astype(np.int32), group) for x in (prompts.lens, last))
     ends = np.full(len(samples), program.response_slots) if max_lens is None else max_lens
-    keyed = np.repeat(steps, group).astype(np.uint32), np.repeat(prompts.ids, group, axis=0)
+    keyed = steps.reshape(-1).astype(np.uint32), np.repeat(prompts.ids, group, axis=0)
     numbers = tuple(np.asarray(x, np.int32) for x in (prompt_lens, ends, last))
     return (*keyed, samples), numbers
 

@@ -29,7 +29,7 @@ class Requests:
     """
 
     prompts: Prompts  # [B / G]
-    noise_steps: np.ndarray  # int [B / G], the step whose noise each group uses
+    noise_steps: np.ndarray  # int [B / G, G], the step whose noise each row uses
     num_train_rows: int  # rows to train on
     held_lens: np.ndarray  # int32 [B], tokens that rows hold
     done: np.ndarray  # bool [B], rows that need no more tokens

@@ -10,6 +10,12 @@ from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import shards
 
 
+def acceptance_rule(config) -> AcceptanceRule:
+    """The rule of a config; without previous drafts nothing is verified, and any will do."""
+    previous = DRAFT_SOURCES[config.rollout.draft].previous
+    return ACCEPTANCE_RULES[config.rollout.accept] if previous else MATCH
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
     """Settings that a rollout's programs are compiled for; hashable."""
@@ -58,7 +64,7 @@ class RolloutSpec:
         """The training rollout of a config."""
         settings = config.rollout
         drafts = DRAFT_SOURCES[config.rollout.draft]
-        rule = ACCEPTANCE_RULES[settings.accept] if drafts.previous else MATCH
+        rule = acceptance_rule(config)
         program = ProgramSpec(
             model=model,
             sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p),

@@ -1,0 +1,77 @@
+"""Exact reuse: which noise the samples of a prompt use at each visit.
+
+A token is the argmax of perturbed scores, with noise keyed by a step, the prompt, the sample and
+the position. A sample that keeps its noise for several visits draws mostly the same tokens, as the
+policy moves little in between: P(a token differs) <= 2 TV / (1 + TV) (Gumbel coupling, arXiv
+2408.07978, section 3). Its last response is then a draft that holds, and verifying it with the
+match rule changes no token.
+
+In: the prompts of a rollout, later their rewards. Out: the step whose noise each sample uses.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.types import Prompts, StatePart
+
+
+class KeptNoise(StatePart):
+    """The step whose noise each sample of each prompt used last, and for how many visits.
+
+    A worked group of 4 samples, kept for 3 visits, refresh 0.25, visited in steps 1, 5, 9:
+
+        step 1    1 1 1 1    all new
+        step 5    5 1 1 1    one fresh: the oldest noise, the first of equal age
+        step 9    5 9 1 1    the next; in the visit after it the last two have had their 3 visits
+
+    Args:
+      visits: n, rollouts that a sample has on the same noise at most.
+      refresh: share of a group's samples that get fresh noise at each visit, the oldest first.
+      group_size: G, samples of a prompt.
+    """
+
+    def __init__(self, visits: int, refresh: float, group_size: int):
+        self._max_visits = visits
+        self._num_fresh = round(refresh * group_size)
+        self._group_size = group_size
+        # prompt_id → (steps [G], visits [G]), of prompts whose next noise is not all fresh
+        self._used: dict[str, tuple[list[int], list[int]]] = {}
+
+    def steps(self, prompts: Prompts, step: int) -> np.ndarray:
+        """int [Q, G]: the step whose noise each sample uses in a rollout of step `step`."""
+        return np.stack([self._steps(example.prompt_id, step) for example in prompts.examples])
+
+    def _steps(self, prompt_id: str, step: int) -> np.ndarray:
+        if prompt_id not in self._used:
+            return np.full(self._group_size, step)
+        steps, visits = map(np.array, self._used[prompt_id])
+        oldest = np.argsort(steps, kind="stable")[: self._num_fresh]
+        steps[visits >= self._max_visits] = step
+        steps[oldest] = step
+        return steps
+
+    def observe(self, prompts: Prompts, steps: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+        """Note a rollout whose noise `steps` int [Q, G] gave `rewards` float [Q, G].
+
+        Return bool [Q, G], the samples that an earlier rollout had on the same noise. A group
+        without signal gets fresh noise at its next visit: its repetition would teach nothing.
+        """
+        kept = np.zeros(steps.shape, bool)
+        for row, example in enumerate(prompts.examples):
+            visits = np.ones(self._group_size, int)
+            if example.prompt_id in self._used:
+                before, visits_before = map(np.array, self._used.pop(example.prompt_id))
+                kept[row] = before == steps[row]
+                visits += np.where(kept[row], visits_before, 0)
+            if np.ptp(rewards[row]) > 0:
+                self._used[example.prompt_id] = (steps[row].tolist(), visits.tolist())
+        return kept
+
+    def host(self) -> dict[str, Sequence]:
+        return dict(self._used)
+
+    def restore(self, host: Mapping[str, Sequence], arrays: Any = None) -> "KeptNoise":
+        self._used = {name: (list(steps), list(visits)) for name, (steps, visits) in host.items()}
+        return self

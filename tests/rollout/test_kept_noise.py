@@ -1,0 +1,220 @@
+"""Exact reuse: which noise a sample uses, and what rollouts on kept noise emit."""
+
+import collections
+import json
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import as_drafts, check_equal, host, make_prompts, match_spec, p_value
+from small_runs import assert_same_run, interrupt, records, run_until_killed, small_config
+
+from specrl_jax import train as loop
+from specrl_jax.rollout.generate import DraftInputs, Noise, generate
+from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.telemetry.metrics import MetricsLog
+from specrl_jax.telemetry.records import read_rollouts
+
+B, G, R = 32, 4, 8
+SIGNAL = np.array([[0.0, 1.0, 0.0, 1.0]])
+
+
+# --- which noise ----------------------------------------------------------------------------------
+
+ONE_PROMPT = make_prompts([[5]], 6)
+
+
+def visit(noise: KeptNoise, step: int, rewards=SIGNAL, prompts=ONE_PROMPT):
+    """(steps, samples on kept noise) of a visit, as lists."""
+    steps = noise.steps(prompts, step)
+    kept = noise.observe(prompts, steps, rewards)
+    assert kept.shape == steps.shape
+    return steps[0].tolist(), kept[0].tolist()
+
+
+def test_the_worked_group():
+    noise = KeptNoise(3, 0.25, G)
+    assert visit(noise, 1) == ([1, 1, 1, 1], [False] * 4)
+    assert visit(noise, 5) == ([5, 1, 1, 1], [False, True, True, True])
+    assert visit(noise, 9) == ([5, 9, 1, 1], [True, False, True, True])
+    # The last two have had their three visits; the oldest of the group, refreshed, is one of them.
+    assert visit(noise, 13) == ([5, 9, 13, 13], [True, True, False, False])
+
+
+def test_all_of_a_group_stays_for_its_visits_and_then_changes():
+    noise = KeptNoise(2, 0.0, G)
+    assert [visit(noise, step)[0][0] for step in (1, 2, 3, 4, 7)] == [1, 1, 3, 3, 7]
+
+
+@pytest.mark.parametrize("rewards", [[[0.0] * 4], [[1.0] * 4]])
+def test_a_group_without_signal_gets_fresh_noise(rewards):
+    noise = KeptNoise(9, 0.0, G)
+    visit(noise, 1)
+    assert visit(noise, 2, np.array(rewards)) == ([1] * 4, [True] * 4)
+    assert visit(noise, 3) == ([3] * 4, [False] * 4)
+
+
+def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
+    noise = KeptNoise(9, 0.0, G)
+    prompts = ref.random_prompts(3)
+    rewards = np.array([[0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]], float)
+    noise.observe(prompts, noise.steps(prompts, 1), rewards)
+    for _ in range(2):  # asked for ahead, as a run-ahead rollout does
+        assert noise.steps(prompts, 4).tolist() == [[1] * 4, [4] * 4, [1] * 4]
+    order = [2, 0]
+    assert noise.steps(ref.select(prompts, order), 5).tolist() == [[1] * 4] * 2
+
+
+def test_a_checkpoint_goes_on_alike():
+    noise, rng = KeptNoise(3, 0.5, G), np.random.default_rng(0)
+    for step in range(1, 9):
+        rewards = rng.integers(0, 2, (1, G)).astype(float)
+        visit(noise, step, rewards)
+        other = KeptNoise(3, 0.5, G).restore(json.loads(json.dumps(noise.host())), {})
+        assert other.host() == noise.host()
+        assert (
+            other.steps(ONE_PROMPT, step + 1).tolist() == noise.steps(ONE_PROMPT, step + 1).tolist()
+        )
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+
+KINDS = {
+    "none": (1, False),
+    "previous": (1, True),
+    "tree": (4, False),
+    "previous+tree": (4, True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
+    """Rows of steps 1, 2 and 3 in one rollout of step 9."""
+    width, previous = KINDS[kind]
+    with jax.set_mesh(make_mesh(*shape)):
+        prompts, weights = ref.random_prompts(), ref.policy(0.0, ref.ONE_LAYER)[1]
+        steps = np.random.default_rng(2).integers(1, 4, (8, G))
+        spec = match_spec(width)
+        drafts = DraftInputs(
+            as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
+        )
+        noise = Noise(jax.random.key(ref.KEY), 9, steps=steps)
+        result = generate(spec, weights, prompts, noise, drafts=drafts)
+        assert result.noise_steps.tolist() == steps.tolist()
+        mixed = host(result.rollout)
+        for step in (1, 2, 3):
+            rows = np.flatnonzero(steps.reshape(-1) == step)
+            assert len(rows) > 5
+            plain = host(ref.run(match_spec(), weights, prompts, step)[0])
+            part = jax.tree.map(lambda x, rows=rows: x[rows], mixed)
+            but = ("origin_steps", "prefix_lens", "sources")
+            check_equal(part, plain, rows, but=but)
+            whole = previous and step == 1
+            assert (part.prefix_lens == part.lens).all() == whole
+        assert (mixed.origin_steps[:, 0] == 9).all()
+
+
+# Distributions of the next token after each of three tokens, of an older and a newer policy.
+OLD = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]])
+NEW = np.array([[0.6, 0.3, 0.1], [0.25, 0.4, 0.35], [0.3, 0.2, 0.5]])
+
+
+def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
+    """All responses of three tokens, enumerated; first tokens differ as often as the coupling
+    allows, P <= 2 TV / (1 + TV) (arXiv 2408.07978)."""
+    prompts = make_prompts([[0]] * 512, 1)
+    (model, _, old), (_, _, new) = ref.table_policy(OLD), ref.table_policy(NEW)
+    spec = ref.make_spec(model, accept="match", eos=(2,), slots=3, prompt_slots=1)
+    exact = ref.responses(ref.by_last(NEW, 0), 3, (2,))
+    counts = collections.Counter()
+    differ = whole = total = 0
+    for step in range(1, 9):
+        before = ref.run(spec, old, prompts, step)[0]
+        noise = Noise(jax.random.key(ref.KEY), 50 + step, steps=np.full((512, G), step))
+        drafts = DraftInputs(as_drafts(before))
+        after = host(generate(spec, new, prompts, noise, drafts=drafts).rollout)
+        fresh = ref.run(spec, new, prompts, step)[0]
+        check_equal(after, fresh, but=("origin_steps", "prefix_lens", "sources"))
+        counts.update(tuple(row[:n].tolist()) for row, n in zip(after.tokens, after.lens))
+        before = host(before)
+        differ += np.sum(after.tokens[:, 0] != before.tokens[:, 0])
+        whole += np.sum(after.prefix_lens == after.lens)
+        total += len(after.lens)
+    observed = np.array([counts[response] for response in exact])
+    assert observed.sum() == total == 8 * 512 * G
+    assert p_value(observed, np.array(list(exact.values()))) > 1e-4
+    distance = 0.5 * np.abs(OLD[0] - NEW[0]).sum()
+    bound = 2 * distance / (1 + distance)
+    assert differ / total <= bound
+    independent = 1 - OLD[0] @ NEW[0]
+    assert bound < independent / 2  # with fresh noise
+    assert whole / total > 0.6
+
+
+# --- training -------------------------------------------------------------------------------------
+
+CHANGES = {
+    "rollout.accept": "match", "rollout.draft": "previous", "rollout.noise_epochs": 3,
+    "rollout.noise_refresh": 0.25, "rollout.adaptive": False, "rollout.max_width": 4,
+    "rollout.row_buckets": 2, "train.epochs": 3, "updates.learning_rate": 2e-3,
+    "log.rollouts": 1.0,
+}  # fmt: skip
+SPEED = {
+    "curriculum.name": "speed", "curriculum.screening": 4, "data.prompts": 40,
+    "rollout.prompts_per_step": 4, "updates.mini_batch_size": 16, "data.options.max_numbers": 2,
+    "data.prompt_len": 6, "reward.name": "small_runs:score_first_letter", "reward.extract": "",
+    "train.epochs": 0, "train.steps": 6,
+}  # fmt: skip
+WAYS = {
+    "previous": {},
+    "tree": {"rollout.draft": "tree"},
+    "both": {"rollout.draft": "previous+tree"},
+    "run ahead": {"rollout.run_ahead": True},
+    "mopps": {"curriculum.name": "mopps"},
+    "speed": SPEED,
+    "partial": {"rollout.partial": 4},
+}
+SLOW = ("both", "run ahead", "mopps", "partial")
+
+
+def responses(workdir) -> list[tuple]:
+    names = ("step", "prompt_id", "sample", "token_ids", "reward")
+    last = records(workdir)[-1]["step"]
+    lines = [line for step in range(1, last + 1) for line in read_rollouts(workdir, step)]
+    return [tuple(map(str, map(line.get, names))) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in WAYS]
+)
+def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
+    """Every response of every step, though the policy learns from them in between."""
+    changes = CHANGES | WAYS[way]
+    loop.train(small_config(changes), tmp_path / "drafts")
+    without = {"rollout.draft": "none", "rollout.run_ahead": False}
+    loop.train(small_config(changes | without), tmp_path / "plain")
+    assert responses(tmp_path / "drafts") == responses(tmp_path / "plain")
+    drafted, plain = (records(tmp_path / x)[1:] for x in ("drafts", "plain"))
+    saved = [sum(r["rollout/tokens_reused"] + r["rollout/tokens_drafted"] for r in run)
+             for run in (drafted, plain)]  # fmt: skip
+    assert saved[0] > 100
+    assert saved[1] == 0
+    kept = [r["rollout/kept_noise"] for r in drafted]
+    assert kept[0] == 0
+    assert max(kept) > 0.2
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_its_noise(mesh, tmp_path):
+    changes = CHANGES | {"checkpoint.every": 1}
+    run_until_killed(_killed, tmp_path / "killed", changes)
+    for workdir in (tmp_path / "killed", tmp_path / "plain"):
+        loop.train(small_config(changes), workdir)
+    assert_same_run(tmp_path / "killed", tmp_path / "plain", 6)
+
+
+def _killed(workdir, changes):
+    interrupt(MetricsLog, "write", 3)
+    loop.train(small_config(changes), workdir)
