@@ -1,35 +1,60 @@
 """Benchmark `rules`: what each acceptance rule keeps of drafts, and how fast a rollout is with it.
 
 A config's policy writes drafts and is trained for some GRPO steps more. Then it responds to the
-same prompts without drafts, and with them under every rule.
+same prompts without drafts, and with them under every rule; rules that sample every token anew also
+on the noise that wrote the drafts (exact reuse), as previous and as tree drafts.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
 from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
+from specrl_jax.benchmarks.rollout import by_prompt
+from specrl_jax.benchmarks.timing import Log, TimedRollout, run_case
 from specrl_jax.build import Run, build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory, SuffixDrafts
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.state import init_state
-from specrl_jax.types import Drafts, Prompts
+from specrl_jax.types import Drafts, Prompts, Rollout
 
 _LONGEST_DRIFT = 16  # steps
 
 
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A way to respond to prompts for which there are earlier responses."""
+
+    label: str
+    spec: RolloutSpec
+    drafted: bool = True
+    lenience: float = 1.0
+    keeps_noise: bool = False  # responds on the noise that wrote the drafts
+
+    def drafts(self, written: Rollout) -> DraftInputs:
+        """What is drafted of earlier responses."""
+        if not self.drafted:
+            return DraftInputs()
+        if not self.spec.program.draft_source:
+            return DraftInputs(Drafts.of(written), math.log(self.lenience))
+        stored = by_prompt(
+            np.asarray(written.tokens), np.asarray(written.lens), self.spec.group_size
+        )
+        history = DraftHistory.from_store(*stored, self.spec.group_size)
+        return DraftInputs(history=history)
+
+
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
-    """Seconds and draft tokens kept by rule, with the noise of `repeats` steps.
+    """Seconds, draft tokens kept and row steps by rule, for drafts of `repeats` steps' noise.
 
     drift: GRPO steps between the policy that wrote the drafts and the one that is timed; None: an
     epoch, at most 16. Raises ValueError in one line.
@@ -40,54 +65,73 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     run, params = build(config)
     if drift is None:
         drift = min(len(run.prompts.lens) // config.rollout.prompts_per_step, _LONGEST_DRIFT)
-    weights, prompts, drafts = _train_and_draft(run, params, drift)
-    lens = jax.device_get(drafts.lens)
+    prompts = PromptStream(run.prompts, config.rollout.prompts_per_step, config.seed).next()
+    steps = range(drift + 2, drift + 2 + repeats)
+    written, weights = _write_and_train(run, params, prompts, steps, drift)
+    lens = np.array([x.lens for x in written])
+
+    def respond(case: _Case, step: int, drafts: DraftInputs) -> TimedRollout:
+        noise = Noise(run.key, step if case.keeps_noise else step + repeats)
+        rollout = functools.partial(
+            generate, case.spec, weights, prompts, noise=noise, drafts=drafts
+        )
+        return run_case(rollout)
+
     rows = []
     plain = []
-    for label, spec, inputs in _cases(run, drafts):
-        case = functools.partial(generate, spec, weights, prompts, drafts=inputs)
-        runs = _with_noises(case, run.key, drift + 2, repeats)
+    for case in _cases(run):
+        inputs = [(case, step, case.drafts(x)) for step, x in zip(steps, written)]
+        respond(*inputs[0])  # compiles
+        runs = [respond(*x) for x in inputs]
         plain = plain or runs
         kept = np.array([x.rollout.prefix_lens for x in runs])
-        row = {"rule": label, "seconds": spread(x.seconds for x in runs)}
+        row = {"rule": case.label, "seconds": spread(x.seconds for x in runs)}
         row["over_plain"] = spread(a.seconds / b.seconds for a, b in zip(plain, runs))
+        row["row_steps"] = float(np.mean([x.stats.row_steps for x in runs]))
         row["tokens_kept"] = spread(np.mean(kept, axis=1))
-        row["kept_of_draft"] = float(np.sum(kept) / (repeats * lens.sum()))
+        row["kept_of_draft"] = float(np.sum(kept) / lens.sum())
         rows.append(row | {"kept_whole": float(np.mean(kept == lens))})
-        log(f"{label}: {np.mean(kept):.2f} tokens kept")
-    title = f"rules: {param_count(run.model) / 1e6:.2f}M parameters; {len(lens)} drafts of "
+        log(f"{case.label}: {np.mean(kept):.2f} tokens kept, {row['row_steps']:.0f} row steps")
+    title = f"rules: {param_count(run.model) / 1e6:.2f}M parameters; {lens.shape[1]} drafts of "
     title += f"{lens.mean():.1f} tokens, {drift} steps old; noise of {repeats} steps"
     return Report(title, rows)
 
 
-def _train_and_draft(run: Run, params: Params, drift: int) -> tuple[Params, Prompts, Drafts]:
-    """A policy, prompts, and responses of the policy that it was `drift` GRPO steps before."""
+def _write_and_train(
+    run: Run, params: Params, prompts: Prompts, steps: Sequence[int], drift: int
+) -> tuple[list[Rollout], Params]:
+    """The policy's responses on the noise of each step, and its rollout weights `drift` GRPO steps
+    later."""
     state = init_state(run, params)
-    size = run.config.rollout.prompts_per_step
     older = rollout_weights(run.model, state.train.params)
+    written = [
+        generate(run.rollout_spec, older, prompts, Noise(run.key, step)).rollout for step in steps
+    ]
     with run.scorer.pool:
         for _ in range(drift):
             train.step(run, state)
-    prompts = PromptStream(run.prompts, size, run.config.seed).next()
-    written = generate(run.rollout_spec, older, prompts, Noise(run.key, 1)).rollout
-    return rollout_weights(run.model, state.train.params), prompts, Drafts.of(written)
+    return written, rollout_weights(run.model, state.train.params)
 
 
-def _cases(run: Run, drafts: Drafts) -> list[tuple[str, RolloutSpec, DraftInputs]]:
-    """No drafts; every rule; and a lenient one with the config's lenience too."""
-    cases = [("no drafts", run.rollout_spec, DraftInputs())]
+def _cases(run: Run) -> Iterator[_Case]:
+    """No drafts; every rule, a lenient one with the config's lenience too; kept noise."""
     spec = run.rollout_spec
+
+    def of_rule(rule) -> RolloutSpec:
+        return dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
+
+    yield _Case("no drafts", spec, drafted=False)
     for name, rule in ACCEPTANCE_RULES.items():
-        of_rule = dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
         lenient = rule.lenient_share is not None
         chosen = run.config.rollout.lenience or 1.0
         for lenience in sorted({1.0, chosen}) if lenient else [1.0]:
             label = f"{name}, ℓ={lenience:.4g}" if lenient else name
-            cases.append((label, of_rule, DraftInputs(drafts, math.log(lenience))))
-    return cases
-
-
-def _with_noises(case: RolloutCase, key: jax.Array, first: int, repeats: int) -> list:
-    """Runs with the noise of steps from `first` on; one before them compiles."""
-    steps = [first, *range(first, first + repeats)]
-    return [run_case(functools.partial(case, noise=Noise(key, n))) for n in steps][1:]
+            yield _Case(label, of_rule(rule), lenience=lenience)
+        if rule.samples_anew:
+            yield _Case(f"{name}, kept noise", of_rule(rule), keeps_noise=True)
+    settings = run.config.rollout
+    source = SuffixDrafts.from_config(settings)
+    program = dataclasses.replace(of_rule(MATCH).program, draft_source=source)
+    tree = dataclasses.replace(spec, program=program, max_width=settings.max_width)
+    yield _Case("tree", tree)
+    yield _Case("tree, kept noise", tree, keeps_noise=True)

@@ -71,6 +71,7 @@ def _over(drafts: Drafts, previous: Drafts | None, own: Array) -> Drafts:
     begun = (drafts.lens > 0) & own
     if previous is None:
         return dataclasses.replace(drafts, lens=jnp.where(begun, drafts.lens, 0))
+    previous = Drafts(previous.tokens, previous.lens)  # the match rule reads no more
     return jax.tree.map(lambda new, old: where_rows(begun, new, old), drafts, previous)
 
 

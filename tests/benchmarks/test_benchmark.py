@@ -128,7 +128,8 @@ def test_random_policies_do_not_repeat_themselves(mesh):
 
 @pytest.mark.slow
 def test_rules(tmp_path):
-    """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved."""
+    """Lenience keeps more, and no rule more than it; match hardly keeps what a large step moved,
+    and more on the noise that wrote it."""
     path = tmp_path / "rules.json"
     flags = ("--config=tests/small_runs.py", "--config.updates.learning_rate=0.1",
              "--config.rollout.lenience=1.65", "--config.rollout.stored_logprobs=8",
@@ -140,6 +141,9 @@ def test_rules(tmp_path):
     assert kept["no drafts"] == 0
     assert kept["ratio, ℓ=1.65"] > kept["ratio, ℓ=1"] > kept["match"]
     assert kept["block"] > kept["match"]
+    assert kept["match, kept noise"] > kept["match"]
+    assert kept["tree"] == kept["tree, kept noise"] == 0
+    assert all(x["row_steps"] > 0 for x in cases)
     assert cases[0]["over_plain"]["median"] == 1
 
 
