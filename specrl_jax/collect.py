@@ -15,7 +15,6 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.build import Run
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, respond, timed
@@ -27,6 +26,7 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.speculation import Seconds
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, measure
+from specrl_jax.run import Run
 from specrl_jax.state import RunState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
 from specrl_jax.types import Drafts, Prompts, Rollout, Source

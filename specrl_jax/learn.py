@@ -31,8 +31,9 @@ from specrl_jax.algorithms.scoring import (
     pack_rows,
 )
 from specrl_jax.algorithms.update import make_batch, update
-from specrl_jax.build import Run, frozen_steps
+from specrl_jax.build import frozen_steps
 from specrl_jax.collect import Groups, TrainBatch
+from specrl_jax.run import Run
 from specrl_jax.sharding import put
 from specrl_jax.state import RunState
 from specrl_jax.types import Batch

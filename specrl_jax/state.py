@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.algorithms.update_spec import PolicyState, init_policy_state
-from specrl_jax.build import Run
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.checksums import checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -23,6 +22,7 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.run import Run
 from specrl_jax.runtime import machine
 from specrl_jax.types import Rollout, StatePart
 from specrl_jax.warmup import warm_up

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from specrl_jax import hosts, memory, programs
-from specrl_jax.build import Run, build
+from specrl_jax import hosts, memory, programs, shapes
+from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import collect, measure_rollout, record_failures
 from specrl_jax.config import flatten
@@ -23,6 +23,7 @@ from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.rollout.generate import Noise
 from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.run import Run
 from specrl_jax.runtime import compile_metrics, only_process
 from specrl_jax.state import RunState, init_state, resume
 from specrl_jax.stop import StopRequest
@@ -137,7 +138,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
 
 def prepare(run: Run, state: RunState) -> None:
     """Compile the run's programs side by side, and time those that choices depend on."""
-    programs.compile_run(programs.of_run(run), state.arrays())
+    programs.compile_run(shapes.of_run(run), state.arrays())
     if state.speculation is not None and state.speculation.seconds is None:
         state.speculation.seconds = measure_rollout(run, state)
 

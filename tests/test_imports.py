@@ -69,14 +69,15 @@ ALLOWED = {
         "telemetry",
     },
     "memory": {"config", "inputs", "models"},
-    "programs": {
+    "programs": {"algorithms", "build", "memory", "models", "rollout", "shapes"},
+    "shapes": {
         "algorithms",
         "build",
         "data/tokenizer",
         "group_buffer",
-        "memory",
         "models",
         "rollout",
+        "run",
         "sharding",
         "state",
         "types",
@@ -91,8 +92,8 @@ ALLOWED = {
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "train", "collect", "learn", "evaluate", "state", "build", "programs", "episodes", "benchmarks",
-    "accelerators", "evaluation/eval_tasks",
+    "train", "collect", "learn", "evaluate", "state", "run", "build", "programs", "shapes",
+    "episodes", "benchmarks", "accelerators", "evaluation/eval_tasks",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
-from specrl_jax.build import Run, build
+from specrl_jax.build import build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
@@ -22,6 +22,7 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.run import Run
 from specrl_jax.state import init_state
 from specrl_jax.types import Drafts, Prompts
 
