@@ -10,6 +10,7 @@ import optax
 from specrl_jax import memory
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update_spec import make_schedule, make_update_spec
+from specrl_jax.collect import COLLECTORS
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import (
     Dataset,
@@ -18,7 +19,7 @@ from specrl_jax.data.prompts import (
     load_examples,
 )
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
-from specrl_jax.episodes import ResponseScorer
+from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
@@ -56,6 +57,7 @@ def build(config) -> tuple[Run, Params]:
         scorer=scorer,
         update_spec=make_update_spec(config, model, schedule),
         schedule=schedule,
+        collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
     )
@@ -68,14 +70,12 @@ def build(config) -> tuple[Run, Params]:
 
 def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     """Make the scorer that `config` describes; its pool must be closed."""
-    max_turns = config.environment.max_turns if config.environment.name else 0
-    return ResponseScorer(
-        _reward_pool(config),
-        tokenizer,
-        max_turns,
-        allow_unfinished=config.environment.allow_unfinished,
-        keep_special_tokens=config.reward.keep_special_tokens,
-    )
+    inputs = (_reward_pool(config), tokenizer, config.reward.keep_special_tokens)
+    environment = config.environment
+    if not environment.name:
+        return ResponseScorer(*inputs)
+    turns = {"max_turns": environment.max_turns, "allow_unfinished": environment.allow_unfinished}
+    return EpisodeScorer(*inputs, **turns)
 
 
 def _reward_pool(config) -> RewardPool:

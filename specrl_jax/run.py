@@ -31,6 +31,7 @@ class Run:
     scorer: ResponseScorer
     update_spec: UpdateSpec
     schedule: optax.Schedule
+    collector: Any  # the way to collect a batch, of `collect.COLLECTORS`
     total_steps: int
     key: jax.Array
 

@@ -1,6 +1,7 @@
 """State that every step changes: parts that save, restore and describe themselves.
 
-A new part is a `types.StatePart`, a field of `RunState` and a line of `_new_state`.
+A new part is a `types.StatePart`, a field of `RunState` and a line of `_new_state`. What a way to
+collect keeps between steps is added by `collect`.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.run import Run
 from specrl_jax.runtime import machine
-from specrl_jax.types import Rollout, StatePart
+from specrl_jax.types import StatePart
 from specrl_jax.warmup import warm_up
 
 
@@ -196,8 +197,6 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
     """Every part that the configuration asks for, empty."""
     config = run.config
     settings = run.config.rollout
-    slots = settings.response_len
-    stored = run.rollout_spec.program.stored_logprobs
     state = RunState(
         train=train,
         stream=make_stream(config, run.prompts, run.total_steps),
@@ -208,13 +207,7 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
         state.reference = Reference(reference, saved=bool(config.warmup.steps))
     if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
         state.speculation = Speculation()
-    if settings.run_ahead:
-        state.run_ahead = RunAhead.empty(run.rows, slots)
-    if settings.partial:
-        state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
-    if config.algorithm.dynamic_sampling or state.stream.screens:
-        state.groups = GroupBuffer(config, len(run.prompts.lens))
-        state.groups.kept_rows = Rollout.empty(state.groups.max_waiting_rows, slots, stored)
+    run.collector.add_part(run, state)
     return state
 
 

@@ -33,6 +33,7 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.run import Run
+from specrl_jax.run_log import RunLog
 from specrl_jax.sharding import put
 from specrl_jax.state import RunState, init_state
 from specrl_jax.types import Drafts
@@ -163,7 +164,7 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def _step_seconds(run: Run, state: RunState) -> float:
-    return limits.seconds_of(lambda: (train.step(run, state), state.train.params))
+    return limits.seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
 
 
 def _step_config(config, size: Size):

@@ -23,6 +23,7 @@ from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.run import Run
+from specrl_jax.run_log import RunLog
 from specrl_jax.state import init_state
 from specrl_jax.types import Drafts, Prompts
 
@@ -68,7 +69,7 @@ def _train_and_draft(run: Run, params: Params, drift: int) -> tuple[Params, Prom
     older = rollout_weights(run.model, state.train.params)
     with run.scorer.pool:
         for _ in range(drift):
-            train.step(run, state)
+            train.step(run, state, RunLog(run))
     prompts = PromptStream(run.prompts, size, run.config.seed).next()
     written = generate(run.rollout_spec, older, prompts, Noise(run.key, 1)).rollout
     return rollout_weights(run.model, state.train.params), prompts, Drafts.of(written)
