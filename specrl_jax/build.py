@@ -12,12 +12,7 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update_spec import make_schedule, make_update_spec
 from specrl_jax.collect import COLLECTORS
 from specrl_jax.data.curriculum import PromptStream, make_stream
-from specrl_jax.data.prompts import (
-    Dataset,
-    encode_prompts,
-    eval_batches,
-    load_examples,
-)
+from specrl_jax.data.prompts import Dataset, encode_prompts, eval_batches, load_examples
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
@@ -70,18 +65,15 @@ def build(config) -> tuple[Run, Params]:
 
 def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     """Make the scorer that `config` describes; its pool must be closed."""
-    inputs = (_reward_pool(config), tokenizer, config.reward.keep_special_tokens)
+    settings = config.reward
     environment = config.environment
+    fields = {f: settings[f] for f in ("timeout", "memory_mib", "workers", "threshold", "extract")}
+    pool = RewardPool(settings.name, environment=environment.name, **fields)
+    inputs = (pool, tokenizer, settings.keep_special_tokens)
     if not environment.name:
         return ResponseScorer(*inputs)
     turns = {"max_turns": environment.max_turns, "allow_unfinished": environment.allow_unfinished}
     return EpisodeScorer(*inputs, **turns)
-
-
-def _reward_pool(config) -> RewardPool:
-    fields = {f: config.reward[f] for f in ("timeout", "memory_mib", "workers", "threshold")}
-    fields |= {"extract": config.reward.extract, "environment": config.environment.name}
-    return RewardPool(config.reward.name, **fields)
 
 
 def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:

@@ -6,6 +6,7 @@ own: what waits for the next step is a part of `RunState`.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
-from specrl_jax.drafts import stored_responses
 from specrl_jax.episodes import Responses
 from specrl_jax.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
-from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble
+from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.stats import Stats
+from specrl_jax.rollout.generate import DraftInputs
 from specrl_jax.run import Run
 from specrl_jax.state import RunState
 from specrl_jax.telemetry.rollout_metrics import GROUP_REWARDS, reward_metrics, rollout_metrics
@@ -56,17 +58,11 @@ class WholeRollout:
         """Return the prompts of the next rollout, and what it takes up and leaves."""
         return state.stream.next(), CarryOver()
 
-    def carry_over_to_time(self, state: RunState, prompts: Prompts) -> CarryOver:
-        """Return the carry-over of a rollout of `prompts` whose programs are timed."""
-        return CarryOver()
-
     def drafts(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
         """Return the drafts to verify; drafts: those that the store gave."""
         return drafts
 
-    def stored_responses(
-        self, run: Run, state: RunState, prompts: Prompts
-    ) -> tuple[jax.Array, ...]:
+    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
         """Return earlier responses for the draft source: tokens [Q, n, R], lens [Q, n]."""
         return stored_responses(run, state, prompts)
 
@@ -94,15 +90,10 @@ class RunningAhead(WholeRollout):
         prompts = state.stream.next()
         return prompts, CarryOver(state.stream.peek())
 
-    def carry_over_to_time(self, state: RunState, prompts: Prompts) -> CarryOver:
-        return CarryOver(prompts)
-
     def drafts(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
         return state.run_ahead.drafts_for(prompts, drafts)
 
-    def stored_responses(
-        self, run: Run, state: RunState, prompts: Prompts
-    ) -> tuple[jax.Array, ...]:
+    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
         stored = stored_responses(run, state, prompts)
         begun = state.run_ahead.sources(prompts)  # newest: a sibling may go on where one stopped
         return tuple(jnp.concatenate(x, axis=1) for x in zip(begun, stored))
@@ -113,8 +104,9 @@ class RunningAhead(WholeRollout):
         lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
         if lens.any():
             prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
-            accepted = int(prefix_lens[lens > 0].sum())
-            batch.metrics["rollout/run_ahead_accepted"] = accepted / int(lens.sum())
+            share = int(prefix_lens[lens > 0].sum()) / int(lens.sum())
+            values = batch.metrics | {"rollout/run_ahead_accepted": share}
+            batch = dataclasses.replace(batch, metrics=values)
         state.run_ahead = rollouts[0].result.run_ahead
         return batch
 
@@ -145,9 +137,6 @@ class PartialRollout(WholeRollout):
         places = np.append(np.arange(count), np.zeros(fillers, int))
         carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
         return select(prompts, places), carry_over
-
-    def carry_over_to_time(self, state: RunState, prompts: Prompts) -> CarryOver:
-        return CarryOver(resumed=state.resumed)
 
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         state.resumed = rollouts[0].result.resumed
@@ -213,7 +202,7 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     batch = run.collector.batch(run, state, rollouts)
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
-    draft_lens = _joined(x.draft_lens for x in rollouts)
+    draft_lens = _joined(x.result.draft_lens for x in rollouts)
     values = rollout_metrics(
         _joined(x.tokens for x in rollouts),
         _joined(x.lens for x in rollouts),
@@ -225,7 +214,13 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     )
     if rollouts[0].turns is not None:
         values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
-    values |= _reward_metrics(run, batch, rollouts)
+    rewards = _joined(x.scores.rewards for x in rollouts)
+    failed = _joined(x.scores.failed for x in rollouts)
+    values |= reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
+        none_failed = np.zeros(len(batch.rewards), bool)
+        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
+        values |= {name: trained[name] for name in GROUP_REWARDS}
     values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
     rejected_mass = 0.0
     rule = run.rollout_spec.program.accept
@@ -236,17 +231,81 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     return dataclasses.replace(batch, metrics=batch.metrics | values, rejected_mass=rejected_mass)
 
 
-def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
-    """Metrics of all rewards; those of groups are of the batch where rollouts are of parts."""
-    rewards = _joined(x.scores.rewards for x in rollouts)
-    failed = _joined(x.scores.failed for x in rollouts)
-    values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
-    if run.rollout_spec.group_size < run.config.rollout.group_size:
-        none_failed = np.zeros(len(batch.rewards), bool)
-        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
-        values |= {name: trained[name] for name in GROUP_REWARDS}
-    return values
-
-
 def _joined(arrays) -> np.ndarray:
     return np.concatenate(list(arrays))
+
+
+# Drafts -------------------------------------------------------------------------------------------
+
+
+def find_drafts(
+    run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
+) -> DraftInputs:
+    """Return what the rollout of `prompts` may draft from.
+
+    previous: the newest responses, which the store has given already.
+    next_prompts: of the step after it, begun in the same rollout; None: there are none.
+    """
+    config = run.config.rollout
+    drafts = None
+    if DRAFT_SOURCES[config.draft].previous:
+        drafts = previous
+        if config.draft_age > 1:
+            drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
+        drafts = _without_unsolved(run, state, prompts, drafts)
+    drafts = run.collector.drafts(state, prompts, drafts)
+    history = None
+    if run.rollout_spec.program.draft_history:
+        batches = [prompts] if next_prompts is None else [prompts, next_prompts]
+        stored = [run.collector.stored(run, state, batch) for batch in batches]
+        tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
+        history = DraftHistory.from_store(tokens, lens, config.group_size)
+    return DraftInputs(drafts, run.log_lenience, history)
+
+
+def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
+    """The drafts without a share of those of unsolved groups, other samples at every visit.
+
+    A group whose responses are all wrong and all reused would be the same for ever. An exact rule
+    keeps all: what it emits is exact only if no reward decides which drafts it sees.
+    """
+    share = run.config.rollout.refresh_unsolved
+    rule = run.rollout_spec.program.accept
+    unsolved = state.store.unsolved(prompts)
+    if rule.exact or not share:
+        return drafts
+    group = len(drafts.lens) // len(unsolved)
+    left_out = np.zeros((len(unsolved), group), bool)
+    for row in np.flatnonzero(unsolved):
+        rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
+        left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
+    return without_drafts(drafts, left_out.reshape(-1))
+
+
+def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+    """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
+
+    Groups that are rolled out in parts are stored in parts: these are put together.
+    """
+    part = run.rollout_spec.group_size
+    firsts = range(0, run.config.rollout.group_size, part)
+    if len(firsts) == 1:
+        return state.store.sources(prompts, step=state.step)
+    whole = state.stream.find([base_id(example.prompt_id) for example in prompts.examples])
+    parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
+
+    def joined(arrays: tuple[jax.Array, ...]) -> jax.Array:
+        """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
+        by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
+        samples = jnp.concatenate(by_generation, axis=2)
+        return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
+
+    return tuple(joined(arrays) for arrays in zip(*parts))
+
+
+def store(state: RunState, responses: Responses) -> None:
+    """Store responses as the next drafts of their prompts."""
+    rewards = responses.group_rewards
+    unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+    inputs = (responses.prompts, responses.rollout)
+    state.store.put(*inputs, step=state.step, unsolved=unsolved)

@@ -47,11 +47,6 @@ class Responses:
     def rollout(self) -> Rollout:
         return self.result.rollout
 
-    @property
-    def draft_lens(self) -> np.ndarray:
-        """int32 [B], draft tokens that the rows had to verify."""
-        return self.result.draft_lens
-
     def after(self, previous: Drafts) -> "Responses":
         """Return these with the last responses of all rows that the rollout was given."""
         tokens, lens = hosts.fetch((previous.tokens, previous.lens))
@@ -102,7 +97,8 @@ class ResponseScorer:
             tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
         with clock.timed("time/reward"):
             prompts = select(prompts, result.groups)
-            scores = self.score(prompts, tokens, lens)
+            texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
+            scores = self.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
         return Responses(prompts, result, tokens, lens, scores)
 
     def text(self, ids: np.ndarray) -> str:
@@ -112,12 +108,7 @@ class ResponseScorer:
             ids.pop()
         return self.tokenizer.decode(ids, self.keep_special_tokens)
 
-    def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Rewards:
-        """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
-        texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
-        return self.score_texts(texts, *_problems(prompts, range(len(lens)), len(lens)))
-
-    def score_texts(self, texts: Sequence, *problems: list) -> Rewards:
+    def score(self, texts: Sequence, *problems: list) -> Rewards:
         """The pool's scores; every process scores a part and gets those of the others."""
         part = hosts.own_part(len(texts))
         own = self.pool.score(texts[part], *(values[part] for values in problems))
@@ -132,20 +123,11 @@ class EpisodeScorer(ResponseScorer):
     # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
     allow_unfinished: float = 0.0
 
-    def respond(
-        self,
-        spec: RolloutSpec,
-        weights: Params,
-        prompts: Prompts,
-        noise: Noise,
-        *,
-        clock: Stopwatch | None = None,
-        drafts: DraftInputs = DraftInputs(),
-        **options,
-    ) -> Responses:
-        """Return whole episodes that begin with `prompts`, and their rewards; as of
-        `ResponseScorer.respond`. The carry-over is that of the turns."""
+    def respond(self, spec, weights, prompts, noise, *, clock=None, **options) -> Responses:
+        """Return episodes that begin with `prompts`, and their rewards; as `ResponseScorer.respond`
+        otherwise."""
         clock = clock or Stopwatch()
+        drafts = options.pop("drafts", DraftInputs())
         episodes = _Episodes(spec, prompts, self, drafts.previous)
         while True:
             drafts = dataclasses.replace(drafts, previous=episodes.next_drafts)
@@ -242,7 +224,7 @@ class _Episodes:
             turn = tokens[row, self.turn_starts[row] : lens[row]]
             self.texts[row].append(self.scorer.text(turn))
         texts = [tuple(self.texts[row]) for row in rows]
-        scores = self.scorer.score_texts(texts, *_problems(self.prompts, rows, len(lens)))
+        scores = self.scorer.score(texts, *_problems(self.prompts, rows, len(lens)))
         answers = {}
         for i, row in enumerate(rows):
             self.rewards[row] = scores.rewards[i]

@@ -19,18 +19,17 @@ def evaluate(
     batches: Sequence[tuple[Prompts, int]],
     noise: Noise,
     scorer: ResponseScorer,
-) -> tuple[float, list[Responses]]:
-    """Mean reward over all responses to the real prompts of `batches` (see data.eval_batches).
+) -> list[Responses]:
+    """Return the responses to each of `batches` (see data.eval_batches).
 
-    Also returns the responses of each batch. Their prompts are the real ones, whose rows come
-    first.
+    Their prompts are the real ones, whose rows come first.
     """
     answered = []
     for prompts, real in batches:
         responses = scorer.respond(spec, weights, prompts, noise)
         real_prompts = select(prompts, np.arange(real))
         answered.append(dataclasses.replace(responses, prompts=real_prompts))
-    return float(np.mean(group_rewards(answered))), answered
+    return answered
 
 
 def group_rewards(answered: Sequence[Responses]) -> np.ndarray:

@@ -46,15 +46,16 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     batch, advantage_metrics = with_advantages(run, state, batch, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
-        batch = dataclasses.replace(batch, weights=_importance_weights(run, collected))
+        # Uncapped: what undoes the bias of the acceptance rule.
+        inputs = (np.float32(run.log_lenience), np.float32(collected.rejected_mass))
+        weight = run.rollout_spec.program.accept.importance_weight
+        weights = off_policy.importance_weights(collected.rollout, *inputs, weight)
+        batch = dataclasses.replace(batch, weights=weights)
     values |= _update_by_mini_batches(run, state, batch)
     if collected.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         values.pop("policy/rollout_train_logprob_gap", None)
     return values
-
-
-# Rewards ------------------------------------------------------------------------------------------
 
 
 def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
@@ -67,9 +68,6 @@ def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[st
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
     rewards = (collected.rewards - penalty).astype(np.float32)
     return rewards, {"reward/overlong": float(np.mean(penalty))}
-
-
-# Advantages ---------------------------------------------------------------------------------------
 
 
 def with_advantages(
@@ -90,16 +88,6 @@ def with_advantages(
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
-# Importance weights -------------------------------------------------------------------------------
-
-
-def _importance_weights(run: Run, collected: TrainBatch) -> Array:
-    """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
-    inputs = (np.float32(run.log_lenience), np.float32(collected.rejected_mass))
-    rule = run.rollout_spec.program.accept
-    return off_policy.importance_weights(collected.rollout, *inputs, rule.importance_weight)
-
-
 @functools.partial(jax.jit, static_argnames="cap")
 def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
     """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
@@ -110,9 +98,6 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
         "policy/importance_mean": masked_mean(weights, mask),
         "policy/importance_capped": masked_mean((batch.weights > cap).astype(jnp.float32), mask),
     }
-
-
-# Updates ------------------------------------------------------------------------------------------
 
 
 def _update_by_mini_batches(run: Run, state: RunState, batch: Batch) -> dict[str, float]:

@@ -23,12 +23,7 @@ from specrl_jax.build import frozen_steps
 from specrl_jax.models.transformer import copy_weights
 from specrl_jax.rollout.carry_over import append_forced, restore
 from specrl_jax.rollout.drafts.store import pick_drafts, pick_sources
-from specrl_jax.rollout.engine.all_rows import (
-    empty_batch,
-    read_rollout,
-    start_inputs,
-    start_rows,
-)
+from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend
 from specrl_jax.rollout.rows import compact, scatter
@@ -59,11 +54,7 @@ def run_programs(run: AbstractRun) -> list[Program]:
     params = run.state.params
     listed = [_program("policy copy", copy_weights, run.model, params, kept=params)]
     if run.config.evaluate.every:
-        listed += rollout_programs(run.evaluation, "evaluation: ")
-        # After a resume the first evaluation may come late.
-        turns = bool(run.config.environment.name)
-        inputs = (run.evaluation, "evaluation: ", run.key, Purpose.EVALUATE)
-        listed += _small_programs(*inputs, turns=turns)
+        listed += _evaluation_programs(run)
     stored = run.stored
     for age in sorted({1, run.config.rollout.draft_age}):
         name = f"pick drafts of age {age}"
@@ -109,18 +100,22 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
         yield _program(f"{prefix}write back {size}", scatter, batch[1], shapes.all_rows)
 
 
-def _small_programs(
-    shapes: RolloutShapes, prefix: str, key: Any, purpose: Purpose, *, turns: bool
-) -> Iterator[Program]:
-    """Yield the other programs of the rollout, which the first one runs at once."""
+def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
+    """Yield the programs of an evaluation. After a resume the first one may come late, so the small
+    programs, which a rollout runs at once, are among them."""
+    prefix = "evaluation: "
+    shapes = run.evaluation
     program = shapes.spec.program
+    yield from rollout_programs(shapes, prefix)
     made_up = made_up_prompts(shapes.spec, shapes.rows)
     inputs = start_inputs(program, made_up, np.zeros(len(made_up.lens), int))
-    yield _program(f"{prefix}start", start_rows, program, int(purpose), key, *on_host(inputs))
-    yield _program(
-        f"{prefix}empty batch", empty_batch, program, shapes.all_rows, size=shapes.buckets.rows[0],
-        slots=shapes.buckets.slots,
-    )  # fmt: skip
+    purpose = Purpose.EVALUATE
+    yield _program(f"{prefix}start", start_rows, program, int(purpose), run.key, *on_host(inputs))
+    size = shapes.buckets.rows[0]
+    slots = shapes.buckets.slots
+    name = f"{prefix}empty batch"
+    yield _program(name, empty_batch, program, shapes.all_rows, size=size, slots=slots)
+    turns = bool(run.config.environment.name)
     step = jax.ShapeDtypeStruct((), np.int32)
     for held in (None, shapes.held) if turns else (None,):
         name = f"{prefix}read" if held is None else f"{prefix}read a turn"

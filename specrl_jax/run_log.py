@@ -42,34 +42,24 @@ class RunLog(contextlib.AbstractContextManager):
         Raises ValueError in one line for a damaged `metrics.jsonl`.
         """
         self.clock = Stopwatch()  # of a step's parts
-        self._run = run
         self._step = 0
         self._epoch = 0
         self._values: dict[str, Any] = {}  # of the record that comes next
         self._writes = workdir is not None and hosts.is_primary()
         folder = workdir or Path()
-        config = run.config.log
-        self._records = RolloutRecords(
-            folder,
-            config.rollouts if workdir is not None else 0.0,
-            decode=run.scorer.tokenizer.decode,
-            eos_ids=run.rollout_spec.program.eos_ids,
-        )
-        self._close = contextlib.ExitStack()
-        self._metrics = self._close.enter_context(
-            MetricsLog(
-                folder,
-                total_steps=run.total_steps,
-                tracker=config.tracker,
-                config=run.config.to_dict(),
-            )
-            if self._writes
-            else NoLog()
-        )
+        settings = run.config.log
+        self._metrics = NoLog()
+        if self._writes:
+            inputs = {"tracker": settings.tracker, "config": run.config.to_dict()}
+            self._metrics = MetricsLog(folder, total_steps=run.total_steps, **inputs)
         warn = self._metrics.warn
+        self._page = ReportWriter(folder, self._writes and settings.report, warn)
         self._failures = FailureLog(folder if self._writes else None, warn)
-        page = ReportWriter(folder, self._writes and config.report, warn)
-        self._page = self._close.enter_context(page)
+        self._text = run.scorer.text
+        decode = run.scorer.tokenizer.decode
+        eos_ids = run.rollout_spec.program.eos_ids
+        share = settings.rollouts if workdir is not None else 0.0
+        self._records = RolloutRecords(folder, share, decode=decode, eos_ids=eos_ids)
 
     def restore(self, step: int) -> None:
         """Remove what was written after `step`; at step 0 all, as step 0 is written again."""
@@ -114,23 +104,15 @@ class RunLog(contextlib.AbstractContextManager):
 
         Raises ValueError as `FailureLog.record` does, in every process.
         """
-        reasons = []
-        tasks = []
-        rows = []
-        for x in rollouts:
-            reasons += x.scores.reasons
-            rows += list(zip(x.tokens, x.lens, strict=True))
-            tasks += [e.task for e in x.prompts.examples for _ in range(x.group_size)]
-
-        def text_of(row: int) -> str:
-            tokens, length = rows[row]
-            return self._run.scorer.text(tokens[:length])
-
-        self._failures.record(self._step, reasons, tasks, text_of)
+        reasons = [reason for x in rollouts for reason in x.scores.reasons]
+        tasks = [e.task for x in rollouts for e in x.prompts.examples for _ in range(x.group_size)]
+        tokens = [row[:n] for x in rollouts for row, n in zip(x.tokens, x.lens)]
+        self._failures.record(self._step, reasons, tasks, lambda row: self._text(tokens[row]))
 
     def refresh_page(self) -> None:
         """Write the report page again, where it is not too soon."""
         self._page.refresh()
 
     def __exit__(self, *error: object) -> None:
-        self._close.__exit__(*error)
+        with self._metrics, self._page:
+            pass  # the page is written, then the metrics are closed

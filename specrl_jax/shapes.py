@@ -27,12 +27,7 @@ from specrl_jax.group_buffer import trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
-from specrl_jax.models.transformer import (
-    Params,
-    abstract_params,
-    param_count,
-    rollout_weights,
-)
+from specrl_jax.models.transformer import Params, abstract_params, param_count, rollout_weights
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts
 from specrl_jax.rollout.engine.all_rows import Noise, read_rollout, start_all_rows

@@ -1,5 +1,6 @@
 """The loop and the step: collect a batch, update on it, and evaluate and save on the way."""
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -8,15 +9,12 @@ import numpy as np
 from specrl_jax import hosts, memory, programs, shapes
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.collect import take_batch
+from specrl_jax.collect import find_drafts, store, take_batch
 from specrl_jax.config import flatten
-from specrl_jax.data.prompts import select
-from specrl_jax.drafts import find_drafts, store
 from specrl_jax.episodes import Responses
-from specrl_jax.evaluate import evaluate
+from specrl_jax.evaluate import evaluate, group_rewards
 from specrl_jax.learn import update_policy
 from specrl_jax.models.transformer import Params, rollout_weights
-from specrl_jax.rollout.engine.speculation import Seconds
 from specrl_jax.rollout.generate import Noise, measure
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.run import Run
@@ -113,8 +111,8 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
     with log.clock.timed("time/eval"):
         weights = rollout_weights(run.model, state.train.params)
         noise = Noise(run.key, state.step, Purpose.EVALUATE)
-        reward, answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.scorer)
-    log.add({"reward/eval": reward})
+        answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.scorer)
+    log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
     log.record_responses(answered, kind="eval")
 
 
@@ -162,11 +160,7 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
         if hosts.is_primary():
             save_run_config(workdir, described)  # from here on the directory is this run's
             record_code(workdir)
-        with (
-            stop.finishing_steps(),
-            RunLog(run, workdir) as log,
-            advise_how_to_resume(checkpoints),
-        ):
+        with stop.finishing_steps(), RunLog(run, workdir) as log, advise_how_to_resume(checkpoints):
             log.restore(state.step if last else 0)
             prepare(run, state)
             loop(run, state, checkpoints, log, stop)
@@ -177,21 +171,18 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
 def prepare(run: Run, state: RunState) -> None:
     """Compile the run's programs side by side, and time those that choices depend on."""
     programs.compile_run(shapes.of_run(run), state.arrays())
-    if state.speculation is not None and state.speculation.seconds is None:
-        state.speculation.seconds = _measure_rollout(run, state)
-
-
-def _measure_rollout(run: Run, state: RunState) -> Seconds:
-    """Time the programs of a rollout, on prompts whose drafts all count as stored."""
-    size = run.rows // run.rollout_spec.group_size
-    prompts = select(run.prompts, np.resize(np.arange(len(run.prompts.lens)), size))
-    carry_over = run.collector.carry_over_to_time(state, prompts)
+    if state.speculation is None or state.speculation.seconds is not None:
+        return
+    # The next rollout, as if all its drafts were kept; the stream of prompts stays where it is.
+    ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
+    prompts, carry_over = run.collector.next_prompts(run, ahead)
     previous = state.store.get(prompts, step=state.step)
     drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
     drafts = dataclasses.replace(drafts, log_lenience=np.inf)
     weights = rollout_weights(run.model, state.train.params)
     noise = Noise(run.key, 0)
-    return measure(run.rollout_spec, weights, prompts, noise, drafts, carry_over)
+    inputs = (run.rollout_spec, weights, prompts, noise, drafts, carry_over)
+    state.speculation.seconds = measure(*inputs)
 
 
 def _resume_from(origin: str, run: Run, params: Params) -> RunState:

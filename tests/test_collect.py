@@ -133,7 +133,7 @@ def test_half_of_an_unsolved_group_is_sampled_anew(tmp_path, mesh, accept, share
     }  # fmt: skip
     visits = collections.defaultdict(list)
     for _, scored in watch(small_config(changes), tmp_path / "run").rollouts:
-        groups = scored.tokens.reshape(Q, G, -1), scored.draft_lens.reshape(Q, G) > 0
+        groups = scored.tokens.reshape(Q, G, -1), scored.result.draft_lens.reshape(Q, G) > 0
         for example, tokens, drafted in zip(scored.prompts.examples, *groups, strict=True):
             visits[example.prompt_id].append((tokens, drafted))
     choices = set()
@@ -261,7 +261,7 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
     assert any("+" in name and names.count(name) > 1 for name in names)
     met = set()
     for _, scored in seen.rollouts:
-        draft_lens = scored.draft_lens.reshape(-1, N)
+        draft_lens = scored.result.draft_lens.reshape(-1, N)
         for q, example in enumerate(scored.prompts.examples):
             assert (draft_lens[q] > 0).all() == (example.prompt_id in met)
             met.add(example.prompt_id)

@@ -102,7 +102,7 @@ ALLOWED = {
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "train", "collect", "drafts", "learn", "evaluate", "state", "run", "build", "programs",
+    "train", "collect", "learn", "evaluate", "state", "run", "build", "programs",
     "shapes", "episodes", "benchmarks", "accelerators", "evaluation/eval_tasks",
 }  # fmt: skip
 

@@ -100,7 +100,7 @@ def measure(
             size = policy.batch_size(len(encoded.lens), count)
             spec = policy.spec(encoded.tokens.shape[1], count, warmth)
             batches = eval_batches(encoded, size)
-            _, answered = evaluate(spec, weights, batches, policy.noise(), scorer)
+            answered = evaluate(spec, weights, batches, policy.noise(), scorer)
             decoding = f"T={warmth:g}" if warmth else "greedy"
             same = {"task": task.name, "decoding": decoding, "prompts": len(encoded.lens)}
             rows += [same | row for row in _rows(answered, spec)]
