@@ -40,14 +40,14 @@ def main() -> None:
 
     import jax  # reads the environment
 
-    from specrl_jax import programs, runtime
+    from specrl_jax import programs, runtime, shapes
 
     runtime.start(config, devices=chips.devices(topology))
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
     from specrl_jax.accelerators import report
 
-    run = programs.of_config(config)
-    listed = _chosen(run.programs())
+    run = shapes.of_config(config)
+    listed = _chosen(programs.run_programs(run))
     mesh = dict(jax.sharding.get_mesh().shape)
     kept = report.kept_bytes(run)
     print(f"{topology}, mesh {mesh}: {run.describe()}; keeps {kept / 1e9:.3f} GB", flush=True)

@@ -1,79 +1,28 @@
-"""config → `Run`: all of a run that never changes. `state` holds what every step changes."""
+"""config → `Run`: loads all that a run needs, and makes what never changes in it."""
 
 import dataclasses
 import functools
-import math
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from specrl_jax import __version__, memory
+from specrl_jax import memory
 from specrl_jax.algorithms.advantages import has_critic
-from specrl_jax.algorithms.update_spec import UpdateSpec, make_schedule, make_update_spec
+from specrl_jax.algorithms.update_spec import make_schedule, make_update_spec
+from specrl_jax.collect import COLLECTORS
 from specrl_jax.data.curriculum import PromptStream, make_stream
-from specrl_jax.data.prompts import (
-    Dataset,
-    EncodedDataset,
-    digest,
-    encode_prompts,
-    eval_batches,
-    load_examples,
-)
+from specrl_jax.data.prompts import Dataset, encode_prompts, eval_batches, load_examples
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
-from specrl_jax.episodes import ResponseScorer
+from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.run import Run
 from specrl_jax.types import Prompts
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Parts of a run that `config` builds on the mesh in use."""
-
-    config: Any
-    dataset: Dataset
-    prompts: EncodedDataset
-    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are real
-    model: ModelConfig
-    rollout_spec: RolloutSpec
-    eval_spec: RolloutSpec
-    scorer: ResponseScorer
-    update_spec: UpdateSpec
-    schedule: optax.Schedule
-    total_steps: int
-    key: jax.Array
-
-    @property
-    def rows(self) -> int:
-        return rollout_rows(self.config)
-
-    @property
-    def trained_group_size(self) -> int:
-        return trained_group_size(self.config)
-
-    @property
-    def log_lenience(self) -> float:
-        """log ℓ of the acceptance rule in nats, in [-inf, inf]."""
-        lenience = self.config.rollout.lenience
-        return math.log(lenience) if lenience else -math.inf
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Fingerprints, by name, of what all processes of a run must have read alike."""
-        read = [self.prompts, *(prompts for prompts, _ in self.held_out)]
-        return {
-            "specrl_jax": __version__,
-            "data.source": digest(*(prompts.ids for prompts in read)),
-            "tokenizer.source": self.scorer.tokenizer.fingerprint,
-            "the prompts' tokens": digest(*(prompts.tokens for prompts in read)),
-            "model.source": repr(self.model),
-        }
 
 
 def build(config) -> tuple[Run, Params]:
@@ -103,6 +52,7 @@ def build(config) -> tuple[Run, Params]:
         scorer=scorer,
         update_spec=make_update_spec(config, model, schedule),
         schedule=schedule,
+        collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
         total_steps=total_steps,
         key=jax.random.key(config.seed),
     )
@@ -115,20 +65,15 @@ def build(config) -> tuple[Run, Params]:
 
 def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     """Make the scorer that `config` describes; its pool must be closed."""
-    max_turns = config.environment.max_turns if config.environment.name else 0
-    return ResponseScorer(
-        _reward_pool(config),
-        tokenizer,
-        max_turns,
-        allow_unfinished=config.environment.allow_unfinished,
-        keep_special_tokens=config.reward.keep_special_tokens,
-    )
-
-
-def _reward_pool(config) -> RewardPool:
-    fields = {f: config.reward[f] for f in ("timeout", "memory_mib", "workers", "threshold")}
-    fields |= {"extract": config.reward.extract, "environment": config.environment.name}
-    return RewardPool(config.reward.name, **fields)
+    settings = config.reward
+    environment = config.environment
+    fields = {f: settings[f] for f in ("timeout", "memory_mib", "workers", "threshold", "extract")}
+    pool = RewardPool(settings.name, environment=environment.name, **fields)
+    inputs = (pool, tokenizer, settings.keep_special_tokens)
+    if not environment.name:
+        return ResponseScorer(*inputs)
+    turns = {"max_turns": environment.max_turns, "allow_unfinished": environment.allow_unfinished}
+    return EpisodeScorer(*inputs, **turns)
 
 
 def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
@@ -138,12 +83,6 @@ def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
     if encoded.dropped:
         print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
     return eval_batches(encoded, config.evaluate.batch_size)
-
-
-def rollout_rows(config) -> int:
-    """Rows of a step's rollout."""
-    settings = config.rollout
-    return (settings.prompts_per_step + settings.partial) * settings.group_size
 
 
 def training_spec(config, model: ModelConfig, eos_ids: tuple[int, ...], pad_id: int) -> RolloutSpec:

@@ -1,13 +1,14 @@
-"""The first half of a step: prompts → drafts → rollout → rewards, until there is a batch.
+"""Ways to collect the batch of a step: which prompts are rolled out, and what is trained on.
 
-Takes the run and its state, gives a `TrainBatch`, and changes the state: the prompt stream, the
-draft store, and all that one rollout leaves to the next. Most steps are one rollout; with dynamic
-sampling or screening (`group_buffer`) as many as fill the batch.
+`COLLECTORS` holds them; `build` chooses one for a run. Most steps are one rollout. With dynamic
+sampling or screening (`group_buffer`) they are as many as fill the batch. A way has no state of its
+own: what waits for the next step is a part of `RunState`.
 """
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,15 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.build import Run
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
-from specrl_jax.episodes import Responses, respond, timed
-from specrl_jax.group_buffer import KEPT, places_of, rewards_of
-from specrl_jax.models.transformer import rollout_weights
-from specrl_jax.rewards.failures import FailureLog
-from specrl_jax.rollout.carry_over import CarryOver, assemble, without_drafts
+from specrl_jax.episodes import Responses
+from specrl_jax.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
+from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
-from specrl_jax.rollout.engine.speculation import Seconds
 from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.generate import DraftInputs, Noise, measure
+from specrl_jax.rollout.generate import DraftInputs
+from specrl_jax.run import Run
 from specrl_jax.state import RunState
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
@@ -38,146 +36,102 @@ from specrl_jax.types import Drafts, Prompts, Rollout, Source
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredRollout:
-    """One rollout of whole groups, on the host where a metric reads it."""
-
-    prompts: Prompts
-    responses: Responses
-    prefix_lens: np.ndarray  # int32 [B]
-    forced: np.ndarray  # int [B], tokens that were not the policy's
-    # bool [B], rows on noise that an earlier rollout had; None: noise is not kept.
-    kept_noise: np.ndarray | None
-    previous: tuple[np.ndarray, np.ndarray]  # the rows' last responses, int32 [B, R], and lengths
-
-    @property
-    def rollout(self) -> Rollout:
-        return self.responses.result.rollout
-
-    @property
-    def draft_lens(self) -> np.ndarray:
-        """int32 [B], draft tokens that the rows had to verify."""
-        return self.responses.result.draft_lens
-
-
-class Groups(NamedTuple):
-    """Q groups, G rows each."""
+class TrainBatch:
+    """Q groups that a step trains on, G rows each."""
 
     prompts: Prompts
     rollout: Rollout
     rewards: np.ndarray  # float32 [Q * G]
+    metrics: dict[str, float]  # of how it came about
+    rejected_mass: float = 0.0  # as `off_policy.estimate_rejected_mass` gives it
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainBatch:
-    """Groups that a step trains on, and how they came about."""
+class WholeRollout:
+    """One rollout of whole groups. The other ways say where they differ."""
 
-    groups: Groups
-    metrics: dict[str, float]
-    rollouts: list[ScoredRollout]  # all of the step, whether trained on or not
-    rejected_mass: float  # as `off_policy.estimate_rejected_mass` gives it
+    def is_asked_for(self, config: Any) -> bool:
+        return True
 
+    def add_part(self, run: Run, state: RunState) -> None:
+        """Add what waits between two steps to a new state, empty."""
 
-def collect(run: Run, state: RunState) -> TrainBatch:
-    """The batch of the step that begins (`state.step` counts it); changes `state`."""
-    state.stream.begin(state.step)
-    rollouts = []
-    times = {}
-    while not rollouts or (state.groups is not None and state.groups.wants_rollout()):
-        prompts, carry_over = _next_prompts(run, state)
-        rollouts.append(generate_and_score(run, state, prompts, carry_over, times))
-        if state.groups is not None:
-            ids = [example.prompt_id for example in prompts.examples]
-            rewards = rollouts[-1].responses.scores.rewards
-            state.groups.add(ids, rewards.reshape(-1, run.rollout_spec.group_size))
-    if state.groups is None:
-        groups, values = _whole_rollout(state, rollouts[0])
-    else:
-        groups, values = _full_batch(run, state, rollouts)
-    values |= _rollout_metrics(run, groups, rollouts) | times
-    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
-    rejected_mass, reuse_metrics = _measure_reuse(run, groups.rollout, rollouts)
-    return TrainBatch(groups, values | reuse_metrics, rollouts, rejected_mass)
+    def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
+        """Return whether the step needs one more rollout after these."""
+        return not rollouts
 
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        """Return the prompts of the next rollout, and what it takes up and leaves."""
+        return state.stream.next(), CarryOver()
 
-def generate_and_score(
-    run: Run,
-    state: RunState,
-    prompts: Prompts,
-    carry_over: CarryOver,
-    times: dict[str, float],
-) -> ScoredRollout:
-    """Rolls `prompts` out, scores the responses and stores them as drafts.
+    def drafts(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+        """Return the drafts to verify; drafts: those that the store gave."""
+        return drafts
 
-    carry_over: what the rollout takes up and leaves. times: gets the seconds of the rollout and of
-    the rewards.
-    """
-    group = run.rollout_spec.group_size
-    with timed(times, "time/rollout"):
-        previous = state.store.get(prompts, step=state.step)
-        weights = rollout_weights(run.model, state.train.params)
-        drafts = DraftInputs(
-            _drafts(run, state, prompts, previous),
-            run.log_lenience,
-            _draft_history(run, state, prompts, carry_over.next_prompts),
-        )
-    responses = respond(
-        run.rollout_spec,
-        weights,
-        prompts,
-        Noise(run.key, state.step, steps=_noise_steps(state, prompts, state.step)),
-        run.scorer,
-        drafts=drafts,
-        metrics=times,
-        speculation=state.speculation,
-        carry_over=carry_over,
-    )
-    result = responses.result
-    prompts = select(prompts, result.groups)
-    rollout = result.rollout
-    prefix_lens, sources = hosts.fetch((rollout.prefix_lens, rollout.sources))
-    tokens, lens = hosts.fetch((previous.tokens, previous.lens))
-    rewards = responses.scores.rewards.reshape(-1, group)
-    state.store.put(prompts, rollout, step=state.step, unsolved=_unsolved(rewards))
-    state.stream.observe(prompts, rewards)
-    kept_noise = None
-    if state.noise is not None:
-        kept_noise = state.noise.observe(prompts, result.noise_steps, rewards).reshape(-1)
-    forced = np.sum(sources == Source.FORCED, axis=1)
-    last_responses = tokens[result.rows], lens[result.rows]
-    return ScoredRollout(prompts, responses, prefix_lens, forced, kept_noise, last_responses)
+    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+        """Return earlier responses for the draft source: tokens [Q, n, R], lens [Q, n]."""
+        return stored_responses(run, state, prompts)
+
+    def observe(self, state: RunState, responses: Responses) -> None:
+        """Tell what chooses the next prompts of a rollout's rewards."""
+        state.stream.observe(responses.prompts, responses.group_rewards)
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        """Return what the step trains on; what is left for the next one goes into `state`."""
+        (responses,) = rollouts
+        inputs = (responses.prompts, responses.rollout, responses.scores.rewards)
+        return TrainBatch(*inputs, responses.result.metrics())
 
 
-def _noise_steps(state: RunState, prompts: Prompts, step: int) -> np.ndarray | None:
-    """int [Q, G], the step whose noise each row uses at `step`; None: all that of `step`."""
-    return None if state.noise is None else state.noise.steps(prompts, step)
+class RunningAhead(WholeRollout):
+    """One rollout, whose idle places begin the prompts of the next step (`carry_over.RunAhead`)."""
+
+    def is_asked_for(self, config: Any) -> bool:
+        return config.rollout.run_ahead
+
+    def add_part(self, run: Run, state: RunState) -> None:
+        state.run_ahead = RunAhead.empty(run.rows, run.config.rollout.response_len)
+
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        prompts = state.stream.next()
+        later = state.stream.peek()
+        return prompts, CarryOver(later, state.noise.steps(later, state.step + 1))
+
+    def drafts(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+        return state.run_ahead.drafts_for(prompts, drafts)
+
+    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+        stored = stored_responses(run, state, prompts)
+        begun = state.run_ahead.sources(prompts)  # newest: a sibling may go on where one stopped
+        return tuple(jnp.concatenate(x, axis=1) for x in zip(begun, stored))
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        batch = super().batch(run, state, rollouts)
+        begun = state.run_ahead
+        lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
+        if lens.any():
+            prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
+            share = int(prefix_lens[lens > 0].sum()) / int(lens.sum())
+            values = batch.metrics | {"rollout/run_ahead_accepted": share}
+            batch = dataclasses.replace(batch, metrics=values)
+        state.run_ahead = rollouts[0].result.run_ahead
+        return batch
 
 
-def measure_rollout(run: Run, state: RunState) -> Seconds:
-    """Time the programs of a rollout, on prompts whose drafts all count as stored."""
-    spec = run.rollout_spec
-    size = run.rows // spec.group_size
-    prompts = select(run.prompts, np.resize(np.arange(len(run.prompts.lens)), size))
-    next_prompts = prompts if state.run_ahead is not None else None
-    previous = state.store.get(prompts, step=state.step)
-    drafts = DraftInputs(
-        _drafts(run, state, prompts, previous),
-        np.inf,
-        _draft_history(run, state, prompts, next_prompts),
-    )
-    weights = rollout_weights(run.model, state.train.params)
-    carry_over = CarryOver(next_prompts, resumed=state.resumed)
-    return measure(spec, weights, prompts, Noise(run.key, 0), drafts, carry_over)
+class PartialRollout(WholeRollout):
+    """One rollout of more groups than are trained on, which ends once enough are done; the others
+    go on in the next step (`carry_over.Resumed`)."""
 
+    def is_asked_for(self, config: Any) -> bool:
+        return config.rollout.partial > 0
 
-# Prompts ------------------------------------------------------------------------------------------
+    def add_part(self, run: Run, state: RunState) -> None:
+        settings = run.config.rollout
+        rows = settings.partial * settings.group_size
+        stored = run.rollout_spec.program.stored_logprobs
+        state.resumed = Resumed.empty(rows, settings.response_len, stored)
 
-
-def _next_prompts(run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
-    """Return the prompts of the next rollout, and what it takes up and leaves."""
-    config = run.config.rollout
-    if state.groups is not None:
-        return _group_prompts(state), CarryOver()
-    if state.resumed is not None:
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        config = run.config.rollout
         begun = state.resumed.prompt_ids
         size = config.prompts_per_step
         # No more than the rest of the run trains on: its last step leaves nothing unfinished.
@@ -189,30 +143,117 @@ def _next_prompts(run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
         places = np.append(np.arange(count), np.zeros(fillers, int))
         carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
         return select(prompts, places), carry_over
-    prompts = state.stream.next()
-    if not config.run_ahead:
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        state.resumed = rollouts[0].result.resumed
+        return super().batch(run, state, rollouts)
+
+
+class WaitingGroups(WholeRollout):
+    """As many rollouts as fill the batch with groups that teach (`group_buffer`); the groups and
+    parts of groups beyond it wait."""
+
+    def is_asked_for(self, config: Any) -> bool:
+        screens = part_size(config) < config.rollout.group_size
+        return config.algorithm.dynamic_sampling or screens
+
+    def add_part(self, run: Run, state: RunState) -> None:
+        groups = GroupBuffer(run.config, len(run.prompts.lens))
+        stored = run.rollout_spec.program.stored_logprobs
+        slots = run.config.rollout.response_len
+        groups.kept_rows = Rollout.empty(groups.max_waiting_rows, slots, stored)
+        state.groups = groups
+
+    def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
+        return state.groups.wants_rollout()
+
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        """New prompts, and then the further parts of the groups that are to be finished."""
+        groups = state.groups
+        prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
+        if groups.to_finish:
+            begun = state.stream.find(groups.to_finish)
+            parts = (part_of(begun, first) for first in groups.first_samples)
+            prompts = concatenate(prompts, *parts)
         return prompts, CarryOver()
-    later = state.stream.peek()
-    return prompts, CarryOver(later, _noise_steps(state, later, state.step + 1))
+
+    def observe(self, state: RunState, responses: Responses) -> None:
+        super().observe(state, responses)
+        ids = [example.prompt_id for example in responses.prompts.examples]
+        state.groups.add(ids, responses.group_rewards)
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        """Return the groups that the buffer gives; the rows of the others wait in it."""
+        size = run.trained_group_size
+        filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
+        groups, values = state.groups.take_batch(filler)
+        places = places_of(groups, size)
+        sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
+        rollout = assemble(sources, places)
+        lens = hosts.fetch(rollout.lens)
+        stale = int(lens[places[:, 0] == KEPT].sum())
+        values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
+        state.groups.kept_rows = assemble(sources, state.groups.keep())
+        prompts = state.stream.find([group.prompt_id for group in groups])
+        values |= Stats.total([x.result.stats for x in rollouts]).metrics()
+        return TrainBatch(prompts, rollout, rewards_of(groups, size), values)
 
 
-def _group_prompts(state: RunState) -> Prompts:
-    """New prompts, and then the further parts of the groups that are to be finished."""
-    groups = state.groups
-    prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
-    if not groups.to_finish:
-        return prompts
-    begun = state.stream.find(groups.to_finish)
-    return concatenate(prompts, *(part_of(begun, first) for first in groups.first_samples))
+# A run's way is the first that its configuration asks for; no configuration asks for two.
+COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
+
+
+def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+    """Return what a step trains on, with the metrics of all that was rolled out."""
+    batch = run.collector.batch(run, state, rollouts)
+    on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
+    prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
+    draft_lens = _joined(x.result.draft_lens for x in rollouts)
+    values = rollout_metrics(
+        _joined(x.tokens for x in rollouts),
+        _joined(x.lens for x in rollouts),
+        prefix_lens,
+        run.rollout_spec.program.eos_ids,
+        draft_lens=draft_lens,
+        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
+        forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
+        group_size=run.rollout_spec.group_size,
+    )
+    if rollouts[0].turns is not None:
+        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
+    rewards = _joined(x.scores.rewards for x in rollouts)
+    failed = _joined(x.scores.failed for x in rollouts)
+    values |= reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    if run.config.rollout.noise_epochs > 1:
+        values |= noise_metrics(_joined(x.kept_noise for x in rollouts), rewards)
+    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
+        none_failed = np.zeros(len(batch.rewards), bool)
+        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
+        values |= {name: trained[name] for name in GROUP_REWARDS}
+    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
+    rejected_mass = 0.0
+    rule = run.rollout_spec.program.accept
+    if not rule.samples_anew:
+        rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
+        inputs = (batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share)
+        values |= off_policy.measure(*inputs)
+    return dataclasses.replace(batch, metrics=batch.metrics | values, rejected_mass=rejected_mass)
+
+
+def _joined(arrays) -> np.ndarray:
+    return np.concatenate(list(arrays))
 
 
 # Drafts -------------------------------------------------------------------------------------------
 
 
-def _drafts(run: Run, state: RunState, prompts: Prompts, previous: Drafts) -> Drafts | None:
-    """Earlier responses to `prompts`, or what was begun for them ahead.
+def find_drafts(
+    run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
+) -> DraftInputs:
+    """Return what the rollout of `prompts` may draft from.
 
     previous: the newest responses, which the store has given already.
+    next_prompts: of the step after it, begun in the same rollout; None: there are none.
     """
     config = run.config.rollout
     drafts = None
@@ -221,12 +262,14 @@ def _drafts(run: Run, state: RunState, prompts: Prompts, previous: Drafts) -> Dr
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
         drafts = _without_unsolved(run, state, prompts, drafts)
-    return drafts if state.run_ahead is None else state.run_ahead.drafts_for(prompts, drafts)
-
-
-def _unsolved(rewards: np.ndarray) -> np.ndarray:
-    """bool [Q], the groups of rewards [Q, G] that have no signal and no right response."""
-    return (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+    drafts = run.collector.drafts(state, prompts, drafts)
+    history = None
+    if run.rollout_spec.program.draft_history:
+        batches = [prompts] if next_prompts is None else [prompts, next_prompts]
+        stored = [run.collector.stored(run, state, batch) for batch in batches]
+        tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
+        history = DraftHistory.from_store(tokens, lens, config.group_size)
+    return DraftInputs(drafts, run.log_lenience, history)
 
 
 def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
@@ -248,22 +291,7 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
     return without_drafts(drafts, left_out.reshape(-1))
 
 
-def _draft_history(
-    run: Run, state: RunState, prompts: Prompts, next_prompts: Prompts | None
-) -> DraftHistory | None:
-    """Stored responses for the draft source; None where it wants none."""
-    if not run.rollout_spec.program.draft_history:
-        return None
-    batches = [prompts] if next_prompts is None else [prompts, next_prompts]
-    stored = [_stored_responses(run, state, batch) for batch in batches]
-    if state.run_ahead is not None:  # newest: a sibling may go on where one stopped
-        begun = [state.run_ahead.sources(batch) for batch in batches]
-        stored = [[jnp.concatenate(x, axis=1) for x in zip(*pair)] for pair in zip(begun, stored)]
-    tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
-    return DraftHistory.from_store(tokens, lens, run.config.rollout.group_size)
-
-
-def _stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
     """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
 
     Groups that are rolled out in parts are stored in parts: these are put together.
@@ -284,106 +312,9 @@ def _stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.
     return tuple(joined(arrays) for arrays in zip(*parts))
 
 
-# The batch ----------------------------------------------------------------------------------------
-
-
-def _whole_rollout(state: RunState, scored: ScoredRollout) -> tuple[Groups, dict[str, float]]:
-    """All of a rollout; what it leaves to the next one goes into `state`."""
-    result = scored.responses.result
-    values = result.metrics()
-    if state.run_ahead is not None:
-        begun = state.run_ahead
-        lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
-        if lens.any():
-            accepted = int(scored.prefix_lens[lens > 0].sum())
-            values["rollout/run_ahead_accepted"] = accepted / int(lens.sum())
-        state.run_ahead = result.run_ahead or dataclasses.replace(begun, prompt_ids=())
-    state.resumed = result.resumed
-    return Groups(scored.prompts, scored.rollout, scored.responses.scores.rewards), values
-
-
-def _full_batch(
-    run: Run, state: RunState, rollouts: list[ScoredRollout]
-) -> tuple[Groups, dict[str, float]]:
-    """The groups that the buffer gives; the rows of the others wait in it."""
-    size = run.trained_group_size
-    filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
-    groups, values = state.groups.take_batch(filler)
-    places = places_of(groups, size)
-    sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
-    rollout = assemble(sources, places)
-    lens = hosts.fetch(rollout.lens)
-    stale = int(lens[places[:, 0] == KEPT].sum())
-    values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
-    state.groups.kept_rows = assemble(sources, state.groups.keep())
-    prompts = state.stream.find([group.prompt_id for group in groups])
-    values |= Stats.total([x.responses.result.stats for x in rollouts]).metrics()
-    return Groups(prompts, rollout, rewards_of(groups, size)), values
-
-
-# Metrics ------------------------------------------------------------------------------------------
-
-
-def _joined(arrays) -> np.ndarray:
-    return np.concatenate(list(arrays))
-
-
-def _rollout_metrics(run: Run, groups: Groups, rollouts: list[ScoredRollout]) -> dict[str, float]:
-    """Metrics of all that was rolled out, whether it is trained on or not."""
-    responses = [x.responses for x in rollouts]
-    values = rollout_metrics(
-        _joined(x.tokens for x in responses),
-        _joined(x.lens for x in responses),
-        _joined(x.prefix_lens for x in rollouts),
-        run.rollout_spec.program.eos_ids,
-        draft_lens=_joined(x.draft_lens for x in rollouts),
-        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
-        forced=_joined(x.forced for x in rollouts),
-        group_size=run.rollout_spec.group_size,
-    )
-    if run.scorer.max_turns:
-        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in responses)))
-    rewards = _joined(x.scores.rewards for x in responses)
-    failed = _joined(x.scores.failed for x in responses)
-    values |= reward_metrics(rewards, failed, run.rollout_spec.group_size)
-    if rollouts[0].kept_noise is not None:
-        values |= noise_metrics(_joined(x.kept_noise for x in rollouts), rewards)
-    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
-        none_failed = np.zeros(len(groups.rewards), bool)
-        trained = reward_metrics(groups.rewards, none_failed, run.trained_group_size)
-        values |= {name: trained[name] for name in GROUP_REWARDS}
-    return values
-
-
-def record_failures(
-    failures: FailureLog, run: Run, step: int, rollouts: list[ScoredRollout]
-) -> None:
-    """Tells of the answers of a step that could not be scored; as `FailureLog.record` raises."""
-    reasons = []
-    tasks = []
-    rows = []
-    for x in rollouts:
-        reasons += x.responses.scores.reasons
-        rows += list(zip(x.responses.tokens, x.responses.lens, strict=True))
-        group = len(x.responses.lens) // len(x.prompts.examples)
-        tasks += [example.task for example in x.prompts.examples for _ in range(group)]
-
-    def text_of(row: int) -> str:
-        tokens, length = rows[row]
-        return run.scorer.text(tokens[:length])
-
-    failures.record(step, reasons, tasks, text_of)
-
-
-def _measure_reuse(
-    run: Run, batch: Rollout, rollouts: list[ScoredRollout]
-) -> tuple[float, dict[str, float]]:
-    """Return the share of rejections and the `reuse/*` metrics."""
-    rule = run.rollout_spec.program.accept
-    if rule.samples_anew:
-        return 0.0, {}
-    rejected_mass = off_policy.estimate_rejected_mass(
-        _joined(x.prefix_lens for x in rollouts), _joined(x.draft_lens for x in rollouts)
-    )
-    share = rule.lenient_share
-    return rejected_mass, off_policy.measure(batch, run.log_lenience, rejected_mass, share)
+def store(state: RunState, responses: Responses) -> None:
+    """Store responses as the next drafts of their prompts."""
+    rewards = responses.group_rewards
+    unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+    inputs = (responses.prompts, responses.rollout)
+    state.store.put(*inputs, step=state.step, unsolved=unsolved)

@@ -10,11 +10,8 @@ Rows need not be in the same turn. Once few rows still generate (`allow_unfinish
 answered, and the next rollout goes on with all of them.
 """
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,27 +25,87 @@ from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced,
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Prompts
+from specrl_jax.telemetry.stopwatch import Stopwatch
+from specrl_jax.types import Drafts, Prompts, Rollout
 
 
-@contextlib.contextmanager
-def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the seconds spent in the `with` block to a metric."""
-    start = time.perf_counter()
-    yield
-    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
+@dataclasses.dataclass(frozen=True)
+class Responses:
+    """B = Q·G finished responses to Q prompts, G in a row for each; what rewards read is on the
+    host."""
+
+    prompts: Prompts  # [Q]; rows beyond theirs are padding
+    result: RolloutResult
+    tokens: np.ndarray  # int32 [B, R]
+    lens: np.ndarray  # int32 [B]
+    scores: Rewards
+    turns: np.ndarray | None = None  # int [B], of episodes
+    # The rows' last responses before these, int32 [B, R], and their lengths.
+    previous: tuple[np.ndarray, np.ndarray] | None = None
+    kept_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.result.rollout
+
+    def after(self, previous: Drafts, kept_noise: np.ndarray) -> "Responses":
+        """Return these with what went before.
+
+        previous: the last responses of all rows that the rollout was given. kept_noise: bool
+        [Q, G], rows on noise that an earlier rollout had.
+        """
+        tokens, lens = hosts.fetch((previous.tokens, previous.lens))
+        rows = self.result.rows
+        before = {"previous": (tokens[rows], lens[rows]), "kept_noise": kept_noise.reshape(-1)}
+        return dataclasses.replace(self, **before)
+
+    @property
+    def group_size(self) -> int:
+        return len(self.lens) // len(self.result.groups)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the prompts, without padding."""
+        return len(self.prompts.lens) * self.group_size
+
+    @property
+    def group_rewards(self) -> np.ndarray:
+        """float32 [Q, G]"""
+        return self.scores.rewards[: self.num_rows].reshape(-1, self.group_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class ResponseScorer:
-    """Scorer that turns token ids into rewards."""
+    """Scorer that rolls prompts out, one turn each, and turns the token ids into rewards."""
 
     pool: RewardPool
     tokenizer: Tokenizer
-    max_turns: int = 0  # of an episode with the pool's environment; 0: there is none
-    # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
-    allow_unfinished: float = 0.0
     keep_special_tokens: bool = False  # in texts, but for the end of a response
+
+    def respond(
+        self,
+        spec: RolloutSpec,
+        weights: Params,
+        prompts: Prompts,
+        noise: Noise,
+        *,
+        clock: Stopwatch | None = None,
+        **options,
+    ) -> Responses:
+        """Return responses to `prompts` and their rewards.
+
+        clock: gets the seconds of the rollout and of the rewards, as time/rollout and time/reward.
+        options: as of `generate`.
+        """
+        clock = clock or Stopwatch()
+        with clock.timed("time/rollout"):
+            result = generate(spec, weights, prompts, noise, **options)
+            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+        with clock.timed("time/reward"):
+            prompts = select(prompts, result.groups)
+            texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
+            scores = self.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
+        return Responses(prompts, result, tokens, lens, scores)
 
     def text(self, ids: np.ndarray) -> str:
         """Decode what rewards see of a response, int [n]."""
@@ -57,60 +114,38 @@ class ResponseScorer:
             ids.pop()
         return self.tokenizer.decode(ids, self.keep_special_tokens)
 
-    def score(self, prompts: Prompts, tokens: np.ndarray, lens: np.ndarray) -> Rewards:
-        """Rewards of responses [Q * G, R] to Q prompts, G in a row for each."""
-        texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
-        return self.score_texts(texts, *_problems(prompts, range(len(lens)), len(lens)))
-
-    def score_texts(self, texts: Sequence, *problems: list) -> Rewards:
+    def score(self, texts: Sequence, *problems: list) -> Rewards:
         """The pool's scores; every process scores a part and gets those of the others."""
         part = hosts.own_part(len(texts))
         own = self.pool.score(texts[part], *(values[part] for values in problems))
         return Rewards.joined(hosts.gather(own))
 
 
-class Responses(NamedTuple):
-    """B finished responses, on the host too."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpisodeScorer(ResponseScorer):
+    """Scorer of episodes: rollouts of turns, and the environment of the pool in between."""
 
-    result: RolloutResult
-    tokens: np.ndarray  # int32 [B, R]
-    lens: np.ndarray  # int32 [B]
-    scores: Rewards
-    turns: np.ndarray  # int [B]
+    max_turns: int  # of an episode
+    # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
+    allow_unfinished: float = 0.0
 
-
-def respond(
-    spec: RolloutSpec,
-    weights: Params,
-    prompts: Prompts,
-    noise: Noise,
-    scorer: ResponseScorer,
-    *,
-    drafts: DraftInputs = DraftInputs(),
-    metrics: dict[str, float] | None = None,
-    **options,
-) -> Responses:
-    """Responses to `prompts` and their rewards.
-
-    drafts, options: as of `generate`. metrics: gets `time/rollout` and `time/reward`, if given.
-    """
-    metrics = {} if metrics is None else metrics
-    episodes = _Episodes(spec, prompts, scorer, drafts.previous) if scorer.max_turns else None
-    while True:
-        if episodes is not None:
+    def respond(self, spec, weights, prompts, noise, *, clock=None, **options) -> Responses:
+        """Return episodes that begin with `prompts`, and their rewards; as `ResponseScorer.respond`
+        otherwise."""
+        clock = clock or Stopwatch()
+        drafts = options.pop("drafts", DraftInputs())
+        episodes = _Episodes(spec, prompts, self, drafts.previous)
+        while True:
             drafts = dataclasses.replace(drafts, previous=episodes.next_drafts)
-            options["carry_over"] = episodes.carry_over()
-        with timed(metrics, "time/rollout"):
-            result = generate(spec, weights, prompts, noise, drafts=drafts, **options)
-            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-        with timed(metrics, "time/reward"):
-            if episodes is None:
-                scores = scorer.score(select(prompts, result.groups), tokens, lens)
-                return Responses(result, tokens, lens, scores, np.ones_like(lens))
-            answers = episodes.step(result, tokens, lens)
-        if episodes.over.all():
-            return episodes.responses(result, tokens, lens)
-        episodes.append(answers, result, lens)
+            options |= {"drafts": drafts, "carry_over": episodes.carry_over()}
+            with clock.timed("time/rollout"):
+                result = generate(spec, weights, prompts, noise, **options)
+                tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+            with clock.timed("time/reward"):
+                answers = episodes.step(result, tokens, lens)
+            if episodes.over.all():
+                return episodes.responses(result, tokens, lens)
+            episodes.append(answers, result, lens)
 
 
 def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
@@ -128,7 +163,7 @@ class _Episodes:
     """Episodes in progress, one a row."""
 
     def __init__(
-        self, spec: RolloutSpec, prompts: Prompts, scorer: ResponseScorer, drafts: Drafts | None
+        self, spec: RolloutSpec, prompts: Prompts, scorer: EpisodeScorer, drafts: Drafts | None
     ):
         """Begin an episode in each row; drafts: earlier episodes."""
         self.spec = spec
@@ -181,7 +216,8 @@ class _Episodes:
         no_observations = ("",) * len(self.reasons)
         scores = Rewards(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
         result = dataclasses.replace(result, stats=Stats.total(self.stats))
-        return Responses(result, tokens, lens, scores, np.array([len(x) for x in self.texts]))
+        turns = np.array([len(x) for x in self.texts])
+        return Responses(self.prompts, result, tokens, lens, scores, turns)
 
     def step(
         self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
@@ -194,7 +230,7 @@ class _Episodes:
             turn = tokens[row, self.turn_starts[row] : lens[row]]
             self.texts[row].append(self.scorer.text(turn))
         texts = [tuple(self.texts[row]) for row in rows]
-        scores = self.scorer.score_texts(texts, *_problems(self.prompts, rows, len(lens)))
+        scores = self.scorer.score(texts, *_problems(self.prompts, rows, len(lens)))
         answers = {}
         for i, row in enumerate(rows):
             self.rewards[row] = scores.rewards[i]

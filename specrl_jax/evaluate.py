@@ -1,17 +1,16 @@
 """Responses to held-out prompts with the same rollout as in training, and figures of them."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from specrl_jax.data.prompts import select
-from specrl_jax.episodes import Responses, ResponseScorer, respond
+from specrl_jax.episodes import Responses, ResponseScorer
 from specrl_jax.models.transformer import Params
 from specrl_jax.rollout.generate import Noise, RolloutSpec
 from specrl_jax.types import Prompts
-
-Answered = list[tuple[Prompts, Responses]]
 
 
 def evaluate(
@@ -20,23 +19,22 @@ def evaluate(
     batches: Sequence[tuple[Prompts, int]],
     noise: Noise,
     scorer: ResponseScorer,
-) -> tuple[float, Answered]:
-    """Mean reward over all responses to the real prompts of `batches` (see data.eval_batches).
+) -> list[Responses]:
+    """Return the responses to each of `batches` (see data.eval_batches).
 
-    Also returns the real prompts of each batch, and the batch's responses: first those to the real
-    prompts.
+    Their prompts are the real ones, whose rows come first.
     """
     answered = []
     for prompts, real in batches:
-        responses = respond(spec, weights, prompts, noise, scorer)
-        answered.append((select(prompts, np.arange(real)), responses))
-    return float(np.mean(group_rewards(answered, spec.group_size))), answered
+        responses = scorer.respond(spec, weights, prompts, noise)
+        real_prompts = select(prompts, np.arange(real))
+        answered.append(dataclasses.replace(responses, prompts=real_prompts))
+    return answered
 
 
-def group_rewards(answered: Answered, samples: int) -> np.ndarray:
-    """float32 [Q, G], the rewards of G = `samples` responses to each real prompt."""
-    rewards = [r.scores.rewards[: len(p.lens) * samples] for p, r in answered]
-    return np.concatenate(rewards).reshape(-1, samples)
+def group_rewards(answered: Sequence[Responses]) -> np.ndarray:
+    """float32 [Q, G], the rewards of the G responses to each real prompt."""
+    return np.concatenate([responses.group_rewards for responses in answered])
 
 
 def pass_at_k(right: np.ndarray, k: int) -> np.ndarray:

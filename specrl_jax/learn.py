@@ -1,6 +1,6 @@
 """The second half of a step: rewards → advantages → updates.
 
-Takes the run, its state and the `TrainBatch` of `collect`; changes `state.train` and gives the
+Takes the run, its state and what was collected, a `TrainBatch`; changes `state.train` and gives the
 metrics of the updates.
 """
 
@@ -31,46 +31,43 @@ from specrl_jax.algorithms.scoring import (
     pack_rows,
 )
 from specrl_jax.algorithms.update import make_batch, update
-from specrl_jax.build import Run, frozen_steps
-from specrl_jax.collect import Groups, TrainBatch
+from specrl_jax.build import frozen_steps
+from specrl_jax.collect import TrainBatch
+from specrl_jax.run import Run
 from specrl_jax.sharding import put
 from specrl_jax.state import RunState
 from specrl_jax.types import Batch
 
 
-def learn(run: Run, state: RunState, train_batch: TrainBatch) -> dict[str, float]:
+def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
     """All updates of a step; changes `state.train`, returns their metrics."""
-    rewards, values = shaped_rewards(run, train_batch.groups)
-    prompts = train_batch.groups.prompts
-    rollout = train_batch.groups.rollout
-    batch = make_batch(prompts, rollout)
+    rewards, values = shaped_rewards(run, collected)
+    batch = make_batch(collected.prompts, collected.rollout)
     batch, advantage_metrics = with_advantages(run, state, batch, rewards)
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
-        batch = dataclasses.replace(batch, weights=_importance_weights(run, train_batch))
-    values |= update_policy(run, state, batch)
-    if train_batch.metrics.get("rollout/stale_fraction"):
+        # Uncapped: what undoes the bias of the acceptance rule.
+        inputs = (np.float32(run.log_lenience), np.float32(collected.rejected_mass))
+        weight = run.rollout_spec.program.accept.importance_weight
+        weights = off_policy.importance_weights(collected.rollout, *inputs, weight)
+        batch = dataclasses.replace(batch, weights=weights)
+    values |= _update_by_mini_batches(run, state, batch)
+    if collected.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         values.pop("policy/rollout_train_logprob_gap", None)
     return values
 
 
-# Rewards ------------------------------------------------------------------------------------------
-
-
-def shaped_rewards(run: Run, groups: Groups) -> tuple[np.ndarray, dict[str, float]]:
+def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
     """The rewards trained on: those of the task, less what a response's length costs."""
     settings = run.config.reward
     if not settings.overlong_tokens:
-        return groups.rewards, {}
-    lens = hosts.fetch(groups.rollout.lens)
+        return collected.rewards, {}
+    lens = hosts.fetch(collected.rollout.lens)
     longest = run.config.rollout.response_len
     penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
-    rewards = (groups.rewards - penalty).astype(np.float32)
+    rewards = (collected.rewards - penalty).astype(np.float32)
     return rewards, {"reward/overlong": float(np.mean(penalty))}
-
-
-# Advantages ---------------------------------------------------------------------------------------
 
 
 def with_advantages(
@@ -91,18 +88,6 @@ def with_advantages(
     return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
 
 
-# Importance weights -------------------------------------------------------------------------------
-
-
-def _importance_weights(run: Run, train_batch: TrainBatch) -> Array:
-    """float32 [B, R], uncapped: what undoes the bias of the acceptance rule."""
-    inputs = (np.float32(run.log_lenience), np.float32(train_batch.rejected_mass))
-    rule = run.rollout_spec.program.accept
-    return off_policy.importance_weights(
-        train_batch.groups.rollout, *inputs, rule.importance_weight
-    )
-
-
 @functools.partial(jax.jit, static_argnames="cap")
 def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
     """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
@@ -115,10 +100,7 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
     }
 
 
-# Updates ------------------------------------------------------------------------------------------
-
-
-def update_policy(run: Run, state: RunState, batch: Batch) -> dict[str, float]:
+def _update_by_mini_batches(run: Run, state: RunState, batch: Batch) -> dict[str, float]:
     """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
     settings = run.config.updates
     update_spec = run.update_spec

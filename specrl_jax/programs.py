@@ -1,13 +1,12 @@
-"""The programs of a run: the jitted functions that it calls, with the shapes of their inputs.
+"""The programs of a run: the jitted functions that it calls.
 
-All shapes follow from the configuration, so the list is known before the first step. Training
-compiles it at the start (`compile_all`), `launch/compile.py` compiles it for absent hardware.
+The shapes of their inputs (`shapes`) follow from the configuration, so the list is known before the
+first step. Training compiles it at the start (`compile_run`), `launch/compile.py` compiles it for
+absent hardware.
 """
 
 import concurrent.futures
-import dataclasses
 import functools
-import math
 import os
 import sys
 import time
@@ -18,55 +17,25 @@ import jax
 import numpy as np
 
 from specrl_jax import memory
-from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
-from specrl_jax.algorithms.scoring import PackedRows, critic_values, logprobs, pack_rows
-from specrl_jax.algorithms.update import make_batch, update
-from specrl_jax.algorithms.update_spec import (
-    PolicyState,
-    UpdateSpec,
-    init_policy_state,
-    make_update_spec,
-)
-from specrl_jax.build import (
-    Run,
-    frozen_steps,
-    policy_schedule,
-    rollout_rows,
-    training_spec,
-)
-from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
-from specrl_jax.group_buffer import trained_group_size
-from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import KVCache, init_cache
-from specrl_jax.models.load import load_shape
-from specrl_jax.models.transformer import (
-    Params,
-    abstract_params,
-    copy_weights,
-    param_count,
-    rollout_weights,
-)
+from specrl_jax.algorithms.scoring import critic_values, logprobs
+from specrl_jax.algorithms.update import update
+from specrl_jax.build import frozen_steps
+from specrl_jax.models.transformer import copy_weights
 from specrl_jax.rollout.carry_over import append_forced, restore
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
-from specrl_jax.rollout.drafts.store import Stored, pick_drafts, pick_sources
-from specrl_jax.rollout.engine.all_rows import (
-    Noise,
-    empty_batch,
-    read_rollout,
-    start_all_rows,
-    start_inputs,
-    start_rows,
-)
-from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.drafts.store import pick_drafts, pick_sources
+from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.engine.prefixes import Prefixes, pack_prefixes
-from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.rows import Rows, compact, gather, scatter
+from specrl_jax.rollout.rows import compact, scatter
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.sharding import axes, eval_shape
-from specrl_jax.state import store_shape
-from specrl_jax.types import Batch, Drafts, PartialRows, Prompts, Rollout
+from specrl_jax.shapes import (
+    AbstractRun,
+    RolloutShapes,
+    array,
+    device_bytes,
+    made_up_prompts,
+    on_host,
+)
 
 
 class Program(NamedTuple):
@@ -80,143 +49,103 @@ class Program(NamedTuple):
     beside: int = 0
 
 
-# Shapes --------------------------------------------------------------------------------------
+def run_programs(run: AbstractRun) -> list[Program]:
+    """Return the programs of a run, in the order in which they first run."""
+    params = run.state.params
+    listed = [_program("policy copy", copy_weights, run.model, params, kept=params)]
+    if run.config.evaluate.every:
+        listed += _evaluation_programs(run)
+    stored = run.stored
+    for age in sorted({1, run.config.rollout.draft_age}):
+        name = f"pick drafts of age {age}"
+        listed.append(_program(name, pick_drafts, *run.picked, age=age, kept=stored))
+    if run.spec.program.draft_history:
+        listed.append(_program("pick sources", pick_sources, *run.picked, kept=stored))
+    listed += rollout_programs(run.training)
+    listed += _update_programs(run)
+    return listed
 
 
-def abstract(function: Callable, *args) -> Any:
-    """Shapes, dtypes and layouts, on the mesh in use, of what `function(*args)` returns."""
-    return placed(eval_shape(function, *args))
+def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Program]:
+    """Yield the programs of a rollout that run the model, or move rows between buckets.
+
+    prefix: of their names.
+    """
+    program = shapes.spec.program
+    buckets = shapes.buckets
+    stop = on_host(StopCondition.of(1, 1))
+    number = jax.ShapeDtypeStruct((), np.float32)
+    most = buckets.rows[0]
+    inputs = (shapes.cache(most), shapes.batch_rows(most), shapes.all_rows, shapes.drafts, number)
+    yield _program(
+        f"{prefix}extend", extend, program, buckets, shapes.weights, *inputs,
+        shapes.prefixes, stop, runs_model=True, kept=shapes.weights["stacked"],
+        beside=shapes.weights["layers"],
+    )  # fmt: skip
+    copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
+    others = (shapes.all_rows, shapes.drafts)
+    for size in buckets.rows:
+        batch = (shapes.cache(size), shapes.batch_rows(size))
+        for width in buckets.widths:
+            draft_state = shapes.draft_state if width > 1 else None
+            yield _program(
+                f"{prefix}decode {size} x {width}", decode_steps, program, shapes.weights, *batch,
+                draft_state, stop, width=width, runs_model=True, beside=others,
+            )  # fmt: skip
+        if smaller := buckets.rows_below(size):
+            yield _program(
+                f"{prefix}compact to {smaller}", compact, *batch, size=smaller,
+                beside=(copied, others),
+            )  # fmt: skip
+        yield _program(f"{prefix}write back {size}", scatter, batch[1], shapes.all_rows)
 
 
-def placed(tree: Any) -> Any:
-    """Shapes with a layout each on the mesh in use: whole on every device where they have none."""
-    mesh = jax.sharding.get_mesh()
+def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
+    """Yield the programs of an evaluation. After a resume the first one may come late, so the small
+    programs, which a rollout runs at once, are among them."""
+    prefix = "evaluation: "
+    shapes = run.evaluation
+    program = shapes.spec.program
+    yield from rollout_programs(shapes, prefix)
+    made_up = made_up_prompts(shapes.spec, shapes.rows)
+    inputs = start_inputs(program, made_up, np.zeros(len(made_up.lens), int))
+    purpose = Purpose.EVALUATE
+    yield _program(f"{prefix}start", start_rows, program, int(purpose), run.key, *on_host(inputs))
+    size = shapes.buckets.rows[0]
+    slots = shapes.buckets.slots
+    name = f"{prefix}empty batch"
+    yield _program(name, empty_batch, program, shapes.all_rows, size=size, slots=slots)
+    turns = bool(run.config.environment.name)
+    step = jax.ShapeDtypeStruct((), np.int32)
+    for held in (None, shapes.held) if turns else (None,):
+        name = f"{prefix}read" if held is None else f"{prefix}read a turn"
+        yield _program(name, read_rollout, program, shapes.all_rows, shapes.drafts, held, step)
+    if turns:
+        yield _program(f"{prefix}restore", restore, shapes.all_rows, shapes.held)
+        tokens = array(np.int32, shapes.held.rollout.tokens.shape, "batch", None)
+        lens = shapes.held.draft_lens
+        yield _program(f"{prefix}append forced", append_forced, shapes.held, tokens, lens)
 
-    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        dims = jax.P(*(None,) * len(x.shape)) if x.sharding is None else x.sharding.spec
-        layout = jax.sharding.NamedSharding(mesh, dims)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout, weak_type=x.weak_type)
 
-    return jax.tree.map(place, tree)
-
-
-def array(dtype: Any, shape: tuple[int, ...], *dims: str | None) -> jax.ShapeDtypeStruct:
-    layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), axes(*dims))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
-
-
-def on_host(tree: Any) -> Any:
-    """Shapes of arrays that the host hands over, as NumPy's are."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutShapes:
-    """Shapes of a rollout of `rows` rows, of which `trained` are to train on."""
-
-    spec: RolloutSpec
-    weights: Params
-    rows: int
-    trained: int
-    drafts: Drafts | None  # None: it verifies none
-    draft_state: Any = None  # of the draft source
-
-    @functools.cached_property
-    def buckets(self) -> Buckets:
-        return self.spec.buckets(self.trained)
-
-    @functools.cached_property
-    def all_rows(self) -> Rows:
-        def start(key: jax.Array) -> Rows:
-            made_up = prompts(self.spec, self.rows)
-            steps = np.zeros((len(made_up.lens), self.spec.group_size), int)
-            return start_all_rows(self.spec.program, made_up, Noise(key, 0), steps)
-
-        return abstract(start, jax.eval_shape(lambda: jax.random.key(0)))
-
-    def batch_rows(self, size: int) -> Rows:
-        return abstract(gather, self.all_rows, array(np.int32, (size,), "batch"))
-
-    def cache(self, rows: int) -> KVCache:
-        return abstract(lambda: init_cache(self.spec.program.model, rows, self.buckets.slots))
-
-    @functools.cached_property
-    def prefixes(self) -> Prefixes:
-        nothing = np.zeros((0, self.spec.prompt_slots + self.spec.program.response_slots), np.int32)
-        none = nothing[:, 0]
-        pieces = self.buckets.multiple
-        return on_host(pack_prefixes(self.buckets, nothing, none, [none] * pieces, none))
-
-    @functools.cached_property
-    def rollout(self) -> Rollout:
-        read = functools.partial(read_rollout, self.spec.program)
-        return abstract(lambda *x: read(*x, None, np.int32(0)), self.all_rows, self.drafts)
-
-    @functools.cached_property
-    def held(self) -> PartialRows:
-        """Rows between two turns."""
-        numbers = array(np.int32, (self.rows,), "batch")
-        return PartialRows(self.rollout, array(np.bool_, (self.rows,), "batch"), numbers)
-
-    def programs(self, prefix: str = "") -> Iterator[Program]:
-        """The programs of the rollout that run the model, or move rows between buckets; prefix: of
-        their names."""
-        program = self.spec.program
-        buckets = self.buckets
-        stop = on_host(StopCondition.of(1, 1))
-        number = jax.ShapeDtypeStruct((), np.float32)
-        most = buckets.rows[0]
-        inputs = (self.cache(most), self.batch_rows(most), self.all_rows, self.drafts, number)
+def _update_programs(run: AbstractRun) -> Iterator[Program]:
+    """Yield the programs of the update, and those of log-probs and values where there are any."""
+    settings = run.config
+    update_spec = run.update_spec
+    rows = run.batch.response_lens.shape[0]
+    every = run.packed(rows)
+    if settings.algorithm.kl_coef or settings.updates.old_logprobs == "recompute":
+        params = run.state.params
+        inputs = (update_spec, params, every)
+        yield _program("log-probs", logprobs, *inputs, runs_model=True, kept=params)
+    if update_spec.critic:
+        inputs = (update_spec, run.state, every)
+        yield _program("values", critic_values, *inputs, runs_model=True, kept=run.state)
+    mini_batch = run.packed(settings.updates.mini_batch_size)
+    for frozen in {False, frozen_steps(settings) > 0}:
         yield _program(
-            f"{prefix}extend", extend, program, buckets, self.weights, *inputs,
-            self.prefixes, stop, runs_model=True, kept=self.weights["stacked"],
-            beside=self.weights["layers"],
+            "update of the critic" if frozen else "update", update, update_spec, run.state,
+            run.batch, mini_batch, policy_frozen=frozen, runs_model=True, kept=run.state,
         )  # fmt: skip
-        copied = {name: x for name, x in self.weights.items() if name != "stacked"}
-        others = (self.all_rows, self.drafts)
-        for size in buckets.rows:
-            batch = (self.cache(size), self.batch_rows(size))
-            for width in buckets.widths:
-                draft_state = self.draft_state if width > 1 else None
-                yield _program(
-                    f"{prefix}decode {size} x {width}", decode_steps, program, self.weights, *batch,
-                    draft_state, stop, width=width, runs_model=True, beside=others,
-                )  # fmt: skip
-            if smaller := buckets.rows_below(size):
-                yield _program(
-                    f"{prefix}compact to {smaller}", compact, *batch, size=smaller,
-                    beside=(copied, others),
-                )  # fmt: skip
-            yield _program(f"{prefix}write back {size}", scatter, batch[1], self.all_rows)
-
-    def small_programs(
-        self, prefix: str, key: Any, purpose: Purpose, *, turns: bool
-    ) -> Iterator[Program]:
-        """The other programs of the rollout, which the first one runs at once."""
-        program = self.spec.program
-        made_up = prompts(self.spec, self.rows)
-        inputs = start_inputs(program, made_up, np.zeros(len(made_up.lens), int))
-        yield _program(f"{prefix}start", start_rows, program, int(purpose), key, *on_host(inputs))
-        yield _program(
-            f"{prefix}empty batch", empty_batch, program, self.all_rows, size=self.buckets.rows[0],
-            slots=self.buckets.slots,
-        )  # fmt: skip
-        step = jax.ShapeDtypeStruct((), np.int32)
-        for held in (None, self.held) if turns else (None,):
-            name = f"{prefix}read" if held is None else f"{prefix}read a turn"
-            yield _program(name, read_rollout, program, self.all_rows, self.drafts, held, step)
-        if turns:
-            yield _program(f"{prefix}restore", restore, self.all_rows, self.held)
-            tokens = array(np.int32, self.held.rollout.tokens.shape, "batch", None)
-            lens = self.held.draft_lens
-            yield _program(f"{prefix}append forced", append_forced, self.held, tokens, lens)
-
-
-def prompts(spec: RolloutSpec, rows: int) -> Prompts:
-    """Prompts of zeros for so many rows of a rollout."""
-    shape = rows // spec.group_size, spec.prompt_slots
-    ids = np.zeros((shape[0], 2), np.uint32)
-    return Prompts(np.zeros(shape, np.int32), np.full(shape[0], shape[1], np.int32), ids, ())
 
 
 def _program(
@@ -232,208 +161,6 @@ def _program(
     inputs meanwhile."""
     trace = functools.partial(function.trace, *inputs, **options)
     return Program(name, trace, runs_model, device_bytes(kept), device_bytes(beside))
-
-
-@dataclasses.dataclass(frozen=True)
-class AbstractRun:
-    """Shapes of what a run holds. Nothing is read or allocated: every shape is what the functions
-    of a run return for such inputs."""
-
-    config: Any
-    model: ModelConfig
-    spec: RolloutSpec
-    eval_spec: RolloutSpec
-    update_spec: UpdateSpec
-    num_prompts: int  # to train on
-    key: Any  # of the run, or its shape
-
-    def describe(self) -> str:
-        """Describe the run in a line."""
-        count = f"{param_count(self.model) / 1e6:,.1f}M parameters, {self.model.dtype}"
-        rows = f"{self.rows:,} rows a step, {self.training.buckets.rows[0]:,} at once"
-        return f"{count}; {rows}; drafts of {self.num_prompts:,} prompts"
-
-    @property
-    def rows(self) -> int:
-        return rollout_rows(self.config)
-
-    @property
-    def total_rows(self) -> int:
-        """Rows of a rollout, those of the next step included."""
-        return self.rows * (1 + self.config.rollout.run_ahead)
-
-    @functools.cached_property
-    def state(self) -> PolicyState:
-        init = functools.partial(init_policy_state, self.update_spec)
-        return abstract(init, placed(abstract_params(self.model)))
-
-    @functools.cached_property
-    def weights(self) -> Params:
-        return abstract(functools.partial(rollout_weights, self.model), self.state.params)
-
-    @functools.cached_property
-    def stored(self) -> Stored:
-        """The draft store's arrays."""
-        return placed(store_shape(self.config, self.spec, self.num_prompts).abstract())
-
-    @functools.cached_property
-    def picked(self) -> tuple[Stored, Any, Any]:
-        """The arguments of `pick_drafts` for the prompts of a step's rollout."""
-        numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
-        return self.stored, numbers, numbers
-
-    # The rollouts
-
-    @functools.cached_property
-    def drafts(self) -> Drafts | None:
-        settings = self.config.rollout
-        if not (DRAFT_SOURCES[settings.draft].previous or settings.run_ahead):
-            return None
-        drafts = abstract(functools.partial(pick_drafts, age=1), *self.picked)
-        return jax.tree.map(lambda x: x.update(shape=(self.total_rows, *x.shape[1:])), drafts)
-
-    @functools.cached_property
-    def draft_state(self) -> Any:
-        """State of the draft source for a rollout's prompts."""
-        source = self.spec.program.draft_source
-        if source is None:
-            return None
-        settings = self.config.rollout
-        made_up = prompts(self.spec, self.total_rows)
-        # Stored generations, and what was begun ahead.
-        generations = self.spec.program.draft_history
-        generations += settings.run_ahead and generations > 0
-        shape = (len(made_up.lens), generations * settings.group_size)
-
-        def init(tokens: jax.Array, lens: jax.Array) -> Any:
-            history = DraftHistory.from_store(tokens, lens, settings.group_size)
-            return source.init(made_up, history, self.spec.group_size)
-
-        tokens = array(np.int32, (*shape, settings.response_len), None, None, None)
-        return abstract(init, tokens, array(np.int32, shape, None, None))
-
-    @functools.cached_property
-    def training(self) -> RolloutShapes:
-        rows = self.total_rows
-        return RolloutShapes(
-            self.spec, self.weights, rows, self.rows, self.drafts, self.draft_state
-        )
-
-    @functools.cached_property
-    def evaluation(self) -> RolloutShapes:
-        rows = self.config.evaluate.batch_size * self.eval_spec.group_size
-        return RolloutShapes(self.eval_spec, self.weights, rows, rows, None)
-
-    # The update
-
-    @functools.cached_property
-    def batch(self) -> Batch:
-        """Batch of the longest responses, as the update gets it."""
-        config = self.config
-        rows = config.rollout.prompts_per_step * trained_group_size(config)
-        rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
-        batch = abstract(lambda x: make_batch(prompts(self.spec, rows), x), rollout)
-        rewards = array(np.float32, (rows,), "batch")
-        values = self.update_spec.critic and abstract(
-            functools.partial(critic_values, self.update_spec), self.state, self.packed(rows)
-        )
-        settings = AdvantageConfig.from_config(config, trained_group_size(config))
-        estimate = abstract(
-            lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
-            rewards, values, batch,
-        )  # fmt: skip
-        return dataclasses.replace(
-            batch,
-            values=values,
-            advantages=estimate.advantages,
-            returns=estimate.returns,
-            ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,
-            weights=batch.old_logprobs if config.algorithm.importance_cap else None,
-        )
-
-    def packed(self, rows: int) -> PackedRows:
-        """Return `rows` rows of the batch, packed for the model."""
-        settings = self.config
-        slots = settings.data.prompt_len + settings.rollout.response_len
-        tokens = np.zeros((rows, slots), np.int32)
-        lens = np.zeros(rows, np.int32)
-        old = np.zeros((rows, settings.rollout.response_len), np.float32)
-        host = Batch(tokens, lens, lens + 1, old, advantages=None)
-        return abstract(lambda: pack_rows(self.update_spec, host, np.arange(rows)))
-
-    def _update_programs(self) -> Iterator[Program]:
-        settings = self.config
-        update_spec = self.update_spec
-        rows = self.batch.response_lens.shape[0]
-        every = self.packed(rows)
-        if settings.algorithm.kl_coef or settings.updates.old_logprobs == "recompute":
-            params = self.state.params
-            inputs = (update_spec, params, every)
-            yield _program("log-probs", logprobs, *inputs, runs_model=True, kept=params)
-        if update_spec.critic:
-            inputs = (update_spec, self.state, every)
-            yield _program("values", critic_values, *inputs, runs_model=True, kept=self.state)
-        mini_batch = self.packed(settings.updates.mini_batch_size)
-        for frozen in {False, frozen_steps(settings) > 0}:
-            yield _program(
-                "update of the critic" if frozen else "update", update, update_spec, self.state,
-                self.batch, mini_batch, policy_frozen=frozen, runs_model=True, kept=self.state,
-            )  # fmt: skip
-
-    def programs(self) -> list[Program]:
-        """The programs of the run, in the order in which they first run."""
-        params = self.state.params
-        listed = [_program("policy copy", copy_weights, self.model, params, kept=params)]
-        if self.config.evaluate.every:
-            listed += self.evaluation.programs("evaluation: ")
-            # After a resume the first evaluation may come late.
-            turns = bool(self.config.environment.name)
-            inputs = ("evaluation: ", self.key, Purpose.EVALUATE)
-            listed += self.evaluation.small_programs(*inputs, turns=turns)
-        stored = self.stored
-        for age in sorted({1, self.config.rollout.draft_age}):
-            name = f"pick drafts of age {age}"
-            listed.append(_program(name, pick_drafts, *self.picked, age=age, kept=stored))
-        if self.spec.program.draft_history:
-            listed.append(_program("pick sources", pick_sources, *self.picked, kept=stored))
-        listed += self.training.programs()
-        listed += self._update_programs()
-        return listed
-
-
-UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
-
-
-def of_run(run: Run) -> AbstractRun:
-    """Shapes of a run that is built."""
-    prompts = len(run.prompts.lens)
-    specs = (run.rollout_spec, run.eval_spec)
-    return AbstractRun(run.config, run.model, *specs, run.update_spec, prompts, run.key)
-
-
-def of_config(config) -> AbstractRun:
-    """Shapes of a run whose mesh is in use, from its config alone: no weights, no data.
-
-    Raises ValueError as `build.build` does.
-    """
-    vocab_size = 0
-    eos_ids = None
-    pad_id = 0
-    if config.tokenizer.source in OF_ALPHABET:
-        tokenizer = load_tokenizer(config)
-        vocab_size = tokenizer.vocab_size
-        eos_ids = tokenizer.eos_ids
-        pad_id = tokenizer.pad_id
-    model = load_shape(config, vocab_size)
-    # Which token ends a response changes a constant of the programs, nothing else.
-    rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)
-    evaluation = rollout.for_evaluation(config.evaluate.samples, config.evaluate.temperature)
-    prompts = config.data.prompts or UNKNOWN_PROMPTS
-    steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
-    steps = config.train.steps or config.train.epochs * steps_per_epoch
-    update_spec = make_update_spec(config, model, policy_schedule(config, steps))
-    key = placed(jax.eval_shape(lambda: jax.random.key(0)))
-    return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key)
 
 
 def compile_all(programs: list[Program], note: Callable[[str], None]) -> dict[str, Any]:
@@ -460,7 +187,7 @@ def compile_run(run: AbstractRun, state: Any) -> None:
     fit the device.
     """
     start = time.perf_counter()
-    listed = run.programs()
+    listed = run_programs(run)
     models = sum(program.runs_model for program in listed)
     done = []
 
@@ -509,12 +236,3 @@ def peak_bytes(compiled: Any) -> int:
 def needed_bytes(program: Program, compiled: Any, held: int) -> int:
     """Bytes of a device while a program runs, with the `held` bytes that a run keeps."""
     return peak_bytes(compiled) + held - program.kept + program.beside
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays on one device."""
-
-    def size(x: Any) -> int:
-        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(tree)))

@@ -1,6 +1,7 @@
 """State that every step changes: parts that save, restore and describe themselves.
 
-A new part is a `types.StatePart`, a field of `RunState` and a line of `_new_state`.
+A new part is a `types.StatePart`, a field of `RunState` and a line of `_new_state`. What a way to
+collect keeps between steps is added by `collect`.
 """
 
 import dataclasses
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.algorithms.update_spec import PolicyState, init_policy_state
-from specrl_jax.build import Run
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.checksums import checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -24,8 +24,9 @@ from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.run import Run
 from specrl_jax.runtime import machine
-from specrl_jax.types import Rollout, StatePart
+from specrl_jax.types import StatePart
 from specrl_jax.warmup import warm_up
 
 
@@ -98,6 +99,7 @@ class RunState:
     stream: PromptStream
     store: DraftStore
     origin: Origin
+    noise: KeptNoise
     step: int = 0  # finished steps; within a step, its number
     skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
     skipped_in_row: int = 0  # those since the last that was made
@@ -106,7 +108,6 @@ class RunState:
     run_ahead: RunAhead | None = None  # begun for the next step
     resumed: Resumed | None = None  # unfinished groups of partial rollouts
     groups: GroupBuffer | None = None  # with dynamic sampling or screening
-    noise: KeptNoise | None = None  # where samples keep their noise for several visits
 
     @property
     def parts(self) -> dict[str, StatePart]:
@@ -198,28 +199,18 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
     """Every part that the configuration asks for, empty."""
     config = run.config
     settings = run.config.rollout
-    slots = settings.response_len
-    stored = run.rollout_spec.program.stored_logprobs
     state = RunState(
         train=train,
         stream=make_stream(config, run.prompts, run.total_steps),
         store=_draft_store(run),
         origin=origin,
+        noise=KeptNoise(settings.noise_epochs, settings.noise_refresh, run.rollout_spec.group_size),
     )
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))
     if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
         state.speculation = Speculation()
-    if settings.run_ahead:
-        state.run_ahead = RunAhead.empty(run.rows, slots)
-    if settings.partial:
-        state.resumed = Resumed.empty(settings.partial * settings.group_size, slots, stored)
-    if settings.noise_epochs > 1:
-        refresh = settings.noise_refresh
-        state.noise = KeptNoise(settings.noise_epochs, refresh, run.rollout_spec.group_size)
-    if config.algorithm.dynamic_sampling or state.stream.screens:
-        state.groups = GroupBuffer(config, len(run.prompts.lens))
-        state.groups.kept_rows = Rollout.empty(state.groups.max_waiting_rows, slots, stored)
+    run.collector.add_part(run, state)
     return state
 
 

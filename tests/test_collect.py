@@ -17,7 +17,6 @@ from small_runs import (
     small_config,
 )
 
-from specrl_jax import collect
 from specrl_jax import train as loop
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.telemetry.metrics import MetricsLog
@@ -51,27 +50,22 @@ RUN_AHEAD = {
 class Seen:
     """What a run rolled out, and what it trained on, step by step."""
 
-    rollouts: list  # (step, ScoredRollout)
+    rollouts: list  # (step, Responses)
     batches: list  # (TrainBatch, its log-probs), as `update` will free them
 
 
 def watch(config, workdir) -> Seen:
     """Train, and note every rollout and batch on the way."""
-    seen, real_rollout, real_collect = Seen([], []), collect.generate_and_score, collect.collect
+    seen, take_batch = Seen([], []), loop.take_batch
 
-    def one_rollout(run, state, *rest):
-        scored = real_rollout(run, state, *rest)
-        seen.rollouts.append((state.step, scored))
-        return scored
-
-    def one_batch(run, state):
-        batch = real_collect(run, state)
-        seen.batches.append((batch, jax.device_get(batch.groups.rollout.policy_logprobs)))
+    def one_batch(run, state, rollouts):
+        seen.rollouts.extend((state.step, responses) for responses in rollouts)
+        batch = take_batch(run, state, rollouts)
+        seen.batches.append((batch, jax.device_get(batch.rollout.policy_logprobs)))
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "generate_and_score", one_rollout)
-        patch.setattr(loop, "collect", one_batch)
+        patch.setattr(loop, "take_batch", one_batch)
         loop.train(config, workdir)
     return seen
 
@@ -90,24 +84,24 @@ def test_groups_with_signal_are_trained_on_once_with_the_log_probs_that_sampled_
     sampled = {}
     for step, scored in seen.rollouts:
         logprobs = jax.device_get(scored.rollout.policy_logprobs)
-        rewards = scored.responses.scores.rewards
+        rewards = scored.scores.rewards
         for q, example in enumerate(scored.prompts.examples):
             rows = slice(q * G, q * G + G)
-            key = example.prompt_id, scored.responses.tokens[rows].tobytes()
+            key = example.prompt_id, scored.tokens[rows].tobytes()
             sampled[key] = (step, logprobs[rows], rewards[rows])
     stale = 0
     for step, ((batch, logprobs), record) in enumerate(
         zip(seen.batches, records(workdir)[1:], strict=True), start=1
     ):
-        tokens, lens = jax.device_get((batch.groups.rollout.tokens, batch.groups.rollout.lens))
-        assert np.ptp(batch.groups.rewards.reshape(Q, G), axis=1).all()
+        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
+        assert np.ptp(batch.rewards.reshape(Q, G), axis=1).all()
         old = 0
-        for q, example in enumerate(batch.groups.prompts.examples):
+        for q, example in enumerate(batch.prompts.examples):
             rows = slice(q * G, q * G + G)
             key = example.prompt_id, tokens[rows].tobytes()
             origin, expected_logprobs, rewards = sampled.pop(key)  # each is trained on once
             np.testing.assert_array_equal(logprobs[rows], expected_logprobs)
-            np.testing.assert_array_equal(batch.groups.rewards[rows], rewards)
+            np.testing.assert_array_equal(batch.rewards[rows], rewards)
             old += int(lens[rows].sum()) * (origin < step)
         assert record["rollout/stale_fraction"] == old / int(lens.sum())
         stale += old
@@ -139,7 +133,7 @@ def test_half_of_an_unsolved_group_is_sampled_anew(tmp_path, mesh, accept, share
     }  # fmt: skip
     visits = collections.defaultdict(list)
     for _, scored in watch(small_config(changes), tmp_path / "run").rollouts:
-        groups = scored.responses.tokens.reshape(Q, G, -1), scored.draft_lens.reshape(Q, G) > 0
+        groups = scored.tokens.reshape(Q, G, -1), scored.result.draft_lens.reshape(Q, G) > 0
         for example, tokens, drafted in zip(scored.prompts.examples, *groups, strict=True):
             visits[example.prompt_id].append((tokens, drafted))
     choices = set()
@@ -201,8 +195,8 @@ def _parts(seen):
     """{prompt_id: {first sample: (step, rewards, tokens)}} of all that was rolled out."""
     entries = {}
     for step, scored in seen.rollouts:
-        rewards = scored.responses.scores.rewards.reshape(-1, N)
-        tokens = scored.responses.tokens.reshape(len(rewards), N, -1)
+        rewards = scored.scores.rewards.reshape(-1, N)
+        tokens = scored.tokens.reshape(len(rewards), N, -1)
         for q, example in enumerate(scored.prompts.examples):
             name, _, first = example.prompt_id.partition("+")
             parts = entries.setdefault(name, {})
@@ -214,10 +208,10 @@ def _parts(seen):
 def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
     seen, workdir, trained = speed
     parts, stale = _parts(seen), 0
-    assert {len(x.responses.lens) for _, x in seen.rollouts} == {Q * G}
+    assert {len(x.lens) for _, x in seen.rollouts} == {Q * G}
     for step, (batch, _) in enumerate(seen.batches, start=1):
-        tokens, lens = jax.device_get((batch.groups.rollout.tokens, batch.groups.rollout.lens))
-        names = [e.prompt_id for e in batch.groups.prompts.examples]
+        tokens, lens = jax.device_get((batch.rollout.tokens, batch.rollout.lens))
+        names = [e.prompt_id for e in batch.prompts.examples]
         for q, name in enumerate(names):
             rows = slice(q * trained, q * trained + trained)
             assert 0 < parts[name][0][1].mean() < 1
@@ -225,7 +219,7 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
                 np.concatenate([parts[name][first][i] for first in range(0, G, N)]) for i in (1, 2)
             )
             np.testing.assert_array_equal(tokens[rows], expected[G - trained :])
-            np.testing.assert_array_equal(batch.groups.rewards[rows], rewards[G - trained :])
+            np.testing.assert_array_equal(batch.rewards[rows], rewards[G - trained :])
             stale += parts[name][0][0] < step
         old = sum(  # only first parts can be of an earlier step
             lens.reshape(Q, trained)[q, : trained - (G - N)].sum()
@@ -235,7 +229,7 @@ def test_speed_trains_on_whole_groups_or_on_what_did_not_choose_them(speed):
         record = records(workdir)[step]
         assert record["rollout/stale_fraction"] == old / lens.sum()
         assert ("policy/rollout_train_logprob_gap" in record) == (old == 0)
-        no_signal = np.ptp(batch.groups.rewards.reshape(Q, trained), axis=1) == 0
+        no_signal = np.ptp(batch.rewards.reshape(Q, trained), axis=1) == 0
         assert record["reward/no_signal"] == np.mean(no_signal)
     assert stale > 0
     assert len(seen.batches) == STEPS
@@ -267,7 +261,7 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
     assert any("+" in name and names.count(name) > 1 for name in names)
     met = set()
     for _, scored in seen.rollouts:
-        draft_lens = scored.draft_lens.reshape(-1, N)
+        draft_lens = scored.result.draft_lens.reshape(-1, N)
         for q, example in enumerate(scored.prompts.examples):
             assert (draft_lens[q] > 0).all() == (example.prompt_id in met)
             met.add(example.prompt_id)
@@ -300,9 +294,9 @@ def test_length_costs_reward_in_the_update_alone(mesh, tmp_path):
     seen = watch(config, tmp_path / "run")
     (record,) = records(tmp_path / "run")[1:]
     ((batch, _),) = seen.batches
-    lens = np.asarray(jax.device_get(batch.groups.rollout.lens))
+    lens = np.asarray(jax.device_get(batch.rollout.lens))
     assert record["reward/overlong"] == pytest.approx(np.mean(lens / 6))
-    rewards = np.concatenate([x.responses.scores.rewards for _, x in seen.rollouts])
+    rewards = np.concatenate([x.scores.rewards for _, x in seen.rollouts])
     assert record["reward/mean"] == pytest.approx(rewards.mean())
 
 

@@ -15,7 +15,7 @@ from small_runs import ONE_DEVICE, ROOT, preset
 
 from specrl_jax import cli
 from specrl_jax.config import OPTIONS, flatten, validate
-from specrl_jax.train import MAY_CHANGE
+from specrl_jax.workdir import MAY_CHANGE
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

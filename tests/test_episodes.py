@@ -12,7 +12,7 @@ from small_runs import Sums, records, saved, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
-from specrl_jax.episodes import ResponseScorer, respond
+from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import turn_drafts
@@ -37,9 +37,10 @@ def prompts_of(target: str = "3"):
 
 
 def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **drafts):
-    scorer = ResponseScorer(pool, TOKENIZER, TURNS, allow_unfinished)
+    turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
+    scorer = EpisodeScorer(pool, TOKENIZER, **turns)
     noise = Noise(jax.random.key(KEY), step)
-    return respond(spec, weights, prompts, noise, scorer, drafts=DraftInputs(**drafts))
+    return scorer.respond(spec, weights, prompts, noise, drafts=DraftInputs(**drafts))
 
 
 def test_rewards_see_special_tokens_where_they_are_kept(tmp_path):

@@ -70,30 +70,41 @@ ALLOWED = {
         "telemetry",
     },
     "memory": {"config", "inputs", "models", "rollout/engine/spec"},
-    "programs": {
+    "programs": {"algorithms", "build", "memory", "models", "rollout", "shapes"},
+    "shapes": {
         "algorithms",
         "build",
         "data/tokenizer",
         "group_buffer",
-        "memory",
         "models",
         "rollout",
+        "run",
         "sharding",
         "state",
         "types",
     },
     "group_buffer": {"data/curriculum", "types"},
+    "run_log": {
+        "data/prompts",
+        "episodes",
+        "hosts",
+        "rewards/failures",
+        "run",
+        "runtime",
+        "telemetry",
+    },
     "runtime": {"config", "hosts", "sharding"},
     "stop": {"hosts"},
     "sweep": {"cli", "config", "hyper", "telemetry"},
+    "workdir": {"checkpoint", "rewards/failures", "telemetry"},
     "warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
 }
 # The stages of a step, and the only modules that may see more than one of them. They import what
 # they need, but none of them is imported from below.
 STAGES = {"algorithms", "rewards", "rollout"}
 SEE_ALL = {
-    "train", "collect", "learn", "evaluate", "state", "build", "programs", "episodes", "benchmarks",
-    "accelerators", "evaluation/eval_tasks",
+    "train", "collect", "learn", "evaluate", "state", "run", "build", "programs",
+    "shapes", "episodes", "benchmarks", "accelerators", "evaluation/eval_tasks",
 }  # fmt: skip
 
 

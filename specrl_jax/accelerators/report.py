@@ -11,14 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from specrl_jax.accelerators.chips import Chip
 from specrl_jax.accelerators.compiled import Module
-from specrl_jax.programs import (
-    AbstractRun,
-    Program,
-    compile_all,
-    device_bytes,
-    needed_bytes,
-    peak_bytes,
-)
+from specrl_jax.programs import Program, compile_all, needed_bytes, peak_bytes
+from specrl_jax.shapes import AbstractRun, device_bytes
 
 _GB = 10**9
 _HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of chip", "GFLOP")

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax import programs, train
+from specrl_jax import programs, shapes, train
 from specrl_jax.benchmarks import limits, policies
 from specrl_jax.benchmarks.policies import Size
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import by_prompt, make_spec, without_end
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
-from specrl_jax.build import Run, build
+from specrl_jax.build import build
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
@@ -32,6 +32,8 @@ from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.run import Run
+from specrl_jax.run_log import RunLog
 from specrl_jax.sharding import put
 from specrl_jax.state import RunState, init_state
 from specrl_jax.types import Drafts
@@ -142,8 +144,8 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
         run = dataclasses.replace(run, rollout_spec=spec)
         state = init_state(run, params | {"final_norm": jnp.zeros_like(params["final_norm"])})
         del params
-        held = programs.device_bytes(state.arrays())
-        listed = programs.of_run(run).programs()
+        held = shapes.device_bytes(state.arrays())
+        listed = programs.run_programs(shapes.of_run(run))
         compiled = programs.compile_all(listed, lambda name: None)
         needed = max(programs.needed_bytes(x, compiled[x.name], held) for x in listed)
         step = functools.partial(_step_seconds, run, state)
@@ -162,7 +164,7 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def _step_seconds(run: Run, state: RunState) -> float:
-    return limits.seconds_of(lambda: (train.step(run, state), state.train.params))
+    return limits.seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
 
 
 def _step_config(config, size: Size):

@@ -13,7 +13,7 @@ import ast
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from specrl_jax.config_file import OF_TASK
 from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
-from specrl_jax.evaluate import Answered, evaluate, figures, group_rewards
+from specrl_jax.episodes import Responses
+from specrl_jax.evaluate import evaluate, figures, group_rewards
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.rewards.scorers import OWN_TASKS
 from specrl_jax.rollout.generate import RolloutSpec
@@ -99,21 +100,21 @@ def measure(
             size = policy.batch_size(len(encoded.lens), count)
             spec = policy.spec(encoded.tokens.shape[1], count, warmth)
             batches = eval_batches(encoded, size)
-            _, answered = evaluate(spec, weights, batches, policy.noise(), scorer)
+            answered = evaluate(spec, weights, batches, policy.noise(), scorer)
             decoding = f"T={warmth:g}" if warmth else "greedy"
             same = {"task": task.name, "decoding": decoding, "prompts": len(encoded.lens)}
             rows += [same | row for row in _rows(answered, spec)]
     return rows
 
 
-def _rows(answered: Answered, spec: RolloutSpec) -> list[dict[str, Any]]:
+def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, Any]]:
     """The figures, and the shares of responses that were cut or could not be scored, if any."""
-    by_name = figures(group_rewards(answered, spec.group_size))
+    by_name = figures(group_rewards(answered))
     rows = [row_of(name, *mean_and_half) for name, mean_and_half in by_name.items()]
     cut = []
     failed = []
-    for prompts, responses in answered:
-        real = np.arange(len(prompts.lens) * spec.group_size)
+    for responses in answered:
+        real = np.arange(responses.num_rows)
         last = responses.tokens[real, responses.lens[real] - 1]
         cut.append(~np.isin(last, spec.program.eos_ids))
         failed.append(responses.scores.failed[real])

@@ -65,7 +65,7 @@ class KeptNoise(StatePart):
                 before, visits_before = map(np.array, self._used.pop(example.prompt_id))
                 kept[row] = before == steps[row]
                 visits += np.where(kept[row], visits_before, 0)
-            if np.ptp(rewards[row]) > 0:
+            if np.ptp(rewards[row]) > 0 and self._max_visits > 1:
                 self._used[example.prompt_id] = (steps[row].tolist(), visits.tolist())
         return kept
 

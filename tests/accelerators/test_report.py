@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 
 from specrl_jax.accelerators.chips import CHIPS
 from specrl_jax.accelerators.report import compile_program, count_flops, kept_bytes, to_text
-from specrl_jax.programs import Program, of_config
+from specrl_jax.programs import Program, rollout_programs
+from specrl_jax.shapes import of_config
 
 FIELDS = {
     "rollout.prompts_per_step": 16, "rollout.max_rows": 32, "rollout.draft": "previous+tree",
@@ -26,7 +27,8 @@ def test_rows_stay_on_their_shard(make_mesh):
     moves = re.compile("compact|write back")
     sent = {}
     with jax.set_mesh(mesh):
-        for program in of_config(small_runs.small_config(FIELDS)).training.programs():
+        run = of_config(small_runs.small_config(FIELDS))
+        for program in rollout_programs(run.training):
             row = compile_program(program, CHIPS["v5e"], dict(mesh.shape), kept=0)
             weights = ("all-gather", "fsdp") if program.name == "extend" else ()
             others = [x for x in row["collectives"] if (x["kind"], x["axes"]) != weights]

@@ -119,8 +119,8 @@ class Phase:
 # In the order in which a run meets them, each in a life of its own.
 PHASES = [
     Phase(loop, "build", saves=False), Phase(loop, "init_state", saves=False),
-    Phase(loop, "held_out_metrics"), Phase(loop, "resume", saves=False),
-    Phase(loop, "collect"), Phase(loop, "learn"), Phase(MetricsLog, "write"),
+    Phase(loop, "evaluate_held_out"), Phase(loop, "resume", saves=False),
+    Phase(loop, "take_batch"), Phase(loop, "update_policy"), Phase(MetricsLog, "write"),
     Phase(Checkpointer, "save"), Phase(Checkpointer, "wait", saves=False),
 ]  # fmt: skip
 
@@ -151,8 +151,8 @@ def test_signals_in_every_phase(tmp_path, mesh, first):
         life = _begin(_run_with_signal, workdir, changes, index, number)
         life.join()
         assert life.exitcode == (0 if phase.saves else at_once[number]), (phase.name, number)
-    learn = next(i for i, phase in enumerate(PHASES) if phase.name == "learn")
-    life = _begin(_run_with_signal, workdir, changes, learn, signal.SIGTERM, 2)
+    update = next(i for i, phase in enumerate(PHASES) if phase.name == "update_policy")
+    life = _begin(_run_with_signal, workdir, changes, update, signal.SIGTERM, 2)
     life.join()
     assert life.exitcode == -signal.SIGTERM
     for folder in (workdir, tmp_path / "whole"):
