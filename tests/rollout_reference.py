@@ -135,7 +135,7 @@ def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4,
 SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
 ONE_BUCKET = {"row_buckets": 1}
 BUCKETS = [
-    pytest.param(ONE_BUCKET, id="one"),
+    pytest.param(ONE_BUCKET, id="one", marks=pytest.mark.slow),
     pytest.param({"row_buckets": 3, "max_rows": 8}, id="a queue"),
 ]
 

@@ -121,7 +121,7 @@ def test_no_prompt_is_rolled_out_twice_in_a_step(seen):
         ("ratio", 0.5, "some", 4),
         ("ratio", 0.0, "some", 0),
         ("ratio", 0.5, "full", 0),
-        ("block", 0.5, "some", 0),
+        pytest.param("block", 0.5, "some", 0, marks=pytest.mark.slow),
     ],
 )
 def test_half_of_an_unsolved_group_is_sampled_anew(tmp_path, mesh, accept, share, reward, left_out):

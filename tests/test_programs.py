@@ -30,7 +30,7 @@ KINDS = {
     "partial": {"rollout.partial": 4},
 }  # fmt: skip
 SLOW = ["block", "previous and tree", "DAPO", "turns that do not wait"]
-RESUMED = ["PPO", "turns"]
+RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]
 
 
 def late(workdir, first: int = 1) -> dict[int, float]:

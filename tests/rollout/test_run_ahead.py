@@ -23,6 +23,9 @@ PLANS = {
 }
 
 
+SLOW = ("two buckets", "few rows")
+
+
 def begin_ahead(spec, weights, step=1, prompts=NOW, next_prompts=NEXT, **options):
     """A rollout that begins the next prompts too."""
     return ref.rollout(spec, weights, prompts, step=step, next_prompts=next_prompts, **options)
@@ -35,7 +38,7 @@ def spec_for(changes) -> dict:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(changes, id=name, marks=pytest.mark.slow if name == "two buckets" else ())
+        pytest.param(changes, id=name, marks=pytest.mark.slow if name in SLOW else ())
         for name, changes in PLANS.items()
     ],
 )

@@ -113,7 +113,9 @@ def check_steps(rollout, stats, width):
 # The match rule
 
 
-@pytest.mark.parametrize("log_lenience", [-math.inf, math.inf])
+@pytest.mark.parametrize(
+    "log_lenience", [-math.inf, pytest.param(math.inf, marks=pytest.mark.slow)]
+)
 def test_previous_responses_of_any_kind(mesh, base, log_lenience):
     """Whatever the lenience: a match asks for no log-probs."""
     prompts, plain, old = base
@@ -130,7 +132,9 @@ def test_previous_responses_of_any_kind(mesh, base, log_lenience):
     assert np.all(np.asarray(rollout.origin_steps)[lens > 0, 0] == 1)  # drawn now, whatever matches
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "width", [1, 2, *(pytest.param(width, marks=pytest.mark.slow) for width in (3, 5)), 8]
+)
 def test_tree_drafts_at_any_width(mesh, base, width):
     prompts, plain, old = base
     spec = match_spec(width, **ONE_BUCKET)
@@ -185,7 +189,9 @@ def test_previous_and_tree_drafts_on_a_mesh(make_mesh, base):
 # The other rules: tree drafts go by the match rule, after the prefix, and change nothing
 
 
-@pytest.mark.parametrize(("accept", "stored"), [("ratio", 0), ("block", 3)])
+@pytest.mark.parametrize(
+    ("accept", "stored"), [("ratio", 0), pytest.param("block", 3, marks=pytest.mark.slow)]
+)
 def test_rules_with_and_without_tree_drafts(mesh, base, accept, stored):
     prompts, plain, old = base
     results = []

@@ -478,7 +478,7 @@ class Whims:
         self.verified += verified
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_no_choice_changes_a_token(make_mesh, base, shape):
     plain, endless, old = base
     widths = set()
