@@ -256,6 +256,7 @@ def test_speed_screens_again_with_drafts_of_all_parts(mesh, tmp_path):
     """Every prompt comes again; the ratio rule keeps what the same policy would say again."""
     changes = CHANGES | SPEED | {"train.steps": 8, "updates.learning_rate": 0.0}
     changes |= {"rollout.draft": "previous+tree", "rollout.lenience": 1.0}
+    changes["rollout.refresh_unsolved"] = 0.0  # every draft is verified
     seen = watch(small_config(changes), tmp_path / "run")
     names = [e.prompt_id for _, x in seen.rollouts for e in x.prompts.examples]
     assert any("+" in name and names.count(name) > 1 for name in names)
