@@ -94,10 +94,16 @@ class RunningAhead(WholeRollout):
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
         prompts = state.stream.next()
         later = state.stream.peek()
-        return prompts, CarryOver(later, state.noise.steps(later, state.step + 1))
+        next_steps = state.kept_noise.steps(later, state.step + 1)
+        return prompts, CarryOver(next_prompts=later, next_steps=next_steps)
 
     def drafts(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
-        return state.run_ahead.drafts_for(prompts, drafts)
+        begun = state.run_ahead
+        if drafts is not None:  # on kept noise the last response holds further than what was begun
+            kept = state.kept_noise.steps(prompts, state.step) < state.step
+            shorter = without_drafts(begun.drafts, kept.reshape(-1))
+            begun = dataclasses.replace(begun, drafts=shorter)
+        return begun.drafts_for(prompts, drafts)
 
     def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
         stored = stored_responses(run, state, prompts)
@@ -225,7 +231,7 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     failed = _joined(x.scores.failed for x in rollouts)
     values |= reward_metrics(rewards, failed, run.rollout_spec.group_size)
     if run.config.rollout.noise_epochs > 1:
-        values |= noise_metrics(_joined(x.kept_noise for x in rollouts), rewards)
+        values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
     if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
         none_failed = np.zeros(len(batch.rewards), bool)
         trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
@@ -312,7 +318,7 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
     return tuple(joined(arrays) for arrays in zip(*parts))
 
 
-def store(state: RunState, responses: Responses) -> None:
+def store_responses(state: RunState, responses: Responses) -> None:
     """Store responses as the next drafts of their prompts."""
     rewards = responses.group_rewards
     unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)

@@ -42,22 +42,22 @@ class Responses:
     turns: np.ndarray | None = None  # int [B], of episodes
     # The rows' last responses before these, int32 [B, R], and their lengths.
     previous: tuple[np.ndarray, np.ndarray] | None = None
-    kept_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
+    on_kept_noise: np.ndarray | None = None  # bool [B], rows on noise that an earlier rollout had
 
     @property
     def rollout(self) -> Rollout:
         return self.result.rollout
 
-    def after(self, previous: Drafts, kept_noise: np.ndarray) -> "Responses":
+    def after(self, previous: Drafts, on_kept_noise: np.ndarray) -> "Responses":
         """Return these with what went before.
 
-        previous: the last responses of all rows that the rollout was given. kept_noise: bool
+        previous: the last responses of all rows that the rollout was given. on_kept_noise: bool
         [Q, G], rows on noise that an earlier rollout had.
         """
         tokens, lens = hosts.fetch((previous.tokens, previous.lens))
         rows = self.result.rows
-        before = {"previous": (tokens[rows], lens[rows]), "kept_noise": kept_noise.reshape(-1)}
-        return dataclasses.replace(self, **before)
+        kept = on_kept_noise.reshape(-1)
+        return dataclasses.replace(self, previous=(tokens[rows], lens[rows]), on_kept_noise=kept)
 
     @property
     def group_size(self) -> int:

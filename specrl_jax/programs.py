@@ -108,7 +108,7 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     program = shapes.spec.program
     yield from rollout_programs(shapes, prefix)
     made_up = made_up_prompts(shapes.spec, shapes.rows)
-    inputs = start_inputs(program, made_up, np.zeros(len(made_up.lens), int))
+    inputs = start_inputs(program, made_up, np.zeros((len(made_up.lens), program.group_size), int))
     purpose = Purpose.EVALUATE
     yield _program(f"{prefix}start", start_rows, program, int(purpose), run.key, *on_host(inputs))
     size = shapes.buckets.rows[0]

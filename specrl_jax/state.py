@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update_spec import PolicyState, init_policy_state
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.checksums import checksum
@@ -99,7 +100,7 @@ class RunState:
     stream: PromptStream
     store: DraftStore
     origin: Origin
-    noise: KeptNoise
+    kept_noise: KeptNoise
     step: int = 0  # finished steps; within a step, its number
     skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
     skipped_in_row: int = 0  # those since the last that was made
@@ -204,12 +205,17 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
         stream=make_stream(config, run.prompts, run.total_steps),
         store=_draft_store(run),
         origin=origin,
-        noise=KeptNoise(settings.noise_epochs, settings.noise_refresh, run.rollout_spec.group_size),
+        kept_noise=KeptNoise(
+            settings.noise_epochs,
+            settings.noise_refresh,
+            run.rollout_spec.group_size,
+            needs_signal=not has_critic(config.critic.kind),
+        ),
     )
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))
     if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
-        state.speculation = Speculation()
+        state.speculation = Speculation(verifies_all=settings.noise_epochs > 1)
     run.collector.add_part(run, state)
     return state
 

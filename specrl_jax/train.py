@@ -9,7 +9,7 @@ import numpy as np
 from specrl_jax import hosts, memory, programs, shapes
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.collect import find_drafts, store, take_batch
+from specrl_jax.collect import find_drafts, store_responses, take_batch
 from specrl_jax.config import flatten
 from specrl_jax.episodes import Responses
 from specrl_jax.evaluate import evaluate, group_rewards
@@ -51,21 +51,23 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
             previous = state.store.get(prompts, step=state.step)
             drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
             weights = rollout_weights(run.model, state.train.params)
+            row_steps = state.kept_noise.steps(prompts, state.step)
+            noise = Noise(run.key, state.step, row_steps=row_steps)
         responses = run.scorer.respond(  # the rollout and its rewards
             run.rollout_spec,
             weights,
             prompts,
-            Noise(run.key, state.step, steps=state.noise.steps(prompts, state.step)),
+            noise,
             clock=log.clock,
             drafts=drafts,
             speculation=state.speculation,
             carry_over=carry_over,
         )
-        store(state, responses)
+        store_responses(state, responses)
         run.collector.observe(state, responses)
         noise_steps = responses.result.noise_steps
-        kept = state.noise.observe(responses.prompts, noise_steps, responses.group_rewards)
-        rollouts.append(responses.after(previous, kept))
+        kept = state.kept_noise.observe(responses.prompts, noise_steps, responses.group_rewards)
+        rollouts.append(responses.after(previous, on_kept_noise=kept))
         del carry_over, previous, drafts, weights  # the update needs their memory
     batch = take_batch(run, state, rollouts)
     log.record_responses(rollouts)

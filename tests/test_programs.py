@@ -17,6 +17,10 @@ KINDS = {
     "no drafts": {"rollout.draft": "none", "evaluate.every": 2},
     "previous": {"algorithm.importance_cap": 2.0, "rollout.max_rows": 8},
     "block": {"rollout.accept": "block", "algorithm.kl_coef": 0.1},
+    "kept noise": {
+        "rollout.accept": "match", "rollout.noise_epochs": 3, "evaluate.every": 2,
+        "evaluate.samples": 2,
+    },
     "tree": {"rollout.draft": "tree"},
     "previous and tree": {"rollout.draft": "previous+tree", "rollout.draft_age": 2},
     "PPO": {"critic.kind": "head", "critic.warmup_steps": 1, "evaluate.every": 2},

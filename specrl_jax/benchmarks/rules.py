@@ -19,7 +19,7 @@ from specrl_jax.benchmarks.timing import Log, TimedRollout, run_case
 from specrl_jax.build import build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory, SuffixDrafts
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
@@ -56,7 +56,7 @@ class _Case:
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
-    """Seconds, draft tokens kept and row steps by rule, for drafts of `repeats` steps' noise.
+    """Seconds, draft tokens kept and row steps by rule, for drafts on the noise of `repeats` steps.
 
     drift: GRPO steps between the policy that wrote the drafts and the one that is timed; None: an
     epoch, at most 16. Raises ValueError in one line.
@@ -79,21 +79,25 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
         )
         return run_case(rollout)
 
+    cases = list(_cases(run))
+    for case in cases:
+        respond(case, steps[0], case.drafts(written[0]))
+        log(f"{case.label}: compiled")
+    # In turn, so that other work on the machine slows all of them alike.
+    rounds = [
+        [respond(case, step, case.drafts(x)) for case in cases] for step, x in zip(steps, written)
+    ]
     rows = []
-    plain = []
-    for case in _cases(run):
-        inputs = [(case, step, case.drafts(x)) for step, x in zip(steps, written)]
-        respond(*inputs[0])  # compiles
-        runs = [respond(*x) for x in inputs]
-        plain = plain or runs
+    for case, runs in zip(cases, zip(*rounds)):
+        plain = [x[0].seconds for x in rounds]
         kept = np.array([x.rollout.prefix_lens for x in runs])
         row = {"rule": case.label, "seconds": spread(x.seconds for x in runs)}
-        row["over_plain"] = spread(a.seconds / b.seconds for a, b in zip(plain, runs))
+        row["over_plain"] = spread(a / b.seconds for a, b in zip(plain, runs))
         row["row_steps"] = float(np.mean([x.stats.row_steps for x in runs]))
         row["tokens_kept"] = spread(np.mean(kept, axis=1))
+        row["drafted"] = float(np.mean([x.stats.drafted_tokens for x in runs])) / lens.shape[1]
         row["kept_of_draft"] = float(np.sum(kept) / lens.sum())
         rows.append(row | {"kept_whole": float(np.mean(kept == lens))})
-        log(f"{case.label}: {np.mean(kept):.2f} tokens kept, {row['row_steps']:.0f} row steps")
     title = f"rules: {param_count(run.model) / 1e6:.2f}M parameters; {lens.shape[1]} drafts of "
     title += f"{lens.mean():.1f} tokens, {drift} steps old; noise of {repeats} steps"
     return Report(title, rows)
@@ -119,10 +123,12 @@ def _cases(run: Run) -> Iterator[_Case]:
     """No drafts; every rule, a lenient one with the config's lenience too; kept noise."""
     spec = run.rollout_spec
 
-    def of_rule(rule) -> RolloutSpec:
-        return dataclasses.replace(spec, program=dataclasses.replace(spec.program, accept=rule))
+    def of_rule(rule: AcceptanceRule) -> RolloutSpec:
+        stored = spec.program.stored_logprobs if rule.needs_distribution else 0
+        program = dataclasses.replace(spec.program, accept=rule, stored_logprobs=stored)
+        return dataclasses.replace(spec, program=program)
 
-    yield _Case("no drafts", spec, drafted=False)
+    yield _Case("no drafts", of_rule(MATCH), drafted=False)
     for name, rule in ACCEPTANCE_RULES.items():
         lenient = rule.lenient_share is not None
         chosen = run.config.rollout.lenience or 1.0

@@ -185,7 +185,7 @@ def _requests(
 ) -> Requests:
     """All rows in their order; none has a draft yet."""
     num_train_rows = len(prompts.lens) * spec.group_size
-    noise_steps = _noise_steps(noise.steps, noise.step, prompts, spec.group_size)
+    noise_steps = _noise_steps(noise.row_steps, noise.step, prompts, spec.group_size)
     resumed_steps = carry_over.resumed.steps if carry_over.resumed else ()
     for group, steps in enumerate(resumed_steps):
         noise_steps[group] = steps

@@ -2,13 +2,14 @@
 
 A token is the argmax of perturbed scores, with noise keyed by a step, the prompt, the sample and
 the position. A sample that keeps its noise for several visits draws mostly the same tokens, as the
-policy moves little in between: P(a token differs) <= 2 TV / (1 + TV) (Gumbel coupling, arXiv
-2408.07978, section 3). Its last response is then a draft that holds, and verifying it with the
-match rule changes no token.
+policy moves little in between: after the same text P(the next token differs) <= 2 TV / (1 + TV)
+where one race decides (Gumbel coupling, arXiv 2408.07978). Its last response is then a draft that
+holds, and verifying it with the match rule changes no token.
 
 In: the prompts of a rollout, later their rewards. Out: the step whose noise each sample uses.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,16 +27,21 @@ class KeptNoise(StatePart):
         step 5    5 1 1 1    one fresh: the oldest noise, the first of equal age
         step 9    5 9 1 1    the next; in the visit after it the last two have had their 3 visits
 
+    With a refreshed share s noise is kept for at most 1 / s visits, whatever n is.
+
     Args:
       visits: n, rollouts that a sample has on the same noise at most.
       refresh: share of a group's samples that get fresh noise at each visit, the oldest first.
-      group_size: G, samples of a prompt.
+      group_size: G, samples of a prompt that are rolled out together.
+      needs_signal: a group whose rewards are all equal gets fresh noise at its next visit, as its
+        repetition would teach nothing. False with a critic, which learns from every group.
     """
 
-    def __init__(self, visits: int, refresh: float, group_size: int):
+    def __init__(self, visits: int, refresh: float, group_size: int, needs_signal: bool = True):
         self._max_visits = visits
-        self._num_fresh = round(refresh * group_size)
+        self._num_fresh = math.ceil(refresh * group_size)
         self._group_size = group_size
+        self._needs_signal = needs_signal
         # prompt_id → (steps [G], visits [G]), of prompts whose next noise is not all fresh
         self._used: dict[str, tuple[list[int], list[int]]] = {}
 
@@ -55,8 +61,7 @@ class KeptNoise(StatePart):
     def observe(self, prompts: Prompts, steps: np.ndarray, rewards: np.ndarray) -> np.ndarray:
         """Note a rollout whose noise `steps` int [Q, G] gave `rewards` float [Q, G].
 
-        Return bool [Q, G], the samples that an earlier rollout had on the same noise. A group
-        without signal gets fresh noise at its next visit: its repetition would teach nothing.
+        Return bool [Q, G], the samples that an earlier rollout had on the same noise.
         """
         kept = np.zeros(steps.shape, bool)
         for row, example in enumerate(prompts.examples):
@@ -65,7 +70,8 @@ class KeptNoise(StatePart):
                 before, visits_before = map(np.array, self._used.pop(example.prompt_id))
                 kept[row] = before == steps[row]
                 visits += np.where(kept[row], visits_before, 0)
-            if np.ptp(rewards[row]) > 0 and self._max_visits > 1:
+            teaches = np.ptp(rewards[row]) > 0 or not self._needs_signal
+            if teaches and self._max_visits > 1:
                 self._used[example.prompt_id] = (steps[row].tolist(), visits.tolist())
         return kept
 

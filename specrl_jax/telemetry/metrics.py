@@ -38,7 +38,7 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("mean reward of the step's responses", "reward"),
     "reward/std": Metric("standard deviation of the reward over the step's responses", "reward"),
     "reward/fresh_noise": Metric(
-        "mean reward on fresh noise: all of groups that had no signal", "reward"
+        "mean reward on fresh noise, that of all groups that had no signal too", "reward"
     ),
     "reward/eval": Metric("mean reward of responses to held-out prompts", "reward"),
     "reward/failed": Metric("answers that hit a scoring limit or raised (reward 0)", "count"),

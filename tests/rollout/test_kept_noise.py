@@ -55,6 +55,17 @@ def test_a_group_without_signal_gets_fresh_noise(rewards):
     assert visit(noise, 3) == ([3] * 4, [False] * 4)
 
 
+def test_with_a_critic_every_group_teaches():
+    noise = KeptNoise(9, 0.0, 1, needs_signal=False)
+    assert visit(noise, 1, np.array([[1.0]])) == ([1], [False])
+    assert visit(noise, 2, np.array([[1.0]])) == ([1], [True])
+
+
+def test_a_share_that_is_less_than_a_sample_refreshes_one():
+    noise = KeptNoise(9, 0.05, G)
+    assert [visit(noise, step)[0] for step in (1, 2)] == [[1, 1, 1, 1], [2, 1, 1, 1]]
+
+
 def test_prompts_are_apart_and_what_is_not_observed_changes_nothing():
     noise = KeptNoise(9, 0.0, G)
     prompts = ref.random_prompts(3)
@@ -105,7 +116,7 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
         drafts = DraftInputs(
             as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
         )
-        noise = Noise(jax.random.key(ref.KEY), 9, steps=steps)
+        noise = Noise(jax.random.key(ref.KEY), 9, row_steps=steps)
         result = generate(spec, weights, prompts, noise, drafts=drafts)
         assert result.noise_steps.tolist() == steps.tolist()
         mixed = host(result.rollout)
@@ -138,7 +149,7 @@ def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
     differ = whole = total = 0
     for step in range(1, 9):
         before = ref.run(spec, old, prompts, step)[0]
-        noise = Noise(jax.random.key(ref.KEY), 50 + step, steps=np.full((512, G), step))
+        noise = Noise(jax.random.key(ref.KEY), 50 + step, row_steps=np.full((512, G), step))
         drafts = DraftInputs(as_drafts(before))
         after = host(generate(spec, new, prompts, noise, drafts=drafts).rollout)
         fresh = ref.run(spec, new, prompts, step)[0]
@@ -175,15 +186,25 @@ SPEED = {
     "train.epochs": 0, "train.steps": 6,
 }  # fmt: skip
 WAYS = {
-    "previous": {},
+    "previous": {"rollout.adaptive": True},
     "tree": {"rollout.draft": "tree"},
     "both": {"rollout.draft": "previous+tree"},
     "run ahead": {"rollout.run_ahead": True},
     "mopps": {"curriculum.name": "mopps"},
     "speed": SPEED,
+    "dapo": SPEED | {
+        "curriculum.name": "uniform", "algorithm.dynamic_sampling": True, "data.prompts": 12,
+    },
+    "turns": {
+        "environment.name": "small_runs:Sums",
+        "environment.max_turns": 3,
+        "rollout.response_len": 16,
+        "reward.extract": "",
+    },
+    "a critic": {"critic.kind": "head"},
     "partial": {"rollout.partial": 4},
 }
-SLOW = ("both", "run ahead", "mopps", "partial")
+SLOW = ("both", "run ahead", "mopps", "dapo", "turns", "a critic", "partial")
 
 
 def responses(workdir) -> list[tuple]:
@@ -208,6 +229,13 @@ def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
              for run in (drafted, plain)]  # fmt: skip
     assert saved[0] > 100
     assert saved[1] == 0
+    # Kept noise saves more than fresh noise does by chance.
+    if way == "previous":
+        fresh = {"rollout.noise_epochs": 1, "rollout.noise_refresh": 0.0}
+        loop.train(small_config(changes | fresh), tmp_path / "fresh")
+        assert saved[0] > 1.3 * sum(
+            r["rollout/tokens_reused"] for r in records(tmp_path / "fresh")[1:]
+        )
     kept = [r["rollout/kept_noise"] for r in drafted]
     assert kept[0] == 0
     assert max(kept) > 0.2

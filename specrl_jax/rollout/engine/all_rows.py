@@ -23,7 +23,7 @@ class Noise:
     key: Array  # the run's
     step: int
     purpose: Purpose = Purpose.SAMPLE
-    steps: np.ndarray | None = None  # int [Q, G], the step whose noise a row uses; None: `step`
+    row_steps: np.ndarray | None = None  # int [Q, G], whose noise each row uses; None: `step`'s
 
 
 def start_all_rows(

@@ -130,6 +130,9 @@ class Speculation(StatePart):
     steps_since_probe: int = PROBE_EVERY * PROBE_STEPS  # the first comes at once
     probes: int = 0
     left_out: int = 0  # times in a row that drafts were not verified
+    # All drafts are verified. On kept noise most hold, but for the visits in which noise is fresh:
+    # what those tell must not leave out the next ones.
+    verifies_all: bool = False
 
     # Widths ---------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class Speculation(StatePart):
         extra_chunks: chunks of `extend` that only the drafts need. The accepted tokens of a draft
         are those of a chance `rate` for each; every row has another quantile.
         """
-        if self.seconds is None or self.left_out + 1 >= VERIFY_EVERY:
+        if self.verifies_all or self.seconds is None or self.left_out + 1 >= VERIFY_EVERY:
             return True
         lens = np.sort(draft_lens)
         # Multiples of the golden ratio, modulo 1, are spread evenly.
@@ -216,4 +219,5 @@ class Speculation(StatePart):
         """Return a `Speculation` that goes on where `host` was taken."""
         seconds = host["seconds"] and Seconds.from_json(host["seconds"])
         acceptance = AcceptanceCounts(**host["acceptance"])
-        return Speculation(**{**host, "seconds": seconds, "acceptance": acceptance})
+        saved = {**host, "seconds": seconds, "acceptance": acceptance}
+        return dataclasses.replace(self, **saved)

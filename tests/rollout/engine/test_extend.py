@@ -193,7 +193,7 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
     max_lens = np.where(every % 4 == 2, np.maximum(held + 1, 3), R).astype(np.int32)
     noise = Noise(jax.random.key(ref.KEY), STEP)
-    rows = ref.host(start_all_rows(program, PROMPTS, noise, np.full(8, STEP), max_lens))
+    rows = ref.host(start_all_rows(program, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
     inside = np.arange(rows.tokens.shape[1]) < held[:, None]
     margin = ((0, 0), (0, rows.tokens.shape[1] - R))
     rows = dataclasses.replace(

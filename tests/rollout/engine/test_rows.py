@@ -65,7 +65,7 @@ def test_rows_begin_with_prompts_only(mesh):
     prompts = ref.make_prompts([[5, 6, 9], [8]], 3)
     max_lens = np.array([4, 2, 3, 1], np.int32)
     noise = Noise(jax.random.key(0), 0)
-    steps = np.array([3, 4])
+    steps = np.array([[3, 3], [4, 5]])
     rows = ref.host(start_all_rows(program, prompts, noise, steps, max_lens))
     np.testing.assert_array_equal(rows.index, np.arange(4))
     np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
