@@ -63,7 +63,7 @@ class WholeRollout:
         """Return the prompts of the next rollout, and what it takes up and leaves."""
         return state.stream.next(), CarryOver()
 
-    def drafts(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
         """Return the drafts to verify; drafts: those that the store gave."""
         return drafts
 
@@ -97,7 +97,7 @@ class RunningAhead(WholeRollout):
         next_steps = state.kept_noise.steps(later, state.step + 1)
         return prompts, CarryOver(next_prompts=later, next_steps=next_steps)
 
-    def drafts(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
         begun = state.run_ahead
         if drafts is not None:  # on kept noise the last response holds further than what was begun
             kept = state.kept_noise.steps(prompts, state.step) < state.step
@@ -205,17 +205,19 @@ class WaitingGroups(WholeRollout):
         return TrainBatch(prompts, rollout, rewards_of(groups, size), values)
 
 
-# A run's way is the first that its configuration asks for; no configuration asks for two.
+# A run's way is the first that its configuration asks for. None asks for two of the first three.
 COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
 
 
 def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
     """Return what a step trains on, with the metrics of all that was rolled out."""
     batch = run.collector.batch(run, state, rollouts)
+    values = batch.metrics | _reward_metrics(run, batch, rollouts)
+    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
     draft_lens = _joined(x.result.draft_lens for x in rollouts)
-    values = rollout_metrics(
+    values |= rollout_metrics(
         _joined(x.tokens for x in rollouts),
         _joined(x.lens for x in rollouts),
         prefix_lens,
@@ -227,23 +229,26 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     )
     if rollouts[0].turns is not None:
         values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
-    rewards = _joined(x.scores.rewards for x in rollouts)
-    failed = _joined(x.scores.failed for x in rollouts)
-    values |= reward_metrics(rewards, failed, run.rollout_spec.group_size)
-    if run.config.rollout.noise_epochs > 1:
-        values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
-    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
-        none_failed = np.zeros(len(batch.rewards), bool)
-        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
-        values |= {name: trained[name] for name in GROUP_REWARDS}
-    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
     rejected_mass = 0.0
     rule = run.rollout_spec.program.accept
     if not rule.samples_anew:
         rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
         inputs = (batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share)
         values |= off_policy.measure(*inputs)
-    return dataclasses.replace(batch, metrics=batch.metrics | values, rejected_mass=rejected_mass)
+    return dataclasses.replace(batch, metrics=values, rejected_mass=rejected_mass)
+
+
+def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
+    rewards = _joined(x.scores.rewards for x in rollouts)
+    failed = _joined(x.scores.failed for x in rollouts)
+    values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    if run.config.rollout.noise_epochs > 1:
+        values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
+    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
+        none_failed = np.zeros(len(batch.rewards), bool)
+        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
+        values |= {name: trained[name] for name in GROUP_REWARDS}
+    return values
 
 
 def _joined(arrays) -> np.ndarray:
@@ -268,7 +273,7 @@ def find_drafts(
         if config.draft_age > 1:
             drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
         drafts = _without_unsolved(run, state, prompts, drafts)
-    drafts = run.collector.drafts(state, prompts, drafts)
+    drafts = run.collector.to_verify(state, prompts, drafts)
     history = None
     if run.rollout_spec.program.draft_history:
         batches = [prompts] if next_prompts is None else [prompts, next_prompts]

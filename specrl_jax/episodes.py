@@ -212,7 +212,7 @@ class _Episodes:
 
     def responses(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
         """All episodes, once they are over."""
-        failed = np.array([bool(reason) for reason in self.reasons])
+        failed = np.array([bool(text) for text in self.reasons])
         no_observations = ("",) * len(self.reasons)
         scores = Rewards(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
         result = dataclasses.replace(result, stats=Stats.total(self.stats))

@@ -180,6 +180,15 @@ def compile_all(programs: list[Program], note: Callable[[str], None]) -> dict[st
     return compiled
 
 
+# Fields to lower where a program does not fit, by its first word.
+FIELDS = {
+    "update": "updates.micro_batch_size or rollout.logits_chunk",
+    "log-probs": "updates.micro_batch_size or rollout.logits_chunk",
+    "values": "updates.micro_batch_size",
+    "evaluation:": "evaluate.batch_size or rollout.max_rows",
+}
+
+
 def compile_run(run: AbstractRun, state: Any) -> None:
     """Compile a run's programs before its first step; print how many, seconds and memory.
 
@@ -215,15 +224,6 @@ def compile_run(run: AbstractRun, state: Any) -> None:
             f"{largest} needs {needs[largest] / 2**30:.3g} GiB of a device that has "
             f"{there / 2**30:.3g}; lower {FIELDS.get(largest.split()[0], 'rollout.max_rows')}"
         )
-
-
-# Fields to lower where a program does not fit, by its first word.
-FIELDS = {
-    "update": "updates.micro_batch_size or rollout.logits_chunk",
-    "log-probs": "updates.micro_batch_size or rollout.logits_chunk",
-    "values": "updates.micro_batch_size",
-    "evaluation:": "evaluate.batch_size or rollout.max_rows",
-}
 
 
 def peak_bytes(compiled: Any) -> int:

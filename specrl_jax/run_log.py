@@ -114,5 +114,5 @@ class RunLog(contextlib.AbstractContextManager):
         self._page.refresh()
 
     def __exit__(self, *error: object) -> None:
-        with self._metrics, self._page:
-            pass  # the page is written, then the metrics are closed
+        with self._metrics:  # closed also where the page cannot be written
+            self._page.__exit__(*error)

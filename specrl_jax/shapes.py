@@ -126,8 +126,7 @@ class RolloutShapes:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
-    """Shapes of what a run holds. Nothing is read or allocated: every shape is what the functions
-    of a run return for such inputs."""
+    """Shapes of a run: its state, drafts, rollouts and batches."""
 
     config: Any
     model: ModelConfig

@@ -192,8 +192,11 @@ WAYS = {
     "run ahead": {"rollout.run_ahead": True},
     "mopps": {"curriculum.name": "mopps"},
     "speed": SPEED,
-    "dapo": SPEED | {
-        "curriculum.name": "uniform", "algorithm.dynamic_sampling": True, "data.prompts": 12,
+    "dapo": SPEED
+    | {
+        "curriculum.name": "uniform",
+        "algorithm.dynamic_sampling": True,
+        "data.prompts": 12,
     },
     "turns": {
         "environment.name": "small_runs:Sums",
