@@ -32,5 +32,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.algorithm.kl_coef = 0.0
     config.algorithm.dynamic_sampling = True
     config.reward.overlong_tokens = config.rollout.response_len // 5  # paper: 4,096 of 20,480
+    config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.15)
     return config

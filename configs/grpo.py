@@ -94,11 +94,11 @@ def base() -> ConfigDict:
     rollout.top_p = 1.0  # sample from the likeliest tokens with this total mass; 1: off; paper off
     rollout.draft = "previous"  # none | previous (last response) | tree (SRT) | previous+tree
     rollout.draft_age = 1  # 1: the last response, 2: the one before (paper's delayed reuse)
-    rollout.accept = "ratio"  # of previous drafts: ratio | random | block | match
+    rollout.accept = "match"  # of previous drafts: match | ratio (SPEC-RL's) | block | random
     rollout.lenience = 1.0  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper math.exp(0.5)
     rollout.draft_refresh = 0.0  # share of previous drafts left out, for exploration
     rollout.refresh_unsolved = 0.5  # the same in groups whose last rewards were equal, < 1
-    rollout.noise_epochs = 1  # visits for which a sample keeps its noise, for match; 1: fresh noise
+    rollout.noise_epochs = 4  # visits for which a sample keeps its noise; other rules, and 1: fresh
     rollout.noise_refresh = 0.0  # share of a group's samples that get fresh noise all the same
     rollout.stored_logprobs = 16  # tokens per position whose π_old is stored; for block
     rollout.tree = tree = ConfigDict()  # suffix matches in what is known of a prompt (SRT)
@@ -322,6 +322,7 @@ def smollm2(config: ConfigDict) -> None:
     config.rollout.group_size = 8
     config.rollout.response_len = 160
     config.rollout.max_rows = 0
+    config.rollout.accept = "ratio"  # at this rate little is drawn again
     config.rollout.lenience = math.exp(0.5)
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 16
@@ -403,6 +404,7 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.rollout.prompts_per_step = 1_024
     config.rollout.group_size = 8
     config.rollout.response_len = 4_096
+    config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.5)
     config.rollout.refresh_unsolved = 0.0
     config.rollout.max_rows = 128  # the most on 16 x v5e

@@ -40,6 +40,7 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.rollout.prompts_per_step = 64
     config.rollout.group_size = 16
     config.rollout.response_len = 12
+    config.rollout.accept = "ratio"
     config.updates.mini_batch_size = 512
     config.updates.micro_batch_size = 128
     config.updates.learning_rate = 1e-3

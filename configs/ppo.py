@@ -27,5 +27,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.critic.kind = "network"  # a second decoder, with the policy's weights at first
     config.critic.learning_rate = 1e-5 if config.model.source else 1e-3  # paper 1e-5
     config.algorithm.clip_high = 0.2
+    config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.3)
     return config

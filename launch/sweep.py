@@ -1,6 +1,7 @@
 """Train under several settings and seeds, and put the runs side by side.
 
-    python launch/sweep.py --config=configs/grpo.py --seeds=3 --sweep=rollout.lenience=1,e^0.5,inf
+    python launch/sweep.py --config=configs/grpo.py --seeds=3 --sweep=rollout.lenience=1,e^0.5,inf \
+        --config.rollout.accept=ratio
     python launch/sweep.py --case="GRPO: configs/grpo.py" --case="PPO: configs/ppo.py" --seeds=3
     python launch/sweep.py --config=configs/lenience_sweep.py --seeds=3     (the file's get_hyper)
 

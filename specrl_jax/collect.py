@@ -22,6 +22,7 @@ from specrl_jax.episodes import Responses
 from specrl_jax.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
 from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.engine.spec import noise_visits
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs
 from specrl_jax.run import Run
@@ -242,7 +243,7 @@ def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) 
     rewards = _joined(x.scores.rewards for x in rollouts)
     failed = _joined(x.scores.failed for x in rollouts)
     values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
-    if run.config.rollout.noise_epochs > 1:
+    if noise_visits(run.config) > 1:
         values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
     if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
         none_failed = np.zeros(len(batch.rewards), bool)

@@ -247,11 +247,9 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     where = f"where rollout.accept is {rollout.accept}"
     rule = f"0 {where} (it samples every token anew)"
     yield "rollout.draft_refresh", rule, not (rollout.draft_refresh and accept.samples_anew)
-    keeps = rollout.noise_epochs > 1
-    rule = f"1 {where} (only a rule that samples every token anew is exact on kept noise)"
-    yield "rollout.noise_epochs", rule, accept.samples_anew or not (keeps and drafts.previous)
-    rule = "0 where rollout.noise_epochs is 1 (all noise is fresh)"
-    yield "rollout.noise_refresh", rule, keeps or not rollout.noise_refresh
+    lenient = accept.lenient_share is not None or not drafts.previous
+    rule = f"1 {where} (ratio has a lenience)"
+    yield "rollout.lenience", rule, lenient or rollout.lenience == 1
     weighted = accept.exact or accept.importance_weight is not None
     rule = f"0 {where} (it is not exact and has no importance weight)"
     cap = config.algorithm.importance_cap

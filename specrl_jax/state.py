@@ -22,7 +22,7 @@ from specrl_jax.models.transformer import Params, abstract_params
 from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
-from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.spec import RolloutSpec, noise_visits
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.run import Run
@@ -206,7 +206,7 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
         store=_draft_store(run),
         origin=origin,
         kept_noise=KeptNoise(
-            settings.noise_epochs,
+            noise_visits(config),
             settings.noise_refresh,
             run.rollout_spec.group_size,
             needs_signal=not has_critic(config.critic.kind),
@@ -215,7 +215,7 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
     if reference is not None:
         state.reference = Reference(reference, saved=bool(config.warmup.steps))
     if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
-        state.speculation = Speculation(verifies_all=settings.noise_epochs > 1)
+        state.speculation = Speculation(verifies_all=noise_visits(config) > 1)
     run.collector.add_part(run, state)
     return state
 

@@ -55,7 +55,9 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
         "rollout.response_len": 6,
         "rollout.row_buckets": 2,
         "rollout.max_rows": 0,
+        "rollout.accept": "ratio",
         "rollout.lenience": 1.0,
+        "rollout.noise_epochs": 1,
         "updates.mini_batch_size": 16,
         "updates.micro_batch_size": 8,  # one program of the update, however many tokens differ
         "updates.learning_rate": 0.02,

@@ -16,6 +16,12 @@ def acceptance_rule(config) -> AcceptanceRule:
     return ACCEPTANCE_RULES[config.rollout.accept] if previous else MATCH
 
 
+def noise_visits(config) -> int:
+    """Visits for which samples keep their noise: 1, all noise is fresh, under a rule that draws
+    with it after a rejection. The draft was made with it too."""
+    return config.rollout.noise_epochs if acceptance_rule(config).samples_anew else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
     """Settings that a rollout's programs are compiled for; hashable."""
