@@ -36,6 +36,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Local layers turn faster than global ones, whose frequencies are divided.
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 TINY = {
     "llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
     "llama_biases": (
@@ -45,6 +50,27 @@ TINY = {
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_untied": ("qwen3", {"tie_word_embeddings": False, "attention_bias": True}),
+    # Layers 6 and 2 are global; windows are shorter than the sequences.
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 12,
+            "final_logit_softcapping": 8.0,
+            "rope_parameters": GEMMA3_ROPE,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
 }
 PROMPTS = (
     "What is 7 + 5 - 3?",
