@@ -214,7 +214,7 @@ def _apart(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
 
     Transformers 5 writes both in `rope_parameters`.
     """
-    both = values.get("rope_parameters")
+    both = values.get("rope_parameters") or values.get("rope_scaling")
     if not isinstance(both, Mapping) or not both.keys() & {_LOCAL, _GLOBAL}:
         return values
     local, rest = (both.get(kind) or {} for kind in (_LOCAL, _GLOBAL))
