@@ -29,7 +29,8 @@ class Family:
     qk_norm: bool = False  # RMS norm of queries and keys
     qkv_bias: bool = False  # always biases on q, k and v, never on the output
     bias_fields: tuple[str, ...] = ()  # of attention_bias (q, k, v, output), mlp_bias; in the file
-    sliding_window: bool = True  # the class knows windows; a file that uses them is refused
+    # The class knows windows. A file that uses them is refused, unless `defaults` have a pattern.
+    sliding_window: bool = True
     heads_divide_embed: bool = False  # the class needs embed_dim % num_heads == 0
     rope_types: tuple[str, ...] = ("default", "llama3")
     # Of other fields of config.json; of `OWN_FIELDS` all that the family has.

@@ -141,7 +141,7 @@ def _own_fields(family: Family, config: dict[str, Any], get: Callable) -> dict[s
         "sliding_window": get("attention.sliding_window"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
-        "rope_local_base_freq": get("rope.freq_base_swa"),
+        "rope_local_base_freq": _float32(get("rope.freq_base_swa")),
         "query_pre_attn_scalar": config["head_dim"],
     }
     if config["num_hidden_layers"] == family.gguf_wide:

@@ -36,12 +36,9 @@ _MOST = {"num_hidden_layers": MAX_LAYERS}  # of all others MAX_INT
 _NORM_EPS = (1e-12, 0.1)
 ROPE_THETA = (1.0, 1e12)
 _ROPE_FACTOR = (1e-3, 1e6)
-# Numbers among `OWN_FIELDS`, but for the sizes. Of caps 0 means none.
-_OWN_NUMBERS = {
-    "attn_logit_softcapping": (0.0, 1e6),
-    "final_logit_softcapping": (0.0, 1e6),
-    "rope_local_base_freq": ROPE_THETA,
-}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0: none
+# Numbers among `OWN_FIELDS`, but for the sizes.
+_OWN_NUMBERS = dict.fromkeys(_CAPS, (0.0, 1e6)) | {"rope_local_base_freq": ROPE_THETA}
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -55,7 +52,9 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
     family = FAMILIES[name]
     if "rope_local_base_freq" in family.defaults:
         values = _apart(values, file)
-    values = family.config_defaults() | {k: v for k, v in values.items() if v is not None}
+    no_caps = {k: 0.0 for k in _CAPS if values.get(k, 0.0) is None}  # null is no default
+    values = {k: v for k, v in values.items() if v is not None} | no_caps
+    values = family.config_defaults() | values
     known = family.defaults.get("hidden_activation", "silu")
     for field in ("hidden_act", "hidden_activation"):
         if (activation := values.get(field, known)) != known:

@@ -121,7 +121,7 @@ class Transformer(nnx.Module):
     def _run_layers(
         self, x_BTD, ropes: list[Rope], place: Place, cache: KVCache | None, gives_cache: bool
     ):
-        """ropes: Of global layers, and of local ones where there are any."""
+        """Run all layers. ropes: of global layers, and of local ones where there are any."""
         local_L = self.config.local_layers
         window = self.config.sliding_window
         if not self.stacked:

@@ -101,6 +101,11 @@ def test_config_of_gemma_models_on_the_hub():
     config = config_from_json(one)
     assert (config.sliding_window, config.attn_softcap, config.final_softcap) == (512, 0, 0)
     assert config_from_json(config_to_json(config)) == config
+    # A cap of null is none, whatever the default.
+    two = one | {"model_type": "gemma2", "final_logit_softcapping": None, "rope_theta": 500.0}
+    config = config_from_json(two)
+    assert (config.attn_softcap, config.final_softcap, config.rope_local_theta) == (0, 0, 0)
+    assert config_from_json(config_to_json(config)) == config
     # A model whose layers are all global has no window.
     every = config_from_json(one | {"layer_types": ["full_attention"] * 26})
     assert (every.sliding_window, every.local_layers) == (0, ())
