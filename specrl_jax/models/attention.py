@@ -50,14 +50,14 @@ def attend(
     layer: A layer of the cache, the T tokens included.
     start_B: int32 [B]; start + T <= S.
     kv_heads: K, of all devices.
-    kernels: Those of `USES` for which a kernel is taken instead of the reference. They take neither
-        window nor cap.
+    kernels: Those of `USES` for which a kernel is taken instead of the reference.
     window: Slots that a query sees, its own included; None: all.
     softcap: Scores become cap * tanh(score / cap); 0: they stay.
     """
     width = q_BTNH.shape[1]
     if ("decode" if width == 1 else "verify") in kernels:
-        return kernel_module(platform()).attend(q_BTNH, layer, start_B, kv_heads)
+        kernel = kernel_module(platform()).attend
+        return kernel(q_BTNH, layer, start_B, kv_heads, window=window, softcap=softcap)
     slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
     if is_flat(layer):
         reference = functools.partial(_flat_reference, kv_heads=kv_heads, softcap=softcap)
@@ -101,13 +101,14 @@ def attend_packed(
     The reference takes many queries in pieces. Its backward pass recomputes the scores of a piece,
     and a piece skips the keys that none of its queries sees.
     """
-    if "packed" in kernels:
-        return kernel_module(platform()).attend_packed(q_BTNH, k_BTKH, v_BTKH, ends_BT)
     queries = q_BTNH.shape[1]
-    k_BKHS, v_BKSH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
     slots_BT = jnp.arange(queries)[None, :]
     positions_BT = slots_BT if positions_BT is None else positions_BT
     local = _local(window, positions_BT, positions_BT)
+    if "packed" in kernels:
+        kernel = kernel_module(platform()).attend_packed
+        return kernel(q_BTNH, k_BTKH, v_BTKH, ends_BT, local=local, softcap=softcap)
+    k_BKHS, v_BKSH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
     if queries <= QUERIES_AT_ONCE:
         return _reference(q_BTNH, k_BKHS, v_BKSH, slots_BT, local, ends_BT, softcap=softcap)
     pieces = []
@@ -134,7 +135,7 @@ def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, .
     if kernels is None or setting == "reference":
         return ()
     absent = jax.sharding.get_mesh().devices.flat[0] not in jax.devices()
-    refusals = {use: _refusal(model) or kernels.refusal(use, model, slots) for use in USES}
+    refusals = {use: kernels.refusal(use, model, slots) for use in USES}
     for use, refusal in refusals.items():
         if not refusal and absent and use not in kernels.AHEAD_OF_TIME:
             refusals[use] = refusal = "the kernel can only be compiled where the device is"
@@ -145,15 +146,6 @@ def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, .
             )
         print(f"attention, {use}: {f'reference ({refusal})' if refusal else 'kernel'}", flush=True)
     return tuple(use for use, refusal in refusals.items() if not refusal)
-
-
-def _refusal(model: ModelConfig) -> str:
-    """Return why no platform's kernels can take the model, or ""."""
-    if any(model.local_layers):
-        return f"local layers see a window of {model.sliding_window} tokens, kernels see all"
-    if model.attn_softcap:
-        return f"scores have a soft cap of {model.attn_softcap:g}, kernels have none"
-    return ""
 
 
 def kernel_module(name: str):

@@ -156,26 +156,6 @@ def test_kernels_are_taken_by_rule(mesh, kernels, capsys):
         attention.choose_kernels("kernel", MODEL, 12)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        (
-            {"sliding_window": 3, "sliding_window_pattern": 2},
-            "local layers see a window of 3 tokens, kernels see all",
-        ),
-        ({"attn_softcap": 50.0}, "scores have a soft cap of 50, kernels have none"),
-    ],
-)
-def test_no_kernel_takes_windows_or_caps(mesh, kernels, capsys, changes, why):
-    model = MODEL.replace(**changes)
-    assert attention.choose_kernels("auto", model, 12) == ()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"attention, {use}: reference ({why})" for use in attention.USES]
-    with pytest.raises(ValueError, match=f"^model.attention must be .* for decode, {why}$"):
-        attention.choose_kernels("kernel", model, 12)
-    assert attention.choose_kernels("auto", MODEL.replace(final_softcap=30.0), 12) == attention.USES
-
-
 def test_an_absent_device_takes_what_can_be_compiled_for_it(mesh, kernels, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", list)
     assert attention.choose_kernels("auto", MODEL, 12) == ("decode", "packed")
