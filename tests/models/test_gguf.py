@@ -122,6 +122,35 @@ def test_gguf_with_llama3_frequencies(tmp_path):
         hf.load(str(file))
 
 
+def test_the_fast_reader_reads_what_ggufs_own_does(tmp_path):
+    from gguf import GGUFReader, GGUFWriter
+
+    from specrl_jax.models.gguf_reader import FastReader
+
+    arrays = {
+        "texts": ["a", "", "日本"],
+        "floats": [0.5, -1.0],
+        "ints": [1, -2, 3],
+        "bools": [True],
+    }
+    writer = GGUFWriter(tmp_path / "t.gguf", "llama")
+    for name, values in arrays.items():
+        writer.add_array(name, values)
+    writer.add_string("after", "x")
+    writer.add_tensor("t", np.arange(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = FastReader(tmp_path / "t.gguf"), GGUFReader(tmp_path / "t.gguf")
+    for reader in (ours, theirs):
+        assert {name: reader.fields[name].contents() for name in arrays} == arrays
+        assert reader.fields["after"].contents() == "x"
+        np.testing.assert_array_equal(reader.tensors[0].data, np.arange(4))
+    assert ours.fields["texts"].contents(2) == theirs.fields["texts"].contents(2) == "日本"
+    assert ours.data_offset == theirs.data_offset
+
+
 def test_gguf_of_gemma_refuses_other_patterns_and_knows_the_largest_model(tmp_path):
     file = write_gguf("gemma3", tmp_path, {"attention.sliding_window_pattern": 4})
     with pytest.raises(ValueError, match=r"gemma3\.attention\.sliding_window_pattern must be 6 or"):
