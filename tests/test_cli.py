@@ -20,8 +20,8 @@ MISTAKES = {
     (): "--config must name a configuration file, as in --config=configs/grpo.py:micro; --help has "
     "its presets and fields",
     ("--config=nowhere.py",): f"--config=nowhere.py: no such file in {ROOT}",
-    (f"{CONFIG}:huge",): "preset must be one of tiny, micro, custom, smollm2, gsm8k, qwen3_1p7b, "
-    "got 'huge'",
+    (f"{CONFIG}:huge",): "preset must be one of tiny, micro, custom, smollm2, gemma3_270m, "
+    "gsm8k, qwen3_1p7b, got 'huge'",
     (CONFIG, "--config.rollout.leniense=1"): "rollout.leniense is not a field of the config, "
     "did you mean lenience?",
     (f"{CONFIG}:custom",): "model.source must be a directory, .gguf file, pypi:WHEEL or hub id "

@@ -19,7 +19,7 @@ from specrl_jax.config import (
 from specrl_jax.field_rules import RULES
 from specrl_jax.rollout import acceptance
 
-PRESETS = ("tiny", "micro", "custom", "smollm2", "gsm8k", "qwen3_1p7b")
+PRESETS = ("tiny", "micro", "custom", "smollm2", "gemma3_270m", "gsm8k", "qwen3_1p7b")
 # rule → values that break it
 BROKEN = {
     "text": [None, 3, ["a"]],

@@ -23,7 +23,8 @@ def test_every_field_is_listed_once_with_its_comment():
 def test_presets_have_a_line():
     assert config_file.get_config(str(GRPO)).to_dict() == small_runs.preset("tiny").to_dict()
     presets = config_file.presets(GRPO)
-    assert list(presets) == ["tiny", "micro", "custom", "smollm2", "gsm8k", "qwen3_1p7b"]
+    names = ["tiny", "micro", "custom", "smollm2", "gemma3_270m", "gsm8k", "qwen3_1p7b"]
+    assert list(presets) == names
     assert all(line.endswith(".") for line in presets.values())
     assert config_file.presets(small_runs.ROOT / "configs" / "multiturn.py") == {}
 

@@ -1,8 +1,10 @@
 """The tokenizer of a GGUF file, rebuilt from its metadata for transformers.
 
-Splits texts by llama.cpp's pre-tokenizer of the name in `tokenizer.ggml.pre`.
+Byte-level BPE splits texts by llama.cpp's pre-tokenizer of the name in `tokenizer.ggml.pre`.
+SentencePiece's BPE, as Gemma has it, splits none.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ _PRE_TOKENIZERS = {
     "llama-bpe": (False, _WORDS % r"\p{N}{1,3}"),
     "llama3": (False, _WORDS % r"\p{N}{1,3}"),
 }
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
+_SPACE = "\u2581"  # SentencePiece's letter for a space
 
 
 def read(path: Path) -> tuple[Any, list[int]]:
@@ -30,27 +33,31 @@ def read(path: Path) -> tuple[Any, list[int]]:
     Raises whatever a damaged file makes the libraries raise, and ValueError where its kind is not
     known.
     """
-    from gguf import GGUFReader
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    fields = GGUFReader(str(path)).fields
+    from specrl_jax.models.gguf_reader import FastReader
+
+    fields = FastReader(path).fields
 
     def field(name: str, default: Any = None) -> Any:
         value = fields.get(f"tokenizer.{name}")
         return default if value is None else value.contents()
 
-    if field("ggml.model") != "gpt2":
+    kind = field("ggml.model")
+    if kind not in _BACKENDS or (kind == "llama" and field("ggml.add_space_prefix", True)):
         raise ValueError(
-            f"its tokenizer is {field('ggml.model')!r}, only 'gpt2' (byte-level BPE) is supported; "
-            "set tokenizer.source to the model's directory or hub id"
+            f"its tokenizer is {kind!r}, only 'gpt2' (byte-level BPE) is supported, and 'llama' "
+            "(SentencePiece) without add_space_prefix; set tokenizer.source to the model's "
+            "directory or hub id"
         )
     tokens = field("ggml.tokens")
     bos = field("ggml.bos_token_id")
-    types = field("ggml.token_type", [1] * len(tokens))
-    pre = field("ggml.pre", "default")
-    backend = _byte_level_bpe(tokens, types, field("ggml.merges"), pre)
-    if field("ggml.add_bos_token", pre in ("llama-bpe", "llama3")):
+    types = field("ggml.token_type", [_NORMAL] * len(tokens))
+    backend = _BACKENDS[kind](tokens, types, field)
+    _add_tokens(backend, tokens, types)
+    begins = kind == "llama" or field("ggml.pre") in ("llama-bpe", "llama3")
+    if field("ggml.add_bos_token", begins):
         pair = f"{tokens[bos]}:0 $A:0", f"{tokens[bos]}:0 $A:0 $B:1"
         backend.post_processor = TemplateProcessing(*pair, special_tokens=[(tokens[bos], bos)])
     roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
@@ -63,25 +70,60 @@ def read(path: Path) -> tuple[Any, list[int]]:
     return tokenizer, [] if turn_end is None else [turn_end]
 
 
-def _byte_level_bpe(tokens: list[str], types: list[int], merges: list[str], pre: str) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+def _byte_level_bpe(tokens: list[str], types: list[int], field: Callable) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
+    pre = field("ggml.pre", "default")
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [tuple(merge.split(" ", 1)) for merge in field("ggml.merges")]
     whole_words_first = pre in ("llama-bpe", "llama3")
     backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words_first))
     if pre in ("qwen2", "deepseek-r1-qwen"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(tokens: list[str], types: list[int], field: Callable) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = {}
+    merges = []
+    # Tokens are in the order in which they are merged. The file has runs of spaces as they are.
+    for index, token in enumerate(tokens):
+        spelled = token if token.strip(" ") else _SPACE * len(token)
+        if types[index] != _UNUSED:
+            vocab[spelled] = index
+    for token, index in vocab.items():
+        if types[index] == _NORMAL or set(token) == {_SPACE}:
+            cuts = ((token[:at], token[at:]) for at in range(len(token) - 1, 0, -1))
+            merges += [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+    unknown = tokens[field("ggml.unknown_token_id", 0)]
+    backend = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+_BACKENDS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}  # by tokenizer.ggml.model
+
+
+def _add_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
+    """Have texts cut at control and user-defined tokens, but for those that were spelled anew."""
+    from tokenizers import AddedToken
+
+    vocab = backend.get_vocab()
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [t for t, k in zip(tokens, types) if k == kind]
+        added = [t for t, k in zip(tokens, types) if k == kind and t in vocab]
         added = [AddedToken(token, special=special, normalized=False) for token in added]
         if special:
             backend.add_special_tokens(added)
         else:
             backend.add_tokens(added)
-    return backend
 
 
 def _pre_tokenizer(pre: str) -> Any:

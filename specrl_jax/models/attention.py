@@ -7,6 +7,8 @@ that every start of a run computes the same bits.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,33 +25,53 @@ QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, 
 USES = ("decode", "verify", "packed")
 
 
+class Local(NamedTuple):
+    """What the queries of a local layer see: keys at their first position or after it."""
+
+    first: Array  # int32 [B or 1, T]
+    positions: Array  # int32 [B or 1, S], of the keys
+
+
 def attend(
-    q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int, *, kernels: tuple[str, ...] = ()
+    q_BTNH: Array,
+    layer: Layer,
+    start_B: Array,
+    kv_heads: int,
+    *,
+    kernels: tuple[str, ...] = (),
+    window: int | Array | None = None,
+    softcap: float = 0.0,
 ) -> Array:
     """Grouped-query attention (arXiv 2305.13245) over the KV cache, [B, T, N, H].
 
     Query t of row b is in slot start[b] + t, and sees the slots up to its own.
 
-    q_BTNH: Queries, already scaled by H^-1/2.
+    q_BTNH: Queries, already scaled.
     layer: A layer of the cache, the T tokens included.
     start_B: int32 [B]; start + T <= S.
     kv_heads: K, of all devices.
     kernels: Those of `USES` for which a kernel is taken instead of the reference.
+    window: Slots that a query sees, its own included; None: all.
+    softcap: Scores become cap * tanh(score / cap); 0: they stay.
     """
     width = q_BTNH.shape[1]
     if ("decode" if width == 1 else "verify") in kernels:
-        return kernel_module(platform()).attend(q_BTNH, layer, start_B, kv_heads)
+        kernel = kernel_module(platform()).attend
+        return kernel(q_BTNH, layer, start_B, kv_heads, window=window, softcap=softcap)
     slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
     if is_flat(layer):
-        reference = functools.partial(_flat_reference, kv_heads=kv_heads)
+        reference = functools.partial(_flat_reference, kv_heads=kv_heads, softcap=softcap)
         held = layer
+        keys = layer[0].shape[1]
     else:
         held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
-        reference = functools.partial(_reference, ends_BS=None)
+        reference = functools.partial(_reference, softcap=softcap)
+        keys = held[0].shape[3]
+    local = _local(window, slots_BT, jnp.arange(keys)[None, :])
     if width <= QUERIES_AT_ONCE:
-        return reference(q_BTNH, *held, slots_BT)
+        return reference(q_BTNH, *held, slots_BT, local)
     pieces = [
-        jax.checkpoint(reference)(q_BTNH[:, part], *held, slots_BT[:, part])
+        jax.checkpoint(reference)(q_BTNH[:, part], *held, slots_BT[:, part], _part(local, part))
         for part in _pieces(width)
     ]
     return jnp.concatenate(pieces, axis=1)
@@ -60,29 +82,40 @@ def attend_packed(
     k_BTKH: Array,
     v_BTKH: Array,
     ends_BT: Array | None = None,
+    positions_BT: Array | None = None,
     *,
     kernels: tuple[str, ...] = (),
+    window: int | Array | None = None,
+    softcap: float = 0.0,
 ) -> Array:
     """Grouped-query attention of T tokens among themselves, [B, T, N, H].
 
-    Query i sees key j where j <= i < ends[j].
+    Query i sees key j where j <= i < ends[j], and, with a window, where its position is less than
+    the window after the key's.
 
-    q_BTNH: Queries, already scaled by H^-1/2.
+    q_BTNH: Queries, already scaled.
     ends_BT: int32, slot after a token's subtree (`packing`); None: T for all.
-    kernels: As in `attend`.
+    positions_BT: int32, for the window; None: the slots.
+    kernels, window, softcap: As in `attend`.
 
     The reference takes many queries in pieces. Its backward pass recomputes the scores of a piece,
     and a piece skips the keys that none of its queries sees.
     """
-    if "packed" in kernels:
-        return kernel_module(platform()).attend_packed(q_BTNH, k_BTKH, v_BTKH, ends_BT)
     queries = q_BTNH.shape[1]
+    slots_BT = jnp.arange(queries)[None, :]
+    positions_BT = slots_BT if positions_BT is None else positions_BT
+    local = _local(window, positions_BT, positions_BT)
+    if "packed" in kernels:
+        kernel = kernel_module(platform()).attend_packed
+        return kernel(q_BTNH, k_BTKH, v_BTKH, ends_BT, local=local, softcap=softcap)
     k_BKHS, v_BKSH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
     if queries <= QUERIES_AT_ONCE:
-        return _reference(q_BTNH, k_BKHS, v_BKSH, jnp.arange(queries)[None, :], ends_BT)
-    pieces = [
-        _windowed(q_BTNH[:, part], k_BKHS, v_BKSH, ends_BT, part.start) for part in _pieces(queries)
-    ]
+        return _reference(q_BTNH, k_BKHS, v_BKSH, slots_BT, local, ends_BT, softcap=softcap)
+    pieces = []
+    for part in _pieces(queries):
+        reference = functools.partial(_reference, softcap=softcap)
+        inputs = q_BTNH[:, part], k_BKHS, v_BKSH, ends_BT, _part(local, part)
+        pieces.append(_last_keys(reference, part.start, *inputs))
     return jnp.concatenate(pieces, axis=1)
 
 
@@ -133,13 +166,33 @@ def _pieces(queries: int) -> list[slice]:
     return [slice(start, min(start + step, queries)) for start in range(0, queries, step)]
 
 
-def _windowed(
-    q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, ends_BS: Array | None, start: int
+def _local(window: int | Array | None, queries_BT: Array, keys_BS: Array) -> Local | None:
+    """Return what a window lets queries at these positions see of keys at these positions."""
+    return None if window is None else Local(queries_BT - window + 1, keys_BS)
+
+
+def _part(local: Local | None, queries: slice) -> Local | None:
+    return None if local is None else local._replace(first=local.first[:, queries])
+
+
+def softcapped(scores: Array, cap: float) -> Array:
+    """Return cap * tanh(scores / cap), or the scores where cap is 0."""
+    return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def _last_keys(
+    reference: Callable,
+    start: int,
+    q_BTNH: Array,
+    k_BKHS: Array,
+    v_BKSH: Array,
+    ends_BS: Array | None,
+    local: Local | None,
 ) -> Array:
     """Attention of the queries in the slots from `start` on, over the keys that they may see.
 
-    These lie between the first slot whose subtree reaches `start` and the last query. A window of
-    1, 2, 4, ... pieces that holds them is chosen on the device.
+    These lie between the first slot whose subtree reaches `start` and the last query. The last
+    1, 2, 4, ... pieces that hold them are chosen on the device.
     """
     rows, queries = q_BTNH.shape[:2]
     stop = start + queries
@@ -147,12 +200,16 @@ def _windowed(
         jnp.arange(start, stop), (rows, queries), out_sharding=axes("batch", None)
     )
 
-    def attend(first: int, q: Array, k: Array, v: Array, ends: Array | None) -> Array:
+    def attend(
+        first: int, q: Array, k: Array, v: Array, ends: Array | None, local: Local | None
+    ) -> Array:
         keys, values = k[..., first:stop], v[:, :, first:stop]
         ends = None if ends is None else ends[:, first:stop] - first
-        return jax.checkpoint(_reference)(q, keys, values, slots_BT - first, ends)
+        if local is not None:
+            local = local._replace(positions=local.positions[:, first:stop])
+        return jax.checkpoint(reference)(q, keys, values, slots_BT - first, local, ends)
 
-    inputs = q_BTNH, k_BKHS, v_BKSH, ends_BS
+    inputs = q_BTNH, k_BKHS, v_BKSH, ends_BS, local
     if ends_BS is None or not start:
         return attend(0, *inputs)
     firsts = []
@@ -167,12 +224,19 @@ def _windowed(
 
 
 def _reference(
-    q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, slots_BT: Array, ends_BS: Array | None
+    q_BTNH: Array,
+    k_BKHS: Array,
+    v_BKSH: Array,
+    slots_BT: Array,
+    local: Local | None,
+    ends_BS: Array | None = None,
+    *,
+    softcap: float,
 ) -> Array:
     """softmax(q·k + mask)·v as two plain products for each row and key/value head.
 
     slots_BT: int32 [B or 1, T], of the queries; a query in slot i sees slot j where j <= i <
-    ends[j].
+    ends[j], of a local layer only what `local` says.
 
     The queries of a key/value head form one axis Q = T·G (G query heads for each key/value head),
     so that keys and values need no transpose. The mask is a sum: XLA on CPU fuses it with the
@@ -190,7 +254,8 @@ def _reference(
     q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
     q_BKQH = reshape(q_BKTGH, (kv_heads, queries * groups), "kv_heads", None)
     scores = jnp.einsum("BKQH,BKHS->BKQS", q_BKQH, k_BKHS, preferred_element_type=jnp.float32)
-    bias_BQS = _bias(slots_BT, ends_BS, k_BKHS.shape[-1], groups)
+    scores = softcapped(scores, softcap)
+    bias_BQS = _bias(slots_BT, ends_BS, local, k_BKHS.shape[-1], groups)
     weights = jax.nn.softmax(scores + bias_BQS[:, None], axis=-1).astype(v_BKSH.dtype)
     out_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights, v_BKSH)
     out_BKTGH = reshape(out_BKQH, (kv_heads, queries, groups), "kv_heads", None, None)
@@ -198,19 +263,34 @@ def _reference(
 
 
 def _flat_reference(
-    q_BTNH: Array, k_BSC: Array, v_BSC: Array, slots_BT: Array, kv_heads: int
+    q_BTNH: Array,
+    k_BSC: Array,
+    v_BSC: Array,
+    slots_BT: Array,
+    local: Local | None,
+    *,
+    kv_heads: int,
+    softcap: float,
 ) -> Array:
     """Compute `_reference` of keys and values whose heads lie side by side, where they lie.
 
     To cut them into heads would copy the cache. So a query is 0 in the places of the other heads,
     and of all weighted values it keeps its own head's: K times the products.
     """
-    own = functools.partial(_flat_on_shard, kv_heads=kv_heads // shards("kv_heads"))
-    return on_shards(own, q_BTNH, k_BSC, v_BSC, slots_BT, like=q_BTNH)
+    own_heads = kv_heads // shards("kv_heads")
+    own = functools.partial(_flat_on_shard, kv_heads=own_heads, softcap=softcap)
+    return on_shards(own, q_BTNH, k_BSC, v_BSC, slots_BT, local, like=q_BTNH)
 
 
 def _flat_on_shard(
-    q_BTNH: Array, k_BSC: Array, v_BSC: Array, slots_BT: Array, kv_heads: int
+    q_BTNH: Array,
+    k_BSC: Array,
+    v_BSC: Array,
+    slots_BT: Array,
+    local: Local | None,
+    *,
+    kv_heads: int,
+    softcap: float,
 ) -> Array:
     batch, queries, heads, head_dim = q_BTNH.shape
     own_NK = jnp.arange(heads)[:, None] // (heads // kv_heads) == jnp.arange(kv_heads)[None, :]
@@ -219,15 +299,21 @@ def _flat_on_shard(
     filled = q_BQC.shape[2]
     q_BQC = jnp.pad(q_BQC, ((0, 0), (0, 0), (0, k_BSC.shape[2] - filled)))
     scores = jnp.einsum("BQC,BSC->BQS", q_BQC, k_BSC, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(scores + _bias(slots_BT, None, k_BSC.shape[1], heads), axis=-1)
+    scores = softcapped(scores, softcap)
+    bias_BQS = _bias(slots_BT, None, local, k_BSC.shape[1], heads)
+    weights = jax.nn.softmax(scores + bias_BQS, axis=-1)
     out_BQC = jnp.einsum("BQS,BSC->BQC", weights.astype(v_BSC.dtype), v_BSC)
     out_BTNKH = out_BQC[:, :, :filled].reshape(q_BTNKH.shape)
     return jnp.sum(jnp.where(own_NK[:, :, None], out_BTNKH, 0), axis=3)
 
 
-def _bias(slots_BT: Array, ends_BS: Array | None, keys: int, times: int) -> Array:
+def _bias(
+    slots_BT: Array, ends_BS: Array | None, local: Local | None, keys: int, times: int
+) -> Array:
     """float32 [B or 1, T · times, S], each query's so many times: 0 where it sees a slot."""
     mask_BTS = jnp.arange(keys)[None, None, :] <= slots_BT[:, :, None]
     if ends_BS is not None:
         mask_BTS &= slots_BT[:, :, None] < ends_BS[:, None, :]
+    if local is not None:
+        mask_BTS &= local.first[:, :, None] <= local.positions[:, None, :]
     return jnp.repeat(jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min), times, axis=1)

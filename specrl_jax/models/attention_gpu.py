@@ -33,6 +33,10 @@ _INTERPRET = False  # for tests
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
     """Return why the kernel for `use` cannot take the model and a cache of `slots`, or ""."""
     size = model.head_dim
+    if any(model.local_layers):
+        return f"local layers see a window of {model.sliding_window} tokens, kernels see all"
+    if model.attn_softcap:
+        return f"scores have a soft cap of {model.attn_softcap:g}, kernels have none"
     if use == "decode":
         if decode_attention is None:
             return f"jax {jax.__version__} has no kernel decode_attention"
@@ -45,8 +49,16 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
     return ""
 
 
-def attend(q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int) -> Array:
-    """Compute `attention.attend`."""
+def attend(
+    q_BTNH: Array,
+    layer: Layer,
+    start_B: Array,
+    kv_heads: int,
+    *,
+    window: None = None,
+    softcap: float = 0.0,
+) -> Array:
+    """Compute `attention.attend`, without window and cap: see `refusal`."""
     local = _decode if q_BTNH.shape[1] == 1 else _verify
     held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
     return on_shards(local, q_BTNH, *held, start_B, like=q_BTNH)
@@ -80,8 +92,16 @@ def _verify(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Arra
     return _cudnn(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
-def attend_packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
-    """Compute `attention.attend_packed`, with its gradient."""
+def attend_packed(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    ends_BT: Array | None,
+    *,
+    local: None = None,
+    softcap: float = 0.0,
+) -> Array:
+    """Compute `attention.attend_packed`, without window and cap, with its gradient."""
     ends = () if ends_BT is None else (ends_BT,)
     return on_shards(_packed, q_BTNH, k_BTKH, v_BTKH, *ends, like=q_BTNH)
 

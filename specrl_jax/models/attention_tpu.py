@@ -14,6 +14,7 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+from specrl_jax.models.attention import Local
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import Layer
 from specrl_jax.sharding import on_shards, shards
@@ -45,12 +46,23 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
     return ""
 
 
-def attend(q_BTNH: Array, layer: Layer, start_B: Array, kv_heads: int) -> Array:
+def attend(
+    q_BTNH: Array,
+    layer: Layer,
+    start_B: Array,
+    kv_heads: int,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
+) -> Array:
     """Compute `attention.attend` of a cache whose layers are one array; its shape says kv_heads."""
-    return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
+    own = functools.partial(_attend_on_shard, window=window, softcap=softcap)
+    return on_shards(own, q_BTNH, *layer, start_B, like=q_BTNH)
 
 
-def _attend_on_shard(q_BTNH: Array, kv_BSCH: Array, start_B: Array) -> Array:
+def _attend_on_shard(
+    q_BTNH: Array, kv_BSCH: Array, start_B: Array, *, window: int | None, softcap: float
+) -> Array:
     rows, width, heads, size = q_BTNH.shape
     if extra := -kv_BSCH.shape[1] % _LEAST_PAGE:  # a copy: of caches whose slots do not fit
         kv_BSCH = jnp.pad(kv_BSCH, ((0, 0), (0, extra), (0, 0), (0, 0)))
@@ -63,20 +75,38 @@ def _attend_on_shard(q_BTNH: Array, kv_BSCH: Array, start_B: Array) -> Array:
         jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages),
         jnp.arange(rows + 1, dtype=jnp.int32) * width,
         jnp.full(1, rows, jnp.int32),
+        sliding_window=window,
+        soft_cap=softcap or None,
         num_kv_pages_per_block=min(_SLOTS_AT_ONCE // page, pages),
         num_queries_per_block=min(rows * width, _ROWS_AT_ONCE if width == 1 else _QUERIES_AT_ONCE),
     )
     return out.reshape(q_BTNH.shape)
 
 
-def attend_packed(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ends_BT: Array | None) -> Array:
+def attend_packed(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    ends_BT: Array | None,
+    *,
+    local: Local | None = None,
+    softcap: float = 0.0,
+) -> Array:
     """Compute `attention.attend_packed`, with its gradient."""
-    ends = () if ends_BT is None else (ends_BT,)
-    return on_shards(_packed_on_shard, q_BTNH, k_BTKH, v_BTKH, *ends, like=q_BTNH)
+    own = functools.partial(_packed_on_shard, softcap=softcap)
+    return on_shards(own, q_BTNH, k_BTKH, v_BTKH, ends_BT, local, like=q_BTNH)
 
 
-def _packed_on_shard(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *ends: Array) -> Array:
-    tokens = q_BTNH.shape[1]
+def _packed_on_shard(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    ends_BT: Array | None,
+    local: Local | None,
+    *,
+    softcap: float,
+) -> Array:
+    rows, tokens = q_BTNH.shape[:2]
     block = min(_BLOCK, -(-tokens // _LANES) * _LANES)
     extra = -tokens % block  # no real query sees the keys after it
 
@@ -84,21 +114,40 @@ def _packed_on_shard(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *ends: Array) 
         return jnp.pad(x_BTNH, ((0, 0), (0, extra), (0, 0), (0, 0))).swapaxes(1, 2)
 
     inputs = [padded(x) for x in (q_BTNH, k_BTKH, v_BTKH)]
-    # Padded tokens see those before them, and themselves.
-    ends = [jnp.pad(x, ((0, 0), (0, extra)), constant_values=tokens + extra) for x in ends]
+    # Padded tokens see themselves and some before them.
+    pads = ((0, 0), (0, extra))
+    if ends_BT is not None:
+        ends_BT = jnp.pad(ends_BT, pads, constant_values=tokens + extra)
+    if local is not None:
+        local = Local(*(jnp.pad(jnp.broadcast_to(x, (rows, tokens)), pads) for x in local))
     one = jax.checkpoint(
-        functools.partial(_one_sequence, block=block),
+        functools.partial(_one_sequence, block=block, softcap=softcap),
         policy=jax.checkpoint_policies.save_only_these_names(_OUTPUTS),
     )
-    out_BNTH = jax.lax.map(lambda x: one(*x), (*inputs, *ends))
+    out_BNTH = jax.lax.map(lambda x: one(*x), (*inputs, ends_BT, local))
     return out_BNTH.swapaxes(1, 2)[:, :tokens]
 
 
-def _one_sequence(q_NTH: Array, k_KTH: Array, v_KTH: Array, *ends: Array, block: int) -> Array:
+def _one_sequence(
+    q_NTH: Array,
+    k_KTH: Array,
+    v_KTH: Array,
+    ends_T: Array | None,
+    local: Local | None,
+    *,
+    block: int,
+    softcap: float,
+) -> Array:
     heads, tokens, _ = q_NTH.shape
-    if ends:
+    is_dynamic = ends_T is not None or local is not None
+    if is_dynamic:
         i, j = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None, :]
-        mask = ((j <= i) & (i < ends[0][None, :]))[None]  # the same for all heads
+        mask = j <= i
+        if ends_T is not None:
+            mask &= i < ends_T[None, :]
+        if local is not None:
+            mask &= local.first[:, None] <= local.positions[None, :]
+        mask = mask[None]  # the same for all heads
     else:
         causal = splash.CausalMask((tokens, tokens))
         mask = splash.MultiHeadMask([causal] * heads)
@@ -106,11 +155,12 @@ def _one_sequence(q_NTH: Array, k_KTH: Array, v_KTH: Array, *ends: Array, block:
     kernel = splash.make_splash_mha(
         mask,
         block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+        attn_logits_soft_cap=softcap or None,
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=_OUTPUTS,
         interpret=_INTERPRET,
     )
-    if ends:  # the library has made this switch an array, which it then cannot test in a trace
+    if is_dynamic:  # the library has made this an array, which it then cannot test in a trace
         kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
     return kernel(q_NTH, k_KTH, v_KTH)

@@ -19,6 +19,13 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Rotary frequencies divided by a factor (arXiv 2306.15595; `rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of one decoder; hashable, so that it can key a program."""
 
@@ -31,7 +38,7 @@ class ModelConfig:
     head_dim: int
     family: str = "llama"  # a key of `FAMILIES`
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
     norm_eps: float = 1e-6
     max_positions: int = 32_768
     tie_embeddings: bool = True
@@ -39,6 +46,16 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on the attention output
     mlp_bias: bool = False  # on all three MLP projections
+    activation: str = "silu"  # of the MLP's gate, a key of `layers.ACTIVATIONS`
+    norm_adds_one: bool = False  # RMS norms multiply by 1 + w instead of w
+    post_norms: bool = False  # RMS norms of the outputs of attention and MLP too
+    embed_scale: bool = False  # embeddings times embed_dim^1/2
+    query_pre_attn_scalar: int = 0  # queries are divided by its root; 0: head_dim
+    attn_softcap: float = 0.0  # scores of attention are cap * tanh(score / cap); 0: as they are
+    final_softcap: float = 0.0  # logits likewise
+    sliding_window: int = 0  # a local layer sees so many tokens, its own included; 0: none is local
+    sliding_window_pattern: int = 1  # of so many layers each the last is global, the others local
+    rope_local_theta: float = 0.0  # rope_theta of local layers, without rope_scaling; 0: the same
     dtype: str = "float32"  # the compute type; parameters are stored in float32
     remat: bool = False  # the update recomputes each layer in its backward pass
     unused_ids: IdRanges = ()  # that no token of the tokenizer has: their logits are -inf
@@ -47,6 +64,21 @@ class ModelConfig:
     @property
     def untied(self) -> bool:
         return not self.tie_embeddings
+
+    @property
+    def no_post_norms(self) -> bool:
+        return not self.post_norms
+
+    @property
+    def query_scale(self) -> float:
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Return which layers see a window alone; () where none does."""
+        if not self.sliding_window:
+            return ()
+        return tuple((i + 1) % self.sliding_window_pattern > 0 for i in range(self.num_layers))
 
     def replace(self, **changes) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

@@ -7,6 +7,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+# Fields of config.json that only some families have, and ours.
+OWN_FIELDS = {
+    "hidden_activation": "activation",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attn_logit_softcapping": "attn_softcap",
+    "final_logit_softcapping": "final_softcap",
+    "sliding_window": "sliding_window",
+    "sliding_window_pattern": "sliding_window_pattern",
+    "rope_local_base_freq": "rope_local_theta",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -18,18 +29,31 @@ class Family:
     qk_norm: bool = False  # RMS norm of queries and keys
     qkv_bias: bool = False  # always biases on q, k and v, never on the output
     bias_fields: tuple[str, ...] = ()  # of attention_bias (q, k, v, output), mlp_bias; in the file
-    sliding_window: bool = True  # the class knows windows; a file that uses them is refused
+    # The class knows windows. A file that uses them is refused, unless `defaults` have a pattern.
+    sliding_window: bool = True
     heads_divide_embed: bool = False  # the class needs embed_dim % num_heads == 0
+    rope_types: tuple[str, ...] = ("default", "llama3")
+    # Of other fields of config.json; of `OWN_FIELDS` all that the family has.
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Other switches of `ModelConfig`.
+    always: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    gguf: str = ""  # its name in llama.cpp, where that is another
     gguf_interleaved: bool = False  # llama.cpp stores q and k rows in its own rotary order
+    gguf_wide: int = 0  # layers of the size whose query_pre_attn_scalar is embed_dim / num_heads
 
     def config_defaults(self) -> dict[str, Any]:
         """Values of the fields that a config.json may leave out (transformers' own defaults)."""
         defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
         defaults["max_position_embeddings"] = self.max_positions
-        return defaults if self.head_dim is None else defaults | {"head_dim": self.head_dim}
+        if self.head_dim is not None:
+            defaults["head_dim"] = self.head_dim
+        return defaults | self.defaults
 
-    def switches(self, fields: Mapping[str, Any]) -> dict[str, bool]:
-        """Return `ModelConfig`'s switches for the `bias_fields` of a config.json."""
+    def switches(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `ModelConfig`'s switches and numbers that only some families have, for the fields
+        of a config.json."""
+        fields = self.defaults | fields
+        own = {ours: fields[name] for name, ours in OWN_FIELDS.items() if name in self.defaults}
         bias, mlp_bias = (
             name in self.bias_fields and bool(fields.get(name))
             for name in ("attention_bias", "mlp_bias")
@@ -39,8 +63,24 @@ class Family:
             "attention_bias": bias or self.qkv_bias,
             "output_bias": bias,
             "mlp_bias": mlp_bias,
+            **own,
+            **self.always,
         }
 
+
+_GEMMA = {"norm_adds_one": True, "post_norms": True, "embed_scale": True}
+# The config.json of larger models holds little more than what differs from these.
+_GEMMA_DEFAULTS = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 FAMILIES = {
     "llama": Family(
@@ -58,5 +98,42 @@ FAMILIES = {
         head_dim=128,
         qk_norm=True,
         bias_fields=("attention_bias",),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        max_positions=8192,
+        head_dim=256,
+        bias_fields=("attention_bias",),
+        heads_divide_embed=True,
+        rope_types=("default",),
+        defaults=_GEMMA_DEFAULTS
+        | {
+            "vocab_size": 256_000,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        always=_GEMMA,
+        gguf_wide=46,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        max_positions=131_072,
+        head_dim=256,
+        qk_norm=True,
+        bias_fields=("attention_bias",),
+        heads_divide_embed=True,
+        rope_types=("default", "linear"),
+        defaults=_GEMMA_DEFAULTS
+        | {
+            "vocab_size": 262_208,
+            "sliding_window_pattern": 6,
+            "final_logit_softcapping": 0.0,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        always=_GEMMA,
+        gguf="gemma3",
+        gguf_wide=62,
     ),
 }

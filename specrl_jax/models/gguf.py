@@ -1,8 +1,9 @@
 """GGUF files (llama.cpp's format), read as Hugging Face directories are.
 
 Takes a `.gguf` file of a family in `FAMILIES`. Gives the fields of a config.json, and tensors under
-Hugging Face's names, dequantised to float32. Two things differ in GGUF: llama's query and key rows
-have llama.cpp's rotary order, and Llama 3's scaled frequencies are a tensor of divisors.
+Hugging Face's names, dequantised to float32. Three things differ in GGUF: llama's query and key
+rows have llama.cpp's rotary order, Llama 3's scaled frequencies are a tensor of divisors, and the
+norms of Gemma have the 1 that they add.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 
 from specrl_jax.inputs import one_line
 from specrl_jax.models.config import MAX_LAYERS
-from specrl_jax.models.families import FAMILIES
+from specrl_jax.models.families import FAMILIES, Family
 from specrl_jax.models.parameters import LAYER, TOP
 
 _MAX_SIZE = 2**20  # a file that says more is damaged
@@ -40,9 +41,13 @@ def read(
     # The file's axes are in reverse.
     shapes = {ours: tuple(map(int, stored[name].shape[::-1])) for ours, name in names.items()}
 
+    family = FAMILIES[config["model_type"]]
+
     def read_tensor(name: str) -> np.ndarray:
         values = _dequantize(file, stored[names[name]])
-        if not FAMILIES[config["model_type"]].gguf_interleaved:
+        if family.always.get("norm_adds_one") and name.endswith("norm.weight"):
+            return values - 1
+        if not family.gguf_interleaved:
             return values
         if "self_attn.q_proj" in name:
             return _half_split(values, config["num_attention_heads"])
@@ -55,10 +60,10 @@ def read(
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (metadata without the vocabulary, tensors), both by name."""
-    from gguf import GGUFReader
+    from specrl_jax.models.gguf_reader import FastReader
 
     with one_line(f"{file} must be a whole GGUF file"):
-        reader = GGUFReader(file)
+        reader = FastReader(file)
         slow = ("tokenizer.", "GGUF.")  # vocabularies are slow to unpack
         fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
         _check_offsets(reader)
@@ -76,23 +81,33 @@ def _check_offsets(reader: Any) -> None:
 
 
 def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    family = metadata.get("general.architecture")
-    if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"{file}: general.architecture must be one of {known}, got {family!r}")
+    architecture = metadata.get("general.architecture")
+    names = {family.gguf or name: name for name, family in FAMILIES.items()}
+    if architecture not in names:
+        known = ", ".join(names)
+        rule = f"must be one of {known}"
+        raise ValueError(f"{file}: general.architecture {rule}, got {architecture!r}")
+    family = FAMILIES[names[architecture]]
 
     def get(name: str, default: Any = None) -> Any:
-        return metadata.get(f"{family}.{name}", default)
+        return metadata.get(f"{architecture}.{name}", default)
 
-    plain = {"rope.scaling.type": "none", "rope.scale_linear": 1.0}
-    plain |= {"expert_count": 0, "attention.sliding_window": 0}
+    plain = {"rope.scaling.type": "none", "rope.scale_linear": 1.0, "expert_count": 0}
+    plain |= {"attention.sliding_window": 0, "attention.sliding_window_pattern": 0}
+    linear = "linear" in family.rope_types and get("rope.scaling.type") == "linear"
+    if linear:
+        del plain["rope.scaling.type"]
+    if "sliding_window" in family.defaults:
+        del plain["attention.sliding_window"]
+        plain["attention.sliding_window_pattern"] = family.defaults["sliding_window_pattern"]
     for name, value in plain.items():
         if (got := get(name, value)) != value:
-            raise ValueError(f"{file}: {family}.{name} must be {value!r} or absent, got {got!r}")
-    _check_counts(file, metadata, family)
+            rule = f"must be {value!r} or absent"
+            raise ValueError(f"{file}: {architecture}.{name} {rule}, got {got!r}")
+    _check_counts(file, metadata, architecture)
     heads = get("attention.head_count")
     config = {
-        "model_type": family,
+        "model_type": names[architecture],
         "vocab_size": _rows(stored, "token_embd.weight"),
         "hidden_size": get("embedding_length"),
         "intermediate_size": get("feed_forward_length"),
@@ -110,23 +125,40 @@ def _config(file: Path, metadata: dict[str, Any], stored: dict[str, Any]) -> dic
     }
     if (size := get("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         rule = f"must be the head dim {config['head_dim']}"
-        raise ValueError(f"{file}: {family}.rope.dimension_count {rule}, got {size}")
+        raise ValueError(f"{file}: {architecture}.rope.dimension_count {rule}, got {size}")
+    config |= _own_fields(family, config, get)
+    if linear:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": get("rope.scaling.factor")}
     if _ROPE_DIVISORS in stored:
         divisors = _dequantize(file, stored[_ROPE_DIVISORS])
         config["rope_parameters"] = _llama3(file, config, divisors)
     return config
 
 
-def _check_counts(file: Path, metadata: dict[str, Any], family: str) -> None:
+def _own_fields(family: Family, config: dict[str, Any], get: Callable) -> dict[str, Any]:
+    """Return the fields that only some families have. What the file lacks llama.cpp knows."""
+    fields = {
+        "sliding_window": get("attention.sliding_window"),
+        "attn_logit_softcapping": get("attn_logit_softcapping"),
+        "final_logit_softcapping": get("final_logit_softcapping"),
+        "rope_local_base_freq": _float32(get("rope.freq_base_swa")),
+        "query_pre_attn_scalar": config["head_dim"],
+    }
+    if config["num_hidden_layers"] == family.gguf_wide:
+        fields["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    return {name: x for name, x in fields.items() if name in family.defaults}
+
+
+def _check_counts(file: Path, metadata: dict[str, Any], architecture: str) -> None:
     """Check the numbers that this file computes with; `hf_config` checks all the rest."""
     counts = {"embedding_length": _MAX_SIZE, "block_count": MAX_LAYERS}
     counts |= {"attention.head_count": _MAX_SIZE, "attention.key_length": _MAX_SIZE}
-    given = {f"{family}.attention.key_length": 1} | metadata  # it alone may be absent
+    given = {f"{architecture}.attention.key_length": 1} | metadata  # it alone may be absent
     for name, most in counts.items():
-        value = given.get(f"{family}.{name}")
+        value = given.get(f"{architecture}.{name}")
         if not isinstance(value, int) or not 0 < value <= most:
             rule = f"must be an integer in [1, {most}]"
-            raise ValueError(f"{file}: {family}.{name} {rule}, got {value!r}")
+            raise ValueError(f"{file}: {architecture}.{name} {rule}, got {value!r}")
 
 
 def _float32(value: Any) -> Any:
@@ -160,7 +192,8 @@ def _file_names(family: str, layers: int) -> dict[str, str]:
 
     names = [parameter.file_name for parameter in TOP.values()]
     names += [p.file_name.format(layer) for p in LAYER.values() for layer in range(layers)]
-    name_map = get_tensor_name_map(MODEL_ARCH[family.upper()], layers)
+    architecture = FAMILIES[family].gguf or family
+    name_map = get_tensor_name_map(MODEL_ARCH[architecture.upper()], layers)
     return {name_map.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
 
 

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from specrl_jax.inputs import one_line, read_json
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.hf_config import config_from_json, config_to_json
+from specrl_jax.models.hf_config import IMAGE_MODELS, config_from_json, config_to_json
 from specrl_jax.models.parameters import LAYER, TOP, select
 from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import param_shapes
@@ -37,6 +37,8 @@ class Checkpoint(NamedTuple):
 
 # Buffers that old versions of transformers stored beside the weights.
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+# Of a model that reads images too: its decoder's tensors, old names and new; others are left out.
+_TEXT_PART = re.compile(r"(?:model\.language_model|language_model\.model)\.(.*)")
 _DTYPES = ("float32", "float16", "bfloat16")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = "model.safetensors.index.json"
@@ -117,10 +119,18 @@ def _open_directory(path: Path) -> Checkpoint:
         raise ValueError(f"{path} {rule}")
     handles = [_open_safetensors(shard) for shard in shards]
     files = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (no dict)
-    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
-    return Checkpoint(
-        str(path / "config.json"), config, shapes, lambda name: files[name].get_tensor(name)
-    )
+    stored = {name: name for name in files}
+    if config.get("model_type") in IMAGE_MODELS:
+        parts = {name: _TEXT_PART.fullmatch(name) for name in files}
+        stored = {f"model.{part[1]}": name for name, part in parts.items() if part}
+    shapes = {
+        name: tuple(files[theirs].get_slice(theirs).get_shape()) for name, theirs in stored.items()
+    }
+
+    def read(name: str) -> np.ndarray:
+        return files[stored[name]].get_tensor(stored[name])
+
+    return Checkpoint(str(path / "config.json"), config, shapes, read)
 
 
 def _open_safetensors(path: Path) -> Any:

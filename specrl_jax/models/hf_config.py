@@ -1,16 +1,25 @@
 """Hugging Face's config.json to `ModelConfig`, and back.
 
-Sliding windows, other rotary types, other activations and other families raise ValueError, in one
-line; so do fields of another type, and values that no model has.
+What a family's class in transformers does not know (windows, rotary types, activations, caps), and
+other families, raise ValueError, in one line; so do fields of another type, and values that no
+model has.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from specrl_jax.models.config import MAX_INT, MAX_LAYERS, ModelConfig, RopeScaling
-from specrl_jax.models.families import FAMILIES
+from specrl_jax.models.config import (
+    MAX_INT,
+    MAX_LAYERS,
+    LinearScaling,
+    ModelConfig,
+    RopeScaling,
+)
+from specrl_jax.models.families import FAMILIES, OWN_FIELDS
 
+# Models that read images too, of whose text decoder the family is this name and "_text".
+IMAGE_MODELS = ("gemma3",)
 # Hugging Face's name → ours.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -27,30 +36,50 @@ _MOST = {"num_hidden_layers": MAX_LAYERS}  # of all others MAX_INT
 _NORM_EPS = (1e-12, 0.1)
 ROPE_THETA = (1.0, 1e12)
 _ROPE_FACTOR = (1e-3, 1e6)
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0: none
+# Numbers among `OWN_FIELDS`, but for the sizes.
+_OWN_NUMBERS = dict.fromkeys(_CAPS, (0.0, 1e6)) | {"rope_local_base_freq": ROPE_THETA}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
     """The `ModelConfig` of a config.json (transformers 4 or 5); errors name `file`."""
+    values = _text_part(values)
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(f"{file}: model_type must be one of {known}, got {name!r}")
     family = FAMILIES[name]
-    values = family.config_defaults() | {k: v for k, v in values.items() if v is not None}
-    if (activation := values.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"{file}: hidden_act must be 'silu', got {activation!r}")
+    if "rope_local_base_freq" in family.defaults:
+        values = _apart(values, file)
+    no_caps = {k: 0.0 for k in _CAPS if values.get(k, 0.0) is None}  # null is no default
+    values = {k: v for k, v in values.items() if v is not None} | no_caps
+    values = family.config_defaults() | values
+    known = family.defaults.get("hidden_activation", "silu")
+    for field in ("hidden_act", "hidden_activation"):
+        if (activation := values.get(field, known)) != known:
+            raise ValueError(f"{file}: {field} must be {known!r}, got {activation!r}")
+    for field in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if values.get(field) and field not in family.defaults:
+            raise ValueError(f"{file}: {field} must be absent or null, got {values[field]!r}")
     if "quantization_config" in values:
         method = values["quantization_config"]
         method = method.get("quant_method") if isinstance(method, Mapping) else method
         raise ValueError(f"{file}: quantization_config must be absent, got quant_method {method!r}")
-    if family.sliding_window:
+    if "sliding_window_pattern" in family.defaults:
+        values |= _windows(values, file)
+        _size(values, "query_pre_attn_scalar", file)
+    elif family.sliding_window:
         _refuse_windows(values, file)
+    for field, bounds in _OWN_NUMBERS.items():
+        if field in family.defaults:
+            values[field] = _number(values, field, bounds, file)
     embed_dim, num_heads = (_size(values, k, file) for k in ("hidden_size", "num_attention_heads"))
     values.setdefault("num_key_value_heads", num_heads)
     values.setdefault("head_dim", embed_dim // num_heads)
     for switch in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
         _switch(values, switch, file)
-    theta, scaling = _rope(values, file)
+    theta, scaling = _rope(values, file, family.rope_types)
     config = ModelConfig(
         **{ours: _size(values, theirs, file) for theirs, ours in _SIZES.items()},
         family=name,
@@ -80,15 +109,23 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "architectures": [family.architecture],
         "model_type": config.family,
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
-        "hidden_act": "silu",
+        "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope_theta,
         "torch_dtype": "float32",
     }
     values |= {name: getattr(config, name) for name in family.bias_fields}
-    if scaling := config.rope_scaling:
-        # The older spelling: transformers 4 and 5 both read it.
+    own = {name: getattr(config, ours) for name, ours in OWN_FIELDS.items()}
+    values |= {name: own[name] or None for name in own if name in family.defaults}
+    if "sliding_window_pattern" in family.defaults:
+        local = config.local_layers or (False,) * config.num_layers
+        values["layer_types"] = [_LOCAL if x else _GLOBAL for x in local]
+    # The older spelling: transformers 4 and 5 both read it.
+    scaling = config.rope_scaling
+    if isinstance(scaling, LinearScaling):
+        values["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling:
         values["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": scaling.factor,
@@ -142,7 +179,57 @@ def _refuse_windows(values: Mapping[str, Any], file: str) -> None:
             raise ValueError(f"{file}: layer_types must be ['full_attention', ..], got {kind!r}")
 
 
-def _rope(values: Mapping[str, Any], file: str) -> tuple[float, RopeScaling | None]:
+def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the text decoder of a model that reads images too."""
+    text = values.get("text_config")
+    if values.get("model_type") not in IMAGE_MODELS or not isinstance(text, Mapping):
+        return values
+    outer = ("quantization_config", "tie_word_embeddings")
+    kept = {name: values[name] for name in outer if name in values}
+    return kept | {"model_type": f"{values['model_type']}_text"} | text
+
+
+def _windows(values: Mapping[str, Any], file: str) -> dict[str, int]:
+    """Return window and pattern of the local layers; a window of 0 where none is local."""
+    layers = _size(values, "num_hidden_layers", file)
+    window, pattern = (
+        _size(values, name, file) for name in ("sliding_window", "sliding_window_pattern")
+    )
+    kinds = values.get("layer_types")
+    if kinds is not None:
+        known = isinstance(kinds, list) and _GLOBAL in kinds
+        pattern = kinds.index(_GLOBAL) + 1 if known else max(pattern, layers + 1)
+    expected = [_LOCAL if (i + 1) % pattern else _GLOBAL for i in range(layers)]
+    if kinds is not None and kinds != expected:
+        raise ValueError(
+            f"{file}: layer_types must be {layers}, each {_LOCAL!r} but every n-th {_GLOBAL!r}, "
+            f"got {kinds!r:.60}"
+        )
+    return {"sliding_window": window if pattern > 1 else 0, "sliding_window_pattern": pattern}
+
+
+def _apart(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """Return the fields with the rotary settings of global and local layers in fields apart.
+
+    Transformers 5 writes both in `rope_parameters`.
+    """
+    both = values.get("rope_parameters") or values.get("rope_scaling")
+    if not isinstance(both, Mapping) or not both.keys() & {_LOCAL, _GLOBAL}:
+        return values
+    local, rest = (both.get(kind) or {} for kind in (_LOCAL, _GLOBAL))
+    for name, rope in ((_LOCAL, local), (_GLOBAL, rest)):
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{file}: rope_parameters.{name} must be an object, got {rope!r:.40}")
+    if (kind := local.get("rope_type", "default")) != "default":
+        rule = f"rope_parameters.{_LOCAL}.rope_type must be 'default'"
+        raise ValueError(f"{file}: {rule}, got {kind!r:.40}")
+    theta = local.get("rope_theta", values.get("rope_local_base_freq"))
+    return {**values, "rope_parameters": rest, "rope_local_base_freq": theta}
+
+
+def _rope(
+    values: Mapping[str, Any], file: str, known: tuple[str, ...]
+) -> tuple[float, RopeScaling | LinearScaling | None]:
     """Transformers 5 writes `rope_parameters` with the theta inside, older ones `rope_scaling`."""
     field = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
     rope = values.get(field) or {}
@@ -153,10 +240,13 @@ def _rope(values: Mapping[str, Any], file: str) -> tuple[float, RopeScaling | No
     if partial != 1.0:
         raise ValueError(f"{file}: partial_rotary_factor must be 1, got {partial}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{file}: {field}.rope_type must be 'default' or 'llama3', got {kind!r}")
+    if kind not in known:
+        rule = f"must be {' or '.join(map(repr, known))}"
+        raise ValueError(f"{file}: {field}.rope_type {rule}, got {kind!r}")
     if kind == "default":
         return theta, None
+    if kind == "linear":
+        return theta, LinearScaling(_number(rope, "factor", _ROPE_FACTOR, file, f"{field}."))
     # Left out, the original length is the model's own (as in transformers).
     rope = {"original_max_position_embeddings": values["max_position_embeddings"]} | rope
     factor = _number(rope, "factor", _ROPE_FACTOR, file, f"{field}.")

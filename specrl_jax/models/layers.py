@@ -7,6 +7,7 @@ Suffixes name axes: B rows, T tokens of this call, M = B·T, S cache slots, D em
 N query heads, K key/value heads, G query heads per key/value head, H head dim, A = N·H.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,10 +16,12 @@ from flax import nnx
 from jax import Array
 
 from specrl_jax.models.attention import attend, attend_packed
-from specrl_jax.models.config import ModelConfig, RopeScaling
+from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, write
 from specrl_jax.models.parameters import LAYER
 from specrl_jax.sharding import axes, platform, reshard, shards
+
+Rope = tuple[Array, Array]  # cos and sin [B, T, 1, H/2]
 
 # Logical axes of one layer's parameters, with those of `join_projections`.
 LAYER_AXES: dict[str, tuple[str | None, ...]] = {n: p.layout for n, p in LAYER.items()} | {
@@ -29,6 +32,11 @@ LAYER_AXES: dict[str, tuple[str | None, ...]] = {n: p.layout for n, p in LAYER.i
 }
 
 
+# Of the MLP's gate, by the name in Hugging Face's files.
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 # Axes of gate_up by platform, others as cpu. XLA on TPU would lay another order out at every call.
 _GATE_UP = {"cpu": "DCF", "tpu": "CDF"}
 
@@ -66,23 +74,29 @@ def join_projections(layer: dict[str, Array]) -> dict[str, Array]:
     return {name: x for name, x in layer.items() if name not in separate} | joined
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     """Root-mean-square norm over the last axis, in float32 (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    scale = scale.astype(jnp.float32)[(None,) * (x.ndim - 1)]
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
+    scale = weight.astype(jnp.float32)[(None,) * (x.ndim - 1)]
+    if config.norm_adds_one:
+        scale = 1 + scale
     return (x32 * scale).astype(x.dtype)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
-    """Angular frequencies [H/2] of rotary positions (arXiv 2104.09864), scaled as in Llama 3.
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None
+) -> Array:
+    """Angular frequencies [H/2] of rotary positions (arXiv 2104.09864), scaled.
 
-    Frequencies of long wavelengths are divided by `factor`, those of short ones stay the same, and
-    those between are interpolated.
+    Llama 3 divides frequencies of long wavelengths by `factor`, leaves those of short ones as they
+    are, and interpolates those between.
     """
     freqs = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return freqs
+    if isinstance(scaling, LinearScaling):
+        return freqs / scaling.factor
     turns = scaling.original_max_positions * freqs / (2 * jnp.pi)
     smooth = (turns - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
@@ -91,14 +105,16 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return freqs * (smooth + (1 - smooth) / scaling.factor)
 
 
-def rope_tables(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """cos and sin [B, T, 1, H/2] for int32 positions [B, T]."""
-    freqs = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+def rope_tables(positions: Array, config: ModelConfig, local: bool = False) -> Rope:
+    """cos and sin [B, T, 1, H/2] for int32 positions [B, T]. local: those of local layers."""
+    theta = (local and config.rope_local_theta) or config.rope_theta
+    scaling = None if local else config.rope_scaling
+    freqs = rope_frequencies(config.head_dim, theta, scaling)
     angles = positions[:, :, None, None].astype(jnp.float32) * freqs[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(x_BTNH: Array, rope: tuple[Array, Array], scale: float = 1.0) -> Array:
+def apply_rope(x_BTNH: Array, rope: Rope, scale: float = 1.0) -> Array:
     """Rotates the two halves of every head (as Hugging Face does), times `scale`."""
     cos, sin = rope
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -111,6 +127,8 @@ class Place(NamedTuple):
 
     starts: Array | None = None  # int32 [B], cache slot of each row's first token; None: 0
     ends: Array | None = None  # int32 [B, T], see `attend_packed`; only where starts is None
+    positions: Array | None = None  # int32 [B, T], only where starts is None and layers are local
+    window: int | Array | None = None  # of a local layer; None: it sees all
 
 
 class LayerModule(nnx.Module):
@@ -154,18 +172,21 @@ class Attention(LayerModule):
     def __call__(self, x_BTD, rope, place: Place, cache: Layer | None = None):
         q, k, v = self._heads(x_BTD)
         if self.q_norm is not None:
-            q = rms_norm(q, self.weight("q_norm"), self.config.norm_eps)
-            k = rms_norm(k, self.weight("k_norm"), self.config.norm_eps)
-        q = apply_rope(q, rope, self.config.head_dim**-0.5)  # while it is float32
+            q = rms_norm(q, self.weight("q_norm"), self.config)
+            k = rms_norm(k, self.weight("k_norm"), self.config)
+        q = apply_rope(q, rope, self.config.query_scale)  # while it is float32
         k = apply_rope(k, rope)
-        kernels = self.config.kernels
+        options = {
+            "kernels": self.config.kernels,
+            "window": place.window,
+            "softcap": self.config.attn_softcap,
+        }
         if place.starts is None:
             cache = (k, v)
-            attended = attend_packed(q, k, v, place.ends, kernels=kernels)
+            attended = attend_packed(q, k, v, place.ends, place.positions, **options)
         else:
             cache = write(cache, k, v, place.starts)
-            kv_heads = self.config.num_kv_heads
-            attended = attend(q, cache, place.starts, kv_heads, kernels=kernels)
+            attended = attend(q, cache, place.starts, self.config.num_kv_heads, **options)
         return self._output(attended), cache
 
     def _output(self, out_BTNH: Array) -> Array:
@@ -202,7 +223,7 @@ class Attention(LayerModule):
 
 
 class MLP(LayerModule):
-    """SwiGLU feed-forward (arXiv 2002.05202)."""
+    """Feed-forward with a gate: SwiGLU or GeGLU (arXiv 2002.05202)."""
 
     names = (
         *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
@@ -222,24 +243,34 @@ class MLP(LayerModule):
                 f"MD,{_gate_up_axes()}->MCF", x_MD, "gate_up", "batch", None, "mlp"
             )
             gate_MF, up_MF = both_MCF[:, 0], both_MCF[:, 1]
-        hidden_MF = jax.nn.silu(gate_MF) * up_MF
+        hidden_MF = ACTIVATIONS[self.config.activation](gate_MF) * up_MF
         out_MD = self.project("MF,FD->MD", hidden_MF, "down", "batch", None)
         return jnp.reshape(out_MD, x_BTD.shape, out_sharding=axes("batch", None, None))
 
 
 class DecoderLayer(nnx.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With post norms: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    """
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
         self.config = config
         self.attn_norm = nnx.Param(params["attn_norm"])
         self.attention = Attention(config, params)
-        self.mlp_norm = nnx.Param(params["mlp_norm"])
+        self.mlp_norm = nnx.Param(params["pre_mlp_norm" if config.post_norms else "mlp_norm"])
         self.mlp = MLP(config, params)
+        if config.post_norms:
+            self.post_attn_norm = nnx.Param(params["post_attn_norm"])
+            self.post_mlp_norm = nnx.Param(params["post_mlp_norm"])
 
-    def __call__(self, x_BTD, rope, place: Place, cache: Layer | None = None):
-        normed = rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps)
-        attended, cache = self.attention(normed, rope, place, cache)
-        x_BTD = x_BTD + attended
-        normed = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
-        return x_BTD + self.mlp(normed), cache
+    def __call__(self, x_BTD, rope: Rope, place: Place, cache: Layer | None = None):
+        normed = rms_norm(x_BTD, self.attn_norm[...], self.config)
+        out_BTD, cache = self.attention(normed, rope, place, cache)
+        if self.config.post_norms:
+            out_BTD = rms_norm(out_BTD, self.post_attn_norm[...], self.config)
+        x_BTD = x_BTD + out_BTD
+        out_BTD = self.mlp(rms_norm(x_BTD, self.mlp_norm[...], self.config))
+        if self.config.post_norms:
+            out_BTD = rms_norm(out_BTD, self.post_mlp_norm[...], self.config)
+        return x_BTD + out_BTD, cache

@@ -73,11 +73,12 @@ def _fitting(shape: ModelConfig, config, vocab_size: int, unused_ids: IdRanges) 
 def _random_shape(config, vocab_size: int) -> ModelConfig:
     sizes = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     same = (*sizes, "family", "rope_theta", "tie_embeddings")
+    fields = {"query_pre_attn_scalar": config.model.head_dim}
     return ModelConfig(
         vocab_size=vocab_size,
         max_positions=config.data.prompt_len + config.rollout.response_len,
         **{name: config.model[name] for name in same},
-        **FAMILIES[config.model.family].switches({}),
+        **FAMILIES[config.model.family].switches(fields),
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.models.transformer import Transformer, compute_head, head_logits, without_unused
+from specrl_jax.models.transformer import Transformer, compute_head, final_logits, head_logits
 from specrl_jax.sharding import axes, reshard, shards
 
 
@@ -47,10 +47,10 @@ def map_tokens(function: Callable, model: Transformer, hidden_BTD: Array, inputs
     if hidden_BTD.shape[1] <= chunk:
         return function(model.logits(hidden_BTD), inputs)
     hidden_BTD = reshard(hidden_BTD, "batch", None, None)
-    unused = model.config.unused_ids
+    config = model.config
 
     def of_chunk(logits: Array, inputs):
-        return function(without_unused(logits, unused), inputs)
+        return function(final_logits(logits, config), inputs)
 
     return _map_chunks(of_chunk, chunk, model.head, hidden_BTD, inputs)
 

@@ -68,7 +68,11 @@ TOP = {
 # Of one layer. The tree has them stacked, with a leading axis L.
 LAYER = {
     "attn_norm": _layer("d", "d", "input_layernorm.weight"),
-    "mlp_norm": _layer("d", "d", "post_attention_layernorm.weight"),
+    "mlp_norm": _layer("d", "d", "post_attention_layernorm.weight", "no_post_norms"),
+    # With norms after attention and MLP as well, files use that name for the former.
+    "post_attn_norm": _layer("d", "d", "post_attention_layernorm.weight", "post_norms"),
+    "pre_mlp_norm": _layer("d", "d", "pre_feedforward_layernorm.weight", "post_norms"),
+    "post_mlp_norm": _layer("d", "d", "post_feedforward_layernorm.weight", "post_norms"),
     "q_proj": _layer("DNH", "NH,D", "self_attn.q_proj.weight"),
     "k_proj": _layer("DKH", "KH,D", "self_attn.k_proj.weight"),
     "v_proj": _layer("DKH", "KH,D", "self_attn.v_proj.weight"),

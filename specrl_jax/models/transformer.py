@@ -17,9 +17,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from specrl_jax.models.config import IdRanges, ModelConfig
+from specrl_jax.models.attention import softcapped
+from specrl_jax.models.config import MAX_INT, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
-from specrl_jax.models.layers import DecoderLayer, Place, join_projections, rms_norm, rope_tables
+from specrl_jax.models.layers import (
+    DecoderLayer,
+    Place,
+    Rope,
+    join_projections,
+    rms_norm,
+    rope_tables,
+)
 from specrl_jax.models.parameters import LAYER, TOP, select
 from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
 
@@ -68,21 +76,26 @@ class Transformer(nnx.Module):
             )
         slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
         slots = width if cache is None else cache_slots(cache)
-        rope = self._rope(slots_BT if positions_BT is None else positions_BT, slots)
+        rotary_BT = slots_BT if positions_BT is None else positions_BT
+        ropes = [self._rope(rotary_BT, slots, local=False)]
+        if self.config.local_layers:
+            ropes.append(self._rope(rotary_BT, slots, local=True))
+            place = place._replace(positions=positions_BT)
         x_BTD = self._lookup(tokens_BT)
-        x_BTD, cache = self._run_layers(x_BTD, rope, place, cache, gives_cache)
-        return rms_norm(x_BTD, self.final_norm[...], self.config.norm_eps), cache
+        x_BTD, cache = self._run_layers(x_BTD, ropes, place, cache, gives_cache)
+        return rms_norm(x_BTD, self.final_norm[...], self.config), cache
 
-    def _rope(self, positions_BT: Array, slots: int) -> tuple[Array, Array]:
-        """cos and sin [B, T, 1, H/2] of rotary positions, all below `slots`.
+    def _rope(self, positions_BT: Array, slots: int, local: bool) -> Rope:
+        """cos and sin [B, T, 1, H/2] of rotary positions, all below `slots`. local: see
+        `rope_tables`.
 
         From a table where that is less work: XLA on CPU would compute them again for every head of
         every layer.
         """
         uses = positions_BT.size * self.config.num_heads * self.config.num_layers
         if uses < slots:
-            return rope_tables(positions_BT, self.config)
-        tables = rope_tables(jnp.arange(slots)[None], self.config)
+            return rope_tables(positions_BT, self.config, local)
+        tables = rope_tables(jnp.arange(slots)[None], self.config, local)
         out = axes("batch", None, None, None)
         return tuple(
             x[0].at[positions_BT].get(out_sharding=out, mode="promise_in_bounds") for x in tables
@@ -95,32 +108,49 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """float32 [..., V], split over "tensor", for hidden states [..., D]."""
-        logits = head_logits(hidden, compute_head(self.head, self.config.dtype))
-        return without_unused(logits, self.config.unused_ids)
+        head_VD = compute_head(self.head, self.config.dtype)
+        return final_logits(head_logits(hidden, head_VD), self.config)
 
     def _lookup(self, tokens_BT: Array) -> Array:
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
-        return table_VD.at[tokens_BT].get(out_sharding=axes("batch", None, None))
+        x_BTD = table_VD.at[tokens_BT].get(out_sharding=axes("batch", None, None))
+        if not self.config.embed_scale:
+            return x_BTD
+        return x_BTD * jnp.asarray(self.config.embed_dim**0.5, x_BTD.dtype)
 
-    def _run_layers(self, x_BTD, rope, place: Place, cache: KVCache | None, gives_cache: bool):
+    def _run_layers(
+        self, x_BTD, ropes: list[Rope], place: Place, cache: KVCache | None, gives_cache: bool
+    ):
+        """Run all layers. ropes: of global layers, and of local ones where there are any."""
+        local_L = self.config.local_layers
+        window = self.config.sliding_window
         if not self.stacked:
             new_cache = []
             for i, params in enumerate(self.layers):
                 layer_cache = None if cache is None else cache[i]
+                local = bool(local_L) and local_L[i]
+                own_place = place._replace(window=window if local else None)
                 block = DecoderLayer(self.config, params)
-                x_BTD, layer_cache = block(x_BTD, rope, place, layer_cache)
+                x_BTD, layer_cache = block(x_BTD, ropes[local], own_place, layer_cache)
                 new_cache.append(layer_cache)
             return x_BTD, tuple(new_cache)
         if cache is not None:
             raise ValueError("a KV cache needs unstacked layers: use rollout_weights(params)")
 
-        def layer(x_BTD: Array, params: dict[str, Array]):
-            x_BTD, fresh = DecoderLayer(self.config, params)(x_BTD, rope, place)
+        def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None]):
+            params, local = inputs
+            rope = ropes[0]
+            own_place = place
+            if local is not None:
+                rope = jax.tree.map(functools.partial(jnp.where, local), ropes[1], ropes[0])
+                own_place = place._replace(window=jnp.where(local, window, MAX_INT))
+            x_BTD, fresh = DecoderLayer(self.config, params)(x_BTD, rope, own_place)
             return x_BTD, fresh if gives_cache else None
 
         if self.config.remat and not gives_cache:
             layer = jax.checkpoint(layer, prevent_cse=False)
-        return jax.lax.scan(layer, x_BTD, dict(self.layers))
+        inputs = dict(self.layers), jnp.array(local_L) if local_L else None
+        return jax.lax.scan(layer, x_BTD, inputs)
 
 
 def compute_head(head_VD: Array, dtype) -> Array:
@@ -136,12 +166,13 @@ def head_logits(hidden: Array, head_VD: Array) -> Array:
     )
 
 
-def without_unused(logits: Array, unused_ids: IdRanges) -> Array:
-    """Logits [..., V] with -inf at `ModelConfig.unused_ids`."""
-    if not unused_ids:
+def final_logits(logits: Array, config: ModelConfig) -> Array:
+    """Logits [..., V] of `head_logits`, capped, with -inf at `unused_ids`."""
+    logits = softcapped(logits, config.final_softcap)
+    if not config.unused_ids:
         return logits
     ids = reshard(jnp.arange(logits.shape[-1]), "vocab")[(None,) * (logits.ndim - 1)]
-    unused = [(first <= ids) & (ids < stop) for first, stop in unused_ids]
+    unused = [(first <= ids) & (ids < stop) for first, stop in config.unused_ids]
     return jnp.where(functools.reduce(jnp.logical_or, unused), -jnp.inf, logits)
 
 
@@ -194,7 +225,7 @@ def check_mesh(config: ModelConfig) -> None:
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
-    """Random float32 parameters: normal with std fan_in^-1/2, norm scales 1, biases 0.
+    """Random float32 parameters: normal with std fan_in^-1/2, norms multiply by 1, biases 0.
 
     The outputs into the residual stream are scaled by (2 L)^-1/2.
     """
@@ -204,7 +235,7 @@ def init_params(config: ModelConfig, key: Array) -> Params:
         name = path[-1].key
         shape = parameter.shape
         if name.endswith("norm"):
-            return jnp.ones(shape)
+            return jnp.zeros(shape) if config.norm_adds_one else jnp.ones(shape)
         if name.endswith("bias"):
             return jnp.zeros(shape)
         std = (TOP | LAYER)[name].fan_in(config) ** -0.5

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from small_models import random_params
 from update_reference import (
     GRADIENT,
     LEARNER,
     LOSS,
+    MODEL,
     PROMPT,
     RESPONSE,
     ROWS,
@@ -24,6 +26,7 @@ from update_reference import (
 from specrl_jax.algorithms.scoring import critic_values, logprobs
 from specrl_jax.algorithms.update import update
 from specrl_jax.algorithms.update_spec import Critic, init_policy_state
+from specrl_jax.models import transformer
 from specrl_jax.packing import PACKINGS
 from specrl_jax.sharding import put
 from specrl_jax.types import Batch
@@ -42,6 +45,33 @@ def test_packed_rows_give_the_gradient_of_rows_alone(mesh, packing, size):
     assert distance(got, want) <= 2e-6
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     assert metrics["tokens"] == batch.response_lens.sum()
+
+
+WINDOW = MODEL.replace(
+    num_layers=3,
+    sliding_window=2,
+    sliding_window_pattern=2,
+    rope_local_theta=50.0,
+    attn_softcap=2.0,
+)
+
+
+@pytest.mark.parametrize("packing", sorted(set(PACKINGS) - {"rows"}))
+def test_packed_rows_of_local_layers_give_the_gradient_of_padded_rows(mesh, packing):
+    """Slots of a trie lie further apart than the positions that the window counts."""
+    batch = on_mesh(host_batch(shared=True))
+    params = random_params(WINDOW, 0.4)
+
+    def gradient_by(packing: str):
+        spec = dataclasses.replace(LEARNER, model=WINDOW, packing=packing, micro_batch_size=0)
+        state = init_policy_state(spec, transformer.place_params(WINDOW, params))
+        state, sums = update(spec, state, batch, pack(batch, spec))
+        return state.opt_state, sums["loss"]
+
+    got, loss = gradient_by(packing)
+    want, padded_loss = gradient_by("rows")
+    assert distance(got, want) <= 2e-6
+    np.testing.assert_allclose(loss, padded_loss, rtol=1e-5)
 
 
 def _random_rows(seed: int) -> Batch:

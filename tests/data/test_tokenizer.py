@@ -164,7 +164,8 @@ def test_bos_stands_before_plain_prompts_only(tmp_path, add_bos):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "llama"}, r"'llama', only 'gpt2'"),
+        ({"model": "llama"}, r"'llama', only 'gpt2' .* and 'llama' \(SentencePiece\) without add_"),
+        ({"model": "t5"}, r"'t5', only 'gpt2'"),
         ({"pre": "mystery"}, r"'mystery', known are"),
         ({"template": ""}, r"^tokenizer\.chat must be False"),
     ],
@@ -172,6 +173,106 @@ def test_bos_stands_before_plain_prompts_only(tmp_path, add_bos):
 def test_gguf_that_cannot_be_used(tmp_path, change, message):
     write_gguf(tmp_path / "t.gguf", **{"pre": "smollm", **change})
     assert re.search(message, line_of(HuggingFaceTokenizer, tmp_path / "t.gguf", chat=True))
+
+
+# As Gemma's GGUF files have it: tokens in the order in which they are merged.
+PIECES = ["\n\n", "  ", "   ", "th", "he", "the", "▁t", "▁the", "▁a", "ca", "cat", "at", "▁cat"]
+# Gemma 3's, but for images: what the system says goes before the first user's words.
+GEMMA_CHAT = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}"
+    "{%- set first = messages[0]['content'] + '\n\n' -%}{%- set messages = messages[1:] -%}"
+    "{%- else -%}{%- set first = '' -%}{%- endif -%}{%- for message in messages -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') }}"
+    "{{ message['content'] | trim }}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
+# Gemma 2's knows no system.
+GEMMA2_CHAT = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    + GEMMA_CHAT.partition("{%- else -%}")[2].replace("{%- endif -%}", "", 1)
+)
+
+
+def write_gemma(path, template=GEMMA_CHAT):
+    """A SentencePiece vocabulary: special tokens, bytes, `PIECES`, single letters."""
+    gguf = pytest.importorskip("gguf")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    letters = ["▁", *"thecaumodlsr.,!\n0123456789"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, *letters]
+    types = [3] * len(special) + [6] * 256 + [4] * 3 + [1] * (len(PIECES) - 3 + len(letters))
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types(types)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_space_prefix(False)
+    writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return tokens
+
+
+def test_gemma_merges_by_the_order_of_tokens(tmp_path):
+    tokens = write_gemma(tmp_path / "t.gguf")
+    tokenizer = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=False)
+
+    def pieces(text):
+        return [tokens[i] for i in tokenizer.encode(text)]
+
+    assert pieces("the cat the") == ["the", "▁cat", "▁the"]
+    assert pieces("the that") == ["the", "▁", "th", "at"]  # "th" comes before "▁t"
+    # Spaces are merged before letters; line ends are cut out first; é is no token, its bytes are.
+    assert pieces("a   cat\n\né") == ["a", "   ", "cat", "\n\n", "<0xC3>", "<0xA9>"]
+    assert pieces("the<end_of_turn>\n") == ["the", "<end_of_turn>", "\n"]
+    assert pieces("<0x41>") != ["<0x41>"]
+    for text in [*TEXTS, "naïve 日本語 🎉 ½ ٣\r\n"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_prompt("the") == [2, *tokenizer.encode("the")]
+    assert (tokenizer.pad_id, tokenizer.eos_ids, tokenizer.vocab_size) == (0, (1,), len(tokens))
+
+
+def test_gemma_chat(tmp_path):
+    tokens = write_gemma(tmp_path / "t.gguf")
+    tokenizer = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=True)
+    user = {"role": "user", "content": "the cat"}
+    ids = tokenizer.encode_prompt("the cat")
+    assert ids[:2] == [2, 4]  # the template writes BOS, once
+    assert tokenizer.decode(ids, keep_special=True) == (
+        "<bos><start_of_turn>user\nthe cat<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert tokenizer.eos_ids == (1, tokens.index("<end_of_turn>"))
+    system = tokenizer.encode_prompt(({"role": "system", "content": "At sea."}, user))
+    assert "user\nAt sea.\n\nthe cat" in tokenizer.decode(system, keep_special=True)
+    turn = tokenizer.decode(tokenizer.encode_turn("a cat"), keep_special=True)
+    assert turn == "\n<start_of_turn>user\na cat<end_of_turn>\n<start_of_turn>model\n"
+
+    write_gemma(tmp_path / "two.gguf", GEMMA2_CHAT)
+    two = HuggingFaceTokenizer(tmp_path / "two.gguf", chat=True)
+    assert two.encode_prompt("the cat") == ids
+    message = line_of(two.encode_prompt, ({"role": "system", "content": "At sea."}, user))
+    assert re.search(r"tokenizer.chat must be False, .*: .*System role not supported", message)
+
+
+def test_gemma_saved_for_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    write_gemma(tmp_path / "t.gguf")
+    ours = HuggingFaceTokenizer(tmp_path / "t.gguf", chat=True)
+    ours.save(tmp_path / "saved")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for text in TEXTS:
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+        messages = [{"role": "user", "content": text}]
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert ids == ours.encode_prompt(text)
 
 
 def test_broken_gguf(tmp_path):

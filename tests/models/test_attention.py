@@ -1,5 +1,6 @@
 """Attention against float64 NumPy, on meshes and in pieces."""
 
+import functools
 import types
 
 import jax
@@ -19,6 +20,9 @@ SLOTS_BT = START_B[:, None] + np.arange(T)
 # Where a subtree ends; of slot 0 that is the end of the row, so that every query sees a slot.
 ENDS_BT = np.minimum(np.arange(T) + RNG.integers(1, 5, (B, T)), T).astype(np.int32)
 ENDS_BT[:, 0] = T
+# Positions rise along a row, not by one: a trie's slots lie further apart than its positions.
+POSITIONS_BT = np.cumsum(RNG.integers(0, 2, (B, T)), axis=1).astype(np.int32)
+WINDOWS = pytest.mark.parametrize(("window", "cap"), [(None, 0.0), (2, 0.0), (3, 1.5)])
 PIECES = pytest.mark.parametrize("pieces_of", [512, 4])
 LAYOUTS = {  # of a layer of the cache
     "both in one": (np.empty((0, 0, 0, 0)),),
@@ -28,9 +32,12 @@ LAYOUTS = {  # of a layer of the cache
 MESHES = pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
 
 
-def _numpy_attention(keys: np.ndarray, values: np.ndarray, mask_BTS: np.ndarray) -> np.ndarray:
+def _numpy_attention(
+    keys: np.ndarray, values: np.ndarray, mask_BTS: np.ndarray, cap: float = 0.0
+) -> np.ndarray:
     k_BSNH, v_BSNH = (np.repeat(x.astype(np.float64), N // K, axis=2) for x in (keys, values))
     scores = np.einsum("BTNH,BSNH->BNTS", Q_BTNH.astype(np.float64), k_BSNH)
+    scores = cap * np.tanh(scores / cap) if cap else scores
     weights = np.exp(scores) * mask_BTS[:, None]
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.einsum("BNTS,BSNH->BTNH", weights, v_BSNH)
@@ -46,31 +53,45 @@ def _heads(*arrays: np.ndarray) -> list[jax.Array]:
 
 @PIECES
 @MESHES
+@WINDOWS
 @pytest.mark.parametrize("like", LAYOUTS.values(), ids=LAYOUTS)
-def test_rows_of_a_cache_against_float64(make_mesh, monkeypatch, shape, pieces_of, like):
+def test_rows_of_a_cache_against_float64(
+    make_mesh, monkeypatch, shape, pieces_of, like, window, cap
+):
     """In every layout of the cache."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
     with jax.set_mesh(make_mesh(*shape)):
         layer = kv_cache.as_layer(*_heads(K_BSKH, V_BSKH), like=like)
-        attend = jax.jit(attention.attend, static_argnums=3)
+        options = {"window": window, "softcap": cap}
+        attend = jax.jit(functools.partial(attention.attend, **options), static_argnums=3)
         out = attend(_queries(), layer, put(START_B, "batch"), K)
         assert jax.typeof(out).sharding.spec == axes("batch", None, "heads", None)
-    seen = np.arange(S) <= SLOTS_BT[..., None]
-    np.testing.assert_allclose(out, _numpy_attention(K_BSKH, V_BSKH, seen), rtol=1e-5, atol=1e-6)
+    distance = SLOTS_BT[..., None] - np.arange(S)
+    seen = (distance >= 0) & (distance < (window or S))
+    want = _numpy_attention(K_BSKH, V_BSKH, seen, cap)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
 @PIECES
 @MESHES
-def test_packed_sequences_against_float64(make_mesh, monkeypatch, shape, pieces_of):
+@WINDOWS
+def test_packed_sequences_against_float64(make_mesh, monkeypatch, shape, pieces_of, window, cap):
+    """The window is an array, as in a scan over layers."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
     keys, values = K_BSKH[:, :T], V_BSKH[:, :T]
     with jax.set_mesh(make_mesh(*shape)):
         inputs = _queries(), *_heads(keys, values), put(ENDS_BT, "batch", None)
-        out = jax.jit(lambda *x: attention.attend_packed(*x))(*inputs)
+        inputs = *inputs, put(POSITIONS_BT, "batch", None)
+        attend = functools.partial(attention.attend_packed, softcap=cap)
+        limit = None if window is None else np.int32(window)
+        out = jax.jit(lambda window, *x: attend(*x, window=window))(limit, *inputs)
         assert jax.typeof(out).sharding.spec == axes("batch", None, "heads", None)
     i, j = np.arange(T)[:, None], np.arange(T)
     seen = (j <= i) & (i < ENDS_BT[:, None, :])
-    np.testing.assert_allclose(out, _numpy_attention(keys, values, seen), rtol=1e-5, atol=1e-6)
+    distance = POSITIONS_BT[:, :, None] - POSITIONS_BT[:, None, :]
+    seen &= distance < (window or S)
+    want = _numpy_attention(keys, values, seen, cap)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])

@@ -37,9 +37,18 @@ def random(rng):
     return draw
 
 
-def _check_packed(kernel, arrays: tuple, ends: np.ndarray | None, atol: float) -> None:
-    """Outputs and gradients. arrays: queries, keys and values."""
+def _check_packed(
+    kernel, arrays: tuple, ends: np.ndarray | None, atol: float, local=None, softcap=0.0
+) -> None:
+    """Outputs and gradients. arrays: queries, keys and values. local: (window, positions)."""
     ends = None if ends is None else put(ends.astype(np.int32), "batch", None)
+    window, positions = local or (None, None)
+    reference = functools.partial(
+        attention.attend_packed, positions_BT=positions, window=window, softcap=softcap
+    )
+    if local:
+        seen = attention.Local(positions - window + 1, positions)
+        kernel = functools.partial(kernel, local=seen, softcap=softcap)
 
     def run(attend_packed):
         def loss(q, k, v):
@@ -48,7 +57,7 @@ def _check_packed(kernel, arrays: tuple, ends: np.ndarray | None, atol: float) -
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
 
-    got, want = run(kernel), run(attention.attend_packed)
+    got, want = run(kernel), run(reference)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol)
 
@@ -83,6 +92,12 @@ def test_packed_sequences_on_gpu(mesh, rng, random, tries):
 
 def test_what_the_kernels_of_gpus_refuse(mesh):
     assert not attention_gpu.refusal("decode", SMOLLM2, 256)
+    local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6)
+    capped = SMOLLM2.replace(attn_softcap=50.0)
+    for use in attention.USES:
+        assert "a window of 512 tokens, kernels see all" in attention_gpu.refusal(use, local, 256)
+        assert "a soft cap of 50, kernels have none" in attention_gpu.refusal(use, capped, 256)
+    assert not attention_gpu.refusal("verify", SMOLLM2.replace(final_softcap=30.0), 256)
     assert "has 250" in attention_gpu.refusal("decode", SMOLLM2, 250)
     assert "these are 24" in attention_gpu.refusal("decode", SMOLLM2.replace(head_dim=24), 256)
     assert not attention_gpu.refusal("packed", SMOLLM2, 250)
@@ -112,20 +127,24 @@ def test_a_jax_without_the_decode_kernel_of_gpus(mesh, monkeypatch, capsys):
         (4, 2, 160, [0, 90, 23], 70),  # queries of several rows in a block
     ],
 )
-def test_rows_of_a_cache_on_tpu(mesh, monkeypatch, random, heads, kv_heads, slots, starts, width):
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (9, 1.5)])
+def test_rows_of_a_cache_on_tpu(
+    mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, window, softcap
+):
     """By what JAX says that the kernel computes: it has no interpret mode."""
     q, size = random(3, width, heads, 128) * 128**-0.5, (3, slots, kv_heads, 128)
     layer = kv_cache.as_layer(random(*size), random(*size), like=(None,))
     starts = put(np.array(starts, np.int32), "batch")
 
-    def reference(*arrays, num_kv_pages_per_block, num_queries_per_block):
-        return ragged_paged_attention.ref_ragged_paged_attention(*arrays)
+    def reference(*arrays, num_kv_pages_per_block, num_queries_per_block, **limits):
+        return ragged_paged_attention.ref_ragged_paged_attention(*arrays, **limits)
 
     monkeypatch.setattr(attention_tpu.ragged, "ragged_paged_attention", reference)
     plain = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     inputs = [jax.device_put(np.asarray(x), plain) for x in (q, *layer, starts)]
-    out = attention_tpu._attend_on_shard(*inputs)
-    want = attention.attend(q, layer, starts, kv_heads)
+    limits = {"window": window, "softcap": softcap}
+    out = attention_tpu._attend_on_shard(*inputs, **limits)
+    want = attention.attend(q, layer, starts, kv_heads, **limits)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
@@ -140,9 +159,25 @@ def test_packed_sequences_on_tpu(mesh, monkeypatch, rng, random, heads, kv_heads
     _check_packed(attention_tpu.attend_packed, arrays, ends if tries else None, atol=1e-4)
 
 
+@pytest.mark.parametrize("tries", [False, True])
+def test_packed_sequences_with_windows_and_caps_on_tpu(mesh, monkeypatch, rng, random, tries):
+    monkeypatch.setattr(attention_tpu, "_BLOCK", 128)
+    tokens = 200
+    arrays = random(2, tokens, 2, 64) / 8, *(random(2, tokens, 1, 64) for _ in "kv")
+    own = np.tile(np.arange(tokens), (2, 1))
+    ends = np.maximum(np.minimum(own + rng.integers(1, 60, own.shape), tokens - 5), own + 1)
+    # Positions rise more slowly than slots, as in a trie.
+    positions = np.cumsum(rng.integers(0, 2, own.shape), axis=1).astype(np.int32)
+    local = (np.int32(9), put(positions, "batch", None))
+    ends = ends if tries else None
+    _check_packed(attention_tpu.attend_packed, arrays, ends, 2e-4, local, softcap=1.5)
+
+
 def test_what_the_kernels_of_tpus_refuse(mesh):
     assert "128 wide, these are 64" in attention_tpu.refusal("decode", SMOLLM2, 256)
     assert "3" in attention_tpu.refusal("verify", SMOLLM2.replace(head_dim=128), 256)
     assert "has 250" in attention_tpu.refusal("decode", QWEN, 250)
     assert not attention_tpu.refusal("decode", QWEN, 5_120)
     assert not attention_tpu.refusal("packed", SMOLLM2, 250)
+    local = QWEN.replace(sliding_window=512, sliding_window_pattern=6, attn_softcap=50.0)
+    assert not any(attention_tpu.refusal(use, local, 5_120) for use in attention.USES)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from test_gguf import TINY_FILES, write_gguf
 
 from specrl_jax.models import hf
+from specrl_jax.models.hf_config import config_from_json
 
 NAN, INF = float("nan"), float("inf")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -73,6 +74,26 @@ def test_every_field_of_another_kind(folder, name, value):
     named = "lm_head.weight" if value is True and name.startswith("tie") else named
     rule = f"{folder / 'config.json'}: {named} must "
     assert line_of(folder).startswith("" if value == 3 and value is not True else rule)
+
+
+@pytest.mark.parametrize("value", [[], {}, "text", 3, True, NAN, INF, -1, 1e300, 10**400, 1e15])
+@pytest.mark.parametrize(
+    "name",
+    ["sliding_window", "sliding_window_pattern", "layer_types", "rope_local_base_freq",
+     "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
+     "hidden_activation", "use_bidirectional_attention", "rope_scaling"],
+)  # fmt: skip
+def test_every_field_of_gemma_of_another_kind(name, value):
+    """Each is refused by its name, or is a value that means what it should."""
+    values = json.loads((TINY_FILES / "gemma3" / "config.json").read_text())
+    values = {k: x for k, x in values.items() if k not in ("rope_parameters", "layer_types")}
+    empty = ("rope_scaling", "attn_logit_softcapping", "use_bidirectional_attention")
+    is_number = name not in (*empty, "layer_types", "hidden_activation")
+    if (value in ([], {}) and name in empty) or (type(value) is int and value == 3 and is_number):
+        config_from_json(values | {name: value})
+        return
+    with pytest.raises(ValueError, match=rf"^config.json: {name} must [^\n]*$"):
+        config_from_json(values | {name: value})
 
 
 @pytest.mark.parametrize(

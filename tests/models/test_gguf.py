@@ -3,6 +3,7 @@
 The real file, with quantised weights, is in test_hf.py.
 """
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from references.make_references import TINY
 from safetensors.numpy import load_file
 
 from specrl_jax.models import hf
-from specrl_jax.models.config import RopeScaling
+from specrl_jax.models.config import LinearScaling, RopeScaling
 
 TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
 
@@ -45,7 +46,8 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
     from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 
     config = hf.load(str(TINY_FILES / name))[0]
-    family, path = architecture or config.family, folder / f"{name}.gguf"
+    own = config.family.removesuffix("_text")
+    family, path = architecture or own, folder / f"{name}.gguf"
     writer = GGUFWriter(path, family)
     metadata = {
         "block_count": config.num_layers,
@@ -58,14 +60,25 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": config.rope_theta,
     }
+    if config.sliding_window:
+        metadata["attention.sliding_window"] = config.sliding_window
+    if config.attn_softcap:
+        metadata["attn_logit_softcapping"] = config.attn_softcap
+    if config.final_softcap:
+        metadata["final_logit_softcapping"] = config.final_softcap
+    if isinstance(config.rope_scaling, LinearScaling):
+        metadata |= {"rope.scaling.type": "linear"}
+        metadata |= {"rope.scaling.factor": config.rope_scaling.factor}
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (metadata | (fields or {})).items():
         add[type(value)](f"{family}.{key}", value)
-    name_map = get_tensor_name_map(MODEL_ARCH[config.family.upper()], config.num_layers)
+    name_map = get_tensor_name_map(MODEL_ARCH[own.upper()], config.num_layers)
     for key, array in load_file(TINY_FILES / name / "model.safetensors").items():
         values = array.astype(np.float32)
         if config.family == "llama" and (".q_proj" in key or ".k_proj" in key):
             values = llama_cpp_rows(values, 4 if ".q_proj" in key else 2)
+        if config.norm_adds_one and key.endswith("norm.weight"):
+            values = values + 1
         stored = values if values.ndim == 1 else values.astype(np.float16)
         name = name_map.get_name(key, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(name, np.ascontiguousarray(stored))
@@ -82,9 +95,16 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
 def test_gguf_of_each_family(name, tmp_path):
     config, params = hf.load(str(write_gguf(name, tmp_path)))
     expected_config, expected = hf.load(str(TINY_FILES / name))
-    # without a tensor of divisors the file knows nothing of stretched frequencies
-    assert config == replace(expected_config, rope_scaling=None)
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    if isinstance(expected_config.rope_scaling, RopeScaling):
+        # without a tensor of divisors the file knows nothing of stretched frequencies
+        expected_config = replace(expected_config, rope_scaling=None)
+    if name.startswith("gemma"):
+        # The file has neither; llama.cpp takes the head dim and Gemma's own base.
+        expected_config = replace(expected_config, query_pre_attn_scalar=8)
+    if name == "gemma3":
+        expected_config = replace(expected_config, rope_local_theta=10_000.0)
+    assert config == expected_config
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-7), params, expected)
 
 
 def test_gguf_with_llama3_frequencies(tmp_path):
@@ -102,10 +122,48 @@ def test_gguf_with_llama3_frequencies(tmp_path):
         hf.load(str(file))
 
 
+def test_the_fast_reader_reads_what_ggufs_own_does(tmp_path):
+    from gguf import GGUFReader, GGUFWriter
+
+    from specrl_jax.models.gguf_reader import FastReader
+
+    arrays = {
+        "texts": ["a", "", "日本"],
+        "floats": [0.5, -1.0],
+        "ints": [1, -2, 3],
+        "bools": [True],
+    }
+    writer = GGUFWriter(tmp_path / "t.gguf", "llama")
+    for name, values in arrays.items():
+        writer.add_array(name, values)
+    writer.add_string("after", "x")
+    writer.add_tensor("t", np.arange(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = FastReader(tmp_path / "t.gguf"), GGUFReader(tmp_path / "t.gguf")
+    for reader in (ours, theirs):
+        assert {name: reader.fields[name].contents() for name in arrays} == arrays
+        assert reader.fields["after"].contents() == "x"
+        np.testing.assert_array_equal(reader.tensors[0].data, np.arange(4))
+    assert ours.fields["texts"].contents(2) == theirs.fields["texts"].contents(2) == "日本"
+    assert ours.data_offset == theirs.data_offset
+
+
+def test_gguf_of_gemma_refuses_other_patterns_and_knows_the_largest_model(tmp_path):
+    file = write_gguf("gemma3", tmp_path, {"attention.sliding_window_pattern": 4})
+    with pytest.raises(ValueError, match=r"gemma3\.attention\.sliding_window_pattern must be 6 or"):
+        hf.load_config(str(file))
+    file = write_gguf("gemma3", tmp_path, {"block_count": 62, "rope.freq_base_swa": 70.0})
+    config = hf.load_config(str(file))
+    assert (config.query_pre_attn_scalar, config.rope_local_theta) == (16 // 4, 70.0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "gemma3"}, "general.architecture must be one of .*, got 'gemma3'"),
+        ({"architecture": "gemma3n"}, "general.architecture must be one of .*, got 'gemma3n'"),
         (
             {"fields": {"rope.scaling.type": "yarn"}},
             "qwen3.rope.scaling.type must be 'none' or absent, got 'yarn'",
@@ -113,6 +171,10 @@ def test_gguf_with_llama3_frequencies(tmp_path):
         (
             {"fields": {"attention.sliding_window": 128}},
             "qwen3.attention.sliding_window must be 0 or absent, got 128",
+        ),
+        (
+            {"fields": {"attention.sliding_window_pattern": 2}},
+            "qwen3.attention.sliding_window_pattern must be 0 or absent, got 2",
         ),
         (
             {"fields": {"rope.dimension_count": 4}},

