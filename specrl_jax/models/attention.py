@@ -26,7 +26,7 @@ USES = ("decode", "verify", "packed")
 
 
 class Local(NamedTuple):
-    """What the queries of a local layer see: keys at their first position or after it."""
+    """Limits of a local layer: a query sees keys at its first position or after it."""
 
     first: Array  # int32 [B or 1, T]
     positions: Array  # int32 [B or 1, S], of the keys

@@ -33,7 +33,7 @@ _INTERPRET = False  # for tests
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
     """Return why the kernel for `use` cannot take the model and a cache of `slots`, or ""."""
     size = model.head_dim
-    if any(model.local_layers):
+    if any(model.local_layers) and model.sliding_window < slots:
         return f"local layers see a window of {model.sliding_window} tokens, kernels see all"
     if model.attn_softcap:
         return f"scores have a soft cap of {model.attn_softcap:g}, kernels have none"

@@ -33,13 +33,14 @@ class Family:
     sliding_window: bool = True
     heads_divide_embed: bool = False  # the class needs embed_dim % num_heads == 0
     rope_types: tuple[str, ...] = ("default", "llama3")
-    # Of other fields of config.json; of `OWN_FIELDS` all that the family has.
+    # Defaults of further fields of config.json, with every name of `OWN_FIELDS` that it has.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Other switches of `ModelConfig`.
     always: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     gguf: str = ""  # its name in llama.cpp, where that is another
     gguf_interleaved: bool = False  # llama.cpp stores q and k rows in its own rotary order
-    gguf_wide: int = 0  # layers of the size whose query_pre_attn_scalar is embed_dim / num_heads
+    # Layers of the size whose query_pre_attn_scalar is embed_dim / num_heads; no file says it.
+    gguf_layers_of_27b: int = 0
 
     def config_defaults(self) -> dict[str, Any]:
         """Values of the fields that a config.json may leave out (transformers' own defaults)."""
@@ -114,7 +115,7 @@ FAMILIES = {
             "final_logit_softcapping": 30.0,
         },
         always=_GEMMA,
-        gguf_wide=46,
+        gguf_layers_of_27b=46,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -134,6 +135,6 @@ FAMILIES = {
         },
         always=_GEMMA,
         gguf="gemma3",
-        gguf_wide=62,
+        gguf_layers_of_27b=62,
     ),
 }

@@ -64,7 +64,7 @@ def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     with one_line(f"{file} must be a whole GGUF file"):
         reader = FastReader(file)
-        slow = ("tokenizer.", "GGUF.")  # vocabularies are slow to unpack
+        slow = ("tokenizer.", "GGUF.")  # a vocabulary is no metadata of the decoder
         fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
         _check_offsets(reader)
         metadata = {name: field.contents() for name, field in fields.items()}
@@ -144,9 +144,10 @@ def _own_fields(family: Family, config: dict[str, Any], get: Callable) -> dict[s
         "rope_local_base_freq": _float32(get("rope.freq_base_swa")),
         "query_pre_attn_scalar": config["head_dim"],
     }
-    if config["num_hidden_layers"] == family.gguf_wide:
+    if config["num_hidden_layers"] == family.gguf_layers_of_27b:
         fields["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
-    return {name: x for name, x in fields.items() if name in family.defaults}
+    known = (name for name in fields if name in family.defaults and fields[name] is not None)
+    return {name: fields[name] for name in known}
 
 
 def _check_counts(file: Path, metadata: dict[str, Any], architecture: str) -> None:

@@ -51,7 +51,7 @@ def config_from_json(values: Mapping[str, Any], file: str = "config.json") -> Mo
         raise ValueError(f"{file}: model_type must be one of {known}, got {name!r}")
     family = FAMILIES[name]
     if "rope_local_base_freq" in family.defaults:
-        values = _apart(values, file)
+        values = _split_rope(values, file)
     no_caps = {k: 0.0 for k in _CAPS if values.get(k, 0.0) is None}  # null is no default
     values = {k: v for k, v in values.items() if v is not None} | no_caps
     values = family.config_defaults() | values
@@ -208,7 +208,7 @@ def _windows(values: Mapping[str, Any], file: str) -> dict[str, int]:
     return {"sliding_window": window if pattern > 1 else 0, "sliding_window_pattern": pattern}
 
 
-def _apart(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+def _split_rope(values: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     """Return the fields with the rotary settings of global and local layers in fields apart.
 
     Transformers 5 writes both in `rope_parameters`.

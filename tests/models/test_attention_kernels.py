@@ -95,8 +95,9 @@ def test_what_the_kernels_of_gpus_refuse(mesh):
     local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6)
     capped = SMOLLM2.replace(attn_softcap=50.0)
     for use in attention.USES:
-        assert "a window of 512 tokens, kernels see all" in attention_gpu.refusal(use, local, 256)
+        assert "a window of 512 tokens, kernels see all" in attention_gpu.refusal(use, local, 528)
         assert "a soft cap of 50, kernels have none" in attention_gpu.refusal(use, capped, 256)
+    assert not attention_gpu.refusal("decode", local, 256)  # no query is so far in
     assert not attention_gpu.refusal("verify", SMOLLM2.replace(final_softcap=30.0), 256)
     assert "has 250" in attention_gpu.refusal("decode", SMOLLM2, 250)
     assert "these are 24" in attention_gpu.refusal("decode", SMOLLM2.replace(head_dim=24), 256)

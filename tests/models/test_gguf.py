@@ -71,7 +71,8 @@ def write_gguf(name: str, folder: Path, fields=None, tensors=None, architecture=
         metadata |= {"rope.scaling.factor": config.rope_scaling.factor}
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (metadata | (fields or {})).items():
-        add[type(value)](f"{family}.{key}", value)
+        if value is not None:  # left out
+            add[type(value)](f"{family}.{key}", value)
     name_map = get_tensor_name_map(MODEL_ARCH[own.upper()], config.num_layers)
     for key, array in load_file(TINY_FILES / name / "model.safetensors").items():
         values = array.astype(np.float32)
@@ -158,6 +159,12 @@ def test_gguf_of_gemma_refuses_other_patterns_and_knows_the_largest_model(tmp_pa
     file = write_gguf("gemma3", tmp_path, {"block_count": 62, "rope.freq_base_swa": 70.0})
     config = hf.load_config(str(file))
     assert (config.query_pre_attn_scalar, config.rope_local_theta) == (16 // 4, 70.0)
+
+
+def test_gguf_of_gemma2_without_caps_has_those_of_llama_cpp(tmp_path):
+    left_out = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = hf.load_config(str(write_gguf("gemma2", tmp_path, left_out)))
+    assert (config.attn_softcap, config.final_softcap) == (50.0, 30.0)
 
 
 @pytest.mark.parametrize(
