@@ -15,7 +15,7 @@ from specrl_jax.data.prompts import select
 from specrl_jax.state import RunState, init_state, resume
 from specrl_jax.types import StatePart
 
-ALWAYS = {"stream", "store", "origin"}
+ALWAYS = {"stream", "store", "origin", "kept_noise"}
 ADAPTIVE = {"rollout.adaptive": True}
 
 

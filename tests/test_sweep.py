@@ -97,26 +97,26 @@ def test_hyper_builds_sweeps():
 def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
     """Work directories are named as those of earlier comparisons, so that these go on."""
     monkeypatch.chdir(ROOT)
-    plain = sweep.parse_case("PPO block: rollout.accept=block rollout.lenience=e^0", CONFIG)
+    plain = sweep.parse_case("PPO tree: rollout.draft=tree rollout.lenience=e^0", CONFIG)
     cases = sweep.grid(
         [sweep.Case("", CONFIG), plain],
         hyper.product([sweep.parse_sweep("rollout.lenience=1,e^-0.5,inf"),
                        hyper.sweep("updates.learning_rate", [1e-3])]),
     )  # fmt: skip
-    runs = sweep.training_runs(cases, [3, 4], tmp_path, ["--config.checkpoint.every=7"])
+    runs = sweep.training_runs(cases, [3, 4], tmp_path, ["--config.rollout.accept=ratio"])
     assert len(runs) == 12
     assert runs[1].command[2:-1] == (
-        f"--config={CONFIG}", "--config.checkpoint.every=7",
+        f"--config={CONFIG}", "--config.rollout.accept=ratio",
         "--config.rollout.lenience=0.6065306597126334", "--config.updates.learning_rate=0.001",
         "--config.seed=3",
     )  # fmt: skip
     name = "rollout.lenience=e^-0.5,updates.learning_rate=0.001"
     assert (runs[1].case, runs[1].workdir) == (name, tmp_path / f"{name},seed=3")
     assert runs[5].command[4:6] == (
-        "--config.rollout.accept=block",
+        "--config.rollout.draft=tree",
         "--config.rollout.lenience=1.0",
     )
-    assert runs[3].workdir.name.startswith("PPO_block,rollout.lenience=1,")
+    assert runs[3].workdir.name.startswith("PPO_tree,rollout.lenience=1,")
     assert json.loads(runs[2].config)["rollout"]["lenience"] == float("inf")
 
 
