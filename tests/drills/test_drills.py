@@ -140,14 +140,17 @@ def _run_with_signal(workdir, changes, phase: int, number: int, count: int = 1) 
     _run(workdir, changes)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_signals_in_every_phase(tmp_path, mesh, first):
-    """SIGTERM and Ctrl-C in turn, then one of them twice."""
+@pytest.mark.parametrize(
+    ("every", "first"),
+    [(2, 0), *(pytest.param(1, first, marks=pytest.mark.slow) for first in (0, 1))],
+)
+def test_signals_in_every_phase(tmp_path, mesh, every, first):
+    """SIGTERM and Ctrl-C in turn, then one of them twice; every: of so many phases one."""
     steps, workdir = len(PHASES) + 3, tmp_path / "stopped"
     changes, numbers = {"train.steps": steps}, (signal.SIGTERM, signal.SIGINT)
     at_once = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}
-    for index, phase in enumerate(PHASES):
-        number = numbers[(index + first) % 2]
+    for index, phase in list(enumerate(PHASES))[::every]:
+        number = numbers[(index // every + first) % 2]
         life = _begin(_run_with_signal, workdir, changes, index, number)
         life.join()
         assert life.exitcode == (0 if phase.saves else at_once[number]), (phase.name, number)
