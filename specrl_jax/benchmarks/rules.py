@@ -43,7 +43,7 @@ class _Case:
     keeps_noise: bool = False  # responds on the noise that wrote the drafts
 
     def drafts(self, written: Rollout) -> DraftInputs:
-        """What is drafted of earlier responses."""
+        """Return what is drafted of earlier responses."""
         if not self.drafted:
             return DraftInputs()
         if not self.spec.program.draft_source:
