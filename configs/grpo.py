@@ -2,7 +2,7 @@
 
     python launch/train.py --config=configs/grpo.py              the preset `tiny`
     python launch/train.py --config=configs/grpo.py:smollm2      another preset
-    python launch/train.py --config=configs/grpo.py --config.rollout.lenience=1.0
+    python launch/train.py --config=configs/grpo.py --config.rollout.noise_epochs=1
 
 Presets: tiny (default; 2 CPU cores, 3 to 7 minutes), micro (the same in seconds), custom (your
 model, data and reward), smollm2 (pretrained weights, short sums), gsm8k (the same model on GSM8K),
