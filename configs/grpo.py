@@ -5,8 +5,8 @@
     python launch/train.py --config=configs/grpo.py --config.rollout.noise_epochs=1
 
 Presets: tiny (default; 2 CPU cores, 3 to 7 minutes), micro (the same in seconds), custom (your
-model, data and reward), smollm2 (pretrained weights, short sums), gsm8k (the same model on GSM8K),
-qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232). "paper" in the comments is that run.
+model, data and reward), smollm2 and gemma3_270m (pretrained weights, short sums), gsm8k (SmolLM2 on
+GSM8K), qwen3_1p7b (SPEC-RL's published run, arXiv 2509.23232). "paper" in the comments is that run.
 """
 
 import math
