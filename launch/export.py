@@ -1,10 +1,11 @@
 """Write a run's policy as a Hugging Face directory.
 
-    python launch/export.py --run=RUN --out=DIR [--step=best|last|N] [--push=HUB_ID]
+    python launch/export.py --run=RUN --out=DIR [--step=best|last|N] [--adapters] [--push=HUB_ID]
 
 DIR gets the weights (safetensors), tokenizer, generation settings and a model card; it must be new
-or empty. --step=best is the checkpoint with the highest held-out reward. --push uploads DIR, to a
-private model where the hub has none of this name; log in with `hf auth login` first.
+or empty. Adapters (lora.rank > 0) are added to the weights; with --adapters DIR gets them alone, in
+PEFT's format. --step=best is the checkpoint with the highest held-out reward. --push uploads DIR,
+to a private model where the hub has none of this name; log in with `hf auth login` first.
 """
 
 import sys
@@ -24,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", type=Path, required=True, help="work directory of a run")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--step", default="last", help="best, last (default) or N")
+    parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters alone")
     parser.add_argument("--push", default="", help="upload it to this model of the hub")
     return parser
 
@@ -37,7 +39,10 @@ def main() -> None:
     export.check_out(args.out)
     presets = cli.presets()
     policy = saved_policy.open_policy(args.run, "", args.step, presets["configs/grpo.py:tiny"])
-    export.export(policy, args.run, args.out, presets)
+    if args.adapters:
+        export.export_adapters(policy, args.out)
+    else:
+        export.export(policy, args.run, args.out, presets)
     print(f"{args.out}: step {policy.step} of {args.run}")
     if args.push:
         print(f"pushed: {export.push(args.out, args.push)}")

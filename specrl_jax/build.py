@@ -18,6 +18,7 @@ from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
+from specrl_jax.models.lora import adapter_count
 from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.generate import RolloutSpec
@@ -124,8 +125,10 @@ def _check_enough(config, stream: PromptStream, count: int) -> None:
 def _describe(run: Run, stream: PromptStream) -> None:
     """Prints what was loaded, and all that was left out."""
     shape = dict(jax.sharding.get_mesh().shape)
-    count = param_count(run.model)
-    print(f"policy: {count / 1e6:.2f}M parameters, {run.model.dtype}; mesh {shape}")
+    count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
+    if run.model.lora:
+        count += f", and {adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
+    print(f"policy: {count}; mesh {shape}")
     held_out = int(np.sum([real for _, real in run.held_out], dtype=int))
     dropped = run.prompts.dropped
     dataset = run.dataset

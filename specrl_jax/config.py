@@ -5,6 +5,7 @@
 
 import importlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from specrl_jax.field_rules import RULES
 # config.json lacks one goes on with this value; one that lacks any other field is refused.
 ADDED_FIELDS: dict[str, Any] = {
     "algorithm.advantage": "auto",
+    "lora.rank": 0,
+    "lora.alpha": 32.0,
+    "lora.targets": "proj",
     "model.attention": "reference",
     "updates.skip_nonfinite": 0,
     "reward.keep_special_tokens": False,
@@ -64,7 +68,7 @@ def validate(config: ConfigDict) -> None:
         names = choices(field)
         _require(field, f"one of {', '.join(names)}", fields[field] in names, fields[field])
     checked = (_memory, _batches, _groups, _drafts, _carry_over, _environment, _task, _sizes)
-    for checks in checked:
+    for checks in (*checked, _adapters):
         for field, rule, holds in checks(config):
             _require(field, rule, holds, fields[field])
 
@@ -313,6 +317,19 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     yield "warmup.steps", rule, _chosen(config, "data.source").endless or not config.warmup.steps
     rule = f"another one where data.source is {data} ({reward} scores only its own tasks)"
     yield "reward.name", rule, table("rewards.scorers:OWN_TASKS").get(reward, data) == data
+
+
+def _adapters(config: ConfigDict) -> Iterator[Check]:
+    weights = importlib.import_module("specrl_jax.models.parameters").ADAPTED
+    rule = f"a regular expression that is found in one of {', '.join(weights)}"
+    yield "lora.targets", rule, _is_found(config.lora.targets, weights)
+
+
+def _is_found(pattern: str, names: Iterable[str]) -> bool:
+    try:
+        return any(re.search(pattern, name) for name in names)
+    except re.error:
+        return False
 
 
 def _sizes(config: ConfigDict) -> Iterator[Check]:

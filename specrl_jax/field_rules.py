@@ -22,8 +22,8 @@ def _within(low: float, high: float) -> Rule:
 # (least, most, why no more, fields)
 _INTEGERS: list[tuple[int, int, str, str]] = [
     (0, MAX_INT, "int32", """
-        seed data.prompts data.eval_prompts rollout.top_k rollout.max_rows rollout.store_prompts
-        rollout.store_age rollout.partial reward.overlong_tokens
+        seed lora.rank data.prompts data.eval_prompts rollout.top_k rollout.max_rows
+        rollout.store_prompts rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
         updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
         checkpoint.keep_best
@@ -62,7 +62,7 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
     """),
     (*_within(0.01, 86_400), "reward.timeout"),
     (*_within(1e-6, 1e6), """
-        critic.coef curriculum.width
+        lora.alpha critic.coef curriculum.width
     """),
     (*_within(0, 1e6), """
         reward.threshold reward.overlong_penalty rollout.tree.factor algorithm.clip_high
@@ -85,8 +85,8 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
 ]  # fmt: skip
 
 _TEXTS = """
-    model.source tokenizer.source tokenizer.alphabet data.name data.path data.eval_path data.render
-    data.prompt_field data.answer_field data.answer_pattern data.instruction data.split
+    model.source lora.targets tokenizer.source tokenizer.alphabet data.name data.path data.eval_path
+    data.render data.prompt_field data.answer_field data.answer_pattern data.instruction data.split
     data.eval_split reward.name reward.extract environment.name curriculum.difficulty
 """
 _SWITCHES = """

@@ -77,7 +77,8 @@ def with_advantages(
     update_spec = run.update_spec
     values = None
     if update_spec.critic:
-        values = critic_values(update_spec, state.train, _pack_all(run, batch))
+        inputs = (state.train, _pack_all(run, batch))
+        values = critic_values(update_spec, *inputs, reference=state.reference_params)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
     estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
@@ -112,7 +113,9 @@ def _update_by_mini_batches(run: Run, state: RunState, batch: Batch) -> dict[str
     history = []
     mini_batches = pack_mini_batches(run, batch)
     for packed in mini_batches * settings.passes:
-        state.train, sums = update(update_spec, state.train, batch, packed, policy_frozen=frozen)
+        inputs = (state.train, batch, packed)
+        options = {"reference": state.reference_params, "policy_frozen": frozen}
+        state.train, sums = update(update_spec, *inputs, **options)
         history.append(sums)
     history = finite_updates(run, state, hosts.fetch(history))
     values = _update_metrics(run, history) | values
@@ -202,18 +205,19 @@ def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch
     update_spec = run.update_spec
     values = {}
     recompute = run.config.updates.old_logprobs == "recompute"
-    if not recompute and state.reference is None:
+    penalized = run.config.algorithm.kl_coef > 0
+    if not recompute and not penalized:
         return batch, values
     packed = _pack_all(run, batch)
     if recompute:
-        old = logprobs(update_spec, state.train.params, packed)
+        old = logprobs(update_spec, state.policy(run.model), packed)
         values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
         if batch.weights is not None:  # they were sampled by the rollout's arithmetic
             weights = batch.weights * jnp.exp(old - batch.old_logprobs)
             batch = dataclasses.replace(batch, weights=weights)
         batch = dataclasses.replace(batch, old_logprobs=old)
-    if state.reference is not None:
-        reference = logprobs(update_spec, state.reference.params, packed)
+    if penalized:
+        reference = logprobs(update_spec, state.reference_params, packed)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specrl_jax.config import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.lora import adapter_count
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.engine.spec import acceptance_rule
 
@@ -47,6 +48,9 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     width = model.embed_dim if model.remat else 2 * model.embed_dim + 3 * model.mlp_dim
     stored = (rollout.store_prompts or prompts) * rollout.group_size * rollout.response_len
     kept = [Part("weights and optimizer", of_model, 12 * param_count(model))]
+    if model.lora:
+        adapters = Part("adapters and optimizer", "lora.rank", 12 * adapter_count(model))
+        kept = [Part("weights", of_model, itemsize * param_count(model)), adapters]
     fields = "data.prompts rollout.group_size rollout.response_len"
     size = 4 if acceptance_rule(config).samples_anew else 16  # log-probs, origins
     kept.append(Part("stored drafts", fields, size * stored))
@@ -72,7 +76,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     size = "micro_batch_size" if updates.micro_batch_size else "mini_batch_size"
     yield "an update", kept + trained(updates[size], f"updates.{size}")
     if warmup.steps:
-        yield "the warm-up", kept[:1] + trained(warmup.batch_size, "warmup.batch_size")
+        yield "the warm-up", kept[:-1] + trained(warmup.batch_size, "warmup.batch_size")
     if evaluation.every:
         rows = evaluation.batch_size * evaluation.samples
         fields = "evaluate.batch_size evaluate.samples"

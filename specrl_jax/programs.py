@@ -51,8 +51,8 @@ class Program(NamedTuple):
 
 def run_programs(run: AbstractRun) -> list[Program]:
     """Return the programs of a run, in the order in which they first run."""
-    params = run.state.params
-    listed = [_program("policy copy", copy_weights, run.model, params, kept=params)]
+    policy = run.policy
+    listed = [_program("policy copy", copy_weights, run.model, policy, kept=policy)]
     if run.config.evaluate.every:
         listed += _evaluation_programs(run)
     stored = run.stored
@@ -133,18 +133,27 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     update_spec = run.update_spec
     rows = run.batch.response_lens.shape[0]
     every = run.packed(rows)
-    if settings.algorithm.kl_coef or settings.updates.old_logprobs == "recompute":
-        params = run.state.params
+    kept = (run.state, run.reference)
+    scored = {}
+    if settings.updates.old_logprobs == "recompute":
+        scored["log-probs"] = run.policy
+    # Without adapters it is the same program.
+    if settings.algorithm.kl_coef and not (scored and run.model.lora is None):
+        scored["log-probs of the reference"] = run.reference
+    for name, params in scored.items():
         inputs = (update_spec, params, every)
-        yield _program("log-probs", logprobs, *inputs, runs_model=True, kept=params)
+        yield _program(name, logprobs, *inputs, runs_model=True, kept=params)
     if update_spec.critic:
         inputs = (update_spec, run.state, every)
-        yield _program("values", critic_values, *inputs, runs_model=True, kept=run.state)
+        yield _program(
+            "values", critic_values, *inputs, reference=run.reference, runs_model=True, kept=kept
+        )
     mini_batch = run.packed(settings.updates.mini_batch_size)
     for frozen in {False, frozen_steps(settings) > 0}:
         yield _program(
             "update of the critic" if frozen else "update", update, update_spec, run.state,
-            run.batch, mini_batch, policy_frozen=frozen, runs_model=True, kept=run.state,
+            run.batch, mini_batch, reference=run.reference, policy_frozen=frozen, runs_model=True,
+            kept=kept,
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from specrl_jax.algorithms.update_spec import (
 from specrl_jax.build import policy_schedule, training_spec
 from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.group_buffer import trained_group_size
+from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
@@ -154,11 +155,23 @@ class AbstractRun:
     @functools.cached_property
     def state(self) -> PolicyState:
         init = functools.partial(init_policy_state, self.update_spec)
-        return abstract(init, placed(abstract_params(self.model)))
+        return abstract(init, placed(abstract_params(self.model)), self.key)
+
+    @functools.cached_property
+    def reference(self) -> Params | None:
+        """Weights of the policy before step 1, where the run keeps them."""
+        params = placed(abstract_params(self.model))
+        if self.model.lora:
+            return abstract(functools.partial(lora.freeze, self.model), params)
+        return params if self.config.algorithm.kl_coef else None
+
+    @functools.cached_property
+    def policy(self) -> Params:
+        return lora.adapted(self.model, self.state.params, self.reference)
 
     @functools.cached_property
     def weights(self) -> Params:
-        return abstract(functools.partial(rollout_weights, self.model), self.state.params)
+        return abstract(functools.partial(rollout_weights, self.model), self.policy)
 
     @functools.cached_property
     def stored(self) -> Stored:
@@ -224,7 +237,10 @@ class AbstractRun:
         batch = abstract(lambda x: make_batch(made_up_prompts(self.spec, rows), x), rollout)
         rewards = array(np.float32, (rows,), "batch")
         values = self.update_spec.critic and abstract(
-            functools.partial(critic_values, self.update_spec), self.state, self.packed(rows)
+            functools.partial(critic_values, self.update_spec),
+            self.state,
+            self.packed(rows),
+            self.reference,
         )
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
         estimate = abstract(

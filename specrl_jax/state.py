@@ -18,6 +18,8 @@ from specrl_jax.checksums import checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import digest
 from specrl_jax.group_buffer import GroupBuffer
+from specrl_jax.models import lora
+from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params, abstract_params
 from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
@@ -33,16 +35,20 @@ from specrl_jax.warmup import warm_up
 
 @dataclasses.dataclass(frozen=True)
 class Reference(StatePart):
-    """The policy that the KL penalty is measured from."""
+    """The policy before step 1: the KL penalty is measured from it, adapters are added to it."""
 
-    params: Params
+    params: Params  # float32; beside adapters as `lora.freeze` gives them
     saved: bool  # one warmed up here is saved; a pretrained one is read from its source again
 
     def arrays(self) -> Params:
-        return self.params if self.saved else {}
+        # The compute type is a machine's own; a checkpoint goes on elsewhere.
+        return jax.tree.map(lambda x: x.astype(jnp.float32), self.params) if self.saved else {}
 
     def restore(self, host, arrays: Params) -> "Reference":
-        return Reference(arrays, True) if self.saved else self
+        if not self.saved:
+            return self
+        params = jax.tree.map(lambda x, own: x.astype(own.dtype), arrays, self.params)
+        return Reference(params, saved=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Origin(StatePart):
     def of(cls, run: Run, params: Params, is_reference: bool) -> "Origin":
         """Describe the model of `params`, those that `build` gave."""
         shape = dataclasses.asdict(run.model)
-        for name in ("dtype", "remat", "kernels", "unused_ids"):
+        for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
             del shape[name]
         batches = run.held_out
         kept = [x[:real] for prompts, real in batches for x in (prompts.ids, prompts.tokens)]
@@ -77,7 +83,7 @@ class Origin(StatePart):
             if host["shape"].get(name, value) != value
         ]
         if self.is_reference and host["weights"] != self.weights:
-            changed.append("its weights, the KL penalty's reference, have changed")
+            changed.append("its weights, which the run still needs, have changed")
         if changed:
             raise ValueError(
                 f"model.source must be the model that the run began with, got {self.source!r}: "
@@ -104,7 +110,7 @@ class RunState:
     step: int = 0  # finished steps; within a step, its number
     skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
     skipped_in_row: int = 0  # those since the last that was made
-    reference: Reference | None = None  # with a KL penalty
+    reference: Reference | None = None  # with a KL penalty, and with adapters
     speculation: Speculation | None = None  # where rollouts choose by measured cost
     run_ahead: RunAhead | None = None  # begun for the next step
     resumed: Resumed | None = None  # unfinished groups of partial rollouts
@@ -115,6 +121,14 @@ class RunState:
         """The parts that are on, by name."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: part for name, part in fields.items() if isinstance(part, StatePart)}
+
+    @property
+    def reference_params(self) -> Params | None:
+        return self.reference.params if self.reference else None
+
+    def policy(self, model: ModelConfig) -> Params:
+        """Return the policy's weights as they are now."""
+        return lora.adapted(model, self.train.params, self.reference_params)
 
     @property
     def epoch(self) -> int:
@@ -150,16 +164,33 @@ def init_state(run: Run, params: Params) -> RunState:
     """The state before step 1: the policy warmed up, nothing stored."""
     origin = Origin.of(run, params, is_reference=False)
     params = _warmed_up(run, params)
-    reference = jax.tree.map(jnp.copy, params) if run.config.algorithm.kl_coef else None
-    return _new_state(run, init_policy_state(run.update_spec, params), origin, reference)
+    reference = None
+    if run.model.lora:
+        reference = params = lora.freeze(run.model, params)
+    elif run.config.algorithm.kl_coef:
+        reference = jax.tree.map(jnp.copy, params)
+    train = init_policy_state(run.update_spec, params, run.key)
+    return _new_state(run, train, origin, reference)
 
 
 def _warmed_up(run: Run, params: Params) -> Params:
-    """The policy before step 1, from the weights that `build` gave; these may be donated."""
+    """Return the policy before step 1, from the weights that `build` gave; these may be donated.
+
+    A pretrained policy that is trained by adapters is warmed up by adapters too, which are then
+    merged. Other policies train all weights.
+    """
     config = run.config
     if not config.warmup.steps:
         return params
-    return warm_up(config, run.update_spec, params, run.scorer.tokenizer, run.dataset)
+    inputs = (run.scorer.tokenizer, run.dataset)
+    model = run.model
+    if not (model.lora and config.model.source):
+        update_spec = dataclasses.replace(run.update_spec, model=model.replace(lora=None))
+        return warm_up(config, update_spec, params, *inputs)
+    frozen = lora.freeze(model, params)
+    adapters = lora.init_adapters(model, run.key)
+    adapters = warm_up(config, run.update_spec, adapters, *inputs, frozen)
+    return lora.merge(model, lora.adapted(model, adapters, frozen))
 
 
 def resume(
@@ -171,11 +202,13 @@ def resume(
     reference that it has and this run does not need is left out; one that it lacks is made again.
     """
     reference = params if run.config.algorithm.kl_coef else None
+    if run.model.lora:
+        reference = lora.freeze(run.model, params)
     saved = step is None or checkpoints.holds(step, "reference")
     warm = saved and run.config.warmup.steps > 0
     origin = Origin.of(run, params, is_reference=reference is not None and not warm)
     init = functools.partial(init_policy_state, run.update_spec)
-    train = jax.eval_shape(init, abstract_params(run.model))
+    train = jax.eval_shape(init, abstract_params(run.model), run.key)
     state = _new_state(run, train, origin, reference)
     like = state.arrays()
     if step is None:
@@ -185,7 +218,7 @@ def resume(
             like.pop("reference", None)
         arrays, host = checkpoints.restore(step, like, partial=True)
     state.restore(host, arrays)
-    if reference is not None and not saved:
+    if reference is not None and not saved and run.config.warmup.steps:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
         again = _warmed_up(run, reference)
         state.reference = dataclasses.replace(state.reference, params=again)

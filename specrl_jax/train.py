@@ -50,7 +50,7 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
         with log.clock.timed("time/rollout"):
             previous = state.store.get(prompts, step=state.step)
             drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
-            weights = rollout_weights(run.model, state.train.params)
+            weights = rollout_weights(run.model, state.policy(run.model))
             row_steps = state.kept_noise.steps(prompts, state.step)
             noise = Noise(run.key, state.step, row_steps=row_steps)
         responses = run.scorer.respond(  # the rollout and its rewards
@@ -113,7 +113,7 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
     if not run.held_out:
         return
     with log.clock.timed("time/eval"):
-        weights = rollout_weights(run.model, state.train.params)
+        weights = rollout_weights(run.model, state.policy(run.model))
         noise = Noise(run.key, state.step, Purpose.EVALUATE)
         answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.scorer)
     log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
@@ -183,7 +183,7 @@ def prepare(run: Run, state: RunState) -> None:
     previous = state.store.get(prompts, step=state.step)
     drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
     drafts = dataclasses.replace(drafts, log_lenience=np.inf)
-    weights = rollout_weights(run.model, state.train.params)
+    weights = rollout_weights(run.model, state.policy(run.model))
     noise = Noise(run.key, 0)
     inputs = (run.rollout_spec, weights, prompts, noise, drafts, carry_over)
     state.speculation.seconds = measure(*inputs)

@@ -19,6 +19,7 @@ from specrl_jax.algorithms.update import join
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples, right_padded
 from specrl_jax.data.tokenizer import Tokenizer
+from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put, take_rows
 
@@ -37,9 +38,17 @@ class Demonstrations:
 
 
 def warm_up(
-    config, update_spec: UpdateSpec, params: Params, tokenizer: Tokenizer, dataset: Dataset
+    config,
+    update_spec: UpdateSpec,
+    params: Params,
+    tokenizer: Tokenizer,
+    dataset: Dataset,
+    frozen: Params | None = None,
 ) -> Params:
-    """The stage that `config.warmup` asks for; prints the loss as it goes."""
+    """Run the stage that `config.warmup` asks for, and print the loss as it goes.
+
+    Returns `params`, trained. frozen: where they are adapters, the weights that they belong to.
+    """
     settings = config.warmup
     slots = (config.data.prompt_len, config.rollout.response_len)
     examples = load_warmup_examples(config, settings.examples, dataset)
@@ -61,11 +70,16 @@ def warm_up(
         *right_padded([p for p, _ in pairs], slots[0], tokenizer.pad_id),
         *right_padded([a for _, a in pairs], slots[1], tokenizer.pad_id),
     )
-    return supervise(update_spec, params, data, settings, config.seed)
+    return supervise(update_spec, params, data, settings, config.seed, frozen)
 
 
 def supervise(
-    update_spec: UpdateSpec, params: Params, data: Demonstrations, settings, seed: int
+    update_spec: UpdateSpec,
+    params: Params,
+    data: Demonstrations,
+    settings,
+    seed: int,
+    frozen: Params | None = None,
 ) -> Params:
     """Train `params` for `settings.steps` on the demonstrations; returns the new parameters.
 
@@ -83,7 +97,8 @@ def supervise(
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size).astype(np.int32)
     for start in range(0, steps, _CHUNK):
-        state, figures = _run(update_spec, optimizer, state, data, order[start : start + _CHUNK])
+        part = order[start : start + _CHUNK]
+        state, figures = _run(update_spec, optimizer, state, data, part, frozen)
         losses, weight_norm = hosts.fetch(figures)
         step = min(start + _CHUNK, steps)
         for name, value in (("loss", losses.sum()), ("weight_norm", weight_norm)):
@@ -103,6 +118,7 @@ def _run(
     state: PolicyState,
     data: Demonstrations,
     order: Array,
+    frozen: Params | None,
 ) -> tuple[PolicyState, tuple[Array, Array]]:
     """The new state; the losses of the steps, and the norm of the weights after them."""
     slots = data.responses.shape[1]
@@ -114,7 +130,8 @@ def _run(
         mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
 
         def loss(params: Params) -> Array:
-            scores = read_nodes(score(update_spec, params, None, sequences), nodes)
+            policy = adapted(update_spec.model, params, frozen)
+            scores = read_nodes(score(update_spec, policy, None, sequences), nodes)
             return -masked_mean(scores.logprobs, mask)
 
         value, grads = jax.value_and_grad(loss)(state.params)

@@ -1,4 +1,4 @@
-"""Every pair of algorithm, drafts, acceptance rule and curriculum, in runs of three steps.
+"""Every pair of algorithm, drafts, acceptance rule, curriculum and rank, in runs of three steps.
 
 The first six combinations, each of new values in most choices, are not slow.
 """
@@ -26,6 +26,7 @@ CHOICES = {
     "rollout.accept": ("ratio", "block", "match", "random"),
     "rollout.draft": ("none", "previous", "tree", "previous+tree"),
     "curriculum.name": ("uniform", "speed", "mopps", "easy_to_hard"),
+    "lora.rank": (0, 4),
 }
 SMALL = {
     "train.steps": 3, "rollout.prompts_per_step": 2, "rollout.group_size": 4,
@@ -60,7 +61,7 @@ COVER = cover(CHOICES)
 @pytest.mark.parametrize(
     "combination",
     [pytest.param(c, marks=[pytest.mark.slow] * (i >= 6)) for i, c in enumerate(COVER)],
-    ids="-".join,
+    ids=lambda combination: "-".join(map(str, combination)),
 )
 def test_three_steps(mesh, tmp_path, combination):
     values = dict(zip(CHOICES, combination, strict=True))

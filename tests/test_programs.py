@@ -32,6 +32,10 @@ KINDS = {
         "rollout.run_ahead": True, "rollout.accept": "match", "rollout.draft": "previous+tree",
     },
     "partial": {"rollout.partial": 4},
+    "adapters": {
+        "lora.rank": 2, "algorithm.kl_coef": 0.01, "updates.old_logprobs": "recompute",
+        "warmup.steps": 1, "evaluate.every": 2,
+    },
 }  # fmt: skip
 SLOW = ["block", "previous and tree", "DAPO", "turns that do not wait"]
 RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]

@@ -21,6 +21,7 @@ from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models import value
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
+from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.sharding import axes, put, reshard, shards
@@ -138,9 +139,14 @@ def logprobs(update_spec: UpdateSpec, params: Params, packed: PackedRows) -> Arr
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def critic_values(update_spec: UpdateSpec, state: PolicyState, packed: PackedRows) -> Array:
-    """The critic's values [n, R] of packed rows."""
-    weights = state.params, state.critic
+def critic_values(
+    update_spec: UpdateSpec,
+    state: PolicyState,
+    packed: PackedRows,
+    reference: Params | None = None,
+) -> Array:
+    """The critic's values [n, R] of packed rows. reference: as in `update.update`."""
+    weights = adapted(update_spec.model, state.params, reference), state.critic
     return _map_micro_batches(lambda part: score(update_spec, *weights, part).values, packed)
 
 

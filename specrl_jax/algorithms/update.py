@@ -17,6 +17,7 @@ from jax import Array
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
 from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
+from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import reshard, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
@@ -63,6 +64,7 @@ def update(
     state: PolicyState,
     batch: Batch,
     packed: PackedRows,
+    reference: Params | None = None,
     *,
     policy_frozen: bool = False,
 ) -> tuple[PolicyState, Sums]:
@@ -70,6 +72,7 @@ def update(
 
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
+    reference: weights of the policy before step 1; where adapters are trained, theirs.
     policy_frozen: only the critic learns. The policy's weights and all of its optimizer's state
     (moments, step count) stay as they are.
 
@@ -80,7 +83,7 @@ def update(
     """
     before = state
     (grads, critic_grads), sums = _gradients(
-        update_spec, state, take_rows(batch, packed.rows), packed
+        update_spec, state, take_rows(batch, packed.rows), packed, reference
     )
     sums["grad_norm"] = optax.tree.norm(grads)
     if not policy_frozen:
@@ -114,7 +117,11 @@ def _sizes(params: Params, opt_state: Any) -> tuple[Array, Array]:
 
 
 def _gradients(
-    update_spec: UpdateSpec, state: PolicyState, rows: Batch, packed: PackedRows
+    update_spec: UpdateSpec,
+    state: PolicyState,
+    rows: Batch,
+    packed: PackedRows,
+    reference: Params | None,
 ) -> tuple[Weights, Sums]:
     """Gradients and sums of a mini-batch, added over its micro-batches."""
     weights = (state.params, state.critic)
@@ -125,7 +132,9 @@ def _gradients(
     def loss(weights: Weights, index: Array) -> tuple[Array, Sums]:
         sequences = jax.tree.map(lambda x: x[index], packed.sequences)
         nodes = packed.nodes - index * size
-        scores = read_nodes(score(update_spec, *weights, sequences), nodes)
+        trained, critic_params = weights
+        params = adapted(update_spec.model, trained, reference)
+        scores = read_nodes(score(update_spec, params, critic_params, sequences), nodes)
         # A row lies in one sequence. Of the others, no token counts.
         here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
         part = dataclasses.replace(rows, response_lens=jnp.where(here, rows.response_lens, 0))

@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.losses import LossConfig
-from specrl_jax.models import value
+from specrl_jax.models import lora, value
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Params
 
@@ -18,7 +19,7 @@ from specrl_jax.models.transformer import Params
 class PolicyState:
     """Weights and optimizer states of the policy and its critic."""
 
-    params: Params  # float32, stored layout
+    params: Params  # float32, stored layout; all weights, or adapters of frozen ones
     opt_state: Any
     critic: Params | None = None
     critic_opt_state: Any = None
@@ -119,11 +120,19 @@ def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransfor
     return optax.chain(clip, adamw)
 
 
-def init_policy_state(update_spec: UpdateSpec, params: Params) -> PolicyState:
-    """The state before the first update; a critic's own decoder starts as the policy's."""
-    state = PolicyState.create(params, update_spec.optimizer)
+def init_policy_state(
+    update_spec: UpdateSpec, params: Params, key: jax.Array | None = None
+) -> PolicyState:
+    """The state before the first update of a policy with the weights `params`.
+
+    Adapters begin at random, by `key`; a critic's own decoder starts as the policy's.
+    """
+    model = update_spec.model
+    trained = params if model.lora is None else lora.init_adapters(model, key)
+    state = PolicyState.create(trained, update_spec.optimizer)
     if update_spec.critic is None:
         return state
-    critic = value.init_critic(update_spec.model, update_spec.critic.kind, params)
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    critic = value.init_critic(model, update_spec.critic.kind, params)
     opt_state = PolicyState.create(critic, update_spec.critic.optimizer).opt_state
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)

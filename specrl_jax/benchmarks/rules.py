@@ -109,14 +109,14 @@ def _write_and_train(
     """The policy's responses on the noise of each step, and its rollout weights `drift` GRPO steps
     later."""
     state = init_state(run, params)
-    older = rollout_weights(run.model, state.train.params)
+    older = rollout_weights(run.model, state.policy(run.model))
     written = [
         generate(run.rollout_spec, older, prompts, Noise(run.key, step)).rollout for step in steps
     ]
     with run.scorer.pool:
         for _ in range(drift):
             train.step(run, state, RunLog(run))
-    return written, rollout_weights(run.model, state.train.params)
+    return written, rollout_weights(run.model, state.policy(run.model))
 
 
 def _cases(run: Run) -> Iterator[_Case]:

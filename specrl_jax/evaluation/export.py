@@ -62,6 +62,29 @@ def export(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def export_adapters(policy: SavedPolicy, out: Path) -> None:
+    """Write the adapters of `policy` alone to `out`, in PEFT's format, with the tokenizer.
+
+    Raises ValueError in one line where the run trained none, or not on the model as it is in
+    `model.source`, or where `out` is in use.
+    """
+    check_out(out)
+    if policy.adapters is None:
+        raise ValueError(
+            f"--adapters needs a run with lora.rank > 0, {policy.name} trained all weights; leave "
+            "the flag out"
+        )
+    source = policy.config.model.source
+    if policy.config.warmup.steps or not source:
+        raise ValueError(
+            f"--adapters needs a run that began with the weights of model.source, {policy.name} "
+            "began with a warm-up; leave the flag out: the weights are written with them"
+        )
+    with _complete(out) as folder:
+        policy.tokenizer.save(folder)
+        hf.save_adapters(folder, *policy.adapters, source)
+
+
 def push(out: Path, hub_id: str) -> str:
     """Upload an exported directory to a model of the hub, which is made private if it is new.
 

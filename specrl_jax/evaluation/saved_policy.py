@@ -7,16 +7,18 @@ written: a run may be training beside it. The mesh is this machine's, not the ru
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
 from specrl_jax import runtime
 from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.checksums import checksum
 from specrl_jax.config import CHOICES, RULES, check_version, complete_saved, flatten
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from specrl_jax.inputs import read_json
-from specrl_jax.models import hf
+from specrl_jax.models import hf, lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy, load_shape
 from specrl_jax.models.sources import resolve
@@ -28,6 +30,13 @@ from specrl_jax.sharding import shards
 BEST, LAST = "best", "last"
 
 
+class Adapters(NamedTuple):
+    """Adapters of a checkpoint, as they are without the weights that they are added to."""
+
+    model: ModelConfig
+    params: Params
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedPolicy:
     """Weights and what they need to answer a prompt."""
@@ -36,8 +45,9 @@ class SavedPolicy:
     step: int  # of the checkpoint; 0 of a model
     config: ConfigDict
     model: ModelConfig
-    params: Params  # float32, stored layout
+    params: Params  # float32, stored layout, adapters added
     tokenizer: Tokenizer
+    adapters: Adapters | None = None  # where the run trained them
 
     def weights(self) -> Params:
         """The rollout's copy of the weights."""
@@ -88,8 +98,9 @@ def open_policy(
     config = _start(change(_on_this_machine(run_config(run))))
     tokenizer = load_tokenizer(config)
     shape = load_shape(config, tokenizer.vocab_size, tokenizer.unused_ids)
-    number, params = _read_params(run, step, shape)
-    return SavedPolicy(str(run), number, config, shape, params, tokenizer)
+    number, params, adapters = _read_params(run, step, config, shape, tokenizer)
+    shape = shape.replace(lora=None)
+    return SavedPolicy(str(run), number, config, shape, params, tokenizer, adapters)
 
 
 def run_config(workdir: Path) -> ConfigDict:
@@ -142,15 +153,33 @@ def _start(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def _read_params(run: Path, step: str, shape: ModelConfig) -> tuple[int, Params]:
-    """(step, weights) of a checkpoint, compared with their checksums."""
+def _read_params(
+    run: Path, step: str, config: ConfigDict, shape: ModelConfig, tokenizer: Tokenizer
+) -> tuple[int, Params, Adapters | None]:
+    """Read (step, weights, adapters in them) of a checkpoint, compared with their checksums."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{run} holds no checkpoint; train it first")
     with Checkpointer(folder, read_only=True) as checkpoints:
         number = _number(checkpoints, step)
-        like = {"train": {"params": abstract_params(shape)}}
-        return number, checkpoints.restore(number, like, partial=True)[0]["train"]["params"]
+        trained = lora.abstract_adapters(shape) if shape.lora else abstract_params(shape)
+        like = {"train": {"params": trained}}
+        if shape.lora and config.warmup.steps:
+            like["reference"] = abstract_params(shape)
+        arrays, host = checkpoints.restore(number, like, partial=True)
+    params = arrays["train"]["params"]
+    if shape.lora is None:
+        return number, params, None
+    frozen = arrays.get("reference")
+    if frozen is None:
+        frozen = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)[1]
+        if checksum(frozen) != host["origin"]["weights"]:
+            raise ValueError(
+                f"model.source must be the model that the run's adapters were trained on, "
+                f"{config.model.source!r} has other weights now; put its files back"
+            )
+    merged = lora.merge(shape, lora.adapted(shape, params, frozen))
+    return number, merged, Adapters(shape, params)
 
 
 def _number(checkpoints: Checkpointer, step: str) -> int:

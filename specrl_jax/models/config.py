@@ -26,6 +26,20 @@ class LinearScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Adapters that are trained in the place of weights (LoRA, arXiv 2106.09685)."""
+
+    rank: int  # r, columns of A and rows of B
+    alpha: float
+    names: tuple[str, ...]  # of the weights of a layer that have adapters
+
+    @property
+    def scale(self) -> float:
+        """Factor of A·B, which is added to a weight."""
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of one decoder; hashable, so that it can key a program."""
 
@@ -60,6 +74,7 @@ class ModelConfig:
     remat: bool = False  # the update recomputes each layer in its backward pass
     unused_ids: IdRanges = ()  # that no token of the tokenizer has: their logits are -inf
     kernels: tuple[str, ...] = ()  # of `attention.USES`, those for which a kernel is taken
+    lora: Lora | None = None  # None: all weights are trained
 
     @property
     def untied(self) -> bool:
@@ -68,6 +83,10 @@ class ModelConfig:
     @property
     def no_post_norms(self) -> bool:
         return not self.post_norms
+
+    @property
+    def lora_rank(self) -> int:
+        return self.lora.rank if self.lora else 0
 
     @property
     def query_scale(self) -> float:

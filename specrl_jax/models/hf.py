@@ -19,7 +19,7 @@ from specrl_jax.inputs import one_line, read_json
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.hf_config import IMAGE_MODELS, config_from_json, config_to_json
-from specrl_jax.models.parameters import LAYER, TOP, select
+from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, select
 from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import param_shapes
 
@@ -96,6 +96,40 @@ def save(
     _write_json(path / "generation_config.json", {**(token_ids or {}), **(generation or {})})
     leaves = {k: np.asarray(x, np.float32) for k, x in flatten_dict(params, sep="/").items()}
     _save_weights(path, _tensors(config, leaves), max_shard_bytes)
+
+
+def save_adapters(
+    path: str | Path, config: ModelConfig, adapters: Mapping[str, Any], base: str
+) -> None:
+    """Write a directory that `peft.PeftModel.from_pretrained` loads.
+
+    path: made if absent. config: with `lora`. adapters: the tree of `lora.init_adapters`. base: the
+    model that they were trained on, as peft is to load it.
+    """
+    from safetensors.numpy import save_file
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, stacked in adapters["layers"].items():
+        parameter = ADAPTERS[name]
+        for layer, array in enumerate(np.asarray(stacked, np.float32)):
+            file_name = f"base_model.model.{parameter.file_name.format(layer)}"
+            view = parameter.in_file_order(array)
+            tensors[file_name] = np.ascontiguousarray(view).reshape(parameter.file_shape(config))
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": list(config.lora.names),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    _write_json(path / "adapter_config.json", settings)
+    (path / "adapter_model.safetensors").chmod((path / "adapter_config.json").stat().st_mode)
 
 
 def _open(source: str) -> Checkpoint:

@@ -18,13 +18,14 @@ from jax import Array
 from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, write
-from specrl_jax.models.parameters import LAYER
+from specrl_jax.models.parameters import ADAPTERS, LAYER, adapter_names
 from specrl_jax.sharding import axes, platform, reshard, shards
 
 Rope = tuple[Array, Array]  # cos and sin [B, T, 1, H/2]
 
 # Logical axes of one layer's parameters, with those of `join_projections`.
-LAYER_AXES: dict[str, tuple[str | None, ...]] = {n: p.layout for n, p in LAYER.items()} | {
+LAYER_AXES: dict[str, tuple[str | None, ...]] = {
+    **{name: parameter.layout for name, parameter in (LAYER | ADAPTERS).items()},
     "qkv_proj": ("embed", "kv_heads", None, None),
     "qkv_bias": ("kv_heads", None, None),
     "gate_up_proj": ("embed", None, "mlp"),
@@ -138,7 +139,8 @@ class LayerModule(nnx.Module):
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
         self.config = config
-        for name in self.names:
+        adapters = [adapter for name in self.names for adapter in adapter_names(name)]
+        for name in (*self.names, *adapters):
             setattr(self, name, nnx.Param(params[name]) if name in params else None)
 
     def weight(self, name: str) -> Array:
@@ -154,10 +156,30 @@ class LayerModule(nnx.Module):
         cut = (lambda w: w) if part is None else (lambda w: w[..., part, :])
         weight = cut(self.weight(f"{name}_proj"))
         out = jnp.einsum(equation, x, weight, out_sharding=axes(*dims))
+        out = self.adapt(out, equation, x, f"{name}_proj", *dims)
         if getattr(self, f"{name}_bias", None) is not None:
             bias = cut(self.weight(f"{name}_bias"))
             out = out + bias[(None,) * (out.ndim - bias.ndim)]
         return out
+
+    def adapt(self, out: Array, equation: str, x: Array, name: str, *dims: str | None) -> Array:
+        """Add to x·W of the einsum `equation` what the adapters of W add: scale·(x·A)·B.
+
+        Through the narrow A and B: the gradient of W, as wide as W, is never computed.
+        """
+        a, b = adapter_names(name)
+        if getattr(self, a) is None:
+            return out
+        inputs, result = equation.split("->")
+        of_x, of_weight = inputs.split(",")
+        kept = "".join(axis for axis in of_x if axis in result)
+        summed = "".join(axis for axis in of_x if axis not in result)
+        made = "".join(axis for axis in of_weight if axis not in summed)
+        narrow = axes("batch", *(None,) * len(kept))
+        down = jnp.einsum(f"{of_x},{summed}r->{kept}r", x, self.weight(a), out_sharding=narrow)
+        up = f"{kept}r,r{made}->{result}"
+        added = jnp.einsum(up, down, self.weight(b), out_sharding=axes(*dims))
+        return out + self.config.lora.scale * added
 
 
 class Attention(LayerModule):
@@ -195,7 +217,9 @@ class Attention(LayerModule):
         out_BTA = jnp.reshape(out_BTNH, flat, out_sharding=axes("batch", None, "heads"))
         weight = self.weight("o_proj")
         w_AD = jnp.reshape(weight, (-1, weight.shape[-1]), out_sharding=axes("heads", None))
-        out = jnp.einsum("BTA,AD->BTD", out_BTA, w_AD, out_sharding=axes("batch", None, None))
+        dims = ("batch", None, None)
+        out = jnp.einsum("BTA,AD->BTD", out_BTA, w_AD, out_sharding=axes(*dims))
+        out = self.adapt(out, "BTNH,NHD->BTD", out_BTNH, "o_proj", *dims)
         return out if self.o_bias is None else out + self.weight("o_bias")[None, None]
 
     def _heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:

@@ -1,14 +1,16 @@
 """The policy that a configuration names: its shape and its weights."""
 
+import re
 from collections.abc import Callable
 
 import jax
 
 from specrl_jax.models import hf
 from specrl_jax.models.attention import choose_kernels
-from specrl_jax.models.config import IdRanges, ModelConfig
+from specrl_jax.models.config import IdRanges, Lora, ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.kv_cache import round_slots
+from specrl_jax.models.parameters import ADAPTED
 from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
@@ -93,4 +95,11 @@ def _for_run(shape: ModelConfig, config) -> ModelConfig:
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if platform() == "cpu" else "bfloat16"
-    return shape.replace(dtype=dtype, remat=config.model.remat)
+    adapters = _adapters(config.lora) if config.lora.rank else None
+    return shape.replace(dtype=dtype, remat=config.model.remat, lora=adapters)
+
+
+def _adapters(settings) -> Lora:
+    """Return the adapters that `config.lora` asks for."""
+    names = tuple(name for name in ADAPTED if re.search(settings.targets, name))
+    return Lora(settings.rank, settings.alpha, names)

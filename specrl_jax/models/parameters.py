@@ -1,7 +1,7 @@
 """Every parameter of a decoder, once: its axes, layout and name in Hugging Face's files.
 
 Axes are letters: V vocabulary, D embed (d: never split over devices), F feed-forward, N query
-heads, K key/value heads, H head dim.
+heads, K key/value heads, H head dim, r rank of adapters.
 """
 
 import math
@@ -20,6 +20,7 @@ _SIZES = {
     "N": "num_heads",
     "K": "num_kv_heads",
     "H": "head_dim",
+    "r": "lora_rank",
 }
 
 
@@ -90,6 +91,27 @@ LAYER = {
     "up_bias": _layer("F", "F", "mlp.up_proj.bias", "mlp_bias"),
     "down_bias": _layer("d", "d", "mlp.down_proj.bias", "mlp_bias"),
 }
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Return the names of A and B of a weight."""
+    return f"{weight}_a", f"{weight}_b"
+
+
+def _adapters(name: str, weight: Parameter) -> dict[str, Parameter]:
+    """A and B of a weight; A·B has the weight's axes."""
+    outputs, inputs = weight.file_axes.split(",")
+    file = weight.file_name.removesuffix(".weight")
+    a, b = adapter_names(name)
+    return {
+        a: Parameter(f"{inputs}r", f"r,{inputs}", f"{file}.lora_A.weight"),
+        b: Parameter(f"r{outputs}", f"{outputs},r", f"{file}.lora_B.weight"),
+    }
+
+
+# Weights of a layer that may have adapters, and the adapters of each (LoRA, arXiv 2106.09685).
+ADAPTED = tuple(name for name, parameter in LAYER.items() if "," in parameter.file_axes)
+ADAPTERS = {n: p for name in ADAPTED for n, p in _adapters(name, LAYER[name]).items()}
 
 
 def select(table: dict[str, Parameter], config: ModelConfig) -> dict[str, Parameter]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from specrl_jax.models import lora
 from specrl_jax.models.attention import softcapped
 from specrl_jax.models.config import MAX_INT, ModelConfig
 from specrl_jax.models.kv_cache import KVCache, cache_slots
@@ -139,6 +140,8 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD: Array, inputs: tuple[dict[str, Array], Array | None]):
             params, local = inputs
+            if gives_cache:  # the weights of decode steps, see `copy_weights`
+                params = lora.merge_layer(self.config, params)
             rope = ropes[0]
             own_place = place
             if local is not None:
@@ -264,7 +267,7 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 @functools.partial(jax.jit, static_argnums=0)
 def copy_weights(config: ModelConfig, params: Params) -> Params:
     """Weights cast to the compute type, but for the norms' scales, gathered over "fsdp", layers
-    unstacked, projections joined."""
+    unstacked, adapters added, projections joined."""
 
     def convert(name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
         dtype = x.dtype if name.endswith("norm") else config.dtype  # as the update computes with
@@ -272,12 +275,13 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
         return reshard(jnp.copy(x).astype(dtype), *dims)
 
     weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
-    weights["layers"] = tuple(
-        join_projections(
-            {n: convert(n, x[i], LAYER[n].layout) for n, x in params["layers"].items()}
+    layers = []
+    for i in range(config.num_layers):
+        layer = lora.merge_layer(config, {name: x[i] for name, x in params["layers"].items()})
+        layers.append(
+            join_projections({n: convert(n, x, LAYER[n].layout) for n, x in layer.items()})
         )
-        for i in range(config.num_layers)
-    )
+    weights["layers"] = tuple(layers)
     return weights
 
 

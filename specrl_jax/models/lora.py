@@ -1,0 +1,89 @@
+"""Adapters as a change of the parameter tree (LoRA, arXiv 2106.09685).
+
+What is trained is a tree of A [L, in, r] and B [L, r, out]; `adapted` joins it with the frozen
+weights. The update computes x·W + scale·(x·A)·B. Rollouts, exports and whoever else reads weights
+get W + scale·A·B (`merge`).
+"""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.parameters import ADAPTERS, LAYER, adapter_names
+from specrl_jax.sharding import axes
+
+Params = dict[str, Array | dict[str, Array]]  # as in `transformer`
+Layer = dict[str, Array]
+
+
+def adapted(model: ModelConfig, trained: Params, frozen: Params | None) -> Params:
+    """Return the policy's weights: `trained`, or the frozen ones with `trained` as adapters."""
+    if model.lora is None:
+        return trained
+    return frozen | {"layers": frozen["layers"] | trained["layers"]}
+
+
+def init_adapters(model: ModelConfig, key: Array) -> Params:
+    """First adapters, float32: A normal with std in^-1/2, B 0, so that they change nothing."""
+
+    def init(name: str, std: float) -> Array:
+        parameter = ADAPTERS[name]
+        noise_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        noise = jax.random.normal(noise_key, (model.num_layers, *parameter.shape(model)))
+        return jax.sharding.reshard(std * noise, axes(None, *parameter.layout, stored=True))
+
+    @jax.jit
+    def build() -> Params:
+        adapters = {}
+        for name in model.lora.names:
+            a, b = adapter_names(name)
+            adapters[a] = init(a, ADAPTERS[a].fan_in(model) ** -0.5)
+            adapters[b] = init(b, 0.0)
+        return {"layers": adapters}
+
+    return build()
+
+
+def abstract_adapters(model: ModelConfig) -> Params:
+    """Return shape, type and stored layout of all adapters on the mesh in use."""
+    return jax.eval_shape(lambda: init_adapters(model, jax.random.key(0)))
+
+
+def adapter_count(model: ModelConfig) -> int:
+    """Return the number of parameters of all adapters."""
+    return sum(x.size for x in jax.tree.leaves(abstract_adapters(model)))
+
+
+def freeze(model: ModelConfig, params: Params) -> Params:
+    """Return weights as they lie beside adapters: in the compute type, norms in float32."""
+
+    def cast(path: tuple, x: Array) -> Array:
+        return x if path[-1].key.endswith("norm") else x.astype(model.dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def merge(model: ModelConfig, params: Params) -> Params:
+    """Return `adapted`'s weights with the adapters added, float32."""
+    layers = jax.lax.map(functools.partial(merge_layer, model), params["layers"])
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params | {"layers": layers})
+
+
+def merge_layer(model: ModelConfig, layer: Layer) -> Layer:
+    """Return one layer's weights with its adapters added in float32."""
+    if model.lora is None:
+        return layer
+    merged = {name: x for name, x in layer.items() if name not in ADAPTERS}
+    for name in model.lora.names:
+        a, b = (layer[adapter] for adapter in adapter_names(name))
+        product = jnp.tensordot(
+            a, b, axes=1, precision=jax.lax.Precision.HIGHEST,
+            out_sharding=axes(*LAYER[name].layout, stored=True),
+        )  # fmt: skip
+        merged[name] = merged[name].astype(jnp.float32) + model.lora.scale * product
+    return merged

@@ -1,0 +1,176 @@
+"""Adapters against merged weights, against the chain rule, and against peft."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import random_params
+from test_transformer import FAMILIES
+
+from specrl_jax.models import hf, lora
+from specrl_jax.models.config import Lora, ModelConfig
+from specrl_jax.models.parameters import ADAPTED, LAYER, adapter_names
+from specrl_jax.models.transformer import (
+    Transformer,
+    copy_weights,
+    place_params,
+    rollout_weights,
+    with_stacked,
+)
+
+TARGETS = {"all": ADAPTED, "two": ("k_proj", "down_proj")}
+TOKENS = np.random.default_rng(0).integers(0, 16, (4, 9)).astype(np.int32)
+ATTENDED = pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gemma3"])
+
+
+def make(name: str, names=ADAPTED, rank: int = 3) -> tuple[ModelConfig, dict, dict]:
+    """A model, its frozen weights and adapters that change much: B random too."""
+    model = FAMILIES[name].replace(lora=Lora(rank, 2.0, names))
+    frozen = place_params(model, random_params(model, std=0.3))
+    rng = np.random.default_rng(1)
+    adapters = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(0, 0.3, x.shape).astype(np.float32), x.sharding),
+        lora.init_adapters(model, jax.random.key(0)),
+    )
+    return model, frozen, adapters
+
+
+def merged_by_hand(model: ModelConfig, frozen: dict, adapters: dict) -> dict:
+    """W + alpha / rank * A·B of every weight that has adapters, by NumPy."""
+    layers = dict(jax.device_get(frozen["layers"]))
+    for name in model.lora.names:
+        a, b = (np.asarray(adapters["layers"][x]) for x in adapter_names(name))
+        change = [np.tensordot(a_l, b_l, axes=1) for a_l, b_l in zip(a, b)]
+        layers[name] = layers[name] + 2.0 / model.lora.rank * np.stack(change)
+    return jax.device_get(frozen) | {"layers": layers}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model: ModelConfig, params: dict, tokens) -> jax.Array:
+    policy = Transformer(model, params)
+    return policy.logits(policy(tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("qwen3", "two"), *((name, "all") for name in FAMILIES)]
+)
+def test_the_update_computes_with_the_merged_weights(mesh, name, targets):
+    model, frozen, adapters = make(name, TARGETS[targets])
+    merged = place_params(model, merged_by_hand(model, frozen, adapters))
+    expected = logits_of(model.replace(lora=None), merged, TOKENS)
+    actual = logits_of(model, lora.adapted(model, adapters, frozen), TOKENS)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+    assert np.max(np.abs(expected - logits_of(model, frozen, TOKENS))) > 0.01
+
+
+@ATTENDED
+def test_rollouts_and_exports_get_the_merged_weights(mesh, name):
+    model, frozen, adapters = make(name)
+    by_hand = place_params(model, merged_by_hand(model, frozen, adapters))
+    plain = model.replace(lora=None)
+    policy = lora.adapted(model, adapters, frozen)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(close, copy_weights(model, policy), copy_weights(plain, by_hand))
+    jax.tree.map(close, lora.merge(model, policy), by_hand)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def extended(model, weights):  # as rows begin
+        return Transformer(model, with_stacked(weights))(jnp.array(TOKENS), gives_cache=True)
+
+    weights = rollout_weights(model, policy)
+    expected = extended(plain, rollout_weights(plain, by_hand))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5),
+                 extended(model, weights), expected)  # fmt: skip
+
+
+def test_new_adapters_change_no_bit(mesh):
+    model, frozen, _ = make("qwen3")
+    adapters = lora.init_adapters(model, jax.random.key(5))
+    policy = lora.adapted(model, adapters, frozen)
+    np.testing.assert_array_equal(
+        logits_of(model, policy, TOKENS), logits_of(model, frozen, TOKENS)
+    )
+    jax.tree.map(np.testing.assert_array_equal, lora.merge(model, policy), frozen)
+    assert all(np.std(adapters["layers"][adapter_names(n)[0]]) > 0.1 for n in ADAPTED)
+    assert lora.adapter_count(model) == sum(x.size for x in jax.tree.leaves(adapters))
+
+
+def loss(model: ModelConfig, params: dict, tokens) -> jax.Array:
+    return jnp.mean(jnp.square(logits_of(model, params, tokens)))
+
+
+@ATTENDED
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(mesh, name):
+    model, frozen, adapters = make(name)
+    grads = jax.grad(lambda x: loss(model, lora.adapted(model, x, frozen), TOKENS))(adapters)
+    merged = place_params(model, merged_by_hand(model, frozen, adapters))
+    whole = jax.grad(lambda x: loss(model.replace(lora=None), x, TOKENS))(merged)
+    scale = 2.0 / model.lora.rank
+    for weight in ADAPTED:
+        a, b = adapter_names(weight)
+        outputs, inputs = LAYER[weight].file_axes.split(",")
+        of_weight, of_a, of_b = f"l{inputs}{outputs}", f"l{inputs}r", f"lr{outputs}"
+        dw = whole["layers"][weight]
+        da = np.einsum(f"{of_weight},{of_b}->{of_a}", dw, adapters["layers"][b]) * scale
+        db = np.einsum(f"{of_weight},{of_a}->{of_b}", dw, adapters["layers"][a]) * scale
+        np.testing.assert_allclose(grads["layers"][a], da, rtol=1e-3, atol=2e-6)
+        np.testing.assert_allclose(grads["layers"][b], db, rtol=1e-3, atol=2e-6)
+        assert np.max(np.abs(db)) > 3e-4
+
+
+def test_eight_devices_compute_what_one_does(mesh, make_mesh):
+    model, frozen, adapters = make("qwen3", rank=4)
+
+    def values(frozen, adapters):
+        grads = jax.grad(lambda x: loss(model, lora.adapted(model, x, frozen), TOKENS))(adapters)
+        policy = lora.adapted(model, adapters, frozen)
+        return jax.device_get((grads, logits_of(model, policy, TOKENS), lora.merge(model, policy)))
+
+    expected = values(frozen, adapters)
+    host = jax.device_get((frozen, adapters))
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        layouts = jax.tree.map(lambda x: x.sharding, lora.init_adapters(model, jax.random.key(0)))
+        q_a, q_b = (layouts["layers"][n].spec for n in adapter_names("q_proj"))
+        assert tuple(q_a) == (None, "fsdp", None)  # as the weight [L, D, N, H] is: over D,
+        assert tuple(q_b)[:3] == (None, None, "tensor")  # and over N
+        placed = place_params(model, host[0]), jax.device_put(host[1], layouts)
+        actual = values(*placed)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), actual, expected)
+
+
+@ATTENDED
+def test_frozen_weights_lie_in_the_compute_type(mesh, name):
+    model, frozen, _ = make(name)
+    for path, x in jax.tree_util.tree_leaves_with_path(
+        lora.freeze(model.replace(dtype="bfloat16"), frozen)
+    ):
+        is_norm = path[-1].key.endswith("norm")
+        assert x.dtype == (jnp.float32 if is_norm else jnp.bfloat16), path
+
+
+# peft's warnings are about its own dependencies.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "targets"), [("llama", "two"), ("qwen2", "all"), ("qwen3", "all"), ("gemma3", "all")]
+)
+def test_peft_loads_what_is_written(mesh, tmp_path, name, targets):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model, frozen, adapters = make(name, TARGETS[targets])
+    base = tmp_path / "base"
+    hf.save(base, model, frozen)
+    hf.save_adapters(tmp_path / "adapters", model, adapters, str(base))
+    theirs = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters"
+    )
+    with torch.no_grad():
+        expected = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+    policy = lora.adapted(model, adapters, frozen)
+    np.testing.assert_allclose(logits_of(model, policy, TOKENS), expected, atol=1e-4)
+    with torch.no_grad(), theirs.disable_adapter():
+        without = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+    assert np.max(np.abs(expected - without)) > 0.01
