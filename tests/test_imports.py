@@ -59,6 +59,7 @@ ALLOWED = {
     "checksums": {"hosts"},
     "cli": {"config", "config_file", "inputs", "runtime", "sharding"},
     "evaluation": {
+        "checksums",
         "checkpoint",
         "config",
         "data",
