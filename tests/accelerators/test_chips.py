@@ -59,12 +59,12 @@ def test_a_missing_compiler_is_one_line(monkeypatch):
         chips.set_environment("h100:8")
 
 
-def _compiled(path, preset: str, topology: str) -> dict[str, dict]:
+def _compiled(path, preset: str, topology: str, *flags: str) -> dict[str, dict]:
     """Return what launch/compile.py writes, by program."""
     done = launch(
         "launch/compile.py", f"--config=configs/grpo.py:{preset}", f"--topology={topology}",
         f"--json={path}", "--programs=extend,decode 1,update", "--config.rollout.row_buckets=1",
-        XLA_FLAGS="",
+        *flags, XLA_FLAGS="",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["program"]: row for row in json.loads(path.read_text())["programs"]}
@@ -79,10 +79,16 @@ def _compiled(path, preset: str, topology: str) -> dict[str, dict]:
 
 
 @LIBTPU
-@pytest.mark.parametrize(("topology", "axes"), [("v5e:1x1", set()), ("v5e:2x2", {"data"})])
-def test_compile_for_tpus(tmp_path, topology, axes):
+@pytest.mark.parametrize(
+    ("topology", "flags", "axes"),
+    [
+        ("v5e:1x1", ["--config.lora.rank=4", "--config.model.remat=True"], set()),
+        ("v5e:2x2", [], {"data"}),
+    ],
+)
+def test_compile_for_tpus(tmp_path, topology, flags, axes):
     """One process at a time can use libtpu: these are in one file, which one worker runs."""
-    rows = _compiled(tmp_path / "figures.json", "micro", topology)
+    rows = _compiled(tmp_path / "figures.json", "micro", topology, *flags)
     assert {x["axes"] for x in rows["update"]["collectives"]} == axes
 
 
