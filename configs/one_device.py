@@ -71,7 +71,6 @@ def _adapters(config: ConfigDict) -> None:
     config.model.remat = True
     config.rollout.response_len = 1_024
     config.updates.learning_rate = 1e-5  # ten times what all weights would get
-    config.updates.micro_batch_size = 4
 
 
 PRESETS = {preset.__name__: preset for preset in (smollm2, gemma3_270m, qwen3_0p6b, gemma3_1b)}

@@ -1,11 +1,13 @@
 """Write a run's policy as a Hugging Face directory.
 
-    python launch/export.py --run=RUN --out=DIR [--step=best|last|N] [--adapters] [--push=HUB_ID]
+    python launch/export.py --run=RUN --out=DIR [--step=best|last|N] [--push=HUB_ID]
+    python launch/export.py --run=RUN --out=DIR --adapters [--base=MODEL]
 
 DIR gets the weights (safetensors), tokenizer, generation settings and a model card; it must be new
 or empty. Adapters (lora.rank > 0) are added to the weights; with --adapters DIR gets them alone, in
-PEFT's format. --step=best is the checkpoint with the highest held-out reward. --push uploads DIR,
-to a private model where the hub has none of this name; log in with `hf auth login` first.
+PEFT's format, for the model --base where that is not model.source. --step=best is the checkpoint
+with the highest held-out reward. --push uploads DIR, to a private model where the hub has none of
+this name; log in with `hf auth login` first.
 """
 
 import sys
@@ -26,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--step", default="last", help="best, last (default) or N")
     parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters alone")
+    parser.add_argument("--base", default="", help="the model that peft adds adapters to")
     parser.add_argument("--push", default="", help="upload it to this model of the hub")
     return parser
 
@@ -40,7 +43,7 @@ def main() -> None:
     presets = cli.presets()
     policy = saved_policy.open_policy(args.run, "", args.step, presets["configs/grpo.py:tiny"])
     if args.adapters:
-        export.export_adapters(policy, args.out)
+        export.export_adapters(policy, args.out, args.base)
     else:
         export.export(policy, args.run, args.out, presets)
     print(f"{args.out}: step {policy.step} of {args.run}")

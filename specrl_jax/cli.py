@@ -120,11 +120,11 @@ def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
 
 def presets() -> dict[str, ConfigDict]:
     """Every preset of the repository's configs/, by what --config names it."""
-    names = config_file.presets(_CONFIGS / "grpo.py")
+    base = config_file.presets(_CONFIGS / "grpo.py")
     configs = {}
     for file in sorted(_CONFIGS.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
         get_config = runpy.run_path(str(file))["get_config"]
-        for name in names:
+        for name in config_file.presets(file) or base:
             with contextlib.suppress(ValueError):  # not a preset of this file
                 configs[f"configs/{file.name}:{name}"] = get_config(name)
     return configs
@@ -143,9 +143,12 @@ def _preset() -> str:
 
 
 def config_name() -> str:
-    """configs/grpo.py:micro → grpo-micro; configs/grpo.py → grpo-tiny."""
+    """configs/grpo.py:micro → grpo-micro; configs/grpo.py → grpo-tiny, its default."""
     path, _, preset = _preset().partition(":")
-    return f"{Path(path).stem}-{preset or 'tiny'}"
+    if not preset:
+        options = inspect.signature(runpy.run_path(path)["get_config"]).parameters.values()
+        preset = next((option.default for option in options), "")
+    return f"{Path(path).stem}-{preset}".removesuffix("-")
 
 
 def run(main: Callable[[], None]) -> None:

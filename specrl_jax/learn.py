@@ -77,8 +77,9 @@ def with_advantages(
     update_spec = run.update_spec
     values = None
     if update_spec.critic:
-        inputs = (state.train, _pack_all(run, batch))
-        values = critic_values(update_spec, *inputs, reference=state.reference_params)
+        packed = _pack_all(run, batch)
+        frozen = state.frozen(run.model)
+        values = critic_values(update_spec, state.train, packed, frozen=frozen)
     config = AdvantageConfig.from_config(run.config, run.trained_group_size)
     advantage = choose_advantage(run.config)
     estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
@@ -109,13 +110,14 @@ def _update_by_mini_batches(run: Run, state: RunState, batch: Batch) -> dict[str
     if batch.weights is not None:
         batch, more = _capped(batch, run.config.algorithm.importance_cap)
         values |= more
-    frozen = state.step <= frozen_steps(run.config)
+    frozen = state.frozen(run.model)
+    critic_alone = state.step <= frozen_steps(run.config)
     history = []
     mini_batches = pack_mini_batches(run, batch)
     for packed in mini_batches * settings.passes:
-        inputs = (state.train, batch, packed)
-        options = {"reference": state.reference_params, "policy_frozen": frozen}
-        state.train, sums = update(update_spec, *inputs, **options)
+        state.train, sums = update(
+            update_spec, state.train, batch, packed, frozen=frozen, policy_frozen=critic_alone
+        )
         history.append(sums)
     history = finite_updates(run, state, hosts.fetch(history))
     values = _update_metrics(run, history) | values
@@ -124,7 +126,7 @@ def _update_by_mini_batches(run: Run, state: RunState, batch: Batch) -> dict[str
         values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
     steps = state.step - frozen_steps(run.config)
     updates = steps * len(mini_batches) * settings.passes - state.skipped
-    values["update/lr"] = 0.0 if frozen else run.schedule(max(updates - 1, 0))
+    values["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
     return {name: float(value) for name, value in values.items()}
 
 
@@ -217,7 +219,7 @@ def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch
             batch = dataclasses.replace(batch, weights=weights)
         batch = dataclasses.replace(batch, old_logprobs=old)
     if penalized:
-        reference = logprobs(update_spec, state.reference_params, packed)
+        reference = logprobs(update_spec, state.reference.policy(run.model), packed)
         batch = dataclasses.replace(batch, ref_logprobs=reference)
     return batch, values
 

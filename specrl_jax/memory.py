@@ -75,6 +75,9 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     yield "a rollout", kept + decoded(rows, "rollout.prompts_per_step rollout.group_size")
     size = "micro_batch_size" if updates.micro_batch_size else "mini_batch_size"
     yield "an update", kept + trained(updates[size], f"updates.{size}")
+    if model.lora:
+        read = Part("weights as they are read", of_model, 4 * param_count(model))
+        yield "the start", [*kept, read]
     if warmup.steps:
         yield "the warm-up", kept[:-1] + trained(warmup.batch_size, "warmup.batch_size")
     if evaluation.every:

@@ -133,26 +133,25 @@ def _update_programs(run: AbstractRun) -> Iterator[Program]:
     update_spec = run.update_spec
     rows = run.batch.response_lens.shape[0]
     every = run.packed(rows)
-    kept = (run.state, run.reference)
+    kept = (run.state, run.frozen)
     scored = {}
     if settings.updates.old_logprobs == "recompute":
         scored["log-probs"] = run.policy
-    # Without adapters it is the same program.
-    if settings.algorithm.kl_coef and not (scored and run.model.lora is None):
-        scored["log-probs of the reference"] = run.reference
+    if settings.algorithm.kl_coef and run.reference_policy is not scored.get("log-probs"):
+        scored["log-probs of the reference"] = run.reference_policy
     for name, params in scored.items():
         inputs = (update_spec, params, every)
         yield _program(name, logprobs, *inputs, runs_model=True, kept=params)
     if update_spec.critic:
         inputs = (update_spec, run.state, every)
         yield _program(
-            "values", critic_values, *inputs, reference=run.reference, runs_model=True, kept=kept
+            "values", critic_values, *inputs, frozen=run.frozen, runs_model=True, kept=kept
         )
     mini_batch = run.packed(settings.updates.mini_batch_size)
     for frozen in {False, frozen_steps(settings) > 0}:
         yield _program(
             "update of the critic" if frozen else "update", update, update_spec, run.state,
-            run.batch, mini_batch, reference=run.reference, policy_frozen=frozen, runs_model=True,
+            run.batch, mini_batch, frozen=run.frozen, policy_frozen=frozen, runs_model=True,
             kept=kept,
         )  # fmt: skip
 

@@ -28,7 +28,13 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
-from specrl_jax.models.transformer import Params, abstract_params, param_count, rollout_weights
+from specrl_jax.models.transformer import (
+    Params,
+    abstract_params,
+    abstract_trained,
+    param_count,
+    rollout_weights,
+)
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts
 from specrl_jax.rollout.engine.all_rows import Noise, read_rollout, start_all_rows
@@ -155,19 +161,27 @@ class AbstractRun:
     @functools.cached_property
     def state(self) -> PolicyState:
         init = functools.partial(init_policy_state, self.update_spec)
-        return abstract(init, placed(abstract_params(self.model)), self.key)
+        return abstract(init, placed(abstract_trained(self.model)), self.frozen)
 
     @functools.cached_property
-    def reference(self) -> Params | None:
-        """Weights of the policy before step 1, where the run keeps them."""
+    def frozen(self) -> Params | None:
+        """Weights that adapters are trained for."""
+        if self.model.lora is None:
+            return None
         params = placed(abstract_params(self.model))
-        if self.model.lora:
-            return abstract(functools.partial(lora.freeze, self.model), params)
-        return params if self.config.algorithm.kl_coef else None
+        return abstract(functools.partial(lora.freeze, self.model), params)
 
     @functools.cached_property
     def policy(self) -> Params:
-        return lora.adapted(self.model, self.state.params, self.reference)
+        return lora.adapted(self.model, self.state.params, self.frozen)
+
+    @functools.cached_property
+    def reference_policy(self) -> Params | None:
+        """Weights of the policy that the KL penalty is measured from."""
+        if not self.config.algorithm.kl_coef:
+            return None
+        warm = self.config.warmup.steps and self.config.model.source  # by adapters
+        return self.policy if self.frozen is None or warm else self.frozen
 
     @functools.cached_property
     def weights(self) -> Params:
@@ -240,7 +254,7 @@ class AbstractRun:
             functools.partial(critic_values, self.update_spec),
             self.state,
             self.packed(rows),
-            self.reference,
+            self.frozen,
         )
         settings = AdvantageConfig.from_config(config, trained_group_size(config))
         estimate = abstract(

@@ -20,7 +20,8 @@ from specrl_jax.data.prompts import digest
 from specrl_jax.group_buffer import GroupBuffer
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.transformer import Params, abstract_params
+from specrl_jax.models.lora import adapted
+from specrl_jax.models.transformer import Params, abstract_trained
 from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
@@ -35,20 +36,31 @@ from specrl_jax.warmup import warm_up
 
 @dataclasses.dataclass(frozen=True)
 class Reference(StatePart):
-    """The policy before step 1: the KL penalty is measured from it, adapters are added to it."""
+    """The policy before step 1: the KL penalty is measured from it, and adapters belong to it."""
 
-    params: Params  # float32; beside adapters as `lora.freeze` gives them
-    saved: bool  # one warmed up here is saved; a pretrained one is read from its source again
+    params: Params  # float32; where adapters are trained, as `lora.freeze` gives them
+    saved: bool  # trained by a warm-up here; others are read from their source again
+    adapters: Params | None = None  # where the warm-up trained adapters of `params`
+
+    def policy(self, model: ModelConfig) -> Params:
+        return self.params if self.adapters is None else adapted(model, self.adapters, self.params)
 
     def arrays(self) -> Params:
+        if self.adapters is not None:
+            return {"adapters": self.adapters}
         # The compute type is a machine's own; a checkpoint goes on elsewhere.
         return jax.tree.map(lambda x: x.astype(jnp.float32), self.params) if self.saved else {}
 
+    def host(self) -> dict[str, Any]:
+        return {"dtype": self.params["embed"].dtype.name}
+
     def restore(self, host, arrays: Params) -> "Reference":
+        if self.adapters is not None:
+            return dataclasses.replace(self, **arrays)
         if not self.saved:
             return self
         params = jax.tree.map(lambda x, own: x.astype(own.dtype), arrays, self.params)
-        return Reference(params, saved=True)
+        return dataclasses.replace(self, params=params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +134,13 @@ class RunState:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: part for name, part in fields.items() if isinstance(part, StatePart)}
 
-    @property
-    def reference_params(self) -> Params | None:
-        return self.reference.params if self.reference else None
+    def frozen(self, model: ModelConfig) -> Params | None:
+        """Return the weights that adapters are trained for; None: all weights are trained."""
+        return self.reference.params if model.lora else None
 
     def policy(self, model: ModelConfig) -> Params:
         """Return the policy's weights as they are now."""
-        return lora.adapted(model, self.train.params, self.reference_params)
+        return adapted(model, self.train.params, self.frozen(model))
 
     @property
     def epoch(self) -> int:
@@ -163,34 +175,49 @@ class RunState:
 def init_state(run: Run, params: Params) -> RunState:
     """The state before step 1: the policy warmed up, nothing stored."""
     origin = Origin.of(run, params, is_reference=False)
-    params = _warmed_up(run, params)
-    reference = None
-    if run.model.lora:
-        reference = params = lora.freeze(run.model, params)
-    elif run.config.algorithm.kl_coef:
-        reference = jax.tree.map(jnp.copy, params)
-    train = init_policy_state(run.update_spec, params, run.key)
+    trained, reference = _begin(run, params)
+    frozen = reference.params if run.model.lora else None
+    train = init_policy_state(run.update_spec, trained, frozen)
     return _new_state(run, train, origin, reference)
 
 
-def _warmed_up(run: Run, params: Params) -> Params:
-    """Return the policy before step 1, from the weights that `build` gave; these may be donated.
+def _begin(run: Run, params: Params) -> tuple[Params, Reference | None]:
+    """Return what is trained, and the reference where there is one, before step 1.
 
-    A pretrained policy that is trained by adapters is warmed up by adapters too, which are then
-    merged. Other policies train all weights.
+    params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
+    but all weights of a policy from nothing: there is nothing yet to adapt.
     """
     config = run.config
-    if not config.warmup.steps:
-        return params
-    inputs = (run.scorer.tokenizer, run.dataset)
     model = run.model
-    if not (model.lora and config.model.source):
+    warm = config.warmup.steps > 0
+    inputs = (run.scorer.tokenizer, run.dataset)
+    adapts = model.lora and config.model.source
+    if warm and not adapts:
         update_spec = dataclasses.replace(run.update_spec, model=model.replace(lora=None))
-        return warm_up(config, update_spec, params, *inputs)
+        params = warm_up(config, update_spec, params, *inputs)
+    if model.lora is None:
+        penalized = config.algorithm.kl_coef > 0
+        copied = jax.tree.map(jnp.copy, params) if penalized else None
+        return params, Reference(copied, saved=warm) if penalized else None
     frozen = lora.freeze(model, params)
     adapters = lora.init_adapters(model, run.key)
+    if not (warm and adapts):
+        return adapters, Reference(frozen, saved=warm)
     adapters = warm_up(config, run.update_spec, adapters, *inputs, frozen)
-    return lora.merge(model, lora.adapted(model, adapters, frozen))
+    return adapters, Reference(frozen, False, jax.tree.map(jnp.copy, adapters))
+
+
+def _unread_reference(run: Run, params: Params) -> Reference | None:
+    """Return the reference of a run that is resumed, without what its checkpoint holds."""
+    config = run.config
+    model = run.model
+    warm = config.warmup.steps > 0
+    if model.lora is None:
+        return Reference(params, saved=warm) if config.algorithm.kl_coef else None
+    frozen = lora.freeze(model, params)
+    if warm and config.model.source:
+        return Reference(frozen, False, lora.abstract_adapters(model))
+    return Reference(frozen, saved=warm)
 
 
 def resume(
@@ -201,14 +228,13 @@ def resume(
     params: those that `build` gave. A step may be of a run with another `algorithm.kl_coef`. A
     reference that it has and this run does not need is left out; one that it lacks is made again.
     """
-    reference = params if run.config.algorithm.kl_coef else None
-    if run.model.lora:
-        reference = lora.freeze(run.model, params)
+    reference = _unread_reference(run, params)
     saved = step is None or checkpoints.holds(step, "reference")
-    warm = saved and run.config.warmup.steps > 0
-    origin = Origin.of(run, params, is_reference=reference is not None and not warm)
+    is_reference = reference is not None and not (saved and reference.saved)
+    origin = Origin.of(run, params, is_reference)
+    frozen = reference.params if run.model.lora else None
     init = functools.partial(init_policy_state, run.update_spec)
-    train = jax.eval_shape(init, abstract_params(run.model), run.key)
+    train = jax.eval_shape(init, abstract_trained(run.model), frozen)
     state = _new_state(run, train, origin, reference)
     like = state.arrays()
     if step is None:
@@ -220,8 +246,7 @@ def resume(
     state.restore(host, arrays)
     if reference is not None and not saved and run.config.warmup.steps:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
-        again = _warmed_up(run, reference)
-        state.reference = dataclasses.replace(state.reference, params=again)
+        _, state.reference = _begin(run, params)
     if state.speculation is not None and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
         state.speculation.seconds = None  # it is measured again
@@ -229,7 +254,9 @@ def resume(
     return state
 
 
-def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params | None) -> RunState:
+def _new_state(
+    run: Run, train: PolicyState, origin: Origin, reference: Reference | None
+) -> RunState:
     """Every part that the configuration asks for, empty."""
     config = run.config
     settings = run.config.rollout
@@ -238,6 +265,7 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
         stream=make_stream(config, run.prompts, run.total_steps),
         store=_draft_store(run),
         origin=origin,
+        reference=reference,
         kept_noise=KeptNoise(
             noise_visits(config),
             settings.noise_refresh,
@@ -245,8 +273,6 @@ def _new_state(run: Run, train: PolicyState, origin: Origin, reference: Params |
             needs_signal=not has_critic(config.critic.kind),
         ),
     )
-    if reference is not None:
-        state.reference = Reference(reference, saved=bool(config.warmup.steps))
     if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
         state.speculation = Speculation(verifies_all=noise_visits(config) > 1)
     run.collector.add_part(run, state)

@@ -174,7 +174,10 @@ def train(config, workdir: Path, resume_from: str = "", stop: StopRequest | None
 
 def prepare(run: Run, state: RunState) -> None:
     """Compile the run's programs side by side, and time those that choices depend on."""
-    programs.compile_run(shapes.of_run(run), state.arrays())
+    held = state.arrays()
+    if state.reference:  # where it is read from its source again, it is not among them
+        held["reference"] = (state.reference.params, state.reference.adapters)
+    programs.compile_run(shapes.of_run(run), held)
     if state.speculation is None or state.speculation.seconds is not None:
         return
     # The next rollout, as if all its drafts were kept; the stream of prompts stays where it is.

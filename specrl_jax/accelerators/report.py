@@ -20,7 +20,7 @@ _HEADINGS = ("program", "compile", "arguments", "temps", "peak", "with run", "of
 
 def kept_bytes(run: AbstractRun) -> int:
     """Bytes of a device that a run keeps all the time: its state, a reference, the draft store."""
-    return device_bytes([run.state, run.reference, run.stored])
+    return device_bytes([run.state, run.frozen or run.reference_policy, run.stored])
 
 
 def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept: int) -> dict:

@@ -143,10 +143,10 @@ def critic_values(
     update_spec: UpdateSpec,
     state: PolicyState,
     packed: PackedRows,
-    reference: Params | None = None,
+    frozen: Params | None = None,
 ) -> Array:
-    """The critic's values [n, R] of packed rows. reference: as in `update.update`."""
-    weights = adapted(update_spec.model, state.params, reference), state.critic
+    """The critic's values [n, R] of packed rows. frozen: as in `update.update`."""
+    weights = adapted(update_spec.model, state.params, frozen), state.critic
     return _map_micro_batches(lambda part: score(update_spec, *weights, part).values, packed)
 
 

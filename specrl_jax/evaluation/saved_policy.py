@@ -7,7 +7,7 @@ written: a run may be training beside it. The mesh is this machine's, not the ru
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -22,7 +22,7 @@ from specrl_jax.models import hf, lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy, load_shape
 from specrl_jax.models.sources import resolve
-from specrl_jax.models.transformer import Params, abstract_params, rollout_weights
+from specrl_jax.models.transformer import Params, abstract_params, abstract_trained, rollout_weights
 from specrl_jax.rollout.generate import Noise, RolloutSpec
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.sharding import shards
@@ -94,8 +94,13 @@ def open_policy(
         config = _start(change(model_config(model, defaults)))
         tokenizer = load_tokenizer(config)
         shape, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)
+        shape = shape.replace(lora=None)  # nothing is trained
         return SavedPolicy(model, 0, config, shape, params, tokenizer)
-    config = _start(change(_on_this_machine(run_config(run))))
+    saved = run_config(run)
+    config = change(_on_this_machine(saved.copy_and_resolve_references()))
+    if config.lora != saved.lora:
+        raise ValueError("lora.* must be left out: the run's adapters are as they were trained")
+    _start(config)
     tokenizer = load_tokenizer(config)
     shape = load_shape(config, tokenizer.vocab_size, tokenizer.unused_ids)
     number, params, adapters = _read_params(run, step, config, shape, tokenizer)
@@ -162,24 +167,32 @@ def _read_params(
         raise ValueError(f"{run} holds no checkpoint; train it first")
     with Checkpointer(folder, read_only=True) as checkpoints:
         number = _number(checkpoints, step)
-        trained = lora.abstract_adapters(shape) if shape.lora else abstract_params(shape)
-        like = {"train": {"params": trained}}
-        if shape.lora and config.warmup.steps:
+        like: dict[str, Any] = {"train": {"params": abstract_trained(shape)}}
+        own_base = shape.lora and config.warmup.steps and not config.model.source
+        if own_base:
             like["reference"] = abstract_params(shape)
         arrays, host = checkpoints.restore(number, like, partial=True)
     params = arrays["train"]["params"]
     if shape.lora is None:
         return number, params, None
-    frozen = arrays.get("reference")
-    if frozen is None:
-        frozen = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)[1]
-        if checksum(frozen) != host["origin"]["weights"]:
-            raise ValueError(
-                f"model.source must be the model that the run's adapters were trained on, "
-                f"{config.model.source!r} has other weights now; put its files back"
-            )
-    merged = lora.merge(shape, lora.adapted(shape, params, frozen))
-    return number, merged, Adapters(shape, params)
+    base = arrays["reference"] if own_base else _read_base(config, tokenizer, host)
+    # As the run computed with it, whatever this machine computes in.
+    frozen = lora.freeze(shape.replace(dtype=host["reference"]["dtype"]), base)
+    return number, lora.merge(shape, lora.adapted(shape, params, frozen)), Adapters(shape, params)
+
+
+def _read_base(config: ConfigDict, tokenizer: Tokenizer, host: dict[str, Any]) -> Params:
+    """Read the weights that a run's adapters were trained for, from where the run read them.
+
+    host: of a checkpoint. Raises ValueError in one line where they are others now.
+    """
+    params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)[1]
+    if checksum(params) != host["origin"]["weights"]:
+        raise ValueError(
+            "model.source must be the model that the run's adapters were trained for, "
+            f"{config.model.source!r} has other weights now; put its files back"
+        )
+    return params
 
 
 def _number(checkpoints: Checkpointer, step: str) -> int:

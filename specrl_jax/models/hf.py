@@ -68,6 +68,12 @@ def load_config(source: str, field: str = "model.source") -> ModelConfig:
     return config_from_json(read_json(file), str(file))
 
 
+def reads_images(source: str) -> bool:
+    """Return whether a directory's model reads images too; False of what is not a directory."""
+    file = Path(source).expanduser() / "config.json"
+    return file.is_file() and read_json(file).get("model_type") in IMAGE_MODELS
+
+
 def save(
     path: str | Path,
     config: ModelConfig,

@@ -18,7 +18,7 @@ from jax import Array
 from specrl_jax.models.attention import attend, attend_packed
 from specrl_jax.models.config import LinearScaling, ModelConfig, RopeScaling
 from specrl_jax.models.kv_cache import Layer, write
-from specrl_jax.models.parameters import ADAPTERS, LAYER, adapter_names
+from specrl_jax.models.parameters import ADAPTED, ADAPTERS, LAYER, adapter_names
 from specrl_jax.sharding import axes, platform, reshard, shards
 
 Rope = tuple[Array, Array]  # cos and sin [B, T, 1, H/2]
@@ -139,7 +139,8 @@ class LayerModule(nnx.Module):
 
     def __init__(self, config: ModelConfig, params: dict[str, Array]):
         self.config = config
-        adapters = [adapter for name in self.names for adapter in adapter_names(name)]
+        adapted = [name for name in self.names if name in ADAPTED]
+        adapters = [adapter for name in adapted for adapter in adapter_names(name)]
         for name in (*self.names, *adapters):
             setattr(self, name, nnx.Param(params[name]) if name in params else None)
 
@@ -165,19 +166,20 @@ class LayerModule(nnx.Module):
     def adapt(self, out: Array, equation: str, x: Array, name: str, *dims: str | None) -> Array:
         """Add to x·W of the einsum `equation` what the adapters of W add: scale·(x·A)·B.
 
-        Through the narrow A and B: the gradient of W, as wide as W, is never computed.
+        Through the narrow A and B: the gradient of W, as wide as W, is never computed. For
+        "BTD,DNH->BTNH" the products are "BTD,Dr->BTr" and "BTr,rNH->BTNH".
         """
         a, b = adapter_names(name)
-        if getattr(self, a) is None:
+        if getattr(self, a, None) is None:
             return out
-        inputs, result = equation.split("->")
-        of_x, of_weight = inputs.split(",")
-        kept = "".join(axis for axis in of_x if axis in result)
-        summed = "".join(axis for axis in of_x if axis not in result)
-        made = "".join(axis for axis in of_weight if axis not in summed)
-        narrow = axes("batch", *(None,) * len(kept))
-        down = jnp.einsum(f"{of_x},{summed}r->{kept}r", x, self.weight(a), out_sharding=narrow)
-        up = f"{kept}r,r{made}->{result}"
+        factors, result = equation.split("->")
+        of_x, of_weight = factors.split(",")
+        rows = "".join(axis for axis in of_x if axis in result)
+        inputs = "".join(axis for axis in of_x if axis not in result)
+        outputs = "".join(axis for axis in of_weight if axis not in inputs)
+        layout = axes("batch", *(None,) * len(rows))
+        down = jnp.einsum(f"{of_x},{inputs}r->{rows}r", x, self.weight(a), out_sharding=layout)
+        up = f"{rows}r,r{outputs}->{result}"
         added = jnp.einsum(up, down, self.weight(b), out_sharding=axes(*dims))
         return out + self.config.lora.scale * added
 

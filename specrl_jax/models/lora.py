@@ -2,7 +2,7 @@
 
 What is trained is a tree of A [L, in, r] and B [L, r, out]; `adapted` joins it with the frozen
 weights. The update computes x·W + scale·(x·A)·B. Rollouts, exports and whoever else reads weights
-get W + scale·A·B (`merge`).
+get W + scale·A·B (`merge`), rounded to the type that they compute in.
 """
 
 import functools
@@ -13,11 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.parameters import ADAPTERS, LAYER, adapter_names
+from specrl_jax.models.parameters import ADAPTERS, LAYER, Params, adapter_names
 from specrl_jax.sharding import axes
-
-Params = dict[str, Array | dict[str, Array]]  # as in `transformer`
-Layer = dict[str, Array]
 
 
 def adapted(model: ModelConfig, trained: Params, frozen: Params | None) -> Params:
@@ -55,7 +52,8 @@ def abstract_adapters(model: ModelConfig) -> Params:
 
 def adapter_count(model: ModelConfig) -> int:
     """Return the number of parameters of all adapters."""
-    return sum(x.size for x in jax.tree.leaves(abstract_adapters(model)))
+    adapters = [ADAPTERS[x] for name in model.lora.names for x in adapter_names(name)]
+    return model.num_layers * sum(x.size(model, x.axes) for x in adapters)
 
 
 def freeze(model: ModelConfig, params: Params) -> Params:
@@ -74,7 +72,7 @@ def merge(model: ModelConfig, params: Params) -> Params:
     return jax.tree.map(lambda x: x.astype(jnp.float32), params | {"layers": layers})
 
 
-def merge_layer(model: ModelConfig, layer: Layer) -> Layer:
+def merge_layer(model: ModelConfig, layer: dict[str, Array]) -> dict[str, Array]:
     """Return one layer's weights with its adapters added in float32."""
     if model.lora is None:
         return layer

@@ -8,8 +8,11 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from jax import Array
 
 from specrl_jax.models.config import ModelConfig
+
+Params = dict[str, Array | dict[str, Array]]  # all of a decoder, or adapters; layers stacked
 
 _LOGICAL_AXES = {"V": "vocab", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads"}
 _SIZES = {

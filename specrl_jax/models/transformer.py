@@ -29,10 +29,8 @@ from specrl_jax.models.layers import (
     rms_norm,
     rope_tables,
 )
-from specrl_jax.models.parameters import LAYER, TOP, select
+from specrl_jax.models.parameters import LAYER, TOP, Params, select
 from specrl_jax.sharding import axes, mesh_axes, put_as, reshard, shards
-
-Params = dict[str, Array | dict[str, Array]]
 
 
 class Transformer(nnx.Module):
@@ -198,6 +196,11 @@ def param_count(config: ModelConfig) -> int:
 def abstract_params(config: ModelConfig) -> dict:
     """Shape, type and stored layout of every parameter on the mesh in use, without the arrays."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def abstract_trained(config: ModelConfig) -> dict:
+    """As `abstract_params`, but of what is trained: adapters, where there are any."""
+    return lora.abstract_adapters(config) if config.lora else abstract_params(config)
 
 
 def param_specs(config: ModelConfig) -> dict:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.lora import merge
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.sharding import axes
 
@@ -21,7 +22,8 @@ def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
     critic = {"head": jnp.zeros(model.embed_dim, out_sharding=axes(None, stored=True))}
     if KINDS[kind]:
         own = {name: x for name, x in params.items() if name != "lm_head"}
-        critic["decoder"] = jax.tree.map(jnp.copy, own)
+        copied = jax.tree.map(jnp.copy, own) if model.lora is None else merge(model, own)
+        critic["decoder"] = copied
     return critic
 
 
@@ -34,4 +36,4 @@ def decoder(model: ModelConfig, critic: Params) -> Transformer | None:
     """The critic's own decoder, whose `logits` mean nothing; None if it reads the policy's."""
     if "decoder" not in critic:
         return None
-    return Transformer(model.replace(tie_embeddings=True), critic["decoder"])
+    return Transformer(model.replace(tie_embeddings=True, lora=None), critic["decoder"])

@@ -1,0 +1,161 @@
+"""Runs that train adapters: what is kept, saved, resumed, exported and refused."""
+
+import jax
+import numpy as np
+import pytest
+from small_runs import line_of, preset, records, saved, small_config
+
+from specrl_jax import train as loop
+from specrl_jax.data.tokenizer import load_tokenizer
+from specrl_jax.evaluation import export, saved_policy
+from specrl_jax.models import hf
+from specrl_jax.models.load import load_policy
+from specrl_jax.models.transformer import init_params
+from specrl_jax.sharding import make_mesh
+
+ADAPTERS = {
+    "lora.rank": 4, "checkpoint.every": 2, "train.steps": 4, "algorithm.kl_coef": 0.1,
+    "updates.mini_batch_size": 32,
+}  # fmt: skip
+WARM = {"warmup.steps": 2}
+
+
+def train(workdir, changes):
+    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])):  # another one may be set
+        loop.train(small_config(ADAPTERS | changes), workdir)
+    return workdir
+
+
+def parts(arrays: dict, prefix: str) -> dict[str, np.ndarray]:
+    return {name: x for name, x in arrays.items() if name.startswith(prefix)}
+
+
+@pytest.fixture
+def pretrained(mesh, tmp_path):
+    """A model directory with a tokenizer, and the parameters in it."""
+    config = small_config(ADAPTERS)
+    tokenizer = load_tokenizer(config)
+    model, params = load_policy(config, tokenizer.vocab_size)
+    tokenizer.save(tmp_path / "model")
+    hf.save(tmp_path / "model", model, params, token_ids=tokenizer.token_ids)
+    return tmp_path / "model", params
+
+
+def train_in_parts(tmp_path, changes) -> dict[str, np.ndarray]:
+    """Train 4 steps, and once more with a stop after 2; returns the arrays, which are equal."""
+    whole = saved(train(tmp_path / "run", changes), 4)
+    train(tmp_path / "parts", changes | {"train.steps": 2})
+    resumed = saved(train(tmp_path / "parts", changes), 4)
+    assert whole.keys() == resumed.keys()
+    for name, x in whole.items():
+        np.testing.assert_array_equal(resumed[name], x, err_msg=name)
+    return whole
+
+
+def check_trained(workdir, arrays) -> None:
+    """Adapters alone are trained and have moments; the penalty is measured from the start."""
+    trained = parts(arrays, "train.params.")
+    assert len(trained) == 14
+    assert all(name[-2:] in ("_a", "_b") for name in trained)
+    moments = sum(x.size for name, x in parts(arrays, "train.opt_state.").items() if x.ndim)
+    assert moments == 2 * sum(x.size for x in trained.values())
+    steps = records(workdir)[1:]
+    assert steps[0]["policy/kl"] == pytest.approx(0, abs=1e-6)
+    assert steps[-1]["policy/kl"] > 0
+    assert steps[0]["policy/rollout_train_logprob_gap"] < 1e-5
+
+
+def check_added(policy, arrays, frozen) -> None:
+    """The weights that are read are the frozen ones with the adapters of the checkpoint added."""
+    for name in ("q_proj", "o_proj", "down_proj"):
+        a, b = (arrays[f"train.params.layers.{name}_{x}"] for x in "ab")
+        change = np.stack([np.tensordot(a_l, b_l, axes=1) for a_l, b_l in zip(a, b)])
+        expected = frozen[name] + 32.0 / 4 * change
+        np.testing.assert_allclose(policy.params["layers"][name], expected, atol=1e-6)
+        assert np.max(np.abs(change)) > 1e-4
+
+
+def halved(config):
+    config.lora.alpha /= 2
+    return config
+
+
+def test_a_policy_from_nothing_is_warmed_up_whole(mesh, tmp_path):
+    """Its checkpoints hold the frozen weights too: they are nowhere else."""
+    arrays = train_in_parts(tmp_path, WARM)
+    check_trained(tmp_path / "run", arrays)
+    policy = saved_policy.open_policy(tmp_path / "run", "", "last", preset("micro"))
+    frozen = {n.split(".")[-1]: x for n, x in parts(arrays, "reference.layers.").items()}
+    check_added(policy, arrays, frozen)
+    line = line_of(export.export_adapters, policy, tmp_path / "adapters")
+    assert line.endswith("leave the flag out: its weights are written with the adapters added")
+    presets = {"configs/grpo.py:micro": preset("micro")}
+    export.export(policy, tmp_path / "run", tmp_path / "whole", presets)
+    _, params = hf.load(str(tmp_path / "whole"))
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(policy.params))
+    line = line_of(saved_policy.open_policy, tmp_path / "run", "", "last", preset("micro"), halved)
+    assert line.startswith("lora.* must be left out")
+
+
+def test_a_pretrained_policy_is_warmed_up_by_adapters(mesh, tmp_path, pretrained):
+    """Reinforcement learning goes on with them. The frozen weights are read from their source."""
+    folder, params = pretrained
+    source = {"model.source": str(folder), "tokenizer.source": ""}
+    arrays = train_in_parts(tmp_path, source | WARM)
+    check_trained(tmp_path / "run", arrays)
+    reference = parts(arrays, "reference.")
+    assert len(reference) == 14
+    assert all(name.startswith("reference.adapters.layers.") for name in reference)
+    assert np.max(np.abs(reference["reference.adapters.layers.q_proj_b"])) > 1e-4
+    policy = saved_policy.open_policy(tmp_path / "run", "", "last", preset("micro"))
+    check_added(policy, arrays, jax.device_get(params["layers"]))
+    export.export_adapters(policy, tmp_path / "adapters")
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+    # The files change: neither a resume nor an export takes them silently.
+    model = policy.model
+    other = jax.device_get(init_params(model, jax.random.key(9)))
+    hf.save(folder, model, other, token_ids=policy.tokenizer.token_ids)
+    line = line_of(saved_policy.open_policy, tmp_path / "run", "", "last", preset("micro"))
+    assert line.startswith("model.source must be the model that the run's adapters were trained")
+    line = line_of(train, tmp_path / "run", source | WARM | {"train.steps": 6})
+    assert line.startswith("model.source must be the model that the run began with")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"lora.targets": "embed"}, "lora.targets must be a regular expression that is found in"),
+        ({"lora.targets": "("}, "lora.targets must be a regular expression that is found in"),
+        ({"lora.rank": -1}, "lora.rank must be >= 0, got -1"),
+        ({"lora.alpha": 0.0}, "lora.alpha must be in [1e-06, 1e+06], got 0.0"),
+    ],
+)
+def test_what_is_refused(tmp_path, changes, line):
+    from specrl_jax.config import validate
+
+    assert line_of(validate, small_config(ADAPTERS | changes)).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "base", "line"),
+    [
+        ({"model.source": "a.gguf"}, "", "--base must name the model in Hugging Face's format"),
+        ({"model.source": "pypi:a"}, "", "--base must name the model in Hugging Face's format"),
+        ({"model.source": ""}, "", "--adapters needs a run with a model.source"),
+        ({"model.source": "a.gguf"}, "IMAGES", "--adapters cannot be used with"),
+    ],
+)
+def test_a_base_that_peft_cannot_load(tmp_path, changes, base, line):
+    (tmp_path / "IMAGES").mkdir()
+    (tmp_path / "IMAGES" / "config.json").write_text('{"model_type": "gemma3"}')
+    config = small_config(ADAPTERS | changes)
+    policy = saved_policy.SavedPolicy("run", 1, config, None, None, None, adapters=(None, None))
+    base = str(tmp_path / base) if base else ""
+    got = line_of(export.export_adapters, policy, tmp_path / "out", base)
+    assert got.startswith(line)
+
+
+def test_export_of_adapters_needs_a_run_that_trained_some(tmp_path):
+    policy = saved_policy.SavedPolicy("run", 1, small_config(), None, None, None)
+    line = line_of(export.export_adapters, policy, tmp_path / "adapters")
+    assert line.startswith("--adapters needs a run with lora.rank > 0")
