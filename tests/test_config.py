@@ -11,6 +11,7 @@ from small_runs import line_of
 from specrl_jax.config import (
     ADDED_FIELDS,
     CHOICES,
+    OPTIONS,
     check_mesh,
     choices,
     flatten,
@@ -153,6 +154,12 @@ def test_impossible_combinations(changes, field, words):
     assert re.fullmatch(rule, _line(changes))
 
 
+@pytest.mark.parametrize("name", ["smollm2", "gemma3_270m", "qwen3_0p6b", "gemma3_1b"])
+def test_presets_of_one_device_take_eight_too(make_mesh, name):
+    config = small_runs.preset(name, "one_device")
+    check_mesh(config, make_mesh(1, 8, 1))
+
+
 def test_options_of_a_template_that_is_not_used():
     config = small_runs.small_config()
     config.tokenizer.template_options.enable_thinking = False
@@ -169,13 +176,14 @@ def test_options_of_a_template_that_is_not_used():
         *itertools.product(PRESETS, ("grpo", "ppo", "dapo")),
         ("tiny", "multiturn"),
         ("micro", "multiturn"),
+        *itertools.product(("smollm2", "gemma3_270m", "qwen3_0p6b", "gemma3_1b"), ("one_device",)),
     ],
 )
 def test_every_preset_is_valid_and_has_the_same_fields(name, algorithm):
     config = small_runs.preset(name, algorithm)
     validate(config)
     fields, tiny = (
-        {field for field, _ in flatten(x) if not field.startswith("data.options.")}  # of the task
+        {field for field, _ in flatten(x) if not field.startswith(OPTIONS)}  # of the task
         for x in (config, small_runs.preset("tiny"))
     )
     assert fields == tiny

@@ -278,13 +278,13 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
         return reshard(jnp.copy(x).astype(dtype), *dims)
 
     weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
-    layers = []
-    for i in range(config.num_layers):
-        layer = lora.merge_layer(config, {name: x[i] for name, x in params["layers"].items()})
-        layers.append(
-            join_projections({n: convert(n, x, LAYER[n].layout) for n, x in layer.items()})
-        )
-    weights["layers"] = tuple(layers)
+    stacked = params["layers"]
+    if config.lora:  # in a loop: as many products as there are weights would take long to compile
+        stacked = jax.lax.map(lambda x: lora.freeze(config, lora.merge_layer(config, x)), stacked)
+    weights["layers"] = tuple(
+        join_projections({n: convert(n, x[i], LAYER[n].layout) for n, x in stacked.items()})
+        for i in range(config.num_layers)
+    )
     return weights
 
 
