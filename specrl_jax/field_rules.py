@@ -25,6 +25,7 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
         seed data.prompts data.eval_prompts rollout.top_k rollout.max_rows rollout.store_prompts
         rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
+        log.print_every
         updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
         checkpoint.keep_best
     """),
@@ -87,7 +88,7 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
 _TEXTS = """
     model.source tokenizer.source tokenizer.alphabet data.name data.path data.eval_path data.render
     data.prompt_field data.answer_field data.answer_pattern data.instruction data.split
-    data.eval_split reward.name reward.extract environment.name curriculum.difficulty
+    data.eval_split reward.name reward.format reward.extract environment.name curriculum.difficulty
 """
 _SWITCHES = """
     model.tie_embeddings model.remat tokenizer.chat tokenizer.continue_final_message
