@@ -88,6 +88,7 @@ ALLOWED = {
         "data/prompts",
         "episodes",
         "hosts",
+        "inputs",
         "rewards/failures",
         "run",
         "runtime",

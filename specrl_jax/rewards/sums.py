@@ -29,16 +29,16 @@ def make_pool(
         return RewardPool(name, threshold=threshold, environment=environment, **limits)
     weights = reward_terms(name)
     functions = {term: load_scorer(term, form) for term in weights}
-    if weights == {name: 1.0} and not is_batched(functions[name]):
-        return RewardPool(name, threshold=threshold, form=form, **limits)
-    whole = {term for term, function in functions.items() if is_batched(function)} | WHOLE
-    if limits["extract"] and whole >= functions.keys():
+    batched = {term for term, function in functions.items() if is_batched(function)}
+    if limits["extract"] and not functions.keys() - batched - WHOLE:
         raise ValueError(
             f'reward.extract must be "" where reward.name is {name}, which takes the whole response'
         )
+    if weights == {name: 1.0} and not batched:
+        return RewardPool(name, threshold=threshold, form=form, **limits)
     pools = {
         term: BatchScorer(term, function)
-        if is_batched(function)
+        if term in batched
         else RewardPool(term, form=form, **limits)
         for term, function in functions.items()
     }
