@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_MESSAGE = 2**24  # bytes of one message between the two processes
-_PLACE = re.compile(r"^\{response\}\n", re.MULTILINE)  # where the response's code goes
+_PLACE = re.compile(r"^\{response\}[ \t\r]*\n", re.MULTILINE)  # where the response's code goes
 _FENCE = re.compile(r"(?<!\S)```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -64,7 +64,7 @@ class UnsuitedTestsError(BaseException):  # which tests that expect an Exception
 
 
 class _BrokenError(BaseException):
-    """The response's process has ended, or sends nonsense."""
+    """The response's process has ended, wants to, or sends nonsense."""
 
 
 def _last_function(code: str) -> str:
@@ -180,8 +180,8 @@ class _Solution(contextlib.AbstractContextManager):
             raise _BrokenError from broken
         if not kind:
             return values
-        is_known = isinstance(error, type) and issubclass(error, Exception)
-        raise (error if is_known else RuntimeError)(text)
+        is_error = isinstance(error, type) and issubclass(error, Exception)
+        raise (error if is_error else _BrokenError)(text)
 
     def _number(self, value: Any) -> int:
         if isinstance(value, _Object):
@@ -224,6 +224,11 @@ for _name in _CALLS:
 # The process of the response ----------------------------------------------------------------------
 
 
+def _builtin_kind(error: BaseException) -> str:
+    """The name of an error's class; of another than a built-in one, of what it extends."""
+    return next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")
+
+
 def _serve(code: str, requests: int, replies: int) -> NoReturn:
     """Run code, send what it defines, and then the result of every call that is asked for."""
     objects: list[Any] = []
@@ -249,7 +254,7 @@ def _serve(code: str, requests: int, replies: int) -> NoReturn:
             defined = {k: x for k, x in names.items() if not k.startswith("__")}
             _send(replies, ["", "", _pack(defined, number)])
         except BaseException as error:
-            _send(replies, [type(error).__name__, str(error)])
+            _send(replies, [_builtin_kind(error), str(error)])
         with open(requests, "rb") as received:
             for line in received:
                 try:
@@ -260,6 +265,6 @@ def _serve(code: str, requests: int, replies: int) -> NoReturn:
                     changed = [x if isinstance(x, list | dict | set) else None for x in args]
                     _send(replies, ["", "", _pack(result, number), _pack(changed, number)])
                 except BaseException as error:
-                    _send(replies, [type(error).__name__, str(error)])
+                    _send(replies, [_builtin_kind(error), str(error)])
     finally:
         os._exit(0)

@@ -39,6 +39,8 @@ def test_empty():
         assert False
 """
 RIGHT_STACK = """
+class EmptyError(IndexError):
+    pass
 class Stack:
     def __init__(self, items):
         self.items = list(items)
@@ -46,7 +48,7 @@ class Stack:
         self.items.append(item)
     def pop(self):
         if not self.items:
-            raise IndexError("empty")
+            raise EmptyError("empty")
         return self.items.pop()
     def __len__(self):
         return len(self.items)
@@ -161,9 +163,9 @@ def test_no_trick_fakes_a_pass():
 
 def test_an_end_is_no_error_that_a_test_expects():
     tests = "try:\n    add(1, 2)\nexcept Exception:\n    pass\nelse:\n    assert False\n"
-    codes = ["raise ValueError", "import os; os._exit(0)", "import os; os.close(3)"]
-    scores = scores_of([f"def add(a, b): {code}" for code in codes[:2]], [tests] * 2)
-    np.testing.assert_array_equal(scores.rewards, [1, 0])
+    codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
+    scores = scores_of([f"def add(a, b): {code}" for code in codes], [tests] * 3)
+    np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
 
 
 def test_what_cannot_be_scored_is_told():
