@@ -79,7 +79,8 @@ def base() -> ConfigDict:
     data.prompt_len = 24  # P, tokens; longer prompts are left out and counted; paper 1,024
 
     config.reward = reward = ConfigDict()
-    reward.name = "exact"  # exact | math | reasoning_gym | module:function
+    reward.name = "exact"  # exact | math | format | code | reasoning_gym | module:function | a sum
+    reward.format = ""  # regex of a whole response, for format; "": <think>..</think>, then text
     reward.timeout = 5.0  # wall-clock seconds that scoring one answer may take
     reward.memory_mib = 1024  # MiB that scoring one answer may allocate
     reward.workers = 0  # scoring processes; 0: one per core
@@ -211,6 +212,7 @@ def base() -> ConfigDict:
     config.log = log = ConfigDict()
     log.tracker = "wandb"  # none | wandb (offline unless logged in; see $WANDB_MODE) | tensorboard
     log.report = True  # WORKDIR/report.html, at checkpoints and the end
+    log.print_every = 20  # N: show a prompt with responses at step 1 and every N steps; 0: never
     log.rollouts = 0.02  # share of prompts whose responses go to WORKDIR/rollouts/step_N.jsonl
 
     config.mesh = mesh = ConfigDict()

@@ -20,7 +20,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.lora import adapter_count
 from specrl_jax.models.transformer import Params, param_count
-from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.run import Run
 from specrl_jax.types import Prompts
@@ -69,7 +69,8 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     settings = config.reward
     environment = config.environment
     fields = {f: settings[f] for f in ("timeout", "memory_mib", "workers", "threshold", "extract")}
-    pool = RewardPool(settings.name, environment=environment.name, **fields)
+    named = {"environment": environment.name, "form": settings.format}
+    pool = make_pool(settings.name, **named, **fields)
     inputs = (pool, tokenizer, settings.keep_special_tokens)
     if not environment.name:
         return ResponseScorer(*inputs)

@@ -18,7 +18,7 @@ from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
-from specrl_jax.episodes import Responses
+from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
 from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
@@ -243,6 +243,7 @@ def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) 
     rewards = _joined(x.scores.rewards for x in rollouts)
     failed = _joined(x.scores.failed for x in rollouts)
     values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    values |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
     if noise_visits(run.config) > 1:
         values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
     if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts

@@ -23,10 +23,12 @@ ADDED_FIELDS: dict[str, Any] = {
     "model.attention": "reference",
     "updates.skip_nonfinite": 0,
     "reward.keep_special_tokens": False,
+    "reward.format": "",
     "rollout.refresh_unsolved": 0.0,
     "rollout.noise_epochs": 1,
     "rollout.noise_refresh": 0.0,
     "tokenizer.continue_final_message": False,
+    "log.print_every": 0,
 }
 # Sections whose fields have the user's names.
 OPTIONS = ("data.options", "tokenizer.template_options")
@@ -295,6 +297,8 @@ def _environment(config: ConfigDict) -> Iterator[Check]:
     yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
     rule = "another rule where environment.name is set (a random part of an episode is no turn)"
     yield "rollout.accept", rule, not (previous and accept.cuts_draft)
+    rule = "one function where environment.name is set (the environment gives the reward)"
+    yield "reward.name", rule, len(table("inputs:reward_terms")(config.reward.name)) == 1
 
 
 def _task(config: ConfigDict) -> Iterator[Check]:
@@ -315,8 +319,10 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     reward = config.reward.name
     rule = f"0 where data.source is {data} (it has no problems for demonstrations)"
     yield "warmup.steps", rule, _chosen(config, "data.source").endless or not config.warmup.steps
-    rule = f"another one where data.source is {data} ({reward} scores only its own tasks)"
-    yield "reward.name", rule, table("rewards.scorers:OWN_TASKS").get(reward, data) == data
+    own = table("rewards.scorers:OWN_TASKS")
+    for function in table("inputs:reward_terms")(reward):
+        rule = f"another one where data.source is {data} ({function} scores only its own tasks)"
+        yield "reward.name", rule, own.get(function, data) == data
 
 
 def _adapters(config: ConfigDict) -> Iterator[Check]:

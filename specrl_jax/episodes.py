@@ -20,6 +20,7 @@ from specrl_jax.data.prompts import select
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import reason
 from specrl_jax.models.transformer import Params
+from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
 from specrl_jax.rollout.engine.stats import Stats
@@ -74,11 +75,24 @@ class Responses:
         return self.scores.rewards[: self.num_rows].reshape(-1, self.group_size)
 
 
+def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
+    """Mean reward of each function of a sum, before its weight; without padding."""
+    return {
+        name: float(
+            np.mean(
+                np.concatenate([x.scores.by_function[name][: x.num_rows] for x in rollouts]),
+                dtype=np.float64,
+            )
+        )
+        for name in rollouts[0].scores.by_function
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class ResponseScorer:
     """Scorer that rolls prompts out, one turn each, and turns the token ids into rewards."""
 
-    pool: RewardPool
+    pool: RewardPool | RewardSum
     tokenizer: Tokenizer
     keep_special_tokens: bool = False  # in texts, but for the end of a response
 

@@ -26,7 +26,7 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
         rollout.store_prompts rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
         updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
-        checkpoint.keep_best
+        checkpoint.keep_best log.print_every
     """),
     (1, MAX_INT, "int32", """
         data.prompt_len reward.memory_mib rollout.prompts_per_step rollout.group_size
@@ -87,7 +87,7 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
 _TEXTS = """
     model.source lora.targets tokenizer.source tokenizer.alphabet data.name data.path data.eval_path
     data.render data.prompt_field data.answer_field data.answer_pattern data.instruction data.split
-    data.eval_split reward.name reward.extract environment.name curriculum.difficulty
+    data.eval_split reward.name reward.format reward.extract environment.name curriculum.difficulty
 """
 _SWITCHES = """
     model.tie_embeddings model.remat tokenizer.chat tokenizer.continue_final_message

@@ -6,6 +6,7 @@ A bad input raises ValueError, whose text names the input and what must be true 
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -88,6 +89,26 @@ def answer_pattern(text: str, field: str) -> re.Pattern | None:
     if text and not pattern.groups:
         raise ValueError(f"{field} must have a group, (..), for the answer, got {text!r}")
     return pattern if text else None
+
+
+def reward_terms(text: str) -> dict[str, float]:
+    """Return the weight of each function in reward.name: "math*0.8+format" → 0.8 and 1.
+
+    Raises ValueError in one line where a weight is no number, or a function is named twice.
+    """
+    weights: dict[str, float] = {}
+    form = "must be FUNCTION, or a sum as math*0.8+format*0.2 that names each function once"
+    with one_line(f"reward.name {form}, got {text!r}"):
+        for term in text.split("+"):
+            name, has_weight, weight = term.partition("*")
+            if name.strip() in weights:
+                raise ValueError(f"{name.strip()} is named twice")
+            weights[name.strip()] = float(weight) if has_weight else 1.0
+        if not all(map(math.isfinite, weights.values())):
+            raise ValueError("a weight must be finite")
+        if len(weights) > 1 and "" in weights:
+            raise ValueError("a function has no name")
+    return weights
 
 
 def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.data.prompts import concatenate
 from specrl_jax.episodes import Responses
+from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.run import Run
 from specrl_jax.runtime import compile_metrics
@@ -28,6 +29,7 @@ from specrl_jax.telemetry.stopwatch import Stopwatch
 _NOT_RECORDED = (
     "sampling_logprobs", "origin_logprobs", "draft_logprobs", "top_ids", "top_logprobs",
 )  # fmt: skip
+_MAX_SHOWN = 240  # characters of a text on the console
 
 
 class RunLog(contextlib.AbstractContextManager):
@@ -51,12 +53,14 @@ class RunLog(contextlib.AbstractContextManager):
         self._metrics = NoLog()
         if self._writes:
             inputs = {"tracker": settings.tracker, "config": run.config.to_dict()}
+            inputs["functions"] = [*reward_terms(run.config.reward.name)]
             self._metrics = MetricsLog(folder, total_steps=run.total_steps, **inputs)
         warn = self._metrics.warn
         self._page = ReportWriter(folder, self._writes and settings.report, warn)
         self._failures = FailureLog(folder if self._writes else None, warn)
         self._text = run.scorer.text
-        decode = run.scorer.tokenizer.decode
+        self._print_every = settings.print_every
+        self._decode = decode = run.scorer.tokenizer.decode
         eos_ids = run.rollout_spec.program.eos_ids
         share = settings.rollouts if workdir is not None else 0.0
         self._records = RolloutRecords(folder, share, decode=decode, eos_ids=eos_ids)
@@ -92,12 +96,34 @@ class RunLog(contextlib.AbstractContextManager):
         parts = []
         for x in rollouts:
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
-            on_host = hosts.fetch((rollout, x.scores.rewards, x.scores.failed))
+            scores = x.scores
+            given = (rollout, scores.rewards, scores.failed, scores.by_function)
+            on_host = hosts.fetch(given)
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], on_host))
         if self._writes:
             prompts = concatenate(*(x.prompts for x in rollouts))
             joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
             self._records.write(self._step, self._epoch, prompts, *joined, kind=kind)
+
+    def show_responses(self, rollouts: Sequence[Responses]) -> None:
+        """Show the best and the worst response of a group, every `log.print_every` steps.
+
+        The group is the one whose rewards differ most, of the step's first rollout.
+        """
+        if not self._print_every or (self._step % self._print_every and self._step > 1):
+            return
+        responses = rollouts[0]
+        prompts = responses.prompts
+        group = int(np.argmax(np.ptp(responses.group_rewards, axis=1)))
+        prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
+        self._metrics.warn(f"step {self._step}, a prompt: {_shown(prompt)}")
+        rewards = responses.group_rewards[group]
+        for place in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
+            row = group * responses.group_size + place
+            parts = [f"{name} {x[row]:.3g}" for name, x in responses.scores.by_function.items()]
+            reward = f"{rewards[place]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
+            text = self._decode(responses.tokens[row, : responses.lens[row]].tolist())
+            self._metrics.warn(f"  reward {reward}: {_shown(text)}")
 
     def record_failures(self, rollouts: Sequence[Responses]) -> None:
         """Write the answers that could not be scored.
@@ -116,3 +142,10 @@ class RunLog(contextlib.AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         with self._metrics:  # closed also where the page cannot be written
             self._page.__exit__(*error)
+
+
+def _shown(text: str) -> str:
+    """The text as one printable line, without the middle of a long one."""
+    line = printable(text)
+    half = _MAX_SHOWN // 2
+    return line if len(line) <= _MAX_SHOWN else f"{line[:half]} [...] {line[-half:]}"

@@ -11,7 +11,7 @@ from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 from specrl_jax.collect import find_drafts, store_responses, take_batch
 from specrl_jax.config import flatten
-from specrl_jax.episodes import Responses
+from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.evaluate import evaluate, group_rewards
 from specrl_jax.learn import update_policy
 from specrl_jax.models.transformer import Params, rollout_weights
@@ -71,6 +71,7 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
         del carry_over, previous, drafts, weights  # the update needs their memory
     batch = take_batch(run, state, rollouts)
     log.record_responses(rollouts)
+    log.show_responses(rollouts)
     log.record_failures(rollouts)
     with log.clock.timed("time/update"):
         values = update_policy(run, state, batch)
@@ -117,6 +118,7 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
         noise = Noise(run.key, state.step, Purpose.EVALUATE)
         answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.scorer)
     log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
+    log.add({f"reward/eval/{name}": mean for name, mean in mean_by_function(answered).items()})
     log.record_responses(answered, kind="eval")
 
 

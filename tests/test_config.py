@@ -75,6 +75,8 @@ IMPOSSIBLE = [
      "False where tokenizer.chat is False"),
     ({"warmup.steps": 1, "data.source": "jsonl"}, "warmup.steps", "data.source is jsonl"),
     ({"reward.name": "reasoning_gym", "data.source": "jsonl"}, "reward.name", "is jsonl"),
+    ({"reward.name": "exact+reasoning_gym"}, "reward.name", "is sort .reasoning_gym scores only"),
+    (GUESS | {"reward.name": "exact+format"}, "reward.name", "one function where environment.name"),
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "a divisor of model.num_heads = 4"),
     ({"model.head_dim": 3}, "model.head_dim", "even"),
 ]  # fmt: skip

@@ -64,6 +64,15 @@ def test_a_task_with_a_reward(tmp_path):
     assert last["reward/failed"] == 0
 
 
+def test_several_rewards(tmp_path):
+    last = run_recipe(RECIPES["Several rewards"], tmp_path)[-1]
+    exact, form, short = (last[f"reward/{name}"] for name in ("exact", "format", "digits:short"))
+    assert last["reward/mean"] == pytest.approx(0.8 * exact + 0.1 * form + 0.1 * short)
+    assert 0 < form <= 1
+    assert 0 < short < 1
+    assert last["reward/failed"] == 0
+
+
 def test_an_environment(tmp_path):
     last = run_recipe(RECIPES["An environment"], tmp_path)[-1]
     assert last["step"] == 2

@@ -89,6 +89,7 @@ ALLOWED = {
         "data/prompts",
         "episodes",
         "hosts",
+        "inputs",
         "rewards/failures",
         "run",
         "runtime",

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -46,6 +47,32 @@ def run(tmp_path_factory, make_mesh):
 
 def _reuse(workdir) -> list[float]:
     return [record[REUSE] for record in records(workdir)[1:]]
+
+
+def test_a_sum_is_trained_on_and_its_functions_are_told_apart(tmp_path, make_mesh, capsys):
+    functions = ["small_runs:score_first_letter", "exact"]
+    changes = {
+        "reward.name": "{}*0.75+{}".format(*functions), "reward.extract": "",
+        "evaluate.every": 1, "log.print_every": 2, "train.steps": 3,
+    }  # fmt: skip
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        loop.train(small_config(changes), tmp_path)
+    start, *steps = records(tmp_path)
+    means = [(r["reward/mean"], [r[f"reward/{x}"] for x in functions]) for r in steps]
+    means += [
+        (r["reward/eval"], [r[f"reward/eval/{x}"] for x in functions]) for r in (start, *steps)
+    ]
+    for total, (first, exact) in means:
+        assert total == pytest.approx(0.75 * first + exact, rel=1e-6)
+    assert 0 < means[0][1][0] < 1
+    out = capsys.readouterr().out
+    assert re.findall(r"^step (\d), a prompt: \d[<>]$", out, re.MULTILINE) == ["1", "2"]
+    line = r"^  reward (\S+) \(.*_letter (\d), exact (\d)\): ?(.*)"
+    shown = re.findall(line, out, re.MULTILINE)
+    assert len(shown) == 4
+    for reward, first, exact, text in shown:
+        assert float(reward) == 0.75 * int(first) + int(exact)
+        assert int(first) == text.startswith(("0", "1"))
 
 
 # The log-prob gap is one of the first mini-batch, which may have no row with a signal.

@@ -18,7 +18,7 @@ import numpy as np
 
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.inputs import answer_pattern, json_value, one_line
+from specrl_jax.inputs import answer_pattern, json_value, one_line, reward_terms
 from specrl_jax.types import Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -80,7 +80,8 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
     render = _load_render(data.render) if data.render else None
     pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
-    needs_answer = config.reward.name != data.source  # a task's own scorer reads the whole row
+    # A task's own scorer reads the whole row.
+    needs_answer = data.source not in reward_terms(config.reward.name)
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:

@@ -26,7 +26,7 @@ from specrl_jax.config_file import OF_TASK
 from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
-from specrl_jax.episodes import Responses
+from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.evaluate import evaluate, figures, group_rewards
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.rewards.scorers import OWN_TASKS
@@ -111,6 +111,7 @@ def _rows(answered: Sequence[Responses], spec: RolloutSpec) -> list[dict[str, An
     """The figures, and the shares of responses that were cut or could not be scored, if any."""
     by_name = figures(group_rewards(answered))
     rows = [row_of(name, *mean_and_half) for name, mean_and_half in by_name.items()]
+    rows += [row_of(f"mean {name}", mean) for name, mean in mean_by_function(answered).items()]
     cut = []
     failed = []
     for responses in answered:

@@ -1,8 +1,10 @@
 """Verifiable rewards: the text of a response → a number.
 
 A scorer is a plain function `score(response, answer, task, metadata) -> float`, called by these
-names: one of `SCORERS`, or a user's own by `module:function`. It may run for ever on a policy's
-text, so `workers` runs it within limits of time and memory.
+names: one of `named_scorers`, or a user's own by `module:function`. It may run for ever on a
+policy's text, so `workers` runs it within limits of time and memory. A function of the user's that
+says `batched = True` takes lists, `(responses, answers, tasks, metadatas)` of a whole batch, and
+gives as many scores.
 """
 
 import decimal
@@ -15,8 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specrl_jax.inputs import one_line
+from specrl_jax.rewards.code import score_code
 
 Scorer = Callable[[str, str, str, dict], float]
+
+FORMAT = r"\s*<think>.+?</think>\s*\S.*"  # of a response that thinks, then answers
 
 MAX_MATH_TEXT = 2_000  # characters for math-verify, whose patterns are not linear in length
 MAX_MATH_END = 100  # characters of what follows the last word, to be read as a whole
@@ -65,40 +70,68 @@ def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -
     return _reasoning_gym_scorer(task)(response, metadata)
 
 
+def score_format(response: str, answer: str, task: str, metadata: dict, form: re.Pattern) -> float:
+    """1 if the whole response matches the pattern of `reward.format`."""
+    return float(form.fullmatch(response) is not None)
+
+
 SCORERS: dict[str, Scorer] = {
     "exact": score_exact,
     "math": score_math,
+    "code": score_code,
     "reasoning_gym": score_reasoning_gym,
 }
-# Scorer → tasks of which it executes the response. A user's own scorer may, of every task.
-EXECUTES: dict[str, frozenset[str]] = {
+# Scorer → tasks of which it executes the response; None, as of a user's own scorer: of every task.
+EXECUTES: dict[str, frozenset[str] | None] = {
     "exact": frozenset(),
     "math": frozenset(),
+    "format": frozenset(),
+    "code": None,
     "reasoning_gym": frozenset({
         "binary_matrix", "codeio", "composite", "countdown", "intermediate_integration", "n_queens",
         "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
         "string_insertion",
     }),
 }  # fmt: skip
+# Scorers of the whole response, whatever reward.extract is.
+WHOLE = frozenset({"format"})
 # Scorer → the data.source whose problems alone it can score.
 OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
 
 
-def load_scorer(name: str) -> Scorer:
-    """The scorer called `name`; ValueError in one line if there is none."""
+def named_scorers(form: str = "") -> dict[str, Scorer]:
+    """The scorers by name; form: `reward.format`. Raises ValueError in one line."""
+    with one_line(f"reward.format must be a regular expression, got {form!r}"):
+        pattern = re.compile(form or FORMAT, re.DOTALL)
+    return SCORERS | {"format": functools.partial(score_format, form=pattern)}
+
+
+def load_scorer(name: str, form: str = "") -> Scorer:
+    """The scorer called `name`; ValueError in one line if there is none. form: `reward.format`."""
 
     def check(scorer: Scorer) -> None:
         own = inspect.signature(scorer)
+        if is_batched(scorer):
+            wanted = {"responses": [], "answers": [], "tasks": [], "metadatas": []}
+            advice = "with batched = True it must take (responses, answers, tasks, metadatas)"
+        else:
+            wanted = {"response": "", "answer": "", "task": "", "metadata": {}}
+            advice = (
+                "call it from def score(response, answer, **_), as f(response, answer), or as "
+                "f([response], [answer])[0] where it takes lists"
+            )
         try:
-            own.bind(response="", answer="", task="", metadata={})
+            own.bind(**wanted)
         except TypeError:
-            raise ValueError(
-                f"it takes {str(own)[:60]}; call it from def score(response, answer, **_), as "
-                "f(response, answer), or as f([response], [answer])[0] where it takes lists"
-            ) from None
+            raise ValueError(f"it takes {str(own)[:60]}; {advice}") from None
 
     signature = "module:function(response, answer, task, metadata)"
-    return load_by_name("reward.name", SCORERS, name, signature, check)
+    return load_by_name("reward.name", named_scorers(form), name, signature, check)
+
+
+def is_batched(scorer: Callable) -> bool:
+    """Return whether a function says that it takes a whole batch."""
+    return bool(getattr(scorer, "batched", False))
 
 
 def load_by_name(

@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
-from specrl_jax.rewards.scorers import EXECUTES, SCORERS, load_scorer
+from specrl_jax.rewards.scorers import EXECUTES, SCORERS, WHOLE, load_scorer
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
@@ -77,7 +77,7 @@ class Loaded(NamedTuple):
     alone: frozenset[str] | None
 
 
-def load(name: str, extract: str, environment: str) -> Loaded:
+def load(name: str, extract: str, environment: str, form: str) -> Loaded:
     """Load the scorer or the environment; ValueError in one line."""
     if environment:
         make = load_environment(environment)
@@ -89,8 +89,8 @@ def load(name: str, extract: str, environment: str) -> Loaded:
         contained = bool(getattr(make, "contained", True))
         trusted = not contained or environment in ENVIRONMENTS
         return Loaded(step, contained, frozenset() if trusted else None)
-    scorer = load_scorer(name)
-    pattern = answer_pattern(extract, "reward.extract")
+    scorer = load_scorer(name, form)
+    pattern = answer_pattern("" if name in WHOLE else extract, "reward.extract")
 
     def score(response: str, answer: str, task: str, metadata: dict) -> Result:
         if pattern:
@@ -122,6 +122,7 @@ class Settings(NamedTuple):
     name: str  # of the scorer
     extract: str
     environment: str
+    format: str
     timeout: float  # seconds an answer may take
     memory_mib: int  # MiB an answer may allocate
     contained: bool
@@ -197,9 +198,10 @@ class _Template:
     def _load(self) -> None:
         linux.adopt_orphans()
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
-        name = self._settings.name
-        self._loaded = load(name, self._settings.extract, self._settings.environment)
-        if name in SCORERS:  # imports and compiled patterns; the user's function is left alone
+        name, extract, environment, form, *_ = self._settings
+        self._loaded = load(name, extract, environment, form)
+        # Imports and compiled patterns. What executes answers and the user's function wait.
+        if name in SCORERS and self._loaded.alone is not None:
             with contextlib.suppress(Exception):
                 SCORERS[name](r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
         gc.collect()

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Pipe
 
@@ -51,19 +51,28 @@ class Rewards:
     reasons: tuple[str, ...]  # B texts, "" unless failed
     done: np.ndarray  # bool [B]: the episode is over; always so without an environment
     observations: tuple[str, ...]  # B texts: the environment's answers where not done
+    # The rewards of each function of a sum, float32 [B], before weights and threshold.
+    by_function: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, parts: Sequence["Rewards"]) -> "Rewards":
         """Concatenate all parts, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        values = ([getattr(part, field.name) for part in parts] for field in fields(cls))
         return cls(
-            *(
-                np.concatenate(x) if isinstance(x[0], np.ndarray) else tuple(chain(*x))
-                for x in values
-            )
+            rewards=np.concatenate([x.rewards for x in parts]),
+            failed=np.concatenate([x.failed for x in parts]),
+            reasons=tuple(chain(*(x.reasons for x in parts))),
+            done=np.concatenate([x.done for x in parts]),
+            observations=tuple(chain(*(x.observations for x in parts))),
+            by_function={
+                name: np.concatenate([x.by_function[name] for x in parts])
+                for name in parts[0].by_function
+            },
         )
+
+
+def reach(scores: np.ndarray, threshold: float) -> np.ndarray:
+    """Rewards of scores, float32 [B]: with a threshold > 0 1 from there on, else 0."""
+    return (scores >= np.float32(threshold)).astype(np.float32) if threshold > 0 else scores
 
 
 class RewardPool(contextlib.AbstractContextManager):
@@ -79,6 +88,7 @@ class RewardPool(contextlib.AbstractContextManager):
     extract: a regular expression; group 1 of its last match is the answer (no match: reward 0).
     environment: of `ENVIRONMENTS`, or module:Class; it takes the place of the scorer, and a
       response is then the texts of an episode's turns so far.
+    form: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
     """
 
     def __init__(
@@ -91,15 +101,15 @@ class RewardPool(contextlib.AbstractContextManager):
         threshold: float = 0.0,
         extract: str = "",
         environment: str = "",
+        form: str = "",
     ):
-        loaded = worker_process.load(name, extract, environment)  # a mistake is raised here
+        loaded = worker_process.load(name, extract, environment, form)  # a mistake is raised here
         # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
         # it may backtrack for ever.
         inline = name == "exact" and not extract and not environment
         count = 0 if inline else int(workers) or min(os.cpu_count() or 1, 16)
-        settings = Settings(
-            name, extract, environment, float(timeout), int(memory_mib), loaded.contained
-        )
+        limits = (float(timeout), int(memory_mib))
+        settings = Settings(name, extract, environment, form, *limits, loaded.contained)
         self._workers = [_Worker(settings) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -144,10 +154,8 @@ class RewardPool(contextlib.AbstractContextManager):
                 results = [Result(score_exact(*item)) for item in items]
         scores = np.array([result.score for result in results], np.float32)
         failed = np.array([bool(result.failure) for result in results], np.bool_)
-        if self._threshold > 0:
-            scores = (scores >= np.float32(self._threshold)).astype(np.float32)
         return Rewards(
-            rewards=np.where(failed, np.float32(0), scores),
+            rewards=np.where(failed, np.float32(0), reach(scores, self._threshold)),
             failed=failed,
             reasons=tuple(result.failure for result in results),
             done=np.array([result.done for result in results], np.bool_),

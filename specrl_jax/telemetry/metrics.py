@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,11 @@ METRICS: dict[str, Metric] = {
     "reward/fresh_noise": Metric(
         "mean reward on fresh noise, that of all groups that had no signal too", "reward"
     ),
+    "reward/FUNCTION": Metric(
+        "mean reward of a function, before its weight, where reward.name is a sum", "reward"
+    ),
     "reward/eval": Metric("mean reward of responses to held-out prompts", "reward"),
+    "reward/eval/FUNCTION": Metric("the same of a function, before its weight", "reward"),
     "reward/failed": Metric("answers that hit a scoring limit or raised (reward 0)", "count"),
     "reward/solved_all": Metric("share of groups whose responses are all right", "1"),
     "reward/solved_none": Metric("share of groups without a right response", "1"),
@@ -132,9 +136,8 @@ METRICS: dict[str, Metric] = {
 
 def _encode(step: int, epoch: int, values: Mapping[str, float]) -> bytes:
     """One line. JSON has no nan or inf: such a value is null, and `nonfinite` holds its name."""
-    ordered = {name: values[name] for name in METRICS if name in values}
-    nonfinite = {name: str(x) for name, x in ordered.items() if not math.isfinite(x)}
-    record = {"step": step, "epoch": epoch} | ordered | dict.fromkeys(nonfinite)
+    nonfinite = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
+    record = {"step": step, "epoch": epoch} | dict(values) | dict.fromkeys(nonfinite)
     if nonfinite:
         record["nonfinite"] = nonfinite
     return json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -193,11 +196,6 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _scalar(name: str, value: Any) -> float | int:
-    if name not in METRICS:
-        raise ValueError(
-            f"metric must be a name in METRICS, got {name!r}: define it in "
-            "telemetry.metrics.METRICS"
-        )
     array = np.asarray(value)
     if array.size != 1:
         raise ValueError(f"metric {name!r} must be a scalar, got shape {array.shape}")
@@ -210,6 +208,7 @@ class MetricsLog(contextlib.AbstractContextManager):
 
     workdir: holds `metrics.jsonl` and what the tracker writes; made if missing.
     tracker: a name of `tracking.TRACKERS`. config: of the run, for the tracker.
+    functions: of a reward that is a sum, which have metrics of their own.
 
     Raises ValueError for a damaged `metrics.jsonl`.
     """
@@ -221,6 +220,7 @@ class MetricsLog(contextlib.AbstractContextManager):
         total_steps: int,
         tracker: str,
         config: Mapping[str, Any],
+        functions: Sequence[str] = (),
     ):
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
@@ -228,6 +228,8 @@ class MetricsLog(contextlib.AbstractContextManager):
         read_metrics(workdir)  # a damaged file is refused before it is opened
         self._file = open(self._path, "ab")  # noqa: SIM115 - open as long as the log
         self.restore(math.inf)
+        of_functions = [f"reward/{part}{name}" for part in ("", "eval/") for name in functions]
+        self._names = [*METRICS, *of_functions]  # in the order of a record
         self._console = Console(total_steps)
         self._tracker = SafeTracker(tracker, workdir, config)
 
@@ -262,7 +264,12 @@ class MetricsLog(contextlib.AbstractContextManager):
                 f"step must be > {self._last_step}, the last in {self._path}, got {step}; "
                 "call restore(step) to write over it"
             )
-        scalars = {name: _scalar(name, value) for name, value in values.items()}
+        if unknown := sorted(values.keys() - set(self._names)):
+            raise ValueError(
+                f"metric must be a name in METRICS, got {unknown[0]!r}: define it in "
+                "telemetry.metrics.METRICS"
+            )
+        scalars = {name: _scalar(name, values[name]) for name in self._names if name in values}
         try:
             self._file.write(_encode(step, epoch, scalars))
             self._file.flush()

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ FIELDS = {
     "sources": "per token, a letter: s sampled, d drafted, r reused, f forced (see types.Source)",
     "policy_logprobs": "per token: nats, with temperature, without top-k/top-p; 4 decimals",
     "reward": "6 decimals; null, like a log-prob, where it is not finite",
+    "by_function": "of each function of a sum: its reward, before its weight; {} without a sum",
     "failed": "true where scoring hit a limit or raised; the reward is 0 then",
     "origin_steps": "per token: the step that first sampled it",
     "prefix_len": "tokens that come from the earlier response, from the first on",
     "ended": "true if the last token ends the sequence; false if the response was cut",
 }
+_LATER = {"by_function": {}}  # fields that came later → their value in older files
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
@@ -116,6 +118,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     ),
     "true or false": (lambda x: type(x) is bool, ("failed", "ended")),
     "a number or null": (_is_number, ("reward",)),
+    "numbers by name": (
+        lambda x: type(x) is dict and all(map(_is_number, x.values())),
+        ("by_function",),
+    ),
     "a list of whole numbers": (
         lambda x: type(x) is list and all(type(y) is int for y in x),
         ("token_ids", "token_ends", "origin_steps"),
@@ -129,7 +135,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
 
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
-    record = json_object(line, where, FIELDS)
+    record = _LATER | json_object(line, where, FIELDS.keys() - _LATER.keys())
     for rule, (holds, names) in _RULES.items():
         for name in names:
             if not holds(record[name]):
@@ -216,13 +222,15 @@ class RolloutRecords:
         rollout: Rollout,
         rewards: np.ndarray,
         failed: np.ndarray,
+        by_function: Mapping[str, np.ndarray],
         kind: str = "step",
     ) -> None:
         """Writes or replaces a step's file; on return it is on the disk.
 
         rollout: B = Q·G responses in NumPy arrays, the G of a prompt side by side. Only tokens,
             lens, prefix_lens, policy_logprobs, origin_steps and sources are read.
-        rewards, failed: float32 and bool [B], as `Rewards` has them.
+        rewards, failed, by_function: float32 [B], bool [B] and float32 [B] by name, as `Rewards`
+            has them.
         kind: "step" or "eval".
 
         Raises OSError if the file cannot be written.
@@ -245,7 +253,8 @@ class RolloutRecords:
                 row = q * group_size + sample
                 scores = {
                     "sample": first + sample,
-                    "reward": _finite(rewards[row : row + 1], _REWARD_DECIMALS)[0],
+                    "reward": _rounded(rewards[row]),
+                    "by_function": {name: _rounded(x[row]) for name, x in by_function.items()},
                     "failed": bool(failed[row]),
                 }
                 lines.append(_encode(group | scores | self._response(rollout, row)))
@@ -294,6 +303,10 @@ class RolloutRecords:
         if token_id not in self._pieces:
             self._pieces[token_id] = self._decode([token_id])
         return self._pieces[token_id]
+
+
+def _rounded(reward: np.float32) -> float | None:
+    return _finite(reward[None], _REWARD_DECIMALS)[0]
 
 
 def _finite(values: np.ndarray, decimals: int) -> list[float | None]:

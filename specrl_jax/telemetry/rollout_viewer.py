@@ -73,6 +73,7 @@ def _row(line: Response, advantage: float | None) -> dict[str, Any]:
     return {
         "sample": line["sample"],
         "reward": line["reward"],
+        "functions": line["by_function"],
         "advantage": advantage,
         "failed": line["failed"],
         "ended": line["ended"],

@@ -263,7 +263,10 @@ def test_exact_extract_and_threshold():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "exactly"}, "one of exact, math, reasoning_gym or module:function.*'exactly'"),
+        (
+            {"name": "exactly"},
+            "one of exact, math, code, reasoning_gym, format or module:function.*'exactly'",
+        ),
         ({"name": "no_such_module:f"}, "module:function.*'no_such_module:f': ModuleNotFoundError"),
         ({"name": "user_scorers:none"}, "module:function.*'user_scorers:none': AttributeError"),
         ({"name": "leaving_module:f"}, "module:function.*'leaving_module:f': SystemExit: 3"),

@@ -5,6 +5,8 @@ import socket
 import sys
 import time
 
+import numpy as np
+
 _kept = []
 
 
@@ -96,3 +98,33 @@ def of_lists(completions, answer, **kwargs):
 
 def positions(a, b, c, d):
     return float(a == b)
+
+
+def judge(responses, answers, **others):
+    """A reward model: it sees the whole batch, in the process that trains."""
+    _judged.append((len(responses), os.getpid()))
+    longest = max(map(len, responses))
+    return np.array([len(text) / longest for text in responses])
+
+
+judge.batched = True
+_judged = []
+
+
+def careless(responses, answers, tasks, metadatas):
+    """Does what the first response says."""
+    if responses[0] == "raise":
+        raise ConnectionError("no answer\nfrom the server")
+    if responses[0] == "few":
+        return [1.0]
+    return [float("nan") if text == "nan" else 1.0 for text in responses]
+
+
+careless.batched = True
+
+
+def singles(response, answer, task, metadata):
+    return 1.0
+
+
+singles.batched = True

@@ -60,6 +60,7 @@ def make_rollout():
 
 REWARDS = np.array([1, 0.1, 0, 0], np.float32)
 FAILED = np.array([False, False, False, True])
+MATH = np.array([1, 0.2, 0, 0], np.float32)
 
 
 def open_records(workdir, share=1.0, **overrides):
@@ -72,6 +73,7 @@ def write(out, step=7, epoch=2, **changes):
         "rollout": make_rollout(),
         "rewards": REWARDS,
         "failed": FAILED,
+        "by_function": {"math": MATH},
     }
     out.write(step, epoch, **inputs | changes)
 
@@ -86,6 +88,7 @@ def one_response(**changes):
         "rollout": Rollout(**kept),
         "rewards": REWARDS[:1],
         "failed": FAILED[:1],
+        "by_function": {},
     } | changes
 
 
@@ -124,14 +127,14 @@ def test_a_tiny_share_still_records_the_smallest_id():
 def test_every_field_by_hand(tmp_path):
     write(open_records(tmp_path))
     names = ("text", "token_ids", "token_ends", "sources", "policy_logprobs", "origin_steps",
-             "reward", "failed", "prefix_len", "ended")  # fmt: skip
+             "reward", "by_function", "failed", "prefix_len", "ended")  # fmt: skip
     rows = [
         ("1 3", [5, 3, 4, 1], [1, 2, 3, 3], "rrds", [0, -1.2346, -2.5, -0.25],
-         [1, 3, 7, 7], 1.0, False, 2, True),
+         [1, 3, 7, 7], 1.0, {"math": 1.0}, False, 2, True),
         ("1 333", [5, 3, 4, 4, 4], [1, 2, 3, 4, 5], "sssss", [-1.0] * 5,
-         [7] * 5, 0.1, False, 0, False),
-        ("4", [6, 2], [1, 1], "rr", [-0.5, -7.0], [2, 2], 0.0, False, 2, True),
-        ("", [], [], "", [], [], 0.0, True, 0, False),
+         [7] * 5, 0.1, {"math": 0.2}, False, 0, False),
+        ("4", [6, 2], [1, 1], "rr", [-0.5, -7.0], [2, 2], 0.0, {"math": 0.0}, False, 2, True),
+        ("", [], [], "", [], [], 0.0, {"math": 0.0}, True, 0, False),
     ]  # fmt: skip
     groups = [{"prompt_id": "a1", "prompt": "3 1>"}, {"prompt_id": "b1", "prompt": "4>"}]
     expected = [

