@@ -24,6 +24,7 @@ except ImportError:
     decode_attention = None
 
 AHEAD_OF_TIME = ("decode",)  # cuDNN needs the device
+_LEAST_CAPABILITY = 8.0  # Ampere
 _LEAST_BLOCK = 16  # slots
 _BLOCK = 64
 _SPLITS = 16  # parts of a row that are computed side by side
@@ -33,6 +34,8 @@ _INTERPRET = False  # for tests
 def refusal(use: str, model: ModelConfig, slots: int) -> str:
     """Return why the kernel for `use` cannot take the model and a cache of `slots`, or ""."""
     size = model.head_dim
+    if (capability := _capability()) < _LEAST_CAPABILITY:
+        return f"kernels need compute capability {_LEAST_CAPABILITY:g}, this GPU has {capability:g}"
     if any(model.local_layers) and model.sliding_window < slots:
         return f"local layers see a window of {model.sliding_window} tokens, kernels see all"
     if model.attn_softcap:
@@ -47,6 +50,12 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
     elif model.dtype != "bfloat16" or size % 8 or size > 128:
         return f"cuDNN needs bfloat16 and heads of 8, 16, .. 128, these are {model.dtype} of {size}"
     return ""
+
+
+def _capability() -> float:
+    """Return the compute capability of the mesh's GPUs, present or absent."""
+    device = jax.sharding.get_mesh().devices.flat[0]
+    return float(getattr(device, "compute_capability", _LEAST_CAPABILITY))
 
 
 def attend(

@@ -105,6 +105,13 @@ def test_what_the_kernels_of_gpus_refuse(mesh):
     assert "float32" in attention_gpu.refusal("verify", SMOLLM2.replace(dtype="float32"), 256)
 
 
+def test_gpus_before_ampere_get_no_kernels(mesh, monkeypatch):
+    monkeypatch.setattr(attention_gpu, "_capability", lambda: 7.5)  # a T4
+    for use in attention.USES:
+        line = attention_gpu.refusal(use, SMOLLM2, 256)
+        assert line == "kernels need compute capability 8, this GPU has 7.5"
+
+
 def test_a_jax_without_the_decode_kernel_of_gpus(mesh, monkeypatch, capsys):
     monkeypatch.setattr(attention_gpu, "decode_attention", None)
     monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
