@@ -55,9 +55,16 @@ def _plain_loss(params, rows: tuple[int, ...]):
     return total / count
 
 
-def test_three_steps_are_those_of_a_plain_loop(mesh):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_three_steps_are_those_of_a_plain_loop(make_mesh, devices):
     settings = types.SimpleNamespace(steps=3, batch_size=2, learning_rate=0.01)
-    got = warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
+    with jax.set_mesh(make_mesh(devices, 1, 1)):
+        got = warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        _compare_with_a_plain_loop(got)
+
+
+def _compare_with_a_plain_loop(got) -> None:
     rng = np.random.default_rng([5, 3])
     order = np.concatenate([rng.permutation(4) for _ in range(2)])[:6].reshape(3, 2)
     rates = [0.01 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * n / 3))) for n in range(3)]
