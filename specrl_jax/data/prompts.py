@@ -327,7 +327,7 @@ def encode_solutions(
     encoded = {}
     for example in examples:
         text = solution(example, field)
-        tokens = [] if text is None else encode_response(text, tokenizer)
+        tokens = encode_response(text, tokenizer) if text else []
         if 0 < len(tokens) <= response_len:
             encoded[example.prompt_id] = np.array(tokens, np.int32)
     return encoded

@@ -252,6 +252,8 @@ def test_solutions_by_prompt_id():
     np.testing.assert_array_equal(found[examples[5].prompt_id], [3, 4, 5, 6, 7, 1])
     answers = encode_solutions(examples, tokenizer, "", 2)
     assert [x.tolist() for x in answers.values()] == [[2 + i, 1] for i in range(6)]
+    no_answer = make_example("1>", "", "t", {})  # as of a task with a scorer of its own
+    assert encode_solutions([no_answer], tokenizer, "", 2) == {}
     line = line_of(solution, make_example("", "", "t", {"work": 3}), "work")
     assert line == "data.solution_field must hold text, got '3'"
 
