@@ -12,7 +12,14 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update_spec import make_schedule, make_update_spec
 from specrl_jax.collect import COLLECTORS
 from specrl_jax.data.curriculum import PromptStream, make_stream
-from specrl_jax.data.prompts import Dataset, encode_prompts, eval_batches, load_examples
+from specrl_jax.data.prompts import (
+    Dataset,
+    EncodedDataset,
+    encode_prompts,
+    encode_solutions,
+    eval_batches,
+    load_examples,
+)
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
@@ -47,6 +54,7 @@ def build(config) -> tuple[Run, Params]:
         dataset=dataset,
         prompts=prompts,
         held_out=_held_out(config, dataset, tokenizer),
+        solutions=_solutions(config, prompts, tokenizer),
         model=model,
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
@@ -85,6 +93,21 @@ def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
     if encoded.dropped:
         print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
     return eval_batches(encoded, config.evaluate.batch_size)
+
+
+def _solutions(config, prompts: EncodedDataset, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    if not config.algorithm.solution_coef:
+        return {}
+    length = config.rollout.response_len
+    field = config.data.solution_field
+    solutions = encode_solutions(prompts.examples, tokenizer, field, length)
+    if not solutions:
+        raise ValueError(
+            f"rollout.response_len must hold a solution, got {length}: none of the "
+            f"{len(prompts.lens)} training prompts has one that fits"
+        )
+    print(f"data: {len(solutions)} training prompts have a solution that fits in {length} tokens")
+    return solutions
 
 
 def training_spec(config, model: ModelConfig, eos_ids: tuple[int, ...], pad_id: int) -> RolloutSpec:

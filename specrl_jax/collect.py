@@ -327,7 +327,11 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
 
 def store_responses(state: RunState, responses: Responses) -> None:
     """Store responses as the next drafts of their prompts."""
-    rewards = responses.group_rewards
-    unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+    unsolved = unsolved_groups(responses.group_rewards)
     inputs = (responses.prompts, responses.rollout)
     state.store.put(*inputs, step=state.step, unsolved=unsolved)
+
+
+def unsolved_groups(rewards: np.ndarray) -> np.ndarray:
+    """bool [Q]: all rewards of a group [Q, G] are equal, and less than a right response's 1."""
+    return (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)

@@ -29,6 +29,9 @@ ADDED_FIELDS: dict[str, Any] = {
     "rollout.noise_refresh": 0.0,
     "tokenizer.continue_final_message": False,
     "log.print_every": 0,
+    "tokenizer.system_prompt": "",
+    "data.solution_field": "",
+    "algorithm.solution_coef": 0.0,
 }
 # Sections whose fields have the user's names.
 OPTIONS = ("data.options", "tokenizer.template_options")
@@ -69,8 +72,8 @@ def validate(config: ConfigDict) -> None:
     for field in CHOICES:
         names = choices(field)
         _require(field, f"one of {', '.join(names)}", fields[field] in names, fields[field])
-    checked = (_memory, _batches, _groups, _drafts, _carry_over, _environment, _task, _sizes)
-    for checks in (*checked, _adapters):
+    checked = (_memory, _batches, _groups, _drafts, _carry_over, _environment, _task, _solutions)
+    for checks in (*checked, _sizes, _adapters):
         for field, rule, holds in checks(config):
             _require(field, rule, holds, fields[field])
 
@@ -315,10 +318,10 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     rule = "False where tokenizer.chat is False"
     continues = config.tokenizer.continue_final_message
     yield "tokenizer.continue_final_message", rule, chat or not continues
+    rule = '"" where tokenizer.chat is False'
+    yield "tokenizer.system_prompt", rule, chat or not config.tokenizer.system_prompt
     data = config.data.source
     reward = config.reward.name
-    rule = f"0 where data.source is {data} (it has no problems for demonstrations)"
-    yield "warmup.steps", rule, _chosen(config, "data.source").endless or not config.warmup.steps
     own = table("rewards.scorers:OWN_TASKS")
     for function in table("inputs:reward_terms")(reward):
         rule = f"another one where data.source is {data} ({function} scores only its own tasks)"
@@ -336,6 +339,35 @@ def _is_found(pattern: str, names: Iterable[str]) -> bool:
         return any(re.search(pattern, name) for name in names)
     except re.error:
         return False
+
+
+def _solutions(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of solutions that are learned, before step 1 or in unsolved groups."""
+    source = config.data.source
+    field = config.data.solution_field
+    warmup = config.warmup
+    endless = _chosen(config, "data.source").endless
+    turns = config.environment.name
+    if warmup.steps:
+        rule = f"0 where environment.name is set and data.source is {source} (it has no solutions)"
+        yield "warmup.steps", rule, endless or not turns
+        rule = f"> 0 where data.source is {source} (it has no end)"
+        yield "warmup.examples", rule, warmup.examples > 0 or not endless
+        where = f"data.solution_field is {field!r}" if field else f"data.source is {source}"
+        rule = f"0 where {where} (solutions are learned as they are)"
+        yield "warmup.mistake_rate", rule, not warmup.mistake_rate or (endless and not field)
+    if not config.algorithm.solution_coef:
+        return
+    coef = "algorithm.solution_coef"
+    yield coef, "0 where environment.name is set (a solution is one response)", not turns
+    critic = config.critic.kind
+    rule = f"0 where critic.kind is {critic} (it values what the policy wrote)"
+    yield coef, rule, not table("algorithms.advantages:has_critic")(critic)
+    rule = "0 where algorithm.dynamic_sampling is True (it leaves unsolved groups out)"
+    yield coef, rule, not config.algorithm.dynamic_sampling
+    curriculum = config.curriculum.name
+    rule = f"0 where curriculum.name is {curriculum} (it leaves unsolved groups out)"
+    yield coef, rule, not _chosen(config, "curriculum.name").screens
 
 
 def _sizes(config: ConfigDict) -> Iterator[Check]:

@@ -25,7 +25,7 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
         seed lora.rank data.prompts data.eval_prompts rollout.top_k rollout.max_rows
         rollout.store_prompts rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
-        updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
+        warmup.examples updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
         checkpoint.keep_best log.print_every
     """),
     (1, MAX_INT, "int32", """
@@ -33,7 +33,7 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
         rollout.response_len rollout.stored_logprobs rollout.tree.history
         rollout.logits_chunk rollout.noise_epochs algorithm.max_gen_batches environment.max_turns
         curriculum.screening updates.mini_batch_size updates.passes warmup.batch_size
-        warmup.examples evaluate.samples evaluate.batch_size checkpoint.every model.embed_dim
+        evaluate.samples evaluate.batch_size checkpoint.every model.embed_dim
         model.mlp_dim model.num_heads model.num_kv_heads model.head_dim
     """),
     (2, MAX_INT, "int32", "checkpoint.keep_last"),
@@ -50,8 +50,8 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
 _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
     (">= 0", lambda x: x >= 0, "rollout.lenience"),
     (">= 0 and finite", lambda x: 0 <= x <= MAX_FLOAT, """
-        algorithm.kl_coef critic.learning_rate updates.learning_rate updates.weight_decay
-        warmup.learning_rate
+        algorithm.kl_coef algorithm.solution_coef critic.learning_rate updates.learning_rate
+        updates.weight_decay warmup.learning_rate
     """),
     ("finite", lambda x: -MAX_FLOAT <= x <= MAX_FLOAT, """
         algorithm.entropy_coef curriculum.low curriculum.high
@@ -85,9 +85,10 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
 ]  # fmt: skip
 
 _TEXTS = """
-    model.source lora.targets tokenizer.source tokenizer.alphabet data.name data.path data.eval_path
-    data.render data.prompt_field data.answer_field data.answer_pattern data.instruction data.split
-    data.eval_split reward.name reward.format reward.extract environment.name curriculum.difficulty
+    model.source lora.targets tokenizer.source tokenizer.alphabet tokenizer.system_prompt data.name
+    data.path data.eval_path data.render data.prompt_field data.answer_field data.answer_pattern
+    data.solution_field data.instruction data.split data.eval_split reward.name reward.format
+    reward.extract environment.name curriculum.difficulty
 """
 _SWITCHES = """
     model.tie_embeddings model.remat tokenizer.chat tokenizer.continue_final_message

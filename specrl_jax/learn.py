@@ -30,9 +30,9 @@ from specrl_jax.algorithms.scoring import (
     logprobs,
     pack_rows,
 )
-from specrl_jax.algorithms.update import make_batch, update
+from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.build import frozen_steps
-from specrl_jax.collect import TrainBatch
+from specrl_jax.collect import TrainBatch, unsolved_groups
 from specrl_jax.run import Run
 from specrl_jax.sharding import put
 from specrl_jax.state import RunState
@@ -51,7 +51,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
         weight = run.rollout_spec.program.accept.importance_weight
         weights = off_policy.importance_weights(collected.rollout, *inputs, weight)
         batch = dataclasses.replace(batch, weights=weights)
-    values |= _update_by_mini_batches(run, state, batch)
+    values |= _update_by_mini_batches(run, state, batch, collected)
     if collected.metrics.get("rollout/stale_fraction"):
         # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
         values.pop("policy/rollout_train_logprob_gap", None)
@@ -102,13 +102,55 @@ def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
     }
 
 
-def _update_by_mini_batches(run: Run, state: RunState, batch: Batch) -> dict[str, float]:
+def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:
+    """The batch in which the last response of each unsolved group is replaced by the solution of
+    its problem, where there is one: SuperRL (arXiv 2506.01096, section 3).
+
+    Little is lost, as the rewards of such a group are all equal: at most what a response's length
+    costs. Only the update sees solutions.
+    """
+    group_size = run.trained_group_size
+    tokens = np.zeros(batch.old_logprobs.shape, np.int32)
+    lens = np.zeros(len(tokens), np.int32)
+    unsolved = unsolved_groups(collected.rewards.reshape(-1, group_size))
+    for group in np.flatnonzero(unsolved):
+        solution = run.solutions.get(collected.prompts.examples[group].prompt_id, ())
+        row = (group + 1) * group_size - 1
+        tokens[row, : len(solution)] = solution
+        lens[row] = len(solution)
+    share = np.count_nonzero(lens) / len(unsolved)
+    return _replace(batch, put(tokens, "batch", None), put(lens, "batch")), {
+        "update/solutions": share
+    }
+
+
+@jax.jit
+def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
+    """The batch with these responses, which are given, where their length is not 0."""
+    given = lens > 0
+    slots = batch.tokens.shape[1] - tokens_BR.shape[1]
+    tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
+    return dataclasses.replace(
+        batch,
+        tokens=jnp.where(given[:, None], tokens, batch.tokens),
+        response_lens=jnp.where(given, lens, batch.response_lens),
+        advantages=jnp.where(given[:, None], 0, batch.advantages),
+        given=given,
+    )
+
+
+def _update_by_mini_batches(
+    run: Run, state: RunState, batch: Batch, collected: TrainBatch
+) -> dict[str, float]:
     """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
     settings = run.config.updates
     update_spec = run.update_spec
     batch, values = _with_other_logprobs(run, state, batch)
     if batch.weights is not None:
         batch, more = _capped(batch, run.config.algorithm.importance_cap)
+        values |= more
+    if run.config.algorithm.solution_coef:
+        batch, more = with_solutions(run, batch, collected)
         values |= more
     frozen = state.frozen(run.model)
     critic_alone = state.step <= frozen_steps(run.config)
@@ -194,8 +236,9 @@ def skips_no_signal(config) -> bool:
 
 @jax.jit
 def _has_signal(batch: Batch) -> Array:
-    """bool [B], rows with an advantage that is not exactly 0."""
-    return jnp.any((batch.advantages != 0) & batch.mask, axis=1)
+    """bool [B], rows with an advantage that is not exactly 0, or a given solution."""
+    signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
+    return signal if batch.given is None else signal | batch.given
 
 
 def _pack_all(run: Run, batch: Batch) -> PackedRows:
@@ -247,6 +290,8 @@ def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str,
     # Means over the tokens that are computed, where there are any.
     if any(sums["tokens"] for sums in history):
         values |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
+    if tokens := sum(sums.get("given_tokens", 0) for sums in history):
+        values["policy/solution_nll"] = sum(sums["given_nll"] for sums in history) / tokens
     # Where the old log-probs are the rollout's, the first update measures the difference.
     if tokens := history[0]["tokens"]:
         values["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens

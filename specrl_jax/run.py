@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from specrl_jax import __version__
@@ -25,6 +26,7 @@ class Run:
     dataset: Dataset
     prompts: EncodedDataset
     held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are real
+    solutions: dict[str, np.ndarray]  # tokens by prompt_id, for algorithm.solution_coef; else {}
     model: ModelConfig
     rollout_spec: RolloutSpec
     eval_spec: RolloutSpec
@@ -58,6 +60,7 @@ class Run:
             "data.source": digest(*(prompts.ids for prompts in read)),
             "tokenizer.source": self.scorer.tokenizer.fingerprint,
             "the prompts' tokens": digest(*(prompts.tokens for prompts in read)),
+            "the solutions' tokens": digest(*self.solutions.values()),
             "model.source": repr(self.model),
         }
 

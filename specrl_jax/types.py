@@ -158,6 +158,7 @@ class Batch:
     returns: Array | None = None  # float32 [B, R], the critic's targets; None without one
     weights: Array | None = None  # float32 [B, R], importance weights; None: all 1
     forced: Array | None = None  # bool [B, R], tokens that are not the policy's; None: none
+    given: Array | None = None  # bool [B], rows that hold a solution of the data; None: none
 
     @property
     def mask(self) -> Array:

@@ -1,6 +1,6 @@
-"""The supervised stage before step 1: maximum likelihood on the answers of demonstrations.
+"""The supervised stage before step 1: maximum likelihood on solutions or demonstrations.
 
-It gives a policy from nothing something to improve, and is a pure function of the configuration.
+It gives a policy something to improve, and is a pure function of the configuration and the data.
 """
 
 import dataclasses
@@ -17,13 +17,19 @@ from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import read_nodes, score, unpacked
 from specrl_jax.algorithms.update import join
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
-from specrl_jax.data.prompts import Dataset, demonstrations, load_warmup_examples, right_padded
+from specrl_jax.data.prompts import (
+    Dataset,
+    demonstrations,
+    encode_response,
+    load_warmup_examples,
+    right_padded,
+)
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
-from specrl_jax.sharding import put, take_rows
+from specrl_jax.sharding import put
 
-_CHUNK = 50  # steps per compiled call
+_CALLS = 12  # of a compiled function, each of as many steps
 
 
 @jax.tree_util.register_dataclass
@@ -52,18 +58,20 @@ def warm_up(
     settings = config.warmup
     slots = (config.data.prompt_len, config.rollout.response_len)
     examples = load_warmup_examples(config, settings.examples, dataset)
-    pairs = [
-        (tokenizer.encode_prompt(prompt), [*tokenizer.encode(answer), tokenizer.eos_ids[0]])
-        for prompt, answer in demonstrations(examples, settings.mistake_rate, config.seed)
-    ]
+    field = config.data.solution_field
+    texts = demonstrations(examples, settings.mistake_rate, config.seed, field)
+    pairs = [(tokenizer.encode_prompt(p), encode_response(a, tokenizer)) for p, a in texts]
     pairs = [(p, a) for p, a in pairs if len(p) <= slots[0] and len(a) <= slots[1]]
     if not pairs:
         raise ValueError(
             f"rollout.response_len must hold the demonstrations' answers, got {slots[1]}"
         )
+    rate = settings.mistake_rate
+    flawed = f", {rate:.0%} of their digits wrong" if rate else ""
     print(
         f"warm-up: {settings.steps} supervised steps of {settings.batch_size} on {len(pairs)} "
-        f"demonstrations, {settings.mistake_rate:.0%} of their digits wrong",
+        f"demonstrations{flawed}; {len(examples) - len(texts)} without a solution and "
+        f"{len(texts) - len(pairs)} too long left out",
         flush=True,
     )
     data = Demonstrations(
@@ -91,16 +99,17 @@ def supervise(
     total = len(data.prompts)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    data = jax.tree.map(lambda x: put(x, *(None,) * x.ndim), data)
     state = PolicyState.create(params, optimizer)
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
-    order = order[: steps * size].reshape(steps, size).astype(np.int32)
-    for start in range(0, steps, _CHUNK):
-        part = order[start : start + _CHUNK]
-        state, figures = _run(update_spec, optimizer, state, data, part, frozen)
+    order = order[: steps * size].reshape(steps, size)
+    chunk = -(-steps // _CALLS)
+    for start in range(0, steps, chunk):
+        # Only the batches of these steps, so that no shape depends on the number of examples.
+        batches = _put_batches(data, order[start : start + chunk])
+        state, figures = _run(update_spec, optimizer, state, batches, frozen)
         losses, weight_norm = hosts.fetch(figures)
-        step = min(start + _CHUNK, steps)
+        step = min(start + chunk, steps)
         for name, value in (("loss", losses.sum()), ("weight_norm", weight_norm)):
             if not np.isfinite(value):
                 raise FloatingPointError(
@@ -111,20 +120,30 @@ def supervise(
     return state.params
 
 
+def _put_batches(data: Demonstrations, index: np.ndarray) -> Demonstrations:
+    """Put the demonstrations at index [steps, batch] on the devices."""
+
+    def put_batches(array: np.ndarray) -> Array:
+        return put(array[index], None, "batch", *(None,) * (array.ndim - 1))
+
+    return jax.tree.map(put_batches, data)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _run(
     update_spec: UpdateSpec,
     optimizer: optax.GradientTransformation,
     state: PolicyState,
-    data: Demonstrations,
-    order: Array,
+    batches: Demonstrations,
     frozen: Params | None,
 ) -> tuple[PolicyState, tuple[Array, Array]]:
-    """The new state; the losses of the steps, and the norm of the weights after them."""
-    slots = data.responses.shape[1]
+    """The new state; the losses of the steps, and the norm of the weights after them.
 
-    def step(state: PolicyState, index: Array) -> tuple[PolicyState, Array]:
-        rows = take_rows(data, index)
+    batches: arrays [steps, batch, ...].
+    """
+    slots = batches.responses.shape[-1]
+
+    def step(state: PolicyState, rows: Demonstrations) -> tuple[PolicyState, Array]:
         tokens = join(rows.prompts, rows.prompt_lens, rows.responses)
         sequences, nodes = unpacked(tokens, rows.prompt_lens, slots)
         mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
@@ -138,5 +157,5 @@ def _run(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return PolicyState(optax.apply_updates(state.params, updates), opt_state), value
 
-    state, losses = jax.lax.scan(step, state, order)
+    state, losses = jax.lax.scan(step, state, batches)
     return state, (losses, optax.tree.norm(state.params))

@@ -38,6 +38,7 @@ BROKEN = {
 SPEED = {"curriculum.name": "speed"}
 DAPO = {"algorithm.dynamic_sampling": True}
 GUESS = {"environment.name": "guess"}
+SOLUTIONS = {"algorithm.solution_coef": 1.0}
 MATCH = {"rollout.accept": "match"}
 RECOMPUTE = {"updates.old_logprobs": "recompute"}
 LONE = {"rollout.group_size": 1, "updates.mini_batch_size": 4, "updates.micro_batch_size": 4}
@@ -73,7 +74,15 @@ IMPOSSIBLE = [
     ({"tokenizer.chat": True}, "tokenizer.chat", "tokenizer.source is characters"),
     ({"tokenizer.continue_final_message": True}, "tokenizer.continue_final_message",
      "False where tokenizer.chat is False"),
-    ({"warmup.steps": 1, "data.source": "jsonl"}, "warmup.steps", "data.source is jsonl"),
+    ({"tokenizer.system_prompt": "Hi"}, "tokenizer.system_prompt", "where tokenizer.chat is False"),
+    ({"warmup.steps": 1, "data.source": "jsonl"}, "warmup.mistake_rate", "data.source is jsonl"),
+    ({"warmup.steps": 1, "data.solution_field": "b"}, "warmup.mistake_rate", "field is 'b'"),
+    ({"warmup.steps": 1, "warmup.examples": 0}, "warmup.examples", "> 0 where data.source is sort"),
+    (GUESS | {"warmup.steps": 1, "data.source": "guess"}, "warmup.steps", "source is guess"),
+    (GUESS | SOLUTIONS, "algorithm.solution_coef", "0 where environment.name is set"),
+    (SOLUTIONS | {"critic.kind": "head"}, "algorithm.solution_coef", "0 where critic.kind is head"),
+    (SOLUTIONS | DAPO, "algorithm.solution_coef", "0 where algorithm.dynamic_sampling is True"),
+    (SOLUTIONS | SPEED, "algorithm.solution_coef", "0 where curriculum.name is speed"),
     ({"reward.name": "reasoning_gym", "data.source": "jsonl"}, "reward.name", "is jsonl"),
     ({"reward.name": "exact+reasoning_gym"}, "reward.name", "is sort .reasoning_gym scores only"),
     (GUESS | {"reward.name": "exact+format"}, "reward.name", "one function where environment.name"),

@@ -14,7 +14,9 @@ TURNS = {
 }  # fmt: skip
 # Kinds of runs: changes of the small one. Drafts come in step 3 of 6, the second epoch.
 KINDS = {
-    "no drafts": {"rollout.draft": "none", "evaluate.every": 2},
+    "no drafts": {
+        "rollout.draft": "none", "evaluate.every": 2, "algorithm.solution_coef": 1.0,
+    },
     "previous": {"algorithm.importance_cap": 2.0, "rollout.max_rows": 8},
     "block": {"rollout.accept": "block", "algorithm.kl_coef": 0.1},
     "kept noise": {

@@ -1,6 +1,7 @@
 """The supervised stage against a plain loop, and what it refuses."""
 
 import functools
+import json
 import types
 
 import jax
@@ -54,9 +55,16 @@ def _plain_loss(params, rows: tuple[int, ...]):
     return total / count
 
 
-def test_three_steps_are_those_of_a_plain_loop(mesh):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_three_steps_are_those_of_a_plain_loop(make_mesh, devices):
     settings = types.SimpleNamespace(steps=3, batch_size=2, learning_rate=0.01)
-    got = warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
+    with jax.set_mesh(make_mesh(devices, 1, 1)):
+        got = warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        _compare_with_a_plain_loop(got)
+
+
+def _compare_with_a_plain_loop(got) -> None:
     rng = np.random.default_rng([5, 3])
     order = np.concatenate([rng.permutation(4) for _ in range(2)])[:6].reshape(3, 2)
     rates = [0.01 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * n / 3))) for n in range(3)]
@@ -116,6 +124,54 @@ def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
     answers = [[*tokenizer.encode("12345"), 1], [1, 0, 0, 0, 0, 0]]
     np.testing.assert_array_equal(data.responses, answers)
     np.testing.assert_array_equal(data.response_lens, [6, 1])
+
+
+def test_solutions_of_a_file_but_not_of_what_is_held_out(parts, tmp_path, monkeypatch, capsys):
+    """The first three problems: one without a solution, one that is too long, and one that fits."""
+    config, _, _ = parts
+    solutions = ["1 2", None, "1 2 3 4 5", "9", "8"]
+    rows = [
+        {"q": f"{i}>", "answer": f"{i};{i}", "work": text} for i, text in enumerate(solutions, 3)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.data.update({"source": "jsonl", "path": str(path), "prompts": 0, "eval_prompts": 1})
+    config.data.update({"prompt_field": "q", "answer_pattern": ";(.)", "solution_field": "work"})
+    config.warmup.update({"mistake_rate": 0.0, "examples": 3})
+    tokenizer = CharacterTokenizer(config.tokenizer.alphabet)
+    seen = []
+    monkeypatch.setattr(warmup, "supervise", lambda *args: seen.append(args[2]))
+    warmup.warm_up(config, None, None, tokenizer, prompts.load_examples(config))
+    assert capsys.readouterr().out == (
+        "warm-up: 2 supervised steps of 8 on 1 demonstrations; 1 without a solution and 1 too long "
+        "left out\n"
+    )
+    np.testing.assert_array_equal(seen[0].prompts, [[*tokenizer.encode("3>"), 0]])
+    np.testing.assert_array_equal(seen[0].responses, [[*tokenizer.encode("1 2"), 1, 0, 0]])
+    config.warmup.examples = 0
+    warmup.warm_up(config, None, None, tokenizer, prompts.load_examples(config))
+    np.testing.assert_array_equal(seen[1].prompts[:, 0], tokenizer.encode("36"))  # 7 is held out
+    config.data.solution_field = "works"
+    line = small_runs.line_of(
+        warmup.warm_up, config, None, None, tokenizer, prompts.load_examples(config)
+    )
+    assert line == ("data.solution_field must be one of the columns q, answer, work, got 'works'")
+
+
+def test_no_shape_depends_on_the_number_of_demonstrations(mesh, monkeypatch):
+    shapes, real = [], warmup._run
+
+    def run(*args):
+        shapes.append(jax.tree.map(lambda x: x.shape, args[3]))
+        return real(*args)
+
+    monkeypatch.setattr(warmup, "_run", run)
+    settings = types.SimpleNamespace(steps=2, batch_size=2, learning_rate=0.01)
+    for total in (1, 4):
+        data = jax.tree.map(lambda x, n=total: x[:n], DATA)
+        warmup.supervise(_update_spec(), _params(), data, settings, seed=5)
+    assert len(shapes) == 4
+    assert all(shape == shapes[0] for shape in shapes)
 
 
 def test_no_demonstration_that_fits_is_one_line(parts):

@@ -37,6 +37,7 @@ class LossConfig:
     kl_coef: float = 0.0  # β, weight of the KL
     kl_estimator: str = "k3"  # key of KL_ESTIMATORS
     entropy_coef: float = 0.0  # η, weight of the entropy
+    solution_coef: float = 0.0  # weight of a solution's log-likelihood
     max_response_len: int  # tokens, >= 1
 
 
@@ -220,14 +221,19 @@ def policy_loss(
 
         loss = mean(w·surrogate + β·KL(π ‖ π_ref) − η·H(π))       arXiv 2402.03300, eq. 3
 
+    A token of a row that holds a given solution has −c·log π in place of these terms, c the
+    `solution_coef` (SuperRL, arXiv 2506.01096).
+
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
-    batch: `old_logprobs`, `advantages`, `ref_logprobs`, `weights` (w) and `mask` are read.
+    batch: `old_logprobs`, `advantages`, `ref_logprobs`, `weights` (w), `given` and `mask` are
+        read.
         What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
     normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
     `entropy`, `logprob_gap` (|log π − log π_old|) and, with a reference, `kl`, which is always
-    k3. Add them over micro-batches, then `policy_metrics`.
+    k3. Given tokens count in none of these, but in `given_tokens` and `given_nll`. Add them over
+    micro-batches, then `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -254,9 +260,17 @@ def policy_loss(
             per_token = per_token + config.kl_coef * kl
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
+    sampled = mask
+    sums = {}
+    if batch.given is not None:
+        given = mask & batch.given[:, None]
+        sampled = mask & ~given
+        per_token = jnp.where(given, -config.solution_coef * logprobs, per_token)
+        sums["given_tokens"] = jnp.sum(given.astype(logprobs.dtype))
+        sums["given_nll"] = -jnp.sum(logprobs, where=given)
     aggregation = AGGREGATIONS[config.aggregation]
     loss = aggregation.mean(per_token, mask, config.max_response_len, normalizer)
-    return loss, {name: jnp.sum(value, where=mask) for name, value in values.items()}
+    return loss, sums | {name: jnp.sum(value, where=sampled) for name, value in values.items()}
 
 
 def policy_metrics(sums: dict[str, Array]) -> dict[str, Array]:

@@ -59,8 +59,12 @@ def load_examples(config: Any) -> Dataset:
 
 
 def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Example]:
-    """Return up to `count` warm-up problems of an endless source, none of them held out."""
-    rows = READERS[config.data.source].more(config.data, config.seed, count)
+    """Return up to `count` warm-up problems, none of them held out: further ones of an endless
+    source, else the first ones to train on (0: all)."""
+    reader = READERS[config.data.source]
+    if not reader.endless:
+        return dataset.train[: count or None]
+    rows = reader.more(config.data, config.seed, count)
     return examples_of(config, rows, dataset.eval)
 
 
@@ -295,25 +299,67 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
     return [(select(padded, range(s, s + size)), min(size, total - s)) for s in starts]
 
 
-# --- demonstrations -------------------------------------------------------------------------------
+# --- solutions, demonstrations --------------------------------------------------------------------
+
+
+def solution(example: Example, field: str) -> str | None:
+    """Return the worked solution of a problem; None where it has none.
+
+    field: `data.solution_field`, its column; "": the answer. ValueError where there is no such
+    column, or it holds no text.
+    """
+    if not field:
+        return example.answer
+    value = _field(example.metadata, field, "data.solution_field")
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if not isinstance(value, str):
+        raise ValueError(f"data.solution_field must hold text, got {str(value)[:60]!r}")
+    return value if value.strip() else None
+
+
+def encode_solutions(
+    examples: Sequence[Example], tokenizer: Tokenizer, field: str, response_len: int
+) -> dict[str, np.ndarray]:
+    """Return the solutions' tokens with their end, int32 [<= response_len], by prompt_id.
+
+    Solutions that are missing or longer are left out.
+    """
+    encoded = {}
+    for example in examples:
+        text = solution(example, field)
+        tokens = encode_response(text, tokenizer) if text else []
+        if 0 < len(tokens) <= response_len:
+            encoded[example.prompt_id] = np.array(tokens, np.int32)
+    return encoded
+
+
+def encode_response(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a whole response, its end included."""
+    return [*tokenizer.encode(text), tokenizer.end_id]
 
 
 def demonstrations(
-    examples: Sequence[Example], mistake_rate: float, seed: int
-) -> list[tuple[str, str]]:
-    """(prompt, answer) pairs in which each digit of the answer is wrong at `mistake_rate`.
+    examples: Sequence[Example], mistake_rate: float, seed: int, field: str = ""
+) -> list[tuple[Any, str]]:
+    """(prompt, solution) pairs in which each digit of the solution is wrong at `mistake_rate`.
+
+    field: as of `solution`; problems without a solution are left out.
 
     The mistakes leave the policy something to learn from rewards. They depend on seed and prompt_id
     alone.
     """
     pairs = []
     for example in examples:
+        text = solution(example, field)
+        if text is None:
+            continue
         rng = np.random.default_rng([seed, int(example.prompt_id, 16)])
-        wrong = rng.random(len(example.answer)) < mistake_rate
-        shift = rng.integers(1, 10, len(example.answer))
-        answer = "".join(
+        wrong = rng.random(len(text)) < mistake_rate
+        shift = rng.integers(1, 10, len(text))
+        text = "".join(
             str((int(c) + s) % 10) if w and c in "0123456789" else c
-            for c, w, s in zip(example.answer, wrong, shift.tolist())
+            for c, w, s in zip(text, wrong, shift.tolist())
         )
-        pairs.append((example.prompt, answer))
+        pairs.append((example.prompt, text))
     return pairs

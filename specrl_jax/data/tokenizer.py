@@ -62,6 +62,7 @@ class CharacterTokenizer:
             raise ValueError(f"tokenizer.alphabet must not repeat a character, got {twice} twice")
         self.pad_id = 0  # fills arrays
         self.eos_ids = (1,)  # every token that ends a response
+        self.end_id = 1  # the one that ends a given response, as a solution
         self.vocab_size = 2 + len(alphabet)  # one more than the largest id
         self.unused_ids = ()  # [first, stop) of the ids below it that no token has
         self._alphabet = alphabet
@@ -128,10 +129,11 @@ class HuggingFaceTokenizer:
       is one message of a user. Otherwise text is encoded as it is, after the
       beginning-of-sequence token where the tokenizer itself adds one.
     template_options: variables of the chat template.
+    system_prompt: first message of every chat that has no system message of its own; "": none.
     continue_final_message: a last message of the assistant is the begin of the response.
 
     Raises ValueError in one line where `source` has no tokenizer, the hub cannot be reached, or
-    `chat` is set and there is no chat template, or none with these options.
+    `chat` is set and there is no chat template, or none with these options or a system message.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class HuggingFaceTokenizer:
         field: str = "tokenizer.source",
         *,
         template_options: Mapping[str, Any] | None = None,
+        system_prompt: str = "",
         continue_final_message: bool = False,
     ):
         path = resolve(str(source), field, (*_FILES, "*config.json"))
@@ -161,6 +164,7 @@ class HuggingFaceTokenizer:
             )
         self._template = self._dated_template() if chat else ""
         self._options = dict(template_options or {})
+        self._system_prompt = system_prompt
         self._continues = continue_final_message
         for name in self._options:
             if not re.search(rf"\b{re.escape(name)}\b", self._template):
@@ -168,6 +172,11 @@ class HuggingFaceTokenizer:
                     f"tokenizer.template_options.{name} must be a variable of the chat template, "
                     f"that of {self._source} has no {name}"
                 )
+        if system_prompt and not self._takes_system_prompt():
+            raise ValueError(
+                f'tokenizer.system_prompt must be "", since the chat template of {self._source} '
+                "takes no system message; data.instruction can say the same"
+            )
         self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, self._template)
         if not self.eos_ids:
             raise ValueError(
@@ -213,7 +222,7 @@ class HuggingFaceTokenizer:
             if not isinstance(prompt, str):
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
             return self.prefix + self.encode(prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         continues = messages[-1]["role"] == "assistant"
         if continues and not self._continues:
             raise ValueError(
@@ -222,22 +231,43 @@ class HuggingFaceTokenizer:
                 "tokenizer.continue_final_message=True has it continued"
             )
         # The template writes every special token itself, BOS too.
-        return self.encode(self.templated(messages, continues))
+        return self.encode(self.templated(self._with_system_prompt(messages), continues))
 
     def encode_turn(self, text: str) -> list[int]:
         if not self._chat:
             return self.encode(text)
-        said = "\u241e"  # stands for the response, whose tokens are there already
-        messages = [
-            {"role": "user", "content": ""},
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": text},
-        ]
-        _, separator, rest = self.templated(messages).partition(said)
-        if not separator:
+        ids = self._after_response({"role": "user", "content": text})
+        if ids is None:
             raise ValueError(f"{self._source} must have a chat template that writes every turn")
-        ids = self.encode(rest)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends a given response, as a solution: in a chat that which the template
+        writes after one."""
+        after = self._after_response() if self._chat else None
+        return next((token for token in after or () if token in self.eos_ids), self.eos_ids[0])
+
+    def _after_response(self, *messages: dict) -> list[int] | None:
+        """Ids of what the template writes after a response, these messages included; None: it does
+        not write the response."""
+        said = "\u241e"  # stands for the response, whose tokens are there already
+        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": said}, *messages]
+        _, separator, rest = self.templated(chat).partition(said)
+        return self.encode(rest) if separator else None
+
+    def _with_system_prompt(self, messages: Messages) -> Messages:
+        if not self._system_prompt or messages[0]["role"] == "system":
+            return messages
+        return ({"role": "system", "content": self._system_prompt}, *messages)
+
+    def _takes_system_prompt(self) -> bool:
+        """Return whether the template writes the system prompt, as a message or in one."""
+        try:
+            text = self.templated(self._with_system_prompt(({"role": "user", "content": ""},)))
+        except ValueError:
+            return False
+        return self._system_prompt.strip() in text
 
     def templated(self, messages: Iterable[dict], continues: bool = False) -> str:
         """Chat messages as text, up to the begin of the assistant's turn; continues: up to the end
@@ -298,6 +328,7 @@ def load_tokenizer(config: Any) -> Tokenizer:
         return OF_ALPHABET[settings.source](settings.alphabet)
     options = {
         "template_options": settings.template_options.to_dict(),
+        "system_prompt": settings.system_prompt,
         "continue_final_message": settings.continue_final_message,
     }
     if settings.source:

@@ -12,11 +12,13 @@ from specrl_jax.data.prompts import (
     concatenate,
     demonstrations,
     encode_prompts,
+    encode_solutions,
     eval_batches,
     load_examples,
     load_warmup_examples,
     make_example,
     select,
+    solution,
 )
 from specrl_jax.data.readers import READERS
 from specrl_jax.data.tokenizer import CharacterTokenizer
@@ -233,6 +235,27 @@ def test_demonstrations_are_wrong_at_the_rate():
     assert demonstrations(examples[::-1], 0.08, seed=1) == pairs[::-1]
     assert demonstrations(examples, 0.08, seed=2) != pairs
     assert {text for _, text in demonstrations(examples, 0.0, 1)} == {"0123456789 01234"}
+
+
+def test_solutions_by_prompt_id():
+    rows = [
+        {"work": "1 2", "deep": {"work": "7"}}, {"work": None}, {"work": float("nan")},
+        {"work": " "}, {"work": "123456"}, {"work": "12345"},
+    ]  # fmt: skip
+    examples = [make_example(f"{i}>", f"{i}", "t", row) for i, row in enumerate(rows)]
+    assert [solution(example, "work") for example in examples[:2]] == ["1 2", None]
+    assert solution(examples[0], "deep.work") == "7"
+    tokenizer = CharacterTokenizer("0123456789 <>")
+    found = encode_solutions(examples, tokenizer, "work", 6)
+    assert found.keys() == {examples[0].prompt_id, examples[5].prompt_id}
+    np.testing.assert_array_equal(found[examples[0].prompt_id], [3, 12, 4, 1])
+    np.testing.assert_array_equal(found[examples[5].prompt_id], [3, 4, 5, 6, 7, 1])
+    answers = encode_solutions(examples, tokenizer, "", 2)
+    assert [x.tolist() for x in answers.values()] == [[2 + i, 1] for i in range(6)]
+    no_answer = make_example("1>", "", "t", {})  # as of a task with a scorer of its own
+    assert encode_solutions([no_answer], tokenizer, "", 2) == {}
+    line = line_of(solution, make_example("", "", "t", {"work": 3}), "work")
+    assert line == "data.solution_field must hold text, got '3'"
 
 
 # --- encoding -------------------------------------------------------------------------------------

@@ -466,6 +466,51 @@ def test_a_last_message_of_the_assistant_is_continued_or_refused(directory, temp
     )
 
 
+def test_a_system_prompt(directory):
+    """It is the first message, unless the prompt has one of its own; a template may merge it."""
+    tokenizer = chat_of(directory, system_prompt=" it it\n")
+    brief = {"role": "system", "content": " it it\n"}
+    hello = CHAT[:1]
+    plain = chat_of(directory)
+    assert tokenizer.encode_prompt("hello") == plain.encode_prompt((brief, *hello))
+    own = ({"role": "system", "content": "1"}, *hello)
+    assert tokenizer.encode_prompt(own) == plain.encode_prompt(own)
+    assert tokenizer.encode_turn("1") == plain.encode_turn("1")
+    # Gemma 3's template: the system message stands before the first user's.
+    merge = "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }} {% endif %}"
+    merged = chat_of(directory, merge + "{{ messages[-1].content }}", system_prompt=" it it\n")
+    assert merged.decode(merged.encode_prompt("hello")) == "it it hello"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}",  # Gemma 2
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_no_system_prompt(directory, template):
+    line = line_of(chat_of, directory, template, system_prompt="it")
+    assert line == (
+        'tokenizer.system_prompt must be "", since the chat template of tokenizer.source '
+        f"'{directory / 'saved'}' takes no system message; data.instruction can say the same"
+    )
+
+
+def test_the_end_of_a_given_response_is_the_templates(directory):
+    """In plain text it is the tokenizer's own end."""
+    plain = HuggingFaceTokenizer(directory / "saved", chat=False)
+    ends = plain.encode("<|im_end|>")
+    assert [plain.end_id] == ends
+    other = CHATML.replace("<|im_end|>", "<|bos|>") + "{# <|im_end|> #}"
+    assert [chat_of(directory, other).end_id] == ends  # which the template does not write
+    assert [chat_of(directory).end_id] == ends
+    path = directory / "saved" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": plain.encode("<|bos|>")}))
+    assert [chat_of(directory, other).end_id] == plain.encode("<|bos|>")
+    path.unlink()
+
+
 def test_options_of_the_template(directory):
     template = CHATML + "{% if enable_thinking is false %}<think>{% endif %}"
     plain, options = chat_of(directory, template), {"enable_thinking": False}
@@ -491,7 +536,7 @@ def test_a_template_is_told_the_same_date_every_day(directory, quote):
 
 def config(source="", model="", alphabet="", chat=False):
     tokenizer = {"source": source, "alphabet": alphabet, "chat": chat}
-    tokenizer |= {"template_options": {}, "continue_final_message": False}
+    tokenizer |= {"template_options": {}, "continue_final_message": False, "system_prompt": ""}
     return ConfigDict({"tokenizer": tokenizer, "model": {"source": model}})
 
 
