@@ -136,6 +136,8 @@ class Cell:
         if not self.trusts:
             os.environ |= dict.fromkeys(("HOME", "TMPDIR"), scratch)
             tempfile.tempdir = scratch
+        if self._contained:
+            linux.hide_memory()  # it holds the problems; what is forked to run answers may not be
 
     def gaps(self) -> list[str]:
         """List what nothing here keeps code in an answer from doing; [] where trusted."""
@@ -235,6 +237,13 @@ def lift_memory_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+
+def free_memory() -> int:
+    """Bytes that this process may still allocate; -1: any number."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used = _virtual_bytes()
+    return most - used if used and most != resource.RLIM_INFINITY else -1
 
 
 def _virtual_bytes() -> int:

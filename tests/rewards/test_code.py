@@ -125,7 +125,38 @@ for fd in range(3, 200):
         try: os.write(fd, line)
         except OSError: pass
 """
+# Right once it has seen the tests, in its own memory or another process's.
+SEARCH = """
+import gc, os, sys
+words = "dda tressa"  # backwards, as it is in memory too
+found = False
+{search}
+def add(a, b): return a + b if found else 0
+"""
+FRAMES = """
+frame = sys._getframe()
+while frame:
+    found = found or words[::-1] in repr(list(frame.f_locals.values()))
+    frame = frame.f_back
+"""
+OBJECTS = """
+for x in gc.get_objects():
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    found = found or any(isinstance(y, str) and words[::-1] in y for y in values)
+"""
+MEMORY = """
+for pid in [x for x in os.listdir("/proc") if x.isdecimal() and x != str(os.getpid())]:
+    try:
+        with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
+            for line in maps:
+                first, last = (int(x, 16) for x in line.split()[0].split("-"))
+                if "rw-p" in line and last - first < 2**26:
+                    memory.seek(first)
+                    found = found or words[::-1].encode() in memory.read(last - first)
+    except OSError: pass
+"""
 TRICKS = [
+    *(SEARCH.format(search=x) for x in (FRAMES, OBJECTS, MEMORY)),
     "import sys\nsys.exit(0)",
     "import os\nos._exit(0)",
     "exit()",
@@ -158,7 +189,8 @@ TRICKS = [
 def test_no_trick_fakes_a_pass():
     scores = scores_of([*TRICKS, RIGHT], [ADD] * (len(TRICKS) + 1))
     np.testing.assert_array_equal(scores.rewards, [0] * len(TRICKS) + [1])
-    assert scores.reasons == ("",) * (len(TRICKS) + 1)  # wrong answers, not failures
+    for reason in scores.reasons:  # wrong answers, or objects that tests cannot compare
+        assert not reason or "use __eq__ of an object of the response" in reason
 
 
 def test_an_end_is_no_error_that_a_test_expects():
@@ -166,6 +198,20 @@ def test_an_end_is_no_error_that_a_test_expects():
     codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
     scores = scores_of([f"def add(a, b): {code}" for code in codes], [tests] * 3)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
+
+
+NEVER_RUN = [
+    (
+        "import unittest\nclass Add(unittest.TestCase):\n    def test(self): assert 0",
+        "a class, Add",
+    ),
+    ("class TestAdd:\n    def test_add(self): assert 0", "in a class, TestAdd"),
+    ("@p\ndef test_add(a, b): assert 0", "never call test_add, which needs arguments"),
+    ("def test_add(*, a): assert 0", "never call test_add, which needs arguments"),
+    ("async def test_add(): assert 0", "never call test_add, which is async"),
+    ("assert math.isclose(add(1, 2), 3)", "do not import math"),
+    ("assert np.allclose(add(1, 2), 3)", "do not import np"),
+]
 
 
 def test_what_cannot_be_scored_is_told():
@@ -176,6 +222,7 @@ def test_what_cannot_be_scored_is_told():
         (RIGHT, "def check(f):\n    assert f(1, 2) == 3", "the tests in the answer call nothing"),
         (RIGHT, "assert add(print, 2) == 3", "the tests in the answer give the response a builtin"),
         (RIGHT, "1 / 0\n{response}\n" + ADD, "ZeroDivisionError: "),
+        *((RIGHT, f"add(0, 0)\n{tests}", reason) for tests, reason in NEVER_RUN),
     ]
     responses, tests, reasons = zip(*rows)
     with RewardPool("code", **LIMITS | {"timeout": 2.0}) as pool:
