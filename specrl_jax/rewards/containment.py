@@ -139,8 +139,11 @@ class Cell:
         if self._contained:
             linux.hide_memory()  # it holds the problems; what is forked to run answers may not be
 
-    def gaps(self) -> list[str]:
-        """List what nothing here keeps code in an answer from doing; [] where trusted."""
+    def gaps(self, apart: bool = False) -> list[str]:
+        """List what nothing here keeps code in an answer from doing; [] where trusted.
+
+        apart: the code should run in a program of its own, which cannot be started as the owner.
+        """
         if self.trusts:
             return []
         covered = {
@@ -148,6 +151,7 @@ class Cell:
             "open sockets": self._namespaces or self._seccomp,
             "signal other processes": self._namespaces or self._abi >= 6 or self._seccomp,
             "start any number of processes": self._is_limited,
+            "search its memory for the tests": not (apart and self._as_owner),
         }
         return [what for what, by in covered.items() if not by]
 

@@ -181,7 +181,7 @@ class _Template:
             try:
                 self._load()
                 self._cell = make_cell()
-                started = ["", self._cell.gaps()]
+                started = ["", self._cell.gaps(self._settings.name == "code")]
             except BlockingIOError:
                 raise
             except BaseException as error:
