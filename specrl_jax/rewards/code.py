@@ -207,7 +207,7 @@ class _Solution(contextlib.AbstractContextManager):
             if error is None:
                 return reply
             args, text = reply
-            kind = self._find(*error)
+            kind = self._error(*error)
             raised = kind(*args)
             if str(raised) != text:  # the response's class has a __str__ of its own
                 raised = kind(text)
@@ -219,18 +219,23 @@ class _Solution(contextlib.AbstractContextManager):
         """The stand-in for an object of the response, or for a class of its errors."""
         if kind == "object":
             return self._objects.setdefault(*parts, _Object(self, *parts))
-        name, *own = parts
         if kind != "error":
             raise ValueError(kind)
-        if not own:
-            error = getattr(builtins, name)
-            if not issubclass(error, Exception):
-                raise ValueError("the code ends its process")
-            return error
-        number, base = own
+        name, number, base = parts
         if number not in self._errors:
-            self._errors[number] = type(name, (self._find(*base),), {})
+            self._errors[number] = type(name, (self._error(*base),), {})
         return self._errors[number]
+
+    def _error(self, kind: str, *parts) -> type[Exception]:
+        """The class of an error: a built-in one, by its name alone, or that of `_find`.
+
+        No built-in one is ever a value: the name of an error in the response, which a test expects,
+        could else stand for AssertionError.
+        """
+        error = self._find(kind, *parts) if len(parts) > 1 else getattr(builtins, *parts)
+        if not issubclass(error, Exception):
+            raise ValueError("the code ends its process")
+        return error
 
     def _other(self, value: Any, given: code_process.Given) -> Any:
         if type(value) is _Object:
@@ -272,7 +277,7 @@ class _Object:
         return self._solution.call(self._number, *args, **options)
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is _Object:
+        if type(_flat(self)) is _Object and type(_flat(other)) is _Object:
             return self._solution.call("equal", self, other) is True
         return _of_plain("__eq__")(self, other)
 
@@ -283,7 +288,7 @@ class _Object:
 
     @property
     def __class__(self) -> type:
-        return type(self._solution.call("plain", self))
+        return type(_flat(self))
 
     def __instancecheck__(self, instance: object) -> bool:
         return self._solution.call("isinstance", instance, self)
@@ -293,13 +298,18 @@ def _forwarded(name: str) -> Callable:
     return lambda self, *args: self._solution.call(name, self, *args)
 
 
+def _flat(value: Any) -> Any:
+    """The plain data that an object of the response extends; else the value."""
+    return value._solution.call("plain", value) if type(value) is _Object else value
+
+
 def _of_plain(name: str) -> Callable:
     """The operator of the plain data that an object extends; of another object it is refused."""
 
     def operate(self, *args) -> Any:
-        flat = self._solution.call("plain", self)
+        flat = _flat(self)
         if type(flat) is not _Object and hasattr(flat, name):
-            return getattr(flat, name)(*args)
+            return getattr(flat, name)(*map(_flat, args))
         if self._solution.call("defines", self, name):
             raise UnsuitedTestsError(
                 f"the tests in the answer use {name} of an object of the response, which they "
@@ -314,13 +324,11 @@ def _of_plain(name: str) -> Callable:
 
 _OF_ONE = ("__abs__", "__neg__", "__int__", "__float__", "__index__", "__round__", "__enter__",
            "__exit__", "__contains__")  # fmt: skip
-_OF_TWO = ("__lt__", "__le__", "__gt__", "__ge__", *(
-    f"__{side}{name}__" for side in ("", "r") for name in (
-        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"
-    )
-))  # fmt: skip
+_SIGNS = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"]
+_OF_TWO = ["__lt__", "__le__", "__gt__", "__ge__"]
+_OF_TWO += [f"__{name}__" for sign in _SIGNS for name in (sign, f"r{sign}")]
 for _name in code_process.CALLS:
     if _name.startswith("__"):
         setattr(_Object, _name, _forwarded(_name))
-for _name in _OF_ONE + _OF_TWO:
+for _name in (*_OF_ONE, *_OF_TWO):
     setattr(_Object, _name, _of_plain(_name))

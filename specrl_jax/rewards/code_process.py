@@ -178,7 +178,7 @@ class _Server:
 
     def _other(self, value: Any, given: Given) -> Any:
         """Pack an object of the response: by its number, or flat if its class is a library's."""
-        if isinstance(value, type) and issubclass(value, BaseException):
+        if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == NAME:
             return self._class(value)
         flat = plain(value)
         if flat is value or type(value).__module__ == NAME:
