@@ -244,8 +244,8 @@ class _Solution(contextlib.AbstractContextManager):
         if flat is not value:
             return code_process.pack(flat, self._other, given)
         raise UnsuitedTestsError(
-            f"the tests in the answer give the response a {type(value).__name__}, it takes plain "
-            "data: numbers, text, lists, tuples, sets, dicts"
+            f"the tests in the answer give the response a {type(value).__name__}; they can give it "
+            "numbers, text, dates, lists, tuples, sets and dicts"
         )
 
 
