@@ -58,9 +58,14 @@ def score_code(response: str, answer: str, task: str, metadata: dict) -> float:
             names |= {name: x for name, x in solution.names().items() if name not in own}
             exec(program, names)
             for name in functions:
-                names[name]()
+                if names[name]() not in (None, True):  # False, or a generator that has not begun
+                    raise UnsuitedTestsError(f"the tests' {name} returns a value: it must assert")
         except UnsuitedTestsError:
             raise
+        except ImportError as error:
+            if error.name:  # of the tests' own: an error of the response has only its arguments
+                raise
+            return 0.0
         except BaseException:  # SystemExit too
             return 0.0
         if not solution.calls:

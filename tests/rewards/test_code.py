@@ -79,6 +79,7 @@ def test_code_that_passes_its_tests():
         (f"So:\n```python\n{RIGHT}```\nThat is it.", ADD, 1),
         (f"```\nadd = 5\n```\nBetter:\n```py\n{RIGHT}", ADD, 1),  # cut before the fence's end
         (RIGHT.replace("+", "-"), ADD, 0),
+        ("def add(a, b):\n    import no_such_module", ADD, 0),
         ("add = ", ADD, 0),
         ("", ADD, 0),
         (f"print('hello')\nimport numpy as np\n{RIGHT.replace('a +', 'np.int64(a) +')}", ADD, 1),
@@ -329,6 +330,9 @@ NEVER_RUN = [
     ("@p\ndef test_add(a, b): assert 0", "never call test_add, which needs arguments"),
     ("def test_add(*, a): assert 0", "never call test_add, which needs arguments"),
     ("async def test_add(): assert 0", "never call test_add, which is async"),
+    ("def test_add():\n    yield\n    assert 0", "test_add returns a value"),
+    ("def test_add(): return add(1, 2) == 4", "test_add returns a value"),
+    ("import no_such_module", "No module named 'no_such_module'"),
     ("assert math.isclose(add(1, 2), 3)", "do not import math"),
     ("assert 1 in Trie()", "use __contains__ of an object of the response"),
     ("assert V(1) + V(2)", "use __add__ of an object of the response"),
