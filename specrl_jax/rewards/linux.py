@@ -142,7 +142,7 @@ def give_up_root(user: int, as_owner: bool) -> None:
 
 def acts_as_owner() -> bool:
     """Return whether this process may read files of root that what it executes may not."""
-    return LINUX and _libc.setfsuid(-1) != os.geteuid()
+    return LINUX and _libc.setfsuid(-1) % 2**32 != os.geteuid()  # ctypes reads a signed int
 
 
 # Namespaces ---------------------------------------------------------------------------------------
