@@ -80,6 +80,8 @@ def test_code_that_passes_its_tests():
         (f"```\nadd = 5\n```\nBetter:\n```py\n{RIGHT}", ADD, 1),  # cut before the fence's end
         (RIGHT.replace("+", "-"), ADD, 0),
         ("def add(a, b):\n    import no_such_module", ADD, 0),
+        (RIGHT.replace("    return", "    x = bytearray(400 << 20)\n    return"), ADD, 1),
+        (RIGHT.replace("    return", "    x = bytearray(520 << 20)\n    return"), ADD, 0),
         ("add = ", ADD, 0),
         ("", ADD, 0),
         (f"print('hello')\nimport numpy as np\n{RIGHT.replace('a +', 'np.int64(a) +')}", ADD, 1),
