@@ -77,7 +77,7 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     settings = config.reward
     environment = config.environment
     fields = {f: settings[f] for f in ("timeout", "memory_mib", "workers", "threshold", "extract")}
-    named = {"environment": environment.name, "form": settings.format}
+    named = {"environment": environment.name, "format": settings.format}
     pool = make_pool(settings.name, **named, **fields)
     inputs = (pool, tokenizer, settings.keep_special_tokens)
     if not environment.name:

@@ -16,9 +16,9 @@ from specrl_jax.config import table
 # Field → its value where there is no task yet.
 OF_TASK: dict[str, Any] = {
     "data.render": "", "data.instruction": "", "data.answer_pattern": "",
-    "data.solution_field": "", "reward.extract": "", "reward.threshold": 0.0,
+    "data.solution_field": "", "reward.extract": "", "reward.format": "", "reward.threshold": 0.0,
 }  # fmt: skip
-_OF_REWARD = ("reward.extract", "reward.threshold")
+_OF_REWARD = ("reward.extract", "reward.format", "reward.threshold")
 _OF_FILES = {"data.name": "", "data.prompts": 0}  # all rows; the task is named after the file
 
 _SECTION = re.compile(r"\s+(?:(\w+)\.)?(\w+) = (\w+) = ConfigDict\(\)")

@@ -77,15 +77,11 @@ class Responses:
 
 def mean_by_function(rollouts: Sequence[Responses]) -> dict[str, float]:
     """Mean reward of each function of a sum, before its weight; without padding."""
-    return {
-        name: float(
-            np.mean(
-                np.concatenate([x.scores.by_function[name][: x.num_rows] for x in rollouts]),
-                dtype=np.float64,
-            )
-        )
-        for name in rollouts[0].scores.by_function
-    }
+    means = {}
+    for name in rollouts[0].scores.by_function:
+        rewards = [x.scores.by_function[name][: x.num_rows] for x in rollouts]
+        means[name] = float(np.concatenate(rewards).mean(dtype=np.float64))
+    return means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +125,21 @@ class ResponseScorer:
         return self.tokenizer.decode(ids, self.keep_special_tokens)
 
     def score(self, texts: Sequence, *problems: list) -> Rewards:
-        """The pool's scores; every process scores a part and gets those of the others."""
+        """The pool's scores; every process scores a part and gets those of the others.
+
+        What a pool raises in one process is raised in all.
+        """
         part = hosts.own_part(len(texts))
-        own = self.pool.score(texts[part], *(values[part] for values in problems))
-        return Rewards.joined(hosts.gather(own))
+        own: Rewards | Exception
+        try:
+            own = self.pool.score(texts[part], *(values[part] for values in problems))
+        except Exception as error:
+            own = error
+        parts = hosts.gather(own)
+        for x in parts:
+            if isinstance(x, Exception):
+                raise x
+        return Rewards.joined(parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

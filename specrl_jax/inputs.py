@@ -91,6 +91,11 @@ def answer_pattern(text: str, field: str) -> re.Pattern | None:
     return pattern if text else None
 
 
+_TERM = re.compile(
+    r"\s*((?:[^\W\d][\w.:]*)?)\s*(?:\*\s*(-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*)?", re.ASCII
+)
+
+
 def reward_terms(text: str) -> dict[str, float]:
     """Return the weight of each function in reward.name: "math*0.8+format" → 0.8 and 1.
 
@@ -100,10 +105,13 @@ def reward_terms(text: str) -> dict[str, float]:
     form = "must be FUNCTION, or a sum as math*0.8+format*0.2 that names each function once"
     with one_line(f"reward.name {form}, got {text!r}"):
         for term in text.split("+"):
-            name, has_weight, weight = term.partition("*")
-            if name.strip() in weights:
-                raise ValueError(f"{name.strip()} is named twice")
-            weights[name.strip()] = float(weight) if has_weight else 1.0
+            match = _TERM.fullmatch(term)
+            if not match:
+                raise ValueError(f"a weight follows its function, as math*0.8, got {term.strip()}")
+            name, weight = match.groups()
+            if name in weights:
+                raise ValueError(f"{name} is named twice")
+            weights[name] = float(weight or 1)
         if not all(map(math.isfinite, weights.values())):
             raise ValueError("a weight must be finite")
         if len(weights) > 1 and "" in weights:

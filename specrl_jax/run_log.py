@@ -55,7 +55,7 @@ class RunLog(contextlib.AbstractContextManager):
             inputs = {"tracker": settings.tracker, "config": run.config.to_dict()}
             inputs["functions"] = [*reward_terms(run.config.reward.name)]
             self._metrics = MetricsLog(folder, total_steps=run.total_steps, **inputs)
-        warn = self._metrics.warn
+        warn = self._metrics.show
         self._page = ReportWriter(folder, self._writes and settings.report, warn)
         self._failures = FailureLog(folder if self._writes else None, warn)
         self._text = run.scorer.text
@@ -116,14 +116,14 @@ class RunLog(contextlib.AbstractContextManager):
         prompts = responses.prompts
         group = int(np.argmax(np.ptp(responses.group_rewards, axis=1)))
         prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
-        self._metrics.warn(f"step {self._step}, a prompt: {_shown(prompt)}")
+        self._metrics.show(f"step {self._step}, a prompt: {_shown(prompt)}")
         rewards = responses.group_rewards[group]
         for place in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
             row = group * responses.group_size + place
             parts = [f"{name} {x[row]:.3g}" for name, x in responses.scores.by_function.items()]
             reward = f"{rewards[place]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
-            text = self._decode(responses.tokens[row, : responses.lens[row]].tolist())
-            self._metrics.warn(f"  reward {reward}: {_shown(text)}")
+            text = self._text(responses.tokens[row, : responses.lens[row]])
+            self._metrics.show(f"  reward {reward}: {_shown(text)}")
 
     def record_failures(self, rollouts: Sequence[Responses]) -> None:
         """Write the answers that could not be scored.

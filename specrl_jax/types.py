@@ -16,6 +16,8 @@ from jax import Array
 
 from specrl_jax.sharding import axes
 
+PADDING = "<padding>"  # task of an `Example` that fills up a batch; no file of data has that name
+
 
 class StatePart:
     """A part of the run's state: it saves, restores and describes itself."""

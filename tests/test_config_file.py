@@ -73,6 +73,9 @@ def test_a_reward_of_ones_own_gets_the_whole_response():
     config, reset = own_task("smollm2", reward__name="mine:score")
     assert reset == {"reward.extract": r"(-?\d+)"}
     assert config.data.instruction
+    config.reward.format = ".*"
+    preset = small_runs.preset("smollm2")
+    assert config_file.begin_own_task(config, preset, {"reward.name"}) == {"reward.format": ".*"}
 
 
 def test_the_presets_own_task_stays_as_it_is():

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from rollout_reference import KEY, check_equal, host, make_spec
 from small_runs import Sums, records, saved, small_config
 
+from specrl_jax import hosts
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.episodes import EpisodeScorer, ResponseScorer
@@ -56,6 +57,25 @@ def test_rewards_see_special_tokens_where_they_are_kept(tmp_path):
         for keep in (False, True)
     ]
     assert seen == [["4 5", "4", "", ""], ["<think> 4 <think> 5", "<think> 4", "", ""]]
+
+
+def test_what_a_reward_raises_in_one_process_is_raised_in_all(monkeypatch):
+    class Broken:
+        def score(self, *batch):
+            raise ValueError("no server")
+
+    parts = []
+
+    def gather(own):
+        parts.append(own)
+        return parts
+
+    monkeypatch.setattr(hosts, "gather", gather)
+    with RewardPool("exact", timeout=1.0, memory_mib=64, workers=1) as pool:
+        for one in (Broken(), pool):  # of two processes
+            with pytest.raises(ValueError, match="no server"):
+                ResponseScorer(one, None).score(["a"], [""], [""], [{}])
+    assert len(parts) == 2
 
 
 def spec_of(**changes):

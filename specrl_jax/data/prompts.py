@@ -19,7 +19,7 @@ import numpy as np
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import answer_pattern, json_value, one_line, reward_terms
-from specrl_jax.types import Example, Prompts
+from specrl_jax.types import PADDING, Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
@@ -85,7 +85,7 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
     render = _load_render(data.render) if data.render else None
     pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
     # A task's own scorer reads the whole row.
-    needs_answer = data.source not in reward_terms(config.reward.name)
+    needs_answer = any(term != data.source for term in reward_terms(config.reward.name))
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
@@ -291,7 +291,7 @@ def eval_batches(encoded: EncodedDataset, size: int) -> list[tuple[Prompts, int]
     """
     total = len(encoded.examples)
     missing = -total % size
-    filler = tuple(make_example("", str(i), "padding", {}) for i in range(missing))
+    filler = tuple(make_example("", str(i), PADDING, {}) for i in range(missing))
     tokens = np.full((missing, encoded.tokens.shape[1]), encoded.tokens[0, 0], np.int32)
     ids = words([example.prompt_id for example in filler])
     padded = concatenate(encoded, Prompts(tokens, np.ones(missing, np.int32), ids, filler))

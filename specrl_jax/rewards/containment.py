@@ -136,9 +136,14 @@ class Cell:
         if not self.trusts:
             os.environ |= dict.fromkeys(("HOME", "TMPDIR"), scratch)
             tempfile.tempdir = scratch
+        if self._contained:
+            linux.hide_memory()  # it holds the problems; what is forked to run answers may not be
 
-    def gaps(self) -> list[str]:
-        """List what nothing here keeps code in an answer from doing; [] where trusted."""
+    def gaps(self, apart: bool = False) -> list[str]:
+        """List what nothing here keeps code in an answer from doing; [] where trusted.
+
+        apart: the code should run in a program of its own, which cannot be started as the owner.
+        """
         if self.trusts:
             return []
         covered = {
@@ -146,6 +151,7 @@ class Cell:
             "open sockets": self._namespaces or self._seccomp,
             "signal other processes": self._namespaces or self._abi >= 6 or self._seccomp,
             "start any number of processes": self._is_limited,
+            "search its memory for the tests": not (apart and self._as_owner),
         }
         return [what for what, by in covered.items() if not by]
 
@@ -235,6 +241,13 @@ def lift_memory_limit() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+
+def free_memory() -> int:
+    """Bytes that this process may still allocate; -1: any number."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used = _virtual_bytes()
+    return most - used if used and most != resource.RLIM_INFINITY else -1
 
 
 def _virtual_bytes() -> int:

@@ -21,7 +21,14 @@ LINUX = sys.platform == "linux"
 # System calls -------------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
-_SET_PDEATHSIG, _KEEP_CAPS, _GET_SECCOMP, _SET_SECCOMP, _SET_SUBREAPER = 1, 8, 21, 22, 36
+_SET_PDEATHSIG, _SET_DUMPABLE, _KEEP_CAPS, _GET_SECCOMP, _SET_SECCOMP, _SET_SUBREAPER = (
+    1,
+    4,
+    8,
+    21,
+    22,
+    36,
+)
 _NO_NEW_PRIVS = 38
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 _NEW_NS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
@@ -78,6 +85,11 @@ def is_short(error: OSError) -> bool:
     return error.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
+def hide_memory() -> None:
+    """Let no other process without rights read this one's memory, nor that of what it forks."""
+    call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+
+
 # Users --------------------------------------------------------------------------------------------
 
 _SET_USER = 1 << 7  # CAP_SETUID
@@ -126,6 +138,11 @@ def give_up_root(user: int, as_owner: bool) -> None:
         if _libc.setfsuid(-1) != 0:  # it returns the former one, whether it changes it or not
             raise PermissionError("setfsuid: the user of files cannot be root")
     drop_capabilities()
+
+
+def acts_as_owner() -> bool:
+    """Return whether this process may read files of root that what it executes may not."""
+    return LINUX and _libc.setfsuid(-1) % 2**32 != os.geteuid()  # ctypes reads a signed int
 
 
 # Namespaces ---------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from specrl_jax.rewards.code import score_code
 
 Scorer = Callable[[str, str, str, dict], float]
 
-FORMAT = r"\s*<think>.+?</think>\s*\S.*"  # of a response that thinks, then answers
+# A response that thinks once, then answers.
+FORMAT = r"\s*<think>(?!\s*</think>)((?!</?think>).)+</think>(?=\s*\S)((?!</?think>).)+"
 
 MAX_MATH_TEXT = 2_000  # characters for math-verify, whose patterns are not linear in length
 MAX_MATH_END = 100  # characters of what follows the last word, to be read as a whole
@@ -70,9 +71,11 @@ def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -
     return _reasoning_gym_scorer(task)(response, metadata)
 
 
-def score_format(response: str, answer: str, task: str, metadata: dict, form: re.Pattern) -> float:
+def score_format(
+    response: str, answer: str, task: str, metadata: dict, format: re.Pattern
+) -> float:
     """1 if the whole response matches the pattern of `reward.format`."""
-    return float(form.fullmatch(response) is not None)
+    return float(format.fullmatch(response) is not None)
 
 
 SCORERS: dict[str, Scorer] = {
@@ -99,15 +102,15 @@ WHOLE = frozenset({"format"})
 OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
 
 
-def named_scorers(form: str = "") -> dict[str, Scorer]:
-    """The scorers by name; form: `reward.format`. Raises ValueError in one line."""
-    with one_line(f"reward.format must be a regular expression, got {form!r}"):
-        pattern = re.compile(form or FORMAT, re.DOTALL)
-    return SCORERS | {"format": functools.partial(score_format, form=pattern)}
+def named_scorers(format: str = "") -> dict[str, Scorer]:
+    """The scorers by name; format: `reward.format`. Raises ValueError in one line."""
+    with one_line(f"reward.format must be a regular expression, got {format!r}"):
+        pattern = re.compile(format or FORMAT, re.DOTALL)
+    return SCORERS | {"format": functools.partial(score_format, format=pattern)}
 
 
-def load_scorer(name: str, form: str = "") -> Scorer:
-    """The scorer called `name`; ValueError in one line if there is none. form: `reward.format`."""
+def load_scorer(name: str, format: str = "") -> Scorer:
+    """The scorer called `name`; ValueError in one line without one. format: `reward.format`."""
 
     def check(scorer: Scorer) -> None:
         own = inspect.signature(scorer)
@@ -126,7 +129,7 @@ def load_scorer(name: str, form: str = "") -> Scorer:
             raise ValueError(f"it takes {str(own)[:60]}; {advice}") from None
 
     signature = "module:function(response, answer, task, metadata)"
-    return load_by_name("reward.name", named_scorers(form), name, signature, check)
+    return load_by_name("reward.name", named_scorers(format), name, signature, check)
 
 
 def is_batched(scorer: Callable) -> bool:
@@ -135,17 +138,17 @@ def is_batched(scorer: Callable) -> bool:
 
 
 def load_by_name(
-    field: str, table: Mapping[str, Any], name: str, form: str, check: Callable[[Any], None]
+    field: str, table: Mapping[str, Any], name: str, usage: str, check: Callable[[Any], None]
 ) -> Any:
     """`table[name]`, or what the user's name "module:attribute" stands for.
 
-    field: of the config, and `form`, how to write such a name, are for the error.
+    field: of the config, and `usage`, how to write such a name, are for the error.
     check: raises where the attribute is of another kind.
     """
     if name in table:
         return table[name]
     with one_line(
-        f"{field} must be one of {', '.join(table)} or {form} of a module in the current "
+        f"{field} must be one of {', '.join(table)} or {usage} of a module in the current "
         f"directory or on PYTHONPATH, got {name!r}"
     ):
         if name.startswith("__main__"):

@@ -14,34 +14,35 @@ import numpy as np
 from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.rewards.scorers import WHOLE, is_batched, load_scorer
 from specrl_jax.rewards.worker_process import MAX_SCORE
-from specrl_jax.rewards.workers import RewardPool, Rewards, reach
+from specrl_jax.rewards.workers import RewardPool, Rewards, apply_threshold
+from specrl_jax.types import PADDING
 
 
 def make_pool(
-    name: str, *, threshold: float, environment: str = "", form: str = "", **limits
+    name: str, *, threshold: float, environment: str = "", format: str = "", **limits
 ) -> "RewardPool | RewardSum":
     """Make what scores by `reward.name`; a mistake is raised here, in one line.
 
     threshold: > 0: the reward is 1 where the score, of a sum the sum, reaches it, else 0.
-    form: `reward.format`. limits: further arguments of `RewardPool`.
+    format: `reward.format`. limits: further arguments of `RewardPool`.
     """
     if environment:
         return RewardPool(name, threshold=threshold, environment=environment, **limits)
     weights = reward_terms(name)
-    functions = {term: load_scorer(term, form) for term in weights}
+    functions = {term: load_scorer(term, format) for term in weights}
     batched = {term for term, function in functions.items() if is_batched(function)}
     if limits["extract"] and not functions.keys() - batched - WHOLE:
         raise ValueError(
             f'reward.extract must be "" where reward.name is {name}, which takes the whole response'
         )
     if weights == {name: 1.0} and not batched:
-        return RewardPool(name, threshold=threshold, form=form, **limits)
-    pools = {
-        term: BatchScorer(term, function)
-        if term in batched
-        else RewardPool(term, form=form, **limits)
-        for term, function in functions.items()
-    }
+        return RewardPool(name, threshold=threshold, format=format, **limits)
+    pools: dict[str, RewardPool | BatchScorer] = {}
+    for term, function in functions.items():
+        if term in batched:
+            pools[term] = BatchScorer(term, function)
+        else:
+            pools[term] = RewardPool(term, format=format, **limits)
     return RewardSum(pools, weights, threshold)
 
 
@@ -82,7 +83,7 @@ class RewardSum(contextlib.AbstractContextManager):
             for row in np.flatnonzero(scores.failed):
                 reasons[row] = reasons[row] or f"{scores.reasons[row]} (in {name})"
         failed = np.array([bool(reason) for reason in reasons], np.bool_)
-        rewards = reach(total.astype(np.float32), self._threshold)
+        rewards = apply_threshold(total.astype(np.float32), self._threshold)
         return Rewards(
             rewards=np.where(failed, np.float32(0), rewards),
             failed=failed,
@@ -109,7 +110,7 @@ class BatchScorer:
     def score(self, responses, answers, tasks, metadatas) -> Rewards:
         """Score B responses. Raises ValueError in one line where the function does not give B
         numbers; nan is an answer that could not be scored."""
-        real = [i for i, row in enumerate(metadatas) if row]  # padding has no row of the data
+        real = [i for i, task in enumerate(tasks) if task != PADDING]
         scores = np.zeros(len(responses))
         if real:
             given = {

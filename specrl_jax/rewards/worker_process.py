@@ -77,7 +77,7 @@ class Loaded(NamedTuple):
     alone: frozenset[str] | None
 
 
-def load(name: str, extract: str, environment: str, form: str) -> Loaded:
+def load(name: str, extract: str, environment: str, format: str) -> Loaded:
     """Load the scorer or the environment; ValueError in one line."""
     if environment:
         make = load_environment(environment)
@@ -89,7 +89,7 @@ def load(name: str, extract: str, environment: str, form: str) -> Loaded:
         contained = bool(getattr(make, "contained", True))
         trusted = not contained or environment in ENVIRONMENTS
         return Loaded(step, contained, frozenset() if trusted else None)
-    scorer = load_scorer(name, form)
+    scorer = load_scorer(name, format)
     pattern = answer_pattern("" if name in WHOLE else extract, "reward.extract")
 
     def score(response: str, answer: str, task: str, metadata: dict) -> Result:
@@ -181,7 +181,7 @@ class _Template:
             try:
                 self._load()
                 self._cell = make_cell()
-                started = ["", self._cell.gaps()]
+                started = ["", self._cell.gaps(self._settings.name == "code")]
             except BlockingIOError:
                 raise
             except BaseException as error:
@@ -198,8 +198,8 @@ class _Template:
     def _load(self) -> None:
         linux.adopt_orphans()
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else a line per odd answer
-        name, extract, environment, form, *_ = self._settings
-        self._loaded = load(name, extract, environment, form)
+        name, extract, environment, format, *_ = self._settings
+        self._loaded = load(name, extract, environment, format)
         # Imports and compiled patterns. What executes answers and the user's function wait.
         if name in SCORERS and self._loaded.alone is not None:
             with contextlib.suppress(Exception):

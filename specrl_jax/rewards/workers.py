@@ -70,7 +70,7 @@ class Rewards:
         )
 
 
-def reach(scores: np.ndarray, threshold: float) -> np.ndarray:
+def apply_threshold(scores: np.ndarray, threshold: float) -> np.ndarray:
     """Rewards of scores, float32 [B]: with a threshold > 0 1 from there on, else 0."""
     return (scores >= np.float32(threshold)).astype(np.float32) if threshold > 0 else scores
 
@@ -88,7 +88,7 @@ class RewardPool(contextlib.AbstractContextManager):
     extract: a regular expression; group 1 of its last match is the answer (no match: reward 0).
     environment: of `ENVIRONMENTS`, or module:Class; it takes the place of the scorer, and a
       response is then the texts of an episode's turns so far.
-    form: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
+    format: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class RewardPool(contextlib.AbstractContextManager):
         threshold: float = 0.0,
         extract: str = "",
         environment: str = "",
-        form: str = "",
+        format: str = "",
     ):
-        loaded = worker_process.load(name, extract, environment, form)  # a mistake is raised here
+        loaded = worker_process.load(name, extract, environment, format)  # a mistake is raised here
         # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
         # it may backtrack for ever.
         inline = name == "exact" and not extract and not environment
         count = 0 if inline else int(workers) or min(os.cpu_count() or 1, 16)
         limits = (float(timeout), int(memory_mib))
-        settings = Settings(name, extract, environment, form, *limits, loaded.contained)
+        settings = Settings(name, extract, environment, format, *limits, loaded.contained)
         self._workers = [_Worker(settings) for _ in range(count)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -155,7 +155,7 @@ class RewardPool(contextlib.AbstractContextManager):
         scores = np.array([result.score for result in results], np.float32)
         failed = np.array([bool(result.failure) for result in results], np.bool_)
         return Rewards(
-            rewards=np.where(failed, np.float32(0), reach(scores, self._threshold)),
+            rewards=np.where(failed, np.float32(0), apply_threshold(scores, self._threshold)),
             failed=failed,
             reasons=tuple(result.failure for result in results),
             done=np.array([result.done for result in results], np.bool_),

@@ -282,8 +282,8 @@ class MetricsLog(contextlib.AbstractContextManager):
         self._console.show(step, epoch, scalars)
         self._tracker.log(step, epoch, scalars)
 
-    def warn(self, line: str) -> None:
-        """Shows a line to the user."""
+    def show(self, line: str) -> None:
+        """Show a line to the user."""
         self._console.write_line(line)
 
     def __exit__(self, *_: object) -> None:
@@ -300,7 +300,7 @@ class NoLog(contextlib.AbstractContextManager):
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         pass
 
-    def warn(self, line: str) -> None:
+    def show(self, line: str) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:

@@ -120,8 +120,9 @@ def test_other_tasks_without_a_stored_answer(name):
     assert {example.answer for example in data.train + data.eval} == {""}
 
 
-def test_a_task_without_a_stored_answer_needs_its_own_scorer():
+@pytest.mark.parametrize("reward", ["exact", "reasoning_gym+exact"])
+def test_a_task_without_a_stored_answer_needs_its_own_scorer(reward):
     pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
-    line = line_of(load_examples, gym("rush_hour", prompts=2, eval_prompts=1))
+    line = line_of(load_examples, gym("rush_hour", reward=reward, prompts=2, eval_prompts=1))
     rule = "data.answer_field answer must hold an answer for every prompt, got None"
     assert line == f"{rule} (rush_hour row 0)"

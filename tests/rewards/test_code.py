@@ -17,6 +17,12 @@ from specrl_jax.rewards.workers import RewardPool
 LIMITS = {"timeout": 10.0, "memory_mib": 512, "workers": 2}
 
 
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool("code", **LIMITS) as pool:
+        yield pool
+
+
 def scores_of(responses, tests):
     with RewardPool("code", **LIMITS) as pool:
         return score(pool, responses, tests)
@@ -73,6 +79,9 @@ def test_code_that_passes_its_tests():
         (f"So:\n```python\n{RIGHT}```\nThat is it.", ADD, 1),
         (f"```\nadd = 5\n```\nBetter:\n```py\n{RIGHT}", ADD, 1),  # cut before the fence's end
         (RIGHT.replace("+", "-"), ADD, 0),
+        ("def add(a, b):\n    import no_such_module", ADD, 0),
+        (RIGHT.replace("    return", "    x = bytearray(400 << 20)\n    return"), ADD, 1),
+        (RIGHT.replace("    return", "    x = bytearray(520 << 20)\n    return"), ADD, 0),
         ("add = ", ADD, 0),
         ("", ADD, 0),
         (f"print('hello')\nimport numpy as np\n{RIGHT.replace('a +', 'np.int64(a) +')}", ADD, 1),
@@ -85,6 +94,108 @@ def test_code_that_passes_its_tests():
     scores = scores_of(responses, tests)
     assert scores.reasons == ("",) * len(rows)
     np.testing.assert_array_equal(scores.rewards, right)
+
+
+LINES = """
+from collections import OrderedDict, namedtuple
+from typing import NamedTuple
+import enum
+class LRU(OrderedDict):
+    def put(self, key): self[key] = 1
+class Stack(list):
+    def push(self, x): self.append(x)
+Pair = namedtuple("Pair", "x y")
+class Point(NamedTuple):
+    x: int = 1
+class Color(enum.IntEnum):
+    RED = 1
+class Word(str):
+    def __str__(self): return "other"
+"""
+NUMBERS = """
+from fractions import Fraction
+from decimal import Decimal
+from datetime import date, datetime, timedelta
+def third(): return Fraction(1, 3)
+def tenth(): return Decimal("0.1")
+def later(day): return day + timedelta(1)
+def upto(n): return range(n)
+def big(): return 10**5000
+"""
+POINTS = """
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class A:
+    x: int
+class V:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return self.x == getattr(other, "x", other)
+    def __add__(self, other): return V(self.x + other.x)
+class Trie:
+    def __contains__(self, word): return True
+class Node:
+    def __init__(self): self.next = self
+"""
+GRID = """
+def clear(grid, *, counts):
+    grid[0][0] = 0
+    counts["zeros"] = 1
+    grid.sort()
+    return grid
+def merge(rows): rows[0].append(1)
+"""
+ERRORS = """
+class EmptyError(Exception):
+    def __init__(self, name, code): self.code = code
+    def __str__(self): return "empty"
+class DeepError(EmptyError): pass
+def pop(kind):
+    if kind == "deep": raise DeepError("x", 2)
+    if kind == "key": raise KeyError("a")
+    b"\\xff".decode()
+"""
+
+
+@pytest.mark.parametrize(
+    ("response", "tests"),
+    [
+        (LINES, "x = LRU()\nx.put('a')\nassert len(x) == 1 and list(x) == ['a'] and x == {'a': 1}"),
+        (LINES, "x = Stack([1])\nx.push(2)\nassert x == [1, 2] and x[1] == 2 and x + [3] > [1, 2]"),
+        (LINES, "x = Stack([1])\nassert 1 in x and 2 not in x and isinstance(x, list)"),
+        (LINES, "assert Pair(1, 2).y == 2 and Pair(1, 2) == (1, 2) and Point().x == 1"),
+        (LINES, "x, y = Pair(3, 4)\nassert (x, y) == (3, 4) and Pair(1, 2) < Pair(1, 3)"),
+        (LINES, "assert Color.RED.name == 'RED' and Color(1) == 1 and Color(1) is Color.RED"),
+        (LINES, "assert Word('a') == 'a' and Word('a') + 'b' == 'ab'"),
+        (NUMBERS, "from fractions import Fraction\nassert third() == Fraction(1, 3)"),
+        (NUMBERS, "from decimal import Decimal\nassert tenth() == Decimal('0.1')"),
+        (NUMBERS, "from datetime import date\nassert later(date(2024, 2, 28)).day == 29"),
+        (NUMBERS, "from datetime import datetime as d\nassert later(d(2024, 1, 1, 2)).hour == 2"),
+        (NUMBERS, "assert upto(3) == range(3) and later.__name__ == 'later'\nupto(1)"),
+        (NUMBERS, "assert big() == 10**5000"),
+        (POINTS, "assert A(1) == A(1) and len({A(1), A(1), A(2)}) == 2 and V(1) == V(1)"),
+        (f"from __future__ import annotations\n{POINTS}", "assert A(1).x == 1"),
+        (POINTS, "x = Node()\nassert x.next is x"),
+        (GRID, "g = [[3], [1]]\nrow = g[0]\nc = {}\nassert clear(g, counts=c) is g\n"
+               "assert g == [[0], [1]] and row == [0] and row is g[0] and c == {'zeros': 1}"),
+        (GRID, "row = [0]\nrows = [row, row]\nmerge(rows)\nassert rows == [[0, 1], [0, 1]]"),
+        (ERRORS, "try: pop('deep')\nexcept EmptyError as e: assert str(e) == 'empty'"),
+        (ERRORS, "try: pop('key')\nexcept KeyError as e: assert str(e) == \"'a'\""),
+        (ERRORS, "try: pop('')\nexcept UnicodeDecodeError: pass\nelse: assert 0"),
+        ("def double(x): return 2 * x", "def double(x):\n{response}\nassert double(2) == 4"),
+        ("    return 2 * x", "def double(x):\n{response}\nassert double(2) == 4"),
+        ("    return 2 * x", "def max(x):\n{response}\nassert max(2) == 4"),
+        ("    return 2 * x", "async def double(x):\n{response}\nassert hasattr(double(2), 'send')"),
+        ("        return 2 * x", "class S:\n    def f(self, x):\n{response}\nassert S().f(2) == 4"),
+        (
+            "class S:\n    def f(self, x): return 2 * x",
+            'class S:\n    def f(self, x):\n        """D."""\n{response}\nassert S().f(2) == 4',
+        ),
+    ],
+)  # fmt: skip
+def test_right_code_passes(pool, response, tests):
+    scores = score(pool, [response], [tests])
+    assert scores.reasons == ("",)
+    np.testing.assert_array_equal(scores.rewards, [1])
 
 
 def test_code_around_a_response():
@@ -125,7 +236,38 @@ for fd in range(3, 200):
         try: os.write(fd, line)
         except OSError: pass
 """
+# Right once it has seen the tests, in its own memory or another process's.
+SEARCH = """
+import gc, os, sys
+words = "dda tressa"  # backwards, as it is in memory too
+found = False
+{search}
+def add(a, b): return a + b if found else 0
+"""
+FRAMES = """
+frame = sys._getframe()
+while frame:
+    found = found or words[::-1] in repr(list(frame.f_locals.values()))
+    frame = frame.f_back
+"""
+OBJECTS = """
+for x in gc.get_objects():
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    found = found or any(isinstance(y, str) and words[::-1] in y for y in values)
+"""
+MEMORY = """
+for pid in [x for x in os.listdir("/proc") if x.isdecimal() and x != str(os.getpid())]:
+    try:
+        with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
+            for line in maps:
+                first, last = (int(x, 16) for x in line.split()[0].split("-"))
+                if "rw-p" in line and last - first < 2**26:
+                    memory.seek(first)
+                    found = found or words[::-1].encode() in memory.read(last - first)
+    except OSError: pass
+"""
 TRICKS = [
+    *(SEARCH.format(search=x) for x in (FRAMES, OBJECTS, MEMORY)),
     "import sys\nsys.exit(0)",
     "import os\nos._exit(0)",
     "exit()",
@@ -158,14 +300,47 @@ TRICKS = [
 def test_no_trick_fakes_a_pass():
     scores = scores_of([*TRICKS, RIGHT], [ADD] * (len(TRICKS) + 1))
     np.testing.assert_array_equal(scores.rewards, [0] * len(TRICKS) + [1])
-    assert scores.reasons == ("",) * (len(TRICKS) + 1)  # wrong answers, not failures
+    for reason in scores.reasons:  # wrong answers, or objects that tests cannot compare
+        assert not reason or "use __eq__ of an object of the response" in reason
 
 
-def test_an_end_is_no_error_that_a_test_expects():
+def test_an_end_is_no_error_that_a_test_expects(pool):
     tests = "try:\n    add(1, 2)\nexcept Exception:\n    pass\nelse:\n    assert False\n"
     codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
-    scores = scores_of([f"def add(a, b): {code}" for code in codes], [tests] * 3)
+    scores = score(pool, [f"def add(a, b): {code}" for code in codes], [tests] * 3)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
+
+
+def test_an_error_that_a_test_expects_is_no_failed_assertion(pool):
+    tests = "try:\n    add(1, 2)\n    assert False\nexcept BadError:\n    pass\n"
+    codes = [
+        "class BadError(ValueError): pass\ndef add(a, b): raise BadError(a)",
+        "class BadError(AssertionError): pass\ndef add(a, b): pass",
+        "BadError = AssertionError\ndef add(a, b): pass",
+        "BadError = Exception\ndef add(a, b): pass",
+    ]
+    scores = score(pool, codes, [tests] * 4)
+    np.testing.assert_array_equal(scores.rewards, [1, 0, 0, 0])
+
+
+NEVER_RUN = [
+    (
+        "import unittest\nclass Add(unittest.TestCase):\n    def test(self): assert 0",
+        "a class, Add",
+    ),
+    ("class TestAdd:\n    def test_add(self): assert 0", "in a class, TestAdd"),
+    ("@p\ndef test_add(a, b): assert 0", "never call test_add, which needs arguments"),
+    ("def test_add(*, a): assert 0", "never call test_add, which needs arguments"),
+    ("async def test_add(): assert 0", "never call test_add, which is async"),
+    ("def test_add():\n    yield\n    assert 0", "test_add returns a value"),
+    ("def test_add(): return add(1, 2) == 4", "test_add returns a value"),
+    ("import no_such_module", "No module named 'no_such_module'"),
+    ("assert math.isclose(add(1, 2), 3)", "do not import math"),
+    ("assert 1 in Trie()", "use __contains__ of an object of the response"),
+    ("assert V(1) + V(2)", "use __add__ of an object of the response"),
+    ("assert V(1) == 1", "use __eq__ of an object of the response"),
+    ("assert np.allclose(add(1, 2), 3)", "do not import np"),
+]
 
 
 def test_what_cannot_be_scored_is_told():
@@ -176,6 +351,7 @@ def test_what_cannot_be_scored_is_told():
         (RIGHT, "def check(f):\n    assert f(1, 2) == 3", "the tests in the answer call nothing"),
         (RIGHT, "assert add(print, 2) == 3", "the tests in the answer give the response a builtin"),
         (RIGHT, "1 / 0\n{response}\n" + ADD, "ZeroDivisionError: "),
+        *((RIGHT + POINTS, f"add(0, 0)\n{tests}", reason) for tests, reason in NEVER_RUN),
     ]
     responses, tests, reasons = zip(*rows)
     with RewardPool("code", **LIMITS | {"timeout": 2.0}) as pool:
@@ -193,6 +369,14 @@ def test_what_cannot_be_scored_is_told():
         ("```python\nx = 1\n```", "x = 1\n"),
         ("```\nx = 1\n```\nand ```y```\n```py\ny = 2\n```", "y = 2\n"),
         ("text\n```python\nx = 1", "x = 1"),
+        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
+        ("1. So:\n\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
+        ("2. ```py\n   x = 1\n   ```", "x = 1\n"),
+        ("```\n    return 1\n```", "    return 1\n"),
+        ('```\ndef f():\n    """As ```f()```."""\n```', 'def f():\n    """As ```f()```."""\n'),
+        ("```\nx = 1\n```\nOutput:\n```\n3\n```", "x = 1\n"),
+        ("```\ndef f(): pass\n```\nUse:\n```\nx = f()\nprint(x)\n```", "def f(): pass\n"),
+        ("```\ndef f(): pass\n```\n```\n>>> f()\n```", "def f(): pass\n"),
     ],
 )
 def test_the_last_fence_is_the_code(response, code):

@@ -11,15 +11,16 @@ from small_runs import line_of
 from specrl_jax.inputs import reward_terms
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.workers import RewardPool, Rewards
+from specrl_jax.types import PADDING
 
 LIMITS = {"timeout": 2.0, "memory_mib": 256, "workers": 1, "extract": "", "threshold": 0.0}
 
 
-def score(name, responses, answers=None, rows=None, **options):
+def score(name, responses, answers=None, tasks=None, **options):
     n = len(responses)
     with make_pool(name, **LIMITS | options) as pool:
         pool.warm_up()
-        return pool.score(responses, answers or [""] * n, [""] * n, rows or [{"row": 1}] * n)
+        return pool.score(responses, answers or [""] * n, tasks or [""] * n, [{}] * n)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def score(name, responses, answers=None, rows=None, **options):
         ("math", {"math": 1}),
         ("math*0.8+my.rewards:f*-0.2", {"math": 0.8, "my.rewards:f": -0.2}),
         (" math + a:f * 2 ", {"math": 1, "a:f": 2}),
+        ("math*.5+a:f*1e-3", {"math": 0.5, "a:f": 0.001}),
         ("", {"": 1}),
     ],
 )
@@ -35,13 +37,16 @@ def test_terms(name, weights):
     assert reward_terms(name) == weights
 
 
+NO_TERMS = ["math*", "math*x", "math*nan", "0.8*math", "a:b*0.5*2", "math*1_0", "a:b,c:d*2"]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("math+math*2", "math is named twice"),
-        ("math*", "could not convert string to float: ''"),
-        ("math*x", "could not convert string to float: 'x'"),
-        ("math*nan", "a weight must be finite"),
+        *((x, f"a weight follows its function, as math*0.8, got {x}") for x in NO_TERMS),
+        ("math*1e+3", "a weight follows its function, as math*0.8, got math*1e"),
+        ("math*1e999", "a weight must be finite"),
         ("math+", "a function has no name"),
     ],
 )
@@ -90,8 +95,8 @@ def test_one_name_is_one_pool():
 
 def test_a_batch_is_scored_at_once_in_this_process():
     user_scorers._judged.clear()
-    rows = [{"row": 1}, {"row": 1}, {}, {"row": 1}]  # the third fills up a batch
-    scores = score("user_scorers:judge*2+exact", ["aaaa", "a", "aaaaaaaa", "aa"], rows=rows)
+    tasks = ["", "", PADDING, ""]
+    scores = score("user_scorers:judge*2+exact", ["aaaa", "a", "aaaaaaaa", "aa"], tasks=tasks)
     np.testing.assert_array_equal(scores.rewards, [2, 0.5, 0, 1])
     np.testing.assert_array_equal(scores.by_function["user_scorers:judge"], [1, 0.25, 0, 0.5])
     assert user_scorers._judged == [(3, os.getpid())]
@@ -120,7 +125,7 @@ def test_what_a_function_of_a_batch_does_wrong_is_one_line():
     [
         ("exact+exactly", {}, "reward.name must be one of .* or module:function.*'exactly'"),
         ("user_scorers:singles", {}, r"it takes \(response, .*; with batched = True it must take"),
-        ("format", {"form": "("}, r"reward.format must be a regular expression, got '\('"),
+        ("format", {"format": "("}, r"reward.format must be a regular expression, got '\('"),
         ("format", {"extract": "(a)"}, 'reward.extract must be "" where reward.name is format'),
         ("user_scorers:judge", {"extract": "(a)"}, 'reward.extract must be "" where'),
     ],
@@ -135,11 +140,16 @@ def test_format_matches_the_whole_response():
         "  <think>a\nb</think> so 7",
         "<think>a</think>",
         "<think></think> 7",
+        "<think> \n</think> 7",
+        "<think>a</think></think>",
+        "<think>a</think><think>",
+        "<think>a<think>b</think> 7",
+        "<think>a</think> 7 <think>b</think> 8",
         "so <think>a</think> 7",
         "<think>a 7",
         "7",
     ]
-    np.testing.assert_array_equal(score("format", responses).rewards, [1, 1, 0, 0, 0, 0, 0])
-    scores = score("format", ["a\nb", "a\nb.", "(a" * 50 + "b"], form=r"a.b|((a|\(a)+)+")
+    np.testing.assert_array_equal(score("format", responses).rewards, [1, 1] + [0] * 10)
+    scores = score("format", ["a\nb", "a\nb.", "(a" * 50 + "b"], format=r"a.b|((a|\(a)+)+")
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
     assert scores.reasons[2] == "no result within 2 s"
