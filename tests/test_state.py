@@ -73,7 +73,7 @@ def test_a_changed_model_is_refused_where_it_matters(mesh, tmp_path):
         checkpoints.save(0, state.arrays(), state.host())
         for step in (None, 0):  # of this run, and of another one
             resume(run, params, checkpoints, step)
-            with pytest.raises(ValueError, match=r"^model.source must be .* weights, which") as error:
+            with pytest.raises(ValueError, match=r"^model.source must .* weights, which") as error:
                 resume(run, other, checkpoints, step)
             one_line(error)
             with pytest.raises(ValueError, match=r"rope_theta was 10000.0, now 5.0; put its fil"):
