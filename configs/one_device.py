@@ -10,8 +10,8 @@ hub; with --config.data.path=FOLDER from train.jsonl and test.jsonl there. All o
 those of the preset gsm8k in configs/grpo.py. On eight v5e add --config.mesh.data=1
 --config.mesh.fsdp=8 --config.rollout.max_rows=256.
 
-Expect what the compiler says to fit: docs/one_device.md has the figures, and a run prints its own at
-its start. What reward to expect is not known. It teaches which fields make a model fit.
+Expect what the compiler says to fit: docs/one_device.md has the figures, and a run prints its own
+at its start. What reward to expect is not known. It teaches which fields make a model fit.
 
 Measured: compiled for v5e:1x1, v5e:2x4, l4:1, rtx4090:1 and h100:1; none has run on any of them.
 """
@@ -71,6 +71,7 @@ def _adapters(config: ConfigDict) -> None:
     config.model.remat = True
     config.rollout.response_len = 1_024
     config.updates.learning_rate = 1e-5  # ten times what all weights would get
+    config.warmup.learning_rate = 1e-4
 
 
 PRESETS = {preset.__name__: preset for preset in (smollm2, gemma3_270m, qwen3_0p6b, gemma3_1b)}

@@ -32,7 +32,7 @@ from specrl_jax.algorithms.scoring import (
 )
 from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.build import frozen_steps
-from specrl_jax.collect import TrainBatch, unsolved_groups
+from specrl_jax.collect import TrainBatch
 from specrl_jax.run import Run
 from specrl_jax.sharding import put
 from specrl_jax.state import RunState
@@ -106,13 +106,13 @@ def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch
     """The batch in which the last response of each unsolved group is replaced by the solution of
     its problem, where there is one: SuperRL (arXiv 2506.01096, section 3).
 
-    Little is lost, as the rewards of such a group are all equal: at most what a response's length
-    costs. Only the update sees solutions.
+    A group is unsolved where none of its responses has the reward of a right one, 1. Only the
+    update sees solutions.
     """
     group_size = run.trained_group_size
     tokens = np.zeros(batch.old_logprobs.shape, np.int32)
     lens = np.zeros(len(tokens), np.int32)
-    unsolved = unsolved_groups(collected.rewards.reshape(-1, group_size))
+    unsolved = collected.rewards.reshape(-1, group_size).max(axis=1) < 1
     for group in np.flatnonzero(unsolved):
         solution = run.solutions.get(collected.prompts.examples[group].prompt_id, ())
         row = (group + 1) * group_size - 1

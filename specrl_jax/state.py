@@ -71,6 +71,7 @@ class Origin(StatePart):
     shape: dict[str, Any]  # without what a machine chooses
     weights: int  # their checksum, before a warm-up
     held_out: str  # digest of the held-out prompts' ids and tokens; "": there are none
+    solutions: str  # of the solutions' tokens, likewise
     is_reference: bool  # whether the reference is made from the source again
 
     @classmethod
@@ -83,10 +84,12 @@ class Origin(StatePart):
         kept = [x[:real] for prompts, real in batches for x in (prompts.ids, prompts.tokens)]
         held_out = digest(*kept[::2], *kept[1::2]) if kept else ""
         source = run.config.model.source
-        return cls(source, shape, checksum(params), held_out, is_reference)
+        solutions = digest(*run.solutions.values()) if run.solutions else ""
+        return cls(source, shape, checksum(params), held_out, solutions, is_reference)
 
     def host(self) -> dict[str, Any]:
-        return {"shape": self.shape, "weights": self.weights, "held_out": self.held_out}
+        digests = {"held_out": self.held_out, "solutions": self.solutions}
+        return {"shape": self.shape, "weights": self.weights} | digests
 
     def restore(self, host: dict[str, Any], arrays) -> "Origin":
         changed = [
@@ -101,12 +104,16 @@ class Origin(StatePart):
                 f"model.source must be the model that the run began with, got {self.source!r}: "
                 f"{'; '.join(changed)}; put its files back, or begin a new run"
             )
-        before = host.get("held_out", "")
-        if self.held_out and before and before != self.held_out:
-            raise ValueError(
-                f"data must be as in the checkpoint: the held-out prompts were {before}, are "
-                f"{self.held_out}; set back the data, the tokenizer or the chat template"
-            )
+        for name, now, what in (
+            ("held_out", self.held_out, "held-out prompts"),
+            ("solutions", self.solutions, "solutions"),
+        ):
+            before = host.get(name, "")
+            if now and before and before != now:
+                raise ValueError(
+                    f"data must be as in the checkpoint: the {what} were {before}, are {now}; set "
+                    "back the data, the tokenizer or the chat template"
+                )
         return dataclasses.replace(self, **host)
 
 

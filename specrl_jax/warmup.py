@@ -20,6 +20,7 @@ from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.data.prompts import (
     Dataset,
     demonstrations,
+    digest,
     encode_response,
     load_warmup_examples,
     right_padded,
@@ -29,7 +30,7 @@ from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put
 
-_CALLS = 12  # of a compiled function, each of as many steps
+_CALLS = 12  # at most, of a compiled function, each of as many steps
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +63,11 @@ def warm_up(
     texts = demonstrations(examples, settings.mistake_rate, config.seed, field)
     pairs = [(tokenizer.encode_prompt(p), encode_response(a, tokenizer)) for p, a in texts]
     pairs = [(p, a) for p, a in pairs if len(p) <= slots[0] and len(a) <= slots[1]]
+    if not texts:
+        raise ValueError(
+            f"data.solution_field must name a column with solutions, got {field!r}: none of "
+            f"{len(examples)} problems has one"
+        )
     if not pairs:
         raise ValueError(
             f"rollout.response_len must hold the demonstrations' answers, got {slots[1]}"
@@ -78,6 +84,8 @@ def warm_up(
         *right_padded([p for p, _ in pairs], slots[0], tokenizer.pad_id),
         *right_padded([a for _, a in pairs], slots[1], tokenizer.pad_id),
     )
+    read = {"the demonstrations": digest(*jax.tree.leaves(data))}
+    hosts.check_same(read, "give them the same files")
     return supervise(update_spec, params, data, settings, config.seed, frozen)
 
 
@@ -103,7 +111,8 @@ def supervise(
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size)
-    chunk = -(-steps // _CALLS)
+    calls = max(n for n in range(1, _CALLS + 1) if steps % n == 0)
+    chunk = steps // calls  # all of one shape: one program
     for start in range(0, steps, chunk):
         # Only the batches of these steps, so that no shape depends on the number of examples.
         batches = _put_batches(data, order[start : start + chunk])

@@ -66,6 +66,7 @@ def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
     del run.solutions[examples[2].prompt_id]
     rewards = np.zeros(24, np.float32)
     rewards[5] = 1
+    rewards[9] = 0.5  # a part of an answer solves nothing
     collected = TrainBatch(Prompts(None, None, None, examples), None, rewards, {})
     got, values = learn.with_solutions(run, on_mesh, collected)
     got = jax.tree.map(np.asarray, got)

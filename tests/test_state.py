@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import one_line, small_config
+from small_runs import line_of, one_line, small_config
 
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.prompts import select
-from specrl_jax.state import RunState, init_state, resume
+from specrl_jax.state import Origin, RunState, init_state, resume
 from specrl_jax.types import StatePart
 
 ALWAYS = {"stream", "store", "origin", "kept_noise"}
@@ -73,7 +73,7 @@ def test_a_changed_model_is_refused_where_it_matters(mesh, tmp_path):
         checkpoints.save(0, state.arrays(), state.host())
         for step in (None, 0):  # of this run, and of another one
             resume(run, params, checkpoints, step)
-            with pytest.raises(ValueError, match=r"^model.source must be .* weights, the") as error:
+            with pytest.raises(ValueError, match=r"^model.source must .* weights, which") as error:
                 resume(run, other, checkpoints, step)
             one_line(error)
             with pytest.raises(ValueError, match=r"rope_theta was 10000.0, now 5.0; put its fil"):
@@ -117,3 +117,11 @@ def test_a_new_part_needs_only_its_class_and_a_field(mesh):
     one, other = Extended(**fields, counter=Counter(3)), Extended(**fields, counter=Counter())
     other.restore(json.loads(json.dumps(one.host())), one.arrays())
     assert other.counter == Counter(3)
+
+
+def test_a_resume_with_other_solutions_is_refused():
+    origin = Origin("", {}, 0, held_out="", solutions="now", is_reference=False)
+    host = {"shape": {}, "weights": 0, "held_out": "", "solutions": "before"}
+    line = line_of(origin.restore, host, None)
+    assert line.startswith("data must be as in the checkpoint: the solutions were before, are now;")
+    assert origin.restore(host | {"solutions": "now"}, None) == origin

@@ -113,7 +113,7 @@ def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
     seen = []
     monkeypatch.setattr(warmup, "supervise", lambda *args: seen.append(args[2]))
     make = lambda prompt, answer: prompts.make_example(prompt, answer, "", {})  # noqa: E731
-    pairs = [("1>", "12345"), ("2>", "123456"), ("123>", "1"), ("3>", "")]
+    pairs = [("1>", "12345"), ("2>", "123456"), ("123>", "1"), ("3>", "4")]
     monkeypatch.setattr(warmup, "load_warmup_examples", lambda *_: [make(*pair) for pair in pairs])
     config.warmup.mistake_rate = 0.0
     warmup.warm_up(config, None, None, tokenizer, dataset)
@@ -121,9 +121,9 @@ def test_demonstrations_that_do_not_fit_are_left_out(parts, monkeypatch):
     one, three = tokenizer.encode("1>"), tokenizer.encode("3>")
     np.testing.assert_array_equal(data.prompts, [[*one, 0], [*three, 0]])
     np.testing.assert_array_equal(data.prompt_lens, [2, 2])
-    answers = [[*tokenizer.encode("12345"), 1], [1, 0, 0, 0, 0, 0]]
+    answers = [[*tokenizer.encode("12345"), 1], [*tokenizer.encode("4"), 1, 0, 0, 0, 0]]
     np.testing.assert_array_equal(data.responses, answers)
-    np.testing.assert_array_equal(data.response_lens, [6, 1])
+    np.testing.assert_array_equal(data.response_lens, [6, 2])
 
 
 def test_solutions_of_a_file_but_not_of_what_is_held_out(parts, tmp_path, monkeypatch, capsys):
@@ -166,11 +166,11 @@ def test_no_shape_depends_on_the_number_of_demonstrations(mesh, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(warmup, "_run", run)
-    settings = types.SimpleNamespace(steps=2, batch_size=2, learning_rate=0.01)
+    settings = types.SimpleNamespace(steps=14, batch_size=2, learning_rate=0.01)
     for total in (1, 4):
         data = jax.tree.map(lambda x, n=total: x[:n], DATA)
         warmup.supervise(_update_spec(), _params(), data, settings, seed=5)
-    assert len(shapes) == 4
+    assert len(shapes) == 14
     assert all(shape == shapes[0] for shape in shapes)
 
 

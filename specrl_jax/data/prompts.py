@@ -153,10 +153,14 @@ def _answer(row: dict, data: Any, pattern: re.Pattern | None, needed: bool) -> s
     return answer.replace(",", "") if _NUMBER_WITH_COMMAS.fullmatch(answer) else answer
 
 
+def _check_text(field: str, value: str) -> None:
+    with one_line(f"{field} must hold text that UTF-8 can write"):
+        value.encode()  # JSON can hold half of a surrogate pair
+
+
 def _prompt(value: Any) -> str | tuple[dict, ...]:
     if isinstance(value, str):
-        with one_line("data.prompt_field must hold text that UTF-8 can write"):
-            value.encode()  # JSON can hold half of a surrogate pair
+        _check_text("data.prompt_field", value)
         return value
     messages = tuple(value) if isinstance(value, list | tuple) else ()
     if not messages or not all(
@@ -308,13 +312,14 @@ def solution(example: Example, field: str) -> str | None:
     field: `data.solution_field`, its column; "": the answer. ValueError where there is no such
     column, or it holds no text.
     """
-    if not field:
-        return example.answer
-    value = _field(example.metadata, field, "data.solution_field")
+    value = example.answer
+    if field:
+        value = _field(example.metadata, field, "data.solution_field")
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if not isinstance(value, str):
         raise ValueError(f"data.solution_field must hold text, got {str(value)[:60]!r}")
+    _check_text("data.solution_field", value)
     return value if value.strip() else None
 
 
@@ -328,7 +333,7 @@ def encode_solutions(
     encoded = {}
     for example in examples:
         text = solution(example, field)
-        tokens = encode_response(text, tokenizer) if text else []
+        tokens = [] if text is None else encode_response(text, tokenizer)
         if 0 < len(tokens) <= response_len:
             encoded[example.prompt_id] = np.array(tokens, np.int32)
     return encoded

@@ -5,6 +5,7 @@ directory is taken as it is.
 """
 
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -241,7 +242,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{self._source} must have a chat template that writes every turn")
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
-    @property
+    @functools.cached_property
     def end_id(self) -> int:
         """The token that ends a given response, as a solution: in a chat that which the template
         writes after one."""

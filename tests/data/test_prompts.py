@@ -222,6 +222,11 @@ def test_numbers_that_cannot_be_sorted(options, message):
     assert re.match(rf"data\.options{message}", line_of(load_examples, sort(**options)))
 
 
+def test_an_empty_answer_is_no_demonstration():
+    examples = [make_example("1>", "", "task", {}), make_example("2>", "2", "task", {})]
+    assert demonstrations(examples, 0.0, seed=0) == [("2>", "2")]
+
+
 def test_demonstrations_are_wrong_at_the_rate():
     examples = [make_example(f"{i}>", "0123456789 01234", "t", {}) for i in range(400)]
     pairs = demonstrations(examples, 0.08, seed=1)
