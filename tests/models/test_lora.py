@@ -53,9 +53,11 @@ def logits_of(model: ModelConfig, params: dict, tokens) -> jax.Array:
     return policy.logits(policy(tokens)[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "targets"), [("qwen3", "two"), *((name, "all") for name in FAMILIES)]
-)
+SLOW = ("llama", "llama3", "one-kv-head", "gemma2")  # others have all that they have
+EVERY = [pytest.param(x, "all", marks=[pytest.mark.slow] * (x in SLOW)) for x in FAMILIES]
+
+
+@pytest.mark.parametrize(("name", "targets"), [("qwen3", "two"), *EVERY])
 def test_the_update_computes_with_the_merged_weights(mesh, name, targets):
     model, frozen, adapters = make(name, TARGETS[targets])
     merged = place_params(model, merged_by_hand(model, frozen, adapters))
@@ -153,7 +155,13 @@ def test_frozen_weights_lie_in_the_compute_type(mesh, name):
 # peft's warnings are about its own dependencies.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "targets"), [("llama", "two"), ("qwen2", "all"), ("qwen3", "all"), ("gemma3", "all")]
+    ("name", "targets"),
+    [
+        ("qwen3", "all"),
+        ("gemma3", "all"),
+        pytest.param("llama", "two", marks=pytest.mark.slow),
+        pytest.param("qwen2", "all", marks=pytest.mark.slow),
+    ],
 )
 def test_peft_loads_what_is_written(mesh, tmp_path, name, targets):
     torch = pytest.importorskip("torch")
