@@ -8,6 +8,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import inspect
 import os
 import re
 import runpy

@@ -174,3 +174,16 @@ def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch):
     with cli.user_errors():
         assert load_scorer("my_reward_here:score")() == 1.0
     assert str(pathlib.Path.cwd()) == sys.path[-1]  # shadows nothing that is installed
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("configs/grpo.py:micro", "grpo-micro"),
+        ("configs/grpo.py", "grpo-tiny"),
+        ("configs/one_device.py", "one_device-smollm2"),
+    ],
+)
+def test_a_work_directory_is_named_after_the_preset(monkeypatch, named, expected):
+    monkeypatch.setattr(cli, "_preset", lambda: str(ROOT / named))
+    assert cli.config_name() == expected
