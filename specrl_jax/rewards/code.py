@@ -178,7 +178,7 @@ class _Solution(contextlib.AbstractContextManager):
         self._received.close()
 
     def names(self) -> dict[str, Any]:
-        """What the code has defined, by name. Raises what the code has raised."""
+        """Return what the code has defined, by name; raise what it has raised."""
         return self._receive({})[0]
 
     def call(self, function: str | int, *args, **options) -> Any:
