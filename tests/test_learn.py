@@ -52,7 +52,7 @@ def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path):
 
 
 def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
-    """Of three groups the first is solved, the third has no solution that fits."""
+    """Here the second of three: the first is solved, the third has no solution that fits."""
     run, _ = build(small_config({"algorithm.solution_coef": 1.0, "updates.mini_batch_size": 8}))
     batch = Batch(
         tokens=np.tile(np.arange(9, dtype=np.int32), (24, 1)),
