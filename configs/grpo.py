@@ -100,7 +100,7 @@ def base() -> ConfigDict:
     rollout.temperature = 1.0  # of sampling; paper 1.0
     rollout.top_k = 0  # sample from the k likeliest tokens; 0: off; paper off
     rollout.top_p = 1.0  # sample from the likeliest tokens with this total mass; 1: off; paper off
-    rollout.draft = "previous"  # none | previous (last response) | tree (SRT) | previous+tree
+    rollout.draft = "previous"  # none | previous (last response) | tree (SRT) | head | a sum: a+b
     rollout.draft_age = 1  # 1: the last response, 2: the one before (paper's delayed reuse)
     rollout.accept = "match"  # of previous drafts: match | ratio (SPEC-RL's) | block | random
     rollout.lenience = 1.0  # ℓ >= 0 of ratio: 0 no reuse, inf full reuse; paper math.exp(0.5)
@@ -116,7 +116,10 @@ def base() -> ConfigDict:
     tree.offset = 0.0  # see factor; SRT 1.0
     tree.min_prob = 0.1  # a draft ends where its share of the continuations is smaller
     tree.decay = 0.7  # weight of a response against one a generation newer
-    rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; for tree
+    rollout.head = head = ConfigDict()  # a layer that is trained to draft, beside the policy
+    head.learning_rate = 1e-3  # AdamW, constant; other values as in updates
+    head.vocab = 0  # it drafts the so many most frequent tokens of all responses; 0: all tokens
+    rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; tree and head
     rollout.adaptive = True  # choose widths, and whether to verify for match, by seconds
     rollout.row_buckets = 4  # batch sizes to compact unfinished rows into, each half of the last
     rollout.max_rows = 0  # rows decoded at once; other rows wait; 0: all

@@ -16,6 +16,7 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
+from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, mean_by_function
@@ -326,7 +327,10 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
 
 
 def store_responses(state: RunState, responses: Responses) -> None:
-    """Store responses as the next drafts of their prompts."""
+    """Store responses as the next drafts of their prompts; a draft head counts their tokens."""
+    if (head := state.train.draft_head) and head.counts is not None:
+        head = count_tokens(head, responses.rollout.tokens, responses.rollout.lens)
+        state.train = dataclasses.replace(state.train, draft_head=head)
     unsolved = unsolved_groups(responses.group_rewards)
     inputs = (responses.prompts, responses.rollout)
     state.store.put(*inputs, step=state.step, unsolved=unsolved)

@@ -22,7 +22,8 @@ def _within(low: float, high: float) -> Rule:
 # (least, most, why no more, fields)
 _INTEGERS: list[tuple[int, int, str, str]] = [
     (0, MAX_INT, "int32", """
-        seed lora.rank data.prompts data.eval_prompts rollout.top_k rollout.max_rows
+        seed lora.rank data.prompts data.eval_prompts rollout.top_k rollout.head.vocab
+        rollout.max_rows
         rollout.store_prompts rollout.store_age rollout.partial reward.overlong_tokens
         critic.schedule_warmup critic.warmup_steps updates.micro_batch_size updates.schedule_warmup
         warmup.examples updates.skip_nonfinite train.epochs train.steps warmup.steps evaluate.every
@@ -51,7 +52,7 @@ _NUMBERS: list[tuple[str, Callable[[float], bool], str]] = [
     (">= 0", lambda x: x >= 0, "rollout.lenience"),
     (">= 0 and finite", lambda x: 0 <= x <= MAX_FLOAT, """
         algorithm.kl_coef algorithm.solution_coef critic.learning_rate updates.learning_rate
-        updates.weight_decay warmup.learning_rate
+        updates.weight_decay warmup.learning_rate rollout.head.learning_rate
     """),
     ("finite", lambda x: -MAX_FLOAT <= x <= MAX_FLOAT, """
         algorithm.entropy_coef curriculum.low curriculum.high

@@ -33,6 +33,7 @@ from specrl_jax.algorithms.scoring import (
 from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.build import frozen_steps
 from specrl_jax.collect import TrainBatch
+from specrl_jax.config import flatten
 from specrl_jax.run import Run
 from specrl_jax.sharding import put
 from specrl_jax.state import RunState
@@ -173,7 +174,11 @@ def _update_by_mini_batches(
 
 
 # Stage → what its scalars begin with, the field of its learning rate.
-_STAGES = {"policy": ("", "updates.learning_rate"), "critic": ("critic_", "critic.learning_rate")}
+_STAGES = {
+    "policy": ("", "updates.learning_rate"),
+    "critic": ("critic_", "critic.learning_rate"),
+    "draft head": ("head_", "rollout.head.learning_rate"),
+}
 
 
 def finite_updates(
@@ -196,11 +201,10 @@ def finite_updates(
         state.skipped_in_row += 1
         skippable = name in ("loss", "grad_norm")
         if not skippable or state.skipped_in_row >= config.updates.skip_nonfinite:
-            section, _, rate = field.partition(".")
             row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
             raise FloatingPointError(
                 f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
-                f"now {config[section][rate]}"
+                f"now {dict(flatten(config))[field]}"
             )
         state.skipped += 1
     return made
@@ -300,4 +304,9 @@ def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str,
         values["critic/loss"] = mean("critic_loss")
         values["critic/clip_fraction"] = sum(x["critic_clipped"] for x in history) / tokens
         values["critic/grad_norm"] = mean("critic_grad_norm")
+    if run.update_spec.draft_head:
+        tokens = max(sum(sums["head_tokens"] for sums in history), 1)
+        values["draft_head/loss"] = mean("head_loss")
+        values["draft_head/overlap"] = sum(sums["head_overlap"] for sums in history) / tokens
+        values["draft_head/grad_norm"] = mean("head_grad_norm")
     return values

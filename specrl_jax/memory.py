@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from specrl_jax.config import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.draft_head import draft_head_size
 from specrl_jax.models.lora import adapter_count
 from specrl_jax.models.transformer import param_count
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.engine.spec import acceptance_rule
 
 _NAMED = 3  # arrays that an error names
@@ -51,6 +53,10 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     if model.lora:
         adapters = Part("adapters and optimizer", "lora.rank", 12 * adapter_count(model))
         kept = [Part("weights", of_model, itemsize * param_count(model)), adapters]
+    has_head = DRAFT_SOURCES[rollout.draft].head
+    if has_head:
+        head = Part("draft head and optimizer", of_model, 12 * draft_head_size(model))
+        kept.append(head)
     fields = "data.prompts rollout.group_size rollout.response_len"
     size = 4 if acceptance_rule(config).samples_anew else 16  # log-probs, origins
     kept.append(Part("stored drafts", fields, size * stored))
@@ -59,7 +65,8 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         if 0 < rollout.max_rows < rows:
             rows = rollout.max_rows
             fields = "rollout.max_rows"
-        cache = 2 * model.num_layers * rows * slots * model.num_kv_heads * model.head_dim * itemsize
+        layers = model.num_layers + has_head
+        cache = 2 * layers * rows * slots * model.num_kv_heads * model.head_dim * itemsize
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
         return [Part("KV cache", f"{fields} {of_row}", cache), logits]
 

@@ -20,6 +20,7 @@ from specrl_jax import memory
 from specrl_jax.algorithms.scoring import critic_values, logprobs
 from specrl_jax.algorithms.update import update
 from specrl_jax.build import frozen_steps
+from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.transformer import copy_weights
 from specrl_jax.rollout.carry_over import append_forced, restore
 from specrl_jax.rollout.drafts.store import pick_drafts, pick_sources
@@ -53,6 +54,10 @@ def run_programs(run: AbstractRun) -> list[Program]:
     """Return the programs of a run, in the order in which they first run."""
     policy = run.policy
     listed = [_program("policy copy", copy_weights, run.model, policy, kept=policy)]
+    if head := run.state.draft_head:
+        inputs = (run.model, head.params, policy, head.counts)
+        vocab = run.update_spec.draft_head.vocab
+        listed.append(_program("draft head copy", copy_draft_head, *inputs, vocab=vocab))
     if run.config.evaluate.every:
         listed += _evaluation_programs(run)
     stored = run.stored

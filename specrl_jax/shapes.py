@@ -26,6 +26,7 @@ from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.group_buffer import trained_group_size
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.models.load import load_shape
 from specrl_jax.models.transformer import (
@@ -110,7 +111,9 @@ class RolloutShapes:
         return abstract(gather, self.all_rows, array(np.int32, (size,), "batch"))
 
     def cache(self, rows: int) -> KVCache:
-        return abstract(lambda: init_cache(self.spec.program.model, rows, self.buckets.slots))
+        program = self.spec.program
+        has_head = program.draft_head is not None
+        return abstract(lambda: init_cache(program.model, rows, self.buckets.slots, has_head))
 
     @functools.cached_property
     def prefixes(self) -> Prefixes:
@@ -188,6 +191,16 @@ class AbstractRun:
         return abstract(functools.partial(rollout_weights, self.model), self.policy)
 
     @functools.cached_property
+    def draft_head(self) -> Params | None:
+        """The draft head's weights in a rollout."""
+        head = self.state.draft_head
+        if head is None:
+            return None
+        vocab = self.update_spec.draft_head.vocab
+        copy = functools.partial(copy_draft_head, self.model, vocab=vocab)
+        return abstract(copy, head.params, self.policy, head.counts)
+
+    @functools.cached_property
     def stored(self) -> Stored:
         """The draft store's arrays."""
         return placed(store_shape(self.config, self.spec, self.num_prompts).abstract())
@@ -231,9 +244,10 @@ class AbstractRun:
     @functools.cached_property
     def training(self) -> RolloutShapes:
         rows = self.total_rows
-        return RolloutShapes(
-            self.spec, self.weights, rows, self.rows, self.drafts, self.draft_state
-        )
+        weights = self.weights
+        if self.draft_head is not None:
+            weights = weights | {"draft_head": self.draft_head}
+        return RolloutShapes(self.spec, weights, rows, self.rows, self.drafts, self.draft_state)
 
     @functools.cached_property
     def evaluation(self) -> RolloutShapes:
@@ -312,7 +326,8 @@ def of_config(config) -> AbstractRun:
     prompts = config.data.prompts or UNKNOWN_PROMPTS
     steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
     steps = config.train.steps or config.train.epochs * steps_per_epoch
-    update_spec = make_update_spec(config, model, policy_schedule(config, steps))
+    has_head = rollout.program.draft_head is not None
+    update_spec = make_update_spec(config, model, policy_schedule(config, steps), has_head)
     key = placed(jax.eval_shape(lambda: jax.random.key(0)))
     return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key)
 

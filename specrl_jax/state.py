@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.algorithms.advantages import has_critic
-from specrl_jax.algorithms.update_spec import PolicyState, init_policy_state
+from specrl_jax.algorithms.update_spec import DraftHeadState, PolicyState, init_policy_state
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.checksums import checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
@@ -20,8 +20,9 @@ from specrl_jax.data.prompts import digest
 from specrl_jax.group_buffer import GroupBuffer
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.lora import adapted
-from specrl_jax.models.transformer import Params, abstract_trained
+from specrl_jax.models.transformer import Params, abstract_trained, rollout_weights
 from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
@@ -149,6 +150,17 @@ class RunState:
         """Return the policy's weights as they are now."""
         return adapted(model, self.train.params, self.frozen(model))
 
+    def rollout_weights(self, run: Run) -> Params:
+        """Return the weights of the next rollout, those of the draft head included."""
+        policy = self.policy(run.model)
+        weights = rollout_weights(run.model, policy)
+        head = self.train.draft_head
+        if head is None:
+            return weights
+        vocab = run.update_spec.draft_head.vocab
+        copied = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
+        return weights | {"draft_head": copied}
+
     @property
     def epoch(self) -> int:
         """The pass over the prompts that the next step begins in, from 1."""
@@ -182,14 +194,15 @@ class RunState:
 def init_state(run: Run, params: Params) -> RunState:
     """The state before step 1: the policy warmed up, nothing stored."""
     origin = Origin.of(run, params, is_reference=False)
-    trained, reference = _begin(run, params)
+    trained, reference, draft_head = _begin(run, params)
     frozen = reference.params if run.model.lora else None
-    train = init_policy_state(run.update_spec, trained, frozen)
+    train = init_policy_state(run.update_spec, trained, frozen, draft_head)
     return _new_state(run, train, origin, reference)
 
 
-def _begin(run: Run, params: Params) -> tuple[Params, Reference | None]:
-    """Return what is trained, and the reference where there is one, before step 1.
+def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHeadState | None]:
+    """Return what is trained before step 1, the reference where there is one, and the draft head
+    where a warm-up has trained one.
 
     params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
     but all weights of a policy from nothing: there is nothing yet to adapt.
@@ -199,19 +212,20 @@ def _begin(run: Run, params: Params) -> tuple[Params, Reference | None]:
     warm = config.warmup.steps > 0
     inputs = (run.scorer.tokenizer, run.dataset)
     adapts = model.lora and config.model.source
+    draft_head = None
     if warm and not adapts:
         update_spec = dataclasses.replace(run.update_spec, model=model.replace(lora=None))
-        params = warm_up(config, update_spec, params, *inputs)
+        params, draft_head = warm_up(config, update_spec, params, *inputs)
     if model.lora is None:
         penalized = config.algorithm.kl_coef > 0
         copied = jax.tree.map(jnp.copy, params) if penalized else None
-        return params, Reference(copied, saved=warm) if penalized else None
+        return params, Reference(copied, saved=warm) if penalized else None, draft_head
     frozen = lora.freeze(model, params)
     adapters = lora.init_adapters(model, run.key)
     if not (warm and adapts):
-        return adapters, Reference(frozen, saved=warm)
-    adapters = warm_up(config, run.update_spec, adapters, *inputs, frozen)
-    return adapters, Reference(frozen, False, jax.tree.map(jnp.copy, adapters))
+        return adapters, Reference(frozen, saved=warm), draft_head
+    adapters, draft_head = warm_up(config, run.update_spec, adapters, *inputs, frozen)
+    return adapters, Reference(frozen, False, jax.tree.map(jnp.copy, adapters)), draft_head
 
 
 def _unread_reference(run: Run, params: Params) -> Reference | None:
@@ -253,7 +267,7 @@ def resume(
     state.restore(host, arrays)
     if reference is not None and not saved and run.config.warmup.steps:
         print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
-        _, state.reference = _begin(run, params)
+        _, state.reference, _ = _begin(run, params)
     if state.speculation is not None and host["machine"] != machine():
         print(f"rollout: now on {machine()}, was on {host['machine']}")
         state.speculation.seconds = None  # it is measured again

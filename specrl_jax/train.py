@@ -50,7 +50,7 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
         with log.clock.timed("time/rollout"):
             previous = state.store.get(prompts, step=state.step)
             drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
-            weights = rollout_weights(run.model, state.policy(run.model))
+            weights = state.rollout_weights(run)
             row_steps = state.kept_noise.steps(prompts, state.step)
             noise = Noise(run.key, state.step, row_steps=row_steps)
         responses = run.scorer.respond(  # the rollout and its rewards
@@ -188,7 +188,7 @@ def prepare(run: Run, state: RunState) -> None:
     previous = state.store.get(prompts, step=state.step)
     drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
     drafts = dataclasses.replace(drafts, log_lenience=np.inf)
-    weights = rollout_weights(run.model, state.policy(run.model))
+    weights = state.rollout_weights(run)
     noise = Noise(run.key, 0)
     inputs = (run.rollout_spec, weights, prompts, noise, drafts, carry_over)
     state.speculation.seconds = measure(*inputs)

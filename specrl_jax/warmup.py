@@ -13,10 +13,16 @@ import optax
 from jax import Array
 
 from specrl_jax import hosts
+from specrl_jax.algorithms.draft_training import apply_gradients, count_tokens, head_gradients
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.scoring import read_nodes, score, unpacked
 from specrl_jax.algorithms.update import join
-from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
+from specrl_jax.algorithms.update_spec import (
+    DraftHeadState,
+    PolicyState,
+    UpdateSpec,
+    init_head_state,
+)
 from specrl_jax.data.prompts import (
     Dataset,
     demonstrations,
@@ -51,10 +57,11 @@ def warm_up(
     tokenizer: Tokenizer,
     dataset: Dataset,
     frozen: Params | None = None,
-) -> Params:
+) -> tuple[Params, DraftHeadState | None]:
     """Run the stage that `config.warmup` asks for, and print the loss as it goes.
 
-    Returns `params`, trained. frozen: where they are adapters, the weights that they belong to.
+    Returns `params`, trained, and the draft head, where there is to be one. frozen: where `params`
+    are adapters, the weights that they belong to.
     """
     settings = config.warmup
     slots = (config.data.prompt_len, config.rollout.response_len)
@@ -96,8 +103,9 @@ def supervise(
     settings,
     seed: int,
     frozen: Params | None = None,
-) -> Params:
-    """Train `params` for `settings.steps` on the demonstrations; returns the new parameters.
+) -> tuple[Params, DraftHeadState | None]:
+    """Train `params` for `settings.steps` on the demonstrations; returns the new parameters, and
+    the draft head that was trained beside them.
 
     settings: `config.warmup`, of which steps, batch_size and learning_rate are read. Raises
     FloatingPointError where the loss or the weights are not finite.
@@ -108,6 +116,8 @@ def supervise(
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     state = PolicyState.create(params, optimizer)
+    if update_spec.draft_head is not None:
+        state = dataclasses.replace(state, draft_head=init_head_state(update_spec))
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size)
@@ -126,7 +136,7 @@ def supervise(
                     f"now {settings.learning_rate}"
                 )
         print(f"  step {step}: {losses[-1]:.3f} nats/token", flush=True)
-    return state.params
+    return state.params, state.draft_head
 
 
 def _put_batches(data: Demonstrations, index: np.ndarray) -> Demonstrations:
@@ -157,14 +167,23 @@ def _run(
         sequences, nodes = unpacked(tokens, rows.prompt_lens, slots)
         mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
 
-        def loss(params: Params) -> Array:
+        def loss(params: Params) -> tuple[Array, Array]:
             policy = adapted(update_spec.model, params, frozen)
-            scores = read_nodes(score(update_spec, policy, None, sequences), nodes)
-            return -masked_mean(scores.logprobs, mask)
+            scores, states = score(update_spec, policy, None, sequences)
+            return -masked_mean(read_nodes(scores, nodes).logprobs, mask), states
 
-        value, grads = jax.value_and_grad(loss)(state.params)
+        (value, states), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return PolicyState(optax.apply_updates(state.params, updates), opt_state), value
+        head = state.draft_head
+        if head is not None:
+            if head.counts is not None:
+                head = count_tokens(head, rows.responses, rows.response_lens)
+            policy = adapted(update_spec.model, state.params, frozen)
+            inputs = (sequences, states, nodes, mask, jnp.sum(mask))
+            grads, sums = head_gradients(update_spec, head, policy, *inputs)
+            head = apply_gradients(update_spec, head, grads, sums)
+        params = optax.apply_updates(state.params, updates)
+        return PolicyState(params, opt_state, draft_head=head), value
 
     state, losses = jax.lax.scan(step, state, batches)
     return state, (losses, optax.tree.norm(state.params))

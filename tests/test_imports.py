@@ -40,6 +40,7 @@ ALLOWED = {
     "rollout/acceptance": {"rollout/sampling"},
     "rollout/rows": {"models", "sharding"},
     "rollout/drafts": {"rollout/rows", "sharding", "types"},
+    "rollout/drafts/learned": {"models", "rollout/rows", "rollout/sampling", "sharding"},
     "rollout/carry_over": {"models", "rollout/rows", "sharding", "types"},
     "rollout/kept_noise": {"types"},
     "rollout/engine": {
@@ -70,7 +71,7 @@ ALLOWED = {
         "sharding",
         "telemetry",
     },
-    "memory": {"config", "inputs", "models", "rollout/engine/spec"},
+    "memory": {"config", "inputs", "models", "rollout/drafts", "rollout/engine/spec"},
     "programs": {"algorithms", "build", "memory", "models", "rollout", "shapes"},
     "shapes": {
         "algorithms",

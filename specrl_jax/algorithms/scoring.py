@@ -8,7 +8,7 @@ of a token is then read for each row that holds it, as [n, R].
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from specrl_jax.models import value
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
+from specrl_jax.models.row_slices import take_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.sharding import axes, put, reshard, shards
@@ -99,13 +100,15 @@ def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> tuple[Sequence
 
 def score(
     update_spec: UpdateSpec, params: Params, critic: Params | None, sequences: Sequences
-) -> TokenLogprobs:
+) -> tuple[TokenLogprobs, Array]:
     """One pass of the policy over a micro-batch, and one of a critic with its own decoder.
 
-    Gives [m, T]: at each slot what is said of its token, in the state of its parent.
+    Gives [m, T]: at each slot what is said of its token, in the state of its parent; and the
+    policy's states [m, T, D].
     """
     model = Transformer(update_spec.model, params)
-    hidden_mTD = _parents_hidden(model, sequences)
+    states_mTD = _states(model, sequences)
+    hidden_mTD = take_slots(states_mTD, sequences.parents)
 
     def score_chunk(logits: Array, tokens: Array) -> tuple[Array, Array]:
         logits = logits / update_spec.temperature
@@ -113,15 +116,16 @@ def score(
 
     scores = map_tokens(score_chunk, model, hidden_mTD, sequences.tokens, update_spec.logits_chunk)
     if critic is None:
-        return TokenLogprobs(*scores, values=None)
+        return TokenLogprobs(*scores, values=None), states_mTD
     decoder = value.decoder(update_spec.model, critic)
     if decoder is not None:
-        hidden_mTD = _parents_hidden(decoder, sequences)
-    return TokenLogprobs(*scores, value.values(critic, hidden_mTD))
+        hidden_mTD = take_slots(_states(decoder, sequences), sequences.parents)
+    return TokenLogprobs(*scores, value.values(critic, hidden_mTD)), states_mTD
 
 
-def read_nodes(scores: TokenLogprobs, nodes_nR: Array) -> TokenLogprobs:
-    """Scores [n, R] of rows from those of slots [..., T]; 0 where a node is not among the slots."""
+def read_nodes(scores: Any, nodes_nR: Array) -> Any:
+    """Scores [n, R] of rows from a pytree of those of slots [..., T]; 0 where a node is not among
+    the slots."""
 
     def read(x: Array) -> Array:
         flat = jax.sharding.reshard(x, jax.P(*(None,) * x.ndim)).reshape(-1)
@@ -135,7 +139,9 @@ def read_nodes(scores: TokenLogprobs, nodes_nR: Array) -> TokenLogprobs:
 @functools.partial(jax.jit, static_argnums=0)
 def logprobs(update_spec: UpdateSpec, params: Params, packed: PackedRows) -> Array:
     """Log-probs [n, R] of packed rows (reference, old policy)."""
-    return _map_micro_batches(lambda part: score(update_spec, params, None, part).logprobs, packed)
+    return _map_micro_batches(
+        lambda part: score(update_spec, params, None, part)[0].logprobs, packed
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -147,7 +153,7 @@ def critic_values(
 ) -> Array:
     """The critic's values [n, R] of packed rows. frozen: as in `update.update`."""
     weights = adapted(update_spec.model, state.params, frozen), state.critic
-    return _map_micro_batches(lambda part: score(update_spec, *weights, part).values, packed)
+    return _map_micro_batches(lambda part: score(update_spec, *weights, part)[0].values, packed)
 
 
 @jax.jit
@@ -156,10 +162,9 @@ def logprob_gap(batch: Batch, logprobs_BR: Array) -> Array:
     return masked_mean(jnp.abs(batch.old_logprobs - logprobs_BR), batch.mask)
 
 
-def _parents_hidden(model: Transformer, sequences: Sequences) -> Array:
-    """Hidden states [m, T, D] in which the tokens of the slots are chosen: their parents'."""
-    hidden_mTD, _ = model(sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends)
-    return jax.vmap(lambda hidden, parents: hidden[parents])(hidden_mTD, sequences.parents)
+def _states(model: Transformer, sequences: Sequences) -> Array:
+    """Hidden states [m, T, D] of the slots. A token is chosen in that of its parent."""
+    return model(sequences.tokens, positions_BT=sequences.depths, ends_BT=sequences.ends)[0]
 
 
 def _map_micro_batches(function: Callable[[Sequences], Array], packed: PackedRows) -> Array:

@@ -6,6 +6,7 @@ added, so that the result does not depend on how it is cut.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,16 +15,19 @@ import numpy as np
 import optax
 from jax import Array
 
+from specrl_jax.algorithms.draft_training import apply_gradients, head_gradients
 from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, value_loss
 from specrl_jax.algorithms.scoring import PackedRows, read_nodes, score
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
+from specrl_jax.packing import Sequences
 from specrl_jax.sharding import reshard, take_rows
 from specrl_jax.types import Batch, Prompts, Rollout, Source
 
 Sums = dict[str, Array]  # float32 scalars, added over micro-batches
-Weights = tuple[Params, Params | None]  # of the policy and the critic
+# Of the policy, the critic and the draft head.
+Weights = tuple[Params, Params | None, Params | None]
 
 
 def make_batch(prompts: Prompts, rollout: Rollout) -> Batch:
@@ -79,10 +83,11 @@ def update(
     Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping),
     `weight_norm` and `moments` (see `_sizes`) after the update, and the sums of
     `losses.policy_loss` over the rows that are computed; with a critic also its norms, as
-    `critic_grad_norm`, and the sums of `losses.value_loss`.
+    `critic_grad_norm`, and the sums of `losses.value_loss`; with a draft head also its norms, as
+    `head_grad_norm`, and the sums of `draft_training.head_gradients`.
     """
     before = state
-    (grads, critic_grads), sums = _gradients(
+    (grads, critic_grads, head_grads), sums = _gradients(
         update_spec, state, take_rows(batch, packed.rows), packed, frozen
     )
     sums["grad_norm"] = optax.tree.norm(grads)
@@ -95,14 +100,21 @@ def update(
             update_spec.critic.optimizer, critic_grads, state.critic, state.critic_opt_state
         )
         state = dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
+    if state.draft_head is not None:
+        sums["head_grad_norm"] = optax.tree.norm(head_grads)
+        head = apply_gradients(update_spec, state.draft_head, head_grads, sums)
+        state = dataclasses.replace(state, draft_head=head)
     if update_spec.skip_nonfinite:
-        names = {"loss", "grad_norm", "critic_loss", "critic_grad_norm"} & sums.keys()
+        made = itertools.product(("", "critic_", "head_"), ("loss", "grad_norm"))
+        names = set(map("".join, made)) & sums.keys()
         finite = jnp.all(jnp.isfinite(jnp.stack([sums[name] for name in sorted(names)])))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), state, before)
     sums["weight_norm"], sums["moments"] = _sizes(state.params, state.opt_state)
     if update_spec.critic is not None:
         sizes = _sizes(state.critic, state.critic_opt_state)
         sums["critic_weight_norm"], sums["critic_moments"] = sizes
+    if head := state.draft_head:
+        sums["head_weight_norm"], sums["head_moments"] = _sizes(head.params, head.opt_state)
     return state, sums
 
 
@@ -124,20 +136,17 @@ def _gradients(
     frozen: Params | None,
 ) -> tuple[Weights, Sums]:
     """Gradients and sums of a mini-batch, added over its micro-batches."""
+    head = state.draft_head
     weights = (state.params, state.critic)
     policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
     token_count = jnp.sum(rows.mask)
     size = packed.sequences.tokens[0].size
 
-    def loss(weights: Weights, index: Array) -> tuple[Array, Sums]:
-        sequences = jax.tree.map(lambda x: x[index], packed.sequences)
-        nodes = packed.nodes - index * size
+    def loss(weights: tuple, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
         trained, critic_params = weights
         params = adapted(update_spec.model, trained, frozen)
-        scores = read_nodes(score(update_spec, params, critic_params, sequences), nodes)
-        # A row lies in one sequence. Of the others, no token counts.
-        here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
-        part = dataclasses.replace(rows, response_lens=jnp.where(here, rows.response_lens, 0))
+        scores, states = score(update_spec, params, critic_params, sequences)
+        scores = read_nodes(scores, nodes)
         total, sums = policy_loss(
             scores.logprobs, scores.entropy, part, update_spec.loss, policy_count
         )
@@ -147,15 +156,29 @@ def _gradients(
             error, critic_sums = value_loss(scores.values, part, critic.clip, token_count)
             total = total + critic.coef * error
             sums = sums | critic_sums
-        return total, sums
+        return total, (sums, states)
+
+    def of_micro_batch(index: Array) -> tuple[Weights, Sums]:
+        sequences = jax.tree.map(lambda x: x[index], packed.sequences)
+        nodes = packed.nodes - index * size
+        # A row lies in one sequence. Of the others, no token counts.
+        here = (nodes[:, 0] >= 0) & (nodes[:, 0] < size)
+        part = dataclasses.replace(rows, response_lens=jnp.where(here, rows.response_lens, 0))
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (_, (sums, states)), grads = gradient(weights, part, sequences, nodes)
+        if head is None:
+            return (*grads, None), sums
+        policy = adapted(update_spec.model, state.params, frozen)
+        inputs = (sequences, states, nodes, part.mask, token_count)
+        head_grads, head_sums = head_gradients(update_spec, head, policy, *inputs)
+        return (*grads, head_grads), sums | head_sums
 
     def accumulate(index: Array, total: tuple[Weights, Sums]) -> tuple[Weights, Sums]:
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(weights, index)
-        return jax.tree.map(jnp.add, total, (grads, sums))
+        return jax.tree.map(jnp.add, total, of_micro_batch(index))
 
-    _, shapes = jax.eval_shape(lambda: loss(weights, jnp.int32(0)))
+    _, shapes = jax.eval_shape(lambda: of_micro_batch(jnp.int32(0)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    start = (jax.tree.map(jnp.zeros_like, weights), zeros)
+    start = (jax.tree.map(jnp.zeros_like, (*weights, head and head.params)), zeros)
     return jax.lax.fori_loop(0, packed.count, accumulate, start)
 
 

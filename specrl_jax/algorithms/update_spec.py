@@ -4,24 +4,40 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.losses import LossConfig
 from specrl_jax.models import lora, value
 from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.draft_head import init_draft_head
 from specrl_jax.models.transformer import Params
+from specrl_jax.sharding import axes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftHeadState:
+    """The draft head and what it is trained by."""
+
+    params: Params  # float32, stored layout
+    opt_state: Any
+    overlap: Array  # float32 [], mean Σ min(p, q) of the last update
+    counts: Array | None  # int32 [V], tokens of responses so far; None: it drafts all tokens
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyState:
-    """Weights and optimizer states of the policy and its critic."""
+    """Weights and optimizer states of the policy, its critic and its draft head."""
 
     params: Params  # float32, stored layout; all weights, or adapters of frozen ones
     opt_state: Any
     critic: Params | None = None
     critic_opt_state: Any = None
+    draft_head: DraftHeadState | None = None
 
     @classmethod
     def create(cls, params: Params, optimizer: optax.GradientTransformation) -> "PolicyState":
@@ -40,6 +56,15 @@ class Critic:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftHeadTraining:
+    """How the draft head is trained; fields as in `config.rollout.head`."""
+
+    optimizer: optax.GradientTransformation
+    vocab: int
+    seed: int  # of its first parameters
+
+
+@dataclasses.dataclass(frozen=True)
 class UpdateSpec:
     """Settings of the update's programs; hashable."""
 
@@ -51,11 +76,17 @@ class UpdateSpec:
     micro_batch_size: int  # rows; 0: the whole mini-batch
     packing: str = "trie"  # key of PACKINGS
     critic: Critic | None = None
+    draft_head: DraftHeadTraining | None = None
     skip_nonfinite: bool = False  # leave the state as it is where loss or gradients are not finite
 
 
-def make_update_spec(config, model: ModelConfig, schedule: optax.Schedule) -> UpdateSpec:
-    """The update that `config.algorithm`, `config.updates` and `config.critic` ask for."""
+def make_update_spec(
+    config, model: ModelConfig, schedule: optax.Schedule, has_draft_head: bool = False
+) -> UpdateSpec:
+    """The update that `config.algorithm`, `config.updates` and `config.critic` ask for.
+
+    has_draft_head: the rollout drafts by a learned head.
+    """
     fields = [field.name for field in dataclasses.fields(LossConfig)]
     fields.remove("max_response_len")
     return UpdateSpec(
@@ -70,6 +101,7 @@ def make_update_spec(config, model: ModelConfig, schedule: optax.Schedule) -> Up
         micro_batch_size=config.updates.micro_batch_size,
         packing=config.updates.packing,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
+        draft_head=_make_head_training(config) if has_draft_head else None,
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 
@@ -83,6 +115,12 @@ def _make_critic(config) -> Critic:
     )
     optimizer = make_optimizer(config.updates, schedule)
     return Critic(settings.kind, settings.coef, settings.clip, optimizer)
+
+
+def _make_head_training(config) -> DraftHeadTraining:
+    settings = config.rollout.head
+    schedule = optax.constant_schedule(settings.learning_rate)
+    return DraftHeadTraining(make_optimizer(config.updates, schedule), settings.vocab, config.seed)
 
 
 SCHEDULES = {  # (peak, optimizer steps) → rate by step
@@ -120,13 +158,20 @@ def make_optimizer(settings, schedule: optax.Schedule) -> optax.GradientTransfor
 
 
 def init_policy_state(
-    update_spec: UpdateSpec, trained: Params, frozen: Params | None = None
+    update_spec: UpdateSpec,
+    trained: Params,
+    frozen: Params | None = None,
+    draft_head: DraftHeadState | None = None,
 ) -> PolicyState:
     """Return the state before the first update; a critic's own decoder starts as the policy's.
 
-    trained: all weights, or adapters of the weights `frozen`.
+    trained: all weights, or adapters of the weights `frozen`. draft_head: one that is trained
+    already; None: a new one, where there is to be any.
     """
     state = PolicyState.create(trained, update_spec.optimizer)
+    if update_spec.draft_head is not None:
+        draft_head = draft_head or init_head_state(update_spec)
+        state = dataclasses.replace(state, draft_head=draft_head)
     if update_spec.critic is None:
         return state
     model = update_spec.model
@@ -134,3 +179,16 @@ def init_policy_state(
     critic = value.init_critic(model, update_spec.critic.kind, policy)
     opt_state = PolicyState.create(critic, update_spec.critic.optimizer).opt_state
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
+
+
+def init_head_state(update_spec: UpdateSpec) -> DraftHeadState:
+    """Return a draft head before its first update."""
+    settings = update_spec.draft_head
+    model = update_spec.model
+    params = init_draft_head(model, jax.random.key(settings.seed))
+    opt_state = jax.jit(settings.optimizer.init)(params)
+    counts = None
+    if settings.vocab:
+        counts = jnp.zeros(model.vocab_size, jnp.int32, out_sharding=axes(None))
+    overlap = jnp.zeros((), jnp.float32, out_sharding=axes())
+    return DraftHeadState(params, opt_state, overlap, counts)

@@ -13,6 +13,8 @@ of which [K, H] would leave empty. C is K H, rounded up to whole tiles on each s
 transpose an array of another size at every call.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -66,15 +68,17 @@ def _transpose(x: Array, old: str, new: str) -> Array:
     return x.transpose([old.index(axis) for axis in new])
 
 
-def init_cache(config: ModelConfig, rows: int, slots: int) -> KVCache:
-    """An empty cache of `rows` x `slots`, in the compute type."""
+def init_cache(config: ModelConfig, rows: int, slots: int, draft_head: bool = False) -> KVCache:
+    """An empty cache of `rows` x `slots`, in the compute type. draft_head: with its layer, the
+    last."""
 
     def zeros(dims: str, shape: tuple[int, ...]) -> Array:
         layout = axes(*(_LOGICAL[axis] for axis in dims))
         return jnp.zeros(shape, config.dtype, out_sharding=layout)
 
     arrays = _shapes(config, rows, slots)
-    return tuple(tuple(zeros(*array) for array in arrays) for _ in range(config.num_layers))
+    layers = config.num_layers + draft_head
+    return tuple(tuple(zeros(*array) for array in arrays) for _ in range(layers))
 
 
 def round_slots(slots: int) -> int:
@@ -145,18 +149,17 @@ def write(layer: Layer, k_BTKH: Array, v_BTKH: Array, start_B: Array) -> Layer:
     return tuple(map(write_one, layer, as_layer(k_BTKH, v_BTKH, layer), _axes(layer)))
 
 
-def write_rows(cache: KVCache, fresh: tuple, nodes_bS: Array, places_b: Array) -> KVCache:
+def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, places_b: Array) -> KVCache:
     """The cache with rows that begin: row i gets the tokens at `nodes[i]` in the place `places[i]`.
 
-    fresh: Keys and values [L, m, T, K, H] of the layers, as the model gives them of sequences.
+    fresh: Keys and values [m, T, K, H] of each layer, of sequences.
     nodes_bS: int32 [b, S], sequence · T + slot of each token, < 0 where a row has none.
     places_b: int32 [b]; a row whose place lies outside the cache is left out. Each shard counts its
         own sequences and places, and its rows that are left out come last.
     """
     read = jnp.maximum(nodes_bS, 0)
     rows = []
-    for number, layer in enumerate(cache):
-        arrays = tuple(x[number] for x in fresh)
+    for arrays, layer in zip(fresh, cache, strict=True):
         taken = on_shards(_take_nodes, arrays, read, like=arrays)
         rows.append(as_layer(*taken, layer))
     return on_shards(_write_own_rows, cache, tuple(rows), places_b, like=cache)

@@ -69,7 +69,7 @@ def _map_chunks_forward(function: Callable, chunk: int, head_VD: Array, hidden_B
         hidden, inputs = part
         return nothing, function(head_logits(hidden, compute_VD), inputs)
 
-    _, results = _scan_chunks(step, None, (hidden_BTD, inputs), chunk)
+    _, results = scan_chunks(step, None, (hidden_BTD, inputs), chunk)
     return results, (head_VD, compute_VD, hidden_BTD, inputs)
 
 
@@ -98,7 +98,7 @@ def _map_chunks_backward(function: Callable, chunk: int, saved: tuple, given):
         )
         return total_XVD + head_grad, hidden_grad
 
-    total_XVD, hidden_grad = _scan_chunks(step, start, (hidden_BTD, inputs, given), chunk)
+    total_XVD, hidden_grad = scan_chunks(step, start, (hidden_BTD, inputs, given), chunk)
     head_grad = jax.sharding.reshard(jnp.sum(total_XVD, axis=0), layout)
     return head_grad.astype(stored_VD.dtype), hidden_grad, None
 
@@ -112,7 +112,7 @@ def _by_shard(array: Array, *dims: str | None) -> Array:
     return jnp.reshape(array, shape, out_sharding=axes("batch", None, *dims))
 
 
-def _scan_chunks(step: Callable, carry, arrays, chunk: int):
+def scan_chunks(step: Callable, carry, arrays, chunk: int):
     """Scan `carry, result = step(carry, part)` over chunks of arrays [B, T, ...]; join results."""
     width = jax.tree.leaves(arrays)[0].shape[1]
     multiple = width // chunk * chunk

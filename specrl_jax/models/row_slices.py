@@ -20,6 +20,11 @@ def read_slots(array: Array, starts_B: Array, count: int) -> Array:
     return jax.vmap(lambda row, start: read(row, start, count))(array, starts_B)
 
 
+def take_slots(array: Array, slots_BT: Array) -> Array:
+    """Take the slots int32 [B, T] of every row of [B, S, ...]: [B, T, ...]."""
+    return jax.vmap(lambda row, slots: row[slots])(array, slots_BT)
+
+
 def write_slots(array: Array, values: Array, starts_B: Array, axis: int = 1) -> Array:
     """The array with T slots of every row written from `starts` on; needs start + T <= S.
 

@@ -80,7 +80,7 @@ class Transformer(nnx.Module):
         if self.config.local_layers:
             ropes.append(self._rope(rotary_BT, slots, local=True))
             place = place._replace(positions=positions_BT)
-        x_BTD = self._lookup(tokens_BT)
+        x_BTD = self.lookup(tokens_BT)
         x_BTD, cache = self._run_layers(x_BTD, ropes, place, cache, gives_cache)
         return rms_norm(x_BTD, self.final_norm[...], self.config), cache
 
@@ -110,7 +110,8 @@ class Transformer(nnx.Module):
         head_VD = compute_head(self.head, self.config.dtype)
         return final_logits(head_logits(hidden, head_VD), self.config)
 
-    def _lookup(self, tokens_BT: Array) -> Array:
+    def lookup(self, tokens_BT: Array) -> Array:
+        """Embeddings [B, T, D] of tokens int32 [B, T]."""
         table_VD = reshard(self.embed[...].astype(self.config.dtype), "vocab", None)
         x_BTD = table_VD.at[tokens_BT].get(out_sharding=axes("batch", None, None))
         if not self.config.embed_scale:

@@ -42,6 +42,8 @@ class Rows:
     sources: Array  # int8 [b, C], a `Source` each
     top_ids: Array | None = None  # int32 [b, C, k], likeliest tokens, where they are stored
     top_logprobs: Array | None = None  # float32 [b, C, k]
+    # [b, D], the policy's state that chose `last`, in the compute type; with a draft head.
+    last_state: Array | None = None
 
 
 def gather(all_rows: Rows, places: Array) -> Rows:

@@ -132,11 +132,18 @@ class DraftChoice:
     previous: bool = False
     # Makes the draft source from `config.rollout`.
     source: Callable[[Any], DraftSource] | None = None
+    # The learned head proposes what the source does not (`learned`).
+    head: bool = False
+
+    @property
+    def proposes(self) -> bool:
+        """True where decode steps have drafts."""
+        return self.source is not None or self.head
 
     @property
     def drafts(self) -> bool:
         """True where there are drafts at all."""
-        return self.previous or self.source is not None
+        return self.previous or self.proposes
 
 
 # `rollout.draft`. The only place where a source's name is written.
@@ -144,5 +151,9 @@ DRAFT_SOURCES: dict[str, DraftChoice] = {
     "none": DraftChoice(),
     "previous": DraftChoice(previous=True),
     "tree": DraftChoice(source=SuffixDrafts.from_config),
+    "head": DraftChoice(head=True),
     "previous+tree": DraftChoice(previous=True, source=SuffixDrafts.from_config),
+    "previous+head": DraftChoice(previous=True, head=True),
+    "tree+head": DraftChoice(source=SuffixDrafts.from_config, head=True),
+    "previous+tree+head": DraftChoice(True, SuffixDrafts.from_config, True),
 }

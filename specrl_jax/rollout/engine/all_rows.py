@@ -12,7 +12,7 @@ from specrl_jax.models.kv_cache import KVCache, init_cache
 from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
 from specrl_jax.rollout.sampling import CUT_OFF_LOGPROB, Purpose, row_seeds, uniforms
-from specrl_jax.sharding import reshard
+from specrl_jax.sharding import axes, reshard
 from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source
 
 
@@ -68,6 +68,10 @@ def start_rows(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -
     )
     prompt_lens, max_lens, last = numbers
     empty = Rollout.empty(len(prompt_lens), program.columns, program.stored_logprobs)
+    last_state = None
+    if program.draft_head is not None:
+        shape = (len(prompt_lens), program.model.embed_dim)
+        last_state = jnp.zeros(shape, program.model.dtype, out_sharding=axes("batch", None))
     return Rows(
         index=reshard(jnp.arange(len(prompt_lens), dtype=jnp.int32), "batch"),
         seeds=seeds,
@@ -84,6 +88,7 @@ def start_rows(program: ProgramSpec, purpose: int, key: Array, keyed, numbers) -
         sources=empty.sources,
         top_ids=empty.top_ids,
         top_logprobs=empty.top_logprobs,
+        last_state=last_state,
     )
 
 
@@ -107,7 +112,8 @@ def empty_batch(
 ) -> tuple[KVCache, Rows]:
     """A cache of `size` x `slots`, and as many places without a row."""
     none = jnp.full(size, -1, jnp.int32)
-    return init_cache(program.model, size, slots), gather(all_rows, reshard(none, "batch"))
+    cache = init_cache(program.model, size, slots, program.draft_head is not None)
+    return cache, gather(all_rows, reshard(none, "batch"))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -24,6 +24,7 @@ from specrl_jax.models.kv_cache import KVCache, cache_slots
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
+from specrl_jax.rollout.drafts.learned import HeadDrafting
 from specrl_jax.rollout.engine.spec import ProgramSpec
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.sampling import likeliest_tokens, logprobs_at, sample, temper, truncate
@@ -95,24 +96,34 @@ def decode_steps(
 ) -> tuple[KVCache, Rows, Any, StepCounts, Array]:
     """Steps of one width until a stop condition holds.
 
-    draft_state: of `program.draft_source`, which proposes tokens where width > 1. The cache needs
-    slots for prompt, response and the candidates of a step.
+    draft_state: of `program.draft_source`, which proposes tokens where width > 1; the draft head
+    proposes what it leaves open. The cache needs slots for prompt, response and the candidates of a
+    step.
 
     Returns cache, rows, draft state, counts, and what `progress` returns.
     """
     model = Transformer(program.model, weights)
+    layers = program.model.num_layers
 
     def step(state: tuple) -> tuple:
         cache, rows, draft_state, steps, counts = state
-        drafted, draft_len = _propose(program, rows, draft_state, width)
-        fed = jnp.concatenate([rows.last[:, None], drafted[:, : width - 1]], axis=1)
+        cache, of_head = cache[:layers], cache[layers:]
         # Rows that are done write somewhere inside; the others always have room.
         start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
+        drafted, draft_len = _propose(program, rows, draft_state, width)
+        if program.draft_head is not None:
+            drafting = HeadDrafting(program.draft_head, program.sampling, model, weights)
+            drafted, of_head = drafting.propose(rows, start, of_head, drafted, draft_len)
+            draft_len = jnp.full_like(draft_len, width - 1)
+        draft_len = jnp.minimum(draft_len, rows.max_lens - rows.lens)
+        fed = jnp.concatenate([rows.last[:, None], drafted[:, : width - 1]], axis=1)
         hidden, cache = model(fed, start, cache)
         output = _sample(program, model, hidden, rows)
         accepted = count_leading(output["tokens"] == drafted, draft_len)
-        rows, draft_state, new = _append(program, rows, draft_state, output, accepted)
-        return cache, rows, draft_state, steps + 1, counts + new
+        if program.draft_head is not None:
+            of_head = drafting.correct(start, of_head, hidden, output["tokens"])
+        rows, draft_state, new = _append(program, rows, draft_state, output, accepted, hidden)
+        return (*cache, *of_head), rows, draft_state, steps + 1, counts + new
 
     def goes_on(state: tuple) -> Array:
         _, rows, _, steps, _ = state
@@ -151,11 +162,11 @@ def _trained(rows: Rows, stop: StopCondition) -> Array:
 
 def _propose(program: ProgramSpec, rows: Rows, draft_state: Any, width: int) -> tuple[Array, Array]:
     """Candidates int32 [b, width] of the draft source, and how many of them count, < width."""
-    if width == 1:
-        return jnp.zeros_like(rows.lens)[:, None], jnp.zeros_like(rows.lens)
+    if width == 1 or program.draft_source is None:
+        nothing = jnp.zeros_like(rows.lens)
+        return jnp.broadcast_to(nothing[:, None], (len(nothing), width)), nothing
     tokens, count = program.draft_source.propose(draft_state, rows, width - 1)
-    tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
-    return tokens, jnp.minimum(count, rows.max_lens - rows.lens)
+    return jnp.pad(tokens, ((0, 0), (0, 1))), count
 
 
 def _sample(
@@ -185,6 +196,7 @@ def _append(
     draft_state: Any,
     output: dict[str, Array],
     accepted: Array,
+    hidden: Array,
 ) -> tuple[Rows, Any, Array]:
     """Write a step's tokens after the responses of rows that are not done: `accepted` [b] of the
     draft source, and one more. Returns rows, draft state and int32 [W + 1]: `matched` and `drafted`
@@ -206,9 +218,13 @@ def _append(
         changes["sources"] = kinds.astype(jnp.int8)
         both = jnp.concatenate([accepted[:, None] == steps, drafted[:, None]], axis=1)
         counts = jnp.sum(jnp.where(active[:, None], both, 0), axis=0, dtype=jnp.int32)
-        draft_state = program.draft_source.observe(draft_state, rows, tokens, count)
+        if program.draft_source is not None:
+            draft_state = program.draft_source.observe(draft_state, rows, tokens, count)
     changes = {name: write_slots(getattr(rows, name), new, column) for name, new in changes.items()}
-    last = read_slots(tokens, jnp.maximum(count - 1, 0), 1)[:, 0]
+    newest = jnp.maximum(count - 1, 0)
+    last = read_slots(tokens, newest, 1)[:, 0]
+    if program.draft_head is not None:  # it drafts for no row that is done
+        changes["last_state"] = read_slots(hidden, newest, 1)[:, 0]
     ended = jnp.any(ends, axis=1) | (lens == rows.max_lens)
     rows = dataclasses.replace(
         rows,

@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, write_rows
 from specrl_jax.models.logprobs import token_logprobs
-from specrl_jax.models.row_slices import read_slots, write_slots
+from specrl_jax.models.row_slices import read_slots, take_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer, with_stacked
 from specrl_jax.rollout.acceptance import (
     Residual,
@@ -85,17 +86,23 @@ def extend(
     accepted, and what `decode.progress` returns.
     """
     model = Transformer(program.model, with_stacked(weights))
+    layers = program.model.num_layers
     split = dict.fromkeys(("first_row", "rows", "draft_ends"), ("batch", None))
-    split |= dict.fromkeys(("tokens", "depths", "ends"), (None, "batch", None))
+    packed = ("tokens", "depths", "ends", "parents")
+    split |= dict.fromkeys(packed, (None, "batch", None))
     split |= {"count": (), "blocks": (None,), "nodes": ("batch", None, None)}
     prefixes = Prefixes(**{n: reshard(x, *split[n]) for n, x in prefixes._asdict().items()})
 
     free = on_shards(lambda done: jnp.argsort(~done, stable=True), rows.done, like=rows.lens)
 
     def of_chunk(chunk: Array, state: tuple) -> tuple:
-        packed = (x[chunk] for x in (prefixes.tokens, prefixes.depths, prefixes.ends))
-        tokens, depths, ends = packed
-        hidden, fresh = model(tokens, positions_BT=depths, ends_BT=ends, gives_cache=True)
+        tokens, depths, ends, parents = (getattr(prefixes, name)[chunk] for name in packed)
+        hidden, stacked = model(tokens, positions_BT=depths, ends_BT=ends, gives_cache=True)
+        fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
+        if program.draft_head is not None:
+            head = DraftHead(program.model, weights["draft_head"])
+            places = {"positions_BT": depths, "ends_BT": ends}
+            fresh += [head(take_slots(hidden, parents), model.lookup(tokens), **places)[1]]
 
         def of_block(number: Array, state: tuple) -> tuple:
             cache, rows, counts = state
@@ -155,10 +162,14 @@ def _begin(
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, columns)), constant_values=-1)
 
-    def logits_at(offset: Array, count: int) -> Array:
-        """Logits [b, count, V] in the states `offset` tokens after the first that decides."""
+    def states_at(offset: Array, count: int) -> Array:
+        """States [b, count, D] from `offset` tokens after the first that decides on."""
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
-        return model.logits(on_shards(_take_states, hidden, jnp.maximum(read, 0), like=hidden))
+        return on_shards(_take_states, hidden, jnp.maximum(read, 0), like=hidden)
+
+    def logits_at(offset: Array, count: int) -> Array:
+        """Logits [b, count, V] in these states."""
+        return model.logits(states_at(offset, count))
 
     if drafts is None:
         accepted = jnp.zeros_like(held)
@@ -174,8 +185,10 @@ def _begin(
         tokens = own.tokens
         verify = functools.partial(_verify, program, columns, rows, own, draft_len, log_lenience)
         accepted, residual, scores = verify(logits_at)
-    logits = logits_at(accepted, 1)[:, 0]
-    end = _sample_at_end(program, rows, logits, accepted, residual)
+    state = states_at(accepted, 1)
+    end = _sample_at_end(program, rows, model.logits(state)[:, 0], accepted, residual)
+    if program.draft_head is not None:
+        rows = dataclasses.replace(rows, last_state=state[:, 0])
     return _write(program, rows, tokens, draft_len, accepted, scores, end)
 
 

@@ -23,6 +23,7 @@ class Prefixes(NamedTuple):
     tokens: np.ndarray  # [M, m, T], chunks of sequences, as `packing.Sequences`
     depths: np.ndarray  # [M, m, T]
     ends: np.ndarray  # [M, m, T]
+    parents: np.ndarray  # [M, m, T]
     count: np.ndarray  # [], chunks that hold tokens: the first ones
     blocks: np.ndarray  # [M], blocks of rows in each chunk, of the shard that has most
     first_row: np.ndarray  # [X, M + 1], of each chunk
@@ -70,7 +71,7 @@ def pack_prefixes(
         nodes[shard, filled] = np.where(own_nodes < 0, -1, of_chunk)[order]
     # [X · M · m / X, T] → [M, m, T], each shard's part of a chunk in its place.
     arrays = []
-    for name in ("tokens", "depths", "ends"):
+    for name in ("tokens", "depths", "ends", "parents"):
         by_shard = [getattr(x, name).reshape(chunks, sequences, length) for x in parts]
         arrays.append(np.concatenate(by_shard, axis=1))
     in_chunks = np.diff(first_row, axis=1)

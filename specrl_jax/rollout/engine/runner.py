@@ -156,6 +156,8 @@ class Runner:
         """The draft source's state for all that rows hold. Steps that do not draft do not write to
         it, nor is it made for them, so that they cost as little as without a draft source."""
         source = self.program.draft_source
+        if source is None:
+            return None
         prompts = self.requests.prompts
         if self.draft_state is None:
             history = self.drafts.history

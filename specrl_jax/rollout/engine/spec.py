@@ -4,6 +4,7 @@ import dataclasses
 
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
+from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftSource
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.sampling import SamplingConfig
@@ -34,6 +35,7 @@ class ProgramSpec:
     response_slots: int  # R
     group_size: int = 1  # G, responses per prompt
     draft_source: DraftSource | None = None  # proposes tokens in the decode steps
+    draft_head: HeadDrafts | None = None  # goes on where the source has none
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
     margin: int = 1  # columns after the response slots: the widest step
 
@@ -56,7 +58,7 @@ class RolloutSpec:
     group_size: int  # G
     row_buckets: int = 4  # batch sizes, each half the last
     max_rows: int = 0  # rows computed at once; 0: all
-    max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source
+    max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
     refresh: float = 0.0  # share of the drafts that are left out
 
     def __post_init__(self):
@@ -79,6 +81,7 @@ class RolloutSpec:
             pad_id=pad_id,
             response_slots=settings.response_len,
             draft_source=drafts.source(settings) if drafts.source else None,
+            draft_head=HeadDrafts() if drafts.head else None,
             stored_logprobs=settings.stored_logprobs if rule.needs_distribution else 0,
         )
         return cls(
@@ -87,7 +90,7 @@ class RolloutSpec:
             group_size=settings.group_size,
             row_buckets=settings.row_buckets,
             max_rows=settings.max_rows,
-            max_width=settings.max_width if drafts.source else 1,
+            max_width=settings.max_width if drafts.proposes else 1,
             refresh=settings.draft_refresh,
         )
 
@@ -98,6 +101,7 @@ class RolloutSpec:
             sampling=SamplingConfig(temperature),
             accept=MATCH,
             draft_source=None,
+            draft_head=None,
             stored_logprobs=0,
         )
         return dataclasses.replace(

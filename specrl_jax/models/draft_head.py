@@ -1,0 +1,154 @@
+"""A learned draft head: one decoder layer that guesses what the policy has not computed yet.
+
+At token y_i the head reads the policy's state that chose it, h_{i-1}, and its embedding:
+
+    x_i = U norm(h_{i-1}) + V norm(embed(y_i))        z_i = norm(layer(x_0 ... x_i))
+
+z_i stands for h_i, which the policy will compute: the policy's own output turns it into scores of
+y_{i+1}, and the head goes on from it in h_i's place. After EAGLE (arXiv 2401.15077) and the MTP
+module of DeepSeek-V3 (2412.19437, section 2.2). Embeddings and output are the policy's.
+"""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.kv_cache import Layer
+from specrl_jax.models.layers import (
+    LAYER_AXES,
+    DecoderLayer,
+    Place,
+    join_projections,
+    rms_norm,
+    rope_tables,
+)
+from specrl_jax.models.parameters import LAYER, Params, select
+from specrl_jax.models.transformer import compute_head
+from specrl_jax.sharding import axes, reshard
+
+_NORMS = ("state_norm", "embed_norm", "final_norm")
+_JOINS = ("state_proj", "embed_proj")  # U and V, [D, D]
+# Of the stored arrays. Compute layouts are those of `sharding.COMPUTE`.
+_OWN_AXES = dict.fromkeys(_NORMS, (None,)) | dict.fromkeys(_JOINS, ("embed", None))
+
+
+class DraftHead(nnx.Module):
+    """The head over its parameters, a nested dict; reads the policy's states and embeddings."""
+
+    def __init__(self, config: ModelConfig, params: Params):
+        self.config = config
+        for name in _OWN_AXES:
+            setattr(self, name, nnx.Param(params[name]))
+        self.layer = DecoderLayer(config, params["layer"])
+
+    def __call__(
+        self,
+        states_BTD: Array,
+        embedded_BTD: Array,
+        start_B: Array | None = None,
+        layer: Layer | None = None,
+        *,
+        positions_BT: Array | None = None,
+        ends_BT: Array | None = None,
+    ) -> tuple[Array, Layer]:
+        """z [B, T, D] at T tokens, and the cache's layer of the head with these tokens written.
+
+        states: the policy's, after its final norm, that chose the tokens; or the head's own in
+        their place. embedded: the tokens' embeddings. The others as of `Transformer`: the tokens
+        start in the cache's slots `start`, or they are packed tries, and keys and values
+        [B, T, K, H] take the place of the layer.
+        """
+        if start_B is not None:
+            positions_BT = start_B[:, None] + jnp.arange(states_BTD.shape[1])[None, :]
+        states_BTD = rms_norm(states_BTD, self.state_norm[...], self.config)
+        embedded_BTD = rms_norm(embedded_BTD, self.embed_norm[...], self.config)
+        x_BTD = self._project("state_proj", states_BTD) + self._project("embed_proj", embedded_BTD)
+        rope = rope_tables(positions_BT, self.config)
+        x_BTD, layer = self.layer(x_BTD, rope, Place(start_B, ends_BT), layer)
+        return rms_norm(x_BTD, self.final_norm[...], self.config), layer
+
+    def _project(self, name: str, x_BTD: Array) -> Array:
+        weight = reshard(getattr(self, name)[...].astype(self.config.dtype), None, None)
+        return jnp.einsum("BTD,DE->BTE", x_BTD, weight, out_sharding=axes("batch", None, None))
+
+
+def init_draft_head(config: ModelConfig, key: Array) -> Params:
+    """First parameters, float32: as a decoder layer's; U and V pass on what they read."""
+
+    def normal(name: str, shape: tuple[int, ...], std: float) -> Array:
+        noise_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return std * jax.random.normal(noise_key, shape)
+
+    def init(name: str, shape: tuple[int, ...], fan_in: int) -> Array:
+        if name.endswith("norm"):
+            return jnp.zeros(shape) if config.norm_adds_one else jnp.ones(shape)
+        if name.endswith("bias"):
+            return jnp.zeros(shape)
+        return normal(name, shape, fan_in**-0.5)
+
+    @jax.jit
+    def build() -> Params:
+        size = config.embed_dim
+        params = {name: init(name, (size,), size) for name in _NORMS}
+        params |= {name: jnp.eye(size) for name in _JOINS}
+        params = {
+            n: jax.sharding.reshard(x, axes(*_OWN_AXES[n], stored=True)) for n, x in params.items()
+        }
+        params["layer"] = {
+            name: jax.sharding.reshard(
+                init(name, p.shape(config), p.fan_in(config)), axes(*p.layout, stored=True)
+            )
+            for name, p in select(LAYER, config).items()
+        }
+        return params
+
+    return build()
+
+
+def draft_head_size(config: ModelConfig) -> int:
+    """Number of parameters."""
+    shapes = jax.eval_shape(lambda: init_draft_head(config, jax.random.key(0)))
+    return sum(x.size for x in jax.tree.leaves(shapes))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "vocab"))
+def copy_draft_head(
+    config: ModelConfig, params: Params, policy: Params, counts: Array | None, *, vocab: int
+) -> Params:
+    """The rollout's copy: the compute type but for the norms' scales, projections joined.
+
+    vocab: the head drafts so many tokens, the most frequent by `counts` int32 [V]; 0: all. The copy
+    then holds these, and their rows of the policy's output, as `vocab`.
+    """
+
+    def convert(name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
+        dtype = x.dtype if name.endswith("norm") else config.dtype
+        return reshard(jnp.copy(x).astype(dtype), *dims)
+
+    layer = {n: convert(n, x, LAYER_AXES[n]) for n, x in params["layer"].items()}
+    own = {n: convert(n, x, (None,) * x.ndim) for n, x in params.items() if n != "layer"}
+    copied = own | {"layer": join_projections(layer)}
+    if not vocab:
+        return copied
+    ids = frequent_tokens(counts, vocab)
+    output = policy["embed" if config.tie_embeddings else "lm_head"]
+    rows = take_tokens(compute_head(output, config.dtype), ids)
+    return copied | {"vocab": {"ids": ids, "rows": rows}}
+
+
+def frequent_tokens(counts: Array, number: int) -> Array:
+    """Ids int32 [number] of the most frequent tokens by `counts` int32 [V], in order; of equally
+    frequent ones the first (FR-Spec, arXiv 2502.14856)."""
+    _, ids = jax.lax.top_k(counts, number)
+    return jnp.sort(ids)
+
+
+def take_tokens(output_VD: Array, ids: Array) -> Array:
+    """The rows of the policy's output for these tokens, laid out like it."""
+    rows = output_VD.at[ids].get(out_sharding=axes(None, None))
+    return reshard(rows, "vocab", None)
