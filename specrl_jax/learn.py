@@ -307,6 +307,6 @@ def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str,
     if run.update_spec.draft_head:
         tokens = max(sum(sums["head_tokens"] for sums in history), 1)
         values["draft_head/loss"] = mean("head_loss")
-        values["draft_head/overlap"] = sum(sums["head_overlap"] for sums in history) / tokens
+        values["draft_head/overlap"] = sum(sums["head_overlap"][0] for sums in history) / tokens
         values["draft_head/grad_norm"] = mean("head_grad_norm")
     return values

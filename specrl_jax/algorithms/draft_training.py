@@ -48,19 +48,29 @@ def head_gradients(
     those that count. token_count: of all micro-batches; the loss is a mean over so many.
     """
     model = Transformer(update_spec.model, policy)
-    inputs = take_slots(hidden_mTD, sequences.parents), model.lookup(sequences.tokens)
+    embedded_mTD = model.lookup(sequences.tokens)
     places = {"positions_BT": sequences.depths, "ends_BT": sequences.ends}
-    weight = jnp.exp(-DECAY * head.overlap)
+    weights = jnp.exp(-DECAY * head.overlap)
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
-        states_mTD, _ = DraftHead(update_spec.model, params)(*inputs, **places)
-        distances = _distances(update_spec, head, model, states_mTD, hidden_mTD)
-        # A token was chosen in the state of its parent.
-        of_tokens = [take_slots(x, sequences.parents) for x in distances]
-        kl, tv = (jnp.sum(x, where=mask_nR) for x in read_nodes(of_tokens, nodes_nR))
-        total = (weight * kl + (1 - weight) * tv) / jnp.maximum(token_count, 1)
+        own_head = DraftHead(update_spec.model, params)
+        total = 0.0
+        overlaps = []
         tokens = jnp.sum(mask_nR, dtype=jnp.float32)
-        return total, {"head_loss": total, "head_overlap": tokens - tv, "head_tokens": tokens}
+        states_mTD = hidden_mTD
+        for weight in weights:
+            states_mTD, _ = own_head(
+                take_slots(states_mTD, sequences.parents), embedded_mTD, **places
+            )
+            distances = _distances(update_spec, head, model, states_mTD, hidden_mTD)
+            # A token was chosen in the state of its parent.
+            of_tokens = [take_slots(x, sequences.parents) for x in distances]
+            kl, tv = (jnp.sum(x, where=mask_nR) for x in read_nodes(of_tokens, nodes_nR))
+            total += weight * kl + (1 - weight) * tv
+            overlaps.append(tokens - tv)
+        total /= jnp.maximum(token_count, 1) * len(overlaps)
+        sums = {"head_overlap": jnp.stack(overlaps), "head_tokens": tokens}
+        return total, {"head_loss": total, **sums}
 
     return jax.grad(loss, has_aux=True)(head.params)
 

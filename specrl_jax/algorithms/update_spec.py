@@ -190,5 +190,6 @@ def init_head_state(update_spec: UpdateSpec) -> DraftHeadState:
     counts = None
     if settings.vocab:
         counts = jnp.zeros(model.vocab_size, jnp.int32, out_sharding=axes(None))
-    overlap = jnp.zeros((), jnp.float32, out_sharding=axes())
+    import os
+    overlap = jnp.zeros(int(os.environ.get("HD", 2)), jnp.float32, out_sharding=axes(None))
     return DraftHeadState(params, opt_state, overlap, counts)

@@ -1,0 +1,141 @@
+"""Drafts of the learned head: they change no token, and its cache holds what a whole pass gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rollout_reference as ref
+from rollout_reference import SAMPLING, TREE, check_equal, history_of, host, match_spec, run
+from scipy import special
+
+from specrl_jax.models.draft_head import DraftHead, copy_draft_head, init_draft_head
+from specrl_jax.models.transformer import Transformer
+from specrl_jax.rollout.drafts.learned import HeadDrafts
+from specrl_jax.rollout.engine.all_rows import start_all_rows
+from specrl_jax.rollout.generate import Noise
+from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
+from specrl_jax.sharding import axes, put
+
+MODEL = ref.ONE_LAYER
+R = 8
+
+
+def weights_of(vocab=0, nudge=0.0):
+    """The rollout's weights with an untrained head, which drafts tokens of all kinds."""
+    params, weights = ref.policy(nudge, MODEL)
+    head = init_draft_head(MODEL, jax.random.key(3))
+    counts = put(np.arange(MODEL.vocab_size, dtype=np.int32)[::-1], None) if vocab else None
+    return weights | {"draft_head": copy_draft_head(MODEL, head, params, counts, vocab=vocab)}
+
+
+def head_spec(width, coupled=True, **kwargs):
+    spec = match_spec(**({"max_width": width} | kwargs))
+    program = dataclasses.replace(spec.program, draft_head=HeadDrafts(coupled))
+    return dataclasses.replace(spec, program=program)
+
+
+@pytest.fixture(scope="module")
+def base(make_mesh):
+    """Prompts, the plain rollout, and one of an earlier policy."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        prompts = ref.random_prompts()
+        plain, _ = run(match_spec(), weights_of(), prompts, 1)
+        old, _ = run(match_spec(), weights_of(nudge=0.1), prompts, 0)
+        yield prompts, host(plain), host(old)
+
+
+CASES = {
+    "wide": (1, {"width": 4}, {}),
+    "greedy": (1, {"width": 4, "coupled": False}, {}),
+    "widest": (1, {"width": R}, {}),
+    "few tokens": (1, {"width": 4}, {"vocab": 6}),
+    "a queue": (1, {"width": 4, "row_buckets": 3, "max_rows": 8}, {}),
+    "with a tree": (1, {"width": 4, "tree": TREE}, {}),
+    "eight devices": (2, {"width": 4}, {}),
+    "few tokens on eight devices": (2, {"width": 4}, {"vocab": 6}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_head_changes_no_token(base, make_mesh, case):
+    """Nor where earlier responses are verified before it drafts."""
+    prompts, plain, old = base
+    pieces, options, of_weights = CASES[case]
+    with jax.set_mesh(make_mesh(pieces, pieces, pieces)):
+        weights = weights_of(**of_weights)
+        spec = head_spec(**options)
+        drafts = ref.as_drafts(old)
+        for inputs in ({}, {"drafts": drafts}):
+            if spec.program.draft_source:
+                inputs["history"] = history_of(spec, old.tokens, old.lens)
+            got, stats = run(spec, weights, prompts, 1, **inputs)
+            check_equal(got, plain, but=("sources", "prefix_lens"))
+            assert stats.drafted_tokens > 0
+
+
+def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
+    """Steps of width 2: simulated on the finished responses by one pass of the head over them,
+    without a cache."""
+    prompts, plain, _ = base
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        weights = weights_of()
+        spec = head_spec(2, row_buckets=1)
+        _, stats = run(spec, weights, prompts, 1)
+        group = spec.group_size
+        rows = len(plain.lens)
+        lens = np.repeat(prompts.lens, group)
+        texts = np.zeros((rows, prompts.tokens.shape[1] + R), np.int32)
+        for row, text in enumerate(texts):
+            end = lens[row] + plain.lens[row]
+            text[: lens[row]] = prompts.tokens[row // group][: lens[row]]
+            text[lens[row] : end] = plain.tokens[row][: plain.lens[row]]
+        params = ref.policy(0.0, MODEL)[0]
+        model = Transformer(MODEL, params)
+        tokens = put(texts, "batch", None)
+        states, _ = model(tokens)
+        before = jnp.concatenate([states[:, :1], states[:, :-1]], axis=1)
+        places = jnp.broadcast_to(
+            jnp.arange(texts.shape[1]), texts.shape, out_sharding=axes("batch", None)
+        )
+        guessing, _ = DraftHead(MODEL, weights["draft_head"])(
+            before, model.lookup(tokens), positions_BT=places
+        )
+        # The guess at a slot is for the token of the next one.
+        steps = np.ones((len(prompts.lens), group), int)
+        seeds = start_all_rows(
+            spec.program, prompts, Noise(jax.random.key(ref.KEY), 1), steps
+        ).seeds
+        positions = put(np.arange(texts.shape[1])[None] + 1 - lens[:, None], "batch", None)
+        logits = truncate(temper(model.logits(guessing), SAMPLING), SAMPLING)
+        guesses = np.asarray(sample(logits, seeds, positions, SAMPLING)[0])
+    counts = np.zeros(2, int)
+    for row in range(rows):
+        length = 1  # the first token is sampled as the row begins
+        while length < plain.lens[row]:
+            slot = lens[row] + length - 1
+            right = guesses[row, slot] == texts[row, slot + 1]
+            counts[int(right)] += 1
+            length += 1 + int(right)
+    assert stats.drafted_tokens == counts[1] > 0
+
+
+def test_coupled_guesses_agree_as_the_bound_says(mesh):
+    """P(the same token) >= (1 - TV) / (1 + TV), more than of independent draws, Σ p q."""
+    rng = np.random.default_rng(0)
+    p, q = special.softmax(rng.normal(0, 1.5, (2, 6)) + np.array([[0.0], [0.3]]), axis=1)
+    rows = 20_000
+    seeds = put(rng.integers(0, 2**32, (rows, 2), np.uint32), "batch", None)
+    positions = put(np.zeros(rows, np.int32), "batch")
+
+    def draw(distribution):
+        logits = np.tile(np.log(distribution).astype(np.float32), (rows, 1))
+        return np.asarray(sample(put(logits, "batch", None), seeds, positions, SamplingConfig())[0])
+
+    agreed = np.mean(draw(p) == draw(q))
+    tv = np.abs(p - q).sum() / 2
+    error = 4 * np.sqrt(0.25 / rows)
+    assert agreed > (1 - tv) / (1 + tv) - error
+    assert agreed < 1 - tv + error
+    assert agreed > np.sum(p * q) + error
