@@ -27,6 +27,8 @@ ADDED_FIELDS: dict[str, Any] = {
     "rollout.refresh_unsolved": 0.0,
     "rollout.noise_epochs": 1,
     "rollout.noise_refresh": 0.0,
+    "rollout.head.learning_rate": 1e-3,
+    "rollout.head.vocab": 0,
     "tokenizer.continue_final_message": False,
     "log.print_every": 0,
     "tokenizer.system_prompt": "",

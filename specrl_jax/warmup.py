@@ -117,7 +117,9 @@ def supervise(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     state = PolicyState.create(params, optimizer)
     if update_spec.draft_head is not None:
-        state = dataclasses.replace(state, draft_head=init_head_state(update_spec))
+        policy = adapted(update_spec.model, params, frozen)
+        draft_head = init_head_state(update_spec, policy)
+        state = dataclasses.replace(state, draft_head=draft_head)
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size)

@@ -61,7 +61,6 @@ class DraftHeadTraining:
 
     optimizer: optax.GradientTransformation
     vocab: int
-    seed: int  # of its first parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _make_critic(config) -> Critic:
 def _make_head_training(config) -> DraftHeadTraining:
     settings = config.rollout.head
     schedule = optax.constant_schedule(settings.learning_rate)
-    return DraftHeadTraining(make_optimizer(config.updates, schedule), settings.vocab, config.seed)
+    return DraftHeadTraining(make_optimizer(config.updates, schedule), settings.vocab)
 
 
 SCHEDULES = {  # (peak, optimizer steps) → rate by step
@@ -169,27 +168,28 @@ def init_policy_state(
     already; None: a new one, where there is to be any.
     """
     state = PolicyState.create(trained, update_spec.optimizer)
+    model = update_spec.model
+    policy = lora.adapted(model, trained, frozen)
     if update_spec.draft_head is not None:
-        draft_head = draft_head or init_head_state(update_spec)
+        draft_head = draft_head or init_head_state(update_spec, policy)
         state = dataclasses.replace(state, draft_head=draft_head)
     if update_spec.critic is None:
         return state
-    model = update_spec.model
-    policy = lora.adapted(model, trained, frozen)
     critic = value.init_critic(model, update_spec.critic.kind, policy)
     opt_state = PolicyState.create(critic, update_spec.critic.optimizer).opt_state
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
 
 
-def init_head_state(update_spec: UpdateSpec) -> DraftHeadState:
-    """Return a draft head before its first update."""
+def init_head_state(update_spec: UpdateSpec, policy: Params) -> DraftHeadState:
+    """Return the policy's draft head before its first update."""
     settings = update_spec.draft_head
     model = update_spec.model
-    params = init_draft_head(model, jax.random.key(settings.seed))
+    params = init_draft_head(model, policy)
     opt_state = jax.jit(settings.optimizer.init)(params)
     counts = None
     if settings.vocab:
         counts = jnp.zeros(model.vocab_size, jnp.int32, out_sharding=axes(None))
     import os
+
     overlap = jnp.zeros(int(os.environ.get("HD", 2)), jnp.float32, out_sharding=axes(None))
     return DraftHeadState(params, opt_state, overlap, counts)

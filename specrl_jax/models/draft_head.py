@@ -10,7 +10,7 @@ module of DeepSeek-V3 (2412.19437, section 2.2). Embeddings and output are the p
 """
 
 import functools
-import zlib
+import math
 
 import jax
 import jax.numpy as jnp
@@ -77,43 +77,31 @@ class DraftHead(nnx.Module):
         return jnp.einsum("BTD,DE->BTE", x_BTD, weight, out_sharding=axes("batch", None, None))
 
 
-def init_draft_head(config: ModelConfig, key: Array) -> Params:
-    """First parameters, float32: as a decoder layer's; U and V pass on what they read."""
+@functools.partial(jax.jit, static_argnums=0)
+def init_draft_head(config: ModelConfig, policy: Params) -> Params:
+    """First parameters, float32: the policy's last layer and norm; U and V are identities."""
 
-    def normal(name: str, shape: tuple[int, ...], std: float) -> Array:
-        noise_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return std * jax.random.normal(noise_key, shape)
+    def place(x: Array, *dims: str | None) -> Array:
+        copied = jnp.copy(x).astype(jnp.float32)
+        return jax.sharding.reshard(copied, axes(*dims, stored=True))
 
-    def init(name: str, shape: tuple[int, ...], fan_in: int) -> Array:
-        if name.endswith("norm"):
-            return jnp.zeros(shape) if config.norm_adds_one else jnp.ones(shape)
-        if name.endswith("bias"):
-            return jnp.zeros(shape)
-        return normal(name, shape, fan_in**-0.5)
-
-    @jax.jit
-    def build() -> Params:
-        size = config.embed_dim
-        params = {name: init(name, (size,), size) for name in _NORMS}
-        params |= {name: jnp.eye(size) for name in _JOINS}
-        params = {
-            n: jax.sharding.reshard(x, axes(*_OWN_AXES[n], stored=True)) for n, x in params.items()
-        }
-        params["layer"] = {
-            name: jax.sharding.reshard(
-                init(name, p.shape(config), p.fan_in(config)), axes(*p.layout, stored=True)
-            )
-            for name, p in select(LAYER, config).items()
-        }
-        return params
-
-    return build()
+    size = config.embed_dim
+    norm = jnp.zeros(size) if config.norm_adds_one else jnp.ones(size)
+    own = {"state_norm": norm, "embed_norm": norm, "final_norm": policy["final_norm"]}
+    own |= {name: jnp.eye(size) for name in _JOINS}
+    params = {name: place(x, *_OWN_AXES[name]) for name, x in own.items()}
+    params["layer"] = {
+        name: place(policy["layers"][name][-1], *parameter.layout)
+        for name, parameter in select(LAYER, config).items()
+    }
+    return params
 
 
 def draft_head_size(config: ModelConfig) -> int:
     """Number of parameters."""
-    shapes = jax.eval_shape(lambda: init_draft_head(config, jax.random.key(0)))
-    return sum(x.size for x in jax.tree.leaves(shapes))
+    size = config.embed_dim
+    layer = sum(math.prod(p.shape(config)) for p in select(LAYER, config).values())
+    return layer + len(_JOINS) * size**2 + len(_NORMS) * size
 
 
 @functools.partial(jax.jit, static_argnames=("config", "vocab"))

@@ -25,7 +25,7 @@ R = 8
 def weights_of(vocab=0, nudge=0.0):
     """The rollout's weights with an untrained head, which drafts tokens of all kinds."""
     params, weights = ref.policy(nudge, MODEL)
-    head = init_draft_head(MODEL, jax.random.key(3))
+    head = init_draft_head(MODEL, params)
     counts = put(np.arange(MODEL.vocab_size, dtype=np.int32)[::-1], None) if vocab else None
     return weights | {"draft_head": copy_draft_head(MODEL, head, params, counts, vocab=vocab)}
 
