@@ -3,6 +3,7 @@
     python launch/benchmark.py rollout [--size=27m]      a rollout with every kind of draft
     python launch/benchmark.py device [--size=27m]       all that a GPU or TPU reaches of its limits
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
+    python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; for `device` on a GPU or TPU smollm2
 and qwen3_1p7b: it builds, checks and times everything on an H100 in under ten minutes.
@@ -30,7 +31,8 @@ from specrl_jax import cli
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "grpo.py"
 _NUMBERS = ("rows", "prompt_len", "response_len", "repeats", "row_buckets", "max_width")
 _OF_SIZE = ("rollout", "device")
-_BENCHMARKS = (*_OF_SIZE, "rules")
+_OF_CONFIG = ("rules", "heads")
+_BENCHMARKS = (*_OF_SIZE, *_OF_CONFIG)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,9 +48,12 @@ def parser() -> argparse.ArgumentParser:
             for number in _NUMBERS:
                 flag = "--" + number.replace("_", "-")
                 command.add_argument(flag, type=int, help="instead of the size's own")
-        if name == "rules":
+        if name in _OF_CONFIG:
             command.add_argument("--repeats", type=int, default=5, help="default: 5")
+        if name == "rules":
             command.add_argument("--drift", type=int, help="steps since the drafts; an epoch's")
+        if name == "heads":
+            command.add_argument("--drift", type=int, default=16, help="steps made; default: 16")
     return parser
 
 
@@ -67,7 +72,7 @@ def measure(args: argparse.Namespace) -> None:
 def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
     from specrl_jax import runtime
 
-    if args.benchmark == "rules":
+    if args.benchmark in _OF_CONFIG:
         runtime.start(flags.FLAGS.config)
         return flags.FLAGS.config, log, args.repeats, args.drift
     import jax
@@ -87,7 +92,7 @@ def main(argv: list[str]) -> None:
         args, rest = parser().parse_known_args(argv)
         if args.json and not args.json.absolute().parent.is_dir():
             raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
-        if args.benchmark != "rules":
+        if args.benchmark not in _OF_CONFIG:
             cli.refuse(rest, vars(args).keys() - {"benchmark"})
             return measure(args)
     cli.define_config()

@@ -191,5 +191,5 @@ def init_head_state(update_spec: UpdateSpec, policy: Params) -> DraftHeadState:
         counts = jnp.zeros(model.vocab_size, jnp.int32, out_sharding=axes(None))
     import os
 
-    overlap = jnp.zeros(int(os.environ.get("HD", 2)), jnp.float32, out_sharding=axes(None))
+    overlap = jnp.zeros(int(os.environ.get("HD", 1)), jnp.float32, out_sharding=axes(None))
     return DraftHeadState(params, opt_state, overlap, counts)

@@ -1,0 +1,132 @@
+"""Benchmark `heads`: what a learned draft head has accepted, and what training it costs.
+
+A config's policy and its head are trained for some GRPO steps. Before and after them the policy
+responds to the same prompts without drafts, and with those of the head: drawn with the policy's
+noise, and greedily. Then the update is timed with and without the head. Counts are free of noise.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax import train
+from specrl_jax.algorithms.scoring import pack_rows
+from specrl_jax.algorithms.update import make_batch, update
+from specrl_jax.algorithms.update_spec import UpdateSpec
+from specrl_jax.benchmarks.reports import Report, spread
+from specrl_jax.benchmarks.timing import Log
+from specrl_jax.build import build
+from specrl_jax.data.curriculum import PromptStream
+from specrl_jax.models.transformer import param_count
+from specrl_jax.rollout.drafts.learned import HeadDrafts
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
+from specrl_jax.rollout.generate import Noise, RolloutResult, generate
+from specrl_jax.run import Run
+from specrl_jax.run_log import RunLog
+from specrl_jax.state import RunState, init_state
+from specrl_jax.types import Prompts
+
+_FRESH = 1_000_000  # the step whose noise is used: one that no training reaches
+
+
+class _Widest(Speculation):
+    """Takes the widest steps, and notes what they accept."""
+
+    matched: np.ndarray  # int [W], as in `StepCounts`
+
+    def plan_steps(self, rows: int, widths: Sequence[int]) -> StepPlan:
+        return StepPlan(widths[-1], 0, False)
+
+    def record_steps(self, plan: StepPlan, steps: int, histogram: Sequence[float]) -> None:
+        self.matched = getattr(self, "matched", 0) + np.array(histogram)
+
+
+def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
+    """Tokens a pass of the policy, acceptance by place in the draft, row steps; and the seconds of
+    `repeats` updates.
+
+    drift: GRPO steps that are made. Raises ValueError in one line.
+    """
+    config.rollout.draft = "head"
+    run, params = build(config)
+    prompts = PromptStream(run.prompts, config.rollout.prompts_per_step, config.seed).next()
+    state = init_state(run, params)
+    rows = []
+    with run.scorer.pool:
+        for steps in sorted({0, drift}):
+            while state.step < steps:
+                train.step(run, state, RunLog(run))
+                log(f"step {state.step} of {drift}")
+            rows += _accepted(run, state, prompts)
+    rows += _update_seconds(run, state, prompts, repeats)
+    title = f"heads: {param_count(run.model) / 1e6:.2f}M parameters, "
+    return Report(f"{title}{config.rollout.head.vocab or 'all'} tokens to draft", rows)
+
+
+def _accepted(run: Run, state: RunState, prompts: Prompts) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind of draft."""
+    weights = state.rollout_weights(run)
+    noise = Noise(run.key, _FRESH)
+    plain = generate(_spec(run, None, 1), weights, prompts, noise)
+    yield _row(state, "no drafts", plain, plain)
+    for label, head in (("coupled", HeadDrafts()), ("greedy", HeadDrafts(coupled=False))):
+        widest = _Widest()
+        spec = _spec(run, head, run.rollout_spec.max_width)
+        result = generate(spec, weights, prompts, noise, speculation=widest)
+        # Row steps that accept at least 0, 1, ... tokens of their draft.
+        at_least = np.cumsum(widest.matched[::-1])[::-1]
+        row = _row(state, label, result, plain)
+        row["tokens_a_pass"] = float(np.sum(at_least) / at_least[0])
+        for place in range(1, len(at_least)):
+            row[f"draft_{place}"] = float(at_least[place] / max(at_least[place - 1], 1))
+        yield row
+
+
+def _spec(run: Run, head: HeadDrafts | None, width: int) -> RolloutSpec:
+    program = dataclasses.replace(run.rollout_spec.program, draft_head=head)
+    return dataclasses.replace(run.rollout_spec, program=program, max_width=width)
+
+
+def _row(
+    state: RunState, label: str, result: RolloutResult, plain: RolloutResult
+) -> dict[str, Any]:
+    tokens, without = (jax.device_get(x.rollout.tokens) for x in (result, plain))
+    differ = int(np.sum(np.any(tokens != without, axis=1)))
+    row_steps = result.stats.row_steps
+    return {"step": state.step, "drafts": label, "row_steps": row_steps, "rows_that_differ": differ}
+
+
+def _update_seconds(
+    run: Run, state: RunState, prompts: Prompts, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the seconds of one update of all rows without the head, and with it, made in turn."""
+    result = generate(_spec(run, None, 1), state.rollout_weights(run), prompts, Noise(run.key, 0))
+    batch = make_batch(prompts, result.rollout)
+    rows = np.arange(run.config.updates.mini_batch_size)
+    packed = pack_rows(run.update_spec, batch, rows)
+
+    def seconds(update_spec: UpdateSpec) -> float:
+        own = jax.tree.map(jnp.copy, state.train)  # an update takes its state over
+        if update_spec.draft_head is None:
+            own = dataclasses.replace(own, draft_head=None)
+        jax.block_until_ready(own)
+        start = time.perf_counter()
+        frozen = state.frozen(run.model)
+        jax.block_until_ready(update(update_spec, own, batch, packed, frozen=frozen))
+        return time.perf_counter() - start
+
+    without = dataclasses.replace(run.update_spec, draft_head=None)
+    cases = [functools.partial(seconds, spec) for spec in (without, run.update_spec)]
+    for case in cases:
+        case()
+    rounds = [[case() for case in cases] for _ in range(repeats)]
+    for label, times in zip(("update without the head", "update with it"), zip(*rounds)):
+        over = spread(own / base for own, (base, _) in zip(times, rounds))
+        yield {"drafts": label, "seconds": spread(times), "times_as_long": over}
