@@ -22,6 +22,7 @@ from specrl_jax.benchmarks import limits, policies
 from specrl_jax.benchmarks.policies import Size
 from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import by_prompt, make_spec, without_end
+from specrl_jax.benchmarks.steps import step_seconds
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
 from specrl_jax.build import build
 from specrl_jax.models import attention
@@ -45,9 +46,11 @@ SIZES = {
 }
 BANDWIDTH_GOAL = 0.7
 PEAK_GOAL = 0.4
-DRAFTS_GOAL = 2.5
+DRAFTS_GOAL = 4.0
+WIDTH_GOAL = 1.5  # the seconds of the widest step, against those of width 1
 ERROR_GOAL = 0.05
 LAST_BEGIN = 480.0  # seconds after the start, after which no further part begins
+STEP_ROWS = (16, 64, 256)  # rows of the steps that are timed by width
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 _KERNEL_SLOTS = 128  # of the cache of the check of numbers: a size that kernels take
 # Which kernel a pass takes, see `attention.USES`.
@@ -103,7 +106,8 @@ def _parts(config, sizes: dict[str, Size]) -> dict[str, Part]:
         "limits": functools.partial(_limits, sizes[first].model.dtype),
     }
     for name, size in sizes.items():
-        for kind, part in {"numerics": _numerics, "decode": _decode, "extend": _extend}.items():
+        kinds = {"numerics": _numerics, "decode": _decode, "steps": _steps, "extend": _extend}
+        for kind, part in kinds.items():
             parts[f"{kind}, {name}"] = functools.partial(part, name, size)
     return parts
 
@@ -270,14 +274,14 @@ def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> Rol
 
 
 def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
-    """Steps of each width. The wider ones draft from responses that are known."""
+    """Steps of width 1, and of the widest, which draft from responses that are known."""
     live = size.prompt_len + size.response_len // 2
     at_bandwidth = limits.decode_bytes(size.model, size.rows, live) / limits.copy_rate()
     plain = _case(size)
     rollout = run_case(plain).rollout
     stored = by_prompt(rollout.tokens, rollout.lens, policies.GROUP)
     drafts = DraftInputs(history=DraftHistory.from_store(*stored, policies.GROUP))
-    for width in sorted({1, max(size.max_width // 2, 2), size.max_width}):
+    for width in (1, size.max_width):
         case = plain if width == 1 else _case(size, width=width, drafts=drafts)
         steps = run_case(case).stats.decode_steps  # compiles
         seconds = _repeat(lambda case=case: run_case(case).step_seconds)
@@ -289,6 +293,23 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     times = _repeat(lambda: run_case(plain).seconds / run_case(case).seconds)
     note = f"{size.response_len} tokens in {steps} steps of width {width}"
     yield _figure(f"suffix drafts, {name}", times, "x plain", note, DRAFTS_GOAL)
+
+
+def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
+    """Steps of every width at several numbers of rows."""
+    weights = policies.random_weights(size.model, uniform=True)
+    live = size.prompt_len + size.response_len // 2
+    for rows in STEP_ROWS:
+        seconds = step_seconds(dataclasses.replace(size, rows=rows), weights)
+        at_bandwidth = limits.decode_bytes(size.model, rows, live) / limits.copy_rate()
+        for width, taken in seconds.items():
+            times = taken / seconds[1]
+            note = f"{1e3 * taken:.2f} ms, {at_bandwidth / taken:.0%} of bandwidth"
+            row = _figure(f"step, width {width}, {rows} rows, {name}", times, "x width 1", note)
+            if width == max(seconds):
+                met = "yes" if times <= WIDTH_GOAL else "no"
+                row |= {"goal": f"<= {WIDTH_GOAL:g}", "met": met}
+            yield row
 
 
 def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:

@@ -1,33 +1,34 @@
 """Attention by kernels for GPUs; the arguments are those of `attention`.
 
-Steps of one token go to JAX's Pallas kernel for decoding, which reads only the slots that a row has
-filled. Wider steps and packed sequences go to cuDNN, which takes the mask as an array, but keeps no
-scores in memory.
+Steps over the cache, of one token or of several, go to a Pallas kernel that reads only the slots
+that a row has filled, and reads them once for all queries of a key/value head: flash-decoding.
+Packed sequences go to cuDNN, which takes the mask as an array, but keeps no scores in memory.
 """
 
-import math
-import warnings
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer, keys_and_values
+from specrl_jax.models.kv_cache import Layer
 from specrl_jax.sharding import on_shards
 
-try:
-    with warnings.catch_warnings():  # jax 0.11 and later say that it will be removed
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu import decode_attention
+try:  # jax 0.11 and later say that it will be removed
+    from jax.experimental.pallas import triton
 except ImportError:
-    decode_attention = None
+    triton = None
 
-AHEAD_OF_TIME = ("decode",)  # cuDNN needs the device
+AHEAD_OF_TIME = ("decode", "verify")  # cuDNN needs the device
 _LEAST_CAPABILITY = 8.0  # Ampere
-_LEAST_BLOCK = 16  # slots
-_BLOCK = 64
-_SPLITS = 16  # parts of a row that are computed side by side
+_LEAST_ROWS = 16  # of a product by tensor cores
+_MOST_ROWS = 64  # queries of a program; more would not fit its registers
+_MOST_SLOTS = 64  # keys that a program reads at once
+_BLOCK_BYTES = 2**14  # of these keys, at most: four such blocks fit the smallest shared memory
+_PROGRAMS = 512  # keep a large GPU busy; where there are fewer, several share a row's slots
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 _INTERPRET = False  # for tests
 
 
@@ -40,13 +41,11 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
         return f"local layers see a window of {model.sliding_window} tokens, kernels see all"
     if model.attn_softcap:
         return f"scores have a soft cap of {model.attn_softcap:g}, kernels have none"
-    if use == "decode":
-        if decode_attention is None:
-            return f"jax {jax.__version__} has no kernel decode_attention"
+    if use != "packed":
+        if triton is None:
+            return f"jax {jax.__version__} has no Triton backend of Pallas"
         if size < 16 or size & (size - 1):
             return f"heads must be 16, 32, 64, ... wide, these are {size}"
-        if slots % _LEAST_BLOCK:
-            return f"a cache must have a multiple of {_LEAST_BLOCK} slots, this has {slots}"
     elif model.dtype != "bfloat16" or size % 8 or size > 128:
         return f"cuDNN needs bfloat16 and heads of 8, 16, .. 128, these are {model.dtype} of {size}"
     return ""
@@ -67,38 +66,104 @@ def attend(
     window: None = None,
     softcap: float = 0.0,
 ) -> Array:
-    """Compute `attention.attend`, without window and cap: see `refusal`."""
-    local = _decode if q_BTNH.shape[1] == 1 else _verify
-    held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
-    return on_shards(local, q_BTNH, *held, start_B, like=q_BTNH)
+    """Compute `attention.attend` of a cache whose layers are one array, without window and cap: see
+    `refusal`. The array's shape says kv_heads."""
+    return on_shards(_attend_on_shard, q_BTNH, *layer, start_B, like=q_BTNH)
 
 
-def _decode(q_B1NH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Array:
-    # The kernel turns [B, S, K, H] to [B, K, S, H]: nothing moves where the cache lies so.
-    k_BSKH, v_BSKH = k_BKHS.transpose(0, 3, 1, 2), v_BKSH.transpose(0, 2, 1, 3)
-    if extra := -k_BSKH.shape[1] % _LEAST_BLOCK:
-        pads = (0, 0), (0, extra), (0, 0), (0, 0)
-        k_BSKH, v_BSKH = jnp.pad(k_BSKH, pads), jnp.pad(v_BSKH, pads)
-    slots = k_BSKH.shape[1]
-    block = math.gcd(slots, _BLOCK)
-    out = decode_attention.gqa(
-        q_B1NH[:, 0],
-        k_BSKH,
-        v_BSKH,
-        kv_seq_len=start_B + 1,
-        sm_scale=1.0,
-        block_k=block,
-        k_splits=math.gcd(slots // block, _SPLITS),
+def _attend_on_shard(q_BTNH: Array, kv_BCSH: Array, start_B: Array) -> Array:
+    """Attend with the T·G queries of a key/value head as the rows of one product. A program takes a
+    block of these rows, and of the slots a part."""
+    batch, width, heads, size = q_BTNH.shape
+    kv_heads = kv_BCSH.shape[1] // 2
+    slots = kv_BCSH.shape[2]
+    groups = heads // kv_heads
+    rows = width * groups
+    block_rows = min(max(pl.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
+    row_blocks = pl.cdiv(rows, block_rows)
+    block = min(_MOST_SLOTS, _BLOCK_BYTES // (size * kv_BCSH.dtype.itemsize))
+    blocks = pl.cdiv(slots, block)
+    parts = min(pl.cdiv(_PROGRAMS, batch * kv_heads * row_blocks), blocks)
+    kernel = functools.partial(_attend_block, block_rows, block, pl.cdiv(blocks, parts))
+    shape = (None, None, slots, size)
+    out_BPTKGH, log_sums_BPTKG = pl.pallas_call(
+        kernel,
+        grid=(batch, kv_heads, row_blocks, parts),
+        in_specs=[
+            pl.BlockSpec((None, width, None, groups, size), lambda b, k, r, p: (b, 0, k, 0, 0)),
+            pl.BlockSpec(shape, lambda b, k, r, p: (b, 2 * k, 0, 0)),
+            pl.BlockSpec(shape, lambda b, k, r, p: (b, 2 * k + 1, 0, 0)),
+            pl.BlockSpec((None,), lambda b, k, r, p: (b,)),
+        ],
+        out_specs=[
+            pl.BlockSpec(
+                (None, None, width, None, groups, size), lambda b, k, r, p: (b, p, 0, k, 0, 0)
+            ),
+            pl.BlockSpec((None, None, width, None, groups), lambda b, k, r, p: (b, p, 0, k, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, parts, width, kv_heads, groups, size), q_BTNH.dtype),
+            jax.ShapeDtypeStruct((batch, parts, width, kv_heads, groups), jnp.float32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=_INTERPRET,
+        name="attend_rows",
+    )(
+        q_BTNH.reshape(batch, width, kv_heads, groups, size),
+        kv_BCSH,
+        kv_BCSH,
+        start_B,
     )
-    return out[:, None].astype(q_B1NH.dtype)
+    if parts == 1:
+        return out_BPTKGH.reshape(q_BTNH.shape)
+    # A part weighs as much as the sum of its exponentials.
+    weights_BPTKG = jax.nn.softmax(log_sums_BPTKG, axis=1)
+    out_BTKGH = jnp.sum(out_BPTKGH * weights_BPTKG[..., None], axis=1)
+    return out_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype)
 
 
-def _verify(q_BTNH: Array, k_BKHS: Array, v_BKSH: Array, start_B: Array) -> Array:
-    slots_BT = start_B[:, None] + jnp.arange(q_BTNH.shape[1])[None, :]
-    mask_BTS = jnp.arange(k_BKHS.shape[-1])[None, None, :] <= slots_BT[:, :, None]
-    k_BSKH, v_BSKH = k_BKHS.transpose(0, 3, 1, 2), v_BKSH.transpose(0, 2, 1, 3)
-    return _cudnn(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+def _attend_block(
+    block_rows: int, block: int, steps: int, q_ref, k_ref, v_ref, start_ref, out_ref, sums_ref
+) -> None:
+    """Compute outputs and log Σ exp(scores) of some rows over `steps` blocks of slots.
+
+    Row r is of query r // G, which sees the slots up to its own.
+    """
+    width, groups, size = q_ref.shape
+    rows = pl.program_id(2) * block_rows + jnp.arange(block_rows)
+    rows = jnp.minimum(rows, width * groups - 1)  # the last row fills the last block up
+    query = rows // groups
+    head = rows % groups
+    seen = start_ref[...] + query + 1  # slots
+    most = jnp.max(seen)
+    q = q_ref[query, head]
+
+    def add_block(number: Array, carry: tuple) -> tuple:
+        out, highest, total = carry
+        slot = number * block + jnp.arange(block)
+        place = pl.ds(number * block, block)
+        filled = (slot < most)[:, None]
+        k = triton.load(k_ref.at[place], mask=filled, other=0)
+        scores = jnp.where(slot[None, :] < seen[:, None], triton.dot(q, k.T), _LOWEST)
+        higher = jnp.maximum(highest, jnp.max(scores, axis=1))
+        shrink = jnp.exp(highest - higher)
+        weights = jnp.exp(scores - higher[:, None])
+        v = triton.load(v_ref.at[place], mask=filled, other=0)
+        out = out * shrink[:, None] + triton.dot(weights.astype(v.dtype), v)
+        return out, higher, total * shrink + jnp.sum(weights, axis=1)
+
+    first = pl.program_id(3) * steps
+    nothing = (
+        jnp.zeros((block_rows, size), jnp.float32),
+        jnp.full(block_rows, _LOWEST),
+        jnp.zeros(block_rows, jnp.float32),
+    )
+    last = jnp.minimum(first + steps, pl.cdiv(most, block))
+    out, highest, total = jax.lax.fori_loop(first, last, add_block, nothing)
+    # The highest score counts 1. A part that sees nothing has no score, and no weight.
+    total = jnp.maximum(total, 1.0)
+    out_ref[query, head] = (out / total[:, None]).astype(out_ref.dtype)
+    sums_ref[query, head] = highest + jnp.log(total)
 
 
 def attend_packed(

@@ -24,8 +24,11 @@ _LANES = 128
 _LEAST_PAGE = 16  # slots
 _PAGE = 128
 _SLOTS_AT_ONCE = 256  # of a row that are read ahead; a row reads at most so many too many
-_ROWS_AT_ONCE = 8
-_QUERIES_AT_ONCE = 128
+# The kernel takes a block of queries at once. For every row that has queries in it, it computes
+# scores of the whole block and drops those of other rows. So a block has the queries of one row, or
+# of the few that fill a register's 8 sublanes, and no row is in two blocks.
+_LEAST_QUERIES = 8
+_MOST_QUERIES = 128
 _BLOCK = 512  # queries, and keys, of a block of a packed sequence
 _INTERPRET = False  # of packed sequences, for tests
 _OUTPUTS = "packed_attention"  # what the backward pass keeps; masks are made again
@@ -68,6 +71,7 @@ def _attend_on_shard(
         kv_BSCH = jnp.pad(kv_BSCH, ((0, 0), (0, extra), (0, 0), (0, 0)))
     page = math.gcd(kv_BSCH.shape[1], _PAGE)
     pages = kv_BSCH.shape[1] // page
+    at_once = max(_LEAST_QUERIES // width, 1)
     out = ragged.ragged_paged_attention(
         q_BTNH.reshape(-1, heads, size),
         kv_BSCH.reshape(-1, page, *kv_BSCH.shape[2:]),
@@ -78,7 +82,7 @@ def _attend_on_shard(
         sliding_window=window,
         soft_cap=softcap or None,
         num_kv_pages_per_block=min(_SLOTS_AT_ONCE // page, pages),
-        num_queries_per_block=min(rows * width, _ROWS_AT_ONCE if width == 1 else _QUERIES_AT_ONCE),
+        num_queries_per_block=min(rows * width, at_once * width, _MOST_QUERIES),
     )
     return out.reshape(q_BTNH.shape)
 

@@ -6,11 +6,11 @@ their own position. To reject tokens is to write over them. Slots past a row's l
 any finite value.
 
 The order of the axes is the platform's, see `AXES`: `keys_and_values` gives keys [B, K, H, S] and
-values [B, K, S, H], as the products of attention read them. Kernels on TPU want one array
-[B, S, 2 K, H], in which each head's keys lie beside its values. On TPU heads whose
-size is no multiple of 128 lie side by side, [B, S, C]: the last two axes are stored in tiles, most
-of which [K, H] would leave empty. C is K H, rounded up to whole tiles on each shard; XLA would
-transpose an array of another size at every call.
+values [B, K, S, H], as the products of attention read them. Kernels want one array, in which each
+head's keys lie beside its values: [B, S, 2 K, H] on TPU, [B, 2 K, S, H] on GPU, where one kernel
+then writes both. On TPU heads whose size is no multiple of 128 lie side by side, [B, S, C]: the
+last two axes are stored in tiles, most of which [K, H] would leave empty. C is K H, rounded up to
+whole tiles on each shard; XLA would transpose an array of another size at every call.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ _ATTENDED = ("BKHS", "BKSH")
 # Axes of keys and of values, by platform; others are as cpu. XLA on CPU would transpose other
 # layouts at every step. On TPU a slot is written in place where its heads lie together.
 AXES = {"cpu": _ATTENDED, "gpu": ("BKSH", "BKSH"), "tpu": ("BSKH", "BSKH")}
-_BOTH = ("BSKH",)  # of keys and values in one, where K counts both
+# Of keys and values in one, where K counts both.
+_BOTH = {"gpu": ("BKSH",), "tpu": ("BSKH",)}
 _FLAT = ("BSC", "BSC")  # heads side by side
 _LANES = 128  # width of a TPU's tile
 # A cache and a packed sequence have multiples of so many slots, as the platform's kernels need.
@@ -41,7 +42,7 @@ _LOGICAL = {"B": "batch", "K": "kv_heads", "C": "kv_heads", "H": None, "S": None
 def _axes(layer: Layer) -> tuple[str, ...]:
     """Return the axes of each array of a layer."""
     if len(layer) == 1:
-        return _BOTH
+        return _BOTH.get(platform(), _BOTH["tpu"])
     return _FLAT if is_flat(layer) else AXES.get(platform(), AXES["cpu"])
 
 
@@ -54,8 +55,8 @@ def _shapes(config: ModelConfig, rows: int, slots: int) -> list[tuple[str, tuple
     """Axes and shape of each array of a layer."""
     sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
     every = AXES.get(platform(), AXES["cpu"])
-    if platform() == "tpu" and {"decode", "verify"} & {*config.kernels}:
-        every = _BOTH
+    if platform() in _BOTH and {"decode", "verify"} & {*config.kernels}:
+        every = _BOTH[platform()]
         sizes["K"] = 2 * config.num_kv_heads
     elif platform() == "tpu" and config.head_dim % _LANES:
         own = config.num_kv_heads // shards("kv_heads") * config.head_dim
@@ -97,7 +98,8 @@ def as_layer(k_BTKH: Array, v_BTKH: Array, like: Layer) -> Layer:
         pairs = jnp.stack([k_BTKH, v_BTKH], axis=3)
         rows, tokens, heads, _, size = pairs.shape
         layout = axes("batch", None, "kv_heads", None)
-        return (jnp.reshape(pairs, (rows, tokens, 2 * heads, size), out_sharding=layout),)
+        both = jnp.reshape(pairs, (rows, tokens, 2 * heads, size), out_sharding=layout)
+        return (_transpose(both, "BSKH", *_axes(like)),)
     if is_flat(like):
         return tuple(_flatten(x, like[0].shape[2]) for x in (k_BTKH, v_BTKH))
     return tuple(_transpose(x, "BSKH", dims) for x, dims in zip((k_BTKH, v_BTKH), _axes(like)))
@@ -128,9 +130,10 @@ def keys_and_values(layer: Layer, heads: int, head_dim: int) -> Layer:
         split = (_into_heads(x, heads, head_dim) for x in layer)
         return tuple(_transpose(x, "BSKH", dims) for x, dims in zip(split, _ATTENDED))
     if len(layer) == 1:
-        rows, slots, both, size = layer[0].shape
+        both = _transpose(*layer, *_axes(layer), "BSKH")
+        shape = (*both.shape[:2], heads, 2, head_dim)
         layout = axes("batch", None, "kv_heads", None, None)
-        pairs = jnp.reshape(layer[0], (rows, slots, both // 2, 2, size), out_sharding=layout)
+        pairs = jnp.reshape(both, shape, out_sharding=layout)
         return tuple(
             _transpose(pairs[:, :, :, place], "BSKH", dims) for place, dims in enumerate(_ATTENDED)
         )

@@ -234,8 +234,9 @@ class Attention(LayerModule):
         dims = ("batch", None, "kv_heads", None, None)
         queries, key, value = slice(None, -2), -2, -1
         rows, width, embed = x_BTD.shape
-        # In wide steps the smaller array is cut: the weight, or the product on a device.
-        if width > 1 and rows // shards("batch") * width > embed:
+        # In wide steps the smaller array is cut: the weight, or the product on a device. XLA on GPU
+        # cuts the product at no cost, where queries are rotated and keys are written.
+        if platform() != "gpu" and width > 1 and rows // shards("batch") * width > embed:
             q = self.project("BTD,DKGH->BTKGH", x_BTD, "qkv", *dims, part=queries)
             k, v = (
                 self.project("BTD,DKH->BTKH", x_BTD, "qkv", *dims[:-1], part=part)

@@ -69,6 +69,7 @@ def _fail(dtype: str):
 def test_device(run, monkeypatch):
     """Every part gives its figure; one that fails is a line, and the others go on."""
     monkeypatch.setattr(device, "REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr(device, "STEP_ROWS", (8,))
     monkeypatch.setattr(device, "_limits", _fail)
     with pytest.raises(SystemExit) as stop:
         run("device", *SMALL)
@@ -81,6 +82,9 @@ def test_device(run, monkeypatch):
                "extend, verification")  # fmt: skip
     for name in figures:
         assert 0 < rows[f"{name}, tiny"]["value"] < math.inf
+    steps = [rows[f"step, width {width}, 8 rows, tiny"] for width in (1, 2)]
+    assert steps[0]["value"] == 1
+    assert steps[1]["met"] == ("yes" if steps[1]["value"] <= 1.5 else "no")
     both = [rows[f"step, drafts {draft}, tiny"]["value"] for draft in ("none", "previous")]
     assert rows["step with drafts, tiny"]["value"] == pytest.approx(both[0] / both[1])
     assert rows["memory, tiny"]["note"].startswith("the compiler says 0.0")

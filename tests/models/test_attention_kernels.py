@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
@@ -65,21 +66,60 @@ def _check_packed(
 # --- GPU ------------------------------------------------------------------------------------------
 
 
+def _layer_on_gpu(k: jax.Array, v: jax.Array) -> kv_cache.Layer:
+    """A layer of the cache that holds these keys and values [B, S, K, H]."""
+    (both_BSCH,) = kv_cache.as_layer(k, v, like=(None,))
+    return (both_BSCH.swapaxes(1, 2),)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "slots", "starts", "width"),
     [
         (2, 2, 64, [0, 31, 63], 1),
-        (18, 2, 160, [5, 100, 159], 1),  # nine query heads for each key/value head; five parts
-        (4, 1, 21, [0, 7, 20], 1),  # slots are padded to a block
-        (4, 2, 40, [0, 30, 3], 8),  # a wider step
+        (18, 2, 160, [5, 100, 159], 1),  # nine query heads for each key/value head
+        (4, 1, 21, [0, 7, 20], 1),  # fewer slots than a block has
+        (3, 1, 150, [0, 62, 148], 2),  # a step that begins in one block and ends in the next
+        (2, 2, 192, [0, 64, 188], 4),
+        (6, 2, 200, [0, 127, 192], 8),
+        (9, 3, 100, [0, 55, 60], 40),  # two blocks of rows, the second one filled up
     ],
 )
-def test_rows_of_a_cache_on_gpu(mesh, random, heads, kv_heads, slots, starts, width):
-    q, size = random(3, width, heads, 16) / 4, (3, slots, kv_heads, 16)
-    layer = kv_cache.as_layer(random(*size), random(*size), like=(np.empty((0,) * 4),) * 2)
-    inputs = q, layer, put(np.array(starts, np.int32), "batch")
-    out = jax.jit(attention_gpu.attend, static_argnums=3)(*inputs, kv_heads)
-    np.testing.assert_allclose(out, attention.attend(*inputs, kv_heads), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(
+    ("programs", "dtype", "error"),
+    [
+        (1, "float32", 1e-5),  # a program takes all slots of a row
+        (512, "float32", 1e-5),  # each takes a block
+        (1, "bfloat16", 2**-7),
+    ],
+)
+def test_rows_of_a_cache_on_gpu(
+    mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, programs, dtype, error
+):
+    monkeypatch.setattr(attention_gpu, "_PROGRAMS", programs)
+    q = (random(3, width, heads, 16) / 4).astype(dtype)
+    k, v = (random(3, slots, kv_heads, 16).astype(dtype) for _ in "kv")
+    starts = put(np.array(starts, np.int32), "batch")
+    attend = jax.jit(attention_gpu.attend, static_argnums=3)
+    out = attend(q, _layer_on_gpu(k, v), starts, kv_heads)
+    assert out.dtype == q.dtype
+    q, k, v = (x.astype("float32") for x in (q, k, v))
+    layer = kv_cache.as_layer(k, v, like=(np.empty((0,) * 4),) * 2)
+    want = attention.attend(q, layer, starts, kv_heads)
+    np.testing.assert_allclose(out.astype("float32"), want, rtol=error, atol=error)
+
+
+def test_rows_on_gpu_read_only_what_they_have_filled(mesh, random):
+    q = random(3, 4, 6, 16)
+    keys_values = [random(3, 200, 2, 16) for _ in "kv"]
+    starts = np.array([0, 61, 130], np.int32)
+    unfilled = np.arange(200)[None, :, None, None] >= starts[:, None, None, None] + 4
+    spoilt = [jnp.where(unfilled, jnp.nan, x) for x in keys_values]
+    attend = jax.jit(attention_gpu.attend, static_argnums=3)
+    outputs = [
+        attend(q, _layer_on_gpu(*arrays), put(starts, "batch"), 2)
+        for arrays in (keys_values, spoilt)
+    ]
+    np.testing.assert_array_equal(*outputs)
 
 
 @pytest.mark.parametrize("tries", [False, True])
@@ -99,10 +139,12 @@ def test_what_the_kernels_of_gpus_refuse(mesh):
         assert "a soft cap of 50, kernels have none" in attention_gpu.refusal(use, capped, 256)
     assert not attention_gpu.refusal("decode", local, 256)  # no query is so far in
     assert not attention_gpu.refusal("verify", SMOLLM2.replace(final_softcap=30.0), 256)
-    assert "has 250" in attention_gpu.refusal("decode", SMOLLM2, 250)
-    assert "these are 24" in attention_gpu.refusal("decode", SMOLLM2.replace(head_dim=24), 256)
+    for use in ("decode", "verify"):
+        assert "these are 24" in attention_gpu.refusal(use, SMOLLM2.replace(head_dim=24), 256)
     assert not attention_gpu.refusal("packed", SMOLLM2, 250)
-    assert "float32" in attention_gpu.refusal("verify", SMOLLM2.replace(dtype="float32"), 256)
+    exact = SMOLLM2.replace(dtype="float32")
+    assert not attention_gpu.refusal("verify", exact, 250)
+    assert "float32" in attention_gpu.refusal("packed", exact, 256)
 
 
 def test_gpus_before_ampere_get_no_kernels(mesh, monkeypatch):
@@ -112,14 +154,14 @@ def test_gpus_before_ampere_get_no_kernels(mesh, monkeypatch):
         assert line == "kernels need compute capability 8, this GPU has 7.5"
 
 
-def test_a_jax_without_the_decode_kernel_of_gpus(mesh, monkeypatch, capsys):
-    monkeypatch.setattr(attention_gpu, "decode_attention", None)
+def test_a_jax_without_the_triton_backend(mesh, monkeypatch, capsys):
+    monkeypatch.setattr(attention_gpu, "triton", None)
     monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
     choose = functools.partial(attention.choose_kernels, model=QWEN, slots=64)
-    why = f"jax {jax.__version__} has no kernel decode_attention"
+    why = f"jax {jax.__version__} has no Triton backend of Pallas"
     with pytest.raises(ValueError, match=f"^model.attention must be .* for decode, {why}$"):
         choose("kernel")
-    assert choose("auto") == ("verify", "packed")
+    assert choose("auto") == ("packed",)
     assert f"attention, decode: reference ({why})" in capsys.readouterr().out.splitlines()
 
 

@@ -45,8 +45,9 @@ LAYOUTS = pytest.mark.parametrize(
         ("tpu", (), 128, [(8, 6, 2, 128)] * 2),
         ("tpu", (), 4, None),
         ("tpu", ("decode",), 4, [(8, 6, 4, 4)]),
+        ("gpu", ("decode",), 4, [(8, 4, 6, 4)]),
     ],
-    ids=["cpu", "apart", "narrow heads", "both in one"],
+    ids=["cpu", "apart", "narrow heads", "both in one", "both in one on gpu"],
 )
 
 
