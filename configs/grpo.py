@@ -118,6 +118,7 @@ def base() -> ConfigDict:
     tree.decay = 0.7  # weight of a response against one a generation newer
     rollout.head = head = ConfigDict()  # a layer that is trained to draft, beside the policy
     head.learning_rate = 1e-3  # AdamW, constant; other values as in updates
+    head.depth = 1  # tokens of a draft that it is trained on, each from its own state for the last
     head.vocab = 0  # it drafts the so many most frequent tokens of all responses; 0: all tokens
     rollout.max_width = 8  # W, tokens that a decode step may verify: 1, 2, 4, ...; tree and head
     rollout.adaptive = True  # choose widths, and whether to verify for match, by seconds

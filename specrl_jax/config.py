@@ -28,6 +28,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "rollout.noise_epochs": 1,
     "rollout.noise_refresh": 0.0,
     "rollout.head.learning_rate": 1e-3,
+    "rollout.head.depth": 1,
     "rollout.head.vocab": 0,
     "tokenizer.continue_final_message": False,
     "log.print_every": 0,

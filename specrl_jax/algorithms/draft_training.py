@@ -3,8 +3,10 @@
 The states that an update computes anyway are its inputs and its targets. At token y_i the policy
 says p of the next token; the head says q, from y_i and the state that chose it. The loss is
 λ KL(p ‖ q) + (1 - λ) TV(p, q), λ = exp(-3 α), with the overlap α = Σ min(p, q) of the update before
-(arXiv 2602.23881): where they agree little KL leads, then TV, on which acceptance depends. No
-gradient flows into the policy.
+(arXiv 2602.23881): where they agree little KL leads, then TV, on which acceptance depends. With a
+depth of two the head also says q from its own state in the place of the policy's, as the second
+token of a draft is guessed, and so on; keys and values are then of its own states too. No gradient
+flows into the policy.
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ class DraftHeadState:
 
     params: Params  # float32, stored layout
     opt_state: Any
-    overlap: Array  # float32 [], mean Σ min(p, q) of the last update
+    overlap: Array  # float32 [depth], mean Σ min(p, q) of the last update, by token of a draft
     counts: Array | None  # int32 [V], tokens of responses so far; None: it drafts all tokens
 
 
@@ -60,6 +60,7 @@ class DraftHeadTraining:
     """How the draft head is trained; fields as in `config.rollout.head`."""
 
     optimizer: optax.GradientTransformation
+    depth: int
     vocab: int
 
 
@@ -119,7 +120,8 @@ def _make_critic(config) -> Critic:
 def _make_head_training(config) -> DraftHeadTraining:
     settings = config.rollout.head
     schedule = optax.constant_schedule(settings.learning_rate)
-    return DraftHeadTraining(make_optimizer(config.updates, schedule), settings.vocab)
+    optimizer = make_optimizer(config.updates, schedule)
+    return DraftHeadTraining(optimizer, settings.depth, settings.vocab)
 
 
 SCHEDULES = {  # (peak, optimizer steps) → rate by step
@@ -189,7 +191,5 @@ def init_head_state(update_spec: UpdateSpec, policy: Params) -> DraftHeadState:
     counts = None
     if settings.vocab:
         counts = jnp.zeros(model.vocab_size, jnp.int32, out_sharding=axes(None))
-    import os
-
-    overlap = jnp.zeros(int(os.environ.get("HD", 1)), jnp.float32, out_sharding=axes(None))
+    overlap = jnp.zeros(settings.depth, jnp.float32, out_sharding=axes(None))
     return DraftHeadState(params, opt_state, overlap, counts)

@@ -31,7 +31,7 @@ OVERLAPS = (0.4, 0.1)  # of an update before, by draft token: λ is exp(-1.2), e
 
 
 def learner(vocab=0, **changes):
-    training = DraftHeadTraining(GRADIENT, vocab)
+    training = DraftHeadTraining(GRADIENT, len(OVERLAPS), vocab)
     return dataclasses.replace(LEARNER, draft_head=training, **changes)
 
 
@@ -108,7 +108,7 @@ def test_the_gradient_is_that_of_rows_alone(mesh, vocab, changes):
 
 def test_the_policy_learns_bit_for_bit_the_same(mesh):
     optimizer = optax.adamw(1e-2)
-    training = DraftHeadTraining(optimizer, 0)
+    training = DraftHeadTraining(optimizer, 1, 0)
     batch = on_mesh(host_batch(shared=True))
     states = []
     for draft_head in (None, training):
@@ -125,7 +125,7 @@ def test_the_policy_learns_bit_for_bit_the_same(mesh):
 
 
 def test_the_head_comes_to_say_what_the_policy_says(mesh):
-    training = DraftHeadTraining(optax.adam(1e-2), 0)
+    training = DraftHeadTraining(optax.adam(1e-2), 2, 0)
     spec = dataclasses.replace(LEARNER, optimizer=optax.sgd(0.0), draft_head=training)
     batch = on_mesh(host_batch())
     packed = pack(batch, spec)
