@@ -24,7 +24,7 @@ ALGORITHMS = {
 CHOICES = {
     "algorithm": tuple(ALGORITHMS),
     "rollout.accept": ("ratio", "block", "match", "random"),
-    "rollout.draft": ("none", "previous", "tree", "previous+tree"),
+    "rollout.draft": ("none", "previous", "tree", "previous+tree", "tree+head"),
     "curriculum.name": ("uniform", "speed", "mopps", "easy_to_hard"),
     "lora.rank": (0, 4),
 }

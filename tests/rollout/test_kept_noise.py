@@ -189,6 +189,7 @@ WAYS = {
     "previous": {"rollout.adaptive": True},
     "tree": {"rollout.draft": "tree"},
     "both": {"rollout.draft": "previous+tree"},
+    "head": {"rollout.draft": "previous+tree+head", "rollout.head.vocab": 8},
     "run ahead": {"rollout.run_ahead": True},
     "mopps": {"curriculum.name": "mopps"},
     "speed": SPEED,

@@ -1,0 +1,44 @@
+"""Whole runs with a learned draft head: resumed bit for bit, and without a trace in the policy."""
+
+import numpy as np
+import pytest
+from small_runs import records, saved, small_config
+
+from specrl_jax import train as loop
+
+HEAD = {
+    "rollout.draft": "previous+tree+head", "rollout.head.vocab": 8, "rollout.head.depth": 2,
+    "rollout.adaptive": False, "rollout.max_width": 4, "warmup.steps": 2,
+    "updates.learning_rate": 1e-3, "checkpoint.every": 2, "train.epochs": 0, "train.steps": 4,
+}  # fmt: skip
+
+
+def train(workdir, changes):
+    loop.train(small_config(changes), workdir)
+    return saved(workdir, small_config(changes).train.steps)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora.rank": 2}])
+def test_a_run_goes_on_bit_for_bit(mesh, tmp_path, more):
+    changes = HEAD | more
+    whole = train(tmp_path / "run", changes)
+    train(tmp_path / "parts", changes | {"train.steps": 2})
+    resumed = train(tmp_path / "parts", changes)
+    assert any(name.startswith("train.draft_head.opt_state") for name in whole)
+    assert whole["train.draft_head.counts"].sum() > 0
+    assert whole.keys() == resumed.keys()
+    for name, x in whole.items():
+        np.testing.assert_array_equal(resumed[name], x, err_msg=name)
+    steps = records(tmp_path / "run")[1:]
+    assert all(0 < step["draft_head/overlap"] <= 1 for step in steps)
+    assert sum(step["rollout/tokens_drafted"] for step in steps) > 0
+
+
+def test_the_policy_is_that_of_a_run_without_a_head(mesh, tmp_path):
+    """Recomputed log-probs: a wider step's round otherwise."""
+    changes = HEAD | {"rollout.accept": "match", "updates.old_logprobs": "recompute"}
+    beside = train(tmp_path / "head", changes)
+    without = train(tmp_path / "none", changes | {"rollout.draft": "previous+tree"})
+    for name, x in without.items():
+        if name.startswith("train."):
+            np.testing.assert_array_equal(beside[name], x, err_msg=name)
