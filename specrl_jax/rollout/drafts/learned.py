@@ -9,10 +9,10 @@ distribution is stored, and the rollout is the plain one, token for token.
 The head's keys and values are the last layer of the cache. Slot s holds those of the token at
 position s and of the state that chose it:
 
-    slot                 p        p+1      p+2
-    `propose` at p    h, last    z, d1    z, d2     drafts d1, d2, d3 (d3 is not fed)
-    policy            h'         h''      h'''      samples d1, then w
-    `correct`                   h', d1   h'', w     states of the policy; `last` is now w
+    slot                p         p+1      p+2
+    `propose`        h0, last   z1, d1              drafts d1, d2: a step of width 3
+    policy              h1         h2       h3      samples d1, then w: two tokens
+    `correct`                   h1, d1    h2, w     z1's are written over; `last` is now w
 """
 
 import dataclasses
