@@ -1,6 +1,6 @@
 """Measure what rollouts cost, and what speculation saves.
 
-    python launch/benchmark.py rollout [--size=27m]      a rollout with every kind of draft
+    python launch/benchmark.py rollout [--size=27m]      a rollout with drafts of earlier responses
     python launch/benchmark.py device [--size=27m]       all that a GPU or TPU reaches of its limits
     python launch/benchmark.py rules [--config=...]      what each acceptance rule keeps of drafts
     python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts

@@ -27,6 +27,7 @@ from specrl_jax.rollout.engine.spec import noise_visits
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs
 from specrl_jax.run import Run
+from specrl_jax.sharding import put
 from specrl_jax.state import RunState
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
@@ -327,9 +328,13 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
 
 
 def store_responses(state: RunState, responses: Responses) -> None:
-    """Store responses as the next drafts of their prompts; a draft head counts their tokens."""
+    """Store responses as the next drafts of their prompts; a draft head counts the tokens that the
+    policy drew."""
     if (head := state.train.draft_head) and head.counts is not None:
-        head = count_tokens(head, responses.rollout.tokens, responses.rollout.lens)
+        inside = np.arange(responses.tokens.shape[1]) < responses.lens[:, None]
+        own = inside & (hosts.fetch(responses.rollout.sources) != Source.FORCED)
+        counts = count_tokens(head.counts, responses.rollout.tokens, put(own, "batch", None))
+        head = dataclasses.replace(head, counts=counts)
         state.train = dataclasses.replace(state.train, draft_head=head)
     unsolved = unsolved_groups(responses.group_rewards)
     inputs = (responses.prompts, responses.rollout)

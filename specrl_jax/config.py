@@ -256,6 +256,9 @@ def _drafts(config: ConfigDict) -> Iterator[Check]:
     accept = _chosen(config, "rollout.accept")
     rule = f"1 where rollout.draft is {rollout.draft}"
     yield "rollout.draft_age", rule, drafts.drafts or rollout.draft_age == 1
+    rule = f"< rollout.max_width = {rollout.max_width}, tokens of a draft and one more"
+    depth = rollout.head.depth
+    yield "rollout.head.depth", rule, not drafts.head or depth < rollout.max_width
     where = f"where rollout.accept is {rollout.accept}"
     rule = f"0 {where} (it samples every token anew)"
     yield "rollout.draft_refresh", rule, not (rollout.draft_refresh and accept.samples_anew)

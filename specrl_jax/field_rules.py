@@ -41,9 +41,10 @@ _INTEGERS: list[tuple[int, int, str, str]] = [
     (0, 4096, "processes", "reward.workers"),
     (1, 4096, "a loop over them is compiled", "model.num_layers"),
     (1, 4096, "tokens of one step, for each of which there is a cache slot", """
-        rollout.max_width rollout.tree.depth rollout.head.depth
+        rollout.max_width rollout.tree.depth
     """),
     (1, 32, "each is half of the last", "rollout.row_buckets"),
+    (1, 16, "each is a pass of the head in the update's program", "rollout.head.depth"),
     (-1, MAX_INT, "int32", "mesh.data mesh.fsdp mesh.tensor"),
 ]  # fmt: skip
 

@@ -54,6 +54,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         adapters = Part("adapters and optimizer", "lora.rank", 12 * adapter_count(model))
         kept = [Part("weights", of_model, itemsize * param_count(model)), adapters]
     has_head = DRAFT_SOURCES[rollout.draft].head
+    layers = model.num_layers + has_head
     if has_head:
         head = Part("draft head and optimizer", of_model, 12 * draft_head_size(model))
         kept.append(head)
@@ -61,11 +62,10 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     size = 4 if acceptance_rule(config).samples_anew else 16  # log-probs, origins
     kept.append(Part("stored drafts", fields, size * stored))
 
-    def decoded(rows: int, fields: str) -> list[Part]:
+    def decoded(rows: int, fields: str, layers: int) -> list[Part]:
         if 0 < rollout.max_rows < rows:
             rows = rollout.max_rows
             fields = "rollout.max_rows"
-        layers = model.num_layers + has_head
         cache = 2 * layers * rows * slots * model.num_kv_heads * model.head_dim * itemsize
         logits = Part("logits of a decode step", fields, 4 * rows * model.vocab_size)
         return [Part("KV cache", f"{fields} {of_row}", cache), logits]
@@ -79,7 +79,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         ]
 
     rows = rollout.prompts_per_step * rollout.group_size
-    yield "a rollout", kept + decoded(rows, "rollout.prompts_per_step rollout.group_size")
+    yield "a rollout", kept + decoded(rows, "rollout.prompts_per_step rollout.group_size", layers)
     size = "micro_batch_size" if updates.micro_batch_size else "mini_batch_size"
     yield "an update", kept + trained(updates[size], f"updates.{size}")
     if model.lora:
@@ -90,7 +90,7 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
     if evaluation.every:
         rows = evaluation.batch_size * evaluation.samples
         fields = "evaluate.batch_size evaluate.samples"
-        yield "an evaluation", kept + decoded(rows, fields)
+        yield "an evaluation", kept + decoded(rows, fields, model.num_layers)
 
 
 def check(config, model: ModelConfig, prompts: int) -> None:

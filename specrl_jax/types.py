@@ -83,7 +83,7 @@ class Source(enum.IntEnum):
     """Origin of a token of a response."""
 
     SAMPLED = 0  # from the policy, without a draft for it or after the last accepted token
-    DRAFTED = 1  # from the policy, and equal to the draft source's token: it cost no decode step
+    DRAFTED = 1  # from the policy, and equal to a draft's token in a decode step: it cost none
     REUSED = 2  # accepted from the earlier response by the acceptance rule
     FORCED = 3  # from an environment
 

@@ -129,8 +129,13 @@ def supervise(
         # Only the batches of these steps, so that no shape depends on the number of examples.
         batches = _put_batches(data, order[start : start + chunk])
         state, figures = _run(update_spec, optimizer, state, batches, frozen)
-        losses, weight_norm = hosts.fetch(figures)
+        losses, weight_norm, head_norm = hosts.fetch(figures)
         step = min(start + chunk, steps)
+        if not np.isfinite(head_norm):
+            raise FloatingPointError(
+                f"warm-up: the draft head's weight_norm is {head_norm} by step {step}; lower "
+                "rollout.head.learning_rate"
+            )
         for name, value in (("loss", losses.sum()), ("weight_norm", weight_norm)):
             if not np.isfinite(value):
                 raise FloatingPointError(
@@ -157,8 +162,9 @@ def _run(
     state: PolicyState,
     batches: Demonstrations,
     frozen: Params | None,
-) -> tuple[PolicyState, tuple[Array, Array]]:
-    """The new state; the losses of the steps, and the norm of the weights after them.
+) -> tuple[PolicyState, tuple[Array, Array, Array]]:
+    """The new state; the losses of the steps, and the norms of the weights after them, the policy's
+    and the draft head's.
 
     batches: arrays [steps, batch, ...].
     """
@@ -179,7 +185,8 @@ def _run(
         head = state.draft_head
         if head is not None:
             if head.counts is not None:
-                head = count_tokens(head, rows.responses, rows.response_lens)
+                counts = count_tokens(head.counts, rows.responses, mask)
+                head = dataclasses.replace(head, counts=counts)
             policy = adapted(update_spec.model, state.params, frozen)
             inputs = (sequences, states, nodes, mask, jnp.sum(mask))
             grads, sums = head_gradients(update_spec, head, policy, *inputs)
@@ -188,4 +195,6 @@ def _run(
         return PolicyState(params, opt_state, draft_head=head), value
 
     state, losses = jax.lax.scan(step, state, batches)
-    return state, (losses, optax.tree.norm(state.params))
+    head = state.draft_head
+    head_norm = 0.0 if head is None else optax.tree.norm(head.params)
+    return state, (losses, optax.tree.norm(state.params), head_norm)

@@ -23,6 +23,7 @@ MAY_CHANGE = (
 MAY_CHANGE_FROM_OTHER = (
     *MAY_CHANGE, "resume_from", "updates", "evaluate", "reward", "critic.learning_rate",
     "critic.schedule_warmup", "critic.warmup_steps", "critic.coef", "critic.clip",
+    "rollout.head.learning_rate",
     "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl_coef",
     "algorithm.entropy_coef", "algorithm.solution_coef",
 )  # fmt: skip

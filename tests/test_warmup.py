@@ -59,7 +59,7 @@ def _plain_loss(params, rows: tuple[int, ...]):
 def test_three_steps_are_those_of_a_plain_loop(make_mesh, devices):
     settings = types.SimpleNamespace(steps=3, batch_size=2, learning_rate=0.01)
     with jax.set_mesh(make_mesh(devices, 1, 1)):
-        got = warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)
+        got = warmup.supervise(_update_spec(), _params(), DATA, settings, seed=5)[0]
     with jax.set_mesh(make_mesh(1, 1, 1)):
         _compare_with_a_plain_loop(got)
 
@@ -97,7 +97,7 @@ def parts(mesh):
 def test_the_configured_stage_is_a_function_of_the_config(parts, capsys):
     config, tokenizer, dataset = parts
     one, two = (
-        warmup.warm_up(config, _update_spec(), _params(), tokenizer, dataset) for _ in range(2)
+        warmup.warm_up(config, _update_spec(), _params(), tokenizer, dataset)[0] for _ in range(2)
     )
     jax.tree.map(np.testing.assert_array_equal, one, two)
     assert not np.allclose(one["embed"], _params()["embed"])

@@ -18,7 +18,7 @@ from jax import Array
 
 from specrl_jax.algorithms.scoring import read_nodes
 from specrl_jax.algorithms.update_spec import DraftHeadState, UpdateSpec
-from specrl_jax.models.draft_head import DraftHead, frequent_tokens, take_tokens
+from specrl_jax.models.draft_head import DraftHead, take_frequent
 from specrl_jax.models.logprobs import scan_chunks
 from specrl_jax.models.row_slices import take_slots
 from specrl_jax.models.transformer import (
@@ -47,69 +47,68 @@ def head_gradients(
     `head_overlap` and `head_tokens`.
 
     hidden: the policy's states of the sequences. nodes: slot of each token of the rows. mask: bool,
-    those that count. token_count: of all micro-batches; the loss is a mean over so many.
+    those that count. token_count: those of all micro-batches; the loss is a mean over so many.
     """
     model = Transformer(update_spec.model, policy)
     embedded_mTD = model.lookup(sequences.tokens)
     places = {"positions_BT": sequences.depths, "ends_BT": sequences.ends}
+    rows_VD = compute_head(model.head, update_spec.model.dtype)
+    if vocab := update_spec.draft_head.vocab:
+        _, rows_VD = take_frequent(rows_VD, head.counts, vocab)
     weights = jnp.exp(-DECAY * head.overlap)
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
         own_head = DraftHead(update_spec.model, params)
-        total = 0.0
-        overlaps = []
-        tokens = jnp.sum(mask_nR, dtype=jnp.float32)
+        guessed = []
         states_mTD = hidden_mTD
-        for weight in weights:
-            states_mTD, _ = own_head(
-                take_slots(states_mTD, sequences.parents), embedded_mTD, **places
-            )
-            distances = _distances(update_spec, head, model, states_mTD, hidden_mTD)
-            # A token was chosen in the state of its parent.
-            of_tokens = [take_slots(x, sequences.parents) for x in distances]
-            kl, tv = (jnp.sum(x, where=mask_nR) for x in read_nodes(of_tokens, nodes_nR))
-            total += weight * kl + (1 - weight) * tv
-            overlaps.append(tokens - tv)
-        total /= jnp.maximum(token_count, 1) * len(overlaps)
-        sums = {"head_overlap": jnp.stack(overlaps), "head_tokens": tokens}
-        return total, {"head_loss": total, **sums}
+        for _ in weights:
+            before = take_slots(states_mTD, sequences.parents)
+            states_mTD, _ = own_head(before, embedded_mTD, **places)
+            guessed.append(states_mTD)
+        distances = _distances(update_spec, rows_VD, hidden_mTD, guessed)
+        # A token was chosen in the state of its parent.
+        of_tokens = jax.tree.map(lambda x: take_slots(x, sequences.parents), distances)
+        of_rows = read_nodes(of_tokens, nodes_nR)
+        kl, tv = (jnp.stack([jnp.sum(x, where=mask_nR) for x in part]) for part in zip(*of_rows))
+        total = jnp.mean(weights * kl + (1 - weights) * tv) / jnp.maximum(token_count, 1)
+        tokens = jnp.sum(mask_nR, dtype=jnp.float32)
+        return total, {"head_loss": total, "head_overlap": tokens - tv, "head_tokens": tokens}
 
     return jax.grad(loss, has_aux=True)(head.params)
 
 
 def _distances(
-    update_spec: UpdateSpec,
-    head: DraftHeadState,
-    model: Transformer,
-    states_mTD: Array,
-    hidden_mTD: Array,
-) -> tuple[Array, Array]:
-    """KL(p ‖ q) in nats and TV(p, q) at each slot, [m, T]; p by `hidden`, q by `states`.
+    update_spec: UpdateSpec, rows_VD: Array, hidden_mTD: Array, guessed: list[Array]
+) -> list[tuple[Array, Array]]:
+    """KL(p ‖ q) in nats and TV(p, q) at each slot, [m, T]; p by `hidden`, q by each of `guessed`.
 
-    Of a head that drafts some tokens alone both are distributions over these.
+    rows: of the policy's output. Where they are not all, p and q are distributions over these.
     """
     config = update_spec.model
-    rows_VD = compute_head(model.head, config.dtype)
-    if update_spec.draft_head.vocab:
-        rows_VD = take_tokens(rows_VD, frequent_tokens(head.counts, update_spec.draft_head.vocab))
+    if rows_VD.shape[0] < config.vocab_size:
         config = config.replace(unused_ids=())
 
     def log_probs(states: Array) -> Array:
         logits = final_logits(head_logits(states, rows_VD), config)
         return jax.nn.log_softmax(logits / update_spec.temperature)
 
-    @jax.checkpoint
-    def of_chunk(nothing: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        log_q, log_p = map(log_probs, chunk)
+    def of_chunk(nothing: None, chunk: tuple[Array, list[Array]]) -> tuple[None, list]:
+        hidden, guessed = chunk
+        log_p = log_probs(hidden)
         p = jnp.exp(log_p)
-        kl = jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)
-        tv = jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1) / 2
-        return nothing, (kl, tv)
 
-    both = (states_mTD, hidden_mTD)
-    if states_mTD.shape[1] <= update_spec.logits_chunk:
-        return of_chunk(None, both)[1]
-    return scan_chunks(of_chunk, None, both, update_spec.logits_chunk)[1]
+        def distance(states: Array) -> tuple[Array, Array]:
+            log_q = log_probs(states)
+            kl = jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)
+            return kl, jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1) / 2
+
+        return nothing, [distance(states) for states in guessed]
+
+    every = (hidden_mTD, guessed)
+    if hidden_mTD.shape[1] <= update_spec.logits_chunk:
+        return of_chunk(None, every)[1]
+    # One chunk's logits at a time are in memory, in the backward pass too.
+    return scan_chunks(jax.checkpoint(of_chunk), None, every, update_spec.logits_chunk)[1]
 
 
 def apply_gradients(
@@ -128,10 +127,8 @@ def apply_gradients(
 
 
 @jax.jit
-def count_tokens(head: DraftHeadState, tokens_BR: Array, lens_B: Array) -> DraftHeadState:
-    """The head that has seen the first `lens` tokens of each response."""
-    inside = jnp.arange(tokens_BR.shape[1])[None, :] < lens_B[:, None]
-    outside = head.counts.shape[0]  # dropped
-    places = jnp.where(inside, tokens_BR, outside).reshape(-1)
-    counts = head.counts.at[jax.sharding.reshard(places, jax.P(None))].add(1, mode="drop")
-    return dataclasses.replace(head, counts=counts)
+def count_tokens(counts: Array, tokens_BR: Array, mask_BR: Array) -> Array:
+    """Add the tokens that `mask` marks to `counts` int32 [V]."""
+    places = jnp.where(mask_BR, tokens_BR, counts.shape[0])  # the others are dropped
+    places = jax.sharding.reshard(places, jax.P(None, None))
+    return counts.at[places.reshape(-1)].add(1, mode="drop")

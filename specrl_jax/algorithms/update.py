@@ -6,7 +6,6 @@ added, so that the result does not depend on how it is cut.
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -77,14 +76,15 @@ def update(
     Rows that are left out of the packing count in the mean of the loss, as tokens without gradient.
 
     frozen: where adapters are trained, the weights that they belong to.
-    policy_frozen: only the critic learns. The policy's weights and all of its optimizer's state
-    (moments, step count) stay as they are.
+    policy_frozen: the critic learns, and a draft head. The policy's weights and all of its
+    optimizer's state (moments, step count) stay as they are.
 
     Returns the new state and float32 scalars: `loss` of the policy, `grad_norm` (before clipping),
     `weight_norm` and `moments` (see `_sizes`) after the update, and the sums of
     `losses.policy_loss` over the rows that are computed; with a critic also its norms, as
     `critic_grad_norm`, and the sums of `losses.value_loss`; with a draft head also its norms, as
-    `head_grad_norm`, and the sums of `draft_training.head_gradients`.
+    `head_grad_norm`, and the sums of `draft_training.head_gradients`, of which `head_overlap` is
+    [depth].
     """
     before = state
     (grads, critic_grads, head_grads), sums = _gradients(
@@ -105,9 +105,8 @@ def update(
         head = apply_gradients(update_spec, state.draft_head, head_grads, sums)
         state = dataclasses.replace(state, draft_head=head)
     if update_spec.skip_nonfinite:
-        made = itertools.product(("", "critic_", "head_"), ("loss", "grad_norm"))
-        names = set(map("".join, made)) & sums.keys()
-        finite = jnp.all(jnp.isfinite(jnp.stack([sums[name] for name in sorted(names)])))
+        made = [x for name, x in sums.items() if name.endswith(("loss", "grad_norm"))]
+        finite = jnp.all(jnp.isfinite(jnp.stack(made)))
         state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), state, before)
     sums["weight_norm"], sums["moments"] = _sizes(state.params, state.opt_state)
     if update_spec.critic is not None:
@@ -140,6 +139,7 @@ def _gradients(
     weights = (state.params, state.critic)
     policy_count = AGGREGATIONS[update_spec.loss.aggregation].count(rows.mask)
     token_count = jnp.sum(rows.mask)
+    computed_count = jnp.sum(rows.mask & (packed.nodes >= 0))
     size = packed.sequences.tokens[0].size
 
     def loss(weights: tuple, part: Batch, sequences: Sequences, nodes: Array) -> tuple:
@@ -169,7 +169,7 @@ def _gradients(
         if head is None:
             return (*grads, None), sums
         policy = adapted(update_spec.model, state.params, frozen)
-        inputs = (sequences, states, nodes, part.mask, token_count)
+        inputs = (sequences, states, nodes, part.mask, computed_count)
         head_grads, head_sums = head_gradients(update_spec, head, policy, *inputs)
         return (*grads, head_grads), sums | head_sums
 

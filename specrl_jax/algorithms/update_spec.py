@@ -1,6 +1,7 @@
 """Settings of the update (`UpdateSpec`), what it changes (`PolicyState`), and its optimizer."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from specrl_jax.models import lora, value
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head
 from specrl_jax.models.transformer import Params
-from specrl_jax.sharding import axes
+from specrl_jax.sharding import axes, reshard, shards
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +86,8 @@ def make_update_spec(
 ) -> UpdateSpec:
     """The update that `config.algorithm`, `config.updates` and `config.critic` ask for.
 
-    has_draft_head: the rollout drafts by a learned head.
+    has_draft_head: the rollout drafts by a learned head. Raises ValueError in one line where the
+    model or the mesh does not allow its settings.
     """
     fields = [field.name for field in dataclasses.fields(LossConfig)]
     fields.remove("max_response_len")
@@ -101,7 +103,7 @@ def make_update_spec(
         micro_batch_size=config.updates.micro_batch_size,
         packing=config.updates.packing,
         critic=_make_critic(config) if has_critic(config.critic.kind) else None,
-        draft_head=_make_head_training(config) if has_draft_head else None,
+        draft_head=_make_head_training(config, model) if has_draft_head else None,
         skip_nonfinite=config.updates.skip_nonfinite > 0,
     )
 
@@ -117,8 +119,14 @@ def _make_critic(config) -> Critic:
     return Critic(settings.kind, settings.coef, settings.clip, optimizer)
 
 
-def _make_head_training(config) -> DraftHeadTraining:
+def _make_head_training(config, model: ModelConfig) -> DraftHeadTraining:
     settings = config.rollout.head
+    pieces = shards("vocab")
+    if settings.vocab > model.vocab_size or settings.vocab % pieces:
+        raise ValueError(
+            f"rollout.head.vocab must be 0 or a multiple of mesh.tensor = {pieces}, at most "
+            f"{model.vocab_size}, the model's tokens, got {settings.vocab}"
+        )
     schedule = optax.constant_schedule(settings.learning_rate)
     optimizer = make_optimizer(config.updates, schedule)
     return DraftHeadTraining(optimizer, settings.depth, settings.vocab)
@@ -190,6 +198,12 @@ def init_head_state(update_spec: UpdateSpec, policy: Params) -> DraftHeadState:
     opt_state = jax.jit(settings.optimizer.init)(params)
     counts = None
     if settings.vocab:
-        counts = jnp.zeros(model.vocab_size, jnp.int32, out_sharding=axes(None))
+        # Tokens that are never sampled come after all others.
+        unused = functools.reduce(
+            lambda counts, ids: counts.at[slice(*ids)].set(-1),
+            model.unused_ids,
+            jnp.zeros(model.vocab_size, jnp.int32),
+        )
+        counts = reshard(unused, None)
     overlap = jnp.zeros(settings.depth, jnp.float32, out_sharding=axes(None))
     return DraftHeadState(params, opt_state, overlap, counts)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import train
+from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import UpdateSpec
@@ -54,6 +55,9 @@ def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
 
     drift: GRPO steps that are made. Raises ValueError in one line.
     """
+    if has_critic(config.critic.kind):
+        rule = "none: an update is timed without a critic's values"
+        raise ValueError(f"critic.kind must be {rule}, got {config.critic.kind!r}")
     config.rollout.draft = "head"
     run, params = build(config)
     prompts = PromptStream(run.prompts, config.rollout.prompts_per_step, config.seed).next()

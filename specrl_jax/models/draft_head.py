@@ -79,19 +79,20 @@ class DraftHead(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_draft_head(config: ModelConfig, policy: Params) -> Params:
-    """First parameters, float32: the policy's last layer and norm; U and V are identities."""
+    """First parameters, float32: the policy's last global layer, its norm, U and V identities."""
 
     def place(x: Array, *dims: str | None) -> Array:
         copied = jnp.copy(x).astype(jnp.float32)
         return jax.sharding.reshard(copied, axes(*dims, stored=True))
 
     size = config.embed_dim
+    last = max(i for i in range(config.num_layers) if not any(config.local_layers[i : i + 1]))
     norm = jnp.zeros(size) if config.norm_adds_one else jnp.ones(size)
     own = {"state_norm": norm, "embed_norm": norm, "final_norm": policy["final_norm"]}
     own |= {name: jnp.eye(size) for name in _JOINS}
     params = {name: place(x, *_OWN_AXES[name]) for name, x in own.items()}
     params["layer"] = {
-        name: place(policy["layers"][name][-1], *parameter.layout)
+        name: place(policy["layers"][name][last], *parameter.layout)
         for name, parameter in select(LAYER, config).items()
     }
     return params
@@ -123,20 +124,16 @@ def copy_draft_head(
     copied = own | {"layer": join_projections(layer)}
     if not vocab:
         return copied
-    ids = frequent_tokens(counts, vocab)
-    output = policy["embed" if config.tie_embeddings else "lm_head"]
-    rows = take_tokens(compute_head(output, config.dtype), ids)
+    output = compute_head(policy["embed" if config.tie_embeddings else "lm_head"], config.dtype)
+    ids, rows = take_frequent(output, counts, vocab)
     return copied | {"vocab": {"ids": ids, "rows": rows}}
 
 
-def frequent_tokens(counts: Array, number: int) -> Array:
-    """Ids int32 [number] of the most frequent tokens by `counts` int32 [V], in order; of equally
-    frequent ones the first (FR-Spec, arXiv 2502.14856)."""
+def take_frequent(output_VD: Array, counts: Array, number: int) -> tuple[Array, Array]:
+    """Ids int32 [number] of the most frequent tokens by `counts` int32 [V], in order, of equally
+    frequent ones the first; and their rows of the policy's output, laid out like it (FR-Spec, arXiv
+    2502.14856)."""
     _, ids = jax.lax.top_k(counts, number)
-    return jnp.sort(ids)
-
-
-def take_tokens(output_VD: Array, ids: Array) -> Array:
-    """The rows of the policy's output for these tokens, laid out like it."""
+    ids = jnp.sort(ids)
     rows = output_VD.at[ids].get(out_sharding=axes(None, None))
-    return reshard(rows, "vocab", None)
+    return ids, reshard(rows, "vocab", None)

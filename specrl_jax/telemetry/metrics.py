@@ -112,7 +112,9 @@ METRICS: dict[str, Metric] = {
     "critic/value_mean": Metric("critic's value before the update, mean over tokens", "reward"),
     "critic/grad_norm": Metric("critic's gradient norm before clipping, mean over updates", "1"),
     "draft_head/loss": Metric("draft head's loss per token, mean over the step's updates", "1"),
-    "draft_head/overlap": Metric("Σ min(policy, draft head) over tokens, mean", "1"),
+    "draft_head/overlap": Metric(
+        "Σ min(p, q) of the policy and the head's first guess, among its tokens", "1"
+    ),
     "draft_head/grad_norm": Metric("draft head's gradient norm before clipping, mean", "1"),
     "update/signal_fraction": Metric("share of rows whose loss has a gradient: the computed", "1"),
     "update/computed_fraction": Metric("slots computed / slots of padded rows", "1"),

@@ -23,7 +23,7 @@ from update_reference import (
 from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.algorithms.update import update
 from specrl_jax.algorithms.update_spec import DraftHeadTraining, init_policy_state
-from specrl_jax.models.draft_head import DraftHead, frequent_tokens
+from specrl_jax.models.draft_head import DraftHead, take_frequent
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.sharding import put
 
@@ -139,11 +139,12 @@ def test_the_head_comes_to_say_what_the_policy_says(mesh):
 
 
 def test_tokens_are_counted_and_the_most_frequent_taken(mesh):
-    head = begin(learner(vocab=5)).draft_head
-    zeros = put(np.zeros(MODEL.vocab_size, np.int32), None)
-    head = dataclasses.replace(head, counts=zeros)
+    counts = put(np.array([0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], np.int32), None)  # 1 is unused
     tokens = np.array([[7, 7, 3, 9], [7, 3, 11, 11]], np.int32)
-    head = count_tokens(head, put(tokens, "batch", None), put(np.array([3, 2], np.int32), "batch"))
-    assert np.flatnonzero(head.counts).tolist() == [3, 7]
-    assert np.asarray(head.counts)[[3, 7]].tolist() == [2, 3]
-    assert np.asarray(frequent_tokens(head.counts, 4)).tolist() == [0, 1, 3, 7]
+    mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
+    counts = count_tokens(counts, put(tokens, "batch", None), put(mask, "batch", None))
+    assert np.asarray(counts).tolist() == [0, -1, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0]
+    output = put(np.arange(24, dtype=np.float32).reshape(12, 2), "vocab", None)
+    ids, rows = take_frequent(output, counts, 4)
+    assert np.asarray(ids).tolist() == [0, 2, 3, 7]
+    np.testing.assert_array_equal(rows, [[0, 1], [4, 5], [6, 7], [14, 15]])

@@ -151,6 +151,26 @@ def test_rules(tmp_path):
     assert cases[0]["over_plain"]["median"] == 1
 
 
+@pytest.mark.slow
+def test_heads(tmp_path):
+    """No row differs; each place of a draft has a rate, and both updates have seconds."""
+    path = tmp_path / "heads.json"
+    flags = ("--config=tests/small_runs.py", "--config.rollout.max_width=4", "--drift=1",
+             "--config.rollout.adaptive=False", "--repeats=2")  # fmt: skip
+    done = launch(str(LAUNCH), "heads", *flags, f"--json={path}", **ONE_DEVICE)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(path.read_text())["cases"]
+    assert [x["drafts"] for x in cases[:3]] == ["no drafts", "coupled", "greedy"]
+    assert [x["step"] for x in cases[:6]] == [0] * 3 + [1] * 3
+    assert all(x["rows_that_differ"] == 0 for x in cases[:6])
+    for case in (*cases[1:3], *cases[4:6]):
+        rates = [case[f"draft_{place}"] for place in (1, 2, 3)]
+        assert 1 <= case["tokens_a_pass"] == pytest.approx(1 + np.sum(np.cumprod(rates)))
+    without, beside = cases[6:]
+    assert without["times_as_long"]["median"] == 1
+    assert beside["seconds"]["median"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,8 +3,9 @@
 The head guesses one token after another, each from its own state in the place of the policy's. A
 guess is drawn with *the noise that the policy will use* at that position: where p and q are the
 policy's and the head's distributions, both draw the same token with a chance of at least
-(1 - TV) / (1 + TV) (Gumbel coupling, arXiv 2408.07978), where independent draws agree in Σ p·q. No
-distribution is stored, and the rollout is the plain one, token for token.
+(1 - TV) / (1 + TV) (Gumbel coupling, arXiv 2408.07978), where independent draws agree in Σ p·q.
+Vocabularies that race twice (`sampling`) may agree in slightly less. No distribution is stored, and
+the rollout is the plain one, token for token.
 
 The head's keys and values are the last layer of the cache. Slot s holds those of the token at
 position s and of the state that chose it:

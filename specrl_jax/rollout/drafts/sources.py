@@ -155,5 +155,5 @@ DRAFT_SOURCES: dict[str, DraftChoice] = {
     "previous+tree": DraftChoice(previous=True, source=SuffixDrafts.from_config),
     "previous+head": DraftChoice(previous=True, head=True),
     "tree+head": DraftChoice(source=SuffixDrafts.from_config, head=True),
-    "previous+tree+head": DraftChoice(True, SuffixDrafts.from_config, True),
+    "previous+tree+head": DraftChoice(previous=True, source=SuffixDrafts.from_config, head=True),
 }

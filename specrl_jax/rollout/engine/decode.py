@@ -1,9 +1,9 @@
 """The decode steps of a rollout.
 
-A step is the same at every width W. It feeds a row's last token and W - 1 tokens of the draft
-source from that token's slot on; the hidden states give W distributions. From left to right each
-position gets a token that is sampled with the position's own noise; the first that differs from the
-draft's ends the step. So a draft source changes no token, it only saves steps.
+A step is the same at every width W. It feeds a row's last token and W - 1 tokens of a draft, by the
+draft source or the learned head, from that token's slot on; the hidden states give W distributions.
+From left to right each position gets a token that is sampled with the position's own noise; the
+first that differs from the draft's ends the step. So no draft changes a token, it only saves steps.
 
     slot            0 1 2 | 3 4 5 6        prompt_len = 3
     tokens          a b c | x y z          draft x y
@@ -73,8 +73,7 @@ class StepCounts:
     """Counts of what `decode_steps` did, int32."""
 
     steps: Array
-    # [W]: steps of rows, by the number of tokens of the draft source that were accepted, 0 ... W -
-    # 1; zeros without a draft source.
+    # [W]: steps of rows, by the number of draft tokens that were accepted, 0 ... W - 1.
     matched: Array
     drafted: Array  # of these tokens, those that were emitted
 

@@ -98,16 +98,17 @@ def extend(
     def of_chunk(chunk: Array, state: tuple) -> tuple:
         tokens, depths, ends, parents = (getattr(prefixes, name)[chunk] for name in packed)
         hidden, stacked = model(tokens, positions_BT=depths, ends_BT=ends, gives_cache=True)
-        fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
+        of_head = []
         if program.draft_head is not None:
             head = DraftHead(program.model, weights["draft_head"])
             places = {"positions_BT": depths, "ends_BT": ends}
-            fresh += [head(take_slots(hidden, parents), model.lookup(tokens), **places)[1]]
+            of_head = [head(take_slots(hidden, parents), model.lookup(tokens), **places)[1]]
 
         def of_block(number: Array, state: tuple) -> tuple:
             cache, rows, counts = state
             block = _take_block(prefixes, free, chunk, number, buckets.block_rows)
-            cache = write_rows(cache, fresh, block.nodes, block.places)
+            fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
+            cache = write_rows(cache, fresh + of_head, block.nodes, block.places)
             begun, new = _begin(
                 program, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
             )

@@ -17,7 +17,7 @@ class Stats:
     extended_tokens: int = 0  # tokens that `extend` computed, padding included
     verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
     accepted_tokens: int = 0  # of these, accepted
-    drafted_tokens: int = 0  # the draft source's tokens that were emitted
+    drafted_tokens: int = 0  # tokens of drafts in decode steps that were emitted
     # (rows, width, steps) of the decode loops, in order.
     decode_runs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
