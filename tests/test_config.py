@@ -57,6 +57,7 @@ IMPOSSIBLE = [
     (SPEED | {"curriculum.screening": 1}, "curriculum.screening", ">= 2 where curriculum.name is"),
     (SPEED | {"curriculum.low": 1.0}, "curriculum.low", "< curriculum.high = 1.0"),
     ({"rollout.draft": "none", "rollout.draft_age": 2}, "rollout.draft_age", "draft is none"),
+    ({"rollout.draft": "head", "rollout.head.depth": 8}, "rollout.head.depth", "< .*max_width = 8"),
     ({"rollout.store_prompts": 3}, "rollout.store_prompts", ">= rollout.prompts_per_step = 4"),
     (MATCH | {"rollout.lenience": 1.5}, "rollout.lenience", "1 where .* is match .ratio has a"),
     (MATCH | {"rollout.draft_refresh": 0.1}, "rollout.draft_refresh", "0 where .* is match"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -83,3 +84,11 @@ def test_the_update_takes_its_fields_from_the_config():
     assert (update_spec.loss.aggregation, update_spec.loss.kl_coef) == ("sequence", 0.25)
     assert (update_spec.temperature, update_spec.logits_chunk) == (0.7, config.rollout.logits_chunk)
     assert update_spec.micro_batch_size == config.updates.micro_batch_size
+
+
+@pytest.mark.parametrize(("vocab", "tensor"), [(MODEL.vocab_size + 1, 1), (3, 2)])
+def test_a_head_drafts_no_more_tokens_than_there_are_and_equal_parts(make_mesh, vocab, tensor):
+    config = small_runs.small_config({"rollout.head.vocab": vocab})
+    rule = f"^rollout.head.vocab must be 0 or a multiple of mesh.tensor = {tensor}, at most "
+    with jax.set_mesh(make_mesh(1, 1, tensor)), pytest.raises(ValueError, match=rule):
+        make_update_spec(config, MODEL, optax.constant_schedule(1.0), has_draft_head=True)
