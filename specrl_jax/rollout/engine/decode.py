@@ -215,8 +215,9 @@ def _append(
         drafted = jnp.minimum(accepted, count)
         kinds = jnp.where(steps < drafted[:, None], Source.DRAFTED, Source.SAMPLED)
         changes["sources"] = kinds.astype(jnp.int8)
-        both = jnp.concatenate([accepted[:, None] == steps, drafted[:, None]], axis=1)
-        counts = jnp.sum(jnp.where(active[:, None], both, 0), axis=0, dtype=jnp.int32)
+        matched = active[:, None] & (accepted[:, None] == steps)
+        sums = (jnp.sum(x, axis=0, dtype=jnp.int32) for x in (matched, active * drafted))
+        counts = jnp.hstack([*sums])
         if program.draft_source is not None:
             draft_state = program.draft_source.observe(draft_state, rows, tokens, count)
     changes = {name: write_slots(getattr(rows, name), new, column) for name, new in changes.items()}
