@@ -8,7 +8,7 @@ from specrl_jax import train as loop
 
 HEAD = {
     "rollout.draft": "previous+tree+head", "rollout.head.vocab": 8, "rollout.head.depth": 2,
-    "rollout.adaptive": False, "rollout.max_width": 4, "warmup.steps": 2,
+    "rollout.adaptive": False, "rollout.max_width": 3, "rollout.row_buckets": 1, "warmup.steps": 2,
     "updates.learning_rate": 1e-3, "checkpoint.every": 2, "train.epochs": 0, "train.steps": 4,
 }  # fmt: skip
 
@@ -18,7 +18,7 @@ def train(workdir, changes):
     return saved(workdir, small_config(changes).train.steps)
 
 
-@pytest.mark.parametrize("more", [{}, {"lora.rank": 2}])
+@pytest.mark.parametrize("more", [{}, pytest.param({"lora.rank": 2}, marks=pytest.mark.slow)])
 def test_a_run_goes_on_bit_for_bit(mesh, tmp_path, more):
     changes = HEAD | more
     whole = train(tmp_path / "run", changes)

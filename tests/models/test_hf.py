@@ -118,7 +118,7 @@ def test_embedding_scale_is_rounded_as_in_transformers(mesh, tmp_path):
     config, params = hf.load(str(tmp_path))
     config = config.replace(dtype="bfloat16")
     tokens = np.arange(48, dtype=np.int32)[None]
-    ours = Transformer(config, place_params(config, params))._lookup(jnp.asarray(tokens))
+    ours = Transformer(config, place_params(config, params)).lookup(jnp.asarray(tokens))
     expected = theirs.bfloat16().model.embed_tokens(torch.tensor(tokens).long())
     np.testing.assert_array_equal(ours.astype(np.float32), expected.detach().float().numpy())
 

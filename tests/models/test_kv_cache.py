@@ -121,9 +121,9 @@ def test_every_layout_holds_rows_that_begin(
             known[shard * own + place, count : len(read)] = False
     with jax.set_mesh(make_mesh(*shape)):
         cache = (_filled(model, old),)
-        axes = (None, "batch", None, "kv_heads", None)
-        pairs = (put(fresh[None], *axes), put(-fresh[None], *axes))  # of one layer
+        axes = ("batch", None, "kv_heads", None)
+        layers = [(put(fresh, *axes), put(-fresh, *axes))]
         placed = put(nodes, "batch", None), put(places, "batch")
-        (layer,) = jax.jit(kv_cache.write_rows)(cache, pairs, *placed)
+        (layer,) = jax.jit(kv_cache.write_rows)(cache, layers, *placed)
         assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
         _check(layer, want, known)

@@ -208,7 +208,7 @@ WAYS = {
     "a critic": {"critic.kind": "head"},
     "partial": {"rollout.partial": 4},
 }
-SLOW = ("both", "run ahead", "mopps", "dapo", "turns", "a critic", "partial")
+SLOW = ("both", "head", "run ahead", "mopps", "dapo", "turns", "a critic", "partial")
 
 
 def responses(workdir) -> list[tuple]:

@@ -58,7 +58,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("greedy", "widest", "a queue", "few tokens")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_a_head_changes_no_token(base, make_mesh, case):
     """Nor where earlier responses are verified before it drafts."""
     prompts, plain, old = base
