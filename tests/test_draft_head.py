@@ -34,6 +34,7 @@ def test_a_run_goes_on_bit_for_bit(mesh, tmp_path, more):
     assert sum(step["rollout/tokens_drafted"] for step in steps) > 0
 
 
+@pytest.mark.slow
 def test_the_policy_is_that_of_a_run_without_a_head(mesh, tmp_path):
     """Recomputed log-probs: a wider step's round otherwise."""
     changes = HEAD | {"rollout.accept": "match", "updates.old_logprobs": "recompute"}

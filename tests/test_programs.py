@@ -23,9 +23,8 @@ KINDS = {
         "rollout.accept": "match", "rollout.noise_epochs": 3, "evaluate.every": 2,
         "evaluate.samples": 2,
     },
-    "tree": {"rollout.draft": "tree"},
-    "head": {
-        "rollout.draft": "previous+head", "rollout.head.vocab": 8, "warmup.steps": 1,
+    "tree and head": {
+        "rollout.draft": "tree+head", "rollout.head.vocab": 8, "warmup.steps": 1,
         "evaluate.every": 2,
     },
     "previous and tree": {"rollout.draft": "previous+tree", "rollout.draft_age": 2},
