@@ -42,7 +42,7 @@ KINDS = {
         "warmup.steps": 1, "evaluate.every": 2,
     },
 }  # fmt: skip
-SLOW = ["block", "previous and tree", "DAPO", "turns that do not wait"]
+SLOW = ["block", "previous and tree", "DAPO", "turns that do not wait", "run-ahead", "partial"]
 RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]
 
 
