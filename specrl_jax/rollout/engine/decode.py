@@ -106,7 +106,8 @@ def decode_steps(
 
     def step(state: tuple) -> tuple:
         cache, rows, draft_state, steps, counts = state
-        cache, of_head = cache[:layers], cache[layers:]
+        of_head = cache[layers:]
+        cache = cache[:layers]
         # Rows that are done write somewhere inside; the others always have room.
         start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
         drafted, draft_len = _propose(program, rows, draft_state, width)
