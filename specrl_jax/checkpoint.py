@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             hosts.on_primary(_set_aside_unranked, self.directory)
         for place in (absl_logging.get_absl_logger(), absl_logging.get_absl_handler()):
             place.addFilter(_is_shown)  # once, however often it is called
-        _hide_abandoned_reads()
+        _hide_abandoned_work()
         policies = ocp.checkpoint_managers
         latest = policies.LatestN(keep_last)
         best = policies.BestN(
@@ -327,8 +328,15 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 @functools.cache
-def _hide_abandoned_reads() -> None:
-    """Hide tracebacks of reads that end after another read's error, which closed their loop."""
+def _hide_abandoned_work() -> None:
+    """Hide what Python says of reads and writes that another one's error left behind.
+
+    That is a traceback of those that end after it closed their loop, and a warning of those that
+    never began.
+    """
+    if not os.environ.get("SPECRL_TRACEBACK"):
+        never_begun = r"coroutine '.*serialize.*' was never awaited"
+        warnings.filterwarnings("ignore", never_begun, RuntimeWarning)
     show = sys.unraisablehook
 
     def show_others(error: Any) -> None:
