@@ -2,7 +2,8 @@
 
 A config's policy and its head are trained for some GRPO steps. Before and after them the policy
 responds to the same prompts without drafts, and with those of the head: drawn with the policy's
-noise, and greedily. Then the update is timed with and without the head. Counts are free of noise.
+noise, and greedily. Then the update is timed with and without the head. Cases that are timed run in
+turn. Counts are free of the machine's noise.
 """
 
 import dataclasses
@@ -21,14 +22,14 @@ from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import UpdateSpec
 from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.timing import Log
+from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
 from specrl_jax.build import build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
-from specrl_jax.rollout.generate import Noise, RolloutResult, generate
+from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.run import Run
 from specrl_jax.run_log import RunLog
 from specrl_jax.state import RunState, init_state
@@ -51,7 +52,7 @@ class _Widest(Speculation):
 
 def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
     """Tokens a pass of the policy, acceptance by place in the draft, row steps; and the seconds of
-    `repeats` updates.
+    `repeats` rollouts and updates.
 
     drift: GRPO steps that are made. Raises ValueError in one line.
     """
@@ -68,43 +69,51 @@ def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:
             while state.step < steps:
                 train.step(run, state, RunLog(run))
                 log(f"step {state.step} of {drift}")
-            rows += _accepted(run, state, prompts)
+            rows += _accepted(run, state, prompts, repeats)
     rows += _update_seconds(run, state, prompts, repeats)
     title = f"heads: {param_count(run.model) / 1e6:.2f}M parameters, "
     return Report(f"{title}{config.rollout.head.vocab or 'all'} tokens to draft", rows)
 
 
-def _accepted(run: Run, state: RunState, prompts: Prompts) -> Iterator[dict[str, Any]]:
+def _accepted(
+    run: Run, state: RunState, prompts: Prompts, repeats: int
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of draft."""
     weights = state.rollout_weights(run)
     noise = Noise(run.key, _FRESH)
-    plain = generate(_spec(run, None, 1), weights, prompts, noise)
-    yield _row(state, "no drafts", plain, plain)
-    for label, head in (("coupled", HeadDrafts()), ("greedy", HeadDrafts(coupled=False))):
-        widest = _Widest()
-        spec = _spec(run, head, run.rollout_spec.max_width)
-        result = generate(spec, weights, prompts, noise, speculation=widest)
-        # Row steps that accept at least 0, 1, ... tokens of their draft.
-        at_least = np.cumsum(widest.matched[::-1])[::-1]
-        row = _row(state, label, result, plain)
-        row["tokens_a_pass"] = float(np.sum(at_least) / at_least[0])
-        for place in range(1, len(at_least)):
-            row[f"draft_{place}"] = float(at_least[place] / max(at_least[place - 1], 1))
+    heads = {"no drafts": None, "coupled": HeadDrafts(), "greedy": HeadDrafts(coupled=False)}
+    cases = {}
+    for label, head in heads.items():
+        spec = _spec(run, head, run.rollout_spec.max_width if head else 1)
+        cases[label] = RolloutCase(generate, spec, weights, prompts, noise, speculation=_Widest())
+        run_case(cases[label])  # compiles
+    rounds = [[run_case(case) for case in cases.values()] for _ in range(repeats)]
+    plain = rounds[0][0]
+    for index, (label, case) in enumerate(cases.items()):
+        timed = [times[index] for times in rounds]
+        row = {"step": state.step, "drafts": label, "row_steps": timed[0].stats.row_steps}
+        differ = np.any(timed[0].rollout.tokens != plain.rollout.tokens, axis=1)
+        row["rows_that_differ"] = int(np.sum(differ))
+        row["seconds"] = spread(x.seconds for x in timed)
+        row["times_as_long"] = spread(
+            x.seconds / times[0].seconds for x, times in zip(timed, rounds)
+        )
+        if heads[label]:
+            row |= _acceptance(case.keywords["speculation"].matched)
         yield row
+
+
+def _acceptance(matched: np.ndarray) -> dict[str, float]:
+    """Tokens a pass, and the share of guesses accepted at each place once all before them are."""
+    at_least = np.cumsum(matched[::-1])[::-1]  # row steps that accept at least 0, 1, ... tokens
+    places = range(1, len(at_least))
+    shares = {f"draft_{k}": float(at_least[k] / max(at_least[k - 1], 1)) for k in places}
+    return {"tokens_a_pass": float(np.sum(at_least) / at_least[0]), **shares}
 
 
 def _spec(run: Run, head: HeadDrafts | None, width: int) -> RolloutSpec:
     program = dataclasses.replace(run.rollout_spec.program, draft_head=head)
     return dataclasses.replace(run.rollout_spec, program=program, max_width=width)
-
-
-def _row(
-    state: RunState, label: str, result: RolloutResult, plain: RolloutResult
-) -> dict[str, Any]:
-    tokens, without = (jax.device_get(x.rollout.tokens) for x in (result, plain))
-    differ = int(np.sum(np.any(tokens != without, axis=1)))
-    row_steps = result.stats.row_steps
-    return {"step": state.step, "drafts": label, "row_steps": row_steps, "rows_that_differ": differ}
 
 
 def _update_seconds(
