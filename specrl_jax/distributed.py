@@ -94,8 +94,9 @@ def _in_cluster() -> bool:
 
 def _is_lost_connection(error: BaseException) -> bool:
     """Return True if another process may be the cause, as in collectives and Orbax's barriers."""
-    words = ("Gloo", "coordination", "DEADLINE_EXCEEDED", "UNAVAILABLE", "Barrier")
-    return isinstance(error, jax.errors.JaxRuntimeError) or any(x in str(error) for x in words)
+    words = ("gloo", "coordination", "deadline_exceeded", "unavailable", "barrier")
+    said = str(error).lower()
+    return isinstance(error, jax.errors.JaxRuntimeError) or any(word in said for word in words)
 
 
 def _show(error: BaseException) -> int:

@@ -89,9 +89,10 @@ class Page:
         self.send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.run("window.isLeft = true")
         self.send("Page.navigate", url=file.absolute().as_uri())
-        deadline = time.monotonic() + 60
-        while self.run("document.readyState") != "complete":
+        deadline = time.monotonic() + 300
+        while not self.run("!window.isLeft && document.readyState == 'complete'"):
             assert time.monotonic() < deadline, "the page does not load"
             time.sleep(0.05)
 

@@ -50,6 +50,7 @@ def small_config(changes=None, algorithm: str = "grpo", **more):
         "data.prompt_len": 3,
         "reward.extract": r"(\d)",
         "reward.workers": 1,
+        "reward.timeout": 60.0,  # no answer takes long; a busy machine may
         "rollout.prompts_per_step": 4,
         "rollout.group_size": 8,
         "rollout.response_len": 6,
@@ -117,6 +118,13 @@ class Sums:
         return str(self._sum % 8), float(done), done
 
 
+class QuickSums(Sums):
+    """`Sums` that "8" breaks too."""
+
+    def step(self, response: str):
+        return super().step(response.replace("8", "9"))
+
+
 def records(workdir, times: bool = False) -> list[dict]:
     """The run's metrics by step, without those of the clock and the compiler unless asked for."""
     from specrl_jax.telemetry.metrics import read_metrics
@@ -175,7 +183,7 @@ def launch(program: str, *arguments: str, **environment: str) -> subprocess.Comp
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3600,
         check=False,
     )
 

@@ -80,6 +80,7 @@ def halved(config):
     return config
 
 
+@pytest.mark.slow
 def test_a_policy_from_nothing_is_warmed_up_whole(mesh, tmp_path):
     """Its checkpoints hold the frozen weights too: they are nowhere else."""
     arrays = train_in_parts(tmp_path, WARM)

@@ -299,10 +299,10 @@ def test_reads_that_end_late_are_not_reported(tmp_path, monkeypatch, message, va
     shown = []
     monkeypatch.setenv("SPECRL_TRACEBACK", variable)
     monkeypatch.setattr(sys, "unraisablehook", shown.append)
-    checkpoint._hide_abandoned_reads.cache_clear()
+    checkpoint._hide_abandoned_work.cache_clear()
     with Checkpointer(tmp_path):
         pass
     error = types.SimpleNamespace(exc_value=RuntimeError(message), object=None)
     sys.unraisablehook(error)
     assert shown == [error] * is_shown
-    checkpoint._hide_abandoned_reads.cache_clear()
+    checkpoint._hide_abandoned_work.cache_clear()

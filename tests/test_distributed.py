@@ -62,7 +62,7 @@ def _run(folder, workdir, *fates: str, flags=FLAGS) -> list[tuple[int, str, str]
     ]
     processes = _start(folder, [program + _arguments(workdir, flags) for program in programs])
     try:
-        codes = [process.wait(timeout=200) for process in processes]
+        codes = [process.wait(timeout=900) for process in processes]
     finally:
         for process in processes:
             process.kill()  # a process in a collective does not hear anything else
@@ -77,8 +77,9 @@ def test_two_processes_train_as_one_and_end_together(tmp_path, make_mesh):
     (code, out, errors), (killed, silent, _) = _run(tmp_path, workdir, "", "kill 3")
     assert killed == -signal.SIGKILL
     assert code in (1, -signal.SIGABRT)
-    # JAX counts a silent process as lost after a minute, where no collective fails first.
-    assert time.time() - (workdir / "metrics.jsonl").stat().st_mtime < 90
+    # JAX counts a silent process as lost after a minute, where no collective fails first; Orbax
+    # would wait for five.
+    assert time.time() - (workdir / "metrics.jsonl").stat().st_mtime < 240
     assert LOST in errors or "coordination service" in errors
     assert "mesh {'data': 2, 'fsdp': 1, 'tensor': 1}" in out
     assert "policy:" not in silent  # one process talks

@@ -28,6 +28,7 @@ def get_config(preset="tiny"):
     config = REAL["get_config"](preset)
     config.model.num_layers = config.rollout.row_buckets = 1
     config.warmup.steps = 50
+    config.reward.timeout = 60.0
     config.rollout.adaptive = False  # whether drafts are verified is not up to the clock
     return config
 """
@@ -64,6 +65,7 @@ def test_a_task_with_a_reward(tmp_path):
     assert last["reward/failed"] == 0
 
 
+@pytest.mark.slow
 def test_several_rewards(tmp_path):
     last = run_recipe(RECIPES["Several rewards"], tmp_path)[-1]
     exact, form, short = (last[f"reward/{name}"] for name in ("exact", "format", "digits:short"))
@@ -73,6 +75,7 @@ def test_several_rewards(tmp_path):
     assert last["reward/failed"] == 0
 
 
+@pytest.mark.slow
 def test_an_environment(tmp_path):
     last = run_recipe(RECIPES["An environment"], tmp_path)[-1]
     assert last["step"] == 2
@@ -101,6 +104,7 @@ def test_an_acceptance_rule(tmp_path):
     assert 0.9 < last["policy/importance_mean"] < 1.1
 
 
+@pytest.mark.slow
 def test_an_advantage_with_an_objective(tmp_path):
     last = run_recipe(RECIPES["An advantage or objective"], tmp_path)[-1]
     assert last["step"] == 6
@@ -108,5 +112,6 @@ def test_an_advantage_with_an_objective(tmp_path):
     assert last["policy/clip_fraction"] == 0
 
 
+@pytest.mark.slow
 def test_a_model_family(tmp_path):
     assert run_recipe(RECIPES["A model family"], tmp_path)[-1]["step"] == 2

@@ -52,7 +52,8 @@ def run(monkeypatch):
     def execute(name: str):
         notebook, folder = read(name), str(ROOT / "notebooks")
         resources = {"metadata": {"path": folder}}
-        nbclient.NotebookClient(notebook, timeout=280, resources=resources).execute()
+        limits = {"timeout": 1800, "startup_timeout": 600, "iopub_timeout": 120}
+        nbclient.NotebookClient(notebook, resources=resources, **limits).execute()
         assert images(notebook) == images(read(name))
         return notebook
 

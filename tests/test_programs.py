@@ -9,8 +9,8 @@ from specrl_jax.train import train
 
 TWO_DIGITS = {"data.prompts": 60, "data.options.max_numbers": 2, "data.prompt_len": 6}
 TURNS = {
-    "environment.name": "small_runs:Sums", "environment.max_turns": 3, "rollout.response_len": 12,
-    "reward.timeout": 0.2,
+    "environment.name": "small_runs:QuickSums", "environment.max_turns": 3,
+    "rollout.response_len": 12,
 }  # fmt: skip
 # Kinds of runs: changes of the small one. Drafts come in step 3 of 6, the second epoch.
 KINDS = {
@@ -42,7 +42,10 @@ KINDS = {
         "warmup.steps": 1, "evaluate.every": 2,
     },
 }  # fmt: skip
-SLOW = ["block", "previous and tree", "DAPO", "turns that do not wait", "run-ahead", "partial"]
+SLOW = [
+    "block", "previous and tree", "DAPO", "turns", "turns that do not wait", "run-ahead", "partial",
+    "adapters",
+]  # fmt: skip
 RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]
 
 

@@ -217,7 +217,7 @@ def test_a_sweep_that_is_stopped_stops_its_run(program, tmp_path):
     training = sweep.Training(run)
 
     def stop():
-        while not (run.workdir / "waits").exists():
+        while not (training._process and (run.workdir / "waits").exists()):
             time.sleep(0.01)
         training.stop()
 
@@ -233,11 +233,19 @@ def test_a_sweep_that_is_stopped_stops_its_run(program, tmp_path):
 def test_a_run_shows_its_newest_line_under_its_heading(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sweep, "_TRAIN", tmp_path / "train.py")
     monkeypatch.setattr(sweep, "_SHOWS_EVERY", 0.02)
+    say = sweep._say
+
+    def say_and_note(line):
+        say(line)
+        if "2/2" in line:
+            (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(sweep, "_say", say_and_note)
     (tmp_path / "train.py").write_text(
-        "import time\n"
+        "import pathlib, time\n"
         "print('a\\n step epoch  reward     left\\n  1/2     1   0.250     0:09\\n', end='')\n"
         "print('  2/2     1   0.500     0:00\\nsummary\\n  3/', end='', flush=True)\n"
-        "time.sleep(1)\n"
+        f"while not pathlib.Path({str(tmp_path / 'seen')!r}).exists(): time.sleep(0.01)\n"
     )
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])
     assert sweep.Training(run)() == ""

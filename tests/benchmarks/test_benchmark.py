@@ -71,6 +71,7 @@ def test_device(run, monkeypatch):
     monkeypatch.setattr(device, "REPEAT_SECONDS", 0.0)
     monkeypatch.setattr(device, "STEP_ROWS", (8,))
     monkeypatch.setattr(device, "_limits", _fail)
+    monkeypatch.setattr(device, "LAST_BEGIN", float("inf"))
     with pytest.raises(SystemExit) as stop:
         run("device", *SMALL)
     assert stop.value.code == 1

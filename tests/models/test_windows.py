@@ -23,6 +23,7 @@ def test_a_rollout_with_drafts_equals_the_naive_loop(mesh, name):
     assert np.max(rollout.lens - rollout.prefix_lens) > model.sliding_window
 
 
+@pytest.mark.slow
 def test_steps_of_several_tokens_change_none(mesh):
     model = FAMILIES["gemma3"]
     prompts = ref.random_prompts(4)

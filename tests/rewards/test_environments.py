@@ -87,7 +87,7 @@ def test_an_episode_earns_the_sum_of_its_turns():
     assert play(TurnReward, ["a"], "", "", {}) == Step("?", 1.0, done=False)
     assert play(TurnReward, ["a", "b"], "", "", {}) == Step(reward=1.0, done=True)
     episodes = [("a",), ("a", "b")]
-    limits = {"timeout": 5.0, "memory_mib": 512, "workers": 1}
+    limits = {"timeout": 30.0, "memory_mib": 512, "workers": 1}
     with RewardPool("exact", environment="test_environments:TurnReward", **limits) as pool:
         scores = pool.score(episodes, [""] * 2, [""] * 2, [{}] * 2)
     assert scores.rewards.tolist() == [1, 1]
@@ -114,7 +114,7 @@ def test_a_slow_or_broken_step_costs_its_own_row():
     """Sums: "8" takes for ever, "9" raises; the others are answered, in their order."""
     episodes = [("1",), ("8",), ("2", "3"), ("9",), ("4", "5"), ("7",)]
     answers = ["0", "0", "5", "0", "2", "7"]
-    limits = {"timeout": 1.0, "memory_mib": 512, "workers": 2}
+    limits = {"timeout": 5.0, "memory_mib": 512, "workers": 2}
     with RewardPool("exact", environment="small_runs:Sums", **limits) as pool:
         scores = pool.score(episodes, answers, ["sums"] * 6, [{}] * 6)
         again = pool.score(episodes[:1], answers[:1], ["sums"], [{}])
@@ -122,6 +122,6 @@ def test_a_slow_or_broken_step_costs_its_own_row():
     assert scores.failed.tolist() == [False, True, False, True, False, False]
     assert scores.rewards.tolist() == [0, 0, 1, 0, 0, 1]
     assert scores.done.tolist() == [False, True, True, True, False, True]
-    assert "no result within 1 s" in scores.reasons[1]
+    assert "no result within 5 s" in scores.reasons[1]
     assert scores.reasons[3] == "RuntimeError: nine"
     assert again.observations == ("1",)

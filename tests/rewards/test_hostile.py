@@ -85,7 +85,7 @@ def drill(hostile, prey, seed=SEED):
     values = [rng.randint(0, 10**6) for _ in hostile]
     rows = [(text, None) for text in hostile] + [(f"value = {x}", x) for x in values]
     rng.shuffle(rows)
-    limits = {"timeout": 3.0, "memory_mib": 256, "workers": 2}
+    limits = {"timeout": 6.0, "memory_mib": 256, "workers": 2}
     with RewardPool("user_scorers:execute", **limits) as pool:
         scores = score(pool, [text for text, _ in rows])
         prey.assert_unharmed()
@@ -225,7 +225,7 @@ def test_seccomp_filters_alone_keep_other_processes_and_the_network(prey, monkey
 
 def test_one_warning_where_the_system_offers_nothing(monkeypatch, caplog):
     monkeypatch.setattr(workers, "worker_process", bare_worker)
-    limits = {"timeout": 3.0, "memory_mib": 256, "workers": 2}
+    limits = {"timeout": 30.0, "memory_mib": 256, "workers": 2}
     with RewardPool("user_scorers:odd", **limits) as pool:
         assert score(pool, ["aa"] * 20).rewards.sum() == 40
     with RewardPool("math", **limits) as pool:  # it executes no text
@@ -241,7 +241,7 @@ def test_the_environment_of_answers_holds_no_secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("https_proxy", "http://user:secret@host")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
-    limits = {"timeout": 3.0, "memory_mib": 256, "workers": 1}
+    limits = {"timeout": 30.0, "memory_mib": 256, "workers": 1}
     where = "os.getcwd() == os.environ['HOME'] == os.environ['TMPDIR'] != " + repr(os.getcwd())
     texts = [
         "import os; value = 'secret' in str(os.environ)",

@@ -13,7 +13,7 @@ from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.types import PADDING
 
-LIMITS = {"timeout": 2.0, "memory_mib": 256, "workers": 1, "extract": "", "threshold": 0.0}
+LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 1, "extract": "", "threshold": 0.0}
 
 
 def score(name, responses, answers=None, tasks=None, **options):
@@ -150,6 +150,7 @@ def test_format_matches_the_whole_response():
         "7",
     ]
     np.testing.assert_array_equal(score("format", responses).rewards, [1, 1] + [0] * 10)
-    scores = score("format", ["a\nb", "a\nb.", "(a" * 50 + "b"], format=r"a.b|((a|\(a)+)+")
+    texts = ["a\nb", "a\nb.", "(a" * 50 + "b"]
+    scores = score("format", texts, format=r"a.b|((a|\(a)+)+", timeout=5.0)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
-    assert scores.reasons[2] == "no result within 2 s"
+    assert scores.reasons[2] == "no result within 5 s"

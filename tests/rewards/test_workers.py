@@ -20,7 +20,7 @@ from small_runs import line_of, one_line
 from specrl_jax.rewards import workers as pool_module
 from specrl_jax.rewards.workers import RewardPool
 
-LIMITS = {"timeout": 2.0, "memory_mib": 256, "workers": 2}
+LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 2}
 
 
 def score(pool, responses, answers=None, tasks=None, metadatas=None):
@@ -60,7 +60,7 @@ def scratch(tmp_path, monkeypatch):
     return tmp_path / "scratch"
 
 
-def wait_for(condition, seconds=5.0):
+def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -68,8 +68,8 @@ def wait_for(condition, seconds=5.0):
 
 
 HOSTILE = {
-    "hang": "no result within 2 s",
-    "hang in C": "no result within 2 s",
+    "hang": "no result within 8 s",
+    "hang in C": "no result within 8 s",
     "allocate": "out of memory",
     "allocate slowly": "out of memory",
     "raise": "KeyError: 'no such thing'",
@@ -85,7 +85,7 @@ def test_a_hostile_answer_costs_only_its_own_reward():
     responses = []
     for i, text in enumerate(HOSTILE):
         responses += ["x" * (i + 1), text, "y" * (20 + i)]
-    with RewardPool("user_scorers:odd", **LIMITS) as pool:
+    with RewardPool("user_scorers:odd", **LIMITS | {"timeout": 8.0}) as pool:
         scores = score(pool, responses)
         again = score(pool, ["fork", "bb", "ccc"])
     want = [0.0 if text in HOSTILE else len(text) for text in responses]
@@ -134,8 +134,8 @@ def test_what_a_contained_reward_lacks_is_told_where_it_fails():
 
 
 def test_the_timeout_is_per_answer_and_not_per_batch():
-    with RewardPool("user_scorers:slow", timeout=0.5, memory_mib=256, workers=1) as pool:
-        scores = score(pool, ["a"] * 20)  # 20 · 0.05 s: twice the limit of one
+    with RewardPool("user_scorers:slow", timeout=3, memory_mib=256, workers=1) as pool:
+        scores = score(pool, ["a"] * 65)  # 65 · 0.05 s: more than the limit of one
     assert not scores.failed.any()
 
 
@@ -171,7 +171,7 @@ def test_close_ends_the_workers(scratch):
         workers.update(descendants(os.getpid()) - before)
         return len(workers) >= 3
 
-    wait_for(seen, seconds=10)
+    wait_for(seen)
     assert list(scratch.iterdir())
     pool.close()
     pool.close()
@@ -187,7 +187,7 @@ def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path, 
         import sys
         print("main", flush=True)  # twice, if a worker imported it
         from specrl_jax.rewards.workers import RewardPool
-        limits = {"timeout": 60, "memory_mib": 4096, "workers": 2}
+        limits = {"timeout": 600, "memory_mib": 4096, "workers": 2}
         with RewardPool("user_scorers:hang", **limits) as pool:
             pool.score(["a", "b"], [""] * 2, [""] * 2, [{}] * 2)
     """
@@ -199,7 +199,7 @@ def test_workers_vanish_with_a_killed_parent_and_main_is_not_imported(tmp_path, 
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     with parent:
-        wait_for(lambda: len(descendants(parent.pid)) == 6, seconds=60)
+        wait_for(lambda: len(descendants(parent.pid)) == 6, seconds=300)
         pids = descendants(parent.pid)
         parent.send_signal(signal.SIGKILL)
         assert parent.stdout.read() == "main\n"
@@ -219,11 +219,11 @@ def test_ctrl_c_leaves_the_pool_usable(heard):
     with RewardPool("user_scorers:odd", timeout=30, memory_mib=256, workers=1) as pool:
         score(pool, ["a"])
         # To the process, as a terminal does: a signal to the timer's thread would not end a wait.
-        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         start = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012, the signal must not come before it
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
             score(pool, ["aaa", "hang", "b"])
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20  # the hang has 30
         np.testing.assert_array_equal(score(pool, ["cc"]).rewards, [2])
 
 
@@ -388,7 +388,7 @@ def test_a_scorer_may_ask_for_what_workers_give_up(monkeypatch):
 def test_math_through_the_pool():
     # The last two pass the cheap filter: the limits have to stop them.
     responses = ["so it is 1/2", r"\boxed{(9^9)^{9^9}}", r"\boxed{((9^9)^{9})^{9^9}}"]
-    with RewardPool("math", timeout=3, memory_mib=256, workers=2) as pool:
+    with RewardPool("math", timeout=10, memory_mib=256, workers=2) as pool:
         got = score(pool, responses, ["0.5", "7", "7"])
         bad = score(pool, ["3"], [""])
     np.testing.assert_array_equal(got.rewards, [1, 0, 0])
@@ -415,7 +415,7 @@ def test_reasoning_gym_survives_what_its_scorers_evaluate():
         # As `load_examples` gives them: the metadata of a problem is its whole item.
         return score(pool, responses, [item["answer"] for item in chosen], tasks, chosen)
 
-    with RewardPool("reasoning_gym", **LIMITS) as pool:
+    with RewardPool("reasoning_gym", **LIMITS | {"timeout": 8.0}) as pool:
         got = scored(pool, rows)
         among_attacks = scored(pool, mixed)
     np.testing.assert_array_equal(among_attacks.rewards[1::2], 1)

@@ -201,6 +201,7 @@ WAYS = {
     },
     "turns": {
         "environment.name": "small_runs:Sums",
+        "reward.timeout": 5.0,
         "environment.max_turns": 3,
         "rollout.response_len": 16,
         "reward.extract": "",
@@ -208,7 +209,18 @@ WAYS = {
     "a critic": {"critic.kind": "head"},
     "partial": {"rollout.partial": 4},
 }
-SLOW = ("both", "head", "run ahead", "mopps", "dapo", "turns", "a critic", "partial")
+SLOW = (
+    "tree",
+    "both",
+    "head",
+    "run ahead",
+    "mopps",
+    "speed",
+    "dapo",
+    "turns",
+    "a critic",
+    "partial",
+)
 
 
 def responses(workdir) -> list[tuple]:

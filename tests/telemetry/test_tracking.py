@@ -167,7 +167,7 @@ wandb.teardown()  # until all is on the disk
 """
     # In a process of its own: wandb's hooks stay out of the other tests.
     command = [sys.executable, "-c", script, folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
     assert done.stdout.startswith(

@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-SLOW = ("greedy", "widest", "a queue", "few tokens", "eight devices")
+SLOW = ("greedy", "wide", "widest", "a queue", "few tokens", "eight devices")
 
 
 @pytest.mark.parametrize(

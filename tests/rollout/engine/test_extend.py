@@ -465,7 +465,10 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
     np.testing.assert_array_equal(progress, unfinished.sum(axis=2).T)
 
 
-@pytest.mark.parametrize("accept", sorted(ACCEPTANCE_RULES))
+@pytest.mark.parametrize(
+    "accept",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x == "random")) for x in sorted(ACCEPTANCE_RULES)],
+)
 def test_no_chunks_blocks_and_shards_change_a_rollout(make_mesh, request, old_drafts, accept):
     """Against a rollout of one chunk and one block. Rows wait for places."""
     drafts = drafts_for(accept, PLAIN, old_drafts)

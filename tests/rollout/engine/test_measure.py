@@ -18,8 +18,11 @@ from specrl_jax.runtime import compile_metrics
 
 P, R = 3, 4
 PROMPTS = ref.make_prompts([[2], [2, 1], [1], [1, 1]] * 4, P)
-NOISE = Noise(jax.random.key(0), 1)
 ROWS = 2 * len(PROMPTS.lens)
+
+
+def noise() -> Noise:
+    return Noise(jax.random.key(0), 1)
 
 
 def make_spec(accept="match", **changes):
@@ -29,7 +32,7 @@ def make_spec(accept="match", **changes):
 
 def measured(spec, drafts=None):
     weights = ref.policy(model=ref.ONE_LAYER)[1]
-    return measure(spec, weights, PROMPTS, NOISE, DraftInputs(drafts), CarryOver())
+    return measure(spec, weights, PROMPTS, noise(), DraftInputs(drafts), CarryOver())
 
 
 class Clock:
@@ -96,7 +99,7 @@ def test_what_a_rollout_ran_is_not_compiled_again(make_mesh, shape, accept):
                 record_drafts=lambda *_: None,
                 verifies=lambda *_, width=width: width == 1,
             )
-            generate(spec, weights, PROMPTS, NOISE, speculation=chooser, **inputs)
+            generate(spec, weights, PROMPTS, noise(), speculation=chooser, **inputs)
         metrics = compile_metrics()
         assert metrics["compile/built"] + metrics["compile/read"] > 0
         seconds = measured(spec, drafts)
@@ -105,5 +108,7 @@ def test_what_a_rollout_ran_is_not_compiled_again(make_mesh, shape, accept):
         assert set(seconds.steps) == {(ROWS, width) for width in spec.buckets(ROWS).widths}
         assert min(seconds.steps.values()) > 0
         assert seconds.chunk >= 0
-        result = generate(spec, weights, PROMPTS, NOISE, speculation=Speculation(seconds), **inputs)
+        result = generate(
+            spec, weights, PROMPTS, noise(), speculation=Speculation(seconds), **inputs
+        )
         assert int(np.sum(np.asarray(result.rollout.lens))) >= ROWS
