@@ -248,7 +248,9 @@ def test_exact_extract_and_threshold():
     assert nothing.rewards.shape == nothing.failed.shape == (0,)
     assert (nothing.rewards.dtype, nothing.failed.dtype) == (np.float32, np.bool_)
     responses = ["= 1 = 7", "= 7 = 1", "seven", "= 7" + " " * 100_000, "(a" * 50 + "b"]
-    with RewardPool("exact", extract=r"=\s*(\d+)|(?:(?:a|\(a)+)+$", **LIMITS) as pool:
+    with RewardPool(
+        "exact", extract=r"=\s*(\d+)|(?:(?:a|\(a)+)+$", **LIMITS | {"timeout": 5.0}
+    ) as pool:
         got = score(pool, responses, ["7"] * 5)
     # The last match counts; no match is a wrong answer, not a failure; nor is the end of a long
     # response that no longer holds it. The last one sends the pattern into backtracking.
