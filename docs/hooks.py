@@ -18,8 +18,10 @@ LINKS = {
     "CHANGELOG.md": "changelog.md",
     "configs/grpo.py": "configuration.md",
     "configs/lenience_sweep.py": "presets.md",
+    "configs/one_device.py": "presets.md",
+    "specrl_jax/telemetry/metrics.py": "metrics.md",
 }
-CONFIGS = ("grpo", "ppo", "dapo", "multiturn", "lenience_sweep")
+CONFIGS = ("grpo", "ppo", "dapo", "multiturn", "one_device", "lenience_sweep")
 # Subject → modules below specrl_jax.
 MODULES = {
     "Runs": ("train", "evaluate", "evaluation.saved_policy", "telemetry.metrics"),
