@@ -54,7 +54,7 @@ STEP_ROWS = (16, 64, 256)  # rows of the steps that are timed by width
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 _KERNEL_SLOTS = 128  # of the cache of the check of numbers: a size that kernels take
 # Which kernel a pass takes, see `attention.USES`.
-_USE = {"update": "packed", "extend": "packed", "decode": "decode", "wide step": "verify"}
+_USE = {"update": "packed", "extend": "packed", "decode": "cached", "wide step": "cached"}
 STEP_TOKENS = 128  # of a response in a training step
 # A rule that decides by log-probs, as for SPEC-RL.
 RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)

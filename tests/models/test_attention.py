@@ -128,7 +128,7 @@ def kernels(monkeypatch):
     refused: dict[str, str] = {}
     module = types.SimpleNamespace(
         refused=refused,
-        AHEAD_OF_TIME=("decode", "packed"),
+        AHEAD_OF_TIME=("packed",),
         refusal=lambda use, model, slots: refused.get(use, ""),
     )
     monkeypatch.setattr(attention, "kernel_module", lambda platform: module)
@@ -146,17 +146,19 @@ def test_kernels_are_taken_by_rule(mesh, kernels, capsys):
     assert attention.choose_kernels("kernel", MODEL, 12) == attention.USES
     capsys.readouterr()
     kernels.refused["packed"] = "heads of 4"
-    assert attention.choose_kernels("auto", MODEL, 12) == ("decode", "verify")
+    assert attention.choose_kernels("auto", MODEL, 12) == ("cached",)
     assert capsys.readouterr().out.splitlines() == [
-        "attention, decode: kernel",
-        "attention, verify: kernel",
-        "attention, packed: reference (heads of 4)",
+        "attention over cached tokens: kernel",
+        "attention over packed tokens: reference (heads of 4)",
     ]
-    with pytest.raises(ValueError, match=r"model.attention must be .*for packed, heads of 4$"):
+    with pytest.raises(
+        ValueError, match=r"model.attention must be .*for packed tokens, heads of 4$"
+    ):
         attention.choose_kernels("kernel", MODEL, 12)
 
 
 def test_an_absent_device_takes_what_can_be_compiled_for_it(mesh, kernels, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", list)
-    assert attention.choose_kernels("auto", MODEL, 12) == ("decode", "packed")
-    assert "verify: reference (the kernel can only be compiled where" in capsys.readouterr().out
+    assert attention.choose_kernels("auto", MODEL, 12) == ("packed",)
+    refusal = "reference (the kernel can only be compiled where the device is)"
+    assert f"attention over cached tokens: {refusal}" in capsys.readouterr().out
