@@ -140,16 +140,18 @@ def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, places_b
     places_b: int32 [b]; a row whose place lies outside the cache is left out. Each shard counts its
         own sequences and places, and its rows that are left out come last.
     """
-    read = jnp.maximum(nodes_bS, 0)
-    rows = []
-    for arrays, layer in zip(fresh, cache, strict=True):
-        taken = on_shards(_take_nodes, arrays, read, like=arrays)
-        rows.append(as_layer(*taken, layer))
-    return on_shards(_write_own_rows, cache, tuple(rows), places_b, like=cache)
+    taken = take_nodes(fresh, nodes_bS)
+    rows = tuple(as_layer(*new, layer) for new, layer in zip(taken, cache, strict=True))
+    return on_shards(_write_own_rows, cache, rows, places_b, like=cache)
 
 
-def _take_nodes(arrays: tuple[Array, ...], nodes_bS: Array) -> tuple[Array, ...]:
-    return tuple(take_own_rows(jax.lax.collapse(x, 0, 2), nodes_bS) for x in arrays)
+def take_nodes(tree, nodes_bS: Array):
+    """Take what arrays [m, T, ...] of a pytree have at `nodes`, see `write_rows`; < 0: anything."""
+
+    def take(tree, nodes_bS: Array):
+        return take_own_rows(jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), tree), nodes_bS)
+
+    return on_shards(take, tree, jnp.maximum(nodes_bS, 0), like=tree)
 
 
 def _write_own_rows(cache: KVCache, rows: KVCache, places_b: Array) -> KVCache:
