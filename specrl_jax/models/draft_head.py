@@ -114,7 +114,6 @@ def copy_draft_head(
     vocab: the head drafts so many tokens, the most frequent by `counts` int32 [V]; 0: all. The copy
     then holds these, and their rows of the policy's output, as `vocab`.
     """
-
     convert = functools.partial(convert_weight, config)
     layer = {n: convert(n, x, LAYER_AXES[n]) for n, x in params["layer"].items()}
     own = {n: convert(n, x, (None,) * x.ndim) for n, x in params.items() if n != "layer"}

@@ -272,7 +272,6 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 def copy_weights(config: ModelConfig, params: Params) -> Params:
     """Weights cast to the compute type, but for the norms' scales, gathered over "fsdp", layers
     unstacked, adapters added, projections joined."""
-
     convert = functools.partial(convert_weight, config)
     weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     stacked = params["layers"]

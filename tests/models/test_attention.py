@@ -151,9 +151,7 @@ def test_kernels_are_taken_by_rule(mesh, kernels, capsys):
         "attention over cached tokens: kernel",
         "attention over packed tokens: reference (heads of 4)",
     ]
-    with pytest.raises(
-        ValueError, match=r"model.attention must be .*for packed tokens, heads of 4$"
-    ):
+    with pytest.raises(ValueError, match=r"^model.attention must .*for packed tokens, heads of 4$"):
         attention.choose_kernels("kernel", MODEL, 12)
 
 
