@@ -24,8 +24,7 @@ ENDS_BT[:, 0] = T
 POSITIONS_BT = np.cumsum(RNG.integers(0, 2, (B, T)), axis=1).astype(np.int32)
 WINDOWS = pytest.mark.parametrize(("window", "cap"), [(None, 0.0), (2, 0.0), (3, 1.5)])
 PIECES = pytest.mark.parametrize("pieces_of", [512, 4])
-LAYOUTS = {  # of a layer of the cache
-    "both in one": (np.empty((0, 0, 0, 0)),),
+LAYOUTS = {  # of a layer of the cache that the reference reads
     "apart": (np.empty((0, 0, 0, 0)),) * 2,
     "heads side by side": (np.empty((0, 0, 16)),) * 2,  # which take 6 of them
 }
@@ -58,7 +57,7 @@ def _heads(*arrays: np.ndarray) -> list[jax.Array]:
 def test_rows_of_a_cache_against_float64(
     make_mesh, monkeypatch, shape, pieces_of, like, window, cap
 ):
-    """In every layout of the cache."""
+    """In every such layout of the cache."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
     with jax.set_mesh(make_mesh(*shape)):
         layer = kv_cache.as_layer(*_heads(K_BSKH, V_BSKH), like=like)
