@@ -295,14 +295,11 @@ def custom(config: ConfigDict) -> None:
     config.data.prompt_len = 256
     config.reward.name = ""
     config.rollout.prompts_per_step = 8
-    config.rollout.group_size = 8
     config.rollout.response_len = 256
     config.rollout.logits_chunk = 64
     config.updates.mini_batch_size = 64
-    config.updates.micro_batch_size = 8
     config.updates.learning_rate = 1e-6
     config.updates.schedule_warmup = 0
-    config.evaluate.every = 8
     config.evaluate.batch_size = 32
     config.checkpoint.every = 8
 
@@ -330,12 +327,9 @@ def smollm2(config: ConfigDict) -> None:
     config.data.prompts = 14  # 12 without duplicates
     config.data.eval_prompts = 32  # 30 without duplicates
     config.data.prompt_len = 64
-    config.reward.name = "exact"
     config.reward.extract = r"(-?\d+)"
     config.rollout.prompts_per_step = 2
-    config.rollout.group_size = 8
     config.rollout.response_len = 160
-    config.rollout.max_rows = 0
     config.rollout.accept = "ratio"  # at this rate little is drawn again
     config.rollout.lenience = math.exp(0.5)
     config.rollout.temperature = config.evaluate.temperature = 0.7
@@ -347,7 +341,6 @@ def smollm2(config: ConfigDict) -> None:
     config.evaluate.batch_size = 32
     config.evaluate.samples = 2
     config.checkpoint.every = 12
-    config.train.epochs = 4
 
 
 def gemma3_270m(config: ConfigDict) -> None:
@@ -380,20 +373,15 @@ def gemma3_270m(config: ConfigDict) -> None:
     config.data.prompts = 64  # 50 without duplicates
     config.data.eval_prompts = 32  # 29 without duplicates
     config.data.prompt_len = 96
-    config.reward.name = "exact"
     config.reward.extract = r"(-?\d+)"
     config.rollout.prompts_per_step = 4
-    config.rollout.group_size = 8
     config.rollout.response_len = 8
-    config.rollout.max_rows = 0
     config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.5)
     config.rollout.logits_chunk = 8  # 32 rows x 8 tokens x 262,144 scores are 268 MB
     config.updates.mini_batch_size = 32
-    config.updates.micro_batch_size = 8
     config.updates.learning_rate = 3e-6
     config.updates.schedule_warmup = 4
-    config.evaluate.every = 8
     config.evaluate.batch_size = 32
     config.checkpoint.every = 12
     config.train.epochs = 3
@@ -423,17 +411,13 @@ def gsm8k(config: ConfigDict) -> None:
     config.data.options.name = "main"
     config.data.answer_pattern = r"####\s*(.+)"
     config.data.solution_field = "answer"
-    config.data.split = "train"
     config.data.eval_split = "test"
     config.data.instruction = "{prompt}\nThink step by step and end with: #### <answer>"
     config.data.prompts = 0
-    config.data.eval_prompts = 256
     config.data.prompt_len = 256
     config.reward.name = "math"
     config.rollout.prompts_per_step = 32
-    config.rollout.group_size = 8
     config.rollout.response_len = 256
-    config.rollout.max_rows = 0
     config.rollout.logits_chunk = 64  # 256 rows x 64 tokens x 49,152 scores are 3.2 GB
     config.rollout.temperature = config.evaluate.temperature = 0.7
     config.updates.mini_batch_size = 128
@@ -468,7 +452,6 @@ def qwen3_1p7b(config: ConfigDict) -> None:
     config.data.prompt_len = 1_024
     config.reward.name = "math"
     config.rollout.prompts_per_step = 1_024
-    config.rollout.group_size = 8
     config.rollout.response_len = 4_096
     config.rollout.accept = "ratio"
     config.rollout.lenience = math.exp(0.5)
@@ -499,7 +482,7 @@ def _pretrained(config: ConfigDict, source: str) -> None:
     config.tokenizer.source = ""
     config.tokenizer.chat = True
     config.data.options = ConfigDict()
-    config.rollout.row_buckets = 5  # fewer programs: deep ones take long to compile
+    config.rollout.row_buckets = 5  # on a CPU down to a sixteenth of the rows
     config.warmup.steps = 0
     config.warmup.batch_size = 8
     config.warmup.examples = 0

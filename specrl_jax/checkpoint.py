@@ -122,7 +122,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def holds(self, step: int, name: str) -> bool:
         """Return True if a step has arrays below the key `name`; raises as `restore` does."""
-        return any(path.startswith(f"{name}.") for path in self._described(step)["arrays"])
+        return any(path.startswith(f"{name}.") for path in self._read_host(step)["arrays"])
 
     def restore(self, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict]:
         """(arrays, host) of a step, each array laid out as its counterpart in `like`.
@@ -134,7 +134,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         """
         where = self.directory / str(step)
         target = {name: _target(leaf) for name, leaf in _by_name(like).items()}
-        saved = self._described(step)
+        saved = self._read_host(step)
         described = saved["arrays"]
         sums = saved["sums"]
         if partial:
@@ -173,7 +173,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         lines = [*damaged.values(), f"{self.directory} holds no checkpoint"]
         raise DamagedCheckpointError(f"{lines[0]}; no older step is intact, give a new --workdir")
 
-    def _described(self, step: int) -> dict[str, Any]:
+    def _read_host(self, step: int) -> dict[str, Any]:
         """The host's part of a step, and what it says of the arrays."""
         steps = self.steps()
         if step not in steps:

@@ -44,14 +44,10 @@ def _checksum(x: Array) -> Array:
         sizes = [1] * x.ndim
         sizes[axis] = x.shape[axis]
         index = jnp.arange(x.shape[axis], dtype=np.uint32).reshape(sizes)
-        words = words + index * _spread(stride)
+        # By the golden ratio, so that shifted data has another sum.
+        words = words + index * np.uint32(stride * 0x9E3779B9 % 2**32)
         stride *= x.shape[axis]
     return jnp.sum(_mixed(words), dtype=np.uint32)
-
-
-def _spread(stride: int) -> np.uint32:
-    """Factor of the index: by the golden ratio, so that shifted data has another sum."""
-    return np.uint32(stride * 0x9E3779B9 % 2**32)
 
 
 def _mixed(words: Array) -> Array:

@@ -153,13 +153,14 @@ def config_name() -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parse the flags and call `main`; exit with 2 and one line where the user made a mistake."""
+    """Parse the flags, those of `define_config` and the program's own, and call `main`; exit with 2
+    and one line where the user made a mistake."""
 
     def call(argv: Sequence[str]) -> None:
         with user_errors():
             if len(argv) > 1:
                 raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
-            if "print_config" in flags.FLAGS and flags.FLAGS.print_config:
+            if flags.FLAGS.print_config:
                 fields = flatten(flags.FLAGS.config)
                 _print_and_exit("\n".join(f"{name} = {value!r}" for name, value in fields))
             if not flags.FLAGS["verbosity"].present:
@@ -204,9 +205,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
     if not {"--help", "-h", "-help"}.isdisjoint(argv):
         with user_errors():
             _print_and_exit(_help(argv))
-    has_config = "config" in flags.FLAGS  # which `define_config` defines
     names = {argument.partition("=")[0] for argument in argv}
-    if has_config and names.isdisjoint(("--config", "-config")):
+    if names.isdisjoint(("--config", "-config")):
         _fail(
             "--config must name a configuration file, as in --config=configs/grpo.py:micro; "
             "--help has its presets and fields"
@@ -215,7 +215,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     sys.argv[1:] = known[1:]  # ml_collections reads it too
     try:
         rest = flags.FLAGS(known)
-        reset = _complete(flags.FLAGS["config"], options) if has_config else {}
+        reset = _complete(flags.FLAGS["config"], options)
     except Exception as error:
         if os.environ.get("SPECRL_TRACEBACK"):
             raise
@@ -260,9 +260,7 @@ def _help(argv: Sequence[str]) -> str:
     values = dict(flatten(read_config(given)))
     comments = {x.name: f"\n      {x.comment}" for x in config_file.fields(file)}
     names = sorted(values, key=[*comments, *values].index)  # in the file's order
-    own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-    if "print_config" in flags.FLAGS:
-        own = [*own, flags.FLAGS["print_config"]]
+    own = [*flags.FLAGS.get_key_flags_for_module(sys.argv[0]), flags.FLAGS["print_config"]]
     parts = [
         (sys.modules["__main__"].__doc__ or "").strip(),
         "\nFlags:",

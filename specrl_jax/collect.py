@@ -336,11 +336,8 @@ def store_responses(state: RunState, responses: Responses) -> None:
         counts = count_tokens(head.counts, responses.rollout.tokens, put(own, "batch", None))
         head = dataclasses.replace(head, counts=counts)
         state.train = dataclasses.replace(state.train, draft_head=head)
-    unsolved = unsolved_groups(responses.group_rewards)
+    rewards = responses.group_rewards
+    # All rewards of a group are equal, and less than a right response's 1.
+    unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
     inputs = (responses.prompts, responses.rollout)
     state.store.put(*inputs, step=state.step, unsolved=unsolved)
-
-
-def unsolved_groups(rewards: np.ndarray) -> np.ndarray:
-    """bool [Q]: all rewards of a group [Q, G] are equal, and less than a right response's 1."""
-    return (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)

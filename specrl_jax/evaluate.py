@@ -20,7 +20,7 @@ def evaluate(
     noise: Noise,
     scorer: ResponseScorer,
 ) -> list[Responses]:
-    """Return the responses to each of `batches` (see data.eval_batches).
+    """Return the responses to each of `batches` (see data.prompts.eval_batches).
 
     Their prompts are the real ones, whose rows come first.
     """

@@ -73,7 +73,7 @@ def gather(value: _T) -> list[_T]:
 
 def broadcast(value: _T) -> _T:
     """The primary's value; that of the other processes is not read."""
-    return gather(value if is_primary() else None)[0] if jax.process_count() > 1 else value
+    return gather(value if is_primary() else None)[0]
 
 
 def on_primary(function: Callable[..., _T], *args, **options) -> _T:

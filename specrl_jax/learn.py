@@ -18,7 +18,6 @@ from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.advantages import (
     AdvantageConfig,
     choose_advantage,
-    has_critic,
     overlong_penalty,
 )
 from specrl_jax.algorithms.losses import policy_metrics
@@ -222,20 +221,17 @@ def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
 def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
     """The step's mini-batches, in the order of the rows, without rows that teach nothing."""
     rows = np.arange(len(batch.tokens))
-    size = run.config.updates.mini_batch_size
+    config = run.config
+    size = config.updates.mini_batch_size
     included = np.ones(len(rows), bool)
-    if skips_no_signal(run.config):
+    # They give a gradient to rows without an advantage.
+    others = config.algorithm.kl_coef or config.algorithm.entropy_coef or run.update_spec.critic
+    if config.updates.skip_no_signal and not others:
         included = hosts.fetch(_has_signal(batch))
     return [
         pack_rows(run.update_spec, batch, part, included[part])
         for part in np.split(rows, len(rows) // size)
     ]
-
-
-def skips_no_signal(config) -> bool:
-    """Return whether to leave out rows without an advantage: the loss has no other gradient."""
-    others = config.algorithm.kl_coef or config.algorithm.entropy_coef
-    return config.updates.skip_no_signal and not (others or has_critic(config.critic.kind))
 
 
 @jax.jit

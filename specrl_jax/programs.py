@@ -176,7 +176,9 @@ def _program(
     return Program(name, trace, runs_model, device_bytes(kept), device_bytes(beside))
 
 
-def compile_all(programs: list[Program], note: Callable[[str], None]) -> dict[str, Any]:
+def compile_all(
+    programs: list[Program], note: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:
     """Compile programs side by side; returns jax.stages.Compiled by name. note: gets a program's
     name once it is there.
 

@@ -139,9 +139,9 @@ class RunLog(contextlib.AbstractContextManager):
         """Write the report page again, where it is not too soon."""
         self._page.refresh()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._metrics:  # closed also where the page cannot be written
-            self._page.__exit__(*error)
+            self._page.close()
 
 
 def _shown(text: str) -> str:

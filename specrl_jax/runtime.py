@@ -46,18 +46,11 @@ def machine() -> dict:
     return hosts.broadcast(own | ({"processes": processes} if processes > 1 else {}))
 
 
-def cache_folder() -> Path:
-    """Folder of compiled programs: JAX_COMPILATION_CACHE_DIR, else the user's
-    cache folder."""
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "specrl_jax" / "jax"
-
-
 def use_compilation_cache() -> None:
-    """Keep compiled programs on disk in `cache_folder`."""
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    """Keep compiled programs in JAX_COMPILATION_CACHE_DIR, else in the user's cache folder."""
+    if not jax.config.jax_compilation_cache_dir:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "specrl_jax" / "jax"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 

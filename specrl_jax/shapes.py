@@ -203,7 +203,7 @@ class AbstractRun:
     @functools.cached_property
     def stored(self) -> Stored:
         """The draft store's arrays."""
-        return placed(store_shape(self.config, self.spec, self.num_prompts).abstract())
+        return abstract(store_shape(self.config, self.spec, self.num_prompts).empty)
 
     @functools.cached_property
     def picked(self) -> tuple[Stored, Any, Any]:

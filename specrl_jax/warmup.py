@@ -127,7 +127,10 @@ def supervise(
     chunk = steps // calls  # all of one shape: one program
     for start in range(0, steps, chunk):
         # Only the batches of these steps, so that no shape depends on the number of examples.
-        batches = _put_batches(data, order[start : start + chunk])
+        index = order[start : start + chunk]
+        batches = jax.tree.map(
+            lambda x, i=index: put(x[i], None, "batch", *(None,) * (x.ndim - 1)), data
+        )
         state, figures = _run(update_spec, optimizer, state, batches, frozen)
         losses, weight_norm, head_norm = hosts.fetch(figures)
         step = min(start + chunk, steps)
@@ -144,15 +147,6 @@ def supervise(
                 )
         print(f"  step {step}: {losses[-1]:.3f} nats/token", flush=True)
     return state.params, state.draft_head
-
-
-def _put_batches(data: Demonstrations, index: np.ndarray) -> Demonstrations:
-    """Put the demonstrations at index [steps, batch] on the devices."""
-
-    def put_batches(array: np.ndarray) -> Array:
-        return put(array[index], None, "batch", *(None,) * (array.ndim - 1))
-
-    return jax.tree.map(put_batches, data)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

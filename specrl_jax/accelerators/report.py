@@ -32,7 +32,7 @@ def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept:
     row: dict[str, Any] = {"program": program.name}
     start = time.perf_counter()
     try:
-        compiled = compile_all([program], lambda name: None)[program.name]
+        compiled = compile_all([program])[program.name]
     except Exception as error:  # XLA's own kinds, by platform
         row |= _refused(error)
         return row | {"seconds_to_compile": time.perf_counter() - start}

@@ -21,7 +21,7 @@ from specrl_jax import programs, shapes, train
 from specrl_jax.benchmarks import limits, policies
 from specrl_jax.benchmarks.policies import Size
 from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.rollout import by_prompt, make_spec, without_end
+from specrl_jax.benchmarks.rollout import as_history, make_spec, without_end
 from specrl_jax.benchmarks.steps import step_seconds
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
 from specrl_jax.build import build
@@ -30,7 +30,6 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, Transformer, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.generate import Noise, generate
 from specrl_jax.run import Run
@@ -54,7 +53,7 @@ STEP_ROWS = (16, 64, 256)  # rows of the steps that are timed by width
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
 _KERNEL_SLOTS = 128  # of the cache of the check of numbers: a size that kernels take
 # Which kernel a pass takes, see `attention.USES`.
-_USE = {"update": "packed", "extend": "packed", "decode": "decode", "wide step": "verify"}
+_USE = {"update": "packed", "extend": "packed", "decode": "cached", "wide step": "cached"}
 STEP_TOKENS = 128  # of a response in a training step
 # A rule that decides by log-probs, as for SPEC-RL.
 RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)
@@ -150,7 +149,7 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
         del params
         held = shapes.device_bytes(state.arrays())
         listed = programs.run_programs(shapes.of_run(run))
-        compiled = programs.compile_all(listed, lambda name: None)
+        compiled = programs.compile_all(listed)
         needed = max(programs.needed_bytes(x, compiled[x.name], held) for x in listed)
         step = functools.partial(_step_seconds, run, state)
         with run.scorer.pool:
@@ -279,8 +278,7 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     at_bandwidth = limits.decode_bytes(size.model, size.rows, live) / limits.copy_rate()
     plain = _case(size)
     rollout = run_case(plain).rollout
-    stored = by_prompt(rollout.tokens, rollout.lens, policies.GROUP)
-    drafts = DraftInputs(history=DraftHistory.from_store(*stored, policies.GROUP))
+    drafts = DraftInputs(history=as_history(rollout.tokens, rollout.lens, policies.GROUP))
     for width in (1, size.max_width):
         case = plain if width == 1 else _case(size, width=width, drafts=drafts)
         steps = run_case(case).stats.decode_steps  # compiles

@@ -8,7 +8,6 @@ turn. Counts are free of the machine's noise.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import UpdateSpec
+from specrl_jax.benchmarks.limits import seconds_of
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
 from specrl_jax.build import build
@@ -130,10 +130,9 @@ def _update_seconds(
         if update_spec.draft_head is None:
             own = dataclasses.replace(own, draft_head=None)
         jax.block_until_ready(own)
-        start = time.perf_counter()
-        frozen = state.frozen(run.model)
-        jax.block_until_ready(update(update_spec, own, batch, packed, frozen=frozen))
-        return time.perf_counter() - start
+        return seconds_of(
+            lambda: update(update_spec, own, batch, packed, frozen=state.frozen(run.model))
+        )
 
     without = dataclasses.replace(run.update_spec, draft_head=None)
     cases = [functools.partial(seconds, spec) for spec in (without, run.update_spec)]

@@ -52,8 +52,7 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
     rollout = run_case(cases["no drafts"]).rollout
     rng = np.random.default_rng(_CORRUPTION_SEED)
     for lost, rate in LOST.items():
-        previous, stored = make_drafts(rollout, rate, size.model.vocab_size, rng)
-        history = DraftHistory.from_store(*stored, GROUP)
+        previous, history = make_drafts(rollout, rate, size.model.vocab_size, rng)
         for kind, spec, drafts in (
             ("previous", plain, DraftInputs(previous)),
             ("tree", tree, DraftInputs(history=history)),
@@ -121,20 +120,20 @@ def corrupt(tokens: np.ndarray, rate: float, vocab: int, rng: np.random.Generato
 
 def make_drafts(
     rollout: Rollout, rate: float, vocab: int, rng: np.random.Generator
-) -> tuple[Drafts, tuple[jax.Array, jax.Array]]:
+) -> tuple[Drafts, DraftHistory]:
     """Every response with a share `rate` of its tokens replaced, as its row's previous response;
-    and another such copy for tree drafts, see `by_prompt`."""
+    and another such copy for tree drafts."""
     tokens, copies = (corrupt(rollout.tokens, rate, vocab, rng) for _ in range(2))
     flat = ("batch", None)
     logprobs = put(rollout.sampling_logprobs, *flat)
     steps = put(np.zeros_like(tokens), *flat)
     lens = put(rollout.lens, "batch")
     previous = Drafts(put(tokens, *flat), lens, logprobs, logprobs, steps)
-    return previous, by_prompt(copies, rollout.lens, GROUP)
+    return previous, as_history(copies, rollout.lens, GROUP)
 
 
-def by_prompt(tokens: np.ndarray, lens: np.ndarray, group: int) -> tuple[jax.Array, jax.Array]:
-    """Responses [B, R] and lengths [B] as tree drafts read them: [Q, G, R] and [Q, G]."""
+def as_history(tokens: np.ndarray, lens: np.ndarray, group: int) -> DraftHistory:
+    """Responses [B, R] and lengths [B] as tree drafts read them."""
     shape = (len(lens) // group, group)
     stored = put(tokens.reshape(*shape, -1), None, None, None)
-    return stored, put(lens.reshape(shape), None, None)
+    return DraftHistory.from_store(stored, put(lens.reshape(shape), None, None), group)

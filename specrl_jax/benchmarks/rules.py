@@ -14,13 +14,13 @@ import numpy as np
 
 from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.rollout import by_prompt
+from specrl_jax.benchmarks.rollout import as_history
 from specrl_jax.benchmarks.timing import Log, TimedRollout, run_case
 from specrl_jax.build import build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory, SuffixDrafts
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import Noise, generate
@@ -48,11 +48,8 @@ class _Case:
             return DraftInputs()
         if not self.spec.program.draft_source:
             return DraftInputs(Drafts.of(written), math.log(self.lenience))
-        stored = by_prompt(
-            np.asarray(written.tokens), np.asarray(written.lens), self.spec.group_size
-        )
-        history = DraftHistory.from_store(*stored, self.spec.group_size)
-        return DraftInputs(history=history)
+        arrays = np.asarray(written.tokens), np.asarray(written.lens)
+        return DraftInputs(history=as_history(*arrays, self.spec.group_size))
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:

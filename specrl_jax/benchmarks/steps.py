@@ -8,11 +8,10 @@ import jax
 import numpy as np
 
 from specrl_jax.benchmarks.policies import GROUP, Size, random_prompts
-from specrl_jax.benchmarks.rollout import by_prompt, make_spec
+from specrl_jax.benchmarks.rollout import as_history, make_spec
 from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Params
 from specrl_jax.programs import Program, compile_all
-from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.generate import Noise
@@ -34,7 +33,7 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     prompts = random_prompts(size, size.rows)
     stored = np.zeros((size.rows, size.response_len), np.int32)
     lens = np.full(size.rows, size.response_len, np.int32)
-    history = DraftHistory.from_store(*by_prompt(stored, lens, GROUP), GROUP)
+    history = as_history(stored, lens, GROUP)
     cache = init_cache(size.model, size.rows, spec.buckets(size.rows).slots)
     noise = Noise(jax.random.key(0), 1)
     visits = np.zeros((len(prompts.lens), GROUP), int)
@@ -51,15 +50,8 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     def arguments(width: int) -> tuple:
         return program, weights, cache, rows, drafts if width > 1 else None, stop
 
-    compile_all(
-        [
-            Program(
-                str(width), functools.partial(decode_steps.trace, *arguments(width), width=width)
-            )
-            for width in widths
-        ],
-        lambda name: None,
-    )
+    traces = {w: functools.partial(decode_steps.trace, *arguments(w), width=w) for w in widths}
+    compile_all([Program(str(width), trace) for width, trace in traces.items()])
     seconds = {}
     for width in widths:
         times = []

@@ -19,8 +19,6 @@ from specrl_jax.models import hf
 from specrl_jax.models.transformer import param_count
 from specrl_jax.telemetry.metrics import read_metrics
 
-_MAX_SHARD_BYTES = 4 * 2**30
-
 
 def check_out(out: Path) -> None:
     """Raise ValueError in one line where `out` is a file or holds anything."""
@@ -28,13 +26,7 @@ def check_out(out: Path) -> None:
         raise ValueError(f"--out must be a new or an empty directory, {out} is there already")
 
 
-def export(
-    policy: SavedPolicy,
-    run: Path,
-    out: Path,
-    presets: Mapping[str, ConfigDict],
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
-) -> None:
+def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, ConfigDict]) -> None:
     """Write `policy`, of the run in `run`, to `out`; ValueError in one line where `out` is in use.
 
     presets: configurations by name, of which the nearest begins the command in the model card.
@@ -56,7 +48,6 @@ def export(
             policy.params,
             token_ids=policy.tokenizer.token_ids,
             generation=generation,
-            max_shard_bytes=max_shard_bytes,
         )
         card = model_card(policy, read_metrics(run), training_command(policy.config, presets))
         (folder / "README.md").write_text(card, encoding="utf-8")

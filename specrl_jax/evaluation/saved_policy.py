@@ -53,14 +53,11 @@ class SavedPolicy:
         """The rollout's copy of the weights."""
         return rollout_weights(self.model, self.params)
 
-    def spec(
-        self, prompt_slots: int, samples: int, temperature: float, response_len: int = 0
-    ) -> RolloutSpec:
-        """A rollout of `samples` responses a prompt; response_len: tokens, 0: the config's."""
+    def spec(self, prompt_slots: int, samples: int, temperature: float) -> RolloutSpec:
+        """A rollout of `samples` responses a prompt."""
         tokenizer = self.tokenizer
         config = self.config.copy_and_resolve_references()
         config.data.prompt_len = prompt_slots
-        config.rollout.response_len = response_len or config.rollout.response_len
         ids = {"eos_ids": tuple(tokenizer.eos_ids), "pad_id": tokenizer.pad_id}
         spec = RolloutSpec.from_config(config, self.model, **ids)
         return spec.for_evaluation(samples, temperature)
@@ -91,16 +88,22 @@ def open_policy(
     change: the user's changes of the configuration. Sets the mesh. Raises ValueError in one line.
     """
     if run is None:
-        config = _start(change(model_config(model, defaults)))
+        config = change(model_config(model, defaults))
+        runtime.start(config, training=False)
         tokenizer = load_tokenizer(config)
         shape, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids)
         shape = shape.replace(lora=None)  # nothing is trained
         return SavedPolicy(model, 0, config, shape, params, tokenizer)
     saved = run_config(run)
-    config = change(_on_this_machine(saved.copy_and_resolve_references()))
+    config = saved.copy_and_resolve_references()
+    config.mesh.data = -1
+    config.mesh.fsdp = 1
+    config.mesh.tensor = 1
+    config.model.attention = "auto"  # a kernel may be that of another kind of device
+    config = change(config)
     if config.lora != saved.lora:
         raise ValueError("lora.* must be left out: the run's adapters are as they were trained")
-    _start(config)
+    runtime.start(config, training=False)
     tokenizer = load_tokenizer(config)
     shape = load_shape(config, tokenizer.vocab_size, tokenizer.unused_ids)
     number, params, adapters = _read_params(run, step, config, shape, tokenizer)
@@ -142,19 +145,6 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
         "evaluate.temperature": float(said.get("temperature") or 1.0),
     })  # fmt: skip
     config.data.options = ConfigDict()
-    return config
-
-
-def _on_this_machine(config: ConfigDict) -> ConfigDict:
-    config.mesh.data = -1
-    config.mesh.fsdp = 1
-    config.mesh.tensor = 1
-    config.model.attention = "auto"  # a kernel may be that of another kind of device
-    return config
-
-
-def _start(config: ConfigDict) -> ConfigDict:
-    runtime.start(config, training=False)
     return config
 
 

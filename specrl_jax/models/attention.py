@@ -20,9 +20,9 @@ from specrl_jax.sharding import axes, on_shards, platform, shards
 
 QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, S]
 
-# What a kernel may do, by its name in `ModelConfig.kernels`: steps of one token, wider steps over
-# the cache, packed sequences.
-USES = ("decode", "verify", "packed")
+# What a kernel may do, by its name in `ModelConfig.kernels`: attend over the tokens of the cache
+# (decode and wide steps), or of packed sequences (update and `extend`).
+USES = ("cached", "packed")
 
 
 class Local(NamedTuple):
@@ -55,7 +55,7 @@ def attend(
     softcap: Scores become cap * tanh(score / cap); 0: they stay.
     """
     width = q_BTNH.shape[1]
-    if ("decode" if width == 1 else "verify") in kernels:
+    if "cached" in kernels:
         kernel = kernel_module(platform()).attend
         return kernel(q_BTNH, layer, start_B, kv_heads, window=window, softcap=softcap)
     slots_BT = start_B[:, None] + jnp.arange(width)[None, :]
@@ -64,7 +64,7 @@ def attend(
         held = layer
         keys = layer[0].shape[1]
     else:
-        held = keys_and_values(layer, kv_heads, q_BTNH.shape[3])
+        held = keys_and_values(layer)
         reference = functools.partial(_reference, softcap=softcap)
         keys = held[0].shape[3]
     local = _local(window, slots_BT, jnp.arange(keys)[None, :])
@@ -142,9 +142,10 @@ def choose_kernels(setting: str, model: ModelConfig, slots: int) -> tuple[str, .
         if refusal and setting == "kernel":
             raise ValueError(
                 f"model.attention must be auto or reference for this model, got 'kernel': for "
-                f"{use}, {refusal}"
+                f"{use} tokens, {refusal}"
             )
-        print(f"attention, {use}: {f'reference ({refusal})' if refusal else 'kernel'}", flush=True)
+        taken = f"reference ({refusal})" if refusal else "kernel"
+        print(f"attention over {use} tokens: {taken}", flush=True)
     return tuple(use for use, refusal in refusals.items() if not refusal)
 
 

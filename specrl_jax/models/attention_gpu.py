@@ -21,7 +21,7 @@ try:  # jax 0.11 and later say that it will be removed
 except ImportError:
     triton = None
 
-AHEAD_OF_TIME = ("decode", "verify")  # cuDNN needs the device
+AHEAD_OF_TIME = ("cached",)  # cuDNN needs the device
 _LEAST_CAPABILITY = 8.0  # Ampere
 _LEAST_ROWS = 16  # of a product by tensor cores
 _MOST_ROWS = 64  # queries of a program; more would not fit its registers
@@ -41,7 +41,7 @@ def refusal(use: str, model: ModelConfig, slots: int) -> str:
         return f"local layers see a window of {model.sliding_window} tokens, kernels see all"
     if model.attn_softcap:
         return f"scores have a soft cap of {model.attn_softcap:g}, kernels have none"
-    if use != "packed":
+    if use == "cached":
         if triton is None:
             return f"jax {jax.__version__} has no Triton backend of Pallas"
         if size < 16 or size & (size - 1):

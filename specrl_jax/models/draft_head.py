@@ -28,7 +28,7 @@ from specrl_jax.models.layers import (
     rope_tables,
 )
 from specrl_jax.models.parameters import LAYER, Params, select
-from specrl_jax.models.transformer import compute_head
+from specrl_jax.models.transformer import compute_head, convert_weight
 from specrl_jax.sharding import axes, reshard
 
 _NORMS = ("state_norm", "embed_norm", "final_norm")
@@ -114,11 +114,7 @@ def copy_draft_head(
     vocab: the head drafts so many tokens, the most frequent by `counts` int32 [V]; 0: all. The copy
     then holds these, and their rows of the policy's output, as `vocab`.
     """
-
-    def convert(name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
-        dtype = x.dtype if name.endswith("norm") else config.dtype
-        return reshard(jnp.copy(x).astype(dtype), *dims)
-
+    convert = functools.partial(convert_weight, config)
     layer = {n: convert(n, x, LAYER_AXES[n]) for n, x in params["layer"].items()}
     own = {n: convert(n, x, (None,) * x.ndim) for n, x in params.items() if n != "layer"}
     copied = own | {"layer": join_projections(layer)}

@@ -55,7 +55,7 @@ def _shapes(config: ModelConfig, rows: int, slots: int) -> list[tuple[str, tuple
     """Axes and shape of each array of a layer."""
     sizes = {"B": rows, "K": config.num_kv_heads, "H": config.head_dim, "S": slots}
     every = AXES.get(platform(), AXES["cpu"])
-    if platform() in _BOTH and {"decode", "verify"} & {*config.kernels}:
+    if platform() in _BOTH and "cached" in config.kernels:
         every = _BOTH[platform()]
         sizes["K"] = 2 * config.num_kv_heads
     elif platform() == "tpu" and config.head_dim % _LANES:
@@ -115,28 +115,8 @@ def _flatten(x_BTKH: Array, size: int) -> Array:
     return reshape(x, (rows, tokens, size), "batch", None, "kv_heads")
 
 
-def _into_heads(x_BSC: Array, heads: int, head_dim: int) -> Array:
-    """Return [B, S, K, H]."""
-    rows, slots, size = x_BSC.shape
-    pieces = shards("kv_heads")
-    dims = ("batch", None, "kv_heads", None)
-    x = reshape(x_BSC, (rows, slots, pieces, size // pieces), *dims)
-    return reshape(x[..., : heads // pieces * head_dim], (rows, slots, heads, head_dim), *dims)
-
-
-def keys_and_values(layer: Layer, heads: int, head_dim: int) -> Layer:
-    """Keys [B, K, H, S] and values [B, K, S, H] of so many heads."""
-    if is_flat(layer):
-        split = (_into_heads(x, heads, head_dim) for x in layer)
-        return tuple(_transpose(x, "BSKH", dims) for x, dims in zip(split, _ATTENDED))
-    if len(layer) == 1:
-        both = _transpose(*layer, *_axes(layer), "BSKH")
-        shape = (*both.shape[:2], heads, 2, head_dim)
-        layout = axes("batch", None, "kv_heads", None, None)
-        pairs = jnp.reshape(both, shape, out_sharding=layout)
-        return tuple(
-            _transpose(pairs[:, :, :, place], "BSKH", dims) for place, dims in enumerate(_ATTENDED)
-        )
+def keys_and_values(layer: Layer) -> Layer:
+    """Keys [B, K, H, S] and values [B, K, S, H] of a layer of two arrays that is not flat."""
     return tuple(map(_transpose, layer, _axes(layer), _ATTENDED))
 
 
@@ -160,16 +140,18 @@ def write_rows(cache: KVCache, fresh: Sequence[Layer], nodes_bS: Array, places_b
     places_b: int32 [b]; a row whose place lies outside the cache is left out. Each shard counts its
         own sequences and places, and its rows that are left out come last.
     """
-    read = jnp.maximum(nodes_bS, 0)
-    rows = []
-    for arrays, layer in zip(fresh, cache, strict=True):
-        taken = on_shards(_take_nodes, arrays, read, like=arrays)
-        rows.append(as_layer(*taken, layer))
-    return on_shards(_write_own_rows, cache, tuple(rows), places_b, like=cache)
+    taken = take_nodes(fresh, nodes_bS)
+    rows = tuple(as_layer(*new, layer) for new, layer in zip(taken, cache, strict=True))
+    return on_shards(_write_own_rows, cache, rows, places_b, like=cache)
 
 
-def _take_nodes(arrays: tuple[Array, ...], nodes_bS: Array) -> tuple[Array, ...]:
-    return tuple(take_own_rows(jax.lax.collapse(x, 0, 2), nodes_bS) for x in arrays)
+def take_nodes(tree, nodes_bS: Array):
+    """Take what arrays [m, T, ...] of a pytree have at `nodes`, see `write_rows`; < 0: anything."""
+
+    def take(tree, nodes_bS: Array):
+        return take_own_rows(jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), tree), nodes_bS)
+
+    return on_shards(take, tree, jnp.maximum(nodes_bS, 0), like=tree)
 
 
 def _write_own_rows(cache: KVCache, rows: KVCache, places_b: Array) -> KVCache:

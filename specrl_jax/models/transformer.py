@@ -264,7 +264,7 @@ def place_params(config: ModelConfig, params: dict) -> Params:
 
 def rollout_weights(config: ModelConfig, params: Params) -> Params:
     """The rollout's weights, made once a step: a copy for decode steps, and as `stacked` the layers
-    as they are, for rows that begin."""
+    as they are, which take the place of `layers` for rows that begin."""
     return copy_weights(config, params) | {"stacked": params["layers"]}
 
 
@@ -272,12 +272,7 @@ def rollout_weights(config: ModelConfig, params: Params) -> Params:
 def copy_weights(config: ModelConfig, params: Params) -> Params:
     """Weights cast to the compute type, but for the norms' scales, gathered over "fsdp", layers
     unstacked, adapters added, projections joined."""
-
-    def convert(name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
-        dtype = x.dtype if name.endswith("norm") else config.dtype  # as the update computes with
-        # Always a copy: the update donates the originals.
-        return reshard(jnp.copy(x).astype(dtype), *dims)
-
+    convert = functools.partial(convert_weight, config)
     weights = {n: convert(n, x, TOP[n].layout) for n, x in params.items() if n != "layers"}
     stacked = params["layers"]
     if config.lora:  # in a loop: as many products as there are weights would take long to compile
@@ -289,6 +284,8 @@ def copy_weights(config: ModelConfig, params: Params) -> Params:
     return weights
 
 
-def with_stacked(weights: Params) -> Params:
-    """The rollout's weights with the stacked layers in place of the others."""
-    return weights | {"layers": weights["stacked"]}
+def convert_weight(config: ModelConfig, name: str, x: Array, dims: tuple[str | None, ...]) -> Array:
+    """Copy a weight of the rollout in the type that the update computes with, in these axes."""
+    dtype = x.dtype if name.endswith("norm") else config.dtype
+    # Always a copy: the update donates the originals.
+    return reshard(jnp.copy(x).astype(dtype), *dims)

@@ -21,15 +21,8 @@ LINUX = sys.platform == "linux"
 # System calls -------------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
-_SET_PDEATHSIG, _SET_DUMPABLE, _KEEP_CAPS, _GET_SECCOMP, _SET_SECCOMP, _SET_SUBREAPER = (
-    1,
-    4,
-    8,
-    21,
-    22,
-    36,
-)
-_NO_NEW_PRIVS = 38
+_SET_PDEATHSIG, _SET_DUMPABLE, _KEEP_CAPS, _GET_SECCOMP, _SET_SECCOMP = 1, 4, 8, 21, 22
+_SET_SUBREAPER, _NO_NEW_PRIVS = 36, 38
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 _NEW_NS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 _NOSUID, _NODEV, _NOEXEC, _REC_PRIVATE = 2, 4, 8, 1 << 14 | 1 << 18  # of mount(2)

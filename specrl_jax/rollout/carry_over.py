@@ -61,9 +61,9 @@ class RunAhead(StatePart):
         return tokens.reshape(*groups, tokens.shape[1]), lens.reshape(groups)
 
 
-def as_drafts(rollout: Rollout) -> Drafts:
+def as_drafts(responses: Rollout | Drafts) -> Drafts:
     """Responses as drafts for the match rule, which reads tokens and lengths alone."""
-    return Drafts(rollout.tokens, rollout.lens)
+    return Drafts(responses.tokens, responses.lens)
 
 
 @jax.jit
@@ -71,7 +71,7 @@ def _over(drafts: Drafts, previous: Drafts | None, own: Array) -> Drafts:
     begun = (drafts.lens > 0) & own
     if previous is None:
         return dataclasses.replace(drafts, lens=jnp.where(begun, drafts.lens, 0))
-    previous = Drafts(previous.tokens, previous.lens)  # the match rule reads no more
+    previous = as_drafts(previous)
     return jax.tree.map(lambda new, old: where_rows(begun, new, old), drafts, previous)
 
 

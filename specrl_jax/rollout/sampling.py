@@ -114,13 +114,11 @@ def truncate(logits: Array, config: SamplingConfig) -> Array:
     only reductions over the vocabulary. Ties at a threshold are kept together.
     """
     if 0 < config.top_k < logits.shape[-1]:
-        ranks = _ordered_bits(logits)
-        count = lambda above: jnp.sum(above, axis=-1)  # noqa: E731
-        logits = _keep_above(logits, ranks, count, config.top_k)
+        logits = _keep_above(logits, lambda above: jnp.sum(above, axis=-1), config.top_k)
     if config.top_p < 1.0:
         probs = jax.nn.softmax(logits, axis=-1)
         mass = lambda above: jnp.sum(jnp.where(above, probs, 0.0), axis=-1)  # noqa: E731
-        logits = _keep_above(logits, _ordered_bits(logits), mass, config.top_p)
+        logits = _keep_above(logits, mass, config.top_p)
     return logits
 
 
@@ -130,8 +128,9 @@ def _ordered_bits(x: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _keep_above(logits: Array, ranks: Array, measure, target: float) -> Array:
+def _keep_above(logits: Array, measure, target: float) -> Array:
     """Keep the highest scores, as few as reach measure(kept) >= target."""
+    ranks = _ordered_bits(logits)
     low = jnp.zeros_like(jnp.max(ranks, axis=-1))  # everything: reaches the target
 
     def halve(bit: Array, low: Array) -> Array:

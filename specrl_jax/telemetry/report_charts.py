@@ -283,11 +283,5 @@ def length_chart(accepted: dict[str, list[int]], colors: dict[str, str]) -> list
         "xaxis": {"title": {"text": "accepted tokens"}, "type": "category"},
         "yaxis": {"title": {"text": "share of recorded responses"}},
     }
-    return [
-        {
-            "title": "Recorded responses by what was accepted",
-            "note": "",
-            "data": traces,
-            "layout": layout,
-        }
-    ]
+    title = "Recorded responses by what was accepted"
+    return [{"title": title, "note": "", "data": traces, "layout": layout}]

@@ -126,7 +126,6 @@ def _fields(series: Sequence[reports.Series]) -> list[tuple[str, list[str]]]:
 class ReportWriter:
     """Keeps a run's report up to date. A failure is one warning, and ends nothing.
 
-    A context manager: the report is written on leaving it, in whatever way.
     active: False in processes that do not write. warn: shows a line to the user.
     """
 
@@ -154,9 +153,7 @@ class ReportWriter:
         self._written = time.monotonic()
         self._seconds = self._written - start
 
-    def __enter__(self) -> "ReportWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Writes the report a last time."""
         if self._active:
             self._write()

@@ -62,9 +62,8 @@ class Wandb(Tracker):
                 raise
             _warn("wandb online", error)  # no network, or a wrong key: to be sent later
             self._run = _start_wandb(workdir, "offline", config)
-        for name in ("*", "reward/eval"):
-            summary = {"summary": "max,last"} if name == "reward/eval" else {}
-            self._run.define_metric(name, step_metric="step", **summary)
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("reward/eval", step_metric="step", summary="max,last")
 
     def log(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         # Not as wandb's own step, which may not go back after a resume.

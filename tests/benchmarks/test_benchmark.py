@@ -103,7 +103,7 @@ def test_device(run, monkeypatch):
 
 def test_numerics_are_against_plain_attention(mesh, monkeypatch):
     """Kernels that a run takes are in no reference, and are compared where they are used."""
-    model = ModelConfig(16, 16, 32, 1, 2, 1, 8, kernels=("decode", "packed"))
+    model = ModelConfig(16, 16, 32, 1, 2, 1, 8, kernels=("packed",))
     passes = device._passes
     seen = []
 
@@ -115,7 +115,7 @@ def test_numerics_are_against_plain_attention(mesh, monkeypatch):
     rows = device._numerics("tiny", Size(model, rows=8, prompt_len=3, response_len=2))
     met = {row["figure"].removeprefix("numerics, tiny: "): row["met"] for row in rows}
     compared = [f"{name}, reference" for name in PASSES]
-    compared += [f"{name}, kernels" for name in ("update", "extend", "decode")]
+    compared += [f"{name}, kernels" for name in ("update", "extend")]
     assert met == dict.fromkeys(compared, "yes")
     assert seen == [("float32", ()), ("bfloat16", ()), ("bfloat16", model.kernels)]
 
@@ -217,12 +217,12 @@ def test_previous_and_tree_drafts_are_copies_of_their_own(mesh):
         lens=np.arange(1, 17, dtype=np.int32).clip(max=6),
         sampling_logprobs=-rng.random((16, 6)).astype(np.float32), sources=None, **fields,
     )  # fmt: skip
-    drafts, (tokens, lens) = make_drafts(rollout, 0.5, 16, rng)
+    drafts, history = make_drafts(rollout, 0.5, 16, rng)
     assert np.array_equal(drafts.lens, rollout.lens)
     assert np.array_equal(drafts.sampling_logprobs, rollout.sampling_logprobs)
-    assert tokens.shape == (2, 8, 6)
-    assert np.array_equal(lens, rollout.lens.reshape(2, 8))
-    copies = (np.asarray(drafts.tokens), np.asarray(tokens).reshape(16, 6))
+    assert history.tokens.shape == (2, 8, 6)
+    assert np.array_equal(history.lens, rollout.lens.reshape(2, 8))
+    copies = (np.asarray(drafts.tokens), np.asarray(history.tokens).reshape(16, 6))
     assert not np.array_equal(*copies)
     assert all(0.2 < np.mean(copy != rollout.tokens) < 0.8 for copy in copies)
 

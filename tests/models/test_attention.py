@@ -24,8 +24,7 @@ ENDS_BT[:, 0] = T
 POSITIONS_BT = np.cumsum(RNG.integers(0, 2, (B, T)), axis=1).astype(np.int32)
 WINDOWS = pytest.mark.parametrize(("window", "cap"), [(None, 0.0), (2, 0.0), (3, 1.5)])
 PIECES = pytest.mark.parametrize("pieces_of", [512, 4])
-LAYOUTS = {  # of a layer of the cache
-    "both in one": (np.empty((0, 0, 0, 0)),),
+LAYOUTS = {  # of a layer of the cache that the reference reads
     "apart": (np.empty((0, 0, 0, 0)),) * 2,
     "heads side by side": (np.empty((0, 0, 16)),) * 2,  # which take 6 of them
 }
@@ -58,7 +57,7 @@ def _heads(*arrays: np.ndarray) -> list[jax.Array]:
 def test_rows_of_a_cache_against_float64(
     make_mesh, monkeypatch, shape, pieces_of, like, window, cap
 ):
-    """In every layout of the cache."""
+    """In every such layout of the cache."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", pieces_of)
     with jax.set_mesh(make_mesh(*shape)):
         layer = kv_cache.as_layer(*_heads(K_BSKH, V_BSKH), like=like)
@@ -128,7 +127,7 @@ def kernels(monkeypatch):
     refused: dict[str, str] = {}
     module = types.SimpleNamespace(
         refused=refused,
-        AHEAD_OF_TIME=("decode", "packed"),
+        AHEAD_OF_TIME=("packed",),
         refusal=lambda use, model, slots: refused.get(use, ""),
     )
     monkeypatch.setattr(attention, "kernel_module", lambda platform: module)
@@ -146,17 +145,17 @@ def test_kernels_are_taken_by_rule(mesh, kernels, capsys):
     assert attention.choose_kernels("kernel", MODEL, 12) == attention.USES
     capsys.readouterr()
     kernels.refused["packed"] = "heads of 4"
-    assert attention.choose_kernels("auto", MODEL, 12) == ("decode", "verify")
+    assert attention.choose_kernels("auto", MODEL, 12) == ("cached",)
     assert capsys.readouterr().out.splitlines() == [
-        "attention, decode: kernel",
-        "attention, verify: kernel",
-        "attention, packed: reference (heads of 4)",
+        "attention over cached tokens: kernel",
+        "attention over packed tokens: reference (heads of 4)",
     ]
-    with pytest.raises(ValueError, match=r"model.attention must be .*for packed, heads of 4$"):
+    with pytest.raises(ValueError, match=r"^model.attention must .*for packed tokens, heads of 4$"):
         attention.choose_kernels("kernel", MODEL, 12)
 
 
 def test_an_absent_device_takes_what_can_be_compiled_for_it(mesh, kernels, monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", list)
-    assert attention.choose_kernels("auto", MODEL, 12) == ("decode", "packed")
-    assert "verify: reference (the kernel can only be compiled where" in capsys.readouterr().out
+    assert attention.choose_kernels("auto", MODEL, 12) == ("packed",)
+    refusal = "reference (the kernel can only be compiled where the device is)"
+    assert f"attention over cached tokens: {refusal}" in capsys.readouterr().out

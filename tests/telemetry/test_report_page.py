@@ -212,14 +212,14 @@ def test_hostile_text_stays_text_and_nothing_is_loaded(tmp_path):
 
 def test_a_failure_is_one_warning(tmp_path):
     warnings = []
-    with report_page.ReportWriter(tmp_path / "none", True, warnings.append) as page:
-        page.refresh()
-        page.refresh()
+    page = report_page.ReportWriter(tmp_path / "none", True, warnings.append)
+    page.refresh()
+    page.refresh()
+    page.close()
     assert len(warnings) == 1
     assert "training goes on: " in warnings[0]
     assert "\n" not in warnings[0]
-    with report_page.ReportWriter(tmp_path, False, warnings.append):
-        pass
+    report_page.ReportWriter(tmp_path, False, warnings.append).close()
     assert list(tmp_path.iterdir()) == []
 
 

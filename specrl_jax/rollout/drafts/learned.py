@@ -86,8 +86,7 @@ class HeadDrafting:
         logits = truncate(temper(self._logits(states), self.sampling), self.sampling)
         if not self.settings.coupled:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        tokens, _, _ = sample(logits, seeds, reshard(positions, "batch", None), self.sampling)
-        return tokens
+        return sample(logits, seeds, reshard(positions, "batch", None), self.sampling)[0]
 
     def _logits(self, states: Array) -> Array:
         """Logits [b, t, V]; -inf at tokens that the head never drafts."""

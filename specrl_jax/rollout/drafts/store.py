@@ -68,16 +68,15 @@ class StoreShape:
         """Responses of a prompt that `DraftStore.sources` returns."""
         return (self.history or self.generations) * self.samples
 
-    def abstract(self) -> Stored:
-        """Shapes, dtypes and layouts of the arrays on the mesh in use; prompts are rounded up."""
+    def empty(self) -> Stored:
+        """Zeros of a store on the mesh in use; prompts are rounded up."""
         pieces = math.lcm(_SLOTS, shards("batch"))
         prompts = -(-self.prompts // pieces) * pieces
         kept = max(self.history, self.generations)
 
-        def array(dtype, generations: int, *rest: int) -> jax.ShapeDtypeStruct:
+        def array(dtype, generations: int, *rest: int) -> Array:
             shape = generations, prompts, self.samples, *rest
-            layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), _layout(len(shape)))
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+            return jnp.zeros(shape, dtype, out_sharding=_layout(len(shape)))
 
         slots = self.response_slots
         drafts = {}
@@ -129,7 +128,7 @@ class DraftStore(StatePart):
         self._read = shape.read
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
-        self._arrays = jax.tree.map(_zeros, shape.abstract())
+        self._arrays = shape.empty()
 
     def get(self, prompts: Prompts, age: int = 1, *, step: int) -> Drafts:
         """Drafts [Q * G] for the prompts' groups; zeros, length 0, where there is none.
@@ -296,10 +295,6 @@ def write_newest(stored: Stored, slots: Array, reassigned: Array, newest: Stored
 
 def _layout(ndim: int) -> jax.P:
     return axes(None, "batch", *(None,) * (ndim - 2))
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding.spec)
 
 
 def _whole(array: Array) -> Array:

@@ -139,25 +139,17 @@ def decode_steps(
 
 
 def progress(rows: Rows, stop: StopCondition) -> Array:
-    """int32 [shards, 2]: rows to train on that are not done, and all rows that are not done."""
-    counts = (~rows.done & _trained(rows, stop), ~rows.done)
-    return jnp.stack([_count_on_shards(x) for x in counts], axis=1)
+    """int32 [shards, 2], on every device: rows to train on that are not done, and all rows that are
+    not done."""
+    to_train = rows.index % stop.shard_rows < stop.num_train_rows  # and some padding, which is done
+    marked = jnp.stack([~rows.done & to_train, ~rows.done])
+    parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
+    return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
 
 
 def is_eos(tokens: Array, program: ProgramSpec) -> Array:
     """Return which tokens end a response."""
     return functools.reduce(jnp.logical_or, [tokens == eos for eos in program.eos_ids])
-
-
-def _count_on_shards(marked: Array) -> Array:
-    """int32 [shards]: rows that are marked in bool [b]; on every device."""
-    parts = jnp.reshape(marked, (shards("batch"), -1), out_sharding=axes("batch", None))
-    return reshard(jnp.sum(parts, axis=1, dtype=jnp.int32), None)
-
-
-def _trained(rows: Rows, stop: StopCondition) -> Array:
-    """bool [b]: rows to train on; and some padding, which is done."""
-    return rows.index % stop.shard_rows < stop.num_train_rows
 
 
 def _propose(program: ProgramSpec, rows: Rows, draft_state: Any, width: int) -> tuple[Array, Array]:

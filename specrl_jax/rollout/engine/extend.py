@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.draft_head import DraftHead
-from specrl_jax.models.kv_cache import KVCache, write_rows
+from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
 from specrl_jax.models.logprobs import token_logprobs
 from specrl_jax.models.row_slices import read_slots, take_slots, write_slots
-from specrl_jax.models.transformer import Params, Transformer, with_stacked
+from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import (
     Residual,
     Verification,
@@ -85,7 +85,7 @@ def extend(
     Returns the cache, the rows, int32 [2] tokens of drafts that were verified and those that were
     accepted, and what `decode.progress` returns.
     """
-    model = Transformer(program.model, with_stacked(weights))
+    model = Transformer(program.model, weights | {"layers": weights["stacked"]})
     layers = program.model.num_layers
     split = dict.fromkeys(("first_row", "rows", "draft_ends"), ("batch", None))
     packed = ("tokens", "depths", "ends", "parents")
@@ -166,7 +166,7 @@ def _begin(
     def states_at(offset: Array, count: int) -> Array:
         """States [b, count, D] from `offset` tokens after the first that decides on."""
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
-        return on_shards(_take_states, hidden, jnp.maximum(read, 0), like=hidden)
+        return take_nodes(hidden, read)
 
     def logits_at(offset: Array, count: int) -> Array:
         """Logits [b, count, V] in these states."""
@@ -179,7 +179,7 @@ def _begin(
         scores = {}
         tokens = jnp.zeros((len(held), 1), jnp.int32, out_sharding=axes("batch", None))
     else:
-        own = _take_drafts(drafts, block.rows)
+        own = on_shards(take_own_rows, drafts, jnp.maximum(block.rows, 0), like=drafts)
         width = -(-program.response_slots // columns) * columns
         own = _aligned(own, held, width)
         draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - held, 0))
@@ -191,19 +191,6 @@ def _begin(
     if program.draft_head is not None:
         rows = dataclasses.replace(rows, last_state=state[:, 0])
     return _write(program, rows, tokens, draft_len, accepted, scores, end)
-
-
-def _take_states(hidden_STD: Array, nodes_bW: Array) -> Array:
-    return take_own_rows(jax.lax.collapse(hidden_STD, 0, 2), nodes_bW)
-
-
-def _take_drafts(drafts: Drafts, rows: Array) -> Drafts:
-    """The drafts of these rows int32 [b], each of its shard; of some row where there is none."""
-
-    def local(drafts: Drafts, rows: Array) -> Drafts:
-        return take_own_rows(drafts, jnp.maximum(rows, 0))
-
-    return on_shards(local, drafts, rows, like=drafts)
 
 
 def _aligned(drafts: Drafts, held: Array, width: int) -> Drafts:

@@ -54,7 +54,3 @@ class Requests:
         """bool [n]: which of these rows, int [n], are to train on; padding is not."""
         inside = (rows >= 0) & (rows < len(self.done))
         return inside & (rows % self.shard_rows < self.shard_train_rows)
-
-    @property
-    def ends_early(self) -> bool:
-        return bool(self.stop_after_groups or self.allow_unfinished)

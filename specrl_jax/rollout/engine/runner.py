@@ -137,7 +137,8 @@ class Runner:
     def _read(self, counts: Any, progress: Any) -> Any:
         """The counts on the host, once the model has run; notes how many rows are left, and which
         are done."""
-        done = (self.rows.index, self.rows.done) if self.requests.ends_early else None
+        ends_early = self.requests.stop_after_groups or self.requests.allow_unfinished
+        done = (self.rows.index, self.rows.done) if ends_early else None
         counts, progress, done = hosts.fetch((counts, progress, done))
         self.train, self.unfinished = progress.T
         if done is not None:

@@ -1,4 +1,4 @@
-"""Cost of a rollout: seconds, steps, tokens and programs."""
+"""Cost of a rollout: seconds, steps and tokens."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ import pytest
 
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
+from specrl_jax.shapes import abstract
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Rollout
 
@@ -163,10 +164,11 @@ def test_the_arrays_are_split_over_the_prompts(make_mesh):
     """On every mesh a multiple of 64 prompts."""
     with jax.set_mesh(make_mesh(2, 2, 2)):
         shape = StoreShape(65, 2, R, history=2, k=4)
-        arrays, abstract = DraftStore(shape).arrays(), shape.abstract()
+        arrays = DraftStore(shape).arrays()
+        shapes = abstract(shape.empty)
         assert arrays.tokens.shape == (2, 128, 2, R)
         assert arrays.top_ids.shape == (1, 128, 2, R, 4)
-        for array, like in zip(*map(jax.tree.leaves, (arrays, abstract)), strict=True):
+        for array, like in zip(*map(jax.tree.leaves, (arrays, shapes)), strict=True):
             split = jax.P(None, ("data", "fsdp"), *(None,) * (array.ndim - 2))
             assert array.sharding.spec == split
             assert array.sharding == like.sharding
