@@ -5,6 +5,7 @@ It gives a policy something to improve, and is a pure function of the configurat
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -128,9 +129,8 @@ def supervise(
     for start in range(0, steps, chunk):
         # Only the batches of these steps, so that no shape depends on the number of examples.
         index = order[start : start + chunk]
-        batches = jax.tree.map(
-            lambda x, i=index: put(x[i], None, "batch", *(None,) * (x.ndim - 1)), data
-        )
+        chosen = jax.tree.map(operator.itemgetter(index), data)
+        batches = jax.tree.map(lambda x: put(x, None, "batch", *(None,) * (x.ndim - 2)), chosen)
         state, figures = _run(update_spec, optimizer, state, batches, frozen)
         losses, weight_norm, head_norm = hosts.fetch(figures)
         step = min(start + chunk, steps)
