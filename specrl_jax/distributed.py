@@ -94,9 +94,8 @@ def _in_cluster() -> bool:
 
 def _is_lost_connection(error: BaseException) -> bool:
     """Return True if another process may be the cause, as in collectives and Orbax's barriers."""
-    words = ("gloo", "coordination", "deadline_exceeded", "unavailable", "barrier")
-    said = str(error).lower()
-    return isinstance(error, jax.errors.JaxRuntimeError) or any(word in said for word in words)
+    words = ("Gloo", "coordination", "DEADLINE_EXCEEDED", "UNAVAILABLE", "Barrier", "barrier")
+    return isinstance(error, jax.errors.JaxRuntimeError) or any(x in str(error) for x in words)
 
 
 def _show(error: BaseException) -> int:

