@@ -329,9 +329,9 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def _hide_abandoned_work() -> None:
-    """Hide what Python says of reads and writes that another one's error left behind.
+    """Hide what Python says of reads and writes that another one's error cut short.
 
-    That is a traceback of those that end after it closed their loop, and a warning of those that
+    That is a traceback of those that end after their loop was closed, and a warning of those that
     never began.
     """
     if not os.environ.get("SPECRL_TRACEBACK"):

@@ -101,9 +101,12 @@ def test_device(run, monkeypatch):
     assert "figure" in text
 
 
-def test_numerics_are_against_plain_attention(mesh, monkeypatch):
+@pytest.mark.parametrize(
+    ("use", "names"), [("packed", ("update", "extend")), ("cached", ("decode", "wide step"))]
+)
+def test_numerics_are_against_plain_attention(mesh, monkeypatch, use, names):
     """Kernels that a run takes are in no reference, and are compared where they are used."""
-    model = ModelConfig(16, 16, 32, 1, 2, 1, 8, kernels=("packed",))
+    model = ModelConfig(16, 16, 32, 1, 2, 1, 8, kernels=(use,))
     passes = device._passes
     seen = []
 
@@ -115,7 +118,7 @@ def test_numerics_are_against_plain_attention(mesh, monkeypatch):
     rows = device._numerics("tiny", Size(model, rows=8, prompt_len=3, response_len=2))
     met = {row["figure"].removeprefix("numerics, tiny: "): row["met"] for row in rows}
     compared = [f"{name}, reference" for name in PASSES]
-    compared += [f"{name}, kernels" for name in ("update", "extend")]
+    compared += [f"{name}, kernels" for name in names]
     assert met == dict.fromkeys(compared, "yes")
     assert seen == [("float32", ()), ("bfloat16", ()), ("bfloat16", model.kernels)]
 

@@ -209,18 +209,6 @@ WAYS = {
     "a critic": {"critic.kind": "head"},
     "partial": {"rollout.partial": 4},
 }
-SLOW = (
-    "tree",
-    "both",
-    "head",
-    "run ahead",
-    "mopps",
-    "speed",
-    "dapo",
-    "turns",
-    "a critic",
-    "partial",
-)
 
 
 def responses(workdir) -> list[tuple]:
@@ -231,7 +219,7 @@ def responses(workdir) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in WAYS]
+    "way", [pytest.param(w, marks=[pytest.mark.slow] * (w != "previous")) for w in WAYS]
 )
 def test_training_is_the_same_with_and_without_drafts(tmp_path, mesh, way):
     """Every response of every step, though the policy learns from them in between."""
