@@ -1,15 +1,23 @@
-"""config → `Run`: loads all that a run needs, and makes what never changes in it."""
+"""config → `Run`: loads all that a run needs; and the `RunState` that it begins or goes on with."""
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from specrl_jax import memory
 from specrl_jax.algorithms.advantages import has_critic
-from specrl_jax.algorithms.update_spec import make_schedule, make_update_spec
+from specrl_jax.algorithms.update_spec import (
+    DraftHeadState,
+    PolicyState,
+    init_policy_state,
+    make_schedule,
+    make_update_spec,
+)
+from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.collect import COLLECTORS
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import (
@@ -23,14 +31,21 @@ from specrl_jax.data.prompts import (
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
+from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
-from specrl_jax.models.lora import adapter_count
-from specrl_jax.models.transformer import Params, param_count
+from specrl_jax.models.transformer import Params, abstract_trained, param_count
 from specrl_jax.rewards.sums import make_pool
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
+from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
+from specrl_jax.rollout.engine.spec import noise_visits
+from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.run import Run
+from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.runtime import machine
+from specrl_jax.state import Origin, Reference, Run, RunState
 from specrl_jax.types import Prompts
+from specrl_jax.warmup import warm_up
 
 
 def build(config) -> tuple[Run, Params]:
@@ -76,14 +91,25 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     """Make the scorer that `config` describes; its pool must be closed."""
     settings = config.reward
     environment = config.environment
-    fields = {f: settings[f] for f in ("timeout", "memory_mib", "workers", "threshold", "extract")}
-    named = {"environment": environment.name, "format": settings.format}
-    pool = make_pool(settings.name, **named, **fields)
-    inputs = (pool, tokenizer, settings.keep_special_tokens)
+    pool = make_pool(
+        settings.name,
+        environment=environment.name,
+        format=settings.format,
+        timeout=settings.timeout,
+        memory_mib=settings.memory_mib,
+        workers=settings.workers,
+        threshold=settings.threshold,
+        extract=settings.extract,
+    )
     if not environment.name:
-        return ResponseScorer(*inputs)
-    turns = {"max_turns": environment.max_turns, "allow_unfinished": environment.allow_unfinished}
-    return EpisodeScorer(*inputs, **turns)
+        return ResponseScorer(pool, tokenizer, settings.keep_special_tokens)
+    return EpisodeScorer(
+        pool,
+        tokenizer,
+        settings.keep_special_tokens,
+        max_turns=environment.max_turns,
+        allow_unfinished=environment.allow_unfinished,
+    )
 
 
 def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
@@ -151,7 +177,7 @@ def _describe(run: Run, stream: PromptStream) -> None:
     shape = dict(jax.sharding.get_mesh().shape)
     count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
     if run.model.lora:
-        count += f", and {adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
+        count += f", and {lora.adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
     print(f"policy: {count}; mesh {shape}")
     held_out = int(np.sum([real for _, real in run.held_out], dtype=int))
     dropped = run.prompts.dropped
@@ -163,4 +189,145 @@ def _describe(run: Run, stream: PromptStream) -> None:
         f"{stream.steps_per_epoch} steps an epoch ({stream.leftover} prompts wait for the next "
         f"one), {run.total_steps} in all",
         flush=True,
+    )
+
+
+# The state ----------------------------------------------------------------------------------------
+
+
+def init_state(run: Run, params: Params) -> RunState:
+    """The state before step 1: the policy warmed up, nothing stored."""
+    origin = Origin.of(run, params, is_reference=False)
+    trained, reference, draft_head = _begin(run, params)
+    frozen = reference.params if run.model.lora else None
+    train = init_policy_state(run.update_spec, trained, frozen, draft_head)
+    return _new_state(run, train, origin, reference)
+
+
+def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHeadState | None]:
+    """Return what is trained before step 1, the reference where there is one, and the draft head
+    where a warm-up has trained one.
+
+    params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
+    but all weights of a policy from nothing: there is nothing yet to adapt.
+    """
+    config = run.config
+    model = run.model
+    warm = config.warmup.steps > 0
+    tokenizer = run.scorer.tokenizer
+    adapts = model.lora and config.model.source
+    draft_head = None
+    if warm and not adapts:
+        update_spec = dataclasses.replace(run.update_spec, model=model.replace(lora=None))
+        params, draft_head = warm_up(config, update_spec, params, tokenizer, run.dataset)
+    if model.lora is None:
+        penalized = config.algorithm.kl_coef > 0
+        copied = jax.tree.map(jnp.copy, params) if penalized else None
+        return params, Reference(copied, saved=warm) if penalized else None, draft_head
+    frozen = lora.freeze(model, params)
+    adapters = lora.init_adapters(model, run.key)
+    if not (warm and adapts):
+        return adapters, Reference(frozen, saved=warm), draft_head
+    adapters, draft_head = warm_up(
+        config, run.update_spec, adapters, tokenizer, run.dataset, frozen
+    )
+    return adapters, Reference(frozen, False, jax.tree.map(jnp.copy, adapters)), draft_head
+
+
+def _unread_reference(run: Run, params: Params) -> Reference | None:
+    """Return the reference of a run that is resumed, without what its checkpoint holds."""
+    config = run.config
+    model = run.model
+    warm = config.warmup.steps > 0
+    if model.lora is None:
+        return Reference(params, saved=warm) if config.algorithm.kl_coef else None
+    frozen = lora.freeze(model, params)
+    if warm and config.model.source:
+        return Reference(frozen, False, lora.abstract_adapters(model))
+    return Reference(frozen, saved=warm)
+
+
+def resume(
+    run: Run, params: Params, checkpoints: Checkpointer, step: int | None = None
+) -> RunState:
+    """The state that a checkpoint holds, bit for bit; step: None for the newest that is intact.
+
+    params: those that `build` gave. A step may be of a run with another `algorithm.kl_coef`. A
+    reference that it has and this run does not need is left out; one that it lacks is made again.
+    """
+    reference = _unread_reference(run, params)
+    saved = step is None or checkpoints.holds(step, "reference")
+    is_reference = reference is not None and not (saved and reference.saved)
+    origin = Origin.of(run, params, is_reference)
+    frozen = reference.params if run.model.lora else None
+    init = functools.partial(init_policy_state, run.update_spec)
+    train = jax.eval_shape(init, abstract_trained(run.model), frozen)
+    state = _new_state(run, train, origin, reference)
+    like = state.arrays()
+    if step is None:
+        step, arrays, host = checkpoints.restore_newest(like)
+    else:
+        if not saved:
+            like.pop("reference", None)
+        arrays, host = checkpoints.restore(step, like, partial=True)
+    state.restore(host, arrays)
+    if reference is not None and not saved and run.config.warmup.steps:
+        print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
+        _, state.reference, _ = _begin(run, params)
+    if state.speculation is not None and host["machine"] != machine():
+        print(f"rollout: now on {machine()}, was on {host['machine']}")
+        state.speculation.seconds = None  # it is measured again
+    print(f"resumed at step {step} of {run.total_steps}", flush=True)
+    return state
+
+
+def _new_state(
+    run: Run, train: PolicyState, origin: Origin, reference: Reference | None
+) -> RunState:
+    """Every part that the configuration asks for, empty."""
+    config = run.config
+    settings = run.config.rollout
+    state = RunState(
+        train=train,
+        stream=make_stream(config, run.prompts, run.total_steps),
+        store=_draft_store(run),
+        origin=origin,
+        reference=reference,
+        kept_noise=KeptNoise(
+            noise_visits(config),
+            settings.noise_refresh,
+            run.rollout_spec.group_size,
+            needs_signal=not has_critic(config.critic.kind),
+        ),
+    )
+    if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
+        state.speculation = Speculation(verifies_all=noise_visits(config) > 1)
+    run.collector.add_part(run, state)
+    return state
+
+
+def _draft_store(run: Run) -> DraftStore:
+    model = run.model
+    sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
+    policy = f"{run.config.model.source or 'from nothing'} ({model.family}, {sizes})"
+    shape = store_shape(run.config, run.rollout_spec, len(run.prompts.lens))
+    return DraftStore(
+        shape,
+        max_age=run.config.rollout.store_age,
+        owner={"tokenizer": run.scorer.tokenizer.fingerprint, "model": policy},
+    )
+
+
+def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
+    """Return the draft store's shape for `prompts` training prompts."""
+    settings = config.rollout
+    parts = settings.group_size // spec.group_size
+    return StoreShape(
+        prompts=(settings.store_prompts or prompts) * parts,
+        samples=spec.group_size,
+        response_slots=settings.response_len,
+        generations=settings.draft_age,
+        history=spec.program.draft_history,
+        logprobs=not spec.program.accept.samples_anew,
+        k=spec.program.stored_logprobs,
     )

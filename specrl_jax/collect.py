@@ -16,7 +16,6 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.data.curriculum import base_id, part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, mean_by_function
@@ -26,9 +25,7 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.engine.spec import noise_visits
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs
-from specrl_jax.run import Run
-from specrl_jax.sharding import put
-from specrl_jax.state import RunState
+from specrl_jax.state import Run, RunState
 from specrl_jax.telemetry.rollout_metrics import (
     GROUP_REWARDS,
     noise_metrics,
@@ -81,8 +78,12 @@ class WholeRollout:
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         """Return what the step trains on; what is left for the next one goes into `state`."""
         (responses,) = rollouts
-        inputs = (responses.prompts, responses.rollout, responses.scores.rewards)
-        return TrainBatch(*inputs, responses.result.metrics())
+        return TrainBatch(
+            responses.prompts,
+            responses.rollout,
+            responses.scores.rewards,
+            responses.result.metrics(),
+        )
 
 
 class RunningAhead(WholeRollout):
@@ -216,6 +217,8 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     """Return what a step trains on, with the metrics of all that was rolled out."""
     batch = run.collector.batch(run, state, rollouts)
     values = batch.metrics | _reward_metrics(run, batch, rollouts)
+    values["data/prompts_seen"] = state.prompts_seen
+    values["data/passes"] = state.prompts_seen / len(run.prompts.lens)
     values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
     on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
     prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
@@ -236,8 +239,9 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     rule = run.rollout_spec.program.accept
     if not rule.samples_anew:
         rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
-        inputs = (batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share)
-        values |= off_policy.measure(*inputs)
+        values |= off_policy.measure(
+            batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share
+        )
     return dataclasses.replace(batch, metrics=values, rejected_mass=rejected_mass)
 
 
@@ -325,19 +329,3 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
         return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
 
     return tuple(joined(arrays) for arrays in zip(*parts))
-
-
-def store_responses(state: RunState, responses: Responses) -> None:
-    """Store responses as the next drafts of their prompts; a draft head counts the tokens that the
-    policy drew."""
-    if (head := state.train.draft_head) and head.counts is not None:
-        inside = np.arange(responses.tokens.shape[1]) < responses.lens[:, None]
-        own = inside & (hosts.fetch(responses.rollout.sources) != Source.FORCED)
-        counts = count_tokens(head.counts, responses.rollout.tokens, put(own, "batch", None))
-        head = dataclasses.replace(head, counts=counts)
-        state.train = dataclasses.replace(state.train, draft_head=head)
-    rewards = responses.group_rewards
-    # All rewards of a group are equal, and less than a right response's 1.
-    unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
-    inputs = (responses.prompts, responses.rollout)
-    state.store.put(*inputs, step=state.step, unsolved=unsolved)

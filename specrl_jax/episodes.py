@@ -23,6 +23,7 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
+from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
@@ -99,23 +100,39 @@ class ResponseScorer:
         prompts: Prompts,
         noise: Noise,
         *,
+        drafts: DraftInputs = DraftInputs(),
+        carry_over: CarryOver = CarryOver(),
+        speculation: Speculation | None = None,
         clock: Stopwatch | None = None,
-        **options,
     ) -> Responses:
-        """Return responses to `prompts` and their rewards.
+        """Return responses to `prompts` and their rewards; arguments as of `generate`.
 
-        clock: gets the seconds of the rollout and of the rewards, as time/rollout and time/reward.
-        options: as of `generate`.
+        clock: gets the seconds of the rollouts and of the rewards, as time/rollout and time/reward.
         """
         clock = clock or Stopwatch()
-        with clock.timed("time/rollout"):
-            result = generate(spec, weights, prompts, noise, **options)
-            tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-        with clock.timed("time/reward"):
-            prompts = select(prompts, result.groups)
-            texts = [self.text(row[:n]) for row, n in zip(tokens, lens)]
-            scores = self.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
-        return Responses(prompts, result, tokens, lens, scores)
+        turns = self.begin(spec, prompts, drafts, carry_over)
+        responses = None
+        while responses is None:
+            with clock.timed("time/rollout"):
+                result = generate(
+                    spec,
+                    weights,
+                    prompts,
+                    noise,
+                    drafts=turns.drafts,
+                    carry_over=turns.carry_over,
+                    speculation=speculation,
+                )
+                tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
+            with clock.timed("time/reward"):
+                responses = turns.end(result, tokens, lens)
+        return responses
+
+    def begin(
+        self, spec: RolloutSpec, prompts: Prompts, drafts: DraftInputs, carry_over: CarryOver
+    ) -> "_OneTurn | _Episodes":
+        """Begin a response in each row."""
+        return _OneTurn(self, prompts, drafts, carry_over)
 
     def text(self, ids: np.ndarray) -> str:
         """Decode what rewards see of a response, int [n]."""
@@ -150,23 +167,9 @@ class EpisodeScorer(ResponseScorer):
     # Share of the episodes in progress that may still generate as the others are answered, [0, 1).
     allow_unfinished: float = 0.0
 
-    def respond(self, spec, weights, prompts, noise, *, clock=None, **options) -> Responses:
-        """Return episodes that begin with `prompts`, and their rewards; as `ResponseScorer.respond`
-        otherwise."""
-        clock = clock or Stopwatch()
-        drafts = options.pop("drafts", DraftInputs())
-        episodes = _Episodes(spec, prompts, self, drafts.previous)
-        while True:
-            drafts = dataclasses.replace(drafts, previous=episodes.next_drafts)
-            options |= {"drafts": drafts, "carry_over": episodes.carry_over()}
-            with clock.timed("time/rollout"):
-                result = generate(spec, weights, prompts, noise, **options)
-                tokens, lens = hosts.fetch((result.rollout.tokens, result.rollout.lens))
-            with clock.timed("time/reward"):
-                answers = episodes.step(result, tokens, lens)
-            if episodes.over.all():
-                return episodes.responses(result, tokens, lens)
-            episodes.append(answers, result, lens)
+    def begin(self, spec, prompts, drafts, carry_over) -> "_Episodes":
+        """Begin an episode in each row."""
+        return _Episodes(spec, prompts, self, drafts)
 
 
 def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
@@ -180,20 +183,37 @@ def _problems(prompts: Prompts, rows, total: int) -> tuple[list, list, list]:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _OneTurn:
+    """Responses that end with their first turn."""
+
+    scorer: ResponseScorer
+    prompts: Prompts
+    drafts: DraftInputs
+    carry_over: CarryOver
+
+    def end(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
+        """Return what the rollout gave, with its rewards."""
+        prompts = select(self.prompts, result.groups)
+        texts = [self.scorer.text(row[:n]) for row, n in zip(tokens, lens)]
+        scores = self.scorer.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
+        return Responses(prompts, result, tokens, lens, scores)
+
+
 class _Episodes:
     """Episodes in progress, one a row."""
 
     def __init__(
-        self, spec: RolloutSpec, prompts: Prompts, scorer: EpisodeScorer, drafts: Drafts | None
+        self, spec: RolloutSpec, prompts: Prompts, scorer: EpisodeScorer, drafts: DraftInputs
     ):
         """Begin an episode in each row; drafts: earlier episodes."""
         self.spec = spec
         self.prompts = prompts
         self.scorer = scorer
-        self.drafts = drafts
-        self.next_drafts = drafts  # of the turn that each row is in
-        if drafts is not None:
-            self.next_drafts = turn_drafts(drafts, None, spec.program.eos_ids)
+        self.episode_drafts = drafts.previous
+        self.drafts = drafts  # of the turn that each row is in
+        if drafts.previous is not None:
+            self._draft(turn_drafts(drafts.previous, None, spec.program.eos_ids))
         rows = len(prompts.lens) * spec.group_size
         self.held: PartialRows | None = None  # what the rows hold
         self.stats: list[Stats] = []
@@ -205,10 +225,22 @@ class _Episodes:
         self.turn_starts = np.zeros(rows, np.int32)  # where the turn's tokens begin
         self.draft_lens = np.zeros(rows, np.int32)  # draft tokens that a row had so far
 
+    @property
     def carry_over(self) -> CarryOver:
-        """Return what the next rollout of all rows goes on from."""
+        """What the next rollout of all rows goes on from."""
         unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
         return CarryOver(partial_rows=self.held, allow_unfinished=unfinished)
+
+    def end(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses | None:
+        """Have the environment answer; return the episodes once all are over."""
+        answers = self.step(result, tokens, lens)
+        if self.over.all():
+            return self.responses(result, tokens, lens)
+        self.append(answers, result, lens)
+        return None
+
+    def _draft(self, previous: Drafts) -> None:
+        self.drafts = dataclasses.replace(self.drafts, previous=previous)
 
     def append(
         self, answers: dict[int, list[int]], result: RolloutResult, lens: np.ndarray
@@ -219,15 +251,16 @@ class _Episodes:
         forced, counts = self._padded(answers)
         self.held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
         self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
-        if self.drafts is None:
+        if self.episode_drafts is None:
             return
         eos_ids = self.spec.program.eos_ids
         turn_starts = put(self.turn_starts, "batch")
-        self.next_drafts = turn_drafts(self.drafts, self.held, eos_ids, turn_starts)
+        drafts = turn_drafts(self.episode_drafts, self.held, eos_ids, turn_starts)
+        self._draft(drafts)
         # The rest of the draft of a row in the middle of its turn is verified next time.
         begun = self.draft_lens + lens - result.resumed_lens
         drafts_left = np.maximum(result.draft_lens - begun, 0)
-        goes_on = ~self.ended & (hosts.fetch(self.next_drafts.lens) > lens)
+        goes_on = ~self.ended & (hosts.fetch(drafts.lens) > lens)
         self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
         self.held = dataclasses.replace(self.held, draft_lens=put(self.draft_lens, "batch"))
 

@@ -33,9 +33,8 @@ from specrl_jax.algorithms.update import join, make_batch, update
 from specrl_jax.build import frozen_steps
 from specrl_jax.collect import TrainBatch
 from specrl_jax.config import flatten
-from specrl_jax.run import Run
 from specrl_jax.sharding import put
-from specrl_jax.state import RunState
+from specrl_jax.state import Run, RunState
 from specrl_jax.types import Batch
 
 
@@ -47,9 +46,12 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     values |= advantage_metrics
     if run.config.algorithm.importance_cap:
         # Uncapped: what undoes the bias of the acceptance rule.
-        inputs = (np.float32(run.log_lenience), np.float32(collected.rejected_mass))
-        weight = run.rollout_spec.program.accept.importance_weight
-        weights = off_policy.importance_weights(collected.rollout, *inputs, weight)
+        weights = off_policy.importance_weights(
+            collected.rollout,
+            np.float32(run.log_lenience),
+            np.float32(collected.rejected_mass),
+            run.rollout_spec.program.accept.importance_weight,
+        )
         batch = dataclasses.replace(batch, weights=weights)
     values |= _update_by_mini_batches(run, state, batch, collected)
     if collected.metrics.get("rollout/stale_fraction"):

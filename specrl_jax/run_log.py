@@ -18,8 +18,8 @@ from specrl_jax.data.prompts import concatenate
 from specrl_jax.episodes import Responses
 from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.rewards.failures import FailureLog
-from specrl_jax.run import Run
 from specrl_jax.runtime import compile_metrics
+from specrl_jax.state import Run
 from specrl_jax.telemetry.metrics import MetricsLog, NoLog
 from specrl_jax.telemetry.records import RolloutRecords
 from specrl_jax.telemetry.report_page import ReportWriter
@@ -52,9 +52,13 @@ class RunLog(contextlib.AbstractContextManager):
         settings = run.config.log
         self._metrics = NoLog()
         if self._writes:
-            inputs = {"tracker": settings.tracker, "config": run.config.to_dict()}
-            inputs["functions"] = [*reward_terms(run.config.reward.name)]
-            self._metrics = MetricsLog(folder, total_steps=run.total_steps, **inputs)
+            self._metrics = MetricsLog(
+                folder,
+                total_steps=run.total_steps,
+                tracker=settings.tracker,
+                config=run.config.to_dict(),
+                functions=list(reward_terms(run.config.reward.name)),
+            )
         warn = self._metrics.show
         self._page = ReportWriter(folder, self._writes and settings.report, warn)
         self._failures = FailureLog(folder if self._writes else None, warn)
@@ -89,6 +93,18 @@ class RunLog(contextlib.AbstractContextManager):
         self._metrics.write(self._step, self._epoch, values)
         return values
 
+    def record(self, rollouts: Sequence[Responses]) -> None:
+        """Write a share of a step's responses and all failures, and show some responses.
+
+        Raises ValueError as `FailureLog.record` does, in every process.
+        """
+        self.record_responses(rollouts)
+        self._show(rollouts[0])
+        reasons = [reason for x in rollouts for reason in x.scores.reasons]
+        tasks = [e.task for x in rollouts for e in x.prompts.examples for _ in range(x.group_size)]
+        tokens = [row[:n] for x in rollouts for row, n in zip(x.tokens, x.lens)]
+        self._failures.record(self._step, reasons, tasks, lambda row: self._text(tokens[row]))
+
     def record_responses(self, rollouts: Sequence[Responses], kind: str = "step") -> None:
         """Write a share of the responses; kind: "step" or "eval"."""
         if not self._records.active:
@@ -105,14 +121,13 @@ class RunLog(contextlib.AbstractContextManager):
             joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
             self._records.write(self._step, self._epoch, prompts, *joined, kind=kind)
 
-    def show_responses(self, rollouts: Sequence[Responses]) -> None:
+    def _show(self, responses: Responses) -> None:
         """Show the best and the worst response of a group, every `log.print_every` steps.
 
-        The group is the one whose rewards differ most, of the step's first rollout.
+        The group is the one whose rewards differ most.
         """
         if not self._print_every or (self._step % self._print_every and self._step > 1):
             return
-        responses = rollouts[0]
         prompts = responses.prompts
         group = int(np.argmax(np.ptp(responses.group_rewards, axis=1)))
         prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
@@ -124,16 +139,6 @@ class RunLog(contextlib.AbstractContextManager):
             reward = f"{rewards[place]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
             text = self._text(responses.tokens[row, : responses.lens[row]])
             self._metrics.show(f"  reward {reward}: {_shown(text)}")
-
-    def record_failures(self, rollouts: Sequence[Responses]) -> None:
-        """Write the answers that could not be scored.
-
-        Raises ValueError as `FailureLog.record` does, in every process.
-        """
-        reasons = [reason for x in rollouts for reason in x.scores.reasons]
-        tasks = [e.task for x in rollouts for e in x.prompts.examples for _ in range(x.group_size)]
-        tokens = [row[:n] for x in rollouts for row, n in zip(x.tokens, x.lens)]
-        self._failures.record(self._step, reasons, tasks, lambda row: self._text(tokens[row]))
 
     def refresh_page(self) -> None:
         """Write the report page again, where it is not too soon."""

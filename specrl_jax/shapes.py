@@ -21,7 +21,7 @@ from specrl_jax.algorithms.update_spec import (
     init_policy_state,
     make_update_spec,
 )
-from specrl_jax.build import policy_schedule, training_spec
+from specrl_jax.build import policy_schedule, store_shape, training_spec
 from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
 from specrl_jax.group_buffer import trained_group_size
 from specrl_jax.models import lora
@@ -43,9 +43,8 @@ from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.prefixes import Prefixes, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
-from specrl_jax.run import Run, rollout_rows
 from specrl_jax.sharding import axes, eval_shape
-from specrl_jax.state import store_shape
+from specrl_jax.state import Run, rollout_rows
 from specrl_jax.types import Batch, Drafts, PartialRows, Prompts, Rollout
 
 

@@ -1,38 +1,86 @@
-"""State that every step changes: parts that save, restore and describe themselves.
+"""All of a run that never changes (`Run`), and what every step changes (`RunState`).
 
-A new part is a `types.StatePart`, a field of `RunState` and a line of `_new_state`. What a way to
-collect keeps between steps is added by `collect`.
+The state is made of parts that save, restore and describe themselves. A new part is a
+`types.StatePart`, a field of `RunState` and a line of `build._new_state`. What a way to collect
+keeps between steps is added by `collect`.
 """
 
 import dataclasses
-import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from specrl_jax.algorithms.advantages import has_critic
-from specrl_jax.algorithms.update_spec import DraftHeadState, PolicyState, init_policy_state
-from specrl_jax.checkpoint import Checkpointer
+from specrl_jax import __version__, hosts
+from specrl_jax.algorithms.draft_training import count_tokens
+from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
 from specrl_jax.checksums import checksum
-from specrl_jax.data.curriculum import PromptStream, make_stream
-from specrl_jax.data.prompts import digest
-from specrl_jax.group_buffer import GroupBuffer
-from specrl_jax.models import lora
+from specrl_jax.data.curriculum import PromptStream
+from specrl_jax.data.prompts import Dataset, EncodedDataset, digest
+from specrl_jax.episodes import Responses, ResponseScorer
+from specrl_jax.group_buffer import GroupBuffer, trained_group_size
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import copy_draft_head
 from specrl_jax.models.lora import adapted
-from specrl_jax.models.transformer import Params, abstract_trained, rollout_weights
+from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.rollout.carry_over import Resumed, RunAhead
-from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
-from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
-from specrl_jax.rollout.engine.spec import RolloutSpec, noise_visits
+from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.generate import Noise, RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
-from specrl_jax.run import Run
 from specrl_jax.runtime import machine
-from specrl_jax.types import StatePart
-from specrl_jax.warmup import warm_up
+from specrl_jax.sharding import put
+from specrl_jax.types import Drafts, Prompts, Source, StatePart
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Parts of a run that `config` builds on the mesh in use."""
+
+    config: Any
+    dataset: Dataset
+    prompts: EncodedDataset
+    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are real
+    solutions: dict[str, np.ndarray]  # tokens by prompt_id, for algorithm.solution_coef; else {}
+    model: ModelConfig
+    rollout_spec: RolloutSpec
+    eval_spec: RolloutSpec
+    scorer: ResponseScorer
+    update_spec: UpdateSpec
+    schedule: optax.Schedule
+    collector: Any  # the way to collect a batch, of `collect.COLLECTORS`
+    total_steps: int
+    key: jax.Array
+
+    @property
+    def rows(self) -> int:
+        return rollout_rows(self.config)
+
+    @property
+    def trained_group_size(self) -> int:
+        return trained_group_size(self.config)
+
+    @property
+    def log_lenience(self) -> float:
+        """log ℓ of the acceptance rule in nats, in [-inf, inf]."""
+        lenience = self.config.rollout.lenience
+        return math.log(lenience) if lenience else -math.inf
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints, by name, of what all processes of a run must have read alike."""
+        read = [self.prompts, *(prompts for prompts, _ in self.held_out)]
+        return {
+            "specrl_jax": __version__,
+            "data.source": digest(*(prompts.ids for prompts in read)),
+            "tokenizer.source": self.scorer.tokenizer.fingerprint,
+            "the prompts' tokens": digest(*(prompts.tokens for prompts in read)),
+            "the solutions' tokens": digest(*self.solutions.values()),
+            "model.source": repr(self.model),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +209,44 @@ class RunState:
         copied = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
         return weights | {"draft_head": copied}
 
+    def begin_step(self) -> None:
+        """Begin the next step."""
+        self.step += 1
+        self.stream.begin(self.step)
+
+    def noise(self, run: Run, prompts: Prompts) -> Noise:
+        """Return the noise of a rollout of `prompts` in this step."""
+        row_steps = self.kept_noise.steps(prompts, self.step)
+        return Noise(run.key, self.step, row_steps=row_steps)
+
+    def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
+        """Take in what a rollout gave, and return it with what went before.
+
+        The responses are the next drafts of their prompts; their rewards choose the next prompts
+        and the samples that keep their noise. previous: the last responses of all rows that the
+        rollout was given.
+        """
+        self._count_tokens(responses)
+        rewards = responses.group_rewards
+        # All rewards of a group are equal, and less than a right response's 1.
+        unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+        self.store.put(responses.prompts, responses.rollout, step=self.step, unsolved=unsolved)
+        run.collector.observe(self, responses)
+        noise_steps = responses.result.noise_steps
+        kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
+        return responses.after(previous, on_kept_noise=kept)
+
+    def _count_tokens(self, responses: Responses) -> None:
+        """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
+        head = self.train.draft_head
+        if head is None or head.counts is None:
+            return
+        inside = np.arange(responses.tokens.shape[1]) < responses.lens[:, None]
+        own = inside & (hosts.fetch(responses.rollout.sources) != Source.FORCED)
+        counts = count_tokens(head.counts, responses.rollout.tokens, put(own, "batch", None))
+        head = dataclasses.replace(head, counts=counts)
+        self.train = dataclasses.replace(self.train, draft_head=head)
+
     @property
     def epoch(self) -> int:
         """The pass over the prompts that the next step begins in, from 1."""
@@ -191,137 +277,7 @@ class RunState:
                 setattr(self, name, part.restore(host[name], arrays.get(name, {})))
 
 
-def init_state(run: Run, params: Params) -> RunState:
-    """The state before step 1: the policy warmed up, nothing stored."""
-    origin = Origin.of(run, params, is_reference=False)
-    trained, reference, draft_head = _begin(run, params)
-    frozen = reference.params if run.model.lora else None
-    train = init_policy_state(run.update_spec, trained, frozen, draft_head)
-    return _new_state(run, train, origin, reference)
-
-
-def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHeadState | None]:
-    """Return what is trained before step 1, the reference where there is one, and the draft head
-    where a warm-up has trained one.
-
-    params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
-    but all weights of a policy from nothing: there is nothing yet to adapt.
-    """
-    config = run.config
-    model = run.model
-    warm = config.warmup.steps > 0
-    inputs = (run.scorer.tokenizer, run.dataset)
-    adapts = model.lora and config.model.source
-    draft_head = None
-    if warm and not adapts:
-        update_spec = dataclasses.replace(run.update_spec, model=model.replace(lora=None))
-        params, draft_head = warm_up(config, update_spec, params, *inputs)
-    if model.lora is None:
-        penalized = config.algorithm.kl_coef > 0
-        copied = jax.tree.map(jnp.copy, params) if penalized else None
-        return params, Reference(copied, saved=warm) if penalized else None, draft_head
-    frozen = lora.freeze(model, params)
-    adapters = lora.init_adapters(model, run.key)
-    if not (warm and adapts):
-        return adapters, Reference(frozen, saved=warm), draft_head
-    adapters, draft_head = warm_up(config, run.update_spec, adapters, *inputs, frozen)
-    return adapters, Reference(frozen, False, jax.tree.map(jnp.copy, adapters)), draft_head
-
-
-def _unread_reference(run: Run, params: Params) -> Reference | None:
-    """Return the reference of a run that is resumed, without what its checkpoint holds."""
-    config = run.config
-    model = run.model
-    warm = config.warmup.steps > 0
-    if model.lora is None:
-        return Reference(params, saved=warm) if config.algorithm.kl_coef else None
-    frozen = lora.freeze(model, params)
-    if warm and config.model.source:
-        return Reference(frozen, False, lora.abstract_adapters(model))
-    return Reference(frozen, saved=warm)
-
-
-def resume(
-    run: Run, params: Params, checkpoints: Checkpointer, step: int | None = None
-) -> RunState:
-    """The state that a checkpoint holds, bit for bit; step: None for the newest that is intact.
-
-    params: those that `build` gave. A step may be of a run with another `algorithm.kl_coef`. A
-    reference that it has and this run does not need is left out; one that it lacks is made again.
-    """
-    reference = _unread_reference(run, params)
-    saved = step is None or checkpoints.holds(step, "reference")
-    is_reference = reference is not None and not (saved and reference.saved)
-    origin = Origin.of(run, params, is_reference)
-    frozen = reference.params if run.model.lora else None
-    init = functools.partial(init_policy_state, run.update_spec)
-    train = jax.eval_shape(init, abstract_trained(run.model), frozen)
-    state = _new_state(run, train, origin, reference)
-    like = state.arrays()
-    if step is None:
-        step, arrays, host = checkpoints.restore_newest(like)
-    else:
-        if not saved:
-            like.pop("reference", None)
-        arrays, host = checkpoints.restore(step, like, partial=True)
-    state.restore(host, arrays)
-    if reference is not None and not saved and run.config.warmup.steps:
-        print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
-        _, state.reference, _ = _begin(run, params)
-    if state.speculation is not None and host["machine"] != machine():
-        print(f"rollout: now on {machine()}, was on {host['machine']}")
-        state.speculation.seconds = None  # it is measured again
-    print(f"resumed at step {step} of {run.total_steps}", flush=True)
-    return state
-
-
-def _new_state(
-    run: Run, train: PolicyState, origin: Origin, reference: Reference | None
-) -> RunState:
-    """Every part that the configuration asks for, empty."""
-    config = run.config
-    settings = run.config.rollout
-    state = RunState(
-        train=train,
-        stream=make_stream(config, run.prompts, run.total_steps),
-        store=_draft_store(run),
-        origin=origin,
-        reference=reference,
-        kept_noise=KeptNoise(
-            noise_visits(config),
-            settings.noise_refresh,
-            run.rollout_spec.group_size,
-            needs_signal=not has_critic(config.critic.kind),
-        ),
-    )
-    if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
-        state.speculation = Speculation(verifies_all=noise_visits(config) > 1)
-    run.collector.add_part(run, state)
-    return state
-
-
-def _draft_store(run: Run) -> DraftStore:
-    model = run.model
-    sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
-    policy = f"{run.config.model.source or 'from nothing'} ({model.family}, {sizes})"
-    shape = store_shape(run.config, run.rollout_spec, len(run.prompts.lens))
-    return DraftStore(
-        shape,
-        max_age=run.config.rollout.store_age,
-        owner={"tokenizer": run.scorer.tokenizer.fingerprint, "model": policy},
-    )
-
-
-def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
-    """Return the draft store's shape for `prompts` training prompts."""
+def rollout_rows(config) -> int:
+    """Rows of a step's rollout."""
     settings = config.rollout
-    parts = settings.group_size // spec.group_size
-    return StoreShape(
-        prompts=(settings.store_prompts or prompts) * parts,
-        samples=spec.group_size,
-        response_slots=settings.response_len,
-        generations=settings.draft_age,
-        history=spec.program.draft_history,
-        logprobs=not spec.program.accept.samples_anew,
-        k=spec.program.stored_logprobs,
-    )
+    return (settings.prompts_per_step + settings.partial) * settings.group_size

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from specrl_jax import hosts, memory, programs, shapes
-from specrl_jax.build import build
+from specrl_jax.build import build, init_state, resume
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.collect import find_drafts, store_responses, take_batch
+from specrl_jax.collect import find_drafts, take_batch
 from specrl_jax.config import flatten
 from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.evaluate import evaluate, group_rewards
@@ -17,10 +17,9 @@ from specrl_jax.learn import update_policy
 from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.rollout.generate import Noise, measure
 from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.run import Run
 from specrl_jax.run_log import RunLog
 from specrl_jax.runtime import only_process
-from specrl_jax.state import RunState, init_state, resume
+from specrl_jax.state import Run, RunState
 from specrl_jax.stop import StopRequest
 from specrl_jax.telemetry.code_state import record_code
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
@@ -41,43 +40,37 @@ def step(run: Run, state: RunState, log: RunLog) -> None:
 
     Prompts → drafts → rollout → rewards → store until there is a batch, then batch → update → log.
     """
-    state.step += 1
+    state.begin_step()
     log.begin(state.step, state.epoch)
-    state.stream.begin(state.step)
     rollouts: list[Responses] = []
     while run.collector.wants_rollout(state, rollouts):
-        prompts, carry_over = run.collector.next_prompts(run, state)
-        with log.clock.timed("time/rollout"):
-            previous = state.store.get(prompts, step=state.step)
-            drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
-            weights = state.rollout_weights(run)
-            row_steps = state.kept_noise.steps(prompts, state.step)
-            noise = Noise(run.key, state.step, row_steps=row_steps)
-        responses = run.scorer.respond(  # the rollout and its rewards
-            run.rollout_spec,
-            weights,
-            prompts,
-            noise,
-            clock=log.clock,
-            drafts=drafts,
-            speculation=state.speculation,
-            carry_over=carry_over,
-        )
-        store_responses(state, responses)
-        run.collector.observe(state, responses)
-        noise_steps = responses.result.noise_steps
-        kept = state.kept_noise.observe(responses.prompts, noise_steps, responses.group_rewards)
-        rollouts.append(responses.after(previous, on_kept_noise=kept))
-        del carry_over, previous, drafts, weights  # the update needs their memory
+        rollouts.append(roll_out(run, state, log))
     batch = take_batch(run, state, rollouts)
-    log.record_responses(rollouts)
-    log.show_responses(rollouts)
-    log.record_failures(rollouts)
+    log.record(rollouts)
     with log.clock.timed("time/update"):
         values = update_policy(run, state, batch)
-    seen = state.prompts_seen
-    progress = {"data/prompts_seen": seen, "data/passes": seen / len(run.prompts.lens)}
-    log.add(progress | values | batch.metrics)
+    log.add(values | batch.metrics)
+
+
+def roll_out(run: Run, state: RunState, log: RunLog) -> Responses:
+    """Return responses to the next prompts, with their rewards; `state` has taken them in."""
+    prompts, carry_over = run.collector.next_prompts(run, state)
+    with log.clock.timed("time/rollout"):
+        previous = state.store.get(prompts, step=state.step)
+        drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
+        weights = state.rollout_weights(run)
+        noise = state.noise(run, prompts)
+    responses = run.scorer.respond(
+        run.rollout_spec,
+        weights,
+        prompts,
+        noise,
+        clock=log.clock,
+        drafts=drafts,
+        speculation=state.speculation,
+        carry_over=carry_over,
+    )
+    return state.observe(run, responses, previous)
 
 
 def loop(
@@ -190,8 +183,9 @@ def prepare(run: Run, state: RunState) -> None:
     drafts = dataclasses.replace(drafts, log_lenience=np.inf)
     weights = state.rollout_weights(run)
     noise = Noise(run.key, 0)
-    inputs = (run.rollout_spec, weights, prompts, noise, drafts, carry_over)
-    state.speculation.seconds = measure(*inputs)
+    state.speculation.seconds = measure(
+        run.rollout_spec, weights, prompts, noise, drafts, carry_over
+    )
 
 
 def _resume_from(origin: str, run: Run, params: Params) -> RunState:

@@ -14,15 +14,15 @@ import optax
 from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.algorithms.draft_training import apply_gradients, count_tokens, head_gradients
-from specrl_jax.algorithms.masked import masked_mean
-from specrl_jax.algorithms.scoring import read_nodes, score, unpacked
-from specrl_jax.algorithms.update import join
+from specrl_jax.algorithms.draft_training import count_tokens
+from specrl_jax.algorithms.losses import LossConfig
+from specrl_jax.algorithms.scoring import unpacked
+from specrl_jax.algorithms.update import Sums, join, update
 from specrl_jax.algorithms.update_spec import (
     DraftHeadState,
     PolicyState,
     UpdateSpec,
-    init_head_state,
+    init_policy_state,
 )
 from specrl_jax.data.prompts import (
     Dataset,
@@ -33,11 +33,17 @@ from specrl_jax.data.prompts import (
     right_padded,
 )
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.models.lora import adapted
 from specrl_jax.models.transformer import Params
 from specrl_jax.sharding import put
+from specrl_jax.types import Batch
 
 _CALLS = 12  # at most, of a compiled function, each of as many steps
+# Scalar of an update → the field to lower where it is not finite.
+_MUST_BE_FINITE = {
+    "head_weight_norm": "rollout.head.learning_rate",
+    "loss": "warmup.learning_rate",
+    "weight_norm": "warmup.learning_rate",
+}
 
 
 @jax.tree_util.register_dataclass
@@ -115,12 +121,14 @@ def supervise(
     size = settings.batch_size
     total = len(data.prompts)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, steps, alpha=0.1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    state = PolicyState.create(params, optimizer)
-    if update_spec.draft_head is not None:
-        policy = adapted(update_spec.model, params, frozen)
-        draft_head = init_head_state(update_spec, policy)
-        state = dataclasses.replace(state, draft_head=draft_head)
+    update_spec = dataclasses.replace(
+        update_spec,
+        loss=LossConfig(solution_coef=1.0, max_response_len=data.responses.shape[1]),
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
+        critic=None,
+        skip_nonfinite=False,
+    )
+    state = init_policy_state(update_spec, params, frozen)
     rng = np.random.default_rng([seed, steps])
     order = np.concatenate([rng.permutation(total) for _ in range(-(-steps * size // total))])
     order = order[: steps * size].reshape(steps, size)
@@ -131,64 +139,50 @@ def supervise(
         index = order[start : start + chunk]
         chosen = jax.tree.map(operator.itemgetter(index), data)
         batches = jax.tree.map(lambda x: put(x, None, "batch", *(None,) * (x.ndim - 2)), chosen)
-        state, figures = _run(update_spec, optimizer, state, batches, frozen)
-        losses, weight_norm, head_norm = hosts.fetch(figures)
+        state, sums = _run(update_spec, state, batches, frozen)
+        sums = hosts.fetch(sums)
         step = min(start + chunk, steps)
-        if not np.isfinite(head_norm):
-            raise FloatingPointError(
-                f"warm-up: the draft head's weight_norm is {head_norm} by step {step}; lower "
-                "rollout.head.learning_rate"
-            )
-        for name, value in (("loss", losses.sum()), ("weight_norm", weight_norm)):
+        for name, field in _MUST_BE_FINITE.items():
+            value = sums.get(name, np.zeros(1)).sum()
             if not np.isfinite(value):
+                rate = f", now {settings.learning_rate}" if field.startswith("warmup") else ""
                 raise FloatingPointError(
-                    f"warm-up: {name} is {value} by step {step}; lower warmup.learning_rate, "
-                    f"now {settings.learning_rate}"
+                    f"warm-up: {name} is {value} by step {step}; lower {field}{rate}"
                 )
-        print(f"  step {step}: {losses[-1]:.3f} nats/token", flush=True)
+        print(f"  step {step}: {sums['loss'][-1]:.3f} nats/token", flush=True)
     return state.params, state.draft_head
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _run(
-    update_spec: UpdateSpec,
-    optimizer: optax.GradientTransformation,
-    state: PolicyState,
-    batches: Demonstrations,
-    frozen: Params | None,
-) -> tuple[PolicyState, tuple[Array, Array, Array]]:
-    """The new state; the losses of the steps, and the norms of the weights after them, the policy's
-    and the draft head's.
+    update_spec: UpdateSpec, state: PolicyState, batches: Demonstrations, frozen: Params | None
+) -> tuple[PolicyState, Sums]:
+    """Return the state after an update on each batch, and the scalars of the updates, [steps].
 
-    batches: arrays [steps, batch, ...].
+    batches: arrays [steps, B, ...].
     """
     slots = batches.responses.shape[-1]
 
-    def step(state: PolicyState, rows: Demonstrations) -> tuple[PolicyState, Array]:
-        tokens = join(rows.prompts, rows.prompt_lens, rows.responses)
-        sequences, nodes = unpacked(tokens, rows.prompt_lens, slots)
-        mask = jnp.arange(slots)[None, :] < rows.response_lens[:, None]
+    def step(state: PolicyState, rows: Demonstrations) -> tuple[PolicyState, Sums]:
+        batch = _given_batch(rows)
+        if state.draft_head is not None and state.draft_head.counts is not None:
+            counts = count_tokens(state.draft_head.counts, rows.responses, batch.mask)
+            head = dataclasses.replace(state.draft_head, counts=counts)
+            state = dataclasses.replace(state, draft_head=head)
+        packed = unpacked(batch.tokens, rows.prompt_lens, slots)
+        return update(update_spec, state, batch, packed, frozen)
 
-        def loss(params: Params) -> tuple[Array, Array]:
-            policy = adapted(update_spec.model, params, frozen)
-            scores, states = score(update_spec, policy, None, sequences)
-            return -masked_mean(read_nodes(scores, nodes).logprobs, mask), states
+    return jax.lax.scan(step, state, batches)
 
-        (value, states), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        head = state.draft_head
-        if head is not None:
-            if head.counts is not None:
-                counts = count_tokens(head.counts, rows.responses, mask)
-                head = dataclasses.replace(head, counts=counts)
-            policy = adapted(update_spec.model, state.params, frozen)
-            inputs = (sequences, states, nodes, mask, jnp.sum(mask))
-            grads, sums = head_gradients(update_spec, head, policy, *inputs)
-            head = apply_gradients(update_spec, head, grads, sums)
-        params = optax.apply_updates(state.params, updates)
-        return PolicyState(params, opt_state, draft_head=head), value
 
-    state, losses = jax.lax.scan(step, state, batches)
-    head = state.draft_head
-    head_norm = 0.0 if head is None else optax.tree.norm(head.params)
-    return state, (losses, optax.tree.norm(state.params), head_norm)
+def _given_batch(rows: Demonstrations) -> Batch:
+    """Return a batch whose responses are all given."""
+    nothing = jnp.zeros_like(rows.responses, jnp.float32)
+    return Batch(
+        tokens=join(rows.prompts, rows.prompt_lens, rows.responses),
+        prompt_lens=rows.prompt_lens,
+        response_lens=rows.response_lens,
+        old_logprobs=nothing,
+        advantages=nothing,
+        given=jnp.ones_like(rows.response_lens, bool),
+    )

@@ -11,8 +11,8 @@ import pytest
 import small_runs
 from small_runs import assert_same_run, files, launch, records, saved, small_config
 
+from specrl_jax import build as building
 from specrl_jax import checkpoint, runtime
-from specrl_jax import state as states
 from specrl_jax import train as loop
 from specrl_jax.build import build
 from specrl_jax.checkpoint import Checkpointer
@@ -39,9 +39,9 @@ def test_on_another_machine_seconds_are_measured_again(finished, mesh, monkeypat
     """What drafts have brought stays."""
     trainer, params = build(small_config(LONG))
     if moved:
-        monkeypatch.setattr(states, "machine", lambda: {"device": "another"})
+        monkeypatch.setattr(building, "machine", lambda: {"device": "another"})
     with trainer.scorer.pool, Checkpointer(finished / "checkpoints") as checkpoints:
-        state = states.resume(trainer, params, checkpoints, 8)
+        state = building.resume(trainer, params, checkpoints, 8)
         _, saved_state = checkpoints.restore(8, state.arrays())
     assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
     resumed, before = state.speculation.host(), saved_state["speculation"]
@@ -56,11 +56,11 @@ def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_pat
         build(small_config(LONG | {"algorithm.kl_coef": coef})) for coef in (0.0, 0.1)
     )
     with Checkpointer(finished / "checkpoints", read_only=True) as checkpoints:
-        ended = states.resume(without, weights, checkpoints, 3)
+        ended = building.resume(without, weights, checkpoints, 3)
     assert ended.reference is None
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(3, ended.arrays(), ended.host())
-        begun = states.resume(again, others, checkpoints, 3)
+        begun = building.resume(again, others, checkpoints, 3)
     assert "no reference of the KL penalty: it is made again" in capsys.readouterr().out
     arrays = {"train": begun.train, "reference": begun.reference.arrays()}
     for name, x in checkpoint._by_name(arrays).items():

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from small_runs import line_of, one_line, small_config
 
-from specrl_jax.build import build
+from specrl_jax.build import build, init_state, resume
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.prompts import select
-from specrl_jax.state import Origin, RunState, init_state, resume
+from specrl_jax.state import Origin, RunState
 from specrl_jax.types import StatePart
 
 ALWAYS = {"stream", "store", "origin", "kept_noise"}

@@ -162,7 +162,7 @@ def test_no_shape_depends_on_the_number_of_demonstrations(mesh, monkeypatch):
     shapes, real = [], warmup._run
 
     def run(*args):
-        shapes.append(jax.tree.map(lambda x: x.shape, args[3]))
+        shapes.append(jax.tree.map(lambda x: x.shape, args[2]))
         return real(*args)
 
     monkeypatch.setattr(warmup, "_run", run)

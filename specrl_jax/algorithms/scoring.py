@@ -84,18 +84,22 @@ def pack_rows(
     )
 
 
-def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> tuple[Sequences, Array]:
-    """Every row as a sequence of its own, and the nodes [B, R = slots] of its response.
+def unpacked(tokens_BT: Array, prompt_lens: Array, slots: int) -> PackedRows:
+    """Return every row as a sequence of its own, in one micro-batch; slots: R, of responses.
 
     For rows that a program makes itself: it needs nothing from the host.
     """
     rows, width = tokens_BT.shape
-    places = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape, out_sharding=axes("batch", None))
-    ends = jnp.full_like(places, width)
-    parents = jnp.maximum(places - 1, 0)
-    first = jnp.arange(rows) * width
-    nodes = reshard(first, "batch")[:, None] + prompt_lens[:, None] + jnp.arange(slots)[None, :]
-    return Sequences(tokens_BT, places, ends, parents), nodes
+    offsets = jnp.broadcast_to(jnp.arange(width), tokens_BT.shape, out_sharding=axes("batch", None))
+    ends = jnp.full_like(offsets, width)
+    sequences = Sequences(tokens_BT, offsets, ends, parents=jnp.maximum(offsets - 1, 0))
+    first = reshard(jnp.arange(rows) * width, "batch")
+    return PackedRows(
+        sequences=jax.tree.map(lambda x: x[None], sequences),
+        count=jnp.int32(1),
+        rows=reshard(jnp.arange(rows, dtype=jnp.int32), "batch"),
+        nodes=first[:, None] + prompt_lens[:, None] + jnp.arange(slots)[None, :],
+    )
 
 
 def score(

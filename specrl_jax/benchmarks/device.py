@@ -24,7 +24,7 @@ from specrl_jax.benchmarks.reports import Report
 from specrl_jax.benchmarks.rollout import as_history, make_spec, without_end
 from specrl_jax.benchmarks.steps import step_seconds
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
-from specrl_jax.build import build
+from specrl_jax.build import build, init_state
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
@@ -32,10 +32,9 @@ from specrl_jax.models.transformer import Params, Transformer, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.generate import Noise, generate
-from specrl_jax.run import Run
 from specrl_jax.run_log import RunLog
 from specrl_jax.sharding import put
-from specrl_jax.state import RunState, init_state
+from specrl_jax.state import Run, RunState
 from specrl_jax.types import Drafts
 
 # Of a GPU or TPU, where no size is named, and their numbers where no flag gives them.

@@ -23,16 +23,15 @@ from specrl_jax.algorithms.update_spec import UpdateSpec
 from specrl_jax.benchmarks.limits import seconds_of
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
-from specrl_jax.build import build
+from specrl_jax.build import build, init_state
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.generate import Noise, generate
-from specrl_jax.run import Run
 from specrl_jax.run_log import RunLog
-from specrl_jax.state import RunState, init_state
+from specrl_jax.state import Run, RunState
 from specrl_jax.types import Prompts
 
 _FRESH = 1_000_000  # the step whose noise is used: one that no training reaches

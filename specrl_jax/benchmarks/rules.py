@@ -16,7 +16,7 @@ from specrl_jax import train
 from specrl_jax.benchmarks.reports import Report, spread
 from specrl_jax.benchmarks.rollout import as_history
 from specrl_jax.benchmarks.timing import Log, TimedRollout, run_case
-from specrl_jax.build import build
+from specrl_jax.build import build, init_state
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
@@ -24,9 +24,8 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
 from specrl_jax.rollout.engine.requests import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import Noise, generate
-from specrl_jax.run import Run
 from specrl_jax.run_log import RunLog
-from specrl_jax.state import init_state
+from specrl_jax.state import Run
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 _LONGEST_DRIFT = 16  # steps
