@@ -13,18 +13,19 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from specrl_jax.rewards import code_process, containment, linux
 from specrl_jax.rewards.code_forms import Case, PythonTests, code_of, lines_of, read_tests
 
 MAX_MESSAGE = 2**24  # bytes of one message between the two processes
-MAY = (
+_TESTS = "the tests in the answer"
+_MAY = (
     "tests may call its functions, and methods of a class Solution, with numbers, text, lists, "
     "tuples, sets, dicts, dates, and catch built-in errors"
 )
-# Names that judges define ahead of a response whose function is called.
+# What judges define ahead of code whose function is called, and code written for them expects.
 _IMPORTS = (
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re\n"
     "import string, sys\n"
@@ -54,9 +55,13 @@ def _passes_cases(response: str, cases: list[Case]) -> bool:
     with _Solution() as solution:
         try:
             if not is_program:
-                solution.ask("load", _IMPORTS, code)
+                solution.ask("load", code, _IMPORTS)
             return all(_passes(solution, code, case) for case in cases)
-        except (Exception, UnsuitedTestsError, _BrokenError):
+        except (UnsuitedTestsError, _BrokenError):
+            return False
+        except Exception:
+            if is_program:  # of the system: an error in a program is its exit status
+                raise
             return False
 
 
@@ -65,7 +70,7 @@ def _passes(solution: "_Solution", code: str, case: Case) -> bool:
         status, output = solution.ask("run", code, case.given)
         return status == 0 and lines_of(output) in map(lines_of, case.expected)
     try:
-        function = solution.get(f"Solution().{case.function}")
+        function = getattr(solution.call("Solution", (), {}), case.function)
     except AttributeError:
         function = solution.get(case.function)
     return json.loads(json.dumps(function(*case.given))) in case.expected  # tuples are lists
@@ -79,9 +84,14 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
     is_rest = code.lstrip("\r\n")[:1] in (" ", "\t")  # of the last function of the head
     with _Solution() as solution:
         try:
-            solution.ask("load", (tests.unfinished if is_rest else tests.head) + code)
+            solution.ask("load", (tests.unfinished if is_rest else tests.head) + code, "")
             for name in sorted(tests.used - own):
-                names |= solution.named(name, may_be_object=name in tests.stored)
+                ignored: list[type] = [AttributeError]
+                if name in tests.stored:  # in the place of an object of the response
+                    ignored.append(UnsuitedTestsError)
+                with contextlib.suppress(*ignored):
+                    names[name] = solution.get(name)
+            solution.fault = None
             exec(program, names)
             for name in tests.functions:
                 if names[name]() not in (None, True):  # False, or a generator that has not begun
@@ -89,7 +99,7 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
             if solution.fault:
                 raise solution.fault
             if not solution.calls:
-                raise UnsuitedTestsError("the tests in the answer call nothing of the response")
+                raise UnsuitedTestsError(f"{_TESTS} call nothing of the response")
         except UnsuitedTestsError:
             raise
         except ImportError as error:
@@ -117,43 +127,25 @@ class _Solution(contextlib.AbstractContextManager):
 
     def __init__(self):
         self.calls = 0  # of what the response has defined
-        self.fault: BaseException | None = None  # the last one, should the tests have caught it
+        self.fault: BaseException | None = None  # tests may have caught it
         requests, self._requests = os.pipe()
-        self._replies, replies = os.pipe()
+        replies_fd, replies = os.pipe()
         self._pid = _start(requests, replies)
         os.close(requests)
         os.close(replies)
-        self._received = open(self._replies, "rb")  # noqa: SIM115 - as long as the process
-        if self._received.readline() != code_process.STARTED:
-            raise ChildProcessError("the process of the response did not start")
-        self._send(containment.free_memory(), sys.path)
+        self._replies = open(replies_fd, "rb")  # noqa: SIM115 - as long as the process
+        self.ask("begin", containment.free_memory(), sys.path)
 
     def __exit__(self, *_) -> None:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         os.close(self._requests)
-        self._received.close()
-
-    def named(self, name: str, may_be_object: bool) -> dict[str, Any]:
-        """Return what a name stands for, by the name; {} where the response does not define it.
-
-        may_be_object: {} of an object, too, which else raises UnsuitedTestsError.
-        """
-        try:
-            return {name: self.get(name)}
-        except AttributeError:
-            return {}
-        except UnsuitedTestsError:
-            if not may_be_object:
-                raise
-            self.fault = None
-            return {}
+        self._replies.close()
 
     def get(self, path: str) -> Any:
         """Return what a path names in the response's module. Raises AttributeError without it."""
-        packed = self.ask("get", path)
-        with self._distrust():
-            return code_process.unpack(*packed, []) if packed else Function(self, path)
+        values = self.ask("get", path)
+        return values[0] if values else Function(self, path)
 
     def call(self, path: str, args: tuple, options: dict) -> Any:
         """Call a function of the response, and change the arguments that it has changed."""
@@ -162,79 +154,67 @@ class _Solution(contextlib.AbstractContextManager):
         try:
             packed = code_process.pack((args, options), given)
         except code_process.NotPlainError as error:
-            raise self._noted(_unsuited(f"give the response a {error}")) from error
+            self.fault = UnsuitedTestsError(f"{_TESTS} give the response a {error}; {_MAY}")
+            raise self.fault from error
         old_values = [value for _, value in given.values()]
-        reply = self.ask("call", path, packed)
-        with self._distrust():
-            values = [*old_values]
-            result, now = [code_process.unpack(x, values) for x in reply]
-            for old, new in zip(old_values, now):
-                if isinstance(old, list | bytearray):
-                    old[:] = new
-                else:
-                    old.clear()
-                    old.update(new)
+        result, *new_values = self.ask("call", path, packed, given=old_values)
+        if not new_values:
+            return Function(self, result)
+        for old, new in zip(old_values, *new_values):
+            if isinstance(old, list | bytearray):
+                old[:] = new
+            else:
+                old.clear()
+                old.update(new)
         return result
 
-    def ask(self, *request) -> list:
-        """Return the parts of the reply to a request; raise what the code has raised."""
-        self._send(*request)
-        with self._distrust():
-            kind, *parts = json.loads(self._received.readline(MAX_MESSAGE))
-            if kind == "value":
-                return parts
-            if kind == "raised":
-                error = _error(*parts)
-            else:
-                error = self._noted(_unsuited(f"hold an object of the response, a {parts[0]}"))
-        raise error
+    def ask(self, *request, given: Sequence = ()) -> list:
+        """Return the values of the reply to a request; raise what the code has raised.
 
-    def _send(self, *message) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        with self._distrust():
+        given: lists, dicts and sets that the request holds.
+        """
+        try:
+            line = json.dumps(request).encode() + b"\n"
             while line:
                 line = line[os.write(self._requests, line) :]
-
-    @contextlib.contextmanager
-    def _distrust(self) -> Iterator[None]:
-        """Turn an exception into _BrokenError: of a pipe, or of a reply, which may be anything."""
-        try:
-            yield
-        except Exception as error:  # also RecursionError, of a thousand brackets
-            raise self._noted(_BrokenError()) from error
-
-    def _noted(self, fault: BaseException) -> BaseException:
-        self.fault = fault
-        return fault
+            kind, *parts = json.loads(self._replies.readline(MAX_MESSAGE))
+            values = [*given]
+            parts = [code_process.unpack(part, values) for part in parts]
+            if kind == "value":
+                return parts
+            error = {"raised": _error, "object": _unsuited}[kind](*parts)
+        except Exception:  # also RecursionError, of a thousand brackets
+            error = _BrokenError("the process of the response has ended")
+        if not isinstance(error, Exception):
+            self.fault = error
+        raise error
 
 
 class Function:
-    """A function or a class of the response, as the tests see it."""
+    """A function or a class of the response as the tests see it, or its object Solution()."""
 
     def __init__(self, solution: _Solution, path: str):
         self._solution = solution
         self._path = path
 
     def __call__(self, *args, **options) -> Any:
-        if self._path == "Solution" and not args and not options:
-            return Function(self._solution, "Solution()")
         return self._solution.call(self._path, args, options)
 
     def __getattr__(self, name: str) -> Any:
         return self._solution.get(f"{self._path}.{name}")
 
 
-def _error(kind: str, packed: Any, text: str) -> Exception:
+def _error(kind: str, args: tuple, text: str) -> Exception:
     """Return the error of a built-in class; of one that the response extends, too."""
     made = getattr(builtins, kind)
     if not issubclass(made, Exception):
         raise ValueError("the code ends its process")
-    error = made(*code_process.unpack(packed, []))
+    error = made(*args)
     return error if str(error) == text else made(text)
 
 
-def _unsuited(what: str) -> UnsuitedTestsError:
-    return UnsuitedTestsError(f"the tests in the answer {what}; {MAY}")
+def _unsuited(kind: str) -> UnsuitedTestsError:
+    return UnsuitedTestsError(f"{_TESTS} hold an object of the response, a {kind}; {_MAY}")
 
 
 def _start(requests: int, replies: int) -> int:

@@ -7,6 +7,7 @@ TACO, LiveCodeBench), lists of asserts (MBPP), and Python tests around a place f
 """
 
 import ast
+import contextlib
 import json
 import re
 import sys
@@ -14,9 +15,9 @@ import textwrap
 import warnings
 from typing import Any, NamedTuple
 
-FORMS = (
-    'Python with asserts, a list of asserts, {"inputs": [...], "outputs": [...]} or '
-    '[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]'
+_FORMS = (
+    'tests must be Python, a list of asserts, {"inputs", "outputs"} or [{"input", "output", '
+    '"testtype"}], see docs/data.md'
 )
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PLACE = re.compile(r"^\{response\}[ \t\r]*(?:\n|\Z)", re.MULTILINE)  # of the response's code
@@ -65,7 +66,7 @@ def read_tests(answer: str, row: dict) -> list[Case] | PythonTests:
     elif isinstance(data, list) and data and all(isinstance(x, dict) for x in data):
         cases = [_read_case(case, row) for case in data]
     else:
-        raise ValueError(f"they must be {FORMS}, got {answer[:40]!r}")
+        raise ValueError(f"{answer[:40]!r}: {_FORMS}")
     if all(not case.function and not case.expected[0].strip() for case in cases):
         raise ValueError("every output is blank")
     return cases
@@ -90,15 +91,17 @@ def _read_case(case: dict, row: dict) -> Case:
     """Read {"input", "output", "testtype"}."""
     kind = case.get("testtype", "stdin")
     if not {"input", "output"} <= case.keys() or kind not in ("stdin", "functional"):
-        raise ValueError(f"they must be {FORMS}, got {str(case)[:40]!r}")
+        raise ValueError(f"{str(case)[:40]!r}: {_FORMS}")
     name = _function_name(case, row) if kind == "functional" else ""
     return _case(name, case["input"], case["output"], wrapped=False)
 
 
 def _function_name(case: dict, row: dict) -> str:
+    """Return the name that the test or its row gives, each in a column or in its metadata."""
     for place in (case, case.get("metadata"), row, row.get("metadata")):
         if isinstance(place, str):
-            place = json.loads(place)
+            with contextlib.suppress(ValueError):
+                place = json.loads(place)
         if isinstance(place, dict) and (name := place.get("fn_name") or place.get("func_name")):
             return name
     raise ValueError("a functional test must have the name of its function, fn_name")
@@ -128,17 +131,18 @@ def _text(value: Any) -> str:
 
 
 def _read_python(text: str, row: dict) -> PythonTests:
-    setup = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
-    text = "\n".join([*filter(None, setup), text])
+    imports = row.get("test_imports") or []
+    imports = [imports] if isinstance(imports, str) else imports
+    text = "\n".join([*imports, row.get("test_setup_code") or "", text]).lstrip("\n")
     *before, tests = _PLACE.split(text, maxsplit=1)
     unfinished = "".join(before)
     lacks_body = unfinished.rstrip().endswith(":")
     head = f"{unfinished.rstrip()} pass\n" if lacks_body else unfinished
-    parsed_head = ast.parse(head, "the code before")
-    program = ast.parse(tests, "the tests")
+    parsed_head = _parse(head, "the code before")
+    program = _parse(tests, "the tests")
     program.body = [x for x in program.body if getattr(x, "module", "") != "solution"]
     if not any(isinstance(x, ast.Call) for x in ast.walk(program)):
-        raise ValueError(f"they must be {FORMS}, got {text[:40]!r}, which calls nothing")
+        raise ValueError(f"{text[:40]!r} calls nothing: {_FORMS}")
     names = [x for x in ast.walk(program) if isinstance(x, ast.Name)]
     used = {x.id for x in names if isinstance(x.ctx, ast.Load)}
     stored = _stored_names(program)
@@ -170,7 +174,7 @@ def _check_imports(tests: ast.Module, stored: set[str]) -> None:
     of = {x.value.id for x in attributes if isinstance(x.value, ast.Name)}
     for name in sorted(of & _MODULES - stored):
         if "*" not in stored:
-            raise ValueError(f"they do not import {name}")
+            raise ValueError(f"tests do not import {name}")
 
 
 def _functions_to_call(tests: ast.Module, used: set[str]) -> list[str]:
@@ -181,7 +185,7 @@ def _functions_to_call(tests: ast.Module, used: set[str]) -> list[str]:
         if isinstance(x, ast.ClassDef):
             is_unittest = any(ast.unparse(base).endswith("TestCase") for base in x.bases)
             if is_unittest or (name.startswith("Test") and name not in used):
-                raise ValueError(f"they are in a class, {name}")
+                raise ValueError(f"tests are in a class, {name}")
         elif isinstance(x, _DEFINITIONS) and name.startswith("test"):
             needs = len(x.args.posonlyargs + x.args.args) > len(x.args.defaults)
             needs = needs or None in x.args.kw_defaults
@@ -189,7 +193,7 @@ def _functions_to_call(tests: ast.Module, used: set[str]) -> list[str]:
                 functions.append(name)
             elif name not in used:
                 kind = "needs arguments" if needs else "is async"
-                raise ValueError(f"they never call {name}, which {kind}")
+                raise ValueError(f"tests never call {name}, which {kind}")
     return functions
 
 
@@ -211,7 +215,7 @@ def code_of(response: str, is_program: bool = False) -> str:
 
 def _rank(code: str) -> int:
     """2 of code with a function, a class or the end of one, 1 of other statements, else 0."""
-    parsed = _parse(code)
+    parsed = _parse_any(code)
     definitions = (*_DEFINITIONS, ast.Lambda, ast.Return, ast.Yield, ast.Raise)
     if any(isinstance(x, definitions) for x in ast.walk(parsed)):
         return 2
@@ -220,20 +224,24 @@ def _rank(code: str) -> int:
 
 def _rank_program(code: str) -> int:
     """2 of a program that reads its input, 1 of code that calls something, else 0."""
-    parsed = _parse(code)
+    parsed = _parse_any(code)
     if re.search(r"\b(input|stdin|open)\b", code) and parsed.body:
         return 2
     return int(any(isinstance(x, ast.Call) for x in ast.walk(parsed)))
 
 
-def _parse(code: str) -> ast.Module:
+def _parse_any(code: str) -> ast.Module:
     """Return the parsed code; an empty module where it is no Python."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(textwrap.dedent(code))
+        return _parse(textwrap.dedent(code), "the response")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.Module([], [])
+
+
+def _parse(code: str, name: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code, name)
 
 
 def lines_of(output: str) -> list[str]:

@@ -7,6 +7,7 @@ start takes as long as its imports. No JAX.
 
 import atexit
 import builtins
+import functools
 import importlib
 import json
 import os
@@ -15,7 +16,6 @@ import sys
 import types
 from typing import Any, NoReturn
 
-STARTED = b"\n"  # the first line that the process sends
 NAME = "solution"  # of the module that the code is
 MAX_OUTPUT = 2**22  # bytes of a program's output that are read
 
@@ -109,9 +109,6 @@ def serve() -> NoReturn:
             os.dup2(nowhere, fd)
         sys.set_int_max_str_digits(0)
         with open(requests, "rb") as lines, open(replies, "wb", buffering=0) as file:
-            file.write(STARTED)
-            memory, sys.path[:] = json.loads(lines.readline())
-            _limit_memory(memory)
             for line in lines:
                 reply = json.dumps(_reply(*json.loads(line))).encode() + b"\n"
                 while reply:
@@ -135,21 +132,29 @@ def _reply(request: str, *args) -> list:
         return ["raised", names[0], args, str(error)]
 
 
-def _load(*codes: str) -> list:
-    """Run pieces of code, one after another, as one module."""
+def _begin(memory: int, path: list[str]) -> list:
+    """Let this process allocate as many bytes, -1: any number, and import from `path`."""
+    sys.path[:] = path
+    if memory >= 0:
+        with open("/proc/self/statm", "rb") as file:
+            most = memory + int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return []
+
+
+def _load(code: str, imports: str) -> list:
+    """Run the code as a module. What `imports` gives is built in, where nothing is already."""
+    names: dict[str, Any] = {}
+    exec(imports, names)
+    vars(builtins).update(names | vars(builtins))
     module = sys.modules[NAME] = types.ModuleType(NAME)
-    for code in codes:
-        exec(compile(code, "the response", "exec"), vars(module))
+    exec(compile(code, "the response", "exec"), vars(module))
     return []
 
 
 def _find(path: str) -> Any:
-    """Return what a path names: "add", "Shape.area", or "Solution().add" of a new instance."""
-    value: Any = sys.modules[NAME]
-    for name in path.split("."):
-        value = getattr(value, name.removesuffix("()"))
-        value = value() if name.endswith("()") else value
-    return value
+    """Return what a path names in the module: "add", "Shape.area"."""
+    return functools.reduce(getattr, path.split("."), sys.modules[NAME])
 
 
 def _get(path: str) -> list:
@@ -161,20 +166,21 @@ def _get(path: str) -> list:
 
 
 def _call(path: str, packed: Any) -> list:
-    """Return the result of a call, and what lists, dicts and sets of its arguments are now."""
+    """Return the result of a call, and what lists, dicts and sets of its arguments are now.
+
+    Of the class Solution return the path of the new instance, which the module keeps.
+    """
     values: list[Any] = []
     args, options = unpack(packed, values)
     given: Given = {id(value): (i, value) for i, value in enumerate(values)}
-    result = pack(_find(path)(*args, **options), given)
-    return [result, ["tuple", *(pack(type(x)(x), given) for x in values)]]
-
-
-def _limit_memory(room: int) -> None:
-    """Let this process allocate `room` bytes; -1: any number."""
-    if room >= 0:
-        with open("/proc/self/statm", "rb") as file:
-            most = room + int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    function = _find(path)
+    result = function(*args, **options)
+    if path == "Solution" and isinstance(function, type):
+        module = sys.modules[NAME]
+        name = f"Solution {len(vars(module))}"
+        setattr(module, name, result)
+        return [name]
+    return [pack(result, given), ["tuple", *(pack(type(x)(x), given) for x in values)]]
 
 
 # Programs -----------------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ def _run_and_end(code: str) -> NoReturn:
         os._exit(status)
 
 
-REQUESTS = {"load": _load, "get": _get, "call": _call, "run": _run}
+REQUESTS = {"begin": _begin, "load": _load, "get": _get, "call": _call, "run": _run}
 
 if __name__ == "__main__":
     serve()

@@ -11,7 +11,6 @@ import pytest
 from small_runs import ROOT
 from test_workers import score
 
-from specrl_jax.rewards.code import code_of
 from specrl_jax.rewards.workers import RewardPool
 
 LIMITS = {"timeout": 10.0, "memory_mib": 512, "workers": 2}
@@ -32,13 +31,11 @@ ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
 STACK = """
 def test_order():
-    stack = Stack([1])
-    stack.push((2, 3))
-    assert stack.pop() == (2, 3) and len(stack) == 1 and isinstance(stack, Stack)
+    assert pop_last([1, (2, 3)]) == (2, 3)
 
 def test_empty():
     try:
-        Stack([]).pop()
+        pop_last([])
     except IndexError as error:
         assert str(error) == "empty"
     else:
@@ -50,14 +47,12 @@ class EmptyError(IndexError):
 class Stack:
     def __init__(self, items):
         self.items = list(items)
-    def push(self, item):
-        self.items.append(item)
     def pop(self):
         if not self.items:
             raise EmptyError("empty")
         return self.items.pop()
-    def __len__(self):
-        return len(self.items)
+def pop_last(items):
+    return Stack(items).pop()
 """
 IN_PLACE = """
 numbers = [3, 1, 2]
@@ -96,21 +91,26 @@ def test_code_that_passes_its_tests():
     np.testing.assert_array_equal(scores.rewards, right)
 
 
-LINES = """
-from collections import OrderedDict, namedtuple
-from typing import NamedTuple
-import enum
-class LRU(OrderedDict):
-    def put(self, key): self[key] = 1
-class Stack(list):
-    def push(self, x): self.append(x)
-Pair = namedtuple("Pair", "x y")
-class Point(NamedTuple):
-    x: int = 1
-class Color(enum.IntEnum):
-    RED = 1
-class Word(str):
-    def __str__(self): return "other"
+DATA = """
+import enum, functools, itertools
+from collections import Counter, OrderedDict, defaultdict
+import numpy as np
+def counts(text): return Counter(text)
+def ordered(keys): return OrderedDict.fromkeys(keys)
+def matrix(): return np.eye(2)
+def pairs(a, b): return zip(a, b)
+def keys(x): return x.keys()
+def numbers(): return itertools.count()
+class Shape:
+    SIDES = 4
+    @staticmethod
+    def area(a, b): return a * b
+class Solution:
+    def __init__(self): self.seen = []
+    def add(self, x):
+        self.seen.append(x)
+        return self.seen
+square = functools.partial(pow, exp=2)
 """
 NUMBERS = """
 from fractions import Fraction
@@ -122,19 +122,29 @@ def later(day): return day + timedelta(1)
 def upto(n): return range(n)
 def big(): return 10**5000
 """
-POINTS = """
+OBJECTS = """
+from collections import namedtuple
 from dataclasses import dataclass
+from typing import NamedTuple
+import enum
+class Stack(list):
+    def push(self, x): self.append(x)
+Pair = namedtuple("Pair", "x y")
+class Point(NamedTuple):
+    x: int = 1
+class Color(enum.IntEnum):
+    RED = 1
 @dataclass(frozen=True)
 class A:
     x: int
 class V:
-    def __init__(self, x): self.x = x
-    def __eq__(self, other): return self.x == getattr(other, "x", other)
-    def __add__(self, other): return V(self.x + other.x)
-class Trie:
-    def __contains__(self, word): return True
-class Node:
-    def __init__(self): self.next = self
+    def __eq__(self, other): return True
+class BadError(ValueError): pass
+def fail(): raise BadError
+def compose(f=None): return lambda x: x
+async def later(): return 1
+origin = Point()
+point = (1, 2)
 """
 GRID = """
 def clear(grid, *, counts):
@@ -145,7 +155,7 @@ def clear(grid, *, counts):
 def merge(rows): rows[0].append(1)
 """
 ERRORS = """
-class EmptyError(Exception):
+class EmptyError(IndexError):
     def __init__(self, name, code): self.code = code
     def __str__(self): return "empty"
 class DeepError(EmptyError): pass
@@ -159,36 +169,40 @@ def pop(kind):
 @pytest.mark.parametrize(
     ("response", "tests"),
     [
-        (LINES, "x = LRU()\nx.put('a')\nassert len(x) == 1 and list(x) == ['a'] and x == {'a': 1}"),
-        (LINES, "x = Stack([1])\nx.push(2)\nassert x == [1, 2] and x[1] == 2 and x + [3] > [1, 2]"),
-        (LINES, "x = Stack([1])\nassert 1 in x and 2 not in x and isinstance(x, list)"),
-        (LINES, "assert Pair(1, 2).y == 2 and Pair(1, 2) == (1, 2) and Point().x == 1"),
-        (LINES, "x, y = Pair(3, 4)\nassert (x, y) == (3, 4) and Pair(1, 2) < Pair(1, 3)"),
-        (LINES, "assert Color.RED.name == 'RED' and Color(1) == 1 and Color(1) is Color.RED"),
-        (LINES, "assert Word('a') == 'a' and Word('a') + 'b' == 'ab'"),
+        (DATA, "assert counts('aab') == {'a': 2, 'b': 1} and list(ordered('ba')) == ['b', 'a']"),
+        (DATA, "assert matrix() == [[1, 0], [0, 1]] and square(3) == 9"),
+        (DATA, "assert list(pairs([1], 'a')) == [(1, 'a')] and sorted(keys({2: 0})) == [2]"),
+        (DATA, "x = numbers()\nassert [next(x), next(x)] == [0, 1]"),
+        (DATA, "assert Shape.SIDES == 4 and Shape.area(2, b=3) == 6"),
+        (DATA, "s = Solution()\nassert s.add(1) == [1] and s.add(2) == [1, 2]\n"
+               "assert Solution().add(3) == [3]"),
+        (DATA, "from solution import counts as c, matrix\nassert counts('') == {}"),
+        (OBJECTS, "def check(origin):\n    assert origin.x == 1 and point[0] == 1\n"
+                  "class P: x = 1\norigin = P()\ncheck(origin)\ncompose.__name__\n"
+                  "try: fail()\nexcept ValueError: pass"),
         (NUMBERS, "from fractions import Fraction\nassert third() == Fraction(1, 3)"),
         (NUMBERS, "from decimal import Decimal\nassert tenth() == Decimal('0.1')"),
         (NUMBERS, "from datetime import date\nassert later(date(2024, 2, 28)).day == 29"),
         (NUMBERS, "from datetime import datetime as d\nassert later(d(2024, 1, 1, 2)).hour == 2"),
         (NUMBERS, "assert upto(3) == range(3) and later.__name__ == 'later'\nupto(1)"),
         (NUMBERS, "assert big() == 10**5000"),
-        (POINTS, "assert A(1) == A(1) and len({A(1), A(1), A(2)}) == 2 and V(1) == V(1)"),
-        (f"from __future__ import annotations\n{POINTS}", "assert A(1).x == 1"),
-        (POINTS, "x = Node()\nassert x.next is x"),
         (GRID, "g = [[3], [1]]\nrow = g[0]\nc = {}\nassert clear(g, counts=c) is g\n"
                "assert g == [[0], [1]] and row == [0] and row is g[0] and c == {'zeros': 1}"),
         (GRID, "row = [0]\nrows = [row, row]\nmerge(rows)\nassert rows == [[0, 1], [0, 1]]"),
-        (ERRORS, "try: pop('deep')\nexcept EmptyError as e: assert str(e) == 'empty'"),
+        (ERRORS, "try: pop('deep')\nexcept LookupError as e: assert str(e) == 'empty'"),
         (ERRORS, "try: pop('key')\nexcept KeyError as e: assert str(e) == \"'a'\""),
         (ERRORS, "try: pop('')\nexcept UnicodeDecodeError: pass\nelse: assert 0"),
         ("def double(x): return 2 * x", "def double(x):\n{response}\nassert double(2) == 4"),
         ("    return 2 * x", "def double(x):\n{response}\nassert double(2) == 4"),
         ("    return 2 * x", "def max(x):\n{response}\nassert max(2) == 4"),
-        ("    return 2 * x", "async def double(x):\n{response}\nassert hasattr(double(2), 'send')"),
-        ("        return 2 * x", "class S:\n    def f(self, x):\n{response}\nassert S().f(2) == 4"),
         (
-            "class S:\n    def f(self, x): return 2 * x",
-            'class S:\n    def f(self, x):\n        """D."""\n{response}\nassert S().f(2) == 4',
+            "        return 2 * x",
+            "class Solution:\n    def f(self, x):\n{response}\nassert Solution().f(2) == 4",
+        ),
+        (
+            "class Solution:\n    def f(self, x): return 2 * x",
+            'class Solution:\n    def f(self, x):\n        """D."""\n{response}\n'
+            "assert Solution().f(2) == 4",
         ),
     ],
 )  # fmt: skip
@@ -250,7 +264,7 @@ while frame:
     found = found or words[::-1] in repr(list(frame.f_locals.values()))
     frame = frame.f_back
 """
-OBJECTS = """
+SEEN = """
 for x in gc.get_objects():
     values = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
     found = found or any(isinstance(y, str) and words[::-1] in y for y in values)
@@ -267,7 +281,7 @@ for pid in [x for x in os.listdir("/proc") if x.isdecimal() and x != str(os.getp
     except OSError: pass
 """
 TRICKS = [
-    *(SEARCH.format(search=x) for x in (FRAMES, OBJECTS, MEMORY)),
+    *(SEARCH.format(search=x) for x in (FRAMES, SEEN, MEMORY)),
     "import sys\nsys.exit(0)",
     "import os\nos._exit(0)",
     "exit()",
@@ -301,7 +315,7 @@ def test_no_trick_fakes_a_pass():
     scores = scores_of([*TRICKS, RIGHT], [ADD] * (len(TRICKS) + 1))
     np.testing.assert_array_equal(scores.rewards, [0] * len(TRICKS) + [1])
     for reason in scores.reasons:  # wrong answers, or objects that tests cannot compare
-        assert not reason or "use __eq__ of an object of the response" in reason
+        assert not reason or "hold an object of the response, a Any; tests may" in reason
 
 
 def test_an_end_is_no_error_that_a_test_expects(pool):
@@ -311,16 +325,51 @@ def test_an_end_is_no_error_that_a_test_expects(pool):
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
 
 
-def test_an_error_that_a_test_expects_is_no_failed_assertion(pool):
+@pytest.mark.parametrize("catch", ["except:", "except BaseException:"])
+def test_an_end_that_a_test_catches_is_no_pass(pool, catch):
+    tests = f"try:\n    add(1, 2)\n    ok = False\n{catch}\n    ok = True\nassert ok\n"
+    codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
+    scores = score(pool, [f"def add(a, b): {code}" for code in codes], [tests] * 3)
+    np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
+
+
+def test_no_name_of_the_response_stands_for_a_failed_assertion(pool):
     tests = "try:\n    add(1, 2)\n    assert False\nexcept BadError:\n    pass\n"
     codes = [
-        "class BadError(ValueError): pass\ndef add(a, b): raise BadError(a)",
         "class BadError(AssertionError): pass\ndef add(a, b): pass",
         "BadError = AssertionError\ndef add(a, b): pass",
-        "BadError = Exception\ndef add(a, b): pass",
+        "BadError = BaseException\ndef add(a, b): pass",
+        "BadError = (Exception,)\ndef add(a, b): pass",
+        "def BadError(): pass\ndef add(a, b): pass",
     ]
-    scores = score(pool, codes, [tests] * 4)
-    np.testing.assert_array_equal(scores.rewards, [1, 0, 0, 0])
+    scores = score(pool, codes, [tests] * 5)
+    np.testing.assert_array_equal(scores.rewards, 0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "what"),
+    [
+        ("x = Stack([1])", "a Stack"),
+        ("assert Pair(1, 2).y == 2", "a Pair"),
+        ("assert Point() == (1,)", "a Point"),
+        ("assert Color(1) == 1", "a Color"),
+        ("assert Color.RED == 1 or len('')", "a Color"),
+        ("assert A(1) == A(1)", "a A"),
+        ("assert V() == 1", "a V"),
+        ("assert [V()] == [1]", "a V"),
+        ("assert origin.x == 1 or len('')", "a Point"),
+        ("try: fail()\nexcept BadError: pass", "a class of errors, BadError"),
+        ("assert compose()(1) == 1", "a function"),
+        ("assert hasattr(later(), 'send')", "a coroutine"),
+        ("try: V()\nexcept BaseException: pass", "a V"),
+    ],
+)
+def test_tests_that_hold_an_object_are_told_what_they_may_do(pool, tests, what):
+    scores = score(pool, [OBJECTS], [tests])
+    assert scores.rewards == 0
+    (reason,) = scores.reasons
+    assert f"hold an object of the response, {what}; tests may call its functions" in reason
+    assert reason.endswith("and catch built-in errors")
 
 
 NEVER_RUN = [
@@ -328,7 +377,7 @@ NEVER_RUN = [
         "import unittest\nclass Add(unittest.TestCase):\n    def test(self): assert 0",
         "a class, Add",
     ),
-    ("class TestAdd:\n    def test_add(self): assert 0", "in a class, TestAdd"),
+    ("class TestAdd:\n    def test_add(self): assert add(1, 2)", "in a class, TestAdd"),
     ("@p\ndef test_add(a, b): assert 0", "never call test_add, which needs arguments"),
     ("def test_add(*, a): assert 0", "never call test_add, which needs arguments"),
     ("async def test_add(): assert 0", "never call test_add, which is async"),
@@ -336,9 +385,6 @@ NEVER_RUN = [
     ("def test_add(): return add(1, 2) == 4", "test_add returns a value"),
     ("import no_such_module", "No module named 'no_such_module'"),
     ("assert math.isclose(add(1, 2), 3)", "do not import math"),
-    ("assert 1 in Trie()", "use __contains__ of an object of the response"),
-    ("assert V(1) + V(2)", "use __add__ of an object of the response"),
-    ("assert V(1) == 1", "use __eq__ of an object of the response"),
     ("assert np.allclose(add(1, 2), 3)", "do not import np"),
 ]
 
@@ -350,8 +396,9 @@ def test_what_cannot_be_scored_is_told():
         (RIGHT, "assert add(1,", "SyntaxError: "),
         (RIGHT, "def check(f):\n    assert f(1, 2) == 3", "the tests in the answer call nothing"),
         (RIGHT, "assert add(print, 2) == 3", "the tests in the answer give the response a builtin"),
+        (RIGHT, "assert add(add, 2) == 3", "the tests in the answer give the response a Function"),
         (RIGHT, "1 / 0\n{response}\n" + ADD, "ZeroDivisionError: "),
-        *((RIGHT + POINTS, f"add(0, 0)\n{tests}", reason) for tests, reason in NEVER_RUN),
+        *((RIGHT, f"add(0, 0)\n{tests}", reason) for tests, reason in NEVER_RUN),
     ]
     responses, tests, reasons = zip(*rows)
     with RewardPool("code", **LIMITS | {"timeout": 8.0}) as pool:
@@ -362,25 +409,101 @@ def test_what_cannot_be_scored_is_told():
         assert words in reason
 
 
+# Programs and functions ---------------------------------------------------------------------------
+
+SUMS = json.dumps({"inputs": ["1 2\n", "30\n4"], "outputs": ["3\n", ["34", ""]]})
+READ = "import sys\na, b = map(int, sys.stdin.read().split())\n"
+
+
 @pytest.mark.parametrize(
-    ("response", "code"),
+    ("program", "reward"),
     [
-        ("x = 1", "x = 1"),
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("```\nx = 1\n```\nand ```y```\n```py\ny = 2\n```", "y = 2\n"),
-        ("text\n```python\nx = 1", "x = 1"),
-        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
-        ("1. So:\n\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
-        ("2. ```py\n   x = 1\n   ```", "x = 1\n"),
-        ("```\n    return 1\n```", "    return 1\n"),
-        ('```\ndef f():\n    """As ```f()```."""\n```', 'def f():\n    """As ```f()```."""\n'),
-        ("```\nx = 1\n```\nOutput:\n```\n3\n```", "x = 1\n"),
-        ("```\ndef f(): pass\n```\nUse:\n```\nx = f()\nprint(x)\n```", "def f(): pass\n"),
-        ("```\ndef f(): pass\n```\n```\n>>> f()\n```", "def f(): pass\n"),
+        ("print(sum(map(int, open(0).read().split())))", 1),
+        (READ + "def main():\n    print(a + b)\nif __name__ == '__main__':\n    main()", 1),
+        (READ + "print(f' {a + b}  \\n\\n')", 1),
+        (READ + "import os\nos.write(1, b'%d' % (a + b))\nos._exit(0)", 1),
+        (READ + "print(a + b)\nexit()", 1),
+        (READ + "from threading import Thread\nThread(target=lambda: print(a + b)).start()", 1),
+        (READ + "import atexit\natexit.register(lambda: print(a + b))", 1),
+        (READ + "import io\nsys.stdout = io.StringIO()\nprint(a + b)\n"
+                "sys.__stdout__.write(sys.stdout.getvalue())", 1),
+        (READ + "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\n"
+                "print(A(a + b).x)", 1),
+        ("Try:\n```python\nprint(sum(map(int, open(0).read().split())))\n```\nIt gives\n"
+         "```\n3\n```\nIn short:\n```python\ndef add(a, b):\n    return a + b\n```", 1),
+        (READ + "print(a + b)\nsys.exit(1)", 0),
+        (READ + "print(a + b)\n1 / 0", 0),
+        (READ + "print(a, b)", 0),
+        (READ + "print(3)", 0),  # of the first input
+        (READ + "print('', a + b, sep='\\n', end='\\n.')", 0),
+        (READ + "def main():\n    print(a + b)", 0),
+        ("def add(a, b):\n    return a + b", 0),
+        ("import sys\nsys.exit(0)", 0),
+        ("import os\nos._exit(0)", 0),
+        ("import os\nos.kill(os.getppid(), 9)", 0),
+        ("print(", 0),
+        ("", 0),
+        (REPORT, 0),
+        # A run leaves nothing to the next one.
+        ("import builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nprint([0, 3, 34][n])", 0),
+    ],
+)  # fmt: skip
+def test_programs(pool, program, reward):
+    scores = score(pool, [program], [SUMS])
+    assert scores.reasons == ("",)
+    np.testing.assert_array_equal(scores.rewards, [reward])
+
+
+def test_a_program_has_the_limits_of_an_answer():
+    programs = [READ + f"x = bytearray({n} << 20)\nprint(a + b)" for n in (300, 520)]
+    with RewardPool("code", **LIMITS | {"timeout": 8.0}) as pool:
+        hangs = READ + "while b == 4: pass\nprint(a + b)"
+        scores = score(pool, [*programs, hangs], [SUMS] * 3)
+    np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
+    assert scores.reasons == ("", "", "no result within 8 s")
+
+
+LEETCODE = """
+class Solution:
+    def __init__(self): self.calls = 0
+    def pairs(self, xs: List[int]) -> List[Tuple[int, int]]:
+        self.calls += 1
+        return [(x, n) for x, n in sorted(Counter(xs).items()) if pow(x, 1, 100) == x]
+"""
+APPS = json.dumps({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [[1, 2]]]})
+TWICE = {"input": "[2, 1, 2]", "output": "[[1, 1], [2, 2]]", "testtype": "functional"}
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "metadata", "reward"),
+    [
+        (RIGHT, APPS, {}, 1),
+        ("class Solution:\n    def add(self, a, b): return a + b", APPS, {}, 1),
+        ("class Solution: pass\n" + RIGHT, APPS, {}, 1),
+        (RIGHT.replace("+", "-"), APPS, {}, 0),
+        ("def add(a, b): raise SystemExit", APPS, {}, 0),
+        ("def add(a, b):\n    import os\n    os._exit(0)", APPS, {}, 0),
+        ("def add(a, b): return {a}", APPS, {}, 0),
+        (ANY.format(base="object", value="Any()"), APPS, {}, 0),
+        (ANY.format(base="int", value="Any(3)"), APPS, {}, 0),
+        (LEETCODE, json.dumps([TWICE, TWICE]), {"metadata": '{"func_name": "pairs"}'}, 1),
+        (LEETCODE, json.dumps([TWICE | {"metadata": {"func_name": "pairs"}}]), {}, 1),
+        (LEETCODE, json.dumps([TWICE | {"fn_name": "pairs", "output": "[]"}]), {}, 0),
+        ("", json.dumps({"fn_name": "gcd", "inputs": ["4\n6"], "outputs": ["2"]}), {}, 0),
+        (RIGHT, json.dumps(["assert add(1, 2) == 3", "assert add(0, 1) == 1"]), {}, 1),
+        (RIGHT, json.dumps(["assert add(1, 2) == 3", "assert add(0, 1) == 2"]), {}, 0),
+        (
+            RIGHT,
+            '["assert math.isclose(add(1, 2), three)"]',
+            {"test_imports": ["import math"], "test_setup_code": "three = 3"},
+            1,
+        ),
     ],
 )
-def test_the_last_fence_is_the_code(response, code):
-    assert code_of(response) == code
+def test_functions(pool, response, answer, metadata, reward):
+    scores = score(pool, [response], [answer], metadatas=[metadata])
+    assert scores.reasons == ("",)
+    np.testing.assert_array_equal(scores.rewards, [reward])
 
 
 @pytest.mark.slow
