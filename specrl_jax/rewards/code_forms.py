@@ -89,7 +89,7 @@ def _read_columns(data: dict) -> list[Case]:
 
 def _read_case(case: dict, row: dict) -> Case:
     """Read {"input", "output", "testtype"}."""
-    kind = case.get("testtype", "stdin")
+    kind = case.get("testtype") or "stdin"
     if not {"input", "output"} <= case.keys() or kind not in ("stdin", "functional"):
         raise ValueError(f"{str(case)[:40]!r}: {_FORMS}")
     name = _function_name(case, row) if kind == "functional" else ""
