@@ -9,6 +9,7 @@ that it can reach. The rights and limits of both processes are those of the rewa
 
 import builtins
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -79,6 +80,7 @@ def _passes(solution: "_Solution", code: str, case: Case) -> bool:
 def _passes_python(code: str, tests: PythonTests) -> bool:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(tests.head, "the code before", "exec"), names)
+    names |= {name: importlib.import_module(x) for name, x in tests.modules.items()}
     own = {*vars(builtins), *names} - {tests.last}
     program = compile(tests.program, "the tests", "exec")
     is_rest = code.lstrip("\r\n")[:1] in (" ", "\t")  # of the last function of the head

@@ -7,6 +7,7 @@ TACO, LiveCodeBench), lists of asserts (MBPP), and Python tests around a place f
 """
 
 import ast
+import builtins
 import contextlib
 import json
 import re
@@ -25,8 +26,9 @@ _FENCE = re.compile(
     r"^((?:[^\n]*[ \t])?)```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
 _ITEM = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])?[ \t]*")  # before the fence of an item of a list
-# Modules that tests may use without an import, by mistake: the response could define them.
-_MODULES = sys.stdlib_module_names | {"np", "numpy", "pd", "pandas", "pytest"}
+# Modules that tests may use without an import: else the response could define them.
+_MODULES = {name: name for name in (*sys.stdlib_module_names, "numpy", "pandas", "pytest")}
+_MODULES |= {"np": "numpy", "pd": "pandas"}
 
 
 class Case(NamedTuple):
@@ -42,7 +44,8 @@ class PythonTests(NamedTuple):
 
     head: str  # code before the response's; complete, where the response is not the rest of it
     unfinished: str  # the same, without the body of a last function that has none
-    last: str  # the function or class of the head that the response may replace; ""
+    last: str  # the function or class of the head, or built-in one, that it may replace; ""
+    modules: dict[str, str]  # that the program uses without an import, by the name that it uses
     program: ast.Module
     functions: list[str]  # test*(), to call after the program
     used: set[str]  # names that the tests read
@@ -145,12 +148,20 @@ def _read_python(text: str, row: dict) -> PythonTests:
         raise ValueError(f"{text[:40]!r} calls nothing: {_FORMS}")
     names = [x for x in ast.walk(program) if isinstance(x, ast.Name)]
     used = {x.id for x in names if isinstance(x.ctx, ast.Load)}
-    stored = _stored_names(program)
-    _check_imports(program, stored | _stored_names(parsed_head))
     defined = [x.name for x in parsed_head.body if isinstance(x, _DEFINITIONS)]
-    last = defined[-1] if defined else ""
-    functions = _functions_to_call(program, used)
-    return PythonTests(head, unfinished, last, program, functions, used, stored)
+    if not defined and len(used) == 1:  # the response's, though it may be a built-in name
+        defined = sorted(used & vars(builtins).keys())
+    stored = _stored_names(program)
+    return PythonTests(
+        head=head,
+        unfinished=unfinished,
+        last=defined[-1] if defined else "",
+        modules=_missing_imports(program, stored | _stored_names(parsed_head)),
+        program=program,
+        functions=_functions_to_call(program, used),
+        used=used,
+        stored=stored,
+    )
 
 
 def _stored_names(code: ast.Module) -> set[str]:
@@ -168,13 +179,12 @@ def _stored_names(code: ast.Module) -> set[str]:
     return stored
 
 
-def _check_imports(tests: ast.Module, stored: set[str]) -> None:
-    """Raise ValueError where tests use a module that they do not import."""
+def _missing_imports(tests: ast.Module, stored: set[str]) -> dict[str, str]:
+    """Return the modules that tests use without an import."""
     attributes = [x for x in ast.walk(tests) if isinstance(x, ast.Attribute)]
     of = {x.value.id for x in attributes if isinstance(x.value, ast.Name)}
-    for name in sorted(of & _MODULES - stored):
-        if "*" not in stored:
-            raise ValueError(f"tests do not import {name}")
+    names = set() if "*" in stored else of & _MODULES.keys() - stored
+    return {name: _MODULES[name] for name in sorted(names)}
 
 
 def _functions_to_call(tests: ast.Module, used: set[str]) -> list[str]:

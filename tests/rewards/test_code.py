@@ -27,7 +27,7 @@ def scores_of(responses, tests):
         return score(pool, responses, tests)
 
 
-ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\n"
+ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\nassert math.isclose(add(1, 1), 2)\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
 STACK = """
 def test_order():
@@ -186,6 +186,9 @@ def pop(kind):
         (NUMBERS, "from datetime import datetime as d\nassert later(d(2024, 1, 1, 2)).hour == 2"),
         (NUMBERS, "assert upto(3) == range(3) and later.__name__ == 'later'\nupto(1)"),
         (NUMBERS, "assert big() == 10**5000"),
+        ("def sum(a, b): return a - b", "assert sum(3, 2) == 1\nassert sum(2, 3) == -1"),
+        (RIGHT, "from __future__ import annotations\nassert math.isclose(add(1, 2), 3)"),
+        (RIGHT, "assert math.isclose(add(1, 2), 3) and np.allclose(add([1], [2]), [1, 2])"),
         (GRID, "g = [[3], [1]]\nrow = g[0]\nc = {}\nassert clear(g, counts=c) is g\n"
                "assert g == [[0], [1]] and row == [0] and row is g[0] and c == {'zeros': 1}"),
         (GRID, "row = [0]\nrows = [row, row]\nmerge(rows)\nassert rows == [[0, 1], [0, 1]]"),
@@ -281,6 +284,7 @@ for pid in [x for x in os.listdir("/proc") if x.isdecimal() and x != str(os.getp
     except OSError: pass
 """
 TRICKS = [
+    "class math:\n    isclose = staticmethod(lambda *x: True)\ndef add(a, b): return 3",
     *(SEARCH.format(search=x) for x in (FRAMES, SEEN, MEMORY)),
     "import sys\nsys.exit(0)",
     "import os\nos._exit(0)",
@@ -384,8 +388,6 @@ NEVER_RUN = [
     ("def test_add():\n    yield\n    assert 0", "test_add returns a value"),
     ("def test_add(): return add(1, 2) == 4", "test_add returns a value"),
     ("import no_such_module", "No module named 'no_such_module'"),
-    ("assert math.isclose(add(1, 2), 3)", "do not import math"),
-    ("assert np.allclose(add(1, 2), 3)", "do not import np"),
 ]
 
 

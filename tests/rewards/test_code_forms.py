@@ -73,7 +73,6 @@ UNKNOWN = [
     ('[{"input": "1", "output": "2", "testtype": "functional"}]', "must have the name of its fun"),
     ("[" * 5000, "RecursionError"),
     ("class TestAdd:\n    def test_add(self): add()", "tests are in a class, TestAdd"),
-    ("assert math.isclose(f(1), 3)", "tests do not import math"),
 ]
 
 
