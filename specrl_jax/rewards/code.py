@@ -36,7 +36,7 @@ _IMPORTS = (
 
 
 def score_code(response: str, answer: str, task: str, metadata: dict) -> float:
-    """1 if the code in the response passes the tests in `answer`.
+    """Return 1 if the code in the response passes the tests in `answer`, else 0.
 
     The code is what the last ``` fence with code holds, else the whole response. Cases are tried
     one after another, up to the first that fails. Python tests are run from top to bottom, then
@@ -211,6 +211,8 @@ def _error(kind: str, args: tuple, text: str) -> Exception:
     made = getattr(builtins, kind)
     if not issubclass(made, Exception):
         raise ValueError("the code ends its process")
+    if issubclass(made, StopIteration):  # which would end a loop of the tests
+        made = RuntimeError
     error = made(*args)
     return error if str(error) == text else made(text)
 
@@ -220,7 +222,7 @@ def _unsuited(kind: str) -> UnsuitedTestsError:
 
 
 def _start(requests: int, replies: int) -> int:
-    """Start the process of the response, with these ends of pipes; its number."""
+    """Start the process of the response, with these ends of pipes; return its number."""
     if not linux.acts_as_owner():
         command = [sys.executable, "-P", "-S", code_process.__file__]
         ends = [(os.POSIX_SPAWN_DUP2, requests, 0), (os.POSIX_SPAWN_DUP2, replies, 1)]

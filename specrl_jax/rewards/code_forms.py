@@ -111,7 +111,9 @@ def _function_name(case: dict, row: dict) -> str:
 
 
 def _case(name: str, given: Any, expected: Any, wrapped: bool) -> Case:
-    """wrapped: an expected list of one value stands for the value too."""
+    """Return a case; wrapped: an expected list of one value stands for the value too."""
+    if not isinstance(name, str):
+        raise ValueError(f"fn_name must be text, got {name!r}")
     if not name:
         return Case("", _text(given), [_text(expected)])
     if isinstance(given, str):  # LiveCodeBench: a line of JSON for each argument
@@ -143,7 +145,7 @@ def _read_python(text: str, row: dict) -> PythonTests:
     head = f"{unfinished.rstrip()} pass\n" if lacks_body else unfinished
     parsed_head = _parse(head, "the code before")
     program = _parse(tests, "the tests")
-    program.body = [x for x in program.body if getattr(x, "module", "") != "solution"]
+    program.body = [x for x in program.body if not _is_from_solution(x)]
     if not any(isinstance(x, ast.Call) for x in ast.walk(program)):
         raise ValueError(f"{text[:40]!r} calls nothing: {_FORMS}")
     names = [x for x in ast.walk(program) if isinstance(x, ast.Name)]
@@ -162,6 +164,11 @@ def _read_python(text: str, row: dict) -> PythonTests:
         used=used,
         stored=stored,
     )
+
+
+def _is_from_solution(line: ast.stmt) -> bool:
+    is_import = isinstance(line, ast.ImportFrom) and line.module == "solution"
+    return is_import and not any(alias.asname for alias in line.names)
 
 
 def _stored_names(code: ast.Module) -> set[str]:
@@ -211,7 +218,7 @@ def _functions_to_call(tests: ast.Module, used: set[str]) -> list[str]:
 
 
 def code_of(response: str, is_program: bool = False) -> str:
-    """The code in a response: in its last ``` fence that defines something, else the whole.
+    """Return the code of a response: its last ``` fence that defines something, else the whole.
 
     is_program: the last one that reads its input.
     """

