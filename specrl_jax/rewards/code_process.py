@@ -17,7 +17,7 @@ import types
 from typing import Any, NoReturn
 
 NAME = "solution"  # of the module that the code is
-MAX_OUTPUT = 2**22  # bytes of a program's output that are read
+MAX_OUTPUT = 2**23  # bytes of a program's output that are read
 
 # Plain data between the two processes ------------------------------------------------------------
 
