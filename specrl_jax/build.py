@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,12 @@ from specrl_jax.data.prompts import (
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
+from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained, param_count
+from specrl_jax.rewards.scorers import CHECKS
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
@@ -44,7 +47,7 @@ from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.runtime import machine
 from specrl_jax.state import Origin, Reference, Run, RunState
-from specrl_jax.types import Prompts
+from specrl_jax.types import Example, Prompts
 from specrl_jax.warmup import warm_up
 
 
@@ -56,6 +59,7 @@ def build(config) -> tuple[Run, Params]:
     tokenizer = load_tokenizer(config)
     scorer = make_scorer(config, tokenizer)
     dataset = load_examples(config)
+    check_answers(config, dataset.train + dataset.eval)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)
     _check_enough(config, stream, len(prompts.lens))
@@ -110,6 +114,20 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
         max_turns=environment.max_turns,
         allow_unfinished=environment.allow_unfinished,
     )
+
+
+def check_answers(config, examples: Sequence[Example]) -> None:
+    """Raise ValueError in one line where the reward cannot read the answer of a problem."""
+    terms = [] if config.environment.name else reward_terms(config.reward.name)
+    for term in CHECKS.keys() & terms:
+        for example in examples:
+            prompt = example.prompt
+            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            with one_line(
+                f"the answer must hold tests that reward.name = {term} can read, "
+                f"of the prompt {text[:60]!r}"
+            ):
+                CHECKS[term](example.answer, example.metadata)
 
 
 def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from specrl_jax.build import make_scorer
+from specrl_jax.build import check_answers, make_scorer
 from specrl_jax.config import validate
 from specrl_jax.config_file import OF_TASK
 from specrl_jax.data.gym_process import require_reasoning_gym
@@ -92,6 +92,7 @@ def measure(
     encoded = dataclasses.replace(encoded, tokens=encoded.tokens[:, : encoded.lens.max()])
     weights = policy.weights()
     rows = []
+    check_answers(config, task.examples)
     scorer = make_scorer(config, policy.tokenizer)
     with scorer.pool:
         for count, warmth in ((1, 0.0), (samples, temperature)):

