@@ -23,11 +23,14 @@ from specrl_jax.data.prompts import (
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
 from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.group_buffer import part_size, trained_group_size
+from specrl_jax.inputs import reward_terms
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.lora import adapter_count
 from specrl_jax.models.transformer import Params, param_count
+from specrl_jax.rewards.scorers import reads_answer_part
 from specrl_jax.rewards.sums import make_pool
+from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.run import Run
 from specrl_jax.types import Prompts
@@ -76,14 +79,28 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     """Make the scorer that `config` describes; its pool must be closed."""
     settings = config.reward
     environment = config.environment
+    tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
+    reads_part = any(reads_answer_part(x, settings.extract) for x in reward_terms(settings.name))
+    if reads_part and not environment.name:
+        _check_tags(settings, tags, tokenizer)
     fields = {f: settings[f] for f in ("timeout", "memory_mib", "workers", "threshold", "extract")}
     named = {"environment": environment.name, "format": settings.format}
     pool = make_pool(settings.name, **named, **fields)
-    inputs = (pool, tokenizer, settings.keep_special_tokens)
+    inputs = (pool, tokenizer, settings.keep_special_tokens, tags)
     if not environment.name:
         return ResponseScorer(*inputs)
     turns = {"max_turns": environment.max_turns, "allow_unfinished": environment.allow_unfinished}
     return EpisodeScorer(*inputs, **turns)
+
+
+def _check_tags(settings, tags: ThoughtTags, tokenizer: Tokenizer) -> None:
+    """Raise ValueError where rewards see no tags, as they are special tokens."""
+    hidden = [tag for pair in tags.pairs for tag in pair if tokenizer.is_special(tag)]
+    if hidden and not settings.keep_special_tokens:
+        raise ValueError(
+            f"reward.keep_special_tokens must be True where {hidden[0]} of reward.thought_tags is "
+            'a special token, got False; or set reward.thought_tags=""'
+        )
 
 
 def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
