@@ -1,9 +1,11 @@
 """Rows of a dataset to encoded prompts.
 
 Takes `config.data` and a tokenizer; gives `Prompts`. A prompt's id is the hash of its content, so
-stored drafts and noise find it again after a restart, a reshuffle or a change of format.
+stored drafts and noise find it again after a restart, a reshuffle or a change of format. Rows that
+differ in other columns alone are one problem, unless the reward reads these.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -18,7 +20,9 @@ import numpy as np
 
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.inputs import answer_pattern, json_value, one_line, reward_terms
+from specrl_jax.inputs import answer_pattern, is_blank, json_value, one_line, reward_terms
+from specrl_jax.rewards.environments import ENVIRONMENTS
+from specrl_jax.rewards.scorers import OWN_TASKS, SCORERS, WHOLE
 from specrl_jax.types import PADDING, Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -86,6 +90,10 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
     pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
     # A task's own scorer reads the whole row.
     needs_answer = any(term != data.source for term in reward_terms(config.reward.name))
+    compares = _compares(config)
+    answer_source = data.render or f"data.answer_field {data.answer_field}"
+    if pattern is not None and not data.render:
+        answer_source = f"data.answer_pattern {data.answer_pattern}"
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
@@ -100,12 +108,33 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
             asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             if not asked.strip():
                 return None
+            if compares and is_blank(answer):
+                raise ValueError(
+                    f"{answer_source} must hold an answer for every prompt, got {answer!r}"
+                )
             prompt = _with_instruction(prompt, data.instruction)
         except ValueError as error:
             raise ValueError(f"{error} ({row.where})") from error
         return make_example(prompt, answer, task, _jsonable(row.values))
 
     return make
+
+
+def _compares(config: Any) -> bool:
+    """Return whether a named reward compares responses with the answer: a blank one is none."""
+    if config.environment.name:
+        return False
+    terms = reward_terms(config.reward.name).keys()
+    return not terms.isdisjoint(SCORERS.keys() - OWN_TASKS.keys())
+
+
+def _reads_all_columns(config: Any) -> bool:
+    """Return whether the reward may read other columns than the answer: one of the user's own."""
+    if config.environment.name:
+        return config.environment.name not in ENVIRONMENTS
+    return any(
+        term not in SCORERS and term not in WHOLE for term in reward_terms(config.reward.name)
+    )
 
 
 def _load_render(name: str) -> Callable:
@@ -193,11 +222,18 @@ def make_example(
     prompt: str | tuple[dict, ...], answer: str, task: str, metadata: dict[str, Any]
 ) -> Example:
     """An `Example` under the id of its content: blake2b-64 of (prompt, answer, task) as JSON."""
-    content = [prompt, answer, task]
+    return Example(_content_id(prompt, answer, task), prompt, answer, task, metadata)
+
+
+def _row_id(example: Example) -> str:
+    """Return the id of all that a row holds."""
+    return _content_id(example.prompt, example.answer, example.task, example.metadata)
+
+
+def _content_id(*content: Any) -> str:
     text = json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     # JSON allows broken surrogates, which have no UTF-8.
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
-    return Example(digest.hexdigest(), prompt, answer, task, metadata)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _jsonable(row: dict) -> dict:
@@ -213,18 +249,33 @@ def _unique(
     examples: Sequence[Example | None], config: Any, held_out: Sequence[Example] = ()
 ) -> tuple[list[Example], int]:
     """(examples without repeated ones and without those whose question is held out, number left
-    out). In an environment the answer belongs to the question: it is what the policy asks for."""
+    out). In an environment the answer belongs to the question: it is what the policy asks for.
+
+    A reward that reads all columns has all rows that differ in one. Where they share question and
+    answer, the id of each is that of the whole row.
+    """
 
     def question(example: Example) -> Any:
-        return example.prompt_id if config.environment.name else json.dumps(example.prompt)
+        if config.environment.name:
+            return _content_id(example.prompt, example.answer, example.task)
+        return json.dumps(example.prompt)
 
+    def content(example: Example) -> str:
+        return _row_id(example) if reads_all else example.prompt_id
+
+    reads_all = _reads_all_columns(config)
     examples = [example for example in examples if example is not None]
     asked = set(map(question, held_out))
-    kept = {}
+    kept: dict[str, Example] = {}
     for example in examples:
         if question(example) not in asked:
-            kept.setdefault(example.prompt_id, example)
-    return [*kept.values()], len(examples) - len(kept)
+            kept.setdefault(content(example), example)
+    counts = collections.Counter(example.prompt_id for example in kept.values())
+    unique = [
+        example if counts[example.prompt_id] == 1 else dataclasses.replace(example, prompt_id=name)
+        for name, example in kept.items()
+    ]
+    return unique, len(examples) - len(unique)
 
 
 # --- encoding, batches ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _ANSWER_START = re.compile(  # "#### Step 2" and "#### 1. Add them" are headings
     r"(?!\d[.):]\s+\W{0,3}[A-Z])[\s*_$£€¥<(\[{+\-−±~≈]*"
     r"(?:\.?\d|\\(?!text)|√|π|[A-Za-z]\s*=|[A-J]\W*$)"
 )
-_CLAUSE = re.compile(rf"[.,;:!?]\s+(?={WORD.pattern})|\s+(?:because|since)\b")
+_CLAUSE = re.compile(rf"[.,;:!?]\s+(?={WORD.pattern})|\b(?:because|since)\b")
 
 
 def marked_answer(text: str) -> str | None:
