@@ -22,7 +22,7 @@ from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import answer_pattern, is_blank, json_value, one_line, reward_terms
 from specrl_jax.rewards.environments import ENVIRONMENTS
-from specrl_jax.rewards.scorers import OWN_TASKS, SCORERS, WHOLE
+from specrl_jax.rewards.scorers import compares_answers, reads_all_columns
 from specrl_jax.types import PADDING, Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -90,10 +90,9 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
     pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
     # A task's own scorer reads the whole row.
     needs_answer = any(term != data.source for term in reward_terms(config.reward.name))
-    compares = _compares(config)
-    answer_source = data.render or f"data.answer_field {data.answer_field}"
-    if pattern is not None and not data.render:
-        answer_source = f"data.answer_pattern {data.answer_pattern}"
+    compares = not config.environment.name and compares_answers(config.reward.name)
+    field = "answer_pattern" if data.answer_pattern else "answer_field"
+    answer_source = data.render or f"data.{field} {data[field]}"
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
@@ -109,32 +108,14 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
             if not asked.strip():
                 return None
             if compares and is_blank(answer):
-                raise ValueError(
-                    f"{answer_source} must hold an answer for every prompt, got {answer!r}"
-                )
+                rule = "must hold an answer for every prompt"
+                raise ValueError(f"{answer_source} {rule}, got {answer!r}")
             prompt = _with_instruction(prompt, data.instruction)
         except ValueError as error:
             raise ValueError(f"{error} ({row.where})") from error
         return make_example(prompt, answer, task, _jsonable(row.values))
 
     return make
-
-
-def _compares(config: Any) -> bool:
-    """Return whether a named reward compares responses with the answer: a blank one is none."""
-    if config.environment.name:
-        return False
-    terms = reward_terms(config.reward.name).keys()
-    return not terms.isdisjoint(SCORERS.keys() - OWN_TASKS.keys())
-
-
-def _reads_all_columns(config: Any) -> bool:
-    """Return whether the reward may read other columns than the answer: one of the user's own."""
-    if config.environment.name:
-        return config.environment.name not in ENVIRONMENTS
-    return any(
-        term not in SCORERS and term not in WHOLE for term in reward_terms(config.reward.name)
-    )
 
 
 def _load_render(name: str) -> Callable:
@@ -225,11 +206,6 @@ def make_example(
     return Example(_content_id(prompt, answer, task), prompt, answer, task, metadata)
 
 
-def _row_id(example: Example) -> str:
-    """Return the id of all that a row holds."""
-    return _content_id(example.prompt, example.answer, example.task, example.metadata)
-
-
 def _content_id(*content: Any) -> str:
     text = json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     # JSON allows broken surrogates, which have no UTF-8.
@@ -256,20 +232,23 @@ def _unique(
     """
 
     def question(example: Example) -> Any:
-        if config.environment.name:
+        if environment:
             return _content_id(example.prompt, example.answer, example.task)
         return json.dumps(example.prompt)
 
-    def content(example: Example) -> str:
-        return _row_id(example) if reads_all else example.prompt_id
+    def row_id(e: Example) -> str:
+        return _content_id(e.prompt, e.answer, e.task, e.metadata) if reads_all else e.prompt_id
 
-    reads_all = _reads_all_columns(config)
+    environment = config.environment.name
+    reads_all = reads_all_columns(config.reward.name)
+    if environment:
+        reads_all = environment not in ENVIRONMENTS
     examples = [example for example in examples if example is not None]
     asked = set(map(question, held_out))
     kept: dict[str, Example] = {}
     for example in examples:
         if question(example) not in asked:
-            kept.setdefault(content(example), example)
+            kept.setdefault(row_id(example), example)
     counts = collections.Counter(example.prompt_id for example in kept.values())
     unique = [
         example if counts[example.prompt_id] == 1 else dataclasses.replace(example, prompt_id=name)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from specrl_jax.inputs import one_line
+from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.rewards.code import score_code
 from specrl_jax.rewards.marks import WORD, marked_answer
 
@@ -118,6 +118,16 @@ def reads_answer_part(name: str, extract: str) -> bool:
     A function of the user's gets all of it, unless `reward.extract` looks for the answer.
     """
     return name in SCORERS or (bool(extract) and name not in WHOLE)
+
+
+def compares_answers(name: str) -> bool:
+    """Return whether a scorer of `reward.name` compares with the answer, so that it needs one."""
+    return not reward_terms(name).keys().isdisjoint(SCORERS.keys() - OWN_TASKS.keys())
+
+
+def reads_all_columns(name: str) -> bool:
+    """Return whether a scorer of `reward.name` may read other columns: one of the user's own."""
+    return not reward_terms(name).keys() <= SCORERS.keys() | WHOLE
 
 
 def load_scorer(name: str, format: str = "") -> Scorer:
