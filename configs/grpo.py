@@ -90,6 +90,7 @@ def base() -> ConfigDict:
     reward.overlong_tokens = 0  # DAPO: the last tokens before the limit cost reward; 0: off
     reward.overlong_penalty = 1.0  # the reward that all of these tokens together cost
     reward.keep_special_tokens = False  # rewards see special tokens but the response's end
+    reward.thought_tags = "<think> </think> [THINK] [/THINK]"  # pairs around thoughts; "": none
     reward.extract = ""  # regex; group 1 of its last match is the answer; "": the whole response
 
     # -- the rollout -----------------------------------------------------------------------------

@@ -37,8 +37,9 @@ from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained, param_count
-from specrl_jax.rewards.scorers import CHECKS
+from specrl_jax.rewards.scorers import CHECKS, reads_answer_part
 from specrl_jax.rewards.sums import make_pool
+from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
 from specrl_jax.rollout.engine.spec import noise_visits
@@ -95,6 +96,10 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     """Make the scorer that `config` describes; its pool must be closed."""
     settings = config.reward
     environment = config.environment
+    tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
+    reads_part = any(reads_answer_part(x, settings.extract) for x in reward_terms(settings.name))
+    if reads_part and not environment.name:
+        _check_tags(settings, tags, tokenizer)
     pool = make_pool(
         settings.name,
         environment=environment.name,
@@ -106,11 +111,12 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
         extract=settings.extract,
     )
     if not environment.name:
-        return ResponseScorer(pool, tokenizer, settings.keep_special_tokens)
+        return ResponseScorer(pool, tokenizer, settings.keep_special_tokens, tags)
     return EpisodeScorer(
         pool,
         tokenizer,
         settings.keep_special_tokens,
+        tags,
         max_turns=environment.max_turns,
         allow_unfinished=environment.allow_unfinished,
     )
@@ -128,6 +134,16 @@ def check_answers(config, examples: Sequence[Example]) -> None:
                 f"of the prompt {text[:60]!r}"
             ):
                 CHECKS[term](example.answer, example.metadata)
+
+
+def _check_tags(settings, tags: ThoughtTags, tokenizer: Tokenizer) -> None:
+    """Raise ValueError where rewards see no tags, as they are special tokens."""
+    hidden = [tag for pair in tags.pairs for tag in pair if tokenizer.is_special(tag)]
+    if hidden and not settings.keep_special_tokens:
+        raise ValueError(
+            f"reward.keep_special_tokens must be True where {hidden[0]} of reward.thought_tags is "
+            'a special token, got False; or set reward.thought_tags=""'
+        )
 
 
 def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:

@@ -24,6 +24,7 @@ ADDED_FIELDS: dict[str, Any] = {
     "updates.skip_nonfinite": 0,
     "reward.keep_special_tokens": False,
     "reward.format": "",
+    "reward.thought_tags": "",
     "rollout.refresh_unsolved": 0.0,
     "rollout.noise_epochs": 1,
     "rollout.noise_refresh": 0.0,

@@ -21,6 +21,7 @@ from specrl_jax.data.tokenizer import Tokenizer
 from specrl_jax.inputs import reason
 from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.sums import RewardSum
+from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
 from specrl_jax.rollout.engine.speculation import Speculation
@@ -29,6 +30,8 @@ from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, Rollo
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.stopwatch import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
+
+MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,7 @@ class ResponseScorer:
     pool: RewardPool | RewardSum
     tokenizer: Tokenizer
     keep_special_tokens: bool = False  # in texts, but for the end of a response
+    thought_tags: ThoughtTags = dataclasses.field(default_factory=ThoughtTags)
 
     def respond(
         self,
@@ -140,6 +144,20 @@ class ResponseScorer:
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
         return self.tokenizer.decode(ids, self.keep_special_tokens)
+
+    def answer_parts(self, prompts: Prompts, texts: Sequence[str]) -> list[str | None]:
+        """Return the answer part of each response, texts [B], to Q prompts; None without one."""
+        group = len(texts) // len(prompts.lens)
+        begun = [self._begins_thought(prompts, q) for q in range(len(prompts.lens))]
+        return [self.thought_tags.answer_part(x, begun[i // group]) for i, x in enumerate(texts)]
+
+    def _begins_thought(self, prompts: Prompts, q: int) -> bool:
+        """Return whether a prompt leaves a thought open: at its end, or in what is continued."""
+        prompt = prompts.examples[q].prompt
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            return self.thought_tags.is_open(prompt[-1]["content"])
+        tokens = prompts.tokens[q, : prompts.lens[q]][-MAX_TAG:].tolist()
+        return self.thought_tags.has_begun(self.tokenizer.decode(tokens, keep_special=True))
 
     def score(self, texts: Sequence, *problems: list) -> Rewards:
         """The pool's scores; every process scores a part and gets those of the others.
@@ -196,7 +214,9 @@ class _OneTurn:
         """Return what the rollout gave, with its rewards."""
         prompts = select(self.prompts, result.groups)
         texts = [self.scorer.text(row[:n]) for row, n in zip(tokens, lens)]
-        scores = self.scorer.score(texts, *_problems(prompts, range(len(lens)), len(lens)))
+        parts = self.scorer.answer_parts(prompts, texts)
+        problems = _problems(prompts, range(len(lens)), len(lens))
+        scores = self.scorer.score(texts, *problems, parts)
         return Responses(prompts, result, tokens, lens, scores)
 
 

@@ -90,7 +90,7 @@ _TEXTS = """
     model.source lora.targets tokenizer.source tokenizer.alphabet tokenizer.system_prompt data.name
     data.path data.eval_path data.render data.prompt_field data.answer_field data.answer_pattern
     data.solution_field data.instruction data.split data.eval_split reward.name reward.format
-    reward.extract environment.name curriculum.difficulty
+    reward.extract reward.thought_tags environment.name curriculum.difficulty
 """
 _SWITCHES = """
     model.tie_embeddings model.remat tokenizer.chat tokenizer.continue_final_message

@@ -43,6 +43,11 @@ def printable(text: str) -> str:
     return " ".join("".join(x if x.isprintable() else " " for x in text).split())
 
 
+def is_blank(text: str) -> bool:
+    """Return whether a text shows nothing: no character, or blanks and invisible ones alone."""
+    return not printable(text)
+
+
 def is_disk_full(error: Exception) -> bool:
     """Return whether a file could not be written for want of space. The error's number says so, or
     its words, as libraries hide the number."""

@@ -1,9 +1,11 @@
 """Rows of a dataset to encoded prompts.
 
 Takes `config.data` and a tokenizer; gives `Prompts`. A prompt's id is the hash of its content, so
-stored drafts and noise find it again after a restart, a reshuffle or a change of format.
+stored drafts and noise find it again after a restart, a reshuffle or a change of format. Rows that
+differ in other columns alone are one problem, unless the reward reads these.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -18,7 +20,9 @@ import numpy as np
 
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.inputs import answer_pattern, json_value, one_line, reward_terms
+from specrl_jax.inputs import answer_pattern, is_blank, json_value, one_line, reward_terms
+from specrl_jax.rewards.environments import ENVIRONMENTS
+from specrl_jax.rewards.scorers import compares_answers, reads_all_columns
 from specrl_jax.types import PADDING, Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -86,6 +90,9 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
     pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
     # A task's own scorer reads the whole row.
     needs_answer = any(term != data.source for term in reward_terms(config.reward.name))
+    compares = not config.environment.name and compares_answers(config.reward.name)
+    field = "answer_pattern" if data.answer_pattern else "answer_field"
+    answer_source = data.render or f"data.{field} {data[field]}"
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
@@ -100,6 +107,9 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
             asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             if not asked.strip():
                 return None
+            if compares and is_blank(answer):
+                rule = "must hold an answer for every prompt"
+                raise ValueError(f"{answer_source} {rule}, got {answer!r}")
             prompt = _with_instruction(prompt, data.instruction)
         except ValueError as error:
             raise ValueError(f"{error} ({row.where})") from error
@@ -193,11 +203,13 @@ def make_example(
     prompt: str | tuple[dict, ...], answer: str, task: str, metadata: dict[str, Any]
 ) -> Example:
     """An `Example` under the id of its content: blake2b-64 of (prompt, answer, task) as JSON."""
-    content = [prompt, answer, task]
+    return Example(_content_id(prompt, answer, task), prompt, answer, task, metadata)
+
+
+def _content_id(*content: Any) -> str:
     text = json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     # JSON allows broken surrogates, which have no UTF-8.
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8)
-    return Example(digest.hexdigest(), prompt, answer, task, metadata)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _jsonable(row: dict) -> dict:
@@ -213,18 +225,36 @@ def _unique(
     examples: Sequence[Example | None], config: Any, held_out: Sequence[Example] = ()
 ) -> tuple[list[Example], int]:
     """(examples without repeated ones and without those whose question is held out, number left
-    out). In an environment the answer belongs to the question: it is what the policy asks for."""
+    out). In an environment the answer belongs to the question: it is what the policy asks for.
+
+    A reward that reads all columns has all rows that differ in one. Where they share question and
+    answer, the id of each is that of the whole row.
+    """
 
     def question(example: Example) -> Any:
-        return example.prompt_id if config.environment.name else json.dumps(example.prompt)
+        if environment:
+            return _content_id(example.prompt, example.answer, example.task)
+        return json.dumps(example.prompt)
 
+    def row_id(e: Example) -> str:
+        return _content_id(e.prompt, e.answer, e.task, e.metadata) if reads_all else e.prompt_id
+
+    environment = config.environment.name
+    reads_all = reads_all_columns(config.reward.name)
+    if environment:
+        reads_all = environment not in ENVIRONMENTS
     examples = [example for example in examples if example is not None]
     asked = set(map(question, held_out))
-    kept = {}
+    kept: dict[str, Example] = {}
     for example in examples:
         if question(example) not in asked:
-            kept.setdefault(example.prompt_id, example)
-    return [*kept.values()], len(examples) - len(kept)
+            kept.setdefault(row_id(example), example)
+    counts = collections.Counter(example.prompt_id for example in kept.values())
+    unique = [
+        example if counts[example.prompt_id] == 1 else dataclasses.replace(example, prompt_id=name)
+        for name, example in kept.items()
+    ]
+    return unique, len(examples) - len(unique)
 
 
 # --- encoding, batches ----------------------------------------------------------------------------

@@ -110,6 +110,10 @@ class CharacterTokenizer:
         text = dict(enumerate(self._alphabet, start=2))
         return "".join(text.get(int(i), "\ufffd") for i in ids if int(i) not in (0, 1))
 
+    def is_special(self, text: str) -> bool:
+        """Return False: no text stands for pad or end."""
+        return False
+
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
         """Ids of a text prompt. Raises ValueError on chat messages."""
         if not isinstance(prompt, str):
@@ -216,6 +220,11 @@ class HuggingFaceTokenizer:
             skip_special_tokens=not keep_special,
             clean_up_tokenization_spaces=False,
         )
+
+    def is_special(self, text: str) -> bool:
+        """Return whether a text is a special token, which `decode` leaves out."""
+        token = self._tokenizer.get_vocab().get(text)
+        return token is not None and not self.decode([token])
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
         """Ids of a whole prompt, up to the response's first token."""

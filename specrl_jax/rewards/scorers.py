@@ -16,9 +16,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from specrl_jax.inputs import one_line
+from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.rewards.code import score_code
 from specrl_jax.rewards.code_forms import read_tests
+from specrl_jax.rewards.marks import WORD, marked_answer
 
 Scorer = Callable[[str, str, str, dict], float]
 
@@ -38,8 +39,9 @@ def score_exact(response: str, answer: str, task: str, metadata: dict) -> float:
 def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
     r"""1 if the response's final answer equals `answer` mathematically (math-verify).
 
-    The final answer is the last `<answer>..</answer>`, else the last `\boxed{}`, else what follows
-    the last word, else what math-verify finds in the text (LaTeX, "answer is ..", the last number).
+    The final answer is the last `<answer>..</answer>`, else the last `\boxed{}` or `#### ..`, else
+    what follows the last word, else what math-verify finds in the end of the text (LaTeX, "answer
+    is ..", the last number).
     All of it counts: neither 3 nor "2 and 3" is right where the other is the answer. A choice such
     as "(B) 12" is known by its letter or by its value.
     """
@@ -50,7 +52,8 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
 
     gold_letter, gold_text = _choice(_plain_numbers(answer.strip()))
     letter, value = _choice(text if marked is not None else _end_of(text))
-    if gold_letter and not letter and (chosen := _CHOSEN.findall(text)):
+    said = text if marked is not None else response
+    if gold_letter and not letter and (chosen := _CHOSEN.findall(said)):
         letter = chosen[-1]
     if gold_letter and letter and not (gold_letter == letter and gold_text and value):
         return float(gold_letter == letter)
@@ -99,7 +102,7 @@ EXECUTES: dict[str, frozenset[str] | None] = {
 }  # fmt: skip
 # Scorer → what raises where it cannot read an answer, given the row too. It executes nothing.
 CHECKS: dict[str, Callable[[str, dict], object]] = {"code": read_tests}
-# Scorers of the whole response, whatever reward.extract is.
+# Scorers of the whole response, thoughts and all, whatever reward.extract is.
 WHOLE = frozenset({"format"})
 # Scorer → the data.source whose problems alone it can score.
 OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
@@ -110,6 +113,24 @@ def named_scorers(format: str = "") -> dict[str, Scorer]:
     with one_line(f"reward.format must be a regular expression, got {format!r}"):
         pattern = re.compile(format or FORMAT, re.DOTALL)
     return SCORERS | {"format": functools.partial(score_format, format=pattern)}
+
+
+def reads_answer_part(name: str, extract: str) -> bool:
+    """Return whether a scorer is given the answer part of a response alone.
+
+    A function of the user's gets all of it, unless `reward.extract` looks for the answer.
+    """
+    return name in SCORERS or (bool(extract) and name not in WHOLE)
+
+
+def compares_answers(name: str) -> bool:
+    """Return whether a scorer of `reward.name` compares with the answer, so that it needs one."""
+    return not reward_terms(name).keys().isdisjoint(SCORERS.keys() - OWN_TASKS.keys())
+
+
+def reads_all_columns(name: str) -> bool:
+    """Return whether a scorer of `reward.name` may read other columns: `code`, or a user's own."""
+    return not reward_terms(name).keys() <= (SCORERS.keys() - CHECKS.keys()) | WHOLE
 
 
 def load_scorer(name: str, format: str = "") -> Scorer:
@@ -168,11 +189,6 @@ def _reasoning_gym_scorer(task: str):
     return reasoning_gym.get_score_answer_fn(task)
 
 
-# What math-verify knows by name is no word, nor is what joins the parts of an answer.
-_WORD = re.compile(
-    r"(?<![\\{A-Za-z])(?:(?!(?:and|or|percent|sin|cos|tan|cot|sec|csc|log|exp|max|min|gcd|lcm|mod)\b)"
-    r"[A-Za-z]{3,}|(?:is|of|so|he|it|we|in|to|at|by|on|as|be)\b)(?![A-Za-z(])"
-)
 _VALUE = re.compile(r"[\d\\√π]")
 _MARKS = " \t\n*$.,;:!?\"'`#"
 _LABEL = re.compile(  # (B), B), B. or B: before a value; B alone
@@ -180,7 +196,8 @@ _LABEL = re.compile(  # (B), B), B. or B: before a value; B alone
     r"\s*\}?(?:\\[ ,;:]|[\s.:])*(?!\s*[+*/^=(])"
 )
 _CHOSEN = re.compile(  # answer is (B); B) at the start
-    r"(?:(?i:answer|choice|option)\W+(?:(?i:is|option|choice)\W+)*|^\W*(?=[A-J][).:]))([A-J])\b(?!')"
+    r"(?:(?i:answer|choice|option)\W+(?:(?i:is|option|choice)\W+){0,3}|^\W*(?=[A-J][).:]))"
+    r"([A-J])\b(?!')"
 )
 _BETWEEN_PARTS = re.compile(  # "and" with the comma before it; no comma of a thousand
     r"[,;]?\s*(?:\\text\w*\s*\{\s*)?\b(?:and|or)\b|,(?!\s?\d{3}(?!\d))|;"
@@ -202,12 +219,12 @@ def _read_math(text: str, is_whole: bool = True) -> _Reading:
         end = _read_whole(_end_of(text))
         is_value = end.parsed and not isinstance(end.parsed[0], str)
         return end if is_value else _Reading(list(_parse_math(text)))
-    if not _WORD.search(plain):
+    if not WORD.search(plain):
         return _read_whole(text)
-    values = [part for part in _WORD.split(plain) if _VALUE.search(part)]
+    values = [part for part in WORD.split(plain) if _VALUE.search(part)]
     if len(values) == 1:
-        return _read_whole(values[0].strip(_MARKS))
-    return _Reading([" ".join(plain.casefold().strip(_MARKS).split())])  # words, or values of many
+        return _read_whole(_bare(values[0]).rstrip("([ "))
+    return _Reading([" ".join(_bare(plain.casefold()).split())])  # words, or values of many
 
 
 def _read_whole(text: str) -> _Reading:
@@ -220,11 +237,16 @@ def _read_whole(text: str) -> _Reading:
     return _Reading(parsed, count, is_set and count > len(parsed[0].args))
 
 
+def _bare(text: str) -> str:
+    """Return the text without marks at both ends; a point before a digit stays."""
+    return re.sub(r"^(?:\.{2,}|\.(?!\d))", "", text.rstrip(_MARKS).lstrip(_MARKS.replace(".", "")))
+
+
 def _end_of(text: str) -> str:
     """Return the text after the last word of the last sentence; "" if it is no answer."""
     line = (text.strip().splitlines() or [""])[-1]
-    end = _WORD.split(re.split(r"[.!?]\s+", line.rstrip(_MARKS))[-1])[-1]
-    end = re.sub(r"^[-•]\s+", "", end.strip(_MARKS))
+    end = WORD.split(re.split(r"[.!?]\s+", line.rstrip(_MARKS))[-1])[-1]
+    end = re.sub(r"^[-•]\s+", "", _bare(end))
     parts = re.split(r"[,;]\s+", end)
     if "=" in parts[-1] and not all(re.match(r"[A-Za-z]\s*=", part) for part in parts):
         end = parts[-1]  # the end of a chain of equations
@@ -235,6 +257,7 @@ def _end_of(text: str) -> str:
 
 _SIGNS = str.maketrans({
     "°": r"^\circ ", "·": r"\cdot ", "×": r"\times ", "÷": r"\div ", "±": r"\pm ", "−": "-",
+    "£": "", "€": "", "¥": "", "≈": "", "~": " ",
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "²": "^2", "³": "^3",
 })  # fmt: skip
 
@@ -250,6 +273,7 @@ def _latex(text: str) -> str:
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)
     repeating = r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar)\s*\{(\d{1,30})\}"
     text = re.sub(repeating, fraction, text)
+    text = re.sub(r"(?<![\w.\\])\.(?=\d)", "0.", text)
     return text.replace("percent", r"\%").translate(_SIGNS)
 
 
@@ -278,41 +302,26 @@ def _plain_numbers(text: str) -> str:
 
 def _math_candidate(response: str) -> tuple[str | None, str]:
     """(the final answer if it is marked as such, the text for math-verify)."""
-    tail = _plain_numbers(response[-MAX_MATH_TEXT:])
-    marked = _last_tagged(tail)
-    boxed = _last_boxed(tail if marked is None else marked)
-    marked = boxed if boxed is not None else marked
-    if not _hostile(tail if marked is None else marked):
-        return marked, tail if marked is None else marked
-    # A hostile marked answer is wrong. In running text the last plain number may be the answer.
-    numbers = re.findall(r"(?<![\w^*.!{])-?\d{1,100}(?![\w^*!])", tail) if marked is None else []
-    return marked, (numbers or [""])[-1]
+    marked = marked_answer(response)
+    if marked is not None:
+        if len(marked) > MAX_MATH_TEXT:
+            return marked, ""
+        marked = _plain_numbers(marked)
+        return marked, "" if _hostile(marked) else marked  # a hostile answer is wrong
+    text = _plain_numbers(_end_with_value(response))
+    if _hostile(text):  # the last plain number may be the answer
+        numbers = re.findall(r"(?<![\w^*.!{])-?\d{1,100}(?![\w^*!])", text)
+        text = (numbers or [""])[-1]
+    return None, text
 
 
-def _last_tagged(text: str) -> str | None:
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+def _end_with_value(text: str) -> str:
+    """Return the end of a text, or of what leads to its last value where the end has none."""
+    last = max(text.rfind(sign) for sign in "0123456789√π")
+    is_far = 0 <= last < len(text) - MAX_MATH_TEXT
+    return (text[: last + MAX_MATH_END] if is_far else text)[-MAX_MATH_TEXT:]
 
 
-def _last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{..}`, and of those joined to it by "and", "or" or comma."""
-    boxes = []
-    start = len(text)
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        end = match.end()
-        depth = 1
-        while depth and end < start:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        if depth or (boxes and not _JOINT.fullmatch(text[end:start])):
-            break
-        boxes.insert(0, text[match.end() : end - 1].strip())
-        start = match.start()
-    return ", ".join(boxes) if boxes else None
-
-
-_JOINT = re.compile(r"[\s$]*(?:[,;]?\s*(?:\\text\s*\{\s*)?(?:and|or)\b\s*\}?|[,;])[\s$]*")
 _POWER = r"\s*(?:\^|\*\*)\s*[{(]*\s*"
 _TOWER = re.compile(rf"(?<!\d)(\d{{1,100}}){_POWER}(\d{{1,100}})(?:{_POWER}(\d{{1,100}}))?")
 

@@ -74,7 +74,7 @@ class RewardSum(contextlib.AbstractContextManager):
             pool.close()
 
     def score(self, responses: Sequence[str], *problems: Sequence) -> Rewards:
-        """Score B responses; problems: answers, tasks and metadatas, as `RewardPool.score`."""
+        """Score B responses; problems: answers, tasks, metadatas, parts, as of `RewardPool`."""
         by_name = {name: pool.score(responses, *problems) for name, pool in self._pools.items()}
         total = np.zeros(len(responses))
         reasons = [""] * len(responses)
@@ -107,9 +107,12 @@ class BatchScorer:
     def close(self) -> None:
         """Do nothing."""
 
-    def score(self, responses, answers, tasks, metadatas) -> Rewards:
-        """Score B responses. Raises ValueError in one line where the function does not give B
-        numbers; nan is an answer that could not be scored."""
+    def score(self, responses, answers, tasks, metadatas, parts=None) -> Rewards:
+        """Score B responses; their answer parts are not read.
+
+        Raises ValueError in one line where the function does not give B numbers; nan is an answer
+        that could not be scored.
+        """
         real = [i for i, task in enumerate(tasks) if task != PADDING]
         scores = np.zeros(len(responses))
         if real:

@@ -92,8 +92,8 @@ def load(name: str, extract: str, environment: str, format: str) -> Loaded:
     scorer = load_scorer(name, format)
     pattern = answer_pattern("" if name in WHOLE else extract, "reward.extract")
 
-    def score(response: str, answer: str, task: str, metadata: dict) -> Result:
-        if pattern:
+    def score(response: str | None, answer: str, task: str, metadata: dict) -> Result:
+        if pattern and response is not None:
             response = _extract(pattern, response)
         if response is None:
             return Result()

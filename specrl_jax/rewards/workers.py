@@ -29,7 +29,7 @@ from multiprocessing.connection import Pipe
 import numpy as np
 
 from specrl_jax.rewards import containment, linux, worker_process
-from specrl_jax.rewards.scorers import score_exact
+from specrl_jax.rewards.scorers import reads_answer_part
 from specrl_jax.rewards.worker_process import NO_ROOM, Result, Settings
 
 MAX_CHUNK = 32  # answers sent to a worker at once
@@ -85,7 +85,8 @@ class RewardPool(contextlib.AbstractContextManager):
     memory_mib: MiB each process of an answer may allocate (Linux only).
     workers: number of processes; 0: one per core, at most 16.
     threshold: > 0: the reward is 1 where the score reaches it, else 0.
-    extract: a regular expression; group 1 of its last match is the answer (no match: reward 0).
+    extract: a regular expression; group 1 of its last match in the answer part is the answer (no
+      match: reward 0).
     environment: of `ENVIRONMENTS`, or module:Class; it takes the place of the scorer, and a
       response is then the texts of an episode's turns so far.
     format: the regular expression of the scorer `format`; "": `scorers.FORMAT`.
@@ -104,6 +105,8 @@ class RewardPool(contextlib.AbstractContextManager):
         format: str = "",
     ):
         loaded = worker_process.load(name, extract, environment, format)  # a mistake is raised here
+        self._score_here = loaded.score
+        self._reads_part = reads_answer_part(name, extract) and not environment
         # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
         # it may backtrack for ever.
         inline = name == "exact" and not extract and not environment
@@ -138,12 +141,16 @@ class RewardPool(contextlib.AbstractContextManager):
         answers: Sequence[str],
         tasks: Sequence[str],
         metadatas: Sequence[dict],
+        parts: Sequence[str | None] | None = None,
     ) -> Rewards:
         """Score B responses, or take the step of each episode's last turn.
 
+        parts: the responses' answer parts, for scorers that read no more; None: a response without
+          an answer. Left out, they are the whole responses.
         Raises RuntimeError where the pool is closed, ChildProcessError where no worker starts.
         """
-        items = list(zip(responses, answers, tasks, metadatas, strict=True))
+        texts = parts if self._reads_part and parts is not None else responses
+        items = list(zip(texts, answers, tasks, metadatas, strict=True))
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
@@ -151,7 +158,7 @@ class RewardPool(contextlib.AbstractContextManager):
                 results = self._run(items)
                 self._warn()
             else:
-                results = [Result(score_exact(*item)) for item in items]
+                results = [self._score_here(*item) for item in items]
         scores = np.array([result.score for result in results], np.float32)
         failed = np.array([bool(result.failure) for result in results], np.bool_)
         return Rewards(

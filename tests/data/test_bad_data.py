@@ -9,7 +9,7 @@ import shutil
 import sys
 
 import pytest
-from small_runs import line_of
+from small_runs import line_of, set_field
 from test_prompts import ROWS, config, write_jsonl
 from test_tokenizer import write_gguf
 
@@ -60,6 +60,45 @@ def test_a_row_that_is_no_problem(tmp_path, row, message):
     pattern = r"####\s*(.+)" if row.get("answer") == "no mark" else ""
     line = line_of(load_examples, config(path=str(file), answer_pattern=pattern))
     assert re.fullmatch(rf"{message} \({re.escape(str(file))}:3\)", line)
+
+
+BLANKS = ["", " ", "\n", "\u3000\u00a0", "\u200b\ufeff"]
+
+
+@pytest.mark.parametrize("reward", ["exact", "math*0.8+format*0.2", "code"])
+@pytest.mark.parametrize("answer", BLANKS)
+def test_a_blank_answer_is_refused_where_a_named_reward_compares_with_it(tmp_path, answer, reward):
+    file = tmp_path / "train.jsonl"
+    write_jsonl(file, [ROWS[0], ROWS[1] | {"answer": answer}, *ROWS[2:]])
+    settings = config(path=str(file), answer_pattern="")
+    settings.reward.name = reward
+    line = line_of(load_examples, settings)
+    rule = "data.answer_field answer must hold an answer for every prompt"
+    assert line == f"{rule}, got {answer!r} ({file}:3)"
+
+
+def blank_answer(row):
+    return row["question"], " "
+
+
+def test_a_blank_answer_of_a_pattern_or_a_function(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", [{"question": "a", "answer": "4 #### \n"}, *ROWS])
+    line = line_of(load_examples, config(path=path, answer_pattern="####(.*)"))
+    rule = "must hold an answer for every prompt"
+    assert line == f"data.answer_pattern ####(.*) {rule}, got '' ({path}:1)"
+    line = line_of(load_examples, config(path=path, render="test_bad_data:blank_answer"))
+    assert line == f"test_bad_data:blank_answer {rule}, got ' ' ({path}:1)"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"reward.name": "format"}, {"reward.name": "a:f"}, {"environment.name": "a:E"}]
+)
+def test_a_blank_answer_is_taken_where_no_named_reward_reads_it(tmp_path, changes):
+    path = write_jsonl(tmp_path / "train.jsonl", [ROWS[0] | {"answer": ""}, *ROWS[1:]])
+    settings = config(path=path, answer_pattern="")
+    for field, value in changes.items():
+        set_field(settings, field, value)
+    assert [e.answer for e in load_examples(settings).train[:2]] == ["", ROWS[1]["answer"]]
 
 
 @pytest.mark.parametrize(

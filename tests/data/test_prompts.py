@@ -70,6 +70,58 @@ def test_duplicates_are_removed_and_counted(tmp_path):
     assert data.duplicates == 3
 
 
+def rows_with_other_columns():
+    """Two rows that differ in `tests` alone, once more the first, and one with a question of its
+    own."""
+    rows = [{"question": "a", "answer": "1", "tests": tests} for tests in ("x", "y", "x")]
+    return [*rows, {"question": "b", "answer": "1", "tests": "x"}]
+
+
+def ids_of(tmp_path, rows, reward="mine:f", environment=""):
+    settings = config(path=write_jsonl(tmp_path / "a.jsonl", rows), answer_pattern="")
+    settings.data.eval_prompts = 0
+    settings.reward.name = reward
+    settings.environment.name = environment
+    data = load_examples(settings)
+    assert len(data.train) + data.duplicates == len(rows)
+    return {(e.prompt, e.metadata["tests"]): e.prompt_id for e in data.train}
+
+
+def test_rows_that_differ_in_a_column_that_the_reward_reads_are_no_duplicates(tmp_path):
+    rows = rows_with_other_columns()
+    for names in (("mine:f",), ("math*0.8+mine:f*0.2",), ("exact", "mine:Game")):
+        ids = ids_of(tmp_path, rows, *names)
+        assert ids.keys() == {("a", "x"), ("a", "y"), ("b", "x")}
+        assert len(set(ids.values())) == 3
+        assert ids == ids_of(tmp_path, rows[::-1], *names)  # whatever their order
+        assert ids["b", "x"] == make_example("b", "1", "doubles", {}).prompt_id
+
+
+def test_rows_that_differ_in_a_column_that_no_reward_reads_are_duplicates(tmp_path):
+    rows = rows_with_other_columns()
+    for names in (("math",), ("exact*0.8+format*0.2",), ("mine:f", "guess")):
+        ids = ids_of(tmp_path, rows, *names)
+        assert ids == {
+            (question, "x"): make_example(question, "1", "doubles", {}).prompt_id
+            for question in "ab"
+        }
+
+
+@pytest.mark.parametrize("environment", ["", "mine:Game"])
+def test_a_held_out_question_is_not_trained_on_with_other_columns(tmp_path, environment):
+    rows = rows_with_other_columns()
+    settings = config(
+        path=write_jsonl(tmp_path / "a.jsonl", [{**rows[0], "tests": "z"}, rows[3]]),
+        eval_path=write_jsonl(tmp_path / "held.jsonl", rows[:2]),
+        answer_pattern="",
+    )
+    settings.reward.name = "mine:f"
+    settings.environment.name = environment
+    data = load_examples(settings)
+    assert [e.prompt for e in data.train] == ["b"]
+    assert [e.metadata["tests"] for e in data.eval] == ["x", "y"]
+
+
 def test_splits_and_bounds(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS[:4])
     write_jsonl(tmp_path / "test.jsonl", ROWS[4:])

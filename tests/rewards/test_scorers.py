@@ -124,6 +124,44 @@ MATH = [
     ("B) 12 apples", "B", True),
     ("The answer is (C).", "B", False),
     ("A train leaves.", "A", False),
+    # Marks of GSM8K, and headings.
+    ("2+40=42\n#### 42\n\nNote that 3 of them were bought later.", "42", True),
+    ("2+40=42\n#### 42\n\nNote that 3 of them were bought later.", "3", False),
+    ("#### 18\n\nQuestion: A shop sells 5 pens", "18", True),
+    ("#### 18\n\nQuestion: A shop sells 5 pens", "5", False),
+    ("#### 1,234\nof 5", "1234", True),
+    ("#### 1,234 pens, of which 3 are new.", "1234", True),
+    ("#### $18\nof 20", "18", True),
+    ("#### $18.00 a day\nof 20", "18", True),
+    ("#### 5€\nof 20", "5", True),
+    ("#### -3 dollars\nof 5", "-3", True),
+    ("#### -3 dollars\nof 5", "3", False),
+    ("#### − 3\nof 5", "-3", True),
+    ("#### 20%\nof 5", "20", True),
+    ("#### **42.**\r\nof 50", "42", True),
+    ("#### 42 (forty-two)\nof 50", "42", True),
+    ("#### <42>\nof 50", "42", True),
+    ("####\n42\nof 50", "42", True),
+    ("so #### 42\nof 50", "42", True),
+    ("#### 42 because 2 + 40 = 42", "42", True),
+    ("#### x = 5\nof 6", "5", True),
+    (r"#### $\frac{1}{2}$" + "\nof 3", "0.5", True),
+    ("#### (B)\nas 3 says", "B", True),
+    ("#### 10 out of 12", "12", False),
+    ("#### 42\n#### 43", "43", True),
+    ("#### 42\n#### Step 2: done", "42", True),
+    ("#### Step 2\nThe answer is 7.", "7", True),
+    ("#### Step 2\nThe answer is 7.", "2", False),
+    ("#### 1. Add them\nThe answer is 7.", "7", True),
+    ("##### 5\nso 7", "7", True),
+    (r"\boxed{40} and 2 more" + "\n#### 42\nof 50", "42", True),
+    ("#### 2 apples each\n" + r"so \boxed{42} of 50", "42", True),
+    # A point before the digits.
+    ("The answer is .5", "0.5", True),
+    ("The answer is .5", "5", False),
+    ("#### .5\nof 5", "0.5", True),
+    ("so ...5", "5", True),
+    ("<answer>$18.00 a day</answer>", "18", True),
     # Words.
     (r"\boxed{\text{no solution}}", "No solution", True),
     (r"\boxed{5}", "no solution", False),
@@ -135,13 +173,70 @@ def test_math(response, reference, right):
     assert score_math(response, reference, "", {}) == right
 
 
+LONG = "We check every line once more, and all of them agree with the above. "
+
+
+@pytest.mark.parametrize("times", [35, 3_500])
 @pytest.mark.parametrize(
-    "piece", ["1 ", "$1 and ", r"\frac{", r"\boxed{", "answer:", "[ ", "1-", "(", "$", "9", "9^"]
+    ("start", "reference"),
+    [
+        (r"So x = \boxed{42}. ", "42"),
+        ("<answer>42</answer> ", "42"),
+        ("#### 42\n", "42"),
+        (r"So \boxed{2} and \boxed{3}. ", "2, 3"),
+    ],
+)
+def test_a_mark_counts_wherever_it_stands(start, reference, times):
+    response = start + LONG * times + "The check ends at line 7."
+    assert score_math(response, reference, "", {}) == 1
+    assert score_math(response, "7", "", {}) == 0
+
+
+def test_a_value_counts_though_much_without_one_follows():
+    assert score_math("The answer is 42. " + LONG * 60, "42", "", {}) == 1
+    assert score_math("The answer is (B). " + LONG * 60, "B", "", {}) == 1
+    assert score_math("The answer is (B). " + LONG * 60, "C", "", {}) == 0
+
+
+def test_an_answer_too_long_to_be_read_equals_itself_alone():
+    digits = "1" * 3_000
+    assert score_math(rf"\boxed{{{digits}}}", digits, "", {}) == 1
+    assert score_math(rf"\boxed{{{digits}}} so 7", "7", "", {}) == 0
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "1 ",
+        "$1 and ",
+        r"\frac{",
+        r"\boxed{",
+        "answer:",
+        "[ ",
+        "1-",
+        "(",
+        "$",
+        "9",
+        "9^",
+        " ",
+        "\n",
+        "#### ",
+        "#### 1\n",
+        r"\boxed{1}, ",
+        r"\boxed ",
+        "choice ",
+        "answer is ",
+        "<answer>",
+        "<answer>1</answer>",
+    ],
 )
 def test_math_on_a_long_response_is_fast(piece):
     score_math("1", "2", "", {})
     start = time.thread_time()
-    score_math(piece * (200_000 // len(piece)), "7", "", {})
+    response = piece * (200_000 // len(piece))
+    for begin in ("", "#### 1 ", r"\boxed{1}"):
+        score_math(begin + response, "7", "", {})
+        score_math(begin + response, "B", "", {})
     assert time.thread_time() - start < 3
 
 
