@@ -61,7 +61,7 @@ def main() -> None:
     print(f"{len(rows)} programs, {total:.1f} s; GB of a device that has {chip.memory / 1e9:.2f}")
     if _JSON.value:
         figures = {"topology": topology, "mesh": mesh, "kept": kept, "programs": rows}
-        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n")
+        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def _chosen(listed: list) -> list:

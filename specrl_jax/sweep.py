@@ -62,7 +62,7 @@ class TrainingRun:
     @property
     def finished(self) -> bool:
         """True where the run came to its end, under this configuration."""
-        return self.done.exists() and self.done.read_text() == self.config
+        return self.done.exists() and self.done.read_text("utf-8") == self.config
 
 
 # Cases ---------------------------------------------------------------------------------------
@@ -171,9 +171,9 @@ class Training:
         run = self._run
         output = self._run.workdir / "output.txt"
         run.workdir.mkdir(parents=True, exist_ok=True)
-        with (run.workdir / "lock").open("a") as lock:
+        with (run.workdir / "lock").open("a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end
-        with output.open("a+") as file:
+        with output.open("a+", encoding="utf-8", errors="replace") as file:
             start = file.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
                 run.command,
@@ -194,7 +194,7 @@ class Training:
             return f"ended with {code}: {last}; see {output}"
         if stopped := _STOPPED.search(said):
             return stopped[1]
-        run.done.write_text(run.config)
+        run.done.write_text(run.config, encoding="utf-8")
         return ""
 
     def _wait(self, output: Path, start: int) -> int:
@@ -231,10 +231,11 @@ class Training:
 
     def _environment(self) -> dict[str, str]:
         """Add wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
-        wandb cuts no tag itself and takes at most 64 letters."""
+        wandb cuts no tag itself and takes at most 64 letters. output.txt is UTF-8 everywhere."""
         workdir = self._run.workdir
         tags = ",".join(tag[:64] for tag in workdir.name.split(","))
-        return {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags} | os.environ
+        names = {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags}
+        return names | os.environ | {"PYTHONIOENCODING": "utf-8"}
 
 
 def _say(line: str) -> None:
@@ -265,12 +266,12 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
     def submit(run: TrainingRun) -> Callable[[], str]:
         noted = run.workdir / "job"
         if cluster == "slurm" and noted.exists():  # of an earlier sweep, which was stopped
-            job = submitit.SlurmJob(folder / "jobs", noted.read_text())
+            job = submitit.SlurmJob(folder / "jobs", noted.read_text("utf-8"))
             if not job.done():
                 return functools.partial(_result, job, noted)
         job = executor.submit(Training(run))
         run.workdir.mkdir(parents=True, exist_ok=True)
-        noted.write_text(job.job_id)
+        noted.write_text(job.job_id, encoding="utf-8")
         return functools.partial(_result, job, noted)
 
     return submit

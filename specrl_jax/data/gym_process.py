@@ -27,7 +27,7 @@ def read_items(name: str, options: dict[str, Any], seed: int, start: int, stop: 
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         input=pickle.dumps((name, options, seed, start, stop)),
-        env=os.environ | {"PYTHONHASHSEED": "0"},
+        env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
         capture_output=True,
         check=False,
     )

@@ -182,8 +182,8 @@ def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 
     chosen = columns(first, target)
     parts = [table(cases, chosen), HOW, same_tokens(cases, first), epoch_table(cases)]
     text = "\n\n".join(filter(None, parts))
-    (folder / "sweep.md").write_text(text + "\n")
-    with (folder / "sweep.csv").open("w", newline="") as file:
+    (folder / "sweep.md").write_text(text + "\n", encoding="utf-8")
+    with (folder / "sweep.csv").open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["case", "seeds", *(x for c in chosen for x in (c.name, f"{c.name}, s.e."))])
         for case in cases:

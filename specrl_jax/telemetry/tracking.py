@@ -220,8 +220,8 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
 
     id_file = workdir / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
-    run_id = id_file.read_text().strip()
+        id_file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    run_id = id_file.read_text("utf-8").strip()
     folder = workdir.resolve()
     # Work directories of the same name get different names; those of one folder are a group.
     names = {"name": f"{folder.name[: _MAX_NAME - 5]}-{run_id[:4]}", "group": folder.parent.name}
