@@ -70,8 +70,8 @@ def unused(extra: str, said: str, root: Path = ROOT) -> str:
         why = "/dev has none"
         mend = "start the container with its GPUs, as docker run --gpus=all does"
     return (
-        f"warning: this machine has {_NAMES[extra]} and JAX computes on the CPU: {why}; {mend}, "
-        "JAX_PLATFORMS=cpu says that you want the CPU"
+        f"warning: this machine has {_NAMES[extra]} and JAX computes on the CPU: {why}; {mend} "
+        "(JAX_PLATFORMS=cpu: the CPU is meant)"
     )
 
 

@@ -47,13 +47,14 @@ def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
         try:
             devices = jax.devices()
         except RuntimeError as error:
+            why = (extra and hardware.misfit(extra)) or str(error).partition("\n")[0]
             mend = f"; {hardware.command(extra)} may mend it" if extra else ""
-            reason = (str(error).splitlines() or [""])[0]
-            raise ValueError(f"JAX cannot start its devices: {reason}{mend}") from error
-    if extra and devices[0].platform == "cpu" and not _wants_cpu(extra):
-        _say_once(hardware.unused(extra, _reason(records), root))
+            raise ValueError(f"JAX cannot start its devices: {why}{mend}") from error
+    if extra and devices[0].platform == "cpu":
+        if not _wants_cpu(extra):
+            _say_once(hardware.unused(extra, _reason(records), root))
         return devices
-    if extra and devices[0].platform != "cpu" and (why := hardware.misfit(extra)):
+    if extra and (why := hardware.misfit(extra)):
         _say_once(f"warning: {why}, which must be equal; {hardware.command(extra)} mends it")
     for record in records:
         logging.getLogger(record.name).handle(record)

@@ -31,6 +31,7 @@ _TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
 _TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
 _SHOWS_EVERY = 10.0  # seconds; the newest line of a run's output
 _HEADING = re.compile(r"^ *step epoch .*", re.MULTILINE)  # of the table of telemetry.console
+_WARNING = re.compile(r"^warning: .*", re.MULTILINE)
 _STEP = re.compile(r"^ *\d+/\d+ .*", re.MULTILINE)  # a line of it
 # What a run that a signal ended says last; it exits with 0, as it saved all it had.
 _STOPPED = re.compile(r"(SIG\w+, saved at step \d+ of \d+); run the same command to go on")
@@ -199,7 +200,7 @@ class Training:
 
     def _wait(self, output: Path, start: int) -> int:
         """The exit code at the run's end; until then shows the newest line of its table, or before
-        that of its output.
+        that of its output, and its first warning.
 
         start: where this process begins in the file.
         """
@@ -210,7 +211,8 @@ class Training:
                 return self._process.wait(_SHOWS_EVERY)
             said = output.read_bytes()[start:].decode(errors="replace").rpartition("\n")[0]
             newest = (_STEP.findall(said) or said.splitlines())[-1:]
-            for line in (*_HEADING.findall(said)[:1], *newest):
+            first = (*_WARNING.findall(said)[:1], *_HEADING.findall(said)[:1])
+            for line in (*first, *newest):
                 if line not in shown:
                     shown.add(line)
                     _say(line)
