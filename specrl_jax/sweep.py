@@ -257,7 +257,7 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
         import submitit
     except ImportError:
         raise ValueError(
-            "--cluster needs submitit: pip install '.[slurm]' in the clone's directory"
+            "--cluster needs submitit: pip install -e '.[slurm]' in the clone's directory"
         ) from None
     try:
         executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)

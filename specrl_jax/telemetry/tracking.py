@@ -95,7 +95,7 @@ class TensorBoard(Tracker):
     """Event files in WORKDIR/tensorboard."""
 
     module = "tensorboardX"
-    install = "pip install '.[tensorboard]' in the clone's directory"
+    install = "pip install -e '.[tensorboard]' in the clone's directory"
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
         self._workdir = workdir
