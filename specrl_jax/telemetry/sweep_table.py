@@ -279,9 +279,9 @@ def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
         ax.set(xlabel="epoch", ylabel="seconds a step")
         _trim(ax, part.capitalize())
     last.set(xlabel="step")
-    if last.has_data():
-        low, high = last.dataLim.intervaly
-        last.set_ylim(reward_limits((low, high)))
+    shown = last.dataLim.intervaly
+    if math.isfinite(shown[0]):  # not where nothing was held out
+        last.set_ylim(reward_limits(shown))
     _trim(last, "Held-out reward")
     for ax in (*parts, last):
         ax.xaxis.get_major_locator().set_params(integer=True)

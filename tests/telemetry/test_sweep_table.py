@@ -134,6 +134,15 @@ def test_one_seed_has_no_error_bars_and_small_differences_look_small(tmp_path, m
     assert epochs.legends[0].get_title().get_text() == "one seed, no error bars"
 
 
+def test_runs_that_hold_nothing_out_have_pictures_too(tmp_path, monkeypatch):
+    case = Series("plain", [write_run(tmp_path / "a", SLOW)])
+    for record in case.runs[0].records:
+        record.pop("reward/eval", None)
+    figures = drawn(tmp_path, monkeypatch, [case])
+    assert [ax.get_title("left") for ax in figures["sweep.png"].axes][-1] == "Step speed-up"
+    assert [*figures["epochs.png"].axes[-1].lines[0].get_xdata()] == []
+
+
 def test_several_seeds_have_error_bars_within_the_axis(cases, tmp_path, monkeypatch):
     table = drawn(tmp_path, monkeypatch, cases)["sweep.png"]
     assert table.axes[-1].get_xlim() == pytest.approx((0.35, 0.65))  # 0.5 ± 0.1, and 0.5
