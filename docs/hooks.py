@@ -4,6 +4,7 @@ README.md and CHANGELOG.md become pages. Presets, fields and metrics are read fr
 docstrings of `MODULES` by mkdocstrings.
 """
 
+import functools
 import inspect
 import re
 import runpy
@@ -151,8 +152,8 @@ def _text(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "index.md": (ROOT / "README.md").read_text,
-    "changelog.md": (ROOT / "CHANGELOG.md").read_text,
+    "index.md": functools.partial((ROOT / "README.md").read_text, "utf-8"),
+    "changelog.md": functools.partial((ROOT / "CHANGELOG.md").read_text, "utf-8"),
     "presets.md": presets_page,
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,

@@ -64,7 +64,8 @@ def measure(args: argparse.Namespace) -> None:
     report = getattr(module, f"measure_{args.benchmark}")(*_inputs(args, log))
     print(report.to_text())
     if args.json:
-        args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+        figures = json.dumps(report.to_json(), indent=1, allow_nan=False)
+        args.json.write_text(figures + "\n", encoding="utf-8")
     if report.failed:
         sys.exit(1)
 
@@ -80,7 +81,7 @@ def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
     from specrl_jax.sharding import make_mesh
 
     runtime.use_compilation_cache()
-    jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1]))  # the first device
+    jax.set_mesh(make_mesh(1, 1, 1, runtime.all_devices()[:1]))  # the first device
     numbers = {name: getattr(args, name) for name in _NUMBERS}
     if args.benchmark == "device":
         return runpy.run_path(str(_CONFIG))["get_config"]("tiny"), args.size, numbers, log

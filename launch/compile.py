@@ -4,7 +4,7 @@
     python launch/compile.py --config=configs/grpo.py:qwen3_1p7b --topology=h100:8 --programs=decode
 
 Topologies: v5e:4x4, v5p:2x2x2, v6e:2x2; h100:8, h200:8, a100-40gb:1, a100-80gb:8, l4:1, t4:1,
-rtx4090:1 and so on. TPUs need `pip install '.[compile-tpu]'` in the clone's directory, GPUs
+rtx4090:1 and so on. TPUs need `pip install -e '.[compile-tpu]'` in the clone's directory, GPUs
 '.[compile-cuda]'. docs/scaling.md explains the table.
 
 --programs=decode,update compiles those whose names begin so. --json=FILE writes all figures.
@@ -61,7 +61,7 @@ def main() -> None:
     print(f"{len(rows)} programs, {total:.1f} s; GB of a device that has {chip.memory / 1e9:.2f}")
     if _JSON.value:
         figures = {"topology": topology, "mesh": mesh, "kept": kept, "programs": rows}
-        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n")
+        Path(_JSON.value).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def _chosen(listed: list) -> list:

@@ -70,7 +70,8 @@ def main() -> None:
         if rows:
             print(report.to_text(), flush=True)
         if args.json and rows:
-            args.json.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+            figures = json.dumps(report.to_json(), indent=1, allow_nan=False)
+            args.json.write_text(figures + "\n", encoding="utf-8")
     if misfits:
         raise ValueError(f"no figures of {'; '.join(misfits)}")
 

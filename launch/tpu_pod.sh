@@ -5,7 +5,7 @@
 #       --config=configs/grpo.py:qwen3_1p7b --workdir=/mnt/shared/runs/qwen
 #
 # Every host has the repository in the folder REPO (default: specrl_jax in the home folder), its
-# requirements and '.[tpu]' installed, and the work directory's file system mounted.
+# `pip install -e '.[tpu]'` done, and the work directory's file system mounted.
 set -euo pipefail
 
 command="cd ${REPO:-specrl_jax} && exec python launch/train.py --coordinator=auto"

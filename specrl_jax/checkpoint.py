@@ -212,7 +212,7 @@ def save_run_config(workdir: str | os.PathLike, config: Mapping) -> None:
     folder = epath.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(config, default=dict, indent=2) + "\n")
+    partial.write_text(json.dumps(config, default=dict, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / "config.json")
 
 
@@ -233,7 +233,7 @@ def check_run_config(
     if not path.exists():
         return False
     try:
-        before = dict(flatten(complete_saved(json.loads(path.read_text()))))
+        before = dict(flatten(complete_saved(json.loads(path.read_text("utf-8")))))
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
     prefixes = tuple(f"{name}." for name in ignore)
@@ -287,7 +287,7 @@ def _set_aside_unranked(directory: epath.Path) -> None:
         path = step / "metrics" / "metrics"
         if step.name.isdigit() and path.exists():
             try:
-                json.loads(path.read_text())
+                json.loads(path.read_text("utf-8"))
             except ValueError:
                 _set_aside(step, f"{step} is damaged: its metric is not readable")
 

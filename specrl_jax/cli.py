@@ -5,10 +5,12 @@ Imports nothing slow, so that --help and a misspelt flag answer at once.
 
 import argparse
 import ast
+import codecs
 import contextlib
 import difflib
 import functools
 import inspect
+import io
 import os
 import re
 import runpy
@@ -156,6 +158,8 @@ def run(main: Callable[[], None]) -> None:
     """Parse the flags, those of `define_config` and the program's own, and call `main`; exit with 2
     and one line where the user made a mistake."""
 
+    _take_any_text()
+
     def call(argv: Sequence[str]) -> None:
         with user_errors():
             if len(argv) > 1:
@@ -178,6 +182,7 @@ def user_errors() -> Iterator[None]:
     SPECRL_TRACEBACK=1 shows the traceback. Modules of the current directory can be imported inside:
     rewards and the like are named as module:function.
     """
+    _take_any_text()
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
@@ -190,6 +195,20 @@ def user_errors() -> Iterator[None]:
         if not line or os.environ.get("SPECRL_TRACEBACK"):
             raise
         _fail(line)
+
+
+def _take_any_text() -> None:
+    """Have the standard streams take every character, whatever the user's locale is.
+
+    What an output's encoding lacks is printed as an escape: 😀 is \\U0001f600. An input that is
+    said to be ASCII is read as UTF-8, of which ASCII is a part.
+    """
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):  # not where a notebook or a test has its own
+            output.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        ascii_only = codecs.lookup(sys.stdin.encoding).name == "ascii"
+        sys.stdin.reconfigure(encoding="utf-8" if ascii_only else None, errors="replace")
 
 
 def _user_line(error: Exception) -> str:

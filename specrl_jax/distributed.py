@@ -40,7 +40,7 @@ def one_run(coordinator: str = "", num_processes: int = 0, process_id: int = -1)
         yield
         return
     if not hosts.is_primary():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the process's end
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - to the process's end
     try:
         yield
         hosts.gather(None)  # the others may have more to write

@@ -116,7 +116,7 @@ def device_memory() -> tuple[float, str]:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         for path in map(Path, _CGROUP_LIMITS):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                limits.append(int(path.read_text()))
+                limits.append(int(path.read_text("utf-8")))
         return min(limits) * jax.process_count(), "this machine"
     stats = devices[0].memory_stats() or {}
     return stats.get("bytes_limit", float("inf")) * len(devices), f"{len(devices)} devices"

@@ -1,4 +1,4 @@
-"""Setup of a process, made once: compilation cache, mesh, work directory.
+"""Setup of a process, made once: compilation cache, devices, mesh, work directory.
 
 It also counts the programs that the process compiles.
 """
@@ -6,13 +6,15 @@ It also counts the programs that the process compiles.
 import contextlib
 import fcntl
 import functools
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from specrl_jax import hosts
+from specrl_jax import hardware, hosts
 from specrl_jax.config import check_mesh, validate
 from specrl_jax.sharding import make_mesh
 
@@ -26,10 +28,72 @@ def start(config, *, training: bool = True, devices=None) -> None:
     validate(config)
     use_compilation_cache()
     compile_metrics()  # counts from here on
+    devices = all_devices() if devices is None else devices
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
     if training:
         check_mesh(config, mesh)
     jax.set_mesh(mesh)
+
+
+def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
+    """Return the devices that JAX computes on. Where it leaves an accelerator of this machine
+    alone, one line on stderr says so, with what to do.
+
+    root: of the file system that tells what the machine has. Raises ValueError in one line where
+    JAX cannot start its devices.
+    """
+    extra = hardware.accelerator(root)
+    with _kept_from_the_log() as records:
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            why = (extra and hardware.misfit(extra)) or str(error).partition("\n")[0]
+            mend = f"; {hardware.command(extra)} may mend it" if extra else ""
+            raise ValueError(f"JAX cannot start its devices: {why}{mend}") from error
+    if extra and devices[0].platform == "cpu":
+        if not _wants_cpu(extra):
+            _say_once(hardware.unused(extra, _reason(records), root))
+        return devices
+    if extra and (why := hardware.misfit(extra)):
+        _say_once(f"warning: {why}, which must be equal; {hardware.command(extra)} mends it")
+    for record in records:
+        logging.getLogger(record.name).handle(record)
+    return devices
+
+
+def _wants_cpu(extra: str) -> bool:
+    """Return whether the user asked for computing without the accelerator."""
+    platforms = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME", "")
+    hidden = extra == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    return platforms.startswith("cpu") or hidden
+
+
+@contextlib.contextmanager
+def _kept_from_the_log() -> Iterator[list[logging.LogRecord]]:
+    """Gather what JAX would log of its devices, which can be a traceback of 30 lines."""
+    records: list[logging.LogRecord] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    log = logging.getLogger("jax._src.xla_bridge")
+    log.addFilter(keep)
+    try:
+        yield records
+    finally:
+        log.removeFilter(keep)
+
+
+def _reason(records: list[logging.LogRecord]) -> str:
+    """Return the first line of the first error that JAX logged."""
+    errors = [record.exc_info[1] for record in records if record.exc_info]
+    return str(errors[0]).split("\n")[0] if errors else ""
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def machine() -> dict:
@@ -99,7 +163,7 @@ def only_process(workdir: Path) -> Iterator[None]:
         yield
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    with open(workdir / "lock", "w") as lock:
+    with open(workdir / "lock", "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

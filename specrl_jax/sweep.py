@@ -31,6 +31,7 @@ _TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
 _TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
 _SHOWS_EVERY = 10.0  # seconds; the newest line of a run's output
 _HEADING = re.compile(r"^ *step epoch .*", re.MULTILINE)  # of the table of telemetry.console
+_WARNING = re.compile(r"^warning: .*", re.MULTILINE)
 _STEP = re.compile(r"^ *\d+/\d+ .*", re.MULTILINE)  # a line of it
 # What a run that a signal ended says last; it exits with 0, as it saved all it had.
 _STOPPED = re.compile(r"(SIG\w+, saved at step \d+ of \d+); run the same command to go on")
@@ -62,7 +63,7 @@ class TrainingRun:
     @property
     def finished(self) -> bool:
         """True where the run came to its end, under this configuration."""
-        return self.done.exists() and self.done.read_text() == self.config
+        return self.done.exists() and self.done.read_text("utf-8") == self.config
 
 
 # Cases ---------------------------------------------------------------------------------------
@@ -171,9 +172,9 @@ class Training:
         run = self._run
         output = self._run.workdir / "output.txt"
         run.workdir.mkdir(parents=True, exist_ok=True)
-        with (run.workdir / "lock").open("a") as lock:
+        with (run.workdir / "lock").open("a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end
-        with output.open("a+") as file:
+        with output.open("a+", encoding="utf-8", errors="replace") as file:
             start = file.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
                 run.command,
@@ -194,12 +195,12 @@ class Training:
             return f"ended with {code}: {last}; see {output}"
         if stopped := _STOPPED.search(said):
             return stopped[1]
-        run.done.write_text(run.config)
+        run.done.write_text(run.config, encoding="utf-8")
         return ""
 
     def _wait(self, output: Path, start: int) -> int:
         """The exit code at the run's end; until then shows the newest line of its table, or before
-        that of its output.
+        that of its output, and its first warning.
 
         start: where this process begins in the file.
         """
@@ -210,7 +211,8 @@ class Training:
                 return self._process.wait(_SHOWS_EVERY)
             said = output.read_bytes()[start:].decode(errors="replace").rpartition("\n")[0]
             newest = (_STEP.findall(said) or said.splitlines())[-1:]
-            for line in (*_HEADING.findall(said)[:1], *newest):
+            first = (*_WARNING.findall(said)[:1], *_HEADING.findall(said)[:1])
+            for line in (*first, *newest):
                 if line not in shown:
                     shown.add(line)
                     _say(line)
@@ -231,10 +233,11 @@ class Training:
 
     def _environment(self) -> dict[str, str]:
         """Add wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
-        wandb cuts no tag itself and takes at most 64 letters."""
+        wandb cuts no tag itself and takes at most 64 letters. output.txt is UTF-8 everywhere."""
         workdir = self._run.workdir
         tags = ",".join(tag[:64] for tag in workdir.name.split(","))
-        return {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags} | os.environ
+        names = {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags}
+        return names | os.environ | {"PYTHONIOENCODING": "utf-8"}
 
 
 def _say(line: str) -> None:
@@ -254,7 +257,7 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
         import submitit
     except ImportError:
         raise ValueError(
-            "--cluster needs submitit: pip install '.[slurm]' in the clone's directory"
+            "--cluster needs submitit: pip install -e '.[slurm]' in the clone's directory"
         ) from None
     try:
         executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
@@ -265,12 +268,12 @@ def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
     def submit(run: TrainingRun) -> Callable[[], str]:
         noted = run.workdir / "job"
         if cluster == "slurm" and noted.exists():  # of an earlier sweep, which was stopped
-            job = submitit.SlurmJob(folder / "jobs", noted.read_text())
+            job = submitit.SlurmJob(folder / "jobs", noted.read_text("utf-8"))
             if not job.done():
                 return functools.partial(_result, job, noted)
         job = executor.submit(Training(run))
         run.workdir.mkdir(parents=True, exist_ok=True)
-        noted.write_text(job.job_id)
+        noted.write_text(job.job_id, encoding="utf-8")
         return functools.partial(_result, job, noted)
 
     return submit

@@ -157,7 +157,7 @@ def test_the_generated_pages_have_every_field_and_metric():
 
 def test_the_site_builds_and_loads_nothing(tmp_path):
     if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("needs pip install '.[docs]'")
+        pytest.skip("needs pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

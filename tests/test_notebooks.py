@@ -15,6 +15,8 @@ import nbformat
 import pytest
 from small_runs import ONE_DEVICE, ROOT
 
+from specrl_jax import hardware
+
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 LARGEST = 400_000  # bytes
@@ -88,9 +90,13 @@ def test_the_first_cell_is_the_same_in_all():
     assert len({code_cells(read(name))[0].source for name in NOTEBOOKS}) == 1
 
 
-@pytest.mark.parametrize("colab", [True, False])
-def test_the_first_cell_installs_on_colab_only(colab, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("colab", "accelerator", "package"),
+    [(True, "", "."), (True, "cuda", ".[cuda]"), (True, "tpu", ".[tpu]"), (False, "cuda", "")],
+)
+def test_the_first_cell_installs_on_colab_only(colab, accelerator, package, tmp_path, monkeypatch):
     commands = []
+    monkeypatch.setattr(hardware, "accelerator", lambda: accelerator)
 
     def record(command, **_):
         commands.append(command)
@@ -109,6 +115,7 @@ def test_the_first_cell_installs_on_colab_only(colab, tmp_path, monkeypatch):
     clones = [command for command in commands if command[0] == "git"]
     installs = [command for command in commands if "pip" in command]
     assert (len(clones), len(installs)) == ((1, 2) if colab else (0, 0))
+    assert all(command[-2:] == ["-e", package] for command in installs)
     assert all("https://example.org/fork.git" in command for command in clones)
     assert sys.path[0] == str(tmp_path / "specrl-jax" if colab else ROOT)
 

@@ -1,5 +1,9 @@
 """Set-up of a process: the mesh of its configuration, the compilation cache."""
 
+import importlib.metadata
+import logging
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -37,6 +41,112 @@ def test_start_refuses_before_anything_is_set(restored, changes, message):
     with pytest.raises(ValueError, match=message):
         runtime.start(small_runs.small_config(changes))
     assert jax.sharding.get_mesh() is before
+
+
+# Devices ------------------------------------------------------------------------------------------
+
+COMMAND = f"pip install 'jax[cuda]=={jax.__version__}'"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """The root of a machine with a GPU, whose user asked for no platform and has no plugin."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=None))
+    real = importlib.metadata.version
+
+    def version(name):
+        if name.startswith("jax-cuda"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    runtime._say_once.cache_clear()
+    return tmp_path
+
+
+def fail() -> None:
+    raise RuntimeError("Unable to load CUDA. Is it installed?\nsecond line")
+
+
+def log_and_find(platform: str):
+    """A `jax.devices` that logs as JAX does where its plugin fails."""
+
+    def devices():
+        log = logging.getLogger("jax._src.xla_bridge")
+        try:
+            fail()
+        except RuntimeError:
+            log.exception("Jax plugin configuration error")
+        log.warning("An NVIDIA GPU may be present on this machine")
+        return [types.SimpleNamespace(platform=platform)]
+
+    return devices
+
+
+def test_an_idle_accelerator_is_one_line(machine, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(jax, "devices", log_and_find("cpu"))
+    for _ in range(2):
+        assert [device.platform for device in runtime.all_devices(machine)] == ["cpu"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"CPU: JAX's CUDA plugin is not installed; {COMMAND} mends it" in line
+    assert caplog.records == []
+
+
+def test_a_plugin_that_fails_says_why(machine, monkeypatch, capsys):
+    version = importlib.metadata.version("jaxlib")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(jax, "devices", log_and_find("cpu"))
+    runtime.all_devices(machine)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"CPU: Unable to load CUDA. Is it installed?; pip install 'jax[cuda]=={version}" in line
+
+
+@pytest.mark.parametrize(
+    ("platforms", "visible"), [("cpu", None), ("cpu,cuda", None), (None, ""), (None, "-1")]
+)
+def test_a_user_who_wants_the_cpu_is_told_nothing(
+    machine, monkeypatch, capsys, caplog, platforms, visible
+):
+    jax.config.jax_platforms = platforms
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(jax, "devices", log_and_find("cpu"))
+    runtime.all_devices(machine)
+    assert capsys.readouterr().err == ""
+    assert caplog.records == []
+
+
+def test_a_plugin_of_another_version_that_is_used_is_told(machine, monkeypatch, capsys):
+    versions = {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.1"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(jax, "devices", log_and_find("gpu"))
+    runtime.all_devices(machine)
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: jax-cuda12-plugin is 0.10.1, jaxlib 0.10.2, which must be equal; "
+        "pip install 'jax[cuda]==0.10.2' mends it"
+    ]
+
+
+def test_without_an_accelerator_the_log_of_jax_stays(machine, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(jax, "devices", log_and_find("cpu"))
+    runtime.all_devices(machine / "empty")
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "warning: this machine" not in capsys.readouterr().err
+
+
+def test_devices_that_do_not_start_are_one_line(machine, monkeypatch):
+    monkeypatch.setattr(jax, "devices", fail)
+    line = small_runs.line_of(runtime.all_devices, machine)
+    reason = "JAX's CUDA plugin is not installed"
+    assert line == f"JAX cannot start its devices: {reason}; {COMMAND} may mend it"
+    line = small_runs.line_of(runtime.all_devices, machine / "empty")
+    assert line == "JAX cannot start its devices: Unable to load CUDA. Is it installed?"
+
+
+# The compilation cache ----------------------------------------------------------------------------
 
 
 def test_a_chosen_cache_folder_stays(restored):

@@ -141,7 +141,7 @@ def _require(module: str, topology: str, extra: str) -> Path:
     if spec is None:
         raise ValueError(
             f"--topology={topology} needs {module}, which is not installed: "
-            f"pip install '.[{extra}]' in the clone's directory"
+            f"pip install -e '.[{extra}]' in the clone's directory"
         )
     return Path(next(iter(spec.submodule_search_locations)))
 

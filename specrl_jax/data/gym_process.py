@@ -27,7 +27,7 @@ def read_items(name: str, options: dict[str, Any], seed: int, start: int, stop: 
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         input=pickle.dumps((name, options, seed, start, stop)),
-        env=os.environ | {"PYTHONHASHSEED": "0"},
+        env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
         capture_output=True,
         check=False,
     )
@@ -44,7 +44,7 @@ def read_items(name: str, options: dict[str, Any], seed: int, start: int, stop: 
 def require_reasoning_gym(what: str) -> None:
     """Raise ValueError in one line where reasoning_gym, which `what` needs, is not installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(f"{what} needs reasoning-gym: pip install '.[tasks]' in the clone")
+        raise ValueError(f"{what} needs reasoning-gym: pip install -e '.[tasks]' in the clone")
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def _children() -> list[int]:
     """Numbers of this process's children, as far as the system tells."""
     children = []
     for path in glob.glob("/proc/self/task/*/children"):
-        with contextlib.suppress(OSError), open(path) as file:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             children += map(int, file.read().split())
     return children
 

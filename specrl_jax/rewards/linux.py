@@ -93,7 +93,7 @@ def _other_users() -> range:
     """User ids besides root that root has here; none where this process is not root."""
     if not LINUX or os.geteuid() != 0:
         return range(0)
-    with open("/proc/self/uid_map") as file:
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
         first, _, count = map(int, file.readlines()[-1].split())
     return range(max(first, 1), first + count)
 
@@ -109,7 +109,10 @@ def own_user() -> int:
     No two processes have the same one, as long as both live.
     """
     users = _other_users()
-    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
+    with (
+        contextlib.suppress(OSError, StopIteration),
+        open("/proc/self/status", encoding="utf-8") as file,
+    ):
         rights = int(next(line for line in file if line.startswith("CapEff")).split()[1], 16)
         if users and rights & _RIGHTS == _RIGHTS:
             return users[-1 - os.getpid() % (len(users) // 2)]
@@ -146,7 +149,7 @@ MAX_PID = 512
 
 def has_few_pids() -> bool:
     """Return True where the namespace of this process holds at most `MAX_PID` processes."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max") as file:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", encoding="utf-8") as file:
         return int(file.read()) <= MAX_PID
     return False
 
@@ -209,13 +212,13 @@ def _map_users(pid: int) -> None:
     for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
         lines = [[own, own, 1]]
         if os.geteuid() == 0:
-            with open(f"/proc/self/{kind}_map") as file:
+            with open(f"/proc/self/{kind}_map", encoding="utf-8") as file:
                 lines = [line.split() for line in file]
         _write(f"/proc/{pid}/{kind}_map", "".join(f"{x} {x} {n}\n" for x, _, n in lines))
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 

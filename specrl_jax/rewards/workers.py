@@ -338,12 +338,14 @@ class _Worker:
         paths = [path for path in sys.path if isinstance(path, str)]
         code = f"import sys; sys.path[:] = {paths!r}; from {worker_process.__name__} import serve; "
         code += f"serve{(*fds, *self._settings)!r}"
-        # One thread each; no accelerator, should a user's module import JAX; and one order of sets
-        # in every run, as sympy's results can depend on it.
+        # One thread each; no accelerator, should a user's module import JAX; one order of sets in
+        # every run, as sympy's results can depend on it; and one encoding, as what an answer or a
+        # reward prints, reads and writes must not depend on the user's locale.
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         own = dict(os.environ)
         variables = containment.clean_environment(own) if self._settings.contained else own
         variables |= one_thread | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
+        variables |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
         variables.pop("GLIBC_TUNABLES", None)  # huge pages would count against the memory limit
         try:
             self._process = subprocess.Popen(

@@ -26,7 +26,8 @@ def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
                 ["git", *words],
                 cwd=folder,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 check=True,
                 timeout=10,
             )
@@ -46,7 +47,7 @@ def record_code(workdir: Path) -> None:
     on = {"devices": f"{len(devices)} × {devices[0].device_kind}"}
     line = json.dumps(versions | git_state() | on)
     if _lines(workdir)[-1:] != [line]:
-        with (workdir / FILE_NAME).open("a") as file:
+        with (workdir / FILE_NAME).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 

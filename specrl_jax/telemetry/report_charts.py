@@ -11,7 +11,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from specrl_jax.telemetry.runs import Record, RecordedRun, Series, deviation, without_compiling
+from specrl_jax.telemetry.runs import (
+    Record,
+    RecordedRun,
+    Series,
+    deviation,
+    reward_limits,
+    without_compiling,
+)
 
 Chart = dict[str, Any]  # title, note, data, layout; height in pixels where it is not the page's
 
@@ -39,12 +46,14 @@ class _Curves(NamedTuple):
     unit: str
     metrics: dict[str, str]  # metric → its name in the chart
     share: bool = False  # from 0 to 1
+    reward: bool = False  # not from 0: what is learned last is small
     seconds: bool = False  # without steps that compiled
 
 
 # The papers' curves: SPEC-RL (arXiv 2509.23232), figures 1, 4 and 6; SRT (2601.09083), figure 4.
 _TRAINING = (
-    _Curves("Reward", "mean reward", {"reward/mean": "training", "reward/eval": "held out"}),
+    _Curves("Reward", "mean reward", {"reward/mean": "training", "reward/eval": "held out"},
+            reward=True),
     _Curves("Rollout", "seconds a step", {"time/rollout": "rollout"}, seconds=True),
     _Curves("Accepted prefix", "tokens, mean over rows",
             {"rollout/prefix_len_mean": "accepted", "rollout/response_len_mean": "response"}),
@@ -130,8 +139,13 @@ def _chart(curves: _Curves, series: Sequence[Series]) -> Chart:
     if several and len(curves.metrics) > 1:
         traces += _key(curves.metrics.values())
     layout = _layout(curves.unit, series[0].runs[0])
+    drawn = [y for trace in traces for y in trace["y"] if y is not None]
     if curves.share:
         layout["yaxis"]["range"] = [0, 1]
+    elif curves.reward and drawn:
+        layout["yaxis"]["range"] = list(reward_limits(drawn))
+    else:
+        layout["yaxis"]["rangemode"] = "tozero"
     note = _left_out(series) if curves.seconds else ""
     return {"title": curves.title, "note": note, "data": traces, "layout": layout}
 

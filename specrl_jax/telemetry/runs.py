@@ -27,6 +27,7 @@ _OF_A_SWEEP = re.compile(r"(.+),seed=-?\d+")
 # Fields of the configuration in which seeds of one setting may differ.
 _NOT_A_SETTING = ("seed", "log", "checkpoint", "mesh", "resume_from")
 _MAX_NAMED = 3  # settings in a series' name
+_MARGIN = 0.05  # of a reward's axis beside its values, so that what is small looks small
 # A step that compiled for more than this share of its seconds says nothing about later ones.
 _COMPILED = 0.05
 _FROM_DRAFTS = ("rollout/tokens_reused", "rollout/tokens_drafted")
@@ -94,6 +95,13 @@ class Series:
 def deviation(values: Sequence[float]) -> float:
     """The sample's standard deviation; 0 of one value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def reward_limits(values: Iterable[float]) -> tuple[float, float]:
+    """Return the ends of an axis of rewards; the values, of which one at least, are within both."""
+    values = list(values)
+    margin = max(_MARGIN, _MARGIN * (max(values) - min(values)))
+    return min(values) - margin, max(values) + margin
 
 
 def read_run(workdir: str | os.PathLike) -> RecordedRun:

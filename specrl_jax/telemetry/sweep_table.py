@@ -19,6 +19,7 @@ from specrl_jax.telemetry.runs import (
     deviation,
     epoch_seconds,
     of_seed,
+    reward_limits,
     seconds,
     speed_up_over,
 )
@@ -182,8 +183,8 @@ def write(cases: Sequence[Series], baseline: str, folder: Path, target: float = 
     chosen = columns(first, target)
     parts = [table(cases, chosen), HOW, same_tokens(cases, first), epoch_table(cases)]
     text = "\n\n".join(filter(None, parts))
-    (folder / "sweep.md").write_text(text + "\n")
-    with (folder / "sweep.csv").open("w", newline="") as file:
+    (folder / "sweep.md").write_text(text + "\n", encoding="utf-8")
+    with (folder / "sweep.csv").open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["case", "seeds", *(x for c in chosen for x in (c.name, f"{c.name}, s.e."))])
         for case in cases:
@@ -219,20 +220,33 @@ def _trim(ax: Any, title: str) -> None:
     ax.set_title(title, loc="left", fontweight="bold", fontsize="medium")
 
 
+def _seeds(cases: Sequence[Series], error: str) -> str:
+    """Say what the error bars are, or that one seed has none."""
+    fewest = min(len(case.runs) for case in cases)
+    most = max(len(case.runs) for case in cases)
+    if most == 1:
+        return "one seed, no error bars"
+    number = f"{fewest} seeds" if fewest == most else f"{fewest} to {most} seeds"
+    return f"{number}, ± {error}{' where there are several' * (fewest == 1)}"
+
+
 def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: Path) -> None:
     """A line a case: tokens and speed-ups as bars, the reward as a point; standard errors."""
     missing = (math.nan, 0.0, 0)
     panels = {x: [mean_and_error(case, x) for case in cases] for x in chosen if x.name in _PLOTTED}
     panels = {x: points for x, points in panels.items() if any(points)}
-    figure = _figure(2 + 3 * len(panels), 1.2 + 0.32 * len(cases))
+    figure = _figure(2 + 3 * len(panels), 1.4 + 0.32 * len(cases))
     lines = range(len(cases))
     colors = _colors(cases)
     (axes,) = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for ax, (column, points) in zip(axes, panels.items()):
-        means, errors, _ = zip(*(point or missing for point in points))
+        means, errors, counts = zip(*(point or missing for point in points))
         if column.with_error:  # not from 0: the reward's differences are small
-            for line, mean, error, color in zip(lines, means, errors, colors):
-                ax.errorbar(mean, line, xerr=error, fmt="o", color=color, capsize=3)
+            for line, mean, error, count, color in zip(lines, means, errors, counts, colors):
+                bar = error if count > 1 else None
+                ax.errorbar(mean, line, xerr=bar, fmt="o", color=color, capsize=3)
+            known = [(mean, error) for mean, error, _ in filter(None, points)]
+            ax.set_xlim(reward_limits(m + sign * e for m, e in known for sign in (-1, 1)))
         else:
             bars = ax.barh(lines, means, 0.7, xerr=errors, color=colors, error_kw={"lw": 0.8})
             texts = [column.style.format(x) if math.isfinite(x) else "–" for x in means]
@@ -241,13 +255,14 @@ def _write_table_plot(cases: Sequence[Series], chosen: Sequence[Column], file: P
         ax.set_yticks(lines, [case.name for case in cases])
         _trim(ax, column.name.capitalize())
     ax.invert_yaxis()
+    figure.supxlabel(_seeds(cases, "standard error"), fontsize="small", color="#666666")
     figure.savefig(file)
 
 
 def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
     """Seconds of a step and of its parts by epoch, and held-out reward by step. Means over the
     seeds, with their standard deviation."""
-    figure = _figure(13, 3.4 + 0.1 * len(cases))
+    figure = _figure(13, 3.6 + 0.1 * len(cases))
     *parts, last = figure.subplots(1, len(_PARTS) + 1)
     width = 0.8 / len(cases)
     for i, (case, color) in enumerate(zip(cases, _colors(cases))):
@@ -264,9 +279,15 @@ def _write_epochs_plot(cases: Sequence[Series], file: Path) -> None:
         ax.set(xlabel="epoch", ylabel="seconds a step")
         _trim(ax, part.capitalize())
     last.set(xlabel="step")
+    shown = last.dataLim.intervaly
+    if math.isfinite(shown[0]):  # not where nothing was held out
+        last.set_ylim(reward_limits(shown))
     _trim(last, "Held-out reward")
     for ax in (*parts, last):
         ax.xaxis.get_major_locator().set_params(integer=True)
     ncols = max(1, 180 // (8 + max(len(case.name) for case in cases)))  # what the width holds
-    figure.legend(ncols=ncols, loc="outside lower left", frameon=False, fontsize="small")
+    figure.legend(
+        ncols=ncols, loc="outside lower left", frameon=False, fontsize="small", alignment="left",
+        title=_seeds(cases, "standard deviation"), title_fontsize="small",
+    )  # fmt: skip
     figure.savefig(file)

@@ -95,7 +95,7 @@ class TensorBoard(Tracker):
     """Event files in WORKDIR/tensorboard."""
 
     module = "tensorboardX"
-    install = "pip install '.[tensorboard]' in the clone's directory"
+    install = "pip install -e '.[tensorboard]' in the clone's directory"
 
     def __init__(self, workdir: Path, config: Mapping[str, Any]):
         self._workdir = workdir
@@ -220,8 +220,8 @@ def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:
 
     id_file = workdir / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
-    run_id = id_file.read_text().strip()
+        id_file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    run_id = id_file.read_text("utf-8").strip()
     folder = workdir.resolve()
     # Work directories of the same name get different names; those of one folder are a group.
     names = {"name": f"{folder.name[: _MAX_NAME - 5]}-{run_id[:4]}", "group": folder.parent.name}

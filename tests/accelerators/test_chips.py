@@ -10,7 +10,8 @@ from small_runs import launch
 from specrl_jax.accelerators import chips
 
 LIBTPU = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[compile-tpu]'"
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu: pip install -e '.[compile-tpu]'",
 )
 
 
@@ -53,7 +54,7 @@ def test_a_wrong_topology_is_one_line(name):
 
 def test_a_missing_compiler_is_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs libtpu, .* pip install '\.\[compile-tpu\]' in "):
+    with pytest.raises(ValueError, match=r"needs libtpu, .* install -e '\.\[compile-tpu\]' in "):
         chips.set_environment("v5e:2x2")
     with pytest.raises(ValueError, match=r"needs jax_plugins\.xla_cuda12, .*\[compile-cuda\]"):
         chips.set_environment("h100:8")

@@ -16,7 +16,7 @@ from specrl_jax.data import gym_process
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.rewards.workers import RewardPool
 
-NEEDS_GYM = "needs pip install '.[tasks]'"
+NEEDS_GYM = "needs pip install -e '.[tasks]'"
 
 
 def gym(name="number_sorting", seed=0, reward="exact", **changes):
@@ -30,7 +30,7 @@ def test_without_reasoning_gym_one_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(gym_process.importlib.util, "find_spec", lambda name: None)
     line = line_of(load_examples, gym())
     assert line == (
-        "data.source=reasoning_gym needs reasoning-gym: pip install '.[tasks]' in the clone"
+        "data.source=reasoning_gym needs reasoning-gym: pip install -e '.[tasks]' in the clone"
     )
 
 

@@ -288,7 +288,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[x for x, _ in MISTAKES])
 def test_a_mistake_is_one_line(main, run, tmp_path, command, message):
     if "reasoning_gym" in command:
-        pytest.importorskip("reasoning_gym", reason="needs pip install '.[tasks]'")
+        pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[tasks]'")
     program, *flags = [
         x.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for x in command.split()
     ]

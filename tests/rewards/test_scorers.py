@@ -245,7 +245,7 @@ def test_math_on_a_long_response_is_fast(piece):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_tasks_that_execute_an_answer_are_known():
     """Every task of reasoning_gym scores answers that leave a trace where they are executed."""
-    reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs pip install '.[tasks]'")
+    reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[tasks]'")
     call = "__import__('os').environ.__setitem__('EXECUTED', '1')"
     forms = [call, f"[{call}]", f"[[{call}]]", f"{call} + 1", f"def main():\n  {call}"]
     executing = set()

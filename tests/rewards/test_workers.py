@@ -121,6 +121,15 @@ def test_what_an_answer_says_is_one_printable_line(capfd):
     assert f"printed by a reward: {line}\n" in capfd.readouterr().err.splitlines(keepends=True)
 
 
+def test_a_reward_has_utf8_in_every_locale(monkeypatch, capfd):
+    for name, value in {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}.items():
+        monkeypatch.setenv(name, value)
+    text = "import locale\nprint('😀', locale.getpreferredencoding(False))"
+    with RewardPool("user_scorers:execute", **LIMITS | {"workers": 1}) as pool:
+        assert score(pool, [text]).reasons == ("",)
+    assert "printed by a reward: 😀 utf-8\n" in capfd.readouterr().err.lower()
+
+
 def test_what_a_contained_reward_lacks_is_told_where_it_fails():
     texts = [
         "import socket; socket.create_connection(('127.0.0.1', 9), 1)",
@@ -399,7 +408,7 @@ def test_math_through_the_pool():
 
 
 def test_reasoning_gym_survives_what_its_scorers_evaluate():
-    reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs pip install '.[tasks]'")
+    reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[tasks]'")
     items = {task: reasoning_gym.create_dataset(task, size=1, seed=1)[0]
              for task in ("chain_sum", "puzzle24", "countdown", "spiral_matrix")}  # fmt: skip
     rows = []  # task, response, item

@@ -123,6 +123,8 @@ def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
     training = report_charts.training_charts(one)
     assert [trace["y"] for trace in training[0]["data"]] == [[0.5] * 6, [0.25, 0.75]]
     assert [shape["x0"] for shape in training[0]["layout"]["shapes"]] == [0.5, 3.5]
+    assert training[0]["layout"]["yaxis"]["range"] == pytest.approx([0.2, 0.8])  # of rewards
+    assert training[1]["layout"]["yaxis"]["rangemode"] == "tozero"  # of seconds
     for chart in [seconds, *lengths, *training]:
         go.Figure(data=chart["data"], layout=chart["layout"])
 

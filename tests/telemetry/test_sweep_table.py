@@ -4,10 +4,18 @@ import csv
 import math
 
 import pytest
+from matplotlib.figure import Figure
 from test_report_page import write_files
 
 from specrl_jax.telemetry import sweep_table
-from specrl_jax.telemetry.runs import Series, epoch_seconds, read_run, seconds, series
+from specrl_jax.telemetry.runs import (
+    Series,
+    epoch_seconds,
+    read_run,
+    reward_limits,
+    seconds,
+    series,
+)
 
 
 def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), responses=()):
@@ -89,6 +97,61 @@ def test_the_table(cases, tmp_path):
     assert float(rows[0]["held-out reward, s.e."]) == pytest.approx(
         0.2 / math.sqrt(2) / math.sqrt(2)
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ((0.8594, 0.8633), (0.8094, 0.9133)),
+        ((0.5,), (0.45, 0.55)),
+        ((-2.0, 2.0), (-2.2, 2.2)),  # a twentieth of what they span
+    ],
+)
+def test_an_axis_of_rewards(values, limits):
+    assert reward_limits(iter(values)) == pytest.approx(limits)
+
+
+def drawn(folder, monkeypatch, cases) -> dict:
+    """The figures of a sweep, by their file's name."""
+    figures = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, file: figures.update({file.name: self}))
+    sweep_table.write(cases, "plain", folder)
+    return figures
+
+
+def test_one_seed_has_no_error_bars_and_small_differences_look_small(tmp_path, monkeypatch):
+    rewards = {"plain": (0.8594, 0.8594), "fast": (0.8594, 0.8633)}
+    cases = [Series(x, [write_run(tmp_path / x, SLOW, rewards=rewards[x])]) for x in rewards]
+    for case in cases:
+        del case.runs[0].records[0]["reward/eval"]
+    figures = drawn(tmp_path, monkeypatch, cases)
+    table = figures["sweep.png"]
+    assert table.axes[-1].get_xlim() == pytest.approx((0.8094, 0.9133))
+    assert table.get_supxlabel() == "one seed, no error bars"
+    assert [bars.has_xerr for bars in table.axes[-1].containers] == [False, False]
+    epochs = figures["epochs.png"]
+    assert epochs.axes[-1].get_ylim() == pytest.approx((0.8094, 0.9133))
+    assert epochs.legends[0].get_title().get_text() == "one seed, no error bars"
+
+
+def test_runs_that_hold_nothing_out_have_pictures_too(tmp_path, monkeypatch):
+    case = Series("plain", [write_run(tmp_path / "a", SLOW)])
+    for record in case.runs[0].records:
+        record.pop("reward/eval", None)
+    figures = drawn(tmp_path, monkeypatch, [case])
+    assert [ax.get_title("left") for ax in figures["sweep.png"].axes][-1] == "Step speed-up"
+    assert [*figures["epochs.png"].axes[-1].lines[0].get_xdata()] == []
+
+
+def test_several_seeds_have_error_bars_within_the_axis(cases, tmp_path, monkeypatch):
+    table = drawn(tmp_path, monkeypatch, cases)["sweep.png"]
+    assert table.axes[-1].get_xlim() == pytest.approx((0.35, 0.65))  # 0.5 ± 0.1, and 0.5
+    assert table.get_supxlabel() == "2 seeds, ± standard error"
+    one = Series("fast", cases[1].runs[:1])
+    table = drawn(tmp_path, monkeypatch, [cases[0], one])["sweep.png"]
+    label = "1 to 2 seeds, ± standard error where there are several"
+    assert table.get_supxlabel() == label
+    assert [bars.has_xerr for bars in table.axes[-1].containers] == [True, False]
 
 
 def test_a_baseline_without_runs_gives_no_speed_up(cases, tmp_path):
