@@ -104,16 +104,21 @@ def _compare_base(policy: SavedPolicy, base: str) -> str:
     gap = compare(Source(source, "model.source"), Source(base, "--base"), *policy.adapters)
     if not gap.tensor:
         return f"base: {base} has the weights of {source}, on which the adapters were trained"
-    differs = f"{base} differs from {source} by {100 * gap.relative:.2g} % of the weights' norm"
+    differs = f"{base} differs from {source} by {_percent(gap.relative)} of the weights' norm"
     if gap.relative > _OTHER_MODEL:
         raise ValueError(f"--base must be the model that the adapters were trained on: {differs}")
     line = (
         f"base: {differs}, at most {gap.largest:.2g} in {gap.tensor}; what was learned is "
-        f"{100 * gap.learned:.2g} %"
+        f"{_percent(gap.learned)}"
     )
     if gap.relative < gap.learned:
         return line
     return f"{line}, less than the difference: without --adapters the run's own weights are written"
+
+
+def _percent(share: float) -> str:
+    """Return a share with two digits: 0.0714 is 7.1 %, and 1.234 is 120 %."""
+    return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 def push(out: Path, hub_id: str) -> str:
