@@ -265,18 +265,14 @@ def policy_loss(
 ) -> tuple[Array, dict[str, Array]]:
     """The loss of a micro-batch, and sums from which exact mini-batch metrics are made.
 
-        loss = mean(w·(surrogate + β·penalty) − η·H(π))           arXiv 2402.03300, eq. 3
-
-    w also weighs the penalty (`kl_penalty`), which is an estimate from sampled tokens. H is a sum
-    over the vocabulary and needs no weight.
+        loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
     A token of a row that holds a given solution has −c·log π in place of these terms, c the
     `solution_coef` (SuperRL, arXiv 2506.01096).
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `advantages`, `ref_logprobs`, `weights` (w), `given` and `mask` are
-        read.
-        What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
+        read. What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
     normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
@@ -307,7 +303,7 @@ def policy_loss(
             per_token = per_token + config.kl_coef * penalty
     if batch.weights is not None:
         per_token = per_token * jax.lax.stop_gradient(jnp.where(mask, batch.weights, 0))
-    if config.entropy_coef:
+    if config.entropy_coef:  # exact at each context: it needs no weight
         per_token = per_token - config.entropy_coef * entropy
     sampled = mask
     sums = {}
