@@ -54,8 +54,8 @@ def export(policy: SavedPolicy, run: Path, out: Path, presets: Mapping[str, Conf
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-# Of the weights' norm. Four bits a weight (Q4_0) change 7 to 9 % of it. Two models that were trained
-# apart differ by more than all of it.
+# Of the weights' norm. Four bits a weight (Q4_0) change 7 to 9 % of it, and models that were
+# trained apart differ by more than all of it.
 _OTHER_MODEL = 0.5
 
 
