@@ -148,7 +148,7 @@ def base() -> ConfigDict:
     algorithm.dual_clip = 3.0  # c: the loss is at most c·|A| for negative A; 0: off; paper 3
     algorithm.aggregation = "token"  # token | sequence (mean of row means) | constant (Dr. GRPO)
     algorithm.kl_coef = 0.0  # weight of the KL to the frozen reference; 0: none; paper 1e-4
-    algorithm.kl_estimator = "k3"  # k1 | k2 | k3
+    algorithm.kl_estimator = "k3+"  # of the loss: k3+ | k1+ | k2, with the same gradient; paper k3
     algorithm.entropy_coef = 0.0  # weight of the entropy bonus; paper 0
     algorithm.solution_coef = 0.0  # SuperRL: weight of log π(solution) in unsolved groups; 0: off
     algorithm.importance_cap = 0.0  # TIS: cap of the weight π / what a token came from; 0: off

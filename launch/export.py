@@ -5,9 +5,10 @@
 
 DIR gets the weights (safetensors), tokenizer, generation settings and a model card; it must be new
 or empty. Adapters (lora.rank > 0) are added to the weights; with --adapters DIR gets them alone, in
-PEFT's format, for the model --base where that is not model.source. --step=best is the checkpoint
-with the highest held-out reward. --push uploads DIR, to a private model where the hub has none of
-this name; log in with `hf auth login` first.
+PEFT's format, for the model --base where that is not model.source; its weights are compared with
+those that the adapters were trained on. --step=best is the checkpoint with the highest held-out
+reward. --push uploads DIR, to a private model where the hub has none of this name; log in with
+`hf auth login` first.
 """
 
 import sys
@@ -40,10 +41,12 @@ def main() -> None:
     from specrl_jax.evaluation import export, saved_policy
 
     export.check_out(args.out)
+    if args.base and not args.adapters:
+        raise ValueError("--base needs --adapters: without it all weights are written")
     presets = cli.presets()
     policy = saved_policy.open_policy(args.run, "", args.step, presets["configs/grpo.py:tiny"])
     if args.adapters:
-        export.export_adapters(policy, args.out, args.base)
+        print(export.export_adapters(policy, args.out, args.base))
     else:
         export.export(policy, args.run, args.out, presets)
     print(f"{args.out}: step {policy.step} of {args.run}")

@@ -66,8 +66,11 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
 Check = tuple[str, str, bool]
 
 
-def validate(config: ConfigDict) -> None:
-    """Check a whole configuration; ValueError in one line on the first broken rule."""
+def validate(config: ConfigDict, training: bool = True) -> None:
+    """Check a whole configuration; ValueError in one line on the first broken rule.
+
+    training: False where a finished policy is only read; rules of the loss do not matter then.
+    """
     fields = dict(flatten(config))
     _check_fields(fields)
     for field, rules in RULES.items():
@@ -77,7 +80,8 @@ def validate(config: ConfigDict) -> None:
         names = choices(field)
         _require(field, f"one of {', '.join(names)}", fields[field] in names, fields[field])
     checked = (_memory, _batches, _groups, _drafts, _carry_over, _environment, _task, _solutions)
-    for checks in (*checked, _sizes, _adapters):
+    of_training = (_penalty,) if training else ()
+    for checks in (*checked, _sizes, _adapters, *of_training):
         for field, rule, holds in checks(config):
             _require(field, rule, holds, fields[field])
 
@@ -113,13 +117,19 @@ def _chosen(config: ConfigDict, field: str) -> Any:
 
 
 def complete_saved(values: dict[str, Any]) -> dict[str, Any]:
-    """Add to a run's saved configuration the `ADDED_FIELDS` that it lacks; returns it."""
+    """Add to a run's saved configuration the `ADDED_FIELDS` that it lacks; returns it.
+
+    An estimate of the KL that no loss takes is replaced where it had no effect.
+    """
     for field, value in ADDED_FIELDS.items():
         *sections, name = field.split(".")
         node = values
         for section in sections:
             node = node.setdefault(section, {})
         node.setdefault(name, value)
+    algorithm = values["algorithm"]
+    if not algorithm.get("kl_coef") and algorithm.get("kl_estimator") in ("k1", "k3"):
+        algorithm["kl_estimator"] = "k3+"  # the default; it has no effect, and no loss takes others
     for path in OPTIONS:
         section, name = path.split(".")
         values.setdefault(section, {}).setdefault(name, {})
@@ -339,6 +349,13 @@ def _adapters(config: ConfigDict) -> Iterator[Check]:
     weights = importlib.import_module("specrl_jax.models.parameters").ADAPTED
     rule = f"a regular expression that is found in one of {', '.join(weights)}"
     yield "lora.targets", rule, _is_found(config.lora.targets, weights)
+
+
+def _penalty(config: ConfigDict) -> Iterator[Check]:
+    name = config.algorithm.kl_estimator
+    gradient, instead = table("algorithms.losses:REPORTED_KL").get(name, ("", ""))
+    rule = f"{instead} where algorithm.kl_coef is > 0 (the gradient of {name} is {gradient})"
+    yield "algorithm.kl_estimator", rule, not (instead and config.algorithm.kl_coef)
 
 
 def _is_found(pattern: str, names: Iterable[str]) -> bool:

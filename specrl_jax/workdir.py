@@ -25,7 +25,7 @@ MAY_CHANGE_FROM_OTHER = (
     "critic.schedule_warmup", "critic.warmup_steps", "critic.coef", "critic.clip",
     "rollout.head.learning_rate",
     "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl_coef",
-    "algorithm.entropy_coef", "algorithm.solution_coef",
+    "algorithm.kl_estimator", "algorithm.entropy_coef", "algorithm.solution_coef",
 )  # fmt: skip
 
 

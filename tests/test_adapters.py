@@ -1,14 +1,17 @@
 """Runs that train adapters: what is kept, saved, resumed, exported and refused."""
 
+import json
+
 import jax
 import numpy as np
+import optax
 import pytest
 from small_runs import line_of, preset, records, saved, small_config
 
 from specrl_jax import train as loop
 from specrl_jax.data.tokenizer import load_tokenizer
 from specrl_jax.evaluation import export, saved_policy
-from specrl_jax.models import hf
+from specrl_jax.models import hf, lora
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import init_params
 from specrl_jax.sharding import make_mesh
@@ -142,6 +145,7 @@ def test_what_is_refused(tmp_path, changes, line):
     [
         ({"model.source": "a.gguf"}, "", "--base must name the model in Hugging Face's format"),
         ({"model.source": "pypi:a"}, "", "--base must name the model in Hugging Face's format"),
+        ({"model.source": "a"}, "b.gguf", "--base must name the model in Hugging Face's format"),
         ({"model.source": ""}, "", "--adapters needs a run with a model.source"),
         ({"model.source": "a.gguf"}, "IMAGES", "--adapters cannot be used with"),
     ],
@@ -154,6 +158,95 @@ def test_a_base_that_peft_cannot_load(tmp_path, changes, base, line):
     base = str(tmp_path / base) if base else ""
     got = line_of(export.export_adapters, policy, tmp_path / "out", base)
     assert got.startswith(line)
+
+
+def keep(x):
+    return x
+
+
+def add_noise(x):
+    """As much as a tenth of the norm, the same in each matrix."""
+    noise = np.random.default_rng(x.size).normal(size=x.shape)
+    return x + 0.1 * np.linalg.norm(x) / np.linalg.norm(noise) * noise
+
+
+def replace_all(x):
+    return np.random.default_rng(x.size).normal(x.mean(), x.std(), x.shape)
+
+
+@pytest.fixture
+def adapted(pretrained):
+    """A policy with adapters of the model in `pretrained`, whose A·B is 1 % of its weights."""
+    folder, params = pretrained
+    config = small_config(ADAPTERS | {"model.source": str(folder), "tokenizer.source": ""})
+    tokenizer = load_tokenizer(config)
+    model, params = load_policy(config, tokenizer.vocab_size)
+    adapters = jax.device_get(lora.init_adapters(model, jax.random.key(0)))
+    adapters = jax.tree.map(lambda x: x if x.any() else x + 1, adapters)
+    learned = lora.merge(model, lora.adapted(model, adapters, params))
+    change = jax.device_get(jax.tree.map(lambda x, y: x - y, learned, params))
+    share = optax.tree.norm(change) / optax.tree.norm(jax.device_get(params))
+    scales = {"a": 1, "b": 0.01 / share}
+    layers = {name: x * scales[name[-1]] for name, x in adapters["layers"].items()}
+    parts = saved_policy.Adapters(model, {"layers": layers})
+    return saved_policy.SavedPolicy("run", 1, config, model, params, tokenizer, parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (keep, ["has the weights of "]),
+        (add_noise, ["by 10 % of the weights' norm, at most ", "; what was learned is 1 %, less"]),
+    ],
+)
+def test_the_base_is_compared_with_what_was_trained_on(
+    adapted, tmp_path, monkeypatch, change, words
+):
+    model = adapted.model.replace(lora=None)
+    changed = jax.tree.map(change, jax.device_get(adapted.params))
+    hf.save(tmp_path / "base", model, changed)
+    monkeypatch.chdir(tmp_path)
+    said = export.export_adapters(adapted, tmp_path / "out", "base")
+    assert all(word in said for word in words), said
+    assert said.startswith("base: base ")
+    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+def other_weights(folder, model, params):
+    hf.save(folder, model, jax.tree.map(replace_all, params))
+
+
+def other_shapes(folder, model, params):
+    model = model.replace(mlp_dim=2 * model.mlp_dim)
+    hf.save(folder, model, jax.device_get(init_params(model, jax.random.key(0))))
+
+
+def not_finite(folder, model, params):
+    hf.save(folder, model, params | {"embed": params["embed"] * np.nan})
+
+
+def no_weights(folder, model, params):
+    hf.save(folder, model, params)
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("write", "line"),
+    [
+        (other_weights, "--base must be the model that the adapters were trained on: "),
+        (other_shapes, "--base must be a model with the sizes of model.source: "),
+        (not_finite, "{base}/config.json: model.embed_tokens.weight must hold finite numbers, got"),
+        (no_weights, "{base} must hold model.safetensors or model.safetensors.index.json"),
+        (lambda *_: None, "--base must be an existing directory or file, 'pypi:WHEEL' or a hub id"),
+    ],
+)
+def test_a_base_that_adapters_do_not_belong_to(adapted, tmp_path, write, line):
+    base = tmp_path / "base"
+    write(base, adapted.model.replace(lora=None), jax.device_get(adapted.params))
+    got = line_of(export.export_adapters, adapted, tmp_path / "out", str(base))
+    assert got.startswith(line.format(base=base)), got
+    assert not (tmp_path / "out").exists()
 
 
 def test_export_of_adapters_needs_a_run_that_trained_some(tmp_path):

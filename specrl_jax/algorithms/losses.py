@@ -35,7 +35,7 @@ class LossConfig:
     dual_clip: float = 0.0  # c of `clipped_surrogate`, > 1; 0 turns the dual clip off
     aggregation: str = "token"  # key of AGGREGATIONS
     kl_coef: float = 0.0  # β, weight of the KL
-    kl_estimator: str = "k3"  # key of KL_ESTIMATORS
+    kl_estimator: str = "k3+"  # key of KL_ESTIMATORS, none of REPORTED_KL
     entropy_coef: float = 0.0  # η, weight of the entropy
     solution_coef: float = 0.0  # weight of a solution's log-likelihood
     max_response_len: int  # tokens, >= 1
@@ -139,29 +139,75 @@ RATIOS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def k1(log_ratio: Array) -> Array:
-    """Return −d: unbiased, may be negative. Its gradient is 0 in expectation: for reporting."""
+    """Return −d: unbiased, may be negative. Its gradient is 0 in expectation."""
     return -log_ratio
 
 
 def k2(log_ratio: Array) -> Array:
-    """d² / 2: biased, but its gradient is that of KL(π ‖ π_ref) in expectation."""
+    """Return d² / 2: biased, but its gradient is that of KL(π ‖ π_ref) in expectation."""
     return jnp.square(log_ratio) / 2
 
 
 def k3(log_ratio: Array) -> Array:
-    """eᵈ − d − 1: unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4).
+    """Return eᵈ − d − 1: unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4).
 
-    As a loss its gradient is that of the forward KL(π_ref ‖ π) in expectation.
+    Its gradient is that of the other divergence, KL(π_ref ‖ π), in expectation.
     Differs from verl: the estimate is not clamped; verl clamps it to ±10.
     """
     bounded = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return jnp.exp(bounded) - bounded - 1
 
 
+def k1_plus(log_ratio: Array) -> Array:
+    """Return k1 with the gradient of k2: k1 and its score term, less ∇log π, of mean 0."""
+    return _with_score(k1(log_ratio), log_ratio)
+
+
+def k3_plus(log_ratio: Array) -> Array:
+    """Return k3 with the gradient of k2, which is that of k3 and its score term sg(k3)·log π."""
+    return _with_score(k3(log_ratio), log_ratio)
+
+
+def _with_score(estimate: Array, log_ratio: Array) -> Array:
+    """Return `estimate` with the gradient of k2; the second term is 0."""
+    no_gradient = jax.lax.stop_gradient
+    fixed = no_gradient(log_ratio)
+    return no_gradient(estimate) + fixed * (log_ratio - fixed)
+
+
 # Estimates of KL(π ‖ π_ref) in nats from one token y ~ π, of d = log π_ref(y) − log π(y) [B, R].
-# Source: J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html. Worked row,
-# π(y) = 0.5 and π_ref(y) = 0.25: d = −0.693, k1 = 0.693, k2 = 0.240, k3 = 0.193.
-KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k1": k1, "k2": k2, "k3": k3}
+# Source: J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html; the score
+# terms and "+" as in verl. Worked row, π(y) = 0.5 and π_ref(y) = 0.25: d = −0.693, k1 = 0.693,
+# k2 = 0.240, k3 = 0.193; the gradient of k2, k1+ and k3+ by log π(y) is −d = 0.693.
+KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k1+": k1_plus,
+    "k3+": k3_plus,
+}
+# Estimators that are for reports alone → their gradient, in place of that of KL(π ‖ π_ref), and the
+# estimator with their value and the right gradient.
+REPORTED_KL = {"k1": ("0 in expectation", "k1+"), "k3": ("that of KL(reference || policy)", "k3+")}
+
+
+def kl_penalty(estimator: str, ref_log_ratio: Array, token_log_ratio: Array) -> Array:
+    """Return the KL penalty [B, R] of each token y, sg(r)·k, with r = π(y) / π_old(y).
+
+    Over y ~ π_old the weight r makes its mean, for k1+ and k3+, KL(π ‖ π_ref), and its gradient
+    that of KL(π ‖ π_ref), in the first update of a step and in all later ones. For tokens that are
+    not from π_old this holds with the importance weights of the batch, as far as they are exact,
+    and not with top-k or top-p. No clip binds it. Contexts count as they were sampled: what a token
+    does to the KL of later tokens has no gradient, as in GRPO. r·k3 with the gradient through r is
+    the same (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). Differs from verl and GRPO, which leave r
+    out: there the gradient is right in the first update alone.
+
+    estimator: key of KL_ESTIMATORS.
+    ref_log_ratio: d = log π_ref(y) − log π(y) [B, R]; carries the gradient.
+    token_log_ratio: log r [B, R].
+    """
+    ratio = jax.lax.stop_gradient(_exp(token_log_ratio))
+    return ratio * KL_ESTIMATORS[estimator](ref_log_ratio)
 
 
 # Aggregation --------------------------------------------------------------------------------
@@ -219,21 +265,20 @@ def policy_loss(
 ) -> tuple[Array, dict[str, Array]]:
     """The loss of a micro-batch, and sums from which exact mini-batch metrics are made.
 
-        loss = mean(w·surrogate + β·KL(π ‖ π_ref) − η·H(π))       arXiv 2402.03300, eq. 3
+        loss = mean(w·(surrogate + β·kl_penalty) − η·H(π))        arXiv 2402.03300, eq. 3
 
     A token of a row that holds a given solution has −c·log π in place of these terms, c the
     `solution_coef` (SuperRL, arXiv 2506.01096).
 
     logprobs, entropy: [B, R] nats, of the policy being trained; they carry the gradient.
     batch: `old_logprobs`, `advantages`, `ref_logprobs`, `weights` (w), `given` and `mask` are
-        read.
-        What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
+        read. What lies outside the mask reaches neither loss, gradient nor sums, be it inf.
     normalizer: Count of the whole mini-batch by the aggregation; None if these rows are all.
 
     Returns the loss, and float sums over these tokens: `tokens`, `clip_fraction`, `ratio_mean`,
     `entropy`, `logprob_gap` (|log π − log π_old|) and, with a reference, `kl`, which is always
-    k3. Given tokens count in none of these, but in `given_tokens` and `given_nll`. Add them over
-    micro-batches, then `policy_metrics`.
+    k3 and has no weights. Given tokens count in none of these, but in `given_tokens` and
+    `given_nll`. Add them over micro-batches, then `policy_metrics`.
     """
     mask = batch.mask
     # Zeroed before any arithmetic: a `where` after it would leave 0 · inf in the gradient.
@@ -243,8 +288,6 @@ def policy_loss(
     token_log_ratio = logprobs - old_logprobs
     log_ratio = RATIOS[config.ratio](token_log_ratio, mask)
     per_token, clipped = OBJECTIVES[config.objective](log_ratio, logprobs, advantages, config)
-    if batch.weights is not None:
-        per_token = per_token * jax.lax.stop_gradient(jnp.where(mask, batch.weights, 0))
     values = {
         "tokens": jnp.ones_like(logprobs),
         "clip_fraction": clipped.astype(logprobs.dtype),
@@ -256,9 +299,11 @@ def policy_loss(
         ref_log_ratio = jnp.where(mask, batch.ref_logprobs, 0) - logprobs
         values["kl"] = k3(ref_log_ratio)
         if config.kl_coef:
-            kl = KL_ESTIMATORS[config.kl_estimator](ref_log_ratio)
-            per_token = per_token + config.kl_coef * kl
-    if config.entropy_coef:
+            penalty = kl_penalty(config.kl_estimator, ref_log_ratio, token_log_ratio)
+            per_token = per_token + config.kl_coef * penalty
+    if batch.weights is not None:
+        per_token = per_token * jax.lax.stop_gradient(jnp.where(mask, batch.weights, 0))
+    if config.entropy_coef:  # exact at each context: it needs no weight
         per_token = per_token - config.entropy_coef * entropy
     sampled = mask
     sums = {}

@@ -72,7 +72,7 @@ def load_task(
     else:
         known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {SORT} or {REASONING_GYM}:NAME"
         raise ValueError(f"--tasks must be {known}, got {name!r}")
-    validate(config)
+    validate(config, training=False)
     examples = examples_of(config, rows, examples_of(config, seen))[: limit or None]
     if not examples:
         unseen = " that the run has not seen" if kind in (REASONING_GYM, SORT) else ""

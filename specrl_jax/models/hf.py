@@ -8,7 +8,7 @@ an unknown, missing or mis-shaped tensor is an error.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +51,7 @@ def load(source: str) -> tuple[ModelConfig, HostParams]:
     names of `models/transformer.py`. At most one tensor is twice in memory. Raises ValueError, in
     one line, for what the source lacks or what the package cannot represent.
     """
-    checkpoint = _open(source)
-    config = config_from_json(checkpoint.config, checkpoint.file)
+    config, checkpoint = _open(source, "model.source")
     return config, _read_parameters(config, checkpoint)
 
 
@@ -68,10 +67,22 @@ def load_config(source: str, field: str = "model.source") -> ModelConfig:
     return config_from_json(read_json(file), str(file))
 
 
-def reads_images(source: str) -> bool:
-    """Return whether a directory's model reads images too; False of what is not a directory."""
-    file = Path(source).expanduser() / "config.json"
-    return file.is_file() and read_json(file).get("model_type") in IMAGE_MODELS
+def open_tensors(source: str, field: str) -> tuple[ModelConfig, Iterator[tuple[str, np.ndarray]]]:
+    """Open a policy as `load` does, to read it tensor by tensor.
+
+    Returns the config, and Hugging Face's name and the array of each tensor, in an order that the
+    config alone decides. field: names the source in errors.
+    """
+    config, checkpoint = _open(source, field)
+    return config, ((name, _read(checkpoint, name)) for name in _file_shapes(config))
+
+
+def reads_images(source: str, field: str) -> bool:
+    """Return whether a model reads images too. field: names it in errors, which are `resolve`'s."""
+    path = resolve(source, field, ("*.json",))
+    if path.suffix == ".gguf":
+        return False
+    return read_json(path / "config.json").get("model_type") in IMAGE_MODELS
 
 
 def save(
@@ -138,11 +149,20 @@ def save_adapters(
     (path / "adapter_model.safetensors").chmod((path / "adapter_config.json").stat().st_mode)
 
 
-def _open(source: str) -> Checkpoint:
-    path = resolve(source, "model.source", ("*.json", "*.safetensors"))
+def _open(source: str, field: str) -> tuple[ModelConfig, Checkpoint]:
+    """Open a source, whose tensors have the names and shapes of its config."""
+    path = resolve(source, field, ("*.json", "*.safetensors"))
     if path.suffix == ".gguf":
-        return Checkpoint(str(path), *gguf.read(path))
-    return _open_directory(path)
+        checkpoint = Checkpoint(str(path), *gguf.read(path))
+    else:
+        checkpoint = _open_directory(path)
+    config = config_from_json(checkpoint.config, checkpoint.file)
+    tied = config.tie_embeddings and "lm_head.weight" in checkpoint.shapes
+    # Before anything of these sizes is allocated: they are only what the file claims.
+    _check_shapes(checkpoint, _file_shapes(config), {"lm_head.weight"} if tied else set())
+    if tied:
+        _check_tied(checkpoint)
+    return config, checkpoint
 
 
 def _open_directory(path: Path) -> Checkpoint:
@@ -205,22 +225,11 @@ def _tensors(config: ModelConfig, leaves: Mapping[str, np.ndarray]) -> dict[str,
 
 
 def _read_parameters(config: ModelConfig, checkpoint: Checkpoint) -> HostParams:
-    tied = config.tie_embeddings and "lm_head.weight" in checkpoint.shapes
-    # Before anything of these sizes is allocated: they are only what the file claims.
-    _check_shapes(checkpoint, _file_shapes(config), {"lm_head.weight"} if tied else set())
-    if tied:
-        _check_tied(checkpoint)
     # Filled in place, tensor by tensor: a stack of lists would need the memory of two models.
     shapes = flatten_dict(param_shapes(config), sep="/")
     leaves = {name: np.empty(x.shape, x.dtype) for name, x in shapes.items()}
     for name, (view, _) in _tensors(config, leaves).items():
         view[...] = _read(checkpoint, name).reshape(view.shape)
-        # The sum is NaN or infinite where a value is, and often where values are beyond sense.
-        if not math.isfinite(view.sum()) and not np.isfinite(view).all():
-            raise ValueError(
-                f"{checkpoint.file}: {name} must hold finite numbers, "
-                f"got {view[~np.isfinite(view)][0]}; the weights are damaged or have diverged"
-            )
     return unflatten_dict(leaves, sep="/")
 
 
@@ -252,6 +261,12 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     if tensor.dtype.name not in _DTYPES:
         rule = f"must be one of {', '.join(_DTYPES)}"
         raise ValueError(f"{checkpoint.file}: {name} {rule}, got {tensor.dtype.name}")
+    # The sum is NaN or infinite where a value is, and often where values are beyond sense.
+    if not math.isfinite(tensor.sum(dtype=np.float32)) and not np.isfinite(tensor).all():
+        raise ValueError(
+            f"{checkpoint.file}: {name} must hold finite numbers, "
+            f"got {tensor[~np.isfinite(tensor)][0]}; the weights are damaged or have diverged"
+        )
     return tensor
 
 

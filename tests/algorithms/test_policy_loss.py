@@ -14,10 +14,10 @@ from specrl_jax.algorithms.losses import AGGREGATIONS, policy_loss, policy_metri
 
 EVERY_TERM = {"dual_clip": 3.0, "kl_coef": 0.1, "entropy_coef": 0.01}
 CHANGES = {
-    "k1": EVERY_TERM | {"kl_estimator": "k1"},
+    "k1+": EVERY_TERM | {"kl_estimator": "k1+"},
     "k2, over rows": EVERY_TERM | {"kl_estimator": "k2", "aggregation": "sequence"},
-    "k3": EVERY_TERM,
-    "k3, over rows": EVERY_TERM | {"aggregation": "sequence"},
+    "k3+": EVERY_TERM,
+    "k3+, over rows": EVERY_TERM | {"aggregation": "sequence"},
     "Dr. GRPO": {"aggregation": "constant"},
     "GSPO": {"ratio": "sequence", "aggregation": "sequence"},
     "GSPO over tokens": {"ratio": "sequence"},
@@ -45,8 +45,10 @@ def paper_loss(logprobs, entropy, batch, config, at):
             terms = -np.minimum(r * a, np.clip(r, 0.8, 1.28) * a)
         if config.dual_clip:
             terms = np.where(a < 0, np.minimum(terms, config.dual_clip * np.abs(a)), terms)
-        d = batch.ref_logprobs[row, :n] - new
-        penalty = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - d - 1}[config.kl_estimator]
+        # Its value is that of the estimator, its gradient d, both weighed by the token's ratio.
+        d = batch.ref_logprobs[row, :n] - fixed
+        penalty = {"k1+": -d, "k2": d**2 / 2, "k3+": np.exp(d) - d - 1}[config.kl_estimator]
+        penalty = np.exp(fixed - old) * (penalty + d * (fixed - new))
         terms = terms + config.kl_coef * penalty - config.entropy_coef * entropy[row, :n]
         total += terms.sum() / {
             "token": batch.response_lens.sum(), "sequence": n * rows, "constant": MAX_LEN * rows
@@ -119,14 +121,14 @@ def test_a_given_row_has_its_likelihood_alone(aggregation, loss):
 
 
 def test_metrics_by_hand():
-    """The KL that is reported is k3, whichever is trained on."""
+    """The KL that is reported is k3 without weights, whichever is trained on."""
     ratio = np.array([[1.5, 1.0, 9.9], [0.5, 1.0, 1.0]], np.float32)
     mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
     entropy = np.array([[1, 2, 99], [3, 4, 5]], np.float32)
     logprobs = np.log(ratio)
     reference = logprobs - np.float32(math.log(2))
     batch = as_batch(mask, advantages=np.ones_like(ratio), ref_logprobs=reference)
-    config = dataclasses.replace(PLAIN, kl_estimator="k1")
+    config = dataclasses.replace(PLAIN, kl_coef=0.1, kl_estimator="k2")
     _, sums = policy_loss(logprobs, entropy, batch, config)
     metrics = policy_metrics(sums)
     assert sums["tokens"] == 5
@@ -169,8 +171,8 @@ def test_micro_batches_sum_to_the_mini_batch(changes, parts):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
 
 
-def test_weights_multiply_each_tokens_surrogate_and_nothing_else():
-    """By hand: ratios 1, so a token's loss is -w A; entropy and KL keep weight 1."""
+def test_weights_multiply_what_is_estimated_from_a_token():
+    """By hand: ratios 1, so a token's loss is -w A, its penalty -0.1 w; entropy keeps weight 1."""
     logprobs = np.full((1, 3), -1.0, np.float32)
     advantages = np.array([[1.0, -2.0, 5.0]], np.float32)
     weights = np.array([[0.5, 3.0, np.nan]], np.float32)
@@ -183,5 +185,7 @@ def test_weights_multiply_each_tokens_surrogate_and_nothing_else():
 
     np.testing.assert_allclose(loss(logprobs), (-0.5 + 6.0) / 2, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(loss)(logprobs), [[-0.25, 3.0, 0]], rtol=1e-6)
-    config = dataclasses.replace(PLAIN, entropy_coef=0.1, kl_coef=2.0, kl_estimator="k1")
-    np.testing.assert_allclose(loss(logprobs, config), (-0.5 + 6.0) / 2 - 0.07 - 0.2, rtol=1e-5)
+    config = dataclasses.replace(PLAIN, entropy_coef=0.1, kl_coef=2.0, kl_estimator="k1+")
+    penalty = 2.0 * -0.1 * (0.5 + 3.0) / 2
+    expected = (-0.5 + 6.0) / 2 + penalty - 0.07
+    np.testing.assert_allclose(loss(logprobs, config), expected, rtol=1e-5)

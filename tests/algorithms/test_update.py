@@ -40,7 +40,7 @@ from specrl_jax.types import Batch, Example, Prompts, Rollout
             {"aggregation": "sequence", "dual_clip": 0.0, "kl_coef": 0.5, "kl_estimator": "k2"},
             marks=pytest.mark.slow,
         ),
-        {"kl_coef": 0.5, "kl_estimator": "k3", "entropy_coef": 0.1},
+        {"kl_coef": 0.5, "kl_estimator": "k3+", "entropy_coef": 0.1},
     ],
     ids=str,
 )

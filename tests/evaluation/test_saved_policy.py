@@ -131,6 +131,12 @@ def test_the_directory_is_the_same_policy(main, run, exported):
     assert not (exported.parent / "out.partial").exists()
 
 
+def test_a_base_without_adapters_is_refused(main, run, tmp_path):
+    flags = (f"--run={run}", f"--out={tmp_path / 'out'}", "--base=x")
+    with pytest.raises(ValueError, match=r"^--base needs --adapters: without it all weights"):
+        main("export", *flags)
+
+
 def test_a_model_of_the_hub(exported, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(exported))
     defaults = cli.presets()["configs/grpo.py:tiny"]

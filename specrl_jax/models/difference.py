@@ -1,0 +1,99 @@
+"""How far the weights of two models are apart, beside what adapters change."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specrl_jax.models import hf
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.parameters import Params, adapter_names
+
+# Of a machine, a tokenizer or a training run, or no part of what a model computes.
+_NOT_COMPARED = ("dtype", "remat", "unused_ids", "kernels", "lora", "max_positions")
+
+
+class Source(NamedTuple):
+    """What a model is read from, and the field that names it."""
+
+    source: str
+    field: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Norms of differences between two models' weights, in shares of the first one's norm."""
+
+    relative: float
+    largest: float  # of one weight
+    tensor: str  # which has it; "" where all weights are equal
+    learned: float  # what adapters add, in the same share
+
+
+def compare(one: Source, other: Source, lora: ModelConfig, adapters: Params) -> Difference:
+    """Compare the weights of `other` with those of `one`, to which `adapters` belong.
+
+    lora: the shape with the adapters. Raises ValueError in one line where one of them cannot be
+    read, or where `other` has other shapes or computes otherwise.
+    """
+    shape, tensors = hf.open_tensors(*one)
+    other_shape, other_tensors = hf.open_tensors(*other)
+    _check_alike(one, shape, other, other_shape)
+    norms = []
+    gap_norms = []
+    largest = 0.0
+    tensor = ""
+    for (name, x), (_, y) in zip(tensors, other_tensors, strict=True):
+        x = x.astype(np.float32)
+        gap = y.astype(np.float32)
+        gap -= x
+        norms.append(np.linalg.norm(x))
+        gap_norms.append(np.linalg.norm(gap))
+        if (of_tensor := float(np.max(np.abs(gap)))) > largest:
+            largest = of_tensor
+            tensor = name
+    norm = math.hypot(*norms) or 1.0
+    return Difference(
+        relative=math.hypot(*gap_norms) / norm,
+        largest=largest,
+        tensor=tensor,
+        learned=_learned(lora, adapters) / norm,
+    )
+
+
+def _learned(model: ModelConfig, adapters: Params) -> float:
+    """Return the norm of scale·A·B over all adapters, by ‖A·B‖² = Σ AᵀA ∘ BBᵀ."""
+    squares = 0.0
+    rank = model.lora.rank
+    for weight in model.lora.names:
+        for a, b in zip(*(np.asarray(adapters["layers"][x]) for x in adapter_names(weight))):
+            a = a.reshape(-1, rank).astype(np.float64)
+            b = b.reshape(rank, -1).astype(np.float64)
+            squares += float(np.sum((a.T @ a) * (b @ b.T)))
+    return model.lora.scale * math.sqrt(squares)
+
+
+def _check_alike(one: Source, shape: ModelConfig, other: Source, other_shape: ModelConfig) -> None:
+    """Raise ValueError where two models differ in a size or a switch of what they compute."""
+    values = _compared(shape)
+    for name, got in _compared(other_shape).items():
+        if not _is_close(values[name], got):
+            raise ValueError(
+                f"{other.field} must be a model with the sizes of {one.field}: {one.source} has "
+                f"{name} = {values[name]}, {other.source} has {got}"
+            )
+
+
+def _compared(shape: ModelConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(shape)
+    return {name: x for name, x in fields.items() if name not in _NOT_COMPARED}
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """Return whether two fields are equal; formats round numbers that are not whole."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_close(one[k], other[k]) for k in one)
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-4)
+    return one == other

@@ -1,0 +1,140 @@
+"""The KL penalty in the loss: its expected gradient, by a sum over all tokens that may be sampled.
+
+A policy is its logits; π is the policy that is trained, old the one that the tokens came from.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loss_batches import PLAIN, as_batch
+
+from specrl_jax.algorithms.losses import KL_ESTIMATORS, REPORTED_KL, policy_loss
+
+POLICY = np.array([0.2, 0.3, 0.5])
+REFERENCE = np.array([0.7, 0.2, 0.1])
+IN_THE_LOSS = [name for name in KL_ESTIMATORS if name not in REPORTED_KL]
+
+
+def distributions(seed: int, *shape: int) -> np.ndarray:
+    """Random probabilities over the last axis."""
+    return np.random.default_rng(seed).dirichlet(np.ones(shape[-1]), shape[:-1])
+
+
+def kl(logits, reference):
+    """KL(π ‖ π_ref) in nats over the last axis."""
+    logprobs = jax.nn.log_softmax(logits)
+    return jnp.sum(jnp.exp(logprobs) * (logprobs - jnp.log(reference)), axis=-1)
+
+
+def mean_loss(logits, estimator, reference, old, sampler):
+    """Return the mean of the loss over y ~ sampler, a token each, with weights old / sampler."""
+    config = dataclasses.replace(PLAIN, kl_coef=1.0, kl_estimator=estimator)
+    logprobs = jax.nn.log_softmax(logits)
+    total = 0.0
+    for y, probability in enumerate(sampler):
+        batch = as_batch(
+            np.ones((1, 1), bool),
+            np.log(old[y])[None, None],
+            ref_logprobs=np.log(reference[y])[None, None],
+            weights=None if old is sampler else (old[y] / sampler[y])[None, None],
+        )
+        loss, _ = policy_loss(logprobs[y][None, None], np.zeros((1, 1)), batch, config)
+        total += probability * loss
+    return total
+
+
+def slope(estimator, policy, reference, old, sampler=None):
+    """Return (mean loss, its gradient by the logits [V]) in float64."""
+    sampler = old if sampler is None else sampler
+    differentiate = jax.value_and_grad(mean_loss)
+    with jax.enable_x64(True):
+        value, gradient = differentiate(np.log(policy), estimator, reference, old, sampler)
+        return float(value), np.asarray(gradient)
+
+
+def exact(policy, reference):
+    """Return KL(π ‖ π_ref) and its gradient by the logits, in float64."""
+    with jax.enable_x64(True):
+        value, gradient = jax.value_and_grad(kl)(np.log(policy), reference)
+        return float(value), np.asarray(gradient)
+
+
+@pytest.mark.parametrize("estimator", IN_THE_LOSS)
+def test_the_gradient_by_hand(estimator):
+    """pi_y (log pi_y / ref_y - KL): KL = 0.6758, .2 (-1.2528 - .6758) = -.3857, and so on."""
+    _, gradient = slope(estimator, POLICY, REFERENCE, POLICY)
+    np.testing.assert_allclose(gradient, [-0.3857, -0.0811, 0.4668], atol=5e-5)
+    np.testing.assert_allclose(gradient, exact(POLICY, REFERENCE)[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gradient"), [("k1", 0 * POLICY), ("k3", POLICY - REFERENCE)]
+)
+def test_what_is_for_reports_has_another_gradient(estimator, gradient):
+    """That of KL(ref || pi) by the logits is pi - ref."""
+    assert estimator in REPORTED_KL
+    np.testing.assert_allclose(slope(estimator, POLICY, REFERENCE, POLICY)[1], gradient, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("estimator", IN_THE_LOSS)
+def test_tokens_of_an_older_policy(estimator, seed):
+    """In later updates of a step, and in later passes, tokens are not from the policy any more."""
+    policy, reference, old = distributions(seed, 3, 5)
+    want_value, want = exact(policy, reference)
+    value, gradient = slope(estimator, policy, reference, old)
+    np.testing.assert_allclose(gradient, want, rtol=1e-9, atol=1e-12)
+    if estimator != "k2":  # biased
+        assert value == pytest.approx(want_value, rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator", IN_THE_LOSS)
+def test_tokens_of_a_third_policy_with_importance_weights(estimator):
+    policy, reference, old, sampler = distributions(4, 4, 5)
+    _, gradient = slope(estimator, policy, reference, old, sampler)
+    np.testing.assert_allclose(gradient, exact(policy, reference)[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", IN_THE_LOSS)
+def test_contexts_count_as_they_were_sampled(estimator):
+    """Two tokens, a policy for the first and one for the second after each first: the gradient is
+    that of the first's KL and of the second's KLs, these as often as the old policy came there."""
+    policy, reference, old = distributions(5, 3, 4, 3)  # context 0, and 1 + the first token
+    config = dataclasses.replace(PLAIN, kl_coef=1.0, kl_estimator=estimator)
+
+    def mean_loss(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        total = 0.0
+        for y in itertools.product(range(3), repeat=2):
+            at = (np.array([0, 1 + y[0]]), np.array(y))
+            old_logprobs = np.log(old[at])[None]
+            ref_logprobs = np.log(reference[at])[None]
+            batch = as_batch(np.ones((1, 2), bool), old_logprobs, ref_logprobs=ref_logprobs)
+            loss, _ = policy_loss(logprobs[at][None], np.zeros((1, 2)), batch, config)
+            total += np.prod(old[at]) * loss
+        return total
+
+    visits = np.array([1.0, *old[0]])
+    with jax.enable_x64(True):
+        gradient = jax.grad(mean_loss)(np.log(policy))
+        want = jax.grad(lambda x: jnp.sum(visits * kl(x, reference)) / 2)(np.log(policy))
+    np.testing.assert_allclose(gradient, want, rtol=1e-9, atol=1e-12)
+
+
+def test_the_worked_row():
+    """π(y) = 0.5, π_ref(y) = 0.25."""
+    d = np.float32(np.log(0.25) - np.log(0.5))
+    values = {name: float(estimate(d)) for name, estimate in KL_ESTIMATORS.items()}
+    expected = {"k1": 0.693, "k2": 0.240, "k3": 0.193, "k1+": 0.693, "k3+": 0.193}
+    assert values == pytest.approx(expected, abs=5e-4)
+    for name in IN_THE_LOSS:  # d falls as log π(y) rises
+        assert -jax.grad(KL_ESTIMATORS[name])(d) == pytest.approx(0.693, abs=5e-4)
+
+
+def test_the_estimator_to_take_instead_is_one_of_the_loss():
+    assert {instead for _, instead in REPORTED_KL.values()} <= set(IN_THE_LOSS)
+    assert PLAIN.kl_estimator in IN_THE_LOSS
