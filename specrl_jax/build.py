@@ -164,3 +164,9 @@ def _describe(run: Run, stream: PromptStream) -> None:
         f"one), {run.total_steps} in all",
         flush=True,
     )
+    if run.prompts.spelled:
+        print(
+            f"data: {run.prompts.spelled} training prompts hold letters of control tokens, which "
+            "are encoded as text: only the chat template writes control tokens",
+            flush=True,
+        )
