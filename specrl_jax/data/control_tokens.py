@@ -30,8 +30,8 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any, tokens: list[str]):
         self._tokenizer = tokenizer
-        self._tokens = sorted(tokens, key=len, reverse=True)  # the longest one is meant
-        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        self._tokens = tokens
+        self._pattern = re.compile(_one_of(tokens) if tokens else "(?!)")
         self._numbers = {token: i for i, token in enumerate(self._tokens)}
 
     def spelled_in(self, content: Any) -> str:
@@ -96,6 +96,25 @@ class ControlTokens:
         ids = backend.encode(self._pattern.sub(self._written, probe), add_special_tokens=False).ids
         same = ids == self._tokenizer.encode(probe, add_special_tokens=False)
         return backend if same else None
+
+
+def _one_of(texts: list[str]) -> str:
+    """Return the regular expression of these texts, of which the longest is taken.
+
+    It reads every letter once: some tokenizers have thousands of tokens that begin alike.
+    """
+    least = min(texts)
+    differs = (i for i, (a, b) in enumerate(zip(least, max(texts))) if a != b)
+    start = least[: next(differs, len(least))]
+    longer: dict[str, list[str]] = {}
+    for text in texts:
+        if text != start:
+            rest = text.removeprefix(start)
+            longer.setdefault(rest[0], []).append(rest)
+    if not longer:
+        return re.escape(start)
+    optional = "?" if start in texts else ""
+    return f"{re.escape(start)}(?:{'|'.join(map(_one_of, longer.values()))}){optional}"
 
 
 def _each_text(content: Any, change: Callable[[str], str]) -> Any:

@@ -19,6 +19,7 @@ from test_tokenizer import (
 )  # fmt: skip
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specrl_jax.data.control_tokens import ControlTokens
 from specrl_jax.data.prompts import encode_prompts, encode_response, make_example
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 
@@ -196,6 +197,14 @@ def test_letters_in_calls_of_tools(tmp_path):
 
 
 # --- what cannot be, and what is counted ----------------------------------------------------------
+
+
+def test_the_longest_token_is_found_at_any_depth():
+    control = ControlTokens(None, ["[PAD]", "<a", "<b>", "<a>", "<ab>"])
+    texts = ["x<a>", "<ab", "<ab>", "<", "b>[pad]", "[PAD]<a>", {"<b>": 1}, [None, {"k": ["<a"]}]]
+    found = ["<a>", "<a", "<ab>", "", "", "[PAD]", "<b>", "<a"]
+    assert [control.spelled_in(text) for text in texts] == found
+    assert ControlTokens(None, []).spelled_in("<a>") == ""
 
 
 def test_private_characters_are_taken_alone_only(tmp_path):
