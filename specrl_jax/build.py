@@ -128,7 +128,7 @@ def check_answers(config, examples: Sequence[Example]) -> None:
     for term in CHECKS.keys() & terms:
         for example in examples:
             prompt = example.prompt
-            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
             with one_line(
                 f"the answer must hold tests that reward.name = {term} can read, "
                 f"of the prompt {text[:60]!r}"
@@ -224,6 +224,12 @@ def _describe(run: Run, stream: PromptStream) -> None:
         f"one), {run.total_steps} in all",
         flush=True,
     )
+    if run.prompts.spelled:
+        print(
+            f"data: {run.prompts.spelled} training prompts hold letters of control tokens, which "
+            "are encoded as text: only the chat template writes control tokens",
+            flush=True,
+        )
 
 
 # The state ----------------------------------------------------------------------------------------

@@ -150,6 +150,15 @@ def json_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def jsonable(value: Any) -> Any:
+    """Return the value if JSON can write it, else a copy that JSON can write."""
+    try:
+        json.dumps(value)
+        return value
+    except TypeError:
+        return json.loads(json.dumps(value, default=json_value))
+
+
 def _depth(text: bytes, value: Any) -> int:
     """Levels of objects and lists in `value`, or 0 where `text` has too few brackets to matter."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:

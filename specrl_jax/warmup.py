@@ -76,7 +76,7 @@ def warm_up(
     field = config.data.solution_field
     texts = demonstrations(examples, settings.mistake_rate, config.seed, field)
     pairs = [(tokenizer.encode_prompt(p), encode_response(a, tokenizer)) for p, a in texts]
-    pairs = [(p, a) for p, a in pairs if len(p) <= slots[0] and len(a) <= slots[1]]
+    pairs = [(p, a) for p, a in pairs if len(p) <= slots[0] and 0 < len(a) <= slots[1]]
     if not texts:
         raise ValueError(
             f"data.solution_field must name a column with solutions, got {field!r}: none of "

@@ -16,11 +16,24 @@ from typing import Any
 
 from specrl_jax.inputs import json_value, reason
 
+# A task draws item i with its own seed + i, so these must lie further apart than a data set is
+# long. Multiples of the golden section keep their distance however many of them there are.
+_SEEDS = 2**31  # numpy's generators, which some tasks use, take no more than twice as many
+_STEP = 1_327_217_885  # _SEEDS times the golden section
+
+
+def task_seed(seed: int) -> int:
+    """Return the seed that a task gets under the run's seed; 0 stays 0.
+
+    Any two of 4,096 seeds in a row are more than 370,000 items apart.
+    """
+    return seed * _STEP % _SEEDS
+
 
 def read_items(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
     """Return items `start` to `stop` of a task, as JSON has them. Raises ValueError if it fails.
 
-    Item i is drawn with seed + i: a task under a nearby seed repeats this one.
+    seed: of the run; items of one seed are not those of another.
     """
     paths = [path for path in sys.path if isinstance(path, str)]
     code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
@@ -62,7 +75,7 @@ def main() -> None:
 def _items(name: str, options: dict[str, Any], seed: int, start: int, stop: int) -> list[dict]:
     import reasoning_gym
 
-    task = reasoning_gym.create_dataset(name, seed=seed, size=stop, **options)
+    task = reasoning_gym.create_dataset(name, seed=task_seed(seed), size=stop, **options)
     items = []
     for index in range(start, stop):
         random.seed(f"{seed}/{index}")

@@ -18,9 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from specrl_jax.data.messages import asks, canonical, check_text, read_prompt, with_instruction
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.inputs import answer_pattern, is_blank, json_value, one_line, reward_terms
+from specrl_jax.inputs import (
+    answer_pattern,
+    is_blank,
+    json_value,
+    jsonable,
+    one_line,
+    reward_terms,
+)
 from specrl_jax.rewards.environments import ENVIRONMENTS
 from specrl_jax.rewards.scorers import compares_answers, reads_all_columns
 from specrl_jax.types import PADDING, Example, Prompts
@@ -43,6 +51,7 @@ class EncodedDataset(Prompts):
     """All N problems of a dataset, as one batch."""
 
     dropped: int  # problems left out, as they were longer than P tokens
+    spelled: int  # problems that hold letters of control tokens
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -103,17 +112,16 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
     def make(row: Row) -> Example | None:
         try:
             prompt, answer = read(row.values)
-            prompt = _prompt(prompt)
-            asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            if not asked.strip():
+            prompt = read_prompt(prompt)
+            if not asks(prompt):
                 return None
             if compares and is_blank(answer):
                 rule = "must hold an answer for every prompt"
                 raise ValueError(f"{answer_source} {rule}, got {answer!r}")
-            prompt = _with_instruction(prompt, data.instruction)
+            prompt = with_instruction(prompt, data.instruction)
         except ValueError as error:
             raise ValueError(f"{error} ({row.where})") from error
-        return make_example(prompt, answer, task, _jsonable(row.values))
+        return make_example(prompt, answer, task, jsonable(row.values))
 
     return make
 
@@ -163,42 +171,6 @@ def _answer(row: dict, data: Any, pattern: re.Pattern | None, needed: bool) -> s
     return answer.replace(",", "") if _NUMBER_WITH_COMMAS.fullmatch(answer) else answer
 
 
-def _check_text(field: str, value: str) -> None:
-    with one_line(f"{field} must hold text that UTF-8 can write"):
-        value.encode()  # JSON can hold half of a surrogate pair
-
-
-def _prompt(value: Any) -> str | tuple[dict, ...]:
-    if isinstance(value, str):
-        _check_text("data.prompt_field", value)
-        return value
-    messages = tuple(value) if isinstance(value, list | tuple) else ()
-    if not messages or not all(
-        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content"))
-        for m in messages
-    ):
-        raise ValueError(
-            "data.prompt_field must hold text or a list of messages with role and content, "
-            f"got {str(value)[:60]!r}"
-        )
-    for message in messages:
-        _prompt(message["content"])
-    return messages
-
-
-def _with_instruction(prompt: str | tuple[dict, ...], text: str) -> str | tuple[dict, ...]:
-    """The prompt, or a chat's last message that is not the assistant's, with `text` after it or
-    around it at "{prompt}"."""
-    if not text:
-        return prompt
-    if not isinstance(prompt, str):
-        *before, last = prompt
-        if before and last["role"] == "assistant":
-            return (*_with_instruction(tuple(before), text), last)
-        return (*before, {**last, "content": _with_instruction(last["content"], text)})
-    return text.replace("{prompt}", prompt) if "{prompt}" in text else prompt + text
-
-
 def make_example(
     prompt: str | tuple[dict, ...], answer: str, task: str, metadata: dict[str, Any]
 ) -> Example:
@@ -212,15 +184,6 @@ def _content_id(*content: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _jsonable(row: dict) -> dict:
-    """The row if it can be written as JSON, else a copy that can."""
-    try:
-        json.dumps(row)
-        return row
-    except TypeError:
-        return json.loads(json.dumps(row, default=json_value))
-
-
 def _unique(
     examples: Sequence[Example | None], config: Any, held_out: Sequence[Example] = ()
 ) -> tuple[list[Example], int]:
@@ -231,10 +194,8 @@ def _unique(
     answer, the id of each is that of the whole row.
     """
 
-    def question(example: Example) -> Any:
-        if environment:
-            return _content_id(example.prompt, example.answer, example.task)
-        return json.dumps(example.prompt)
+    def question(example: Example) -> str:
+        return canonical(example.prompt) + (example.answer if environment else "")
 
     def row_id(e: Example) -> str:
         return _content_id(e.prompt, e.answer, e.task, e.metadata) if reads_all else e.prompt_id
@@ -278,7 +239,8 @@ def encode_prompts(
     tokens, lens = right_padded([encoded[i] for i in kept], prompt_len, tokenizer.pad_id)
     chosen = tuple(examples[i] for i in kept)
     ids = words([example.prompt_id for example in chosen])
-    return EncodedDataset(tokens, lens, ids, chosen, dropped=len(encoded) - len(kept))
+    spelled = sum(bool(tokenizer.control_letters(example.prompt)) for example in chosen)
+    return EncodedDataset(tokens, lens, ids, chosen, len(encoded) - len(kept), spelled)
 
 
 def right_padded(
@@ -349,7 +311,7 @@ def solution(example: Example, field: str) -> str | None:
         return None
     if not isinstance(value, str):
         raise ValueError(f"data.solution_field must hold text, got {str(value)[:60]!r}")
-    _check_text("data.solution_field", value)
+    check_text("data.solution_field", value)
     return value if value.strip() else None
 
 
@@ -370,8 +332,18 @@ def encode_solutions(
 
 
 def encode_response(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a whole response, its end included."""
-    return [*tokenizer.encode(text), tokenizer.end_id]
+    """Return the tokens of a whole response with its end, also where the text has one already; []
+    where it has nothing else."""
+    said = _without_ends(text, tokenizer.ends)
+    return [*tokenizer.encode(said), tokenizer.end_id] if said.strip() else []
+
+
+def _without_ends(text: str, ends: tuple[str, ...]) -> str:
+    """Return the text without ends of a response, and blanks behind them."""
+    while text.endswith(ends) or text.rstrip().endswith(ends):
+        text = text if text.endswith(ends) else text.rstrip()
+        text = text.removesuffix(next(filter(text.endswith, ends)))
+    return text
 
 
 def demonstrations(

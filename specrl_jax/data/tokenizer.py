@@ -4,7 +4,6 @@ Takes `config.tokenizer` and `config.model.source`; gives a `Tokenizer`. The tok
 directory is taken as it is.
 """
 
-import datetime
 import functools
 import hashlib
 import itertools
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.data import gguf_tokenizer
+from specrl_jax.data.chat_template import ChatTemplate, Messages
+from specrl_jax.data.control_tokens import ControlTokens
 from specrl_jax.inputs import one_line, read_json
 from specrl_jax.models.sources import resolve
-
-Messages = tuple[dict, ...]
 
 _TOKENIZER_JSON = "tokenizer.json"
 _FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")
@@ -27,9 +26,7 @@ _FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
-# What a chat template is told of the date.
-_TODAY = datetime.date(2025, 1, 1)
-_ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
+_TAG = re.compile(r"\S{3,}")  # what a control token looks like
 
 
 def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...], *pipeline: str) -> str:
@@ -54,6 +51,7 @@ class CharacterTokenizer:
     """One token per character: pad 0, end 1, then the alphabet in its order."""
 
     prefix = ()  # tokens that a prompt begins with
+    ends = ()  # texts of the tokens that end a response
 
     def __init__(self, alphabet: str):
         if not alphabet:
@@ -122,6 +120,10 @@ class CharacterTokenizer:
             )
         return self.encode(prompt)
 
+    def control_letters(self, prompt: str | Messages) -> str:
+        """Return "": no text writes the pad or the end."""
+        return ""
+
     def encode_turn(self, text: str) -> list[int]:
         """Ids of a user's answer, from a response's end to the next response's first token."""
         return self.encode(text)
@@ -136,6 +138,9 @@ class HuggingFaceTokenizer:
     template_options: variables of the chat template.
     system_prompt: first message of every chat that has no system message of its own; "": none.
     continue_final_message: a last message of the assistant is the begin of the response.
+
+    Control tokens are the template's and those that the model samples. Their letters in a text are
+    ordinary text (control_tokens.py).
 
     Raises ValueError in one line where `source` has no tokenizer, the hub cannot be reached, or
     `chat` is set and there is no chat template, or none with these options or a system message.
@@ -167,22 +172,18 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"tokenizer.chat must be False, since {self._source} has no chat template"
             )
-        self._template = self._dated_template() if chat else ""
-        self._options = dict(template_options or {})
+        self._template = None
+        if chat:
+            self._template = ChatTemplate(self._tokenizer, template_options or {}, self._source)
         self._system_prompt = system_prompt
         self._continues = continue_final_message
-        for name in self._options:
-            if not re.search(rf"\b{re.escape(name)}\b", self._template):
-                raise ValueError(
-                    f"tokenizer.template_options.{name} must be a variable of the chat template, "
-                    f"that of {self._source} has no {name}"
-                )
         if system_prompt and not self._takes_system_prompt():
             raise ValueError(
                 f'tokenizer.system_prompt must be "", since the chat template of {self._source} '
                 "takes no system message; data.instruction can say the same"
             )
-        self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, self._template)
+        template = self._template.text if self._template else ""
+        self.eos_ids = _eos_ids(self._tokenizer, ends, vocab, template)
         if not self.eos_ids:
             raise ValueError(
                 f"{field} must have an end-of-sequence token, {str(source)!r} has none"
@@ -190,6 +191,8 @@ class HuggingFaceTokenizer:
         pad = self._tokenizer.pad_token_id  # may equal an end token
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._check_ids()
+        self.ends = self._end_texts()
+        self._control = ControlTokens(self._tokenizer, self._control_tokens())
         backend = getattr(self._tokenizer, "backend_tokenizer", None)  # None: written in Python
         pipeline = [] if backend is None else [backend.to_str()]
         self.fingerprint = _fingerprint(vocab, self.eos_ids, *pipeline)
@@ -211,7 +214,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; nothing is added at either end."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._control.encode(text)
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Text of ids, without special tokens unless they are kept."""
@@ -228,7 +231,7 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, prompt: str | Messages) -> list[int]:
         """Ids of a whole prompt, up to the response's first token."""
-        if not self._chat:
+        if self._template is None:
             if not isinstance(prompt, str):
                 raise ValueError("tokenizer.chat must be True for prompts that are chat messages")
             return self.prefix + self.encode(prompt)
@@ -241,30 +244,46 @@ class HuggingFaceTokenizer:
                 "tokenizer.continue_final_message=True has it continued"
             )
         # The template writes every special token itself, BOS too.
-        return self.encode(self.templated(self._with_system_prompt(messages), continues))
+        write = self._template.write_begun if continues else self._template.write
+        return self._control.encode(self._with_system_prompt(messages), write)
+
+    def control_letters(self, prompt: str | Messages) -> str:
+        """Return the first control token whose letters a prompt holds; "" where there is none."""
+        return self._control.spelled_in(prompt)
 
     def encode_turn(self, text: str) -> list[int]:
-        if not self._chat:
+        if self._template is None:
             return self.encode(text)
-        ids = self._after_response({"role": "user", "content": text})
-        if ids is None:
-            raise ValueError(f"{self._source} must have a chat template that writes every turn")
+        message = {"role": "user", "content": text}
+        ids = self._control.encode([message], self._template.write_next)
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
     @functools.cached_property
     def end_id(self) -> int:
         """The token that ends a given response, as a solution: in a chat that which the template
         writes after one."""
-        after = self._after_response() if self._chat else None
-        return next((token for token in after or () if token in self.eos_ids), self.eos_ids[0])
+        text = self._template.write_end() if self._template else ""
+        after = self._tokenizer.encode(text, add_special_tokens=False)
+        return next((token for token in after if token in self.eos_ids), self.eos_ids[0])
 
-    def _after_response(self, *messages: dict) -> list[int] | None:
-        """Ids of what the template writes after a response, these messages included; None: it does
-        not write the response."""
-        said = "\u241e"  # stands for the response, whose tokens are there already
-        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": said}, *messages]
-        _, separator, rest = self.templated(chat).partition(said)
-        return self.encode(rest) if separator else None
+    def _end_texts(self) -> tuple[str, ...]:
+        """Return how the ends of responses are written, and special tokens that end other texts."""
+        known = {*_TURN_ENDS, *_TEXT_ENDS}
+        added = self._tokenizer.added_tokens_decoder.values()
+        others = {token.content for token in added if token.special} & known
+        ends = {self._tokenizer.decode([token]) for token in self.eos_ids}
+        return tuple(sorted((ends | others) - {""}))
+
+    def _control_tokens(self) -> list[str]:
+        """Return the texts of special tokens, of ends, and of what the template writes around
+        messages, which not every tokenizer calls special."""
+        around = self._template.around_messages() if self._template else ""
+        tokens = {end for end in self.ends if end in (*_TURN_ENDS, *_TEXT_ENDS)}
+        for index, token in self._tokenizer.added_tokens_decoder.items():
+            used = index in self.eos_ids or token.content in around
+            if token.special or (used and _TAG.fullmatch(token.content)):
+                tokens.add(token.content)
+        return sorted(tokens)
 
     def _with_system_prompt(self, messages: Messages) -> Messages:
         if not self._system_prompt or messages[0]["role"] == "system":
@@ -274,30 +293,11 @@ class HuggingFaceTokenizer:
     def _takes_system_prompt(self) -> bool:
         """Return whether the template writes the system prompt, as a message or in one."""
         try:
-            text = self.templated(self._with_system_prompt(({"role": "user", "content": ""},)))
+            messages = self._with_system_prompt(({"role": "user", "content": ""},))
+            text = self._template.write(messages)
         except ValueError:
             return False
         return self._system_prompt.strip() in text
-
-    def templated(self, messages: Iterable[dict], continues: bool = False) -> str:
-        """Chat messages as text, up to the begin of the assistant's turn; continues: up to the end
-        of the last message's content."""
-        with one_line(f"tokenizer.chat must be False, or the template of {self._source} mended"):
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                **self._options,
-            )
-
-    def _dated_template(self) -> str:
-        """The chat template, told `_TODAY` where it asks for the date: else a run would change at
-        midnight."""
-        with one_line(f"{self._source} must have a default chat template"):
-            template = self._tokenizer.get_chat_template()
-        return _ASKS_DATE.sub(lambda call: json.dumps(_TODAY.strftime(call[2])), template)
 
     def _check_ids(self) -> None:
         for token in (*self.eos_ids, self.pad_id):

@@ -38,7 +38,8 @@ def test_splits_by_index():
     reasoning_gym = pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
     options = {"min_numbers": 1, "max_numbers": 1, "min_value": 0, "max_value": 9}
     data = load_examples(gym(seed=3, options=options))
-    task = reasoning_gym.create_dataset("number_sorting", seed=3, size=50, **options)
+    seed = gym_process.task_seed(3)
+    task = reasoning_gym.create_dataset("number_sorting", seed=seed, size=50, **options)
     questions = [task[i]["question"] for i in range(50)]
     assert [e.prompt for e in data.eval] == list(dict.fromkeys(questions[40:]))
     assert [e.prompt for e in data.train] == [
@@ -48,6 +49,27 @@ def test_splits_by_index():
     # metadata is the entry that the task's own scorer takes.
     example = data.train[0]
     assert task.score_answer(example.answer, json.loads(json.dumps(example.metadata))) == 1.0
+
+
+def test_runs_of_nearby_seeds_share_no_problem():
+    pytest.importorskip("reasoning_gym", reason=NEEDS_GYM)
+
+    def questions(task, seed):
+        return {item["question"] for item in gym_process.read_items(task, {}, seed, 0, 40)}
+
+    # The second task has a generator that takes no seed beyond 32 bits.
+    for task, largest in (("number_sorting", 2), ("pool_matrix", 2**31 - 1)):
+        first, second, third = (questions(task, seed) for seed in (0, 1, largest))
+        assert not (first & second) | (second & third) | (third & first)
+
+
+def test_seeds_of_tasks_are_far_apart():
+    """All that differ by less than 4,096: the distance depends on the difference alone."""
+    whole = 2**31
+    distances = [gym_process.task_seed(seed) for seed in range(1, 4096)]
+    assert min(min(x, whole - x) for x in distances) > 370_000
+    assert gym_process.task_seed(0) == 0
+    assert gym_process.task_seed(whole - 1) == whole - gym_process.task_seed(1)
 
 
 def test_unknown_task_or_option():

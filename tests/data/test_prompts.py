@@ -152,6 +152,11 @@ def test_messages_instruction_and_nested_fields(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [row | {"prompt": [*messages, prefix]}])
     (example,) = load_examples(config(**settings, instruction=" Answer only.")).train
     assert [m["content"] for m in example.prompt] == ["Be brief.", "7 + 7 Answer only.", "It is"]
+    blank = {"role": "assistant", "content": " \n"}
+    write_jsonl(tmp_path / "a.jsonl", [row | {"prompt": [*messages, blank]}])
+    data = load_examples(config(**settings, instruction=" Answer only."))
+    assert [m["content"] for m in data.train[0].prompt] == ["Be brief.", "7 + 7 Answer only."]
+    assert data.empty == 0
 
 
 def test_commas_leave_numbers_only(tmp_path):
@@ -195,6 +200,20 @@ def test_a_question_is_trained_on_or_held_out_whatever_its_answer(tmp_path):
     assert [e.prompt for e in data.eval] == ["1 of 2?", "3 of 2?"]
     assert [e.prompt for e in data.train] == ["2 of 2?"]
     assert data.duplicates == 1
+
+
+def test_a_question_is_the_same_however_it_is_written(tmp_path):
+    """By another order of keys, with a key of null, as text: none of it may be trained on."""
+    chat = {"role": "user", "content": "1 of 2?"}
+    backwards = {"content": "1 of 2?", "role": "user"}
+    spellings = [[backwards], [chat | {"name": None}], "1 of 2?", [chat | {"name": "Ann"}]]
+    rows = [{"question": x, "answer": f"{i}"} for i, x in enumerate([*spellings, [chat]])]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    settings = config(path=path, answer_pattern="", eval_prompts=1)
+    data = load_examples(settings)
+    assert [e.answer for e in data.eval] == ["4"]
+    assert [e.answer for e in data.train] == ["3"]
+    assert data.duplicates == 3
 
 
 def test_in_an_environment_the_answer_belongs_to_the_question():

@@ -231,7 +231,7 @@ def test_gemma_merges_by_the_order_of_tokens(tmp_path):
     assert pieces("the that") == ["the", "▁", "th", "at"]  # "th" comes before "▁t"
     # Spaces are merged before letters; line ends are cut out first; é is no token, its bytes are.
     assert pieces("a   cat\n\né") == ["a", "   ", "cat", "\n\n", "<0xC3>", "<0xA9>"]
-    assert pieces("the<end_of_turn>\n") == ["the", "<end_of_turn>", "\n"]
+    assert pieces("the a") == ["the", "▁a"]
     assert pieces("<0x41>") != ["<0x41>"]
     for text in [*TEXTS, "naïve 日本語 🎉 ½ ٣\r\n"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -457,12 +457,25 @@ def chat_of(directory, template=CHATML, **options):
 def test_a_last_message_of_the_assistant_is_continued_or_refused(directory, template):
     tokenizer = chat_of(directory, template, continue_final_message=True)
     before = tokenizer.encode_prompt(CHAT[:1])
-    begin = "it" if "trim" in template else "it\n"
-    assert tokenizer.encode_prompt(CHAT) == before + tokenizer.encode(begin)
+    for begin in ("it\n", "it \n\n", " it", "\nhello it  "):  # blanks stay, also where it trims
+        chat = (CHAT[0], {"role": "assistant", "content": begin})
+        assert tokenizer.decode(tokenizer.encode_prompt(chat)) == tokenizer.decode(before) + begin
+    assert tokenizer.encode_prompt(CHAT) == before + tokenizer.encode("it\n")
     line = line_of(chat_of(directory, template).encode_prompt, CHAT)
     assert line == (
         "data.prompt_field must hold prompts without the answer, the last message is the "
         "assistant's: 'it\\n'; tokenizer.continue_final_message=True has it continued"
+    )
+
+
+def test_a_begun_message_that_the_template_changes_is_refused(directory):
+    template = CHATML.replace("['content']", "['content'].split('</think>')[-1]")
+    tokenizer = chat_of(directory, template, continue_final_message=True)
+    assert tokenizer.encode_prompt(CHAT)[-2:] == tokenizer.encode("it\n")
+    thought = (CHAT[0], {"role": "assistant", "content": "<think>it</think> 12"})
+    assert line_of(tokenizer.encode_prompt, thought) == (
+        "data.prompt_field must end with a message that the chat template writes as it is, got "
+        f"'<think>it</think> 12', which that of tokenizer.source '{directory / 'saved'}' changes"
     )
 
 
@@ -499,15 +512,15 @@ def test_a_template_that_takes_no_system_prompt(directory, template):
 
 def test_the_end_of_a_given_response_is_the_templates(directory):
     """In plain text it is the tokenizer's own end."""
+    bos, im_end = 0, 2
     plain = HuggingFaceTokenizer(directory / "saved", chat=False)
-    ends = plain.encode("<|im_end|>")
-    assert [plain.end_id] == ends
+    assert plain.end_id == im_end
     other = CHATML.replace("<|im_end|>", "<|bos|>") + "{# <|im_end|> #}"
-    assert [chat_of(directory, other).end_id] == ends  # which the template does not write
-    assert [chat_of(directory).end_id] == ends
+    assert chat_of(directory, other).end_id == im_end  # which the template does not write
+    assert chat_of(directory).end_id == im_end
     path = directory / "saved" / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": plain.encode("<|bos|>")}))
-    assert [chat_of(directory, other).end_id] == plain.encode("<|bos|>")
+    path.write_text(json.dumps({"eos_token_id": [bos]}))
+    assert chat_of(directory, other).end_id == bos
     path.unlink()
 
 

@@ -1,0 +1,101 @@
+"""The chat template of a tokenizer: messages to the text that is encoded."""
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specrl_jax.inputs import one_line
+
+Messages = tuple[dict, ...]
+
+# What a chat template is told of the date.
+_TODAY = datetime.date(2025, 1, 1)
+_ASKS_DATE = re.compile(r"""\bstrftime_now\((["'])(.*?)\1\)""")
+_MARK = "\u241e"  # stands for a response, and for the end of a prompt
+_RESPONSE = ({"role": "user", "content": ""}, {"role": "assistant", "content": _MARK})
+
+
+class ChatTemplate:
+    """Writer of chats.
+
+    tokenizer: of transformers, with a chat template.
+    options: variables of the template.
+    source: field and value that name the tokenizer, for errors.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any], source: str):
+        self._tokenizer = tokenizer
+        self._options = dict(options)
+        self._source = source
+        with one_line(f"{source} must have a default chat template"):
+            template = tokenizer.get_chat_template()
+        # Told the date of the day, a run would change at midnight.
+        self.text = _ASKS_DATE.sub(lambda call: json.dumps(_TODAY.strftime(call[2])), template)
+        for name in self._options:
+            if not re.search(rf"\b{re.escape(name)}\b", self.text):
+                raise ValueError(
+                    f"tokenizer.template_options.{name} must be a variable of the chat template, "
+                    f"that of {source} has no {name}"
+                )
+
+    def write(self, messages: Iterable[dict], generation_prompt: bool = True) -> str:
+        """Return messages as text up to the begin of the assistant's turn, or without that.
+
+        Raises ValueError in one line where the template does not take them.
+        """
+        with one_line(f"tokenizer.chat must be False, or the template of {self._source} mended"):
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.text,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._options,
+            )
+
+    def write_begun(self, messages: Iterable[dict]) -> str:
+        """Return messages as text up to the end of the last one's content.
+
+        The content is as it was given, with the blanks at its ends, which many templates trim.
+        Raises ValueError in one line where the template changes more of it.
+        """
+        *before, last = messages
+        content = last["content"]
+
+        def up_to_mark(content: str) -> str:
+            chat = [*before, {**last, "content": content + _MARK}]
+            return self.write(chat, generation_prompt=False).rpartition(_MARK)[0]
+
+        text = up_to_mark(content)
+        begin = up_to_mark("")  # a template may write otherwise what has a thought
+        if text.startswith(begin) and text[len(begin) :].strip() == content.strip():
+            return begin + content
+        if not text.endswith(content):
+            raise ValueError(
+                "data.prompt_field must end with a message that the chat template writes as it is, "
+                f"got {content[-60:]!r}, which that of {self._source} changes"
+            )
+        return text
+
+    def write_next(self, messages: Iterable[dict]) -> str:
+        """Return what follows a response: the end of its turn and these messages, up to the begin
+        of the assistant's turn.
+
+        Raises ValueError in one line where the template does not write the response.
+        """
+        _, mark, rest = self.write([*_RESPONSE, *messages]).partition(_MARK)
+        if not mark:
+            raise ValueError(f"{self._source} must have a chat template that writes every turn")
+        return rest
+
+    def write_end(self) -> str:
+        """Return what follows a response that is the last message, "" where it is not written."""
+        return self.write(_RESPONSE).partition(_MARK)[2]
+
+    def around_messages(self) -> str:
+        """Return a chat of empty messages, "" where the template takes none."""
+        try:
+            return self.write([*_RESPONSE, _RESPONSE[0]], generation_prompt=False)
+        except ValueError:
+            return ""

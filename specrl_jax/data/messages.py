@@ -1,0 +1,98 @@
+"""Prompts as data has them: text, or chat messages {"role": ..., "content": ..., ...}."""
+
+import json
+from typing import Any
+
+from specrl_jax.data.chat_template import Messages
+from specrl_jax.inputs import jsonable, one_line
+
+# What a message of the assistant may say beside its content.
+_SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+
+
+def read_prompt(value: Any) -> str | Messages:
+    """Return the prompt that a row or a user's function gives.
+
+    Keys of nulls are left out, and a last message of the assistant without content, as the chat
+    template begins its turn. Raises ValueError in one line where it is no prompt.
+    """
+    if isinstance(value, str):
+        check_text("data.prompt_field", value)
+        return value
+    messages = _without_nulls(jsonable(list(value))) if isinstance(value, list | tuple) else []
+    for message in messages:
+        if isinstance(message, dict) and _calls_tools(message):
+            message.setdefault("content", None)  # as templates know it beside calls
+    if not messages or not all(map(_is_message, messages)):
+        raise ValueError(
+            "data.prompt_field must hold text or a list of messages with role and content, "
+            f"got {str(value)[:60]!r}"
+        )
+    check_text("data.prompt_field", json.dumps(messages, ensure_ascii=False))
+    while messages and messages[-1]["role"] == "assistant" and not _has_content(messages[-1]):
+        last = messages.pop()
+        if said := [key for key in _SAID if last.get(key)]:
+            raise ValueError(
+                "data.prompt_field must not end with an assistant's message without content, "
+                f"got one with {said[0]}"
+            )
+    return tuple(messages)
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str) or (
+        _calls_tools(value) and value["content"] is None
+    )
+
+
+def _calls_tools(message: dict) -> bool:
+    return message.get("role") == "assistant" and bool(message.get("tool_calls"))
+
+
+def _has_content(message: dict) -> bool:
+    return bool(message["content"] and message["content"].strip())
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return the value without keys of nulls, at any depth: a table has them where a row has no
+    such key."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def check_text(field: str, value: str) -> None:
+    """Raise ValueError in one line where UTF-8 cannot write the text."""
+    with one_line(f"{field} must hold text that UTF-8 can write"):
+        value.encode()  # JSON can hold half of a surrogate pair
+
+
+def asks(prompt: str | Messages) -> bool:
+    """Return whether there is a question. What a tool answers last may be empty."""
+    if isinstance(prompt, str) or not prompt:
+        return bool(prompt and prompt.strip())
+    return prompt[-1]["role"] == "tool" or _has_content(prompt[-1])
+
+
+def canonical(prompt: str | Messages) -> str:
+    """Return a text that is equal for prompts that ask the same.
+
+    Text is a message of the user, and the order of keys says nothing.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return json.dumps(messages, sort_keys=True)
+
+
+def with_instruction(prompt: str | tuple[dict, ...], text: str) -> str | tuple[dict, ...]:
+    """Return the prompt, or a chat with its last message that is not the assistant's, with `text`
+    after it or around it at "{prompt}"."""
+    if not text:
+        return prompt
+    if not isinstance(prompt, str):
+        *before, last = prompt
+        if before and last["role"] == "assistant":
+            return (*with_instruction(tuple(before), text), last)
+        return (*before, {**last, "content": with_instruction(last["content"], text)})
+    return text.replace("{prompt}", prompt) if "{prompt}" in text else prompt + text
