@@ -17,13 +17,13 @@ from specrl_jax.config import check_mesh, validate
 from specrl_jax.sharding import make_mesh
 
 
-def start(config, *, training: bool = True, devices=None) -> None:
+def start(config, *, given=(), training: bool = True, devices=None) -> None:
     """Check `config` and set its mesh for this process; ValueError in one line.
 
-    training: whether the batches of training must fit the mesh. devices: of the mesh, by default
-    those at hand.
+    given: fields that the user has set, each of which must have an effect. training: whether the
+    batches of training must fit the mesh. devices: of the mesh, by default those at hand.
     """
-    validate(config)
+    validate(config, given)
     use_compilation_cache()
     compile_metrics()  # counts from here on
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from small_runs import line_of, small_config
 
-from specrl_jax import cli, memory
+from specrl_jax import memory
+from specrl_jax.config import cli
 from specrl_jax.inputs import OutOfMemoryError
 from specrl_jax.models.load import load_shape
 

@@ -13,7 +13,8 @@ import time
 import pytest
 from small_runs import ONE_DEVICE, ROOT, launch, line_of
 
-from specrl_jax import hyper, sweep
+from specrl_jax import sweep
+from specrl_jax.config import hyper
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the load_module.. method is deprecated:DeprecationWarning"  # ml_collections calls it
@@ -97,7 +98,7 @@ def test_hyper_builds_sweeps():
 def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
     """Work directories are named as those of earlier comparisons, so that these go on."""
     monkeypatch.chdir(ROOT)
-    plain = sweep.parse_case("PPO tree: rollout.draft=tree rollout.lenience=e^0", CONFIG)
+    plain = sweep.parse_case("PPO tree: rollout.draft=previous+tree rollout.lenience=e^0", CONFIG)
     cases = sweep.grid(
         [sweep.Case("", CONFIG), plain],
         hyper.product([sweep.parse_sweep("rollout.lenience=1,e^-0.5,inf"),
@@ -113,7 +114,7 @@ def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
     name = "rollout.lenience=e^-0.5,updates.learning_rate=0.001"
     assert (runs[1].case, runs[1].workdir) == (name, tmp_path / f"{name},seed=3")
     assert runs[5].command[4:6] == (
-        "--config.rollout.draft=tree",
+        "--config.rollout.draft=previous+tree",
         "--config.rollout.lenience=1.0",
     )
     assert runs[3].workdir.name.startswith("PPO_tree,rollout.lenience=1,")

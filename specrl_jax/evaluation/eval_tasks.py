@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from specrl_jax.build import make_scorer
 from specrl_jax.config import validate
-from specrl_jax.config_file import OF_TASK
+from specrl_jax.config.fields import OF_TASK
 from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any

@@ -10,8 +10,7 @@ import sys
 import pytest
 from small_runs import ROOT, launch, preset
 
-from specrl_jax import cli
-from specrl_jax.config import flatten
+from specrl_jax.config import cli, flatten
 from specrl_jax.rewards.scorers import load_scorer
 
 CONFIG = "--config=configs/grpo.py"
