@@ -22,10 +22,12 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from specrl_jax.config import files
-from specrl_jax.config.kinds import OPTIONS, flatten
+from specrl_jax.config.fields import OPTIONS
+from specrl_jax.config.kinds import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_OPTIONS_GIVEN: set[str] = set()  # on the command line of `run`
 _OPTION = re.compile(rf"--config\.((?:{'|'.join(OPTIONS)})\.\w+)=(.*)", re.DOTALL)
 
 
@@ -140,7 +142,7 @@ def define_config() -> None:
 
 def given_fields() -> set[str]:
     """Return the fields that the command line of `run` has set by --config.FIELD=VALUE."""
-    return set(config_flags.get_override_values(flags.FLAGS["config"]))
+    return _OPTIONS_GIVEN | set(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
 def _preset() -> str:
@@ -218,6 +220,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
         )
     known, options = _without_options(argv)
     sys.argv[1:] = known[1:]  # ml_collections reads it too
+    _OPTIONS_GIVEN.update(options)
     try:
         rest = flags.FLAGS(known)
         reset = _complete(flags.FLAGS["config"], options)

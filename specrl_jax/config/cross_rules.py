@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ml_collections import ConfigDict
 
 from specrl_jax.config.fields import meaning
-from specrl_jax.config.kinds import flatten, table
+from specrl_jax.config.kinds import table
 
 Check = tuple[str, str, bool]
 
@@ -115,8 +115,6 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     rule = f"False where tokenizer.source is {source}"
     chat = config.tokenizer.chat
     yield "tokenizer.chat", rule, not (by_character and chat)
-    for field, _ in flatten(config.tokenizer.template_options, "tokenizer.template_options."):
-        yield field, "left out where tokenizer.chat is False", chat
     data = config.data.source
     reward = config.reward.name
     own = table("rewards.scorers:OWN_TASKS")

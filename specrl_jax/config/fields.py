@@ -77,6 +77,13 @@ def _rule_in_force(config: ConfigDict) -> Any:
     return table("rollout.engine.spec:acceptance_rule")(config)
 
 
+def _may_skip_drafts(config: ConfigDict) -> bool:
+    """Return whether a rollout may leave drafts unverified: the match rule on fresh noise."""
+    fresh = table("rollout.engine.spec:noise_visits")(config) == 1
+    there = _draft(config).previous or config.rollout.run_ahead
+    return there and fresh and _rule_in_force(config).samples_anew
+
+
 def _recomputes(config: ConfigDict) -> bool:
     return config.updates.old_logprobs == "recompute"
 
@@ -95,7 +102,6 @@ def _has_splits(config: ConfigDict) -> bool:
     return not Path(root).expanduser().is_file()
 
 
-# Where several hold, the first that does not is told.
 RANDOM_WEIGHTS = When("model.source", lambda c: not c.model.source, "")
 ADAPTERS = When("lora.rank", lambda c: c.lora.rank > 0, "8")
 ALPHABET = When(
@@ -103,8 +109,10 @@ ALPHABET = When(
     lambda c: c.tokenizer.source in table("data.tokenizer:OF_ALPHABET"),
     "characters",
 )
+SPECIAL_TOKENS = When("tokenizer.source", lambda c: not ALPHABET.holds(c), "")
 CHAT = When("tokenizer.chat", lambda c: c.tokenizer.chat, "True")
 FILES = When("data.source", lambda c: meaning(c, "data.source").reads_files, "jsonl")
+DATA_OPTIONS = When("data.source", lambda c: meaning(c, "data.source").takes_options, "hf")
 HAS_AN_END = When("data.source", lambda c: not meaning(c, "data.source").endless, "jsonl")
 SPLITS = When("data.path", _has_splits, "FOLDER")
 EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
@@ -119,7 +127,7 @@ STORED = When("rollout.draft", lambda c: _draft(c).previous or _draft(c).source 
 TREE = When("rollout.draft", lambda c: _draft(c).source is not None)
 HEAD = When("rollout.draft", lambda c: _draft(c).head)
 WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
-CHOICE_OF_WIDTHS = When("rollout.draft", lambda c: _draft(c).drafts or c.rollout.run_ahead)
+CHOICE_OF_WORK = When("rollout.draft", lambda c: _draft(c).proposes or _may_skip_drafts(c))
 GENERATIONS = When(
     "rollout.tree.history", lambda c: c.rollout.tree.history > 1 or c.rollout.run_ahead, "2"
 )
@@ -182,6 +190,7 @@ def _row(kind: Kind, *when: When, **more: Any) -> Field:
 
 FIELDS: dict[str, Field] = {
     "seed": _row(integer()),
+    # -- the policy --------------------------------------------------------------------------------
     "model.source": _row(TEXT),
     "model.family": _row(one_of("models.families:FAMILIES"), RANDOM_WEIGHTS),
     "model.embed_dim": _row(integer(1), RANDOM_WEIGHTS),
@@ -203,6 +212,7 @@ FIELDS: dict[str, Field] = {
     "tokenizer.chat": _row(SWITCH),
     "tokenizer.system_prompt": _row(TEXT, CHAT, idle=""),
     "tokenizer.continue_final_message": _row(SWITCH, CHAT, idle=False),
+    # -- the task ----------------------------------------------------------------------------------
     "data.source": _row(one_of("data.readers:READERS")),
     "data.name": _row(TEXT, files=""),
     "data.path": _row(TEXT, FILES, idle=""),
@@ -218,8 +228,8 @@ FIELDS: dict[str, Field] = {
     "data.prompts": _row(integer(), files=0),
     "data.eval_prompts": _row(integer()),
     "data.prompt_len": _row(integer(1)),
-    # Where rewards are strings that are compared, time, memory and workers limit nothing. They
-    # are of the run all the same: launch/evaluate.py scores other tasks with them.
+    # Where strings are compared, time, memory and workers limit nothing. They have an effect all
+    # the same: launch/evaluate.py scores other tasks with them.
     "reward.name": _row(TEXT, ONE_TURN, may_change=ORIGIN),
     "reward.format": _row(TEXT, ONE_TURN, FORMAT, idle="", may_change=ORIGIN, task=""),
     "reward.timeout": _row(within(0.01, 86_400), may_change=ORIGIN),
@@ -228,8 +238,9 @@ FIELDS: dict[str, Field] = {
     "reward.threshold": _row(within(0, 1e6), may_change=ORIGIN, task=0.0),
     "reward.overlong_tokens": _row(integer(), may_change=ORIGIN),
     "reward.overlong_penalty": _row(within(0, 1e6), OVERLONG, idle=0.0, may_change=ORIGIN),
-    "reward.keep_special_tokens": _row(SWITCH, may_change=ORIGIN),
+    "reward.keep_special_tokens": _row(SWITCH, SPECIAL_TOKENS, idle=False, may_change=ORIGIN),
     "reward.extract": _row(TEXT, ONE_TURN, idle="", may_change=ORIGIN, task=""),
+    # -- the rollout -------------------------------------------------------------------------------
     "rollout.prompts_per_step": _row(integer(1)),
     "rollout.group_size": _row(integer(1)),
     "rollout.response_len": _row(integer(1)),
@@ -255,7 +266,7 @@ FIELDS: dict[str, Field] = {
     "rollout.head.depth": _row(integer(1, 16, "each is a pass of the head in the update"), HEAD),
     "rollout.head.vocab": _row(integer(), HEAD),
     "rollout.max_width": _row(TOKENS_OF_A_STEP, WIDE, idle=1),
-    "rollout.adaptive": _row(SWITCH, CHOICE_OF_WIDTHS, idle=False),
+    "rollout.adaptive": _row(SWITCH, CHOICE_OF_WORK, idle=False),
     "rollout.row_buckets": _row(integer(1, 32, "each is half of the last")),
     "rollout.max_rows": _row(integer()),
     "rollout.logits_chunk": _row(integer(1)),
@@ -266,6 +277,7 @@ FIELDS: dict[str, Field] = {
     "environment.name": _row(TEXT),
     "environment.max_turns": _row(integer(1), TURNS, idle=1),
     "environment.allow_unfinished": _row(BELOW_ONE, TURNS, idle=0.0),
+    # -- the algorithm -----------------------------------------------------------------------------
     "algorithm.advantage": _row(one_of("auto", "algorithms.advantages:ADVANTAGES")),
     "algorithm.normalize_std": _row(SWITCH, BY_GROUP),
     "algorithm.leave_one_out": _row(SWITCH, BY_GROUP, idle=False),
@@ -324,6 +336,7 @@ FIELDS: dict[str, Field] = {
     "warmup.examples": _row(integer(), WARM_UP),
     "warmup.mistake_rate": _row(SHARE, WARM_UP, idle=0.0),
     "warmup.learning_rate": _row(WEIGHT, WARM_UP),
+    # -- the run -----------------------------------------------------------------------------------
     # launch/evaluate.py and generate.py read temperature and batch size too.
     "evaluate.every": _row(integer(), may_change=RUN),
     "evaluate.samples": _row(integer(1), EVALUATED, may_change=RUN),
@@ -342,6 +355,11 @@ FIELDS: dict[str, Field] = {
 }
 
 
+# Sections whose fields have the user's names: when they have an effect.
+OPTIONS: dict[str, tuple[When, ...]] = {
+    "data.options": (DATA_OPTIONS,),
+    "tokenizer.template_options": (CHAT,),
+}
 OF_TASK = {name: row.task for name, row in FIELDS.items() if row.task is not None}
 
 
@@ -349,9 +367,10 @@ def without_effect(config: ConfigDict, field: str) -> str:
     """Say in one line that a field does nothing in a configuration, and what would give it an
     effect; "" where it does something, or its value is what holds anyway."""
     row = FIELDS.get(field)
-    if row is None or (row.idle is not None and get(config, field) == row.idle):
+    if row and row.idle is not None and get(config, field) == row.idle:
         return ""
-    missing = next((when for when in row.when if not when.holds(config)), None)
+    conditions = row.when if row else OPTIONS.get(field.rpartition(".")[0], ())
+    missing = next((when for when in conditions if not when.holds(config)), None)
     return f"{field} has no effect {missing.remedy(config)}" if missing else ""
 
 

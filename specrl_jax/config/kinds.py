@@ -12,9 +12,6 @@ from ml_collections import ConfigDict
 
 MAX_INT = 2**31 - 1
 MAX_FLOAT = 3.4e38
-# Sections whose fields have the user's names: they have no rows.
-OPTIONS = ("data.options", "tokenizer.template_options")
-
 # A rule in words, and its test.
 Rule = tuple[str, Callable[[Any], bool]]
 

@@ -52,6 +52,8 @@ IDLE = [
     ("reward.extract", "(a)", GUESS, "environment.name = guess; add --config.environment.name="),
     ("reward.format", ".*", GUESS, "environment.name = guess; add --config.environment.name="),
     ("reward.format", ".*", {}, "reward.name = exact; add --config.reward.name=math+format"),
+    ("reward.keep_special_tokens", True, {}, "tokenizer.source = characters; add "
+     "--config.tokenizer.source="),
     ("reward.overlong_penalty", 1.0, {}, "reward.overlong_tokens = 0; add "
      "--config.reward.overlong_tokens=4"),
     ("rollout.draft_age", 2, NONE, "rollout.draft = none; add --config.rollout.draft=previous"),
@@ -82,7 +84,7 @@ IDLE = [
     ("rollout.head.depth", 2, {}, "rollout.draft = previous; add --config.rollout.draft=head"),
     ("rollout.head.vocab", 8, {}, "rollout.draft = previous; add --config.rollout.draft=head"),
     ("rollout.max_width", 4, {}, "rollout.draft = previous; add --config.rollout.draft=tree"),
-    ("rollout.adaptive", True, NONE, "rollout.draft = none; add --config.rollout.draft=previous"),
+    ("rollout.adaptive", True, {}, "rollout.draft = previous; add --config.rollout.draft=tree"),
     ("rollout.store_prompts", 64, NONE, "rollout.draft = none; add "
      "--config.rollout.draft=previous"),
     ("rollout.store_age", 9, {"rollout.draft": "head"}, "rollout.draft = head; add "
@@ -154,7 +156,8 @@ ALLOWED = [
     ("algorithm.dual_clip", 0.0, {"algorithm.objective": "cispo"}),
     ("algorithm.importance_cap", 2.0, {"updates.old_logprobs": "recompute"}),
     ("algorithm.max_gen_batches", 4, {"curriculum.name": "speed"}),
-    ("rollout.adaptive", True, NONE | {"rollout.run_ahead": True}),
+    ("rollout.adaptive", True, {"rollout.noise_epochs": 1}),
+    ("rollout.adaptive", True, NONE | {"rollout.run_ahead": True, "rollout.noise_epochs": 1}),
     ("data.split", "test", FILE | {"data.path": "folder"}),
     ("data.eval_path", "x.jsonl", GUESS),
     ("data.eval_split", "test", FILE | {"data.eval_path": "folder"}),
@@ -179,6 +182,21 @@ def test_a_field_that_was_given_and_does_nothing_is_refused(field, value, change
     other, _, text = remedy.partition("--config.")[2].partition("=")
     config = cli.override(config, [f"--config.{other}={text}"])
     assert f"with {other} = " not in without_effect(config, field)
+
+
+def test_options_that_nobody_reads_are_refused():
+    config = _config("data.source", "jsonl", {"warmup.steps": 0})
+    config.tokenizer.template_options.mine = 1
+    config.data.options.mine = 1
+    assert line_of(validate, config, given=["tokenizer.template_options.mine"]) == (
+        "tokenizer.template_options.mine has no effect with tokenizer.chat = False; add "
+        "--config.tokenizer.chat=True"
+    )
+    assert line_of(validate, config, given=["data.options.mine"]) == (
+        "data.options.mine has no effect with data.source = jsonl; add --config.data.source=hf"
+    )
+    config.data.source = "hf"
+    assert without_effect(config, "data.options.mine") == ""
 
 
 @pytest.mark.parametrize(("field", "value", "changes"), ALLOWED)
