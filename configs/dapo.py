@@ -25,10 +25,8 @@ _GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
 def get_config(preset: str = "tiny") -> ConfigDict:
     """The configuration of a preset; raises ValueError on an unknown name."""
     config = _GRPO["get_config"](preset)
-    config.algorithm.clip_low = 0.2
     config.algorithm.clip_high = 0.28
     config.algorithm.dual_clip = 10.0
-    config.algorithm.aggregation = "token"
     config.algorithm.kl_coef = 0.0
     config.algorithm.dynamic_sampling = True
     config.reward.overlong_tokens = config.rollout.response_len // 5  # paper: 4,096 of 20,480

@@ -23,7 +23,7 @@ def get_config(preset: str = "tiny") -> ConfigDict:
 
 
 def get_hyper(hyper):
-    """The cases, see specrl_jax/hyper.py."""
+    """The cases, see specrl_jax/config/hyper.py."""
     return hyper.chainit(
         [
             hyper.fixed("rollout.draft", "none"),

@@ -29,7 +29,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
         raise ValueError(f"preset must be tiny or micro, got {preset!r}")
     config = _GRPO["get_config"](preset)
     config.environment.name = "guess"
-    config.environment.max_turns = 4
     config.tokenizer.alphabet = "0123456789-?<>"
     config.data.source = "guess"
     config.data.name = "guess"
@@ -37,7 +36,6 @@ def get_config(preset: str = "tiny") -> ConfigDict:
     config.data.prompts = 0
     config.data.eval_prompts = 64
     config.data.prompt_len = 4
-    config.rollout.prompts_per_step = 64
     config.rollout.group_size = 16
     config.rollout.response_len = 12
     config.rollout.accept = "ratio"

@@ -75,8 +75,11 @@ def presets_page() -> str:
 
 def configuration_page() -> str:
     """Every field with its value, its bounds and its comment, a table for each section."""
-    from specrl_jax.config_file import fields
+    from specrl_jax.config.files import comments, get_config
+    from specrl_jax.config.kinds import flatten
 
+    file = ROOT / "configs" / "grpo.py"
+    values = dict(flatten(get_config(str(file))))
     parts = [
         "# Configuration",
         "The fields of `configs/grpo.py`, with the values of the preset `tiny`. A flag"
@@ -85,10 +88,10 @@ def configuration_page() -> str:
         " some values: see [Presets](presets.md).",
     ]
     sections: dict[str, list[tuple[str, ...]]] = {}
-    for field in fields(ROOT / "configs" / "grpo.py"):
-        section, _, name = field.name.rpartition(".")
-        row = (f"`{name}`{{ #{field.name} }}", f"`{field.value}`")
-        row += (_text(_allowed(field.name)), _text(field.comment))
+    for field, comment in comments(file, values).items():
+        section, _, name = field.rpartition(".")
+        row = (f"`{name}`{{ #{field} }}", f"`{values[field]!r}`")
+        row += (_text(_allowed(field)), _text(comment))
         sections.setdefault(section or "The run", []).append(row)
     for section, rows in sections.items():
         parts += [f"## {section}", _table(("field", "value", "may be", "meaning"), rows)]
@@ -97,14 +100,15 @@ def configuration_page() -> str:
 
 def _allowed(path: str) -> str:
     """The bounds or choices of a field in words."""
-    from specrl_jax.config import CHOICES, choices
-    from specrl_jax.field_rules import MAX_INT, RULES
+    from specrl_jax.config.fields import FIELDS
+    from specrl_jax.config.kinds import MAX_INT
 
-    if path in CHOICES:
-        return ", ".join(choices(path))
-    rules = [rule for rule, _ in RULES.get(path, []) if str(MAX_INT) not in rule]
+    if path not in FIELDS:  # an option of the task
+        return ""
+    kind = FIELDS[path].kind
+    rules = [rule for rule, _ in kind.rules if str(MAX_INT) not in rule]
     kinds = {"an integer": "integer", "a number": "number"}
-    return ", ".join(kinds.get(rule, rule) for rule in rules)
+    return ", ".join([*kind.choices(), *(kinds.get(rule, rule) for rule in rules)])
 
 
 # Metrics ------------------------------------------------------------------------------------

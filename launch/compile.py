@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from specrl_jax import cli
+from specrl_jax.config import cli
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "CHIP:SHAPE, as in v5e:4x4 or h100:8")
 _PROGRAMS = flags.DEFINE_list("programs", [], "how names of programs to compile begin; all")
@@ -42,7 +42,7 @@ def main() -> None:
 
     from specrl_jax import programs, runtime, shapes
 
-    runtime.start(config, devices=chips.devices(topology))
+    runtime.start(config, given=cli.given_fields(), devices=chips.devices(topology))
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
     from specrl_jax.accelerators import report
 

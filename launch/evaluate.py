@@ -21,7 +21,7 @@ import functools
 import json
 from pathlib import Path
 
-from specrl_jax import cli
+from specrl_jax.config import cli
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 import argparse
 from pathlib import Path
 
-from specrl_jax import cli
+from specrl_jax.config import cli
 
 
 def parser() -> argparse.ArgumentParser:

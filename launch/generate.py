@@ -16,7 +16,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip need not have checked it
 import argparse
 import functools
 
-from specrl_jax import cli
+from specrl_jax.config import cli
 
 
 def parser() -> argparse.ArgumentParser:

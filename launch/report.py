@@ -16,7 +16,7 @@ import argparse
 import os
 from pathlib import Path
 
-from specrl_jax import cli
+from specrl_jax.config import cli
 
 
 def parser() -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from specrl_jax import cli
+from specrl_jax.config import cli
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +67,8 @@ def _cluster_options(flags: list[str]) -> dict[str, Any]:
 
 
 def _cases(args: argparse.Namespace) -> list:
-    from specrl_jax import hyper, sweep
+    from specrl_jax import sweep
+    from specrl_jax.config import hyper
 
     cases = [sweep.parse_case(text, args.config) for text in args.case]
     if not cases and not args.config:

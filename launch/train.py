@@ -21,7 +21,7 @@ from pathlib import Path
 
 from absl import flags
 
-from specrl_jax import cli
+from specrl_jax.config import cli
 from specrl_jax.stop import StopRequest
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
@@ -41,7 +41,7 @@ def main() -> None:
 
         with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
             config = flags.FLAGS.config
-            runtime.start(config)
+            runtime.start(config, given=cli.given_fields())
             from specrl_jax.train import train
 
             workdir = Path(_WORKDIR.value or Path("runs", cli.config_name()))

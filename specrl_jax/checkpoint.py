@@ -25,7 +25,7 @@ from etils import epath
 
 from specrl_jax import hosts
 from specrl_jax.checksums import checksums
-from specrl_jax.config import check_version, complete_saved, flatten
+from specrl_jax.config import check_version, flatten
 from specrl_jax.inputs import is_disk_full, one_line
 
 _METRIC = "metric"
@@ -227,13 +227,12 @@ def check_run_config(
 
     ignore: fields or sub-trees that may differ, as "log" or "train.steps". Raises ValueError if the
     run there has other values: it names every such field, with both values, and ends with `advice`.
-    A field that came later is compared with what the run ran with, see `config.ADDED_FIELDS`.
     """
     path = epath.Path(workdir) / "config.json"
     if not path.exists():
         return False
     try:
-        before = dict(flatten(complete_saved(json.loads(path.read_text("utf-8")))))
+        before = dict(flatten(json.loads(path.read_text("utf-8"))))
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
     prefixes = tuple(f"{name}." for name in ignore)

@@ -59,7 +59,13 @@ def stages(config, model: ModelConfig, prompts: int) -> Iterator[tuple[str, list
         head = Part("draft head and optimizer", of_model, 12 * draft_head_size(model))
         kept.append(head)
     fields = "data.prompts rollout.group_size rollout.response_len"
-    size = 4 if acceptance_rule(config).samples_anew else 16  # log-probs, origins
+    generations = rollout.draft_age
+    if DRAFT_SOURCES[rollout.draft].source and rollout.tree.history > generations:
+        generations = rollout.tree.history
+        fields = f"rollout.tree.history {fields}"
+    size = 4 * generations  # tokens; then log-probs and origins
+    if not acceptance_rule(config).samples_anew:
+        size += 12 * rollout.draft_age
     kept.append(Part("stored drafts", fields, size * stored))
 
     def decoded(rows: int, fields: str, layers: int) -> list[Part]:

@@ -19,13 +19,13 @@ from specrl_jax.config import check_mesh, validate
 from specrl_jax.sharding import make_mesh
 
 
-def start(config, *, training: bool = True, devices=None) -> None:
+def start(config, *, given=(), training: bool = True, devices=None) -> None:
     """Check `config` and set its mesh for this process; ValueError in one line.
 
-    training: whether the batches of training must fit the mesh, and the rules of its loss hold.
-    devices: of the mesh, by default those at hand.
+    given: fields that the user has set, each of which must have an effect. training: whether the
+    batches of training must fit the mesh. devices: of the mesh, by default those at hand.
     """
-    validate(config, training)
+    validate(config, given)
     use_compilation_cache()
     compile_metrics()  # counts from here on
     devices = all_devices() if devices is None else devices

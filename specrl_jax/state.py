@@ -144,7 +144,7 @@ class Origin(StatePart):
         changed = [
             f"{name} was {host['shape'][name]}, now {value}"
             for name, value in self.shape.items()
-            if host["shape"].get(name, value) != value
+            if host["shape"][name] != value
         ]
         if self.is_reference and host["weights"] != self.weights:
             changed.append("its weights, which the run still needs, have changed")
@@ -157,7 +157,7 @@ class Origin(StatePart):
             ("held_out", self.held_out, "held-out prompts"),
             ("solutions", self.solutions, "solutions"),
         ):
-            before = host.get(name, "")
+            before = host[name]
             if now and before and before != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: the {what} were {before}, are {now}; set "

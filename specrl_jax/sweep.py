@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specrl_jax import cli, hyper
-from specrl_jax.config import validate
+from specrl_jax.config import cli, hyper, validate
+from specrl_jax.config.fields import without_effect
 from specrl_jax.telemetry import sweep_table
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 from specrl_jax.telemetry.report_page import write_report
@@ -132,19 +132,17 @@ def _flag_text(value: Any) -> str:
 def training_runs(
     cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest: Sequence[str]
 ) -> list[TrainingRun]:
-    """Every case with every seed; rest: further --config.FIELD=VALUE flags.
+    """Every case with every seed; rest: further --config.FIELD=VALUE flags, for all cases.
 
-    Raises ValueError in one line where a configuration is not valid, or two runs would share a
-    work directory.
+    Raises ValueError in one line where a configuration is not valid, a flag has no effect, or two
+    runs would share a work directory.
     """
     runs: dict[Path, TrainingRun] = {}
+    flags_by_case = _flags(cases, rest)
     for seed in seeds:
-        for case in cases:
-            changes = [f"--config.{change}" for change in case.changes]
-            # The last flag of a field counts: what is swept goes after what is shared.
-            flags = (f"--config={case.config}", *rest, *changes, f"--config.seed={seed}")
+        for case, of_case in zip(cases, flags_by_case, strict=True):
+            flags = (*of_case, f"--config.seed={seed}")
             config = cli.read_config(flags)
-            validate(config)
             workdir = folder / re.sub(r"[ /]", "_", f"{case.name or 'base'},seed={seed}")
             if workdir in runs:
                 raise ValueError(f"two runs would be in {workdir}; name every case and seed once")
@@ -152,6 +150,38 @@ def training_runs(
             command = (sys.executable, str(_TRAIN), *flags, f"--workdir={workdir}")
             runs[workdir] = TrainingRun(case.name or "base", command, workdir, resolved)
     return list(runs.values())
+
+
+def _flags(cases: Sequence[Case], shared: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the flags of each case. A shared flag is left out of the cases in which it does
+    nothing: drafts have no rule of acceptance in the case without drafts.
+
+    Raises ValueError in one line where a configuration is not valid, a case's own flag has no
+    effect, or a shared one has none in any case.
+    """
+    flags_by_case = []
+    idle: list[dict[str, str]] = []  # of each case: shared flag → why it does nothing there
+    for case in cases:
+        own = [f"--config.{change}" for change in case.changes]
+        # The last flag of a field counts: what is swept goes after what is shared.
+        config = cli.read_config((f"--config={case.config}", *shared, *own))
+        validate(config)
+        for flag in own:
+            if line := without_effect(config, _field(flag)):
+                raise ValueError(f"{line}; case {case.name}")
+        lines = {flag: without_effect(config, _field(flag)) for flag in shared}
+        idle.append({flag: line for flag, line in lines.items() if line})
+        useful = [flag for flag in shared if not lines[flag]]
+        flags_by_case.append((f"--config={case.config}", *useful, *own))
+    for flag in shared:
+        if all(flag in lines for lines in idle):
+            raise ValueError(idle[0][flag])
+    return flags_by_case
+
+
+def _field(flag: str) -> str:
+    """--config.FIELD=VALUE → FIELD."""
+    return flag.removeprefix("--config.").partition("=")[0]
 
 
 # Runs ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specrl_jax.checkpoint import Checkpointer, check_run_config
+from specrl_jax.config.fields import ORIGIN, RUN, may_change
 from specrl_jax.rewards.failures import FILE_NAME as FAILURES
 from specrl_jax.telemetry.metrics import FILE_NAME as METRICS
 from specrl_jax.telemetry.metrics import read_metrics
@@ -15,18 +16,9 @@ from specrl_jax.telemetry.records import FOLDER as ROLLOUTS
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
 
 # What a resumed run may change: where and how long it runs, how it is recorded and evaluated.
-MAY_CHANGE = (
-    "log", "checkpoint", "mesh", "model.attention", "train", "evaluate.every", "evaluate.samples",
-    "evaluate.batch_size",
-)  # fmt: skip
+MAY_CHANGE = may_change(RUN)
 # What may differ in a run that begins with another's checkpoint: nothing that its arrays depend on.
-MAY_CHANGE_FROM_OTHER = (
-    *MAY_CHANGE, "resume_from", "updates", "evaluate", "reward", "critic.learning_rate",
-    "critic.schedule_warmup", "critic.warmup_steps", "critic.coef", "critic.clip",
-    "rollout.head.learning_rate",
-    "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl_coef",
-    "algorithm.kl_estimator", "algorithm.entropy_coef", "algorithm.solution_coef",
-)  # fmt: skip
+MAY_CHANGE_FROM_OTHER = ("resume_from", *may_change(RUN, ORIGIN))
 
 
 def check_places(workdir: Path) -> None:

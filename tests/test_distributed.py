@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from small_runs import ONE_DEVICE, ROOT, assert_same_run, records, small_config
 
-from specrl_jax import config_file, distributed
+from specrl_jax import distributed
+from specrl_jax.config import files
 from specrl_jax.telemetry.records import read_rollouts
 from specrl_jax.train import train
 
@@ -35,7 +36,7 @@ def _arguments(workdir, flags=FLAGS) -> list[str]:
 def _config(flags=FLAGS, **changes):
     """The configuration that the flags give, with fields changed."""
     config = small_config(flags, **changes)
-    config_file.begin_own_task(config, small_config(), flags.keys())
+    files.begin_own_task(config, small_config(), flags.keys())
     return config
 
 

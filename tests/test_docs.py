@@ -13,8 +13,8 @@ import sys
 import pytest
 from small_runs import ONE_DEVICE, ROOT, preset
 
-from specrl_jax import cli
-from specrl_jax.config import OPTIONS, flatten, validate
+from specrl_jax import sweep
+from specrl_jax.config import OPTIONS, cli, flatten, validate
 from specrl_jax.workdir import MAY_CHANGE
 
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,7 +31,7 @@ def test_every_field_that_is_named_exists(path):
     named = set(re.findall(r"--config\.([a-z_][\w.]*)=", text))
     named |= set(re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*| = [^`]*)?`", text))
     left_out = (".py", ".json", ".jsonl")  # and what users name themselves
-    assert {x for x in named if not x.endswith(left_out) and not x.startswith(OPTIONS)} <= {
+    assert {x for x in named if not x.endswith(left_out) and not x.startswith(tuple(OPTIONS))} <= {
         *fields,
         *_parents(fields),
     }
@@ -73,21 +73,22 @@ def commands(path) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/data.md"])
-def test_programs_exist_and_training_commands_are_accepted(name):
-    for words in commands(ROOT / name):
-        if words[0] == "python" and words[1] not in ("sums.py", "-c"):
+@pytest.mark.filterwarnings("ignore:the load_module.. method:DeprecationWarning")  # absl's
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_programs_exist_and_training_commands_are_accepted(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for words in commands(path):
+        if words[0] == "python" and words[1].startswith("launch/"):
             assert (ROOT / words[1]).exists()
         if words[:2] == ["python", "launch/train.py"]:
-            check_config(words[2:])
-
-
-def check_config(words: list[str]) -> None:
-    """Whether the flags of a training command make a configuration that is accepted."""
-    file, _, name = words[0].removeprefix("--config=configs/").partition(".py")
-    config = preset(name.removeprefix(":") or "tiny", file)
-    own = [w for w in words[1:] if w.startswith("--config.") and ".options." not in w]
-    validate(cli.override(config, own))
+            fields = [word for word in words[2:] if word.startswith("--config")]
+            given = [word.removeprefix("--config.").partition("=")[0] for word in fields[1:]]
+            validate(cli.read_config(fields), given)
+        if words[:2] == ["python", "launch/sweep.py"]:
+            program = runpy.run_path("launch/sweep.py")
+            args, rest = program["parser"]().parse_known_args(words[2:])
+            shared = [word for word in rest if word.startswith("--config.")]
+            assert sweep.training_runs(program["_cases"](args), [0], args.workdir, shared)
 
 
 def test_the_readmes_reward():

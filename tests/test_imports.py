@@ -22,12 +22,9 @@ ALLOWED = {
     "packing": set(),
     "hosts": set(),
     "hardware": set(),
-    "distributed": {"cli", "hosts"},
+    "distributed": {"config", "hosts"},
     "sharding": {"hosts"},
-    "field_rules": set(),
-    "config": {"field_rules"},
-    "hyper": set(),
-    "config_file": {"config", "field_rules"},
+    "config": {"inputs"},
     "inputs": set(),
     "algorithms/masked": PURE,
     "algorithms/losses": PURE,
@@ -66,7 +63,6 @@ ALLOWED = {
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
     "checkpoint": {"checksums", "config", "hosts", "inputs", "types"},
     "checksums": {"hosts"},
-    "cli": {"config", "config_file", "inputs", "runtime", "sharding"},
     "evaluation": {
         "checksums",
         "checkpoint",
@@ -106,8 +102,8 @@ ALLOWED = {
     },
     "runtime": {"config", "hardware", "hosts", "sharding"},
     "stop": {"hosts"},
-    "sweep": {"cli", "config", "hyper", "telemetry"},
-    "workdir": {"checkpoint", "rewards/failures", "telemetry"},
+    "sweep": {"config", "telemetry"},
+    "workdir": {"checkpoint", "config", "rewards/failures", "telemetry"},
     "warmup": {"algorithms", "data", "hosts", "models", "sharding", "types"},
 }
 # The stages of a step, and the only modules that may see more than one of them. They import what

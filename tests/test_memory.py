@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from small_runs import line_of, small_config
 
-from specrl_jax import cli, memory
+from specrl_jax import memory
+from specrl_jax.config import cli
 from specrl_jax.inputs import OutOfMemoryError
 from specrl_jax.models.load import load_shape
 
@@ -29,6 +30,8 @@ def test_sizes_are_those_of_the_arrays(mesh):
     assert sizes["an update", "activations"] == 8 * 9 * (2 * 16 + 3 * 32) * 4
     assert sizes["the warm-up", "logits"] == 8 * 9 * 16 * 4
     assert sizes["an evaluation", "KV cache"] == 8 * 9 * (2 * 2 * 4) * 4
+    drafted = _sizes({"rollout.draft": "previous+tree", "rollout.tree.history": 3})
+    assert drafted["a rollout", "stored drafts"] == 8 * 8 * 6 * (3 * 4 + 3 * 4)
     bounded = _sizes({"rollout.max_rows": 16})
     assert bounded["a rollout", "KV cache"] == 16 * 9 * (2 * 2 * 4) * 4
 
@@ -39,6 +42,13 @@ def test_sizes_are_those_of_the_arrays(mesh):
         ({"warmup.batch_size": 10**6}, "warmup.batch_size", 10**6, "the warm-up", "activations"),
         ({"rollout.response_len": 10**6}, "rollout.response_len", 10**6, "a rollout", "KV cache"),
         ({"evaluate.samples": 10**7}, "evaluate.samples", 10**7, "an evaluation", "KV cache"),
+        (
+            {"rollout.draft": "tree", "rollout.tree.history": 10**9},
+            "rollout.tree.history",
+            10**9,
+            "a rollout",
+            "stored drafts",
+        ),
         ({"model.embed_dim": 10**6}, "model.embed_dim", 10**6, "a rollout", "weights and optimiz"),
     ],
 )

@@ -13,7 +13,8 @@ import time
 import pytest
 from small_runs import ONE_DEVICE, ROOT, launch, line_of
 
-from specrl_jax import hyper, sweep
+from specrl_jax import sweep
+from specrl_jax.config import hyper
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the load_module.. method is deprecated:DeprecationWarning"  # ml_collections calls it
@@ -97,7 +98,7 @@ def test_hyper_builds_sweeps():
 def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
     """Work directories are named as those of earlier comparisons, so that these go on."""
     monkeypatch.chdir(ROOT)
-    plain = sweep.parse_case("PPO tree: rollout.draft=tree rollout.lenience=e^0", CONFIG)
+    plain = sweep.parse_case("PPO tree: rollout.draft=previous+tree rollout.lenience=e^0", CONFIG)
     cases = sweep.grid(
         [sweep.Case("", CONFIG), plain],
         hyper.product([sweep.parse_sweep("rollout.lenience=1,e^-0.5,inf"),
@@ -113,16 +114,25 @@ def test_names_and_flags_of_a_grid(monkeypatch, tmp_path):
     name = "rollout.lenience=e^-0.5,updates.learning_rate=0.001"
     assert (runs[1].case, runs[1].workdir) == (name, tmp_path / f"{name},seed=3")
     assert runs[5].command[4:6] == (
-        "--config.rollout.draft=tree",
+        "--config.rollout.draft=previous+tree",
         "--config.rollout.lenience=1.0",
     )
     assert runs[3].workdir.name.startswith("PPO_tree,rollout.lenience=1,")
     assert json.loads(runs[2].config)["rollout"]["lenience"] == float("inf")
 
 
+def test_a_shared_flag_is_left_out_where_it_does_nothing(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    cases = sweep.grid([sweep.Case("", CONFIG)], sweep.parse_sweep("rollout.draft=none,previous"))
+    shared = ["--config.rollout.accept=block", "--config.updates.passes=2"]
+    plain, drafted = sweep.training_runs(cases, [0], tmp_path, shared)
+    assert plain.command[2:5] == (f"--config={CONFIG}", shared[1], "--config.rollout.draft=none")
+    assert drafted.command[3:5] == tuple(shared)
+
+
 def test_a_task_of_ones_own_is_read_as_launch_train_reads_it(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    own = ["--config.data.source=jsonl", f"--config.data.path={tmp_path}/mine.jsonl"]
+    own = ["--config.data.source=hf", f"--config.data.path={tmp_path}/mine.jsonl"]
     flags = [*own, "--config.data.options.of_mine=3"]
     (run,) = sweep.training_runs([sweep.Case("", CONFIG)], [0], tmp_path, flags)
     data = json.loads(run.config)["data"]
@@ -173,6 +183,16 @@ def test_a_configuration_brings_its_sweep(monkeypatch, tmp_path):
         (["--sweep=rollout.draft=none,non"], "rollout.draft must be one of none, previous, tree,"),
         (["--case=a b: seed=1", "--case=a_b: seed=2"], "two runs would be in "),
         (["--sweep=rollout.lenience=1,1"], "two runs would be in "),
+        (
+            ["--config.rollout.accept=match", "--sweep=rollout.lenience=1,e^0.5"],
+            "rollout.lenience has no effect with rollout.accept = match; add "
+            "--config.rollout.accept=ratio; case rollout.lenience=e^0.5",
+        ),
+        (
+            ["--config.curriculum.target=0.4", "--sweep=rollout.draft=none,tree"],
+            "curriculum.target has no effect with curriculum.name = uniform; add "
+            "--config.curriculum.name=mopps",
+        ),
         (["--sweep=rollout.lenience=1", "--baseline=2"], "--baseline must be one of rollout.leni"),
     ],
 )

@@ -134,7 +134,7 @@ class PromptStream(StatePart):
         for name, now in self.host().items():
             if name in self._place:
                 setattr(self, name, host[name])
-            elif (was := host.get(name, now)) != now:  # older checkpoints lack the tokens
+            elif (was := host[name]) != now:
                 raise ValueError(
                     f"data must be as in the checkpoint: {name} was {was!r}, is {now!r}; set back "
                     "the data, the tokenizer or the chat template"

@@ -35,6 +35,8 @@ class SplitReader:
     """Reads files and data sets, which have splits and an end."""
 
     read: Callable[[Any, str], Rows]  # (config.data, split) → rows
+    reads_files: bool = True  # data.path and data.split say which
+    takes_options: bool = False  # data.options
     endless = False
 
     def train_and_eval(self, data: Any, seed: int) -> tuple[Rows, Rows]:
@@ -62,6 +64,8 @@ class EndlessReader:
     indices, held-out ones follow, and then there are more for demonstrations."""
 
     read: Callable[[Any, int, int, int], Rows]  # (config.data, start, stop, seed) → rows
+    reads_files = False
+    takes_options = True
     endless = True
 
     def train_and_eval(self, data: Any, seed: int) -> tuple[Rows, Rows]:
@@ -289,9 +293,9 @@ def _whole_numbers(data: Any, defaults: dict[str, int]) -> dict[str, int]:
 READERS: dict[str, SplitReader | EndlessReader] = {
     "sort": EndlessReader(_read_sort),
     "reasoning_gym": EndlessReader(_read_reasoning_gym),
-    "guess": SplitReader(_read_guess),
+    "guess": SplitReader(_read_guess, reads_files=False, takes_options=True),
     "jsonl": SplitReader(lambda data, split: _read_jsonl(_files(data.path, split, ".jsonl"))),
     "parquet": SplitReader(lambda data, split: _read_parquet(_files(data.path, split, ".parquet"))),
-    "hf": SplitReader(_read_hf),
+    "hf": SplitReader(_read_hf, takes_options=True),
     "tfds": SplitReader(_read_tfds),
 }

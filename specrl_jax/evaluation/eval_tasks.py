@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from specrl_jax.build import check_answers, make_scorer
 from specrl_jax.config import validate
-from specrl_jax.config_file import OF_TASK
+from specrl_jax.config.fields import OF_TASK
 from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
@@ -72,7 +72,7 @@ def load_task(
     else:
         known = f"{HELD_OUT}, FILE.jsonl, FILE.parquet, {SORT} or {REASONING_GYM}:NAME"
         raise ValueError(f"--tasks must be {known}, got {name!r}")
-    validate(config, training=False)
+    validate(config)
     examples = examples_of(config, rows, examples_of(config, seen))[: limit or None]
     if not examples:
         unseen = " that the run has not seen" if kind in (REASONING_GYM, SORT) else ""

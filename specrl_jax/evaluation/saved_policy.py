@@ -15,7 +15,8 @@ from ml_collections import ConfigDict
 from specrl_jax import runtime
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.checksums import checksum
-from specrl_jax.config import CHOICES, RULES, check_version, complete_saved, flatten
+from specrl_jax.config import check_version, flatten
+from specrl_jax.config.fields import FIELDS
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from specrl_jax.inputs import read_json
 from specrl_jax.models import hf, lora
@@ -120,8 +121,8 @@ def run_config(workdir: Path) -> ConfigDict:
         )
     values = read_json(path)
     values.pop("resume_from", None)  # what the run began with is no field
-    config = ConfigDict(complete_saved(values))
-    check_version(dict(flatten(config)), {*RULES, *CHOICES}, str(path))
+    config = ConfigDict(values)
+    check_version(dict(flatten(config)), FIELDS, str(path))
     return config
 
 

@@ -123,8 +123,6 @@ def test_resume_refuses_prompts_that_were_encoded_otherwise():
     rule = r"^data must be as in the checkpoint: prompts' tokens was '\w{16}', is '\w{16}'; set "
     with pytest.raises(ValueError, match=rule):
         PromptStream(edited, 3, seed=5).restore(state)
-    del state["prompts' tokens"]  # as in a checkpoint of before
-    assert PromptStream(edited, 3, seed=5).restore(state).host() != state
 
 
 @pytest.mark.parametrize("size", [0, 12])

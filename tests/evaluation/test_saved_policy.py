@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from small_runs import ROOT, files, launch, line_of, records, saved, small_config
 
-from specrl_jax import cli, runtime, train
-from specrl_jax.config import flatten, validate
+from specrl_jax import runtime, train
+from specrl_jax.config import cli, flatten, validate
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.evaluation import eval_tasks, export, saved_policy

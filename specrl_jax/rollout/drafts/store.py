@@ -204,7 +204,7 @@ class DraftStore(StatePart):
                 "resume with the same data and rollout settings"
             )
         self._slots = dict(host["slots"])
-        self._unsolved = set(host.get("unsolved", ()))
+        self._unsolved = set(host["unsolved"])
         self._arrays = arrays
         return self
 

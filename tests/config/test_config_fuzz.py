@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from small_models import MODEL
 
 from specrl_jax.algorithms.update_spec import make_schedule
-from specrl_jax.config import CHOICES, choices, flatten, validate
+from specrl_jax.config import flatten, validate
+from specrl_jax.config.fields import FIELDS as ROWS
 from specrl_jax.group_buffer import part_size
 from specrl_jax.rollout.generate import RolloutSpec
 
@@ -32,7 +33,8 @@ KINDS = {
 
 
 def _values(field: str) -> st.SearchStrategy:
-    known = st.sampled_from(choices(field)) if field in CHOICES else st.just(FIELDS[field])
+    names = ROWS[field].kind.choices() if field in ROWS else ()
+    known = st.sampled_from(names) if names else st.just(FIELDS[field])
     # Mostly of the right kind, so that the rules between fields are reached too.
     likely = known | KINDS[type(FIELDS[field])]
     return st.one_of(known, likely, likely, likely, ANYTHING)

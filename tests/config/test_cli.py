@@ -10,8 +10,7 @@ import sys
 import pytest
 from small_runs import ROOT, launch, preset
 
-from specrl_jax import cli
-from specrl_jax.config import flatten
+from specrl_jax.config import cli, flatten
 from specrl_jax.rewards.scorers import load_scorer
 
 CONFIG = "--config=configs/grpo.py"
@@ -32,6 +31,8 @@ MISTAKES = {
     (CONFIG, "--workdirr=x"): "Unknown command line flag 'workdirr'. Did you mean: workdir ?",
     (CONFIG, "more", "words"): "unknown arguments: more words",
     (CONFIG, "--config.rollout.lenience=-1"): "rollout.lenience must be >= 0, got -1.0",
+    (CONFIG, "--config.rollout.lenience=2"): "rollout.lenience has no effect with rollout.accept = "
+    "match; add --config.rollout.accept=ratio",
 }  # fmt: skip
 
 

@@ -23,11 +23,13 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from specrl_jax import config_file
-from specrl_jax.config import OPTIONS, flatten
+from specrl_jax.config import files
+from specrl_jax.config.fields import OPTIONS
+from specrl_jax.config.kinds import flatten
 from specrl_jax.inputs import OutOfMemoryError, lack_of_memory
 
-_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_OPTIONS_GIVEN: set[str] = set()  # on the command line of `run`
 _OPTION = re.compile(rf"--config\.((?:{'|'.join(OPTIONS)})\.\w+)=(.*)", re.DOTALL)
 
 
@@ -118,16 +120,16 @@ def _complete(flag: flags.Flag, options: Mapping[str, str]) -> dict[str, Any]:
     _set_options(config, options)
     path, _, preset = config_flags.get_config_filename(flag).partition(":")
     given = options.keys() | config_flags.get_override_values(flag).keys()
-    return config_file.begin_own_task(config, config_file.get_config(path, preset), given)
+    return files.begin_own_task(config, files.get_config(path, preset), given)
 
 
 def presets() -> dict[str, ConfigDict]:
     """Every preset of the repository's configs/, by what --config names it."""
-    base = config_file.presets(_CONFIGS / "grpo.py")
+    base = files.presets(_CONFIGS / "grpo.py")
     configs = {}
     for file in sorted(_CONFIGS.glob("*.py"), key=lambda file: (file.stem != "grpo", file.stem)):
         get_config = runpy.run_path(str(file))["get_config"]
-        for name in config_file.presets(file) or base:
+        for name in files.presets(file) or base:
             with contextlib.suppress(ValueError):  # not a preset of this file
                 configs[f"configs/{file.name}:{name}"] = get_config(name)
     return configs
@@ -138,6 +140,11 @@ def define_config() -> None:
     --print_config, which `run` obeys."""
     config_flags.DEFINE_config_file("config", None, "configuration file[:preset]")
     flags.DEFINE_bool("print_config", False, "print every field with its value, and end")
+
+
+def given_fields() -> set[str]:
+    """Return the fields that the command line of `run` has set by --config.FIELD=VALUE."""
+    return _OPTIONS_GIVEN | set(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
 def _preset() -> str:
@@ -232,6 +239,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
         )
     known, options = _without_options(argv)
     sys.argv[1:] = known[1:]  # ml_collections reads it too
+    _OPTIONS_GIVEN.update(options)
     try:
         rest = flags.FLAGS(known)
         reset = _complete(flags.FLAGS["config"], options)
@@ -277,7 +285,7 @@ def _help(argv: Sequence[str]) -> str:
         given = [f"--config={file}"]
         named = "the preset tiny, as there is no --config"
     values = dict(flatten(read_config(given)))
-    comments = {x.name: f"\n      {x.comment}" for x in config_file.fields(file)}
+    comments = files.comments(file, values)
     names = sorted(values, key=[*comments, *values].index)  # in the file's order
     own = [*flags.FLAGS.get_key_flags_for_module(sys.argv[0]), flags.FLAGS["print_config"]]
     parts = [
@@ -285,9 +293,9 @@ def _help(argv: Sequence[str]) -> str:
         "\nFlags:",
         *(f"  --{flag.name}: {flag.help}" for flag in own),
         "\nPresets, as in --config=configs/grpo.py:micro",
-        *(f"  {name}: {line}" for name, line in config_file.presets(file).items()),
+        *(f"  {name}: {line}" for name, line in files.presets(file).items()),
         f"\nFields, with the values of {named}:",
-        *(f"  --config.{name}={values[name]!r}{comments.get(name, '')}" for name in names),
+        *(f"  --config.{x}={values[x]!r}\n      {comments.get(x, '')}".rstrip() for x in names),
     ]
     return "\n".join(parts)
 

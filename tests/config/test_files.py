@@ -3,30 +3,30 @@
 import small_runs
 from ml_collections import ConfigDict
 
-from specrl_jax import config_file
-from specrl_jax.config import flatten
+from specrl_jax.config import files, flatten
+from specrl_jax.config.fields import FIELDS
 
 GRPO = small_runs.ROOT / "configs" / "grpo.py"
 
 
-def test_every_field_is_listed_once_with_its_comment():
-    listed = config_file.fields(GRPO)
-    names = [field.name for field in listed]
-    assert len(set(names)) == len(names)
-    free = {"tokenizer.template_options.NAME"}
-    assert set(names) - free == {name for name, _ in flatten(small_runs.preset("tiny"))}
-    by_name = {field.name: field for field in listed}
-    assert by_name["rollout.tree.depth"].value == "16"
-    assert by_name["rollout.lenience"].comment.startswith("ℓ >= 0 of ratio: 0 no reuse")
+def test_every_field_has_a_line_with_a_comment_and_a_row_in_the_same_order():
+    names = [name for name, _ in flatten(small_runs.preset("tiny"))]
+    comments = files.comments(GRPO, names)
+    assert comments.keys() == set(names)
+    assert [name for name in comments if not name.startswith("data.options.")] == list(FIELDS)
+    assert comments["seed"] == "of weights, data order, warm-up and all sampling"
+    assert comments["rollout.tree.depth"] == "a row's last tokens to look up"
+    assert comments["rollout.lenience"].startswith("ℓ >= 0 of ratio: 0 no reuse")
+    assert comments["data.options.min_numbers"] == "shortest list to sort"
 
 
 def test_presets_have_a_line():
-    assert config_file.get_config(str(GRPO)).to_dict() == small_runs.preset("tiny").to_dict()
-    presets = config_file.presets(GRPO)
+    assert files.get_config(str(GRPO)).to_dict() == small_runs.preset("tiny").to_dict()
+    presets = files.presets(GRPO)
     names = ["tiny", "micro", "custom", "smollm2", "gemma3_270m", "gsm8k", "qwen3_1p7b"]
     assert list(presets) == names
     assert all(line.endswith(".") for line in presets.values())
-    assert config_file.presets(small_runs.ROOT / "configs" / "multiturn.py") == {}
+    assert files.presets(small_runs.ROOT / "configs" / "multiturn.py") == {}
 
 
 def own_task(preset: str, **changes) -> tuple[ConfigDict, dict]:
@@ -34,7 +34,7 @@ def own_task(preset: str, **changes) -> tuple[ConfigDict, dict]:
     config = small_runs.preset(preset)
     changes = {name.replace("__", "."): value for name, value in changes.items()}
     config.update_from_flattened_dict(changes)
-    reset = config_file.begin_own_task(config, small_runs.preset(preset), changes.keys())
+    reset = files.begin_own_task(config, small_runs.preset(preset), changes.keys())
     return config, reset
 
 
@@ -75,7 +75,7 @@ def test_a_reward_of_ones_own_gets_the_whole_response():
     assert config.data.instruction
     config.reward.format = ".*"
     preset = small_runs.preset("smollm2")
-    assert config_file.begin_own_task(config, preset, {"reward.name"}) == {"reward.format": ".*"}
+    assert files.begin_own_task(config, preset, {"reward.name"}) == {"reward.format": ".*"}
 
 
 def test_the_presets_own_task_stays_as_it_is():

@@ -1,0 +1,86 @@
+"""Configuration of a run: what its fields may hold, and how programs read it.
+
+`fields` has a row for each field of configs/grpo.py, `cross_rules` the rules between them, `cli`
+the flags. `validate`, `check_mesh` and `check_version` raise ValueError in one line, before
+anything is loaded or compiled: `FIELD must be RULE, got VALUE`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config.cross_rules import RULES
+from specrl_jax.config.fields import FIELDS, OPTIONS, without_effect
+from specrl_jax.config.kinds import flatten
+
+_OPTIONAL = (*(f"{section}." for section in OPTIONS), "resume_from")  # and of the command line
+
+
+def validate(config: ConfigDict, given: Collection[str] = ()) -> None:
+    """Raise ValueError in one line on the first rule that a whole configuration breaks.
+
+    given: the fields that the user has set, each of which must have an effect.
+    """
+    values = dict(flatten(config))
+    _check_names(values)
+    for field, row in FIELDS.items():
+        _require(field, row.kind.broken(values[field]), values[field])
+    for field in given:
+        if line := without_effect(config, field):
+            raise ValueError(line)
+    for rules in RULES:
+        for field, rule, holds in rules(config):
+            _require(field, "" if holds else rule, values[field])
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a configuration has all fields, and no other ones."""
+    if missing := sorted(FIELDS.keys() - values.keys()):
+        raise ValueError(f"{missing[0]} must be set ({len(missing)} missing); see configs/grpo.py")
+    unknown = sorted(x for x in values.keys() - FIELDS.keys() if not x.startswith(_OPTIONAL[:-1]))
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not a field of the config; see configs/grpo.py")
+
+
+def _require(field: str, broken: str, value: Any) -> None:
+    """Raise ValueError where a rule is broken."""
+    if broken:
+        text = " ".join(repr(value).split())
+        shown = text if len(text) <= 200 else f"{text[:200]}.."
+        raise ValueError(f"{field} must be {broken}, got {shown}")
+
+
+def check_version(saved: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise ValueError in one line where a saved configuration has other fields than are known now.
+
+    Fields that no version requires are not compared.
+    """
+    before = {name for name in saved if not name.startswith(_OPTIONAL)}
+    now = {name for name in known if not name.startswith(_OPTIONAL)}
+    differs = [f"{name} came later" for name in sorted(now - before)]
+    differs += [f"{name} is no field any more" for name in sorted(before - now)]
+    if differs:
+        raise ValueError(
+            f"{where} is of another version of specrl_jax: {', '.join(differs)}; go on with that "
+            "version, or begin a new run"
+        )
+
+
+def check_mesh(config: ConfigDict, mesh: Any) -> None:
+    """Check batch sizes against the mesh; ValueError in one line that says what would fit."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    for field, size in (
+        ("rollout.prompts_per_step", config.rollout.prompts_per_step),
+        ("rollout.partial", config.rollout.partial),
+        ("updates.micro_batch_size", config.updates.micro_batch_size),
+        ("updates.mini_batch_size", config.updates.mini_batch_size),
+        ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
+        ("evaluate.batch_size", config.evaluate.batch_size if config.evaluate.every else 0),
+    ):
+        if size % shards:
+            below = size // shards * shards
+            above = below + shards
+            fits = f"{below} or {above} fits" if below else f"{above} fits"
+            rule = f"divisible by mesh.data x mesh.fsdp = {shards} ({fits})"
+            _require(field, rule, size)

@@ -1,0 +1,193 @@
+"""Rules between fields: what one may hold depends on another. `RULES` has them all.
+
+Each yields (field, the rule in words, whether the configuration keeps it), in any order.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config.fields import meaning
+from specrl_jax.config.kinds import table
+
+Check = tuple[str, str, bool]
+
+
+def _batches(config: ConfigDict) -> Iterator[Check]:
+    group_size = table("group_buffer:trained_group_size")(config)
+    rows = config.rollout.prompts_per_step * group_size
+    mini = config.updates.mini_batch_size
+    micro = config.updates.micro_batch_size
+    yield (
+        "updates.mini_batch_size",
+        f"a divisor of the {rows} responses that a step trains on "
+        "(rollout.prompts_per_step x rollout.group_size)",
+        rows % mini == 0,
+    )
+    rule = f"0 or a divisor of updates.mini_batch_size = {mini}"
+    yield "updates.micro_batch_size", rule, not micro or mini % micro == 0
+    rule = "> 0 where train.steps is 0"
+    yield "train.epochs", rule, bool(config.train.epochs or config.train.steps)
+    held_out = config.data.eval_prompts or config.data.eval_path or config.data.eval_split
+    rule = "> 0 where evaluate.every is > 0"
+    yield "data.eval_prompts", rule, bool(held_out or not config.evaluate.every)
+    length = config.rollout.response_len
+    rule = f"<= rollout.response_len = {length}"
+    yield "reward.overlong_tokens", rule, config.reward.overlong_tokens <= length
+
+
+def _groups(config: ConfigDict) -> Iterator[Check]:
+    group = config.rollout.group_size
+    settings = config.curriculum
+    compares = table("algorithms.advantages:choose_advantage")(config).min_group_size > 1
+    rule = ">= 2 where critic.kind is none (responses of a group are compared)"
+    yield "rollout.group_size", rule, not compares or group >= 2
+    rule = ">= 2 where algorithm.dynamic_sampling is True (one reward never differs)"
+    yield "rollout.group_size", rule, not config.algorithm.dynamic_sampling or group >= 2
+    if not meaning(config, "curriculum.name").screens:
+        return
+    first = settings.screening
+    where = f"where curriculum.name is {settings.name}"
+    yield "curriculum.screening", f">= 2 {where}", first >= 2
+    rule = f"a divisor of rollout.group_size = {group} and less"
+    yield "curriculum.screening", rule, group % first == 0 and first < group
+    yield "curriculum.low", f"< curriculum.high = {settings.high}", settings.low < settings.high
+
+
+def _drafts(config: ConfigDict) -> Iterator[Check]:
+    rollout = config.rollout
+    drafts = meaning(config, "rollout.draft")
+    accept = meaning(config, "rollout.accept")
+    rule = f"< rollout.max_width = {rollout.max_width}, tokens of a draft and one more"
+    depth = rollout.head.depth
+    yield "rollout.head.depth", rule, not drafts.head or depth < rollout.max_width
+    where = f"where rollout.accept is {rollout.accept}"
+    weighted = accept.exact or accept.importance_weight is not None
+    rule = f"0 {where} (it is not exact and has no importance weight)"
+    cap = config.algorithm.importance_cap
+    yield "algorithm.importance_cap", rule, weighted or not (cap and drafts.previous)
+    size = rollout.prompts_per_step
+    rule = f"0 or >= rollout.prompts_per_step = {size}"
+    yield "rollout.store_prompts", rule, not 0 < rollout.store_prompts < size
+    rule = f"False {where} (it is not exact for responses that were not finished)"
+    runs_ahead = rollout.run_ahead and drafts.previous
+    yield "rollout.run_ahead", rule, accept.samples_anew or not runs_ahead
+
+
+def _carry_over(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules that exclude rows and groups that wait for a later step."""
+    partial = config.rollout.partial
+    curriculum = meaning(config, "curriculum.name")
+    by_name = f"curriculum.name is {config.curriculum.name}"
+    waits = ["algorithm.dynamic_sampling is True"] if config.algorithm.dynamic_sampling else []
+    if curriculum.screens:
+        waits.append(by_name)
+    unforeseen = waits or ([] if curriculum.foresees else [by_name])
+    for reason in unforeseen:
+        yield "rollout.partial", f"0 where {reason}", not partial
+    partial_rows = ["rollout.partial is > 0"] if partial else []
+    for reason in unforeseen + partial_rows:
+        yield "rollout.run_ahead", f"False where {reason}", not config.rollout.run_ahead
+    for reason in waits + partial_rows:
+        from_rollout = config.updates.old_logprobs == "rollout"
+        yield "updates.old_logprobs", f"rollout where {reason}", from_rollout
+
+
+def _environment(config: ConfigDict) -> Iterator[Check]:
+    if not config.environment.name:
+        return
+    rollout = config.rollout
+    accept = meaning(config, "rollout.accept")
+    previous = meaning(config, "rollout.draft").previous
+    yield "rollout.partial", "0 where environment.name is set", not rollout.partial
+    yield "rollout.run_ahead", "False where environment.name is set", not rollout.run_ahead
+    rule = "another rule where environment.name is set (a random part of an episode is no turn)"
+    yield "rollout.accept", rule, not (previous and accept.cuts_draft)
+
+
+def _task(config: ConfigDict) -> Iterator[Check]:
+    source = config.tokenizer.source
+    model = config.model.source
+    by_character = source in table("data.tokenizer:OF_ALPHABET")
+    rule = f'"" or of a model where model.source is {model!r}'
+    yield "tokenizer.source", rule, not (model and by_character)
+    rule = f"False where tokenizer.source is {source}"
+    chat = config.tokenizer.chat
+    yield "tokenizer.chat", rule, not (by_character and chat)
+    data = config.data.source
+    reward = config.reward.name
+    own = table("rewards.scorers:OWN_TASKS")
+    for function in table("inputs:reward_terms")(reward):
+        rule = f"another one where data.source is {data} ({function} scores only its own tasks)"
+        yield "reward.name", rule, own.get(function, data) == data
+
+
+def _adapters(config: ConfigDict) -> Iterator[Check]:
+    weights = table("models.parameters:ADAPTED")
+    rule = f"a regular expression that is found in one of {', '.join(weights)}"
+    yield "lora.targets", rule, _is_found(config.lora.targets, weights)
+
+
+def _is_found(pattern: str, names: Iterable[str]) -> bool:
+    try:
+        return any(re.search(pattern, name) for name in names)
+    except re.error:
+        return False
+
+
+def _solutions(config: ConfigDict) -> Iterator[Check]:
+    """Yield the rules of solutions that are learned, before step 1 or in unsolved groups."""
+    source = config.data.source
+    field = config.data.solution_field
+    warmup = config.warmup
+    endless = meaning(config, "data.source").endless
+    turns = config.environment.name
+    if warmup.steps:
+        rule = f"0 where environment.name is set and data.source is {source} (it has no solutions)"
+        yield "warmup.steps", rule, endless or not turns
+        rule = f"> 0 where data.source is {source} (it has no end)"
+        yield "warmup.examples", rule, warmup.examples > 0 or not endless
+        where = f"data.solution_field is {field!r}" if field else f"data.source is {source}"
+        rule = f"0 where {where} (solutions are learned as they are)"
+        yield "warmup.mistake_rate", rule, not warmup.mistake_rate or (endless and not field)
+    if not config.algorithm.solution_coef:
+        return
+    coef = "algorithm.solution_coef"
+    yield coef, "0 where environment.name is set (a solution is one response)", not turns
+    critic = config.critic.kind
+    rule = f"0 where critic.kind is {critic} (it values what the policy wrote)"
+    yield coef, rule, not table("algorithms.advantages:has_critic")(critic)
+    rule = "0 where algorithm.dynamic_sampling is True (it leaves unsolved groups out)"
+    yield coef, rule, not config.algorithm.dynamic_sampling
+    curriculum = config.curriculum.name
+    rule = f"0 where curriculum.name is {curriculum} (it leaves unsolved groups out)"
+    yield coef, rule, not meaning(config, "curriculum.name").screens
+
+
+def _sizes(config: ConfigDict) -> Iterator[Check]:
+    model = config.model
+    rule = f"a divisor of model.num_heads = {model.num_heads}"
+    yield "model.num_kv_heads", rule, model.num_heads % model.num_kv_heads == 0
+    yield "model.head_dim", "even (rotary halves)", model.head_dim % 2 == 0
+
+
+def _penalty(config: ConfigDict) -> Iterator[Check]:
+    name = config.algorithm.kl_estimator
+    gradient, instead = table("algorithms.losses:REPORTED_KL").get(name, ("", ""))
+    rule = f"{instead} where algorithm.kl_coef is > 0 (the gradient of {name} is {gradient})"
+    yield "algorithm.kl_estimator", rule, not (instead and config.algorithm.kl_coef)
+
+
+RULES: tuple[Callable[[ConfigDict], Iterator[Check]], ...] = (
+    _batches,
+    _groups,
+    _drafts,
+    _carry_over,
+    _environment,
+    _task,
+    _solutions,
+    _sizes,
+    _adapters,
+    _penalty,
+)

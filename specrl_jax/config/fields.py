@@ -1,0 +1,395 @@
+"""Table of the fields: one row a field, in the order of configs/grpo.py, which has its default.
+
+A row says what a field may hold, when it has an effect, who may change it, and whether it belongs
+to a task. To add a field, write its line in configs/grpo.py and its row in `FIELDS`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config.kinds import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    BETA,
+    FINITE,
+    GREEDY_OR_WARM,
+    NOT_NEGATIVE,
+    OFF_OR_ABOVE_ONE,
+    ONE_OR_TWO,
+    SHARE,
+    SWITCH,
+    TEXT,
+    TOKENS_OF_A_STEP,
+    WEIGHT,
+    Kind,
+    get,
+    integer,
+    one_of,
+    table,
+    within,
+)
+from specrl_jax.inputs import reward_terms
+
+# Effects --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class When:
+    """Condition under which a field has an effect."""
+
+    field: str  # whose value decides
+    holds: Callable[[ConfigDict], bool]
+    value: str | None = None  # of `field` that gives the effect; None: its first choice that does
+
+    def remedy(self, config: ConfigDict) -> str:
+        """Words that follow "FIELD has no effect": why, and the flag that gives it one."""
+        now = get(config, self.field)
+        value = self.value
+        if value is None:
+            section, _, name = self.field.partition(".")
+            tried = config.copy_and_resolve_references()
+            for value in FIELDS[self.field].kind.choices():
+                tried[section][name] = value
+                if self.holds(tried):
+                    break
+        shown = repr(now) if now == "" else now
+        return f"with {self.field} = {shown}; add --config.{self.field}={value}"
+
+
+def meaning(config: ConfigDict, field: str) -> Any:
+    """What the name in `field` stands for, in the table of its choices."""
+    return table(FIELDS[field].kind.names[-1])[get(config, field)]
+
+
+def _draft(config: ConfigDict) -> Any:
+    return meaning(config, "rollout.draft")
+
+
+def _rule(config: ConfigDict) -> Any:
+    return meaning(config, "rollout.accept")
+
+
+def _rule_in_force(config: ConfigDict) -> Any:
+    return table("rollout.engine.spec:acceptance_rule")(config)
+
+
+def _may_skip_drafts(config: ConfigDict) -> bool:
+    """Return whether a rollout may leave drafts unverified: the match rule on fresh noise."""
+    fresh = table("rollout.engine.spec:noise_visits")(config) == 1
+    there = _draft(config).previous or config.rollout.run_ahead
+    return there and fresh and _rule_in_force(config).samples_anew
+
+
+def _recomputes(config: ConfigDict) -> bool:
+    return config.updates.old_logprobs == "recompute"
+
+
+def _chooses_prompts(name: str) -> Callable[[ConfigDict], bool]:
+    """Test whether the curriculum is the class of this name."""
+
+    def holds(config: ConfigDict) -> bool:
+        return issubclass(meaning(config, "curriculum.name"), table(f"data.curriculum:{name}"))
+
+    return holds
+
+
+def _has_splits(config: ConfigDict) -> bool:
+    root = config.data.path or config.data.name
+    return not Path(root).expanduser().is_file()
+
+
+RANDOM_WEIGHTS = When("model.source", lambda c: not c.model.source, "")
+ADAPTERS = When("lora.rank", lambda c: c.lora.rank > 0, "8")
+ALPHABET = When(
+    "tokenizer.source",
+    lambda c: c.tokenizer.source in table("data.tokenizer:OF_ALPHABET"),
+    "characters",
+)
+SPECIAL_TOKENS = When("tokenizer.source", lambda c: not ALPHABET.holds(c), "")
+CHAT = When("tokenizer.chat", lambda c: c.tokenizer.chat, "True")
+FILES = When("data.source", lambda c: meaning(c, "data.source").reads_files, "jsonl")
+DATA_OPTIONS = When("data.source", lambda c: meaning(c, "data.source").takes_options, "hf")
+HAS_AN_END = When("data.source", lambda c: not meaning(c, "data.source").endless, "jsonl")
+SPLITS = When("data.path", _has_splits, "FOLDER")
+EVAL_SPLITS = When("data.path", lambda c: c.data.eval_path or _has_splits(c), "FOLDER")
+COLUMNS = When("data.render", lambda c: not c.data.render, "")
+SOLUTIONS = When("warmup.steps", lambda c: c.warmup.steps or c.algorithm.solution_coef, "100")
+ONE_TURN = When("environment.name", lambda c: not c.environment.name, "")
+TURNS = When("environment.name", lambda c: c.environment.name, "guess")
+FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), "math+format")
+ANSWER_PART = When(
+    "reward.name",
+    lambda c: any(
+        table("rewards.scorers:reads_answer_part")(x, c.reward.extract)
+        for x in reward_terms(c.reward.name)
+    ),
+    "math",
+)
+OVERLONG = When("reward.overlong_tokens", lambda c: c.reward.overlong_tokens > 0, "4")
+PREVIOUS = When("rollout.draft", lambda c: _draft(c).previous)
+STORED = When("rollout.draft", lambda c: _draft(c).previous or _draft(c).source is not None)
+TREE = When("rollout.draft", lambda c: _draft(c).source is not None)
+HEAD = When("rollout.draft", lambda c: _draft(c).head)
+WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
+CHOICE_OF_WORK = When("rollout.draft", lambda c: _draft(c).proposes or _may_skip_drafts(c))
+GENERATIONS = When(
+    "rollout.tree.history", lambda c: c.rollout.tree.history > 1 or c.rollout.run_ahead, "2"
+)
+LENIENT = When("rollout.accept", lambda c: _rule(c).lenient_share is not None)
+VERIFIED = When("rollout.accept", lambda c: not _rule(c).samples_anew)
+INEXACT = When("rollout.accept", lambda c: not _rule(c).exact)
+DISTRIBUTION = When("rollout.accept", lambda c: _rule(c).needs_distribution)
+KEPT_NOISE = When("rollout.accept", lambda c: _rule_in_force(c).samples_anew)
+SEVERAL_VISITS = When("rollout.noise_epochs", lambda c: c.rollout.noise_epochs > 1, "4")
+BY_GROUP = When(
+    "critic.kind",
+    lambda c: not table("algorithms.advantages:choose_advantage")(c).needs_critic,
+    "none",
+)
+DUAL_CLIP = When(
+    "algorithm.objective",
+    lambda c: meaning(c, "algorithm.objective") is not table("algorithms.losses:clipped_weight"),
+)
+KL = When("algorithm.kl_coef", lambda c: c.algorithm.kl_coef > 0, "0.001")
+WEIGHTED_DRAFTS = When("rollout.draft", lambda c: _recomputes(c) or _draft(c).previous)
+WEIGHTED_RULE = When(
+    "rollout.accept", lambda c: _recomputes(c) or _rule(c).importance_weight is not None
+)
+SEVERAL_ROLLOUTS = When(
+    "algorithm.dynamic_sampling",
+    lambda c: c.algorithm.dynamic_sampling or meaning(c, "curriculum.name").screens,
+    "True",
+)
+CRITIC = When("critic.kind", lambda c: table("algorithms.advantages:has_critic")(c.critic.kind))
+NO_CRITIC = When("critic.kind", lambda c: not CRITIC.holds(c), "none")
+NO_KL = When("algorithm.kl_coef", lambda c: not c.algorithm.kl_coef, "0")
+NO_ENTROPY = When("algorithm.entropy_coef", lambda c: not c.algorithm.entropy_coef, "0")
+SCREENS = When("curriculum.name", lambda c: meaning(c, "curriculum.name").screens)
+BY_PASS_RATE = When("curriculum.name", _chooses_prompts("ByPassRate"))
+EASY_TO_HARD = When("curriculum.name", _chooses_prompts("EasyToHard"))
+BY_EPOCHS = When("train.steps", lambda c: not c.train.steps, "0")
+WARM_UP = When("warmup.steps", lambda c: c.warmup.steps > 0, "100")
+EVALUATED = When("evaluate.every", lambda c: c.evaluate.every > 0, "8")
+
+# Rows -----------------------------------------------------------------------------------------
+
+ORIGIN, RUN = "by --resume_from", "by a resume"
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One row: all that is said of a field, but for its default and its comment."""
+
+    kind: Kind
+    when: tuple[When, ...]  # it has an effect where all hold; the first that does not is told
+    idle: Any = None  # value that holds anyway where it has no effect, and so may be given
+    may_change: str = ""  # ORIGIN: where a run begins with another's checkpoint; RUN: also later
+    task: Any = None  # value where there is no task yet; None: it is of no task
+    files: Any = None  # the same where the task comes from files or a data set
+
+
+def _row(kind: Kind, *when: When, **more: Any) -> Field:
+    return Field(kind, when, **more)
+
+
+FIELDS: dict[str, Field] = {
+    "seed": _row(integer()),
+    # -- the policy --------------------------------------------------------------------------------
+    "model.source": _row(TEXT),
+    "model.family": _row(one_of("models.families:FAMILIES"), RANDOM_WEIGHTS),
+    "model.embed_dim": _row(integer(1), RANDOM_WEIGHTS),
+    "model.mlp_dim": _row(integer(1), RANDOM_WEIGHTS),
+    "model.num_layers": _row(integer(1, 4096, "a loop over them is compiled"), RANDOM_WEIGHTS),
+    "model.num_heads": _row(integer(1), RANDOM_WEIGHTS),
+    "model.num_kv_heads": _row(integer(1), RANDOM_WEIGHTS),
+    "model.head_dim": _row(integer(1), RANDOM_WEIGHTS),
+    "model.rope_theta": _row(within(1, 1e12), RANDOM_WEIGHTS),
+    "model.tie_embeddings": _row(SWITCH, RANDOM_WEIGHTS),
+    "model.dtype": _row(one_of("auto", "float32", "bfloat16")),
+    "model.attention": _row(one_of("auto", "reference", "kernel"), may_change=RUN),
+    "model.remat": _row(SWITCH),
+    "lora.rank": _row(integer()),
+    "lora.alpha": _row(within(1e-6, 1e6), ADAPTERS),
+    "lora.targets": _row(TEXT, ADAPTERS),
+    "tokenizer.source": _row(TEXT),
+    "tokenizer.alphabet": _row(TEXT, ALPHABET),
+    "tokenizer.chat": _row(SWITCH),
+    "tokenizer.system_prompt": _row(TEXT, CHAT, idle=""),
+    "tokenizer.continue_final_message": _row(SWITCH, CHAT, idle=False),
+    # -- the task ----------------------------------------------------------------------------------
+    "data.source": _row(one_of("data.readers:READERS")),
+    "data.name": _row(TEXT, files=""),
+    "data.path": _row(TEXT, FILES, idle=""),
+    "data.eval_path": _row(TEXT, HAS_AN_END, idle=""),
+    "data.render": _row(TEXT, task=""),
+    "data.prompt_field": _row(TEXT, COLUMNS),
+    "data.answer_field": _row(TEXT, COLUMNS),
+    "data.answer_pattern": _row(TEXT, COLUMNS, idle="", task=""),
+    "data.solution_field": _row(TEXT, SOLUTIONS, idle="", task=""),
+    "data.instruction": _row(TEXT, task=""),
+    "data.split": _row(TEXT, FILES, SPLITS),
+    "data.eval_split": _row(TEXT, FILES, EVAL_SPLITS, idle=""),
+    "data.prompts": _row(integer(), files=0),
+    "data.eval_prompts": _row(integer()),
+    "data.prompt_len": _row(integer(1)),
+    # Where strings are compared, time, memory and workers limit nothing. They have an effect all
+    # the same: launch/evaluate.py scores other tasks with them.
+    "reward.name": _row(TEXT, ONE_TURN, may_change=ORIGIN),
+    "reward.format": _row(TEXT, ONE_TURN, FORMAT, idle="", may_change=ORIGIN, task=""),
+    "reward.timeout": _row(within(0.01, 86_400), may_change=ORIGIN),
+    "reward.memory_mib": _row(integer(1), may_change=ORIGIN),
+    "reward.workers": _row(integer(0, 4096, "processes"), may_change=ORIGIN),
+    "reward.threshold": _row(within(0, 1e6), may_change=ORIGIN, task=0.0),
+    "reward.overlong_tokens": _row(integer(), may_change=ORIGIN),
+    "reward.overlong_penalty": _row(within(0, 1e6), OVERLONG, idle=0.0, may_change=ORIGIN),
+    "reward.keep_special_tokens": _row(SWITCH, SPECIAL_TOKENS, idle=False, may_change=ORIGIN),
+    "reward.thought_tags": _row(TEXT, ONE_TURN, ANSWER_PART, idle="", may_change=ORIGIN),
+    "reward.extract": _row(TEXT, ONE_TURN, idle="", may_change=ORIGIN, task=""),
+    # -- the rollout -------------------------------------------------------------------------------
+    "rollout.prompts_per_step": _row(integer(1)),
+    "rollout.group_size": _row(integer(1)),
+    "rollout.response_len": _row(integer(1)),
+    "rollout.temperature": _row(within(0.01, 100)),
+    "rollout.top_k": _row(integer()),
+    "rollout.top_p": _row(ABOVE_ZERO),
+    "rollout.draft": _row(one_of("rollout.drafts.sources:DRAFT_SOURCES")),
+    "rollout.draft_age": _row(ONE_OR_TWO, PREVIOUS, idle=1),
+    "rollout.accept": _row(one_of("rollout.acceptance:ACCEPTANCE_RULES"), PREVIOUS, idle="match"),
+    "rollout.lenience": _row(NOT_NEGATIVE, PREVIOUS, LENIENT, idle=1.0),
+    "rollout.draft_refresh": _row(SHARE, PREVIOUS, VERIFIED, idle=0.0),
+    "rollout.refresh_unsolved": _row(SHARE, PREVIOUS, INEXACT, idle=0.0),
+    "rollout.noise_epochs": _row(integer(1), KEPT_NOISE, idle=1),
+    "rollout.noise_refresh": _row(SHARE, KEPT_NOISE, SEVERAL_VISITS, idle=0.0),
+    "rollout.stored_logprobs": _row(integer(1), PREVIOUS, DISTRIBUTION),
+    "rollout.tree.history": _row(integer(1), TREE),
+    "rollout.tree.depth": _row(TOKENS_OF_A_STEP, TREE),
+    "rollout.tree.factor": _row(within(0, 1e6), TREE),
+    "rollout.tree.offset": _row(within(-1e6, 1e6), TREE),
+    "rollout.tree.min_prob": _row(SHARE, TREE),
+    "rollout.tree.decay": _row(ABOVE_ZERO, TREE, GENERATIONS, idle=1.0),
+    "rollout.head.learning_rate": _row(WEIGHT, HEAD, may_change=ORIGIN),
+    "rollout.head.depth": _row(integer(1, 16, "each is a pass of the head in the update"), HEAD),
+    "rollout.head.vocab": _row(integer(), HEAD),
+    "rollout.max_width": _row(TOKENS_OF_A_STEP, WIDE, idle=1),
+    "rollout.adaptive": _row(SWITCH, CHOICE_OF_WORK, idle=False),
+    "rollout.row_buckets": _row(integer(1, 32, "each is half of the last")),
+    "rollout.max_rows": _row(integer()),
+    "rollout.logits_chunk": _row(integer(1)),
+    "rollout.store_prompts": _row(integer(), STORED, idle=0),
+    "rollout.store_age": _row(integer(), STORED, idle=0),
+    "rollout.run_ahead": _row(SWITCH),
+    "rollout.partial": _row(integer()),
+    "environment.name": _row(TEXT),
+    "environment.max_turns": _row(integer(1), TURNS, idle=1),
+    "environment.allow_unfinished": _row(BELOW_ONE, TURNS, idle=0.0),
+    # -- the algorithm -----------------------------------------------------------------------------
+    "algorithm.advantage": _row(one_of("auto", "algorithms.advantages:ADVANTAGES")),
+    "algorithm.normalize_std": _row(SWITCH, BY_GROUP),
+    "algorithm.leave_one_out": _row(SWITCH, BY_GROUP, idle=False),
+    "algorithm.objective": _row(one_of("algorithms.losses:OBJECTIVES")),
+    "algorithm.ratio": _row(one_of("algorithms.losses:RATIOS")),
+    "algorithm.clip_low": _row(SHARE, may_change=ORIGIN),
+    "algorithm.clip_high": _row(within(0, 1e6), may_change=ORIGIN),
+    "algorithm.dual_clip": _row(OFF_OR_ABOVE_ONE, DUAL_CLIP, idle=0.0, may_change=ORIGIN),
+    "algorithm.aggregation": _row(one_of("algorithms.losses:AGGREGATIONS")),
+    "algorithm.kl_coef": _row(WEIGHT, may_change=ORIGIN),
+    "algorithm.kl_estimator": _row(
+        one_of("algorithms.losses:KL_ESTIMATORS"), KL, may_change=ORIGIN
+    ),
+    "algorithm.entropy_coef": _row(FINITE, may_change=ORIGIN),
+    "algorithm.solution_coef": _row(WEIGHT, may_change=ORIGIN),
+    "algorithm.importance_cap": _row(within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
+    "algorithm.dynamic_sampling": _row(SWITCH),
+    "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),
+    "critic.kind": _row(one_of("none", "models.value:KINDS")),
+    "critic.learning_rate": _row(WEIGHT, CRITIC, may_change=ORIGIN),
+    "critic.schedule_warmup": _row(integer(), CRITIC, idle=0, may_change=ORIGIN),
+    "critic.warmup_steps": _row(integer(), CRITIC, idle=0, may_change=ORIGIN),
+    "critic.coef": _row(within(1e-6, 1e6), CRITIC, may_change=ORIGIN),
+    "critic.clip": _row(within(0, 1e6), CRITIC, may_change=ORIGIN),
+    "critic.gamma": _row(SHARE, CRITIC),
+    "critic.gae_lambda": _row(SHARE, CRITIC),
+    "curriculum.name": _row(one_of("data.curriculum:CURRICULA")),
+    "curriculum.screening": _row(integer(1), SCREENS),
+    "curriculum.low": _row(FINITE, SCREENS),
+    "curriculum.high": _row(FINITE, SCREENS),
+    "curriculum.reuse_screening": _row(SWITCH, SCREENS),
+    "curriculum.candidates": _row(within(1, 1e6), BY_PASS_RATE),
+    "curriculum.target": _row(SHARE, BY_PASS_RATE),
+    "curriculum.decay": _row(SHARE, BY_PASS_RATE),
+    "curriculum.difficulty": _row(TEXT, EASY_TO_HARD),
+    "curriculum.width": _row(within(1e-6, 1e6), EASY_TO_HARD),
+    "updates.mini_batch_size": _row(integer(1), may_change=ORIGIN),
+    "updates.micro_batch_size": _row(integer(), may_change=ORIGIN),
+    "updates.packing": _row(one_of("packing:PACKINGS"), may_change=ORIGIN),
+    "updates.skip_no_signal": _row(
+        SWITCH, NO_CRITIC, NO_KL, NO_ENTROPY, idle=False, may_change=ORIGIN
+    ),
+    "updates.passes": _row(integer(1), may_change=ORIGIN),
+    "updates.learning_rate": _row(WEIGHT, may_change=ORIGIN),
+    "updates.schedule": _row(one_of("algorithms.update_spec:SCHEDULES"), may_change=ORIGIN),
+    "updates.schedule_warmup": _row(integer(), may_change=ORIGIN),
+    "updates.weight_decay": _row(WEIGHT, may_change=ORIGIN),
+    "updates.beta1": _row(BETA, may_change=ORIGIN),
+    "updates.beta2": _row(BETA, may_change=ORIGIN),
+    "updates.epsilon": _row(within(1e-20, 1), may_change=ORIGIN),  # less vanishes in a float32
+    "updates.clip_norm": _row(within(0, 1e6), may_change=ORIGIN),
+    "updates.skip_nonfinite": _row(integer(), may_change=ORIGIN),
+    "updates.old_logprobs": _row(one_of("rollout", "recompute"), may_change=ORIGIN),
+    "train.epochs": _row(integer(), BY_EPOCHS, may_change=RUN),
+    "train.steps": _row(integer(), may_change=RUN),
+    "warmup.steps": _row(integer()),
+    "warmup.batch_size": _row(integer(1), WARM_UP),
+    "warmup.examples": _row(integer(), WARM_UP),
+    "warmup.mistake_rate": _row(SHARE, WARM_UP, idle=0.0),
+    "warmup.learning_rate": _row(WEIGHT, WARM_UP),
+    # -- the run -----------------------------------------------------------------------------------
+    # launch/evaluate.py and generate.py read temperature and batch size too.
+    "evaluate.every": _row(integer(), may_change=RUN),
+    "evaluate.samples": _row(integer(1), EVALUATED, may_change=RUN),
+    "evaluate.temperature": _row(GREEDY_OR_WARM, may_change=ORIGIN),
+    "evaluate.batch_size": _row(integer(1), may_change=RUN),
+    "checkpoint.every": _row(integer(1), may_change=RUN),
+    "checkpoint.keep_last": _row(integer(2), may_change=RUN),
+    "checkpoint.keep_best": _row(integer(), EVALUATED, idle=0, may_change=RUN),
+    "log.tracker": _row(one_of("telemetry.tracking:TRACKERS"), may_change=RUN),
+    "log.report": _row(SWITCH, may_change=RUN),
+    "log.print_every": _row(integer(), may_change=RUN),
+    "log.rollouts": _row(SHARE, may_change=RUN),
+    "mesh.data": _row(integer(-1), may_change=RUN),
+    "mesh.fsdp": _row(integer(-1), may_change=RUN),
+    "mesh.tensor": _row(integer(-1), may_change=RUN),
+}
+
+
+# Sections whose fields have the user's names: when they have an effect.
+OPTIONS: dict[str, tuple[When, ...]] = {
+    "data.options": (DATA_OPTIONS,),
+    "tokenizer.template_options": (CHAT,),
+}
+OF_TASK = {name: row.task for name, row in FIELDS.items() if row.task is not None}
+
+
+def without_effect(config: ConfigDict, field: str) -> str:
+    """Say in one line that a field does nothing in a configuration, and what would give it an
+    effect; "" where it does something, or its value is what holds anyway."""
+    row = FIELDS.get(field)
+    if row and row.idle is not None and get(config, field) == row.idle:
+        return ""
+    conditions = row.when if row else OPTIONS.get(field.rpartition(".")[0], ())
+    missing = next((when for when in conditions if not when.holds(config)), None)
+    return f"{field} has no effect {missing.remedy(config)}" if missing else ""
+
+
+def may_change(*who: str) -> tuple[str, ...]:
+    """The fields that these may change; a section stands for all of its fields."""
+    names: list[str] = []
+    for section in dict.fromkeys(field.partition(".")[0] for field in FIELDS):
+        fields = [field for field in FIELDS if field.split(".")[0] == section]
+        free = [field for field in fields if FIELDS[field].may_change in who]
+        names += [section] if free == fields else free
+    return tuple(names)

@@ -1,0 +1,75 @@
+"""A configuration file as its reader sees it: presets, and fields with their comments.
+
+Also which settings belong to a preset's own task, so that no other task inherits them.
+"""
+
+import runpy
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config.fields import FIELDS, meaning
+from specrl_jax.config.kinds import get
+
+
+def get_config(path: str, preset: str = "") -> ConfigDict:
+    """A new configuration of a file, as --config=PATH[:PRESET] gives it."""
+    return runpy.run_path(path)["get_config"](*[preset] if preset else [])
+
+
+def presets(path: str | Path) -> dict[str, str]:
+    """The file's presets and the first line of their docstrings; {} where it has no PRESETS."""
+    table = runpy.run_path(str(path)).get("PRESETS", {})
+    return {name: (preset.__doc__ or "").strip().split("\n")[0] for name, preset in table.items()}
+
+
+def comments(path: str | Path, fields: Iterable[str]) -> dict[str, str]:
+    """The comment of each of these fields, in the order of the file.
+
+    A field's line is `SECTION.NAME = VALUE  # COMMENT`, where SECTION is the last part of its path.
+    """
+    targets = {".".join(f"config.{field}".split(".")[-2:]): field for field in fields}
+    found: dict[str, str] = {}
+    for line in Path(path).read_text("utf-8").splitlines():
+        code, _, comment = line.strip().partition("  # ")
+        field = targets.get(code.partition(" = ")[0])
+        if field:
+            found.setdefault(field, comment)
+    return found
+
+
+def begin_own_task(
+    config: ConfigDict, preset: ConfigDict, given: Collection[str]
+) -> dict[str, Any]:
+    """Reset what `config` inherits from the preset's task, where the task or reward is another.
+
+    given: fields that the user has set, which stay. Returns the values that were reset, by field.
+    """
+    other_source = config.data.source != preset.data.source
+    other_task = other_source or config.data.name != preset.data.name
+    other_reward = config.reward.name != preset.reward.name
+    of_files = other_source and _has_an_end(config)
+    empty = {}
+    for name, row in FIELDS.items():
+        if row.task is not None and (other_task or (other_reward and name.startswith("reward."))):
+            empty[name] = row.task
+        if row.files is not None and of_files:
+            empty[name] = row.files
+    old = {name: get(config, name) for name in empty if name not in given}
+    reset = {name: value for name, value in old.items() if value != empty[name]}
+    config.update_from_flattened_dict({name: empty[name] for name in reset})
+    if other_task:
+        options = config.data.options.to_dict()
+        kept = {k: v for k, v in options.items() if f"data.options.{k}" in given}
+        reset |= {f"data.options.{k}": v for k, v in options.items() if k not in kept}
+        with config.unlocked():
+            config.data.options = ConfigDict(kept)
+    return reset
+
+
+def _has_an_end(config: ConfigDict) -> bool:
+    """Return whether the source of data has an end; False of an unknown one, refused later."""
+    known = config.data.source in FIELDS["data.source"].kind.choices()
+    return known and not meaning(config, "data.source").endless

@@ -1,0 +1,98 @@
+"""Kinds of fields: what a value must be, in words and as a test."""
+
+import dataclasses
+import functools
+import importlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+MAX_INT = 2**31 - 1
+MAX_FLOAT = 3.4e38
+# A rule in words, and its test.
+Rule = tuple[str, Callable[[Any], bool]]
+
+
+def table(name: str) -> Any:
+    """What "module:NAME" stands for below specrl_jax; it is imported only when it is asked for."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(f"specrl_jax.{module}"), attribute)
+
+
+def flatten(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every leaf."""
+    for name, value in config.items():
+        if isinstance(value, Mapping | ConfigDict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def get(config: ConfigDict, field: str) -> Any:
+    """The value of a field by its path."""
+    return functools.reduce(operator.getitem, field.split("."), config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a field may hold."""
+
+    rules: tuple[Rule, ...] = ()  # the first that is broken is told
+    names: tuple[str, ...] = ()  # of a choice; "module:TABLE" stands for the names in a table
+
+    def choices(self) -> tuple[str, ...]:
+        """The names of a choice."""
+        return tuple(n for name in self.names for n in (table(name) if ":" in name else [name]))
+
+    def broken(self, value: Any) -> str:
+        """The rule that a value breaks, in words; "" where it breaks none."""
+        if self.names:
+            names = self.choices()
+            return "" if value in names else f"one of {', '.join(names)}"
+        return next((words for words, holds in self.rules if not holds(value)), "")
+
+
+TEXT = Kind((("text", lambda x: isinstance(x, str)),))
+SWITCH = Kind((("True or False", lambda x: isinstance(x, bool)),))
+_INTEGER: Rule = ("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool))
+_NUMBER: Rule = (
+    "a number",
+    lambda x: isinstance(x, int | float) and not isinstance(x, bool) and not math.isnan(x),
+)
+
+
+def one_of(*names: str) -> Kind:
+    """A choice of these names; "module:TABLE" stands for those in a table below specrl_jax."""
+    return Kind(names=names)
+
+
+def integer(least: int = 0, most: int = MAX_INT, why: str = "int32") -> Kind:
+    """A whole number; why: there is a largest one."""
+    at_least = (f">= {least}", lambda x: x >= least)
+    return Kind((_INTEGER, at_least, (f"<= {most} ({why})", lambda x: x <= most)))
+
+
+def within(low: float, high: float) -> Kind:
+    """A number from low to high, both included."""
+    return number(f"in [{low:g}, {high:g}]", lambda x: low <= x <= high)
+
+
+def number(words: str, holds: Callable[[float], bool]) -> Kind:
+    """A number of which a rule holds."""
+    return Kind((_NUMBER, (words, holds)))
+
+
+SHARE = within(0, 1)
+FINITE = number("finite", lambda x: -MAX_FLOAT <= x <= MAX_FLOAT)
+NOT_NEGATIVE = number(">= 0", lambda x: x >= 0)
+WEIGHT = number(">= 0 and finite", lambda x: 0 <= x <= MAX_FLOAT)
+BETA = within(0, 0.99999)  # nearer to 1 a float32 is 1
+BELOW_ONE = number("in [0, 1)", lambda x: 0 <= x < 1)
+ABOVE_ZERO = number("in (0, 1]", lambda x: 0 < x <= 1)
+OFF_OR_ABOVE_ONE = number("0 (off) or in (1, 1e6]", lambda x: x == 0 or 1 < x <= 1e6)
+GREEDY_OR_WARM = number("0 (greedy) or in [0.01, 100]", lambda x: x == 0 or 0.01 <= x <= 100)
+ONE_OR_TWO = Kind((_INTEGER, ("1 or 2", lambda x: x in (1, 2))))
+TOKENS_OF_A_STEP = integer(1, 4096, "tokens of one step, for each of which there is a cache slot")
