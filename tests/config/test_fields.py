@@ -52,6 +52,10 @@ IDLE = [
     ("reward.extract", "(a)", GUESS, "environment.name = guess; add --config.environment.name="),
     ("reward.format", ".*", GUESS, "environment.name = guess; add --config.environment.name="),
     ("reward.format", ".*", {}, "reward.name = exact; add --config.reward.name=math+format"),
+    ("reward.thought_tags", "[T] [/T]", GUESS, "environment.name = guess; add "
+     "--config.environment.name="),
+    ("reward.thought_tags", "[T] [/T]", {"reward.name": "format"}, "reward.name = format; add "
+     "--config.reward.name=math"),
     ("reward.keep_special_tokens", True, {}, "tokenizer.source = characters; add "
      "--config.tokenizer.source="),
     ("reward.overlong_penalty", 1.0, {}, "reward.overlong_tokens = 0; add "
