@@ -45,20 +45,6 @@ class When:
     holds: Callable[[ConfigDict], bool]
     value: str | None = None  # of `field` that gives the effect; None: its first choice that does
 
-    def remedy(self, config: ConfigDict) -> str:
-        """Words that follow "FIELD has no effect": why, and the flag that gives it one."""
-        now = get(config, self.field)
-        value = self.value
-        if value is None:
-            section, _, name = self.field.partition(".")
-            tried = config.copy_and_resolve_references()
-            for value in FIELDS[self.field].kind.choices():
-                tried[section][name] = value
-                if self.holds(tried):
-                    break
-        shown = repr(now) if now == "" else now
-        return f"with {self.field} = {shown}; add --config.{self.field}={value}"
-
 
 def meaning(config: ConfigDict, field: str) -> Any:
     """What the name in `field` stands for, in the table of its choices."""
@@ -372,17 +358,6 @@ OPTIONS: dict[str, tuple[When, ...]] = {
     "tokenizer.template_options": (CHAT,),
 }
 OF_TASK = {name: row.task for name, row in FIELDS.items() if row.task is not None}
-
-
-def without_effect(config: ConfigDict, field: str) -> str:
-    """Say in one line that a field does nothing in a configuration, and what would give it an
-    effect; "" where it does something, or its value is what holds anyway."""
-    row = FIELDS.get(field)
-    if row and row.idle is not None and get(config, field) == row.idle:
-        return ""
-    conditions = row.when if row else OPTIONS.get(field.rpartition(".")[0], ())
-    missing = next((when for when in conditions if not when.holds(config)), None)
-    return f"{field} has no effect {missing.remedy(config)}" if missing else ""
 
 
 def may_change(*who: str) -> tuple[str, ...]:
