@@ -15,7 +15,8 @@ from specrl_jax.config.effects import without_effect
 from specrl_jax.config.fields import FIELDS, OPTIONS
 from specrl_jax.config.kinds import flatten
 
-_OPTIONAL = (*(f"{section}." for section in OPTIONS), "resume_from")  # and of the command line
+_OF_OPTIONS = tuple(f"{section}." for section in OPTIONS)
+_OPTIONAL = (*_OF_OPTIONS, "resume_from")  # which is of the command line
 
 
 def validate(config: ConfigDict, given: Collection[str] = ()) -> None:
@@ -39,7 +40,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
     """Raise ValueError unless a configuration has all fields, and no other ones."""
     if missing := sorted(FIELDS.keys() - values.keys()):
         raise ValueError(f"{missing[0]} must be set ({len(missing)} missing); see configs/grpo.py")
-    unknown = sorted(x for x in values.keys() - FIELDS.keys() if not x.startswith(_OPTIONAL[:-1]))
+    unknown = sorted(x for x in values.keys() - FIELDS.keys() if not x.startswith(_OF_OPTIONS))
     if unknown:
         raise ValueError(f"{unknown[0]} is not a field of the config; see configs/grpo.py")
 
