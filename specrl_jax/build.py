@@ -59,7 +59,7 @@ def build(config) -> tuple[Run, Params]:
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
         scorer=scorer,
-        update_spec=make_update_spec(config, model, schedule, spec.program.draft_head is not None),
+        update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
         collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
         total_steps=total_steps,

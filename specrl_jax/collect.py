@@ -23,8 +23,8 @@ from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
 from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import noise_visits
-from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs
 from specrl_jax.run import Run
 from specrl_jax.sharding import put
@@ -97,8 +97,8 @@ class RunningAhead(WholeRollout):
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
         prompts = state.stream.next()
         later = state.stream.peek()
-        next_steps = state.kept_noise.steps(later, state.step + 1)
-        return prompts, CarryOver(next_prompts=later, next_steps=next_steps)
+        noise_steps = state.kept_noise.steps(later, state.step + 1)
+        return prompts, CarryOver(next_prompts=later, next_noise_steps=noise_steps)
 
     def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
         begun = state.run_ahead
@@ -136,7 +136,7 @@ class PartialRollout(WholeRollout):
     def add_part(self, run: Run, state: RunState) -> None:
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
-        stored = run.rollout_spec.program.stored_logprobs
+        stored = run.rollout_spec.stored_logprobs
         state.resumed = Resumed.empty(rows, settings.response_len, stored)
 
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
@@ -168,7 +168,7 @@ class WaitingGroups(WholeRollout):
 
     def add_part(self, run: Run, state: RunState) -> None:
         groups = GroupBuffer(run.config, len(run.prompts.lens))
-        stored = run.rollout_spec.program.stored_logprobs
+        stored = run.rollout_spec.stored_logprobs
         slots = run.config.rollout.response_len
         groups.kept_rows = Rollout.empty(groups.max_waiting_rows, slots, stored)
         state.groups = groups
@@ -224,7 +224,7 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
         _joined(x.tokens for x in rollouts),
         _joined(x.lens for x in rollouts),
         prefix_lens,
-        run.rollout_spec.program.eos_ids,
+        run.rollout_spec.eos_ids,
         draft_lens=draft_lens,
         previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
         forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
@@ -233,7 +233,7 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     if rollouts[0].turns is not None:
         values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
     rejected_mass = 0.0
-    rule = run.rollout_spec.program.accept
+    rule = run.rollout_spec.accept
     if not rule.samples_anew:
         rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
         inputs = (batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share)
@@ -279,7 +279,7 @@ def find_drafts(
         drafts = _without_unsolved(run, state, prompts, drafts)
     drafts = run.collector.to_verify(state, prompts, drafts)
     history = None
-    if run.rollout_spec.program.draft_history:
+    if run.rollout_spec.draft_history:
         batches = [prompts] if next_prompts is None else [prompts, next_prompts]
         stored = [run.collector.stored(run, state, batch) for batch in batches]
         tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
@@ -294,7 +294,7 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
     keeps all: what it emits is exact only if no reward decides which drafts it sees.
     """
     share = run.config.rollout.refresh_unsolved
-    rule = run.rollout_spec.program.accept
+    rule = run.rollout_spec.accept
     unsolved = state.store.unsolved(prompts)
     if rule.exact or not share:
         return drafts

@@ -23,8 +23,8 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
-from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.generate import DraftInputs, NoiseKey, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.stopwatch import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -62,7 +62,7 @@ class Responses:
 
     @property
     def group_size(self) -> int:
-        return len(self.lens) // len(self.result.groups)
+        return self.result.group_size
 
     @property
     def num_rows(self) -> int:
@@ -97,7 +97,7 @@ class ResponseScorer:
         spec: RolloutSpec,
         weights: Params,
         prompts: Prompts,
-        noise: Noise,
+        noise: NoiseKey,
         *,
         clock: Stopwatch | None = None,
         **options,
@@ -125,7 +125,7 @@ class ResponseScorer:
         return self.tokenizer.decode(ids, self.keep_special_tokens)
 
     def score(self, texts: Sequence, *problems: list) -> Rewards:
-        """The pool's scores; every process scores a part and gets those of the others.
+        """Return the pool's scores; every process scores a part and gets those of the others.
 
         What a pool raises in one process is raised in all.
         """
@@ -193,9 +193,9 @@ class _Episodes:
         self.drafts = drafts
         self.next_drafts = drafts  # of the turn that each row is in
         if drafts is not None:
-            self.next_drafts = turn_drafts(drafts, None, spec.program.eos_ids)
+            self.next_drafts = turn_drafts(drafts, None, spec.eos_ids)
         rows = len(prompts.lens) * spec.group_size
-        self.held: PartialRows | None = None  # what the rows hold
+        self.begun: PartialRows | None = None  # what the rows hold
         self.stats: list[Stats] = []
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
         self.rewards = np.zeros(rows, np.float32)
@@ -208,31 +208,31 @@ class _Episodes:
     def carry_over(self) -> CarryOver:
         """Return what the next rollout of all rows goes on from."""
         unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
-        return CarryOver(partial_rows=self.held, allow_unfinished=unfinished)
+        return CarryOver(partial_rows=self.begun, allow_unfinished=unfinished)
 
     def append(
         self, answers: dict[int, list[int]], result: RolloutResult, lens: np.ndarray
     ) -> None:
-        """Goes on from a rollout with the environment's answers, as `step` gives them."""
+        """Go on from a rollout with the environment's answers, as `step` gives them."""
         draft_lens = put(result.draft_lens, "batch")
-        held = PartialRows(result.rollout, put(self.over, "batch"), draft_lens)
+        begun = PartialRows(result.rollout, put(self.over, "batch"), draft_lens)
         forced, counts = self._padded(answers)
-        self.held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
+        self.begun = append_forced(begun, put(forced, "batch", None), put(counts, "batch"))
         self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
         if self.drafts is None:
             return
-        eos_ids = self.spec.program.eos_ids
+        eos_ids = self.spec.eos_ids
         turn_starts = put(self.turn_starts, "batch")
-        self.next_drafts = turn_drafts(self.drafts, self.held, eos_ids, turn_starts)
+        self.next_drafts = turn_drafts(self.drafts, self.begun, eos_ids, turn_starts)
         # The rest of the draft of a row in the middle of its turn is verified next time.
-        begun = self.draft_lens + lens - result.resumed_lens
-        drafts_left = np.maximum(result.draft_lens - begun, 0)
+        seen = self.draft_lens + lens - result.resumed_lens
+        drafts_left = np.maximum(result.draft_lens - seen, 0)
         goes_on = ~self.ended & (hosts.fetch(self.next_drafts.lens) > lens)
         self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
-        self.held = dataclasses.replace(self.held, draft_lens=put(self.draft_lens, "batch"))
+        self.begun = dataclasses.replace(self.begun, draft_lens=put(self.draft_lens, "batch"))
 
     def responses(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
-        """All episodes, once they are over."""
+        """Return all episodes, once they are over."""
         failed = np.array([bool(text) for text in self.reasons])
         no_observations = ("",) * len(self.reasons)
         scores = Rewards(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
@@ -243,7 +243,7 @@ class _Episodes:
     def step(
         self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
     ) -> dict[int, list[int]]:
-        """The environment's step of every row whose turn ended; its answers' ids by row."""
+        """Let the environment answer rows whose turn ended; returns its answers' ids by row."""
         self.stats.append(result.stats)
         self.ended = ~self.over if result.finished is None else result.finished & ~self.over
         rows = np.flatnonzero(self.ended).tolist()
@@ -257,7 +257,7 @@ class _Episodes:
             self.rewards[row] = scores.rewards[i]
             self.reasons[row] = scores.reasons[i]
             is_last = len(self.texts[row]) >= self.scorer.max_turns
-            cut_off = tokens[row, lens[row] - 1] not in self.spec.program.eos_ids
+            cut_off = tokens[row, lens[row] - 1] not in self.spec.eos_ids
             ids = None
             if not (scores.done[i] or is_last or cut_off):
                 try:
@@ -265,7 +265,7 @@ class _Episodes:
                 except ValueError as error:  # a character that the policy has no token for
                     self.rewards[row] = 0.0
                     self.reasons[row] = reason(error)
-            if ids is None or lens[row] + len(ids) >= self.spec.program.response_slots:
+            if ids is None or lens[row] + len(ids) >= self.spec.response_slots:
                 self.over[row] = True
             else:
                 answers[row] = ids
@@ -273,7 +273,7 @@ class _Episodes:
 
     def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """int32 [B, R] and counts [B]."""
-        width = self.spec.program.response_slots
+        width = self.spec.response_slots
         forced = np.zeros((len(self.texts), width), np.int32)
         counts = np.zeros(len(self.texts), np.int32)
         for row, ids in answers.items():

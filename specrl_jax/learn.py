@@ -48,7 +48,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
     if run.config.algorithm.importance_cap:
         # Uncapped: what undoes the bias of the acceptance rule.
         inputs = (np.float32(run.log_lenience), np.float32(collected.rejected_mass))
-        weight = run.rollout_spec.program.accept.importance_weight
+        weight = run.rollout_spec.accept.importance_weight
         weights = off_policy.importance_weights(collected.rollout, *inputs, weight)
         batch = dataclasses.replace(batch, weights=weights)
     values |= _update_by_mini_batches(run, state, batch, collected)

@@ -294,8 +294,8 @@ def _new_state(
             needs_signal=not has_critic(config.critic.kind),
         ),
     )
-    if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
-        state.speculation = Speculation(verifies_all=noise_visits(config) > 1)
+    if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
+        state.speculation = Speculation()
     run.collector.add_part(run, state)
     return state
 
@@ -321,7 +321,7 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         samples=spec.group_size,
         response_slots=settings.response_len,
         generations=settings.draft_age,
-        history=spec.program.draft_history,
-        logprobs=not spec.program.accept.samples_anew,
-        k=spec.program.stored_logprobs,
+        history=spec.draft_history,
+        logprobs=not spec.accept.samples_anew,
+        k=spec.stored_logprobs,
     )

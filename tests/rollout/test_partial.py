@@ -80,7 +80,7 @@ def moving(make_mesh):
 def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
     """As long as the policy stays: whatever was resumed or drafted."""
     spec, (_, weights) = make_spec(accept="match", **changes), ref.policy()
-    resumed, more = 0, ("sources",) if spec.program.draft_source else ()
+    resumed, more = 0, ("sources",) if spec.draft_source else ()
     for step in steps(spec, [weights] * 4):
         outcome = step.outcome
         assert len(outcome.groups) == Q

@@ -13,11 +13,10 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
-from specrl_jax.rollout.engine.all_rows import Noise, start_all_rows
+from specrl_jax.rollout.engine.all_rows import NoiseKey, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.engine.prefixes import pack_prefixes
+from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Source
@@ -123,7 +122,7 @@ def test_every_row_is_found_in_its_chunk(small, seed):
 class Case:
     """All rows on the host, and the places of the running batch."""
 
-    program: object
+    spec: object
     buckets: Buckets
     rows: object  # [B], with what they hold
     drafts: Drafts  # [B]
@@ -175,7 +174,6 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     stored = 0 if drafts.top_ids is None else K
     options = {"accept": accept, "sampling": sampling, "eos": EOS, **ref.ONE_BUCKET}
     spec = ref.make_spec(ref.ONE_LAYER, stored_logprobs=stored, max_rows=PLACES, **options)
-    program = spec.program
     rng = np.random.default_rng(4)
     every = np.arange(B)
     held = np.where(every % 8 >= 4, np.minimum(rng.integers(1, 6, B), drafts.lens - 1), 0)
@@ -192,8 +190,8 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     ends = np.where(every % 6 == 4, 0, drafts.lens)
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
     max_lens = np.where(every % 4 == 2, np.maximum(held + 1, 3), R).astype(np.int32)
-    noise = Noise(jax.random.key(ref.KEY), STEP)
-    rows = ref.host(start_all_rows(program, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
+    noise = NoiseKey(jax.random.key(ref.KEY), STEP)
+    rows = ref.host(start_all_rows(spec, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
     inside = np.arange(rows.tokens.shape[1]) < held[:, None]
     margin = ((0, 0), (0, rows.tokens.shape[1] - R))
     rows = dataclasses.replace(
@@ -213,7 +211,7 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     running = np.full(PLACES, -1)
     for part, places in zip(parts, np.split(np.arange(PLACES), pieces)):
         running[places[1::3]] = part[1::2][: len(places) // 3]
-    return Case(program, spec.buckets(B), rows, drafts, ends, begins, running)
+    return Case(spec, spec.buckets(B), rows, drafts, ends, begins, running)
 
 
 def batch_of(case: Case):
@@ -235,7 +233,7 @@ def _written(model, weights, texts, cache):
 
 def distributions(case: Case, params) -> tuple[np.ndarray, ...]:
     """π before and after truncation in log-probs [B, R + 1, V], at each position of the text."""
-    config = case.program.sampling
+    config = case.spec.sampling
     scores = ref.full_logits(ref.ONE_LAYER, params, case.texts)
     at = (case.rows.prompt_lens - 1)[:, None] + np.arange(R + 1)
     scores = np.take_along_axis(scores, at[..., None], axis=1) / np.float32(config.temperature)
@@ -248,7 +246,7 @@ def draw(case: Case, scores: np.ndarray) -> np.ndarray:
     positions = np.tile(np.arange(R + 1, dtype=np.int32), (B, 1))
     placed = put(scores.astype(np.float32), "batch", None, "vocab")
     seeds = put(case.rows.seeds, "batch", None)
-    drawn = ref.sample(placed, seeds, put(positions, "batch", None), case.program.sampling)
+    drawn = ref.sample(placed, seeds, put(positions, "batch", None), case.spec.sampling)
     return np.asarray(drawn[0])
 
 
@@ -303,7 +301,7 @@ def expect(case: Case, params) -> tuple:
     anew = draw(case, cut)
     positions = np.tile(np.arange(R + 1, dtype=np.int32), (B, 1))
     noise = np.asarray(ref.uniforms(case.rows.accept_seeds, positions))
-    rule = case.program.accept
+    rule = case.spec.accept
     rows = jax.tree.map(np.copy, case.rows)
     weights = np.array(cut)
     accepted = np.zeros(B, int)
@@ -335,7 +333,7 @@ def expect(case: Case, params) -> tuple:
         kept = accepted[row]
         new = [*case.drafts.tokens[row, held : held + kept], after[row, held + kept]]
         new = new[: rows.max_lens[row] - held]
-        ends = [token in case.program.eos_ids for token in new]
+        ends = [token in case.spec.eos_ids for token in new]
         new = new[: [*ends, True].index(True) + 1]
         for offset, token in enumerate(new):
             at = row, held + offset
@@ -391,7 +389,7 @@ def check_case(case: Case, expected) -> None:
     left = np.maximum(case.draft_ends[every] - held, 0)
     kept = (expected.prefix_lens - case.rows.prefix_lens)[every]
     assert {0, R} <= set(left)
-    assert case.program.accept.cuts_draft or ((kept == 0) & (left > 0)).any()
+    assert case.spec.accept.cuts_draft or ((kept == 0) & (left > 0)).any()
     assert ((kept == left) & (left > 0)).any()
     assert (held > 0).sum() > 3
     assert (left[held > 0] > 0).any()
@@ -439,7 +437,7 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         batch = batch_of(case)
         stop = StopCondition.of(B // pieces // 2, B // pieces)
         cache, rows, got, progress = extend(
-            case.program, case.buckets, weights, before, ref.put_rows(batch),
+            case.spec, case.buckets, weights, before, ref.put_rows(batch),
             ref.put_rows(case.rows), ref.put_rows(case.drafts), np.float32(LOG_LENIENCE),
             prefixes, stop,
         )  # fmt: skip

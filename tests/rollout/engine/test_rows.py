@@ -9,7 +9,7 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.rollout.engine.all_rows import Noise, empty_batch, start_all_rows
+from specrl_jax.rollout.engine.all_rows import NoiseKey, empty_batch, start_all_rows
 from specrl_jax.rollout.rows import PADDING, Rows, compact, gather, put_rows, scatter
 from specrl_jax.sharding import put, shards
 
@@ -61,16 +61,16 @@ def check(rows, all_rows, order=None):
 
 def test_rows_begin_with_prompts_only(mesh):
     spec = ref.make_spec(group=2, slots=C - 1, stored_logprobs=K)
-    program = dataclasses.replace(spec.program, pad_id=7)
+    spec = dataclasses.replace(spec, pad_id=7)
     prompts = ref.make_prompts([[5, 6, 9], [8]], 3)
     max_lens = np.array([4, 2, 3, 1], np.int32)
-    noise = Noise(jax.random.key(0), 0)
+    noise = NoiseKey(jax.random.key(0), 0)
     steps = np.array([[3, 3], [4, 5]])
-    rows = ref.host(start_all_rows(program, prompts, noise, steps, max_lens))
+    rows = ref.host(start_all_rows(spec, prompts, noise, steps, max_lens))
     np.testing.assert_array_equal(rows.index, np.arange(4))
     np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
     np.testing.assert_array_equal(rows.max_lens, max_lens)
-    whole = ref.host(start_all_rows(program, prompts, noise, steps))
+    whole = ref.host(start_all_rows(spec, prompts, noise, steps))
     np.testing.assert_array_equal(whole.max_lens, [C - 1] * 4)
     np.testing.assert_array_equal(rows.last, [9, 9, 8, 8])
     np.testing.assert_array_equal(rows.tokens, np.full((4, C), 7))
@@ -82,9 +82,9 @@ def test_rows_begin_with_prompts_only(mesh):
 
 @SHAPES
 def test_an_empty_batch_holds_no_row(make_mesh, shape):
-    program = ref.make_spec(ref.ONE_LAYER).program
+    spec = ref.make_spec(ref.ONE_LAYER)
     with jax.set_mesh(make_mesh(*shape)):
-        cache, rows = empty_batch(program, ref.put_rows(random_rows()), size=4, slots=6)
+        cache, rows = empty_batch(spec, ref.put_rows(random_rows()), size=4, slots=6)
         check(rows, random_rows(), [-1] * 4)
     assert [x.shape for x in ref.by_slot(cache)] == [(4, 6, 2, 4)] * 2
 

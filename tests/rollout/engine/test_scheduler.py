@@ -10,8 +10,7 @@ import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal
 from scheduler_cases import DRAFT_FIELDS, MAX_LENS, PROMPTS, B, R, go, spec_of
 
-from specrl_jax.rollout.engine.requests import Requests
-from specrl_jax.rollout.engine.runner import Runner
+from specrl_jax.rollout.engine.runner import Requests, Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.types import Source
 
@@ -178,7 +177,7 @@ def test_who_waits_by_hand(make_mesh):
     done[4] = True
     with jax.set_mesh(make_mesh(2, 1, 1)):
         requests = Requests(
-            ref.select(PROMPTS, range(4)), np.zeros(4, int), 4, held, done, draft_lens=none
+            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, held, done, draft_ends=none
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)
