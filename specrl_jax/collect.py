@@ -17,7 +17,7 @@ import numpy as np
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
 from specrl_jax.algorithms.draft_training import count_tokens
-from specrl_jax.data.curriculum import base_id, part_of
+from specrl_jax.data.curriculum import part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
@@ -188,13 +188,13 @@ class WaitingGroups(WholeRollout):
 
     def observe(self, state: RunState, responses: Responses) -> None:
         super().observe(state, responses)
-        ids = [example.prompt_id for example in responses.prompts.examples]
+        ids = [example.base_id for example in responses.prompts.examples]
         state.groups.add(ids, responses.group_rewards)
 
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         """Return the groups that the buffer gives; the rows of the others wait in it."""
         size = run.trained_group_size
-        filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
+        filler = rollouts[0].prompts.examples[0].base_id
         groups, values = state.groups.take_batch(filler)
         places = places_of(groups, size)
         sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
@@ -315,7 +315,7 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
     firsts = range(0, run.config.rollout.group_size, part)
     if len(firsts) == 1:
         return state.store.sources(prompts, step=state.step)
-    whole = state.stream.find([base_id(example.prompt_id) for example in prompts.examples])
+    whole = state.stream.find([example.base_id for example in prompts.examples])
     parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
 
     def joined(arrays: tuple[jax.Array, ...]) -> jax.Array:

@@ -45,6 +45,20 @@ class Example:
     task: str
     metadata: dict[str, Any]
 
+    def part(self, first: int) -> "Example":
+        """Return the problem for its responses from number `first` on, under the id "ID+first"."""
+        return dataclasses.replace(self, prompt_id=f"{self.prompt_id}+{first}")
+
+    @property
+    def base_id(self) -> str:
+        """Id of the whole problem, of which this may be a part."""
+        return self.prompt_id.partition("+")[0]
+
+    @property
+    def first_sample(self) -> int:
+        """Number of the first response that a part is for."""
+        return int(self.prompt_id.partition("+")[2] or 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:

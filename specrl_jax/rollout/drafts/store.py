@@ -64,7 +64,7 @@ class StoreShape:
     logprobs: bool = True  # log-probs and origins of the drafts are kept
 
     @property
-    def read(self) -> int:
+    def num_sources(self) -> int:
         """Responses of a prompt that `DraftStore.sources` returns."""
         return (self.history or self.generations) * self.samples
 
@@ -125,7 +125,7 @@ class DraftStore(StatePart):
         }
         self._max_age = max_age
         self._owner = dict(owner or {})
-        self._read = shape.read
+        self._num_sources = shape.num_sources
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
         self._arrays = shape.empty()
@@ -142,7 +142,7 @@ class DraftStore(StatePart):
         """Return the prompts' last `history` responses, whole on every device: tokens [Q, E * G,
         R], lens [Q, E * G], the newest generation first; zeros, length 0, where there is none."""
         tokens, lens = pick_sources(self._arrays, *self._find(prompts, step))
-        return tokens[:, : self._read], lens[:, : self._read]
+        return tokens[:, : self._num_sources], lens[:, : self._num_sources]
 
     def unsolved(self, prompts: Prompts) -> np.ndarray:
         """bool [Q], the prompts whose newest responses `put` was told to be unsolved."""
