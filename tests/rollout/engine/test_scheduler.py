@@ -68,14 +68,14 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        self._spy(monkeypatch, "pack", self._packed)
+        self._spy(monkeypatch, "extend", self._begun)
         self._spy(monkeypatch, "compact", lambda runner, size: ("compact", size))
         self._spy(monkeypatch, "decode", lambda runner, stop, width: ("decode", runner.size))
 
-    def _packed(self, runner, index, draft_ends):
+    def _begun(self, runner, row_ids):
         free = runner.size - runner.unfinished.sum()
-        assert sum(map(len, index)) <= free
-        return "begin", np.concatenate(index).tolist()
+        assert sum(map(len, row_ids)) <= free
+        return "begin", np.concatenate(row_ids).tolist()
 
     def _spy(self, monkeypatch, name, describe):
         method = getattr(Runner, name)
@@ -100,8 +100,8 @@ def seen(monkeypatch):
     return Seen(monkeypatch)
 
 
-def test_a_quarter_of_the_places_is_refilled_at_a_time(mesh, seen):
-    """16 places; rows begin in order, four at least, as others are done."""
+def test_a_quarter_of_the_slots_is_refilled_at_a_time(mesh, seen):
+    """16 slots; rows begin in order, four at least, as others are done."""
     max_lens = np.where(np.arange(B) < 16, 1 + np.arange(B) % 8, R).astype(np.int32)
     go(spec_of(max_rows=16, **ONE_BUCKET), max_lens=max_lens)
     assert seen.begun == list(range(B))
@@ -135,7 +135,7 @@ def test_groups_of_long_drafts_begin_first(mesh, seen, base):
 
 
 def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, base):
-    """They take idle places alone, and the batch does not shrink while one of them waits."""
+    """They take idle slots alone, and the batch does not shrink while one of them waits."""
     first = ref.select(PROMPTS, range(4))
     late = ref.select(PROMPTS, range(4, 8))
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
