@@ -43,7 +43,7 @@ def test_every_response_ends_at_its_longest_length(mesh, base, changes, with_dra
 
 
 def test_a_batch_that_fills_no_bucket(mesh, base):
-    """Five groups of four rows: places without a row are not seen."""
+    """Five groups of four rows: slots without a row are not seen."""
     five = ref.select(PROMPTS, range(5))
     for changes in ({"row_buckets": 3}, {"max_rows": 8}):
         rollout, _ = go(spec_of(**changes), max_lens=MAX_LENS[:20], prompts=five)
