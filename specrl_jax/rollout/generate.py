@@ -139,7 +139,10 @@ def _runner(
 ) -> tuple[Runner, PartialRows | None, np.ndarray, np.ndarray]:
     """Return the rows as they begin, what they hold, their `_order`, and int32 [B], draft
     tokens that they have."""
-    begun = _begun_rows(spec, prompts, carry_over)
+    begun = carry_over.partial_rows
+    if carry_over.resumed is not None:
+        row_ids = np.arange(len(carry_over.resumed.prompt_ids) * spec.group_size)
+        begun = take(carry_over.resumed.rows, row_ids, len(prompts.lens) * spec.group_size)
     order = _order(prompts, carry_over.next_prompts)
     requests = _requests(spec, prompts, noise, carry_over, begun, order)
     buckets = spec.buckets(requests.num_train_rows)
@@ -155,15 +158,6 @@ def _runner(
         requests = dataclasses.replace(requests, draft_ends=cut_ends)
     runner = Runner(spec, buckets, weights, all_rows, requests, drafts)
     return runner, begun, order, draft_lens
-
-
-def _begun_rows(spec: RolloutSpec, prompts: Prompts, carry_over: CarryOver) -> PartialRows | None:
-    """Return what all rows hold, on the device; None: nothing."""
-    resumed = carry_over.resumed
-    if resumed is None:
-        return carry_over.partial_rows
-    row_ids = np.arange(len(resumed.prompt_ids) * spec.group_size)
-    return take(resumed.rows, row_ids, len(prompts.lens) * spec.group_size)
 
 
 def _order(prompts: Prompts, next_prompts: Prompts | None) -> np.ndarray:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax import hosts
-from specrl_jax.rollout.engine.decode import StopCondition
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.sharding import put
 from specrl_jax.types import StatePart
@@ -169,12 +168,10 @@ def time_steps(runner: Runner) -> dict[tuple[int, int], float]:
         if size < runner.size:
             runner.compact(size)
         for width in runner.buckets.widths:
-            fastest = min(_time_decode(runner, stop, width) for _ in range(TIMED_CALLS))
-            seconds[size, width] = hosts.broadcast(fastest) / TIMED_STEPS
+            times = []
+            for _ in range(TIMED_CALLS):
+                start = time.perf_counter()
+                runner.decode(stop, width)
+                times.append(time.perf_counter() - start)
+            seconds[size, width] = hosts.broadcast(min(times)) / TIMED_STEPS
     return seconds
-
-
-def _time_decode(runner: Runner, stop: StopCondition, width: int) -> float:
-    start = time.perf_counter()
-    runner.decode(stop, width)
-    return time.perf_counter() - start
