@@ -33,14 +33,58 @@ TIMED_STEPS = 8  # of a timed call
 TIMED_CALLS = 3  # the fastest counts: a machine is now and then slower than itself, never faster
 
 
-@dataclasses.dataclass
-class AcceptanceCounts:
-    """Counts of draft tokens in decode steps, by token 0, 1, ...; they fade as new ones come in."""
+class StepPlan(NamedTuple):
+    """Plan of the next decode steps."""
 
-    # Row steps that checked the token and accepted all before it.
+    width: int
+    max_steps: int  # 0: no limit
+    probe: bool  # whether the width is tried on schedule
+
+
+@dataclasses.dataclass
+class Speculation(StatePart):
+    """Choices of a run's rollouts, and the counts of draft tokens that they follow from.
+
+    Methods that choose change nothing. Without seconds decoding is plain but for probes.
+    """
+
+    # Seconds of a decode step by rows and width; None: nothing is known.
+    seconds: Mapping[tuple[int, int], float] | None = None
+    # By draft token 0, 1, ...: row steps that checked it and accepted all before, and of these,
+    # those that accepted the token too; a missing token is not accepted. They fade as new ones
+    # come in.
     reached: list[float] = dataclasses.field(default_factory=list)
-    # Of these, those that accepted the token too; a missing token is not accepted.
     accepted: list[float] = dataclasses.field(default_factory=list)
+    steps_since_probe: int = PROBE_EVERY * PROBE_STEPS  # the first comes at once
+    probes: int = 0
+
+    def choose_width(self, rows: int, widths: Sequence[int]) -> int:
+        """Return the width that is expected to emit most tokens a second; 1 unless that is
+        WIDTH_MARGIN times as many as plain steps emit."""
+        if self.seconds is None:
+            return 1
+        speeds = {
+            width: self.expected_tokens(width) / self.seconds[rows, width] for width in widths
+        }
+        best = max(widths, key=speeds.__getitem__)
+        return best if speeds[best] >= WIDTH_MARGIN * speeds[1] else 1
+
+    def plan_steps(self, rows: int, widths: Sequence[int]) -> StepPlan:
+        """Plan the next decode steps of so many rows: the best width, or a probe of one of the next
+        two wider ones."""
+        best = self.choose_width(rows, widths)
+        wider = [width for width in widths if width > best][:2]
+        wait = PROBE_EVERY * PROBE_STEPS - self.steps_since_probe
+        if wider and wait <= 0:
+            return StepPlan(wider[self.probes % len(wider)], PROBE_STEPS, True)
+        limits = [wait] * bool(wider) + [REVIEW_STEPS] * (best > 1)
+        return StepPlan(best, min(limits, default=0), False)
+
+    def record_steps(self, plan: StepPlan, steps: int, histogram: Sequence[float]) -> None:
+        """Count steps that were run; histogram: as in `observe`."""
+        self.observe(histogram, plan.width)
+        self.steps_since_probe = 0 if plan.probe else self.steps_since_probe + steps
+        self.probes += plan.probe
 
     def observe(self, histogram: Sequence[float], width: int) -> None:
         """Count steps of one width.
@@ -73,61 +117,6 @@ class AcceptanceCounts:
         """Return the tokens that a row emits in a step: 1 + Σ_{k<width} s_k."""
         return 1.0 + sum(self.survival(width - 1))
 
-
-def _faded_sum(old: list[float], new: list[float], fade: float) -> list[float]:
-    """Add `new` to as many of the old counts, which fade; the others stay."""
-    faded = [n * fade for n in old[: len(new)]] + [0.0] * (len(new) - len(old))
-    return [a + b for a, b in zip(faded, new)] + old[len(new) :]
-
-
-class StepPlan(NamedTuple):
-    """Plan of the next decode steps."""
-
-    width: int
-    max_steps: int  # 0: no limit
-    probe: bool  # whether the width is tried on schedule
-
-
-@dataclasses.dataclass
-class Speculation(StatePart):
-    """Choices of a run's rollouts. Methods that choose change nothing.
-
-    Without seconds decoding is plain but for probes.
-    """
-
-    # Seconds of a decode step by rows and width; None: nothing is known.
-    seconds: Mapping[tuple[int, int], float] | None = None
-    acceptance: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
-    steps_since_probe: int = PROBE_EVERY * PROBE_STEPS  # the first comes at once
-    probes: int = 0
-
-    def choose_width(self, rows: int, widths: Sequence[int]) -> int:
-        """Return the width that is expected to emit most tokens a second; 1 unless that is
-        WIDTH_MARGIN times as many as plain steps emit."""
-        if self.seconds is None:
-            return 1
-        expected = self.acceptance.expected_tokens
-        speeds = {width: expected(width) / self.seconds[rows, width] for width in widths}
-        best = max(widths, key=speeds.__getitem__)
-        return best if speeds[best] >= WIDTH_MARGIN * speeds[1] else 1
-
-    def plan_steps(self, rows: int, widths: Sequence[int]) -> StepPlan:
-        """Plan the next decode steps of so many rows: the best width, or a probe of one of the next
-        two wider ones."""
-        best = self.choose_width(rows, widths)
-        wider = [width for width in widths if width > best][:2]
-        wait = PROBE_EVERY * PROBE_STEPS - self.steps_since_probe
-        if wider and wait <= 0:
-            return StepPlan(wider[self.probes % len(wider)], PROBE_STEPS, True)
-        limits = [wait] * bool(wider) + [REVIEW_STEPS] * (best > 1)
-        return StepPlan(best, min(limits, default=0), False)
-
-    def record_steps(self, plan: StepPlan, steps: int, histogram: Sequence[float]) -> None:
-        """Count steps that were run; histogram: as in `AcceptanceCounts.observe`."""
-        self.acceptance.observe(histogram, plan.width)
-        self.steps_since_probe = 0 if plan.probe else self.steps_since_probe + steps
-        self.probes += plan.probe
-
     def host(self) -> dict:
         """Return all that choices depend on, in values that JSON keeps exactly."""
         seconds = None
@@ -135,8 +124,8 @@ class Speculation(StatePart):
             seconds = [[*key, value] for key, value in sorted(self.seconds.items())]
         return {
             "seconds": seconds,
-            "reached": self.acceptance.reached,
-            "accepted": self.acceptance.accepted,
+            "reached": self.reached,
+            "accepted": self.accepted,
             "steps_since_probe": self.steps_since_probe,
             "probes": self.probes,
         }
@@ -146,8 +135,13 @@ class Speculation(StatePart):
         seconds = host["seconds"]
         if seconds is not None:
             seconds = {(rows, width): value for rows, width, value in seconds}
-        acceptance = AcceptanceCounts(host["reached"], host["accepted"])
-        return Speculation(seconds, acceptance, host["steps_since_probe"], host["probes"])
+        return Speculation(**{**host, "seconds": seconds})
+
+
+def _faded_sum(old: list[float], new: list[float], fade: float) -> list[float]:
+    """Add `new` to as many of the old counts, which fade; the others stay."""
+    faded = [n * fade for n in old[: len(new)]] + [0.0] * (len(new) - len(old))
+    return [a + b for a, b in zip(faded, new)] + old[len(new) :]
 
 
 def time_steps(runner: Runner) -> dict[tuple[int, int], float]:

@@ -18,7 +18,6 @@ from specrl_jax.rollout.engine import speculation
 from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.speculation import (
     TIMED_STEPS,
-    AcceptanceCounts,
     Speculation,
     StepPlan,
 )
@@ -36,10 +35,10 @@ def make_seconds(relative=CPU, rows=(1, 4, 16, 64, 128)) -> dict:
     return {(r, width): 1e-3 * (2 + 0.3 * r) * x for r, (width, x) in pairs}
 
 
-def make_acceptance(survival, row_steps=1e12) -> AcceptanceCounts:
+def make_speculation(seconds, survival, row_steps=1e12, **fields) -> Speculation:
     """So much evidence that the prior does not count: s_k = survival[k - 1]."""
     shares = [row_steps * s for s in (1.0, *survival)]
-    return AcceptanceCounts(reached=shares[:-1], accepted=shares[1:])
+    return Speculation(seconds, shares[:-1], shares[1:], **fields)
 
 
 def draw(rng, chances, row_steps, width) -> np.ndarray:
@@ -62,7 +61,7 @@ def true_survival(chances, tokens) -> list[float]:
 
 
 def test_survival_by_hand():
-    acceptance = AcceptanceCounts()
+    acceptance = Speculation()
     assert acceptance.survival(3) == [0, 0, 0]
     acceptance.observe([2, 1, 5], width=3)
     assert acceptance.reached == [8, 6]
@@ -91,10 +90,10 @@ def seconds_of(widths, rows=64) -> dict:
 
 
 def test_the_worked_example_of_the_module():
-    acceptance = make_acceptance([0.8, 0.64, 0.51, 0.41, 0.33, 0.26, 0.21])
-    chooser = Speculation(seconds_of({1: 10, 4: 15, 8: 23}), acceptance)
-    assert acceptance.expected_tokens(4) == pytest.approx(2.95)
-    assert acceptance.expected_tokens(8) == pytest.approx(4.16)
+    seconds = seconds_of({1: 10, 4: 15, 8: 23})
+    chooser = make_speculation(seconds, [0.8, 0.64, 0.51, 0.41, 0.33, 0.26, 0.21])
+    assert chooser.expected_tokens(4) == pytest.approx(2.95)
+    assert chooser.expected_tokens(8) == pytest.approx(4.16)
     assert chooser.choose_width(64, (1, 4, 8)) == 4
     assert chooser.choose_width(64, (1,)) == 1
 
@@ -110,7 +109,7 @@ def test_the_width_is_the_best_by_brute_force(relative):
         some = rng.choice(sorted(relative), rng.integers(1, 6), replace=False)
         widths = sorted({1, *some.tolist()})
         speeds = {w: (1 + sum(survival[: w - 1])) / seconds[rows, w] for w in widths}
-        width = Speculation(seconds, make_acceptance(survival)).choose_width(rows, widths)
+        width = make_speculation(seconds, survival).choose_width(rows, widths)
         best = max(speeds.values())
         pays = best >= speculation.WIDTH_MARGIN * speeds[1]
         assert speeds[width] == pytest.approx(best if pays else speeds[1], rel=1e-9)
@@ -119,7 +118,7 @@ def test_the_width_is_the_best_by_brute_force(relative):
 
 
 def test_steps_are_plain_until_seconds_are_known():
-    assert Speculation(None, make_acceptance([0.9] * 3)).choose_width(64, (1, 2, 4)) == 1
+    assert make_speculation(None, [0.9] * 3).choose_width(64, (1, 2, 4)) == 1
 
 
 # Probes ---------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ def test_probes_by_hand():
 
 def test_wide_steps_are_reviewed_and_the_next_width_is_probed():
     seconds = seconds_of({1: 10.0, 2: 12.0, 4: 15.0, 8: 23.0})
-    chooser = Speculation(seconds, make_acceptance([0.9, 0.1]), steps_since_probe=0)
+    chooser = make_speculation(seconds, [0.9, 0.1], steps_since_probe=0)
     assert chooser.plan_steps(64, (1, 2)) == StepPlan(2, speculation.REVIEW_STEPS, False)
     assert chooser.plan_steps(64, (1, 2, 4, 8)).width == 2
     chooser.steps_since_probe = 390
@@ -332,9 +331,8 @@ def test_what_a_rollout_ran_is_not_compiled_again(timed):
 def hopeful(wide) -> Speculation:
     """One that expects suffix drafts to be right, and has just probed. wide: seconds of steps of
     width 2 and 4; of 1: one."""
-    acceptance = AcceptanceCounts(reached=[10.0] * 3, accepted=[9.0] * 3)
     steps = {(B, 1): 1.0, (B, 2): wide[0], (B, 4): wide[1]}
-    return Speculation(steps, acceptance, steps_since_probe=0)
+    return Speculation(steps, [10.0] * 3, [9.0] * 3, steps_since_probe=0)
 
 
 @pytest.mark.parametrize("pays", [False, True])
@@ -355,7 +353,7 @@ def test_wide_steps_are_taken_where_they_pay(mesh, base, monkeypatch, pays):
     if pays:
         assert stats.decode_steps <= R / 2  # the plain responses are known
         # Rows that are done do not count.
-        assert 0 < chooser.acceptance.reached[0] < stats.row_steps
+        assert 0 < chooser.reached[0] < stats.row_steps
 
 
 class Whims:
