@@ -59,7 +59,7 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
     assert (drafts.lens < later.lens).any()
 
 
-def test_rows_of_the_next_step_begin_in_order_in_free_places(mesh):
+def test_rows_of_the_next_step_begin_in_order_in_free_slots(mesh):
     """A batch of 24 places; it does not shrink as long as others wait for one."""
     spec, (_, weights) = spec_for({"row_buckets": 3}), ref.policy()
     prompts = select(NOW, range(6))
