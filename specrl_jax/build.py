@@ -79,7 +79,7 @@ def build(config) -> tuple[Run, Params]:
         rollout_spec=spec,
         eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
         scorer=scorer,
-        update_spec=make_update_spec(config, model, schedule, spec.program.draft_head is not None),
+        update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
         schedule=schedule,
         collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
         total_steps=total_steps,
@@ -340,8 +340,8 @@ def _new_state(
             needs_signal=not has_critic(config.critic.kind),
         ),
     )
-    if settings.adaptive and (DRAFT_SOURCES[settings.draft].drafts or settings.run_ahead):
-        state.speculation = Speculation(verifies_all=noise_visits(config) > 1)
+    if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
+        state.speculation = Speculation()
     run.collector.add_part(run, state)
     return state
 
@@ -367,7 +367,7 @@ def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
         samples=spec.group_size,
         response_slots=settings.response_len,
         generations=settings.draft_age,
-        history=spec.program.draft_history,
-        logprobs=not spec.program.accept.samples_anew,
-        k=spec.program.stored_logprobs,
+        history=spec.draft_history,
+        logprobs=not spec.accept.samples_anew,
+        k=spec.stored_logprobs,
     )

@@ -16,14 +16,14 @@ import numpy as np
 
 from specrl_jax import hosts
 from specrl_jax.algorithms import off_policy
-from specrl_jax.data.curriculum import base_id, part_of
+from specrl_jax.data.curriculum import part_of
 from specrl_jax.data.prompts import concatenate, select
 from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
 from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.spec import noise_visits
-from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs
 from specrl_jax.state import Run, RunState
 from specrl_jax.telemetry.rollout_metrics import (
@@ -98,8 +98,8 @@ class RunningAhead(WholeRollout):
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
         prompts = state.stream.next()
         later = state.stream.peek()
-        next_steps = state.kept_noise.steps(later, state.step + 1)
-        return prompts, CarryOver(next_prompts=later, next_steps=next_steps)
+        noise_steps = state.kept_noise.steps(later, state.step + 1)
+        return prompts, CarryOver(next_prompts=later, next_noise_steps=noise_steps)
 
     def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
         begun = state.run_ahead
@@ -137,7 +137,7 @@ class PartialRollout(WholeRollout):
     def add_part(self, run: Run, state: RunState) -> None:
         settings = run.config.rollout
         rows = settings.partial * settings.group_size
-        stored = run.rollout_spec.program.stored_logprobs
+        stored = run.rollout_spec.stored_logprobs
         state.resumed = Resumed.empty(rows, settings.response_len, stored)
 
     def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
@@ -169,7 +169,7 @@ class WaitingGroups(WholeRollout):
 
     def add_part(self, run: Run, state: RunState) -> None:
         groups = GroupBuffer(run.config, len(run.prompts.lens))
-        stored = run.rollout_spec.program.stored_logprobs
+        stored = run.rollout_spec.stored_logprobs
         slots = run.config.rollout.response_len
         groups.kept_rows = Rollout.empty(groups.max_waiting_rows, slots, stored)
         state.groups = groups
@@ -189,13 +189,13 @@ class WaitingGroups(WholeRollout):
 
     def observe(self, state: RunState, responses: Responses) -> None:
         super().observe(state, responses)
-        ids = [example.prompt_id for example in responses.prompts.examples]
+        ids = [example.base_id for example in responses.prompts.examples]
         state.groups.add(ids, responses.group_rewards)
 
     def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
         """Return the groups that the buffer gives; the rows of the others wait in it."""
         size = run.trained_group_size
-        filler = base_id(rollouts[0].prompts.examples[0].prompt_id)
+        filler = rollouts[0].prompts.examples[0].base_id
         groups, values = state.groups.take_batch(filler)
         places = places_of(groups, size)
         sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
@@ -227,7 +227,7 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
         _joined(x.tokens for x in rollouts),
         _joined(x.lens for x in rollouts),
         prefix_lens,
-        run.rollout_spec.program.eos_ids,
+        run.rollout_spec.eos_ids,
         draft_lens=draft_lens,
         previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
         forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
@@ -236,7 +236,7 @@ def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> Trai
     if rollouts[0].turns is not None:
         values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
     rejected_mass = 0.0
-    rule = run.rollout_spec.program.accept
+    rule = run.rollout_spec.accept
     if not rule.samples_anew:
         rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
         values |= off_policy.measure(
@@ -283,7 +283,7 @@ def find_drafts(
         drafts = _without_unsolved(run, state, prompts, drafts)
     drafts = run.collector.to_verify(state, prompts, drafts)
     history = None
-    if run.rollout_spec.program.draft_history:
+    if run.rollout_spec.draft_history:
         batches = [prompts] if next_prompts is None else [prompts, next_prompts]
         stored = [run.collector.stored(run, state, batch) for batch in batches]
         tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
@@ -298,7 +298,7 @@ def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Draft
     keeps all: what it emits is exact only if no reward decides which drafts it sees.
     """
     share = run.config.rollout.refresh_unsolved
-    rule = run.rollout_spec.program.accept
+    rule = run.rollout_spec.accept
     unsolved = state.store.unsolved(prompts)
     if rule.exact or not share:
         return drafts
@@ -319,7 +319,7 @@ def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.A
     firsts = range(0, run.config.rollout.group_size, part)
     if len(firsts) == 1:
         return state.store.sources(prompts, step=state.step)
-    whole = state.stream.find([base_id(example.prompt_id) for example in prompts.examples])
+    whole = state.stream.find([example.base_id for example in prompts.examples])
     parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
 
     def joined(arrays: tuple[jax.Array, ...]) -> jax.Array:

@@ -24,9 +24,9 @@ from specrl_jax.rewards.sums import RewardSum
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rewards.workers import RewardPool, Rewards
 from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced, turn_drafts
+from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.engine.stats import Stats
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, RolloutSpec, generate
+from specrl_jax.rollout.generate import DraftInputs, NoiseKey, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
 from specrl_jax.telemetry.stopwatch import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -66,7 +66,7 @@ class Responses:
 
     @property
     def group_size(self) -> int:
-        return len(self.lens) // len(self.result.groups)
+        return self.result.group_size
 
     @property
     def num_rows(self) -> int:
@@ -102,7 +102,7 @@ class ResponseScorer:
         spec: RolloutSpec,
         weights: Params,
         prompts: Prompts,
-        noise: Noise,
+        noise: NoiseKey,
         *,
         drafts: DraftInputs = DraftInputs(),
         carry_over: CarryOver = CarryOver(),
@@ -160,7 +160,7 @@ class ResponseScorer:
         return self.thought_tags.has_begun(self.tokenizer.decode(tokens, keep_special=True))
 
     def score(self, texts: Sequence, *problems: list) -> Rewards:
-        """The pool's scores; every process scores a part and gets those of the others.
+        """Return the pool's scores; every process scores a part and gets those of the others.
 
         What a pool raises in one process is raised in all.
         """
@@ -233,9 +233,9 @@ class _Episodes:
         self.episode_drafts = drafts.previous
         self.drafts = drafts  # of the turn that each row is in
         if drafts.previous is not None:
-            self._draft(turn_drafts(drafts.previous, None, spec.program.eos_ids))
+            self._draft(turn_drafts(drafts.previous, None, spec.eos_ids))
         rows = len(prompts.lens) * spec.group_size
-        self.held: PartialRows | None = None  # what the rows hold
+        self.begun: PartialRows | None = None  # what the rows hold
         self.stats: list[Stats] = []
         self.texts: list[list[str]] = [[] for _ in range(rows)]  # of each turn
         self.rewards = np.zeros(rows, np.float32)
@@ -249,7 +249,7 @@ class _Episodes:
     def carry_over(self) -> CarryOver:
         """What the next rollout of all rows goes on from."""
         unfinished = int(self.scorer.allow_unfinished * np.sum(~self.over))
-        return CarryOver(partial_rows=self.held, allow_unfinished=unfinished)
+        return CarryOver(partial_rows=self.begun, allow_unfinished=unfinished)
 
     def end(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses | None:
         """Have the environment answer; return the episodes once all are over."""
@@ -265,27 +265,27 @@ class _Episodes:
     def append(
         self, answers: dict[int, list[int]], result: RolloutResult, lens: np.ndarray
     ) -> None:
-        """Goes on from a rollout with the environment's answers, as `step` gives them."""
+        """Go on from a rollout with the environment's answers, as `step` gives them."""
         draft_lens = put(result.draft_lens, "batch")
-        held = PartialRows(result.rollout, put(self.over, "batch"), draft_lens)
+        begun = PartialRows(result.rollout, put(self.over, "batch"), draft_lens)
         forced, counts = self._padded(answers)
-        self.held = append_forced(held, put(forced, "batch", None), put(counts, "batch"))
+        self.begun = append_forced(begun, put(forced, "batch", None), put(counts, "batch"))
         self.turn_starts = np.where(self.ended, lens + counts, self.turn_starts)
         if self.episode_drafts is None:
             return
-        eos_ids = self.spec.program.eos_ids
+        eos_ids = self.spec.eos_ids
         turn_starts = put(self.turn_starts, "batch")
-        drafts = turn_drafts(self.episode_drafts, self.held, eos_ids, turn_starts)
+        drafts = turn_drafts(self.episode_drafts, self.begun, eos_ids, turn_starts)
         self._draft(drafts)
         # The rest of the draft of a row in the middle of its turn is verified next time.
-        begun = self.draft_lens + lens - result.resumed_lens
-        drafts_left = np.maximum(result.draft_lens - begun, 0)
+        seen = self.draft_lens + lens - result.resumed_lens
+        drafts_left = np.maximum(result.draft_lens - seen, 0)
         goes_on = ~self.ended & (hosts.fetch(drafts.lens) > lens)
         self.draft_lens = result.draft_lens - np.where(goes_on, drafts_left, 0)
-        self.held = dataclasses.replace(self.held, draft_lens=put(self.draft_lens, "batch"))
+        self.begun = dataclasses.replace(self.begun, draft_lens=put(self.draft_lens, "batch"))
 
     def responses(self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray) -> Responses:
-        """All episodes, once they are over."""
+        """Return all episodes, once they are over."""
         failed = np.array([bool(text) for text in self.reasons])
         no_observations = ("",) * len(self.reasons)
         scores = Rewards(self.rewards, failed, tuple(self.reasons), self.over, no_observations)
@@ -296,7 +296,7 @@ class _Episodes:
     def step(
         self, result: RolloutResult, tokens: np.ndarray, lens: np.ndarray
     ) -> dict[int, list[int]]:
-        """The environment's step of every row whose turn ended; its answers' ids by row."""
+        """Let the environment answer rows whose turn ended; returns its answers' ids by row."""
         self.stats.append(result.stats)
         self.ended = ~self.over if result.finished is None else result.finished & ~self.over
         rows = np.flatnonzero(self.ended).tolist()
@@ -310,7 +310,7 @@ class _Episodes:
             self.rewards[row] = scores.rewards[i]
             self.reasons[row] = scores.reasons[i]
             is_last = len(self.texts[row]) >= self.scorer.max_turns
-            cut_off = tokens[row, lens[row] - 1] not in self.spec.program.eos_ids
+            cut_off = tokens[row, lens[row] - 1] not in self.spec.eos_ids
             ids = None
             if not (scores.done[i] or is_last or cut_off):
                 try:
@@ -318,7 +318,7 @@ class _Episodes:
                 except ValueError as error:  # a character that the policy has no token for
                     self.rewards[row] = 0.0
                     self.reasons[row] = reason(error)
-            if ids is None or lens[row] + len(ids) >= self.spec.program.response_slots:
+            if ids is None or lens[row] + len(ids) >= self.spec.response_slots:
                 self.over[row] = True
             else:
                 answers[row] = ids
@@ -326,7 +326,7 @@ class _Episodes:
 
     def _padded(self, answers: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """int32 [B, R] and counts [B]."""
-        width = self.spec.program.response_slots
+        width = self.spec.response_slots
         forced = np.zeros((len(self.texts), width), np.int32)
         counts = np.zeros(len(self.texts), np.int32)
         for row, ids in answers.items():

@@ -9,7 +9,7 @@ import numpy as np
 from specrl_jax.data.prompts import select
 from specrl_jax.episodes import Responses, ResponseScorer
 from specrl_jax.models.transformer import Params
-from specrl_jax.rollout.generate import Noise, RolloutSpec
+from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
 from specrl_jax.types import Prompts
 
 
@@ -17,7 +17,7 @@ def evaluate(
     spec: RolloutSpec,
     weights: Params,
     batches: Sequence[tuple[Prompts, int]],
-    noise: Noise,
+    noise: NoiseKey,
     scorer: ResponseScorer,
 ) -> list[Responses]:
     """Return the responses to each of `batches` (see data.prompts.eval_batches).

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrl_jax.data.curriculum import CURRICULA, base_id
+from specrl_jax.data.curriculum import CURRICULA
 from specrl_jax.types import Rollout, StatePart
 
 KEPT = 0  # the rollout of a place: rows kept from earlier steps; 1, 2, ...: this step's rollouts
@@ -112,12 +112,12 @@ class GroupBuffer(StatePart):
         )
 
     def add(self, prompt_ids: Sequence[str], rewards: np.ndarray) -> None:
-        """The next rollout: rewards [groups, part_size]; "ID+4" are ID's responses from 4 on."""
+        """Add the next rollout: rewards [groups, part_size], of new groups or further parts."""
         self.gen_batches += 1
         for number, (prompt_id, row) in enumerate(zip(prompt_ids, rewards.tolist(), strict=True)):
             first = number * self.part_size
             places = tuple((self.gen_batches, first + i) for i in range(len(row)))
-            self._add(Group(base_id(prompt_id), places, tuple(row)))
+            self._add(Group(prompt_id, places, tuple(row)))
 
     def _add(self, part: Group) -> None:
         self.busy.add(part.prompt_id)

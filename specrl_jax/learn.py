@@ -50,7 +50,7 @@ def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str,
             collected.rollout,
             np.float32(run.log_lenience),
             np.float32(collected.rejected_mass),
-            run.rollout_spec.program.accept.importance_weight,
+            run.rollout_spec.accept.importance_weight,
         )
         batch = dataclasses.replace(batch, weights=weights)
     values |= _update_by_mini_batches(run, state, batch, collected)

@@ -64,7 +64,7 @@ def run_programs(run: AbstractRun) -> list[Program]:
     for age in sorted({1, run.config.rollout.draft_age}):
         name = f"pick drafts of age {age}"
         listed.append(_program(name, pick_drafts, *run.picked, age=age, kept=stored))
-    if run.spec.program.draft_history:
+    if run.spec.draft_history:
         listed.append(_program("pick sources", pick_sources, *run.picked, kept=stored))
     listed += rollout_programs(run.training)
     listed += _update_programs(run)
@@ -76,14 +76,14 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
 
     prefix: of their names.
     """
-    program = shapes.spec.program
+    spec = shapes.spec
     buckets = shapes.buckets
     stop = on_host(StopCondition.of(1, 1))
     number = jax.ShapeDtypeStruct((), np.float32)
     most = buckets.rows[0]
     inputs = (shapes.cache(most), shapes.batch_rows(most), shapes.all_rows, shapes.drafts, number)
     yield _program(
-        f"{prefix}extend", extend, program, buckets, shapes.weights, *inputs,
+        f"{prefix}extend", extend, spec, buckets, shapes.weights, *inputs,
         shapes.prefixes, stop, runs_model=True, kept=shapes.weights["stacked"],
         beside=shapes.weights["layers"],
     )  # fmt: skip
@@ -94,7 +94,7 @@ def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Progra
         for width in buckets.widths:
             draft_state = shapes.draft_state if width > 1 else None
             yield _program(
-                f"{prefix}decode {size} x {width}", decode_steps, program, shapes.weights, *batch,
+                f"{prefix}decode {size} x {width}", decode_steps, spec, shapes.weights, *batch,
                 draft_state, stop, width=width, runs_model=True, beside=others,
             )  # fmt: skip
         if smaller := buckets.rows_below(size):
@@ -110,26 +110,26 @@ def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
     programs, which a rollout runs at once, are among them."""
     prefix = "evaluation: "
     shapes = run.evaluation
-    program = shapes.spec.program
+    spec = shapes.spec
     yield from rollout_programs(shapes, prefix)
-    made_up = made_up_prompts(shapes.spec, shapes.rows)
-    inputs = start_inputs(program, made_up, np.zeros((len(made_up.lens), program.group_size), int))
+    made_up = made_up_prompts(spec, shapes.rows)
+    inputs = start_inputs(spec, made_up, np.zeros((len(made_up.lens), spec.group_size), int))
     purpose = Purpose.EVALUATE
-    yield _program(f"{prefix}start", start_rows, program, int(purpose), run.key, *on_host(inputs))
+    yield _program(f"{prefix}start", start_rows, spec, int(purpose), run.key, *on_host(inputs))
     size = shapes.buckets.rows[0]
     slots = shapes.buckets.slots
     name = f"{prefix}empty batch"
-    yield _program(name, empty_batch, program, shapes.all_rows, size=size, slots=slots)
+    yield _program(name, empty_batch, spec, shapes.all_rows, size=size, slots=slots)
     turns = bool(run.config.environment.name)
     step = jax.ShapeDtypeStruct((), np.int32)
-    for held in (None, shapes.held) if turns else (None,):
-        name = f"{prefix}read" if held is None else f"{prefix}read a turn"
-        yield _program(name, read_rollout, program, shapes.all_rows, shapes.drafts, held, step)
+    for begun in (None, shapes.begun) if turns else (None,):
+        name = f"{prefix}read" if begun is None else f"{prefix}read a turn"
+        yield _program(name, read_rollout, spec, shapes.all_rows, shapes.drafts, begun, step)
     if turns:
-        yield _program(f"{prefix}restore", restore, shapes.all_rows, shapes.held)
-        tokens = array(np.int32, shapes.held.rollout.tokens.shape, "batch", None)
-        lens = shapes.held.draft_lens
-        yield _program(f"{prefix}append forced", append_forced, shapes.held, tokens, lens)
+        yield _program(f"{prefix}restore", restore, shapes.all_rows, shapes.begun)
+        tokens = array(np.int32, shapes.begun.rollout.tokens.shape, "batch", None)
+        lens = shapes.begun.draft_lens
+        yield _program(f"{prefix}append forced", append_forced, shapes.begun, tokens, lens)
 
 
 def _update_programs(run: AbstractRun) -> Iterator[Program]:

@@ -65,7 +65,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._text = run.scorer.text
         self._print_every = settings.print_every
         self._decode = decode = run.scorer.tokenizer.decode
-        eos_ids = run.rollout_spec.program.eos_ids
+        eos_ids = run.rollout_spec.eos_ids
         share = settings.rollouts if workdir is not None else 0.0
         self._records = RolloutRecords(folder, share, decode=decode, eos_ids=eos_ids)
 

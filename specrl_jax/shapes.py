@@ -38,9 +38,9 @@ from specrl_jax.models.transformer import (
 )
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
 from specrl_jax.rollout.drafts.store import Stored, pick_drafts
-from specrl_jax.rollout.engine.all_rows import Noise, read_rollout, start_all_rows
+from specrl_jax.rollout.engine.all_rows import NoiseKey, read_rollout, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.prefixes import Prefixes, pack_prefixes
+from specrl_jax.rollout.engine.extend import Prefixes, pack_prefixes
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, gather
 from specrl_jax.sharding import axes, eval_shape
@@ -102,7 +102,7 @@ class RolloutShapes:
         def start(key: jax.Array) -> Rows:
             made_up = made_up_prompts(self.spec, self.rows)
             steps = np.zeros((len(made_up.lens), self.spec.group_size), int)
-            return start_all_rows(self.spec.program, made_up, Noise(key, 0), steps)
+            return start_all_rows(self.spec, made_up, NoiseKey(key, 0), steps)
 
         return abstract(start, jax.eval_shape(lambda: jax.random.key(0)))
 
@@ -110,24 +110,23 @@ class RolloutShapes:
         return abstract(gather, self.all_rows, array(np.int32, (size,), "batch"))
 
     def cache(self, rows: int) -> KVCache:
-        program = self.spec.program
-        has_head = program.draft_head is not None
-        return abstract(lambda: init_cache(program.model, rows, self.buckets.slots, has_head))
+        has_head = self.spec.draft_head is not None
+        return abstract(lambda: init_cache(self.spec.model, rows, self.buckets.slots, has_head))
 
     @functools.cached_property
     def prefixes(self) -> Prefixes:
-        nothing = np.zeros((0, self.spec.prompt_slots + self.spec.program.response_slots), np.int32)
+        nothing = np.zeros((0, self.spec.prompt_slots + self.spec.response_slots), np.int32)
         none = nothing[:, 0]
         pieces = self.buckets.multiple
         return on_host(pack_prefixes(self.buckets, nothing, none, [none] * pieces, none))
 
     @functools.cached_property
     def rollout(self) -> Rollout:
-        read = functools.partial(read_rollout, self.spec.program)
+        read = functools.partial(read_rollout, self.spec)
         return abstract(lambda *x: read(*x, None, np.int32(0)), self.all_rows, self.drafts)
 
     @functools.cached_property
-    def held(self) -> PartialRows:
+    def begun(self) -> PartialRows:
         """Rows between two turns."""
         numbers = array(np.int32, (self.rows,), "batch")
         return PartialRows(self.rollout, array(np.bool_, (self.rows,), "batch"), numbers)
@@ -223,13 +222,13 @@ class AbstractRun:
     @functools.cached_property
     def draft_state(self) -> Any:
         """State of the draft source for a rollout's prompts."""
-        source = self.spec.program.draft_source
+        source = self.spec.draft_source
         if source is None:
             return None
         settings = self.config.rollout
         made_up = made_up_prompts(self.spec, self.total_rows)
         # Stored generations, and what was begun ahead.
-        generations = self.spec.program.draft_history
+        generations = self.spec.draft_history
         generations += settings.run_ahead and generations > 0
         shape = (len(made_up.lens), generations * settings.group_size)
 
@@ -325,7 +324,7 @@ def of_config(config) -> AbstractRun:
     prompts = config.data.prompts or UNKNOWN_PROMPTS
     steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
     steps = config.train.steps or config.train.epochs * steps_per_epoch
-    has_head = rollout.program.draft_head is not None
+    has_head = rollout.draft_head is not None
     update_spec = make_update_spec(config, model, policy_schedule(config, steps), has_head)
     key = placed(jax.eval_shape(lambda: jax.random.key(0)))
     return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key)

@@ -29,7 +29,7 @@ from specrl_jax.models.transformer import Params, rollout_weights
 from specrl_jax.rollout.carry_over import Resumed, RunAhead
 from specrl_jax.rollout.drafts.store import DraftStore
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import Noise, RolloutSpec
+from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.runtime import machine
 from specrl_jax.sharding import put
@@ -214,10 +214,10 @@ class RunState:
         self.step += 1
         self.stream.begin(self.step)
 
-    def noise(self, run: Run, prompts: Prompts) -> Noise:
+    def noise(self, run: Run, prompts: Prompts) -> NoiseKey:
         """Return the noise of a rollout of `prompts` in this step."""
-        row_steps = self.kept_noise.steps(prompts, self.step)
-        return Noise(run.key, self.step, row_steps=row_steps)
+        noise_steps = self.kept_noise.steps(prompts, self.step)
+        return NoiseKey(run.key, self.step, noise_steps=noise_steps)
 
     def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
         """Take in what a rollout gave, and return it with what went before.

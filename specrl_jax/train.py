@@ -15,7 +15,7 @@ from specrl_jax.episodes import Responses, mean_by_function
 from specrl_jax.evaluate import evaluate, group_rewards
 from specrl_jax.learn import update_policy
 from specrl_jax.models.transformer import Params, rollout_weights
-from specrl_jax.rollout.generate import Noise, measure
+from specrl_jax.rollout.generate import NoiseKey, time_decoding
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.run_log import RunLog
 from specrl_jax.runtime import only_process
@@ -108,7 +108,7 @@ def evaluate_held_out(run: Run, state: RunState, log: RunLog) -> None:
         return
     with log.clock.timed("time/eval"):
         weights = rollout_weights(run.model, state.policy(run.model))
-        noise = Noise(run.key, state.step, Purpose.EVALUATE)
+        noise = NoiseKey(run.key, state.step, Purpose.EVALUATE)
         answered = evaluate(run.eval_spec, weights, run.held_out, noise, run.scorer)
     log.add({"reward/eval": float(np.mean(group_rewards(answered)))})
     log.add({f"reward/eval/{name}": mean for name, mean in mean_by_function(answered).items()})
@@ -175,15 +175,14 @@ def prepare(run: Run, state: RunState) -> None:
     programs.compile_run(shapes.of_run(run), held)
     if state.speculation is None or state.speculation.seconds is not None:
         return
-    # The next rollout, as if all its drafts were kept; the stream of prompts stays where it is.
+    # The next rollout; the stream of prompts stays where it is.
     ahead = dataclasses.replace(state, stream=copy.copy(state.stream))
     prompts, carry_over = run.collector.next_prompts(run, ahead)
     previous = state.store.get(prompts, step=state.step)
     drafts = find_drafts(run, state, prompts, previous, carry_over.next_prompts)
-    drafts = dataclasses.replace(drafts, log_lenience=np.inf)
     weights = state.rollout_weights(run)
-    noise = Noise(run.key, 0)
-    state.speculation.seconds = measure(
+    noise = NoiseKey(run.key, 0)
+    state.speculation.seconds = time_decoding(
         run.rollout_spec, weights, prompts, noise, drafts, carry_over
     )
 

@@ -45,6 +45,20 @@ class Example:
     task: str
     metadata: dict[str, Any]
 
+    def part(self, first: int) -> "Example":
+        """Return the problem for its responses from number `first` on, under the id "ID+first"."""
+        return dataclasses.replace(self, prompt_id=f"{self.prompt_id}+{first}")
+
+    @property
+    def base_id(self) -> str:
+        """Id of the whole problem, of which this may be a part."""
+        return self.prompt_id.partition("+")[0]
+
+    @property
+    def first_sample(self) -> int:
+        """Number of the first response that a part is for."""
+        return int(self.prompt_id.partition("+")[2] or 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
@@ -75,8 +89,39 @@ class Drafts:
 
     @classmethod
     def of(cls, responses: Any) -> "Drafts":
-        """The fields of a `Rollout`, or of stored responses, that a draft has too."""
-        return cls(**{f.name: getattr(responses, f.name) for f in dataclasses.fields(cls)})
+        """Return a `Rollout`, or stored responses, as drafts."""
+        return cls(
+            tokens=responses.tokens,
+            lens=responses.lens,
+            sampling_logprobs=responses.sampling_logprobs,
+            origin_logprobs=responses.origin_logprobs,
+            origin_steps=responses.origin_steps,
+            top_ids=responses.top_ids,
+            top_logprobs=responses.top_logprobs,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenColumns:
+    """Response tokens with their log-probs in nats, as a `Rollout` and its rows keep them."""
+
+    tokens: Array  # int32 [B, T]
+    policy_logprobs: Array | None  # float32 [B, T], as in `Rollout`
+    sampling_logprobs: Array | None  # float32 [B, T], as in `Rollout`
+    top_ids: Array | None = None  # int32 [B, T, k], as in `Drafts`
+    top_logprobs: Array | None = None  # float32 [B, T, k], as in `Drafts`
+
+    @classmethod
+    def of(cls, rows: Any) -> "TokenColumns":
+        """Return the columns of a `Rollout`, or of the rows of one."""
+        return cls(
+            rows.tokens,
+            rows.policy_logprobs,
+            rows.sampling_logprobs,
+            rows.top_ids,
+            rows.top_logprobs,
+        )
 
 
 class Source(enum.IntEnum):
@@ -136,7 +181,7 @@ class Rollout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialRows:
-    """Tokens and state that B rows hold."""
+    """Tokens and state of B rows that are begun."""
 
     rollout: Rollout  # their responses so far
     done: Array  # bool [B]

@@ -4,21 +4,19 @@ import jax
 import numpy as np
 
 from specrl_jax.rollout import acceptance, sampling
-from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Residual, Verification
+from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, Residual
 from specrl_jax.sharding import put
 
 accept_threshold = jax.jit(ACCEPTANCE_RULES["ratio"].accept_threshold)
 random_cut = jax.jit(ACCEPTANCE_RULES["random"].cut)
 count_leading = jax.jit(acceptance.count_leading)
-in_top = jax.jit(acceptance.in_top)
 logprobs_at = jax.jit(sampling.logprobs_at)
 likeliest_tokens = jax.jit(sampling.likeliest_tokens, static_argnums=1)
 
 
 @jax.jit
 def residual_scores(scores, top_ids, top_logprobs, other_tokens, log_scale):
-    residual = Residual(other_tokens, log_scale)
-    return acceptance.residual_scores(scores, top_ids, top_logprobs, residual)
+    return Residual(top_ids, top_logprobs, other_tokens, log_scale).weigh(scores)
 
 
 def ratio(uniforms, logprobs, draft_logprobs, log_lenience) -> np.ndarray:
@@ -43,10 +41,7 @@ def softmax(scores) -> np.ndarray:
 
 @jax.jit
 def _accept(uniforms, arguments, lens):
-    logprobs, *others = arguments
-    step = Verification(lens, logprobs, None, uniforms, *others)
-    kept, residual = ACCEPTANCE_RULES["block"].accept(step)
-    return kept, residual.other_tokens, residual.log_scale
+    return acceptance.verify_block(uniforms, *arguments, lens)
 
 
 def accept_block(uniforms, arguments, lens):

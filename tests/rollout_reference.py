@@ -23,8 +23,8 @@ from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
-from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutSpec, generate
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.generate import DraftInputs, NoiseKey, generate
 from specrl_jax.rollout.sampling import Purpose, SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Source
@@ -125,11 +125,11 @@ _PLAIN = SamplingConfig()
 def make_spec(model=MODEL, *, sampling=_PLAIN, slots=8, prompt_slots=6, group=4, accept="ratio",
               eos=(1, 2, 3, 4), row_buckets=2, max_rows=0, tree=None,
               stored_logprobs=0, **kwargs) -> RolloutSpec:  # fmt: skip
-    program = ProgramSpec(
-        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, slots, draft_source=tree,
-        stored_logprobs=stored_logprobs,
+    return RolloutSpec(
+        model, sampling, ACCEPTANCE_RULES[accept], eos, 0, prompt_slots, slots, group,
+        draft_source=tree, stored_logprobs=stored_logprobs, row_buckets=row_buckets,
+        max_rows=max_rows, **kwargs,
     )  # fmt: skip
-    return RolloutSpec(program, prompt_slots, group, row_buckets, max_rows, **kwargs)
 
 
 SAMPLING = SamplingConfig(0.7, top_k=5, top_p=0.9)  # likely tokens: drafts are often right
@@ -154,7 +154,7 @@ def rollout(
     """`generate` with all of its inputs by name."""
     key = jax.random.key(KEY) if key is None else key
     return generate(
-        spec, weights, prompts, Noise(key, step, purpose),
+        spec, weights, prompts, NoiseKey(key, step, purpose),
         drafts=DraftInputs(drafts, log_lenience, history), max_lens=max_lens,
         speculation=speculation, carry_over=CarryOver(**carry_over),
     )  # fmt: skip
@@ -168,7 +168,7 @@ def run(spec, weights, prompts, step=0, **options):
 
 def history_of(spec, tokens_BR, lens_B):
     """History that a draft source reads where these are stored, each group's for its prompt."""
-    slots = spec.program.response_slots
+    slots = spec.response_slots
     tokens = np.asarray(tokens_BR, np.int32)[:, :slots].reshape(-1, spec.group_size, slots)
     lens = np.asarray(lens_B, np.int32).reshape(-1, spec.group_size)
     tokens, lens = put(tokens, None, None, None), put(lens, None, None)
@@ -203,9 +203,8 @@ def plain_drafts(tokens_BR, lens_B) -> Drafts:
 
 def old_drafts(spec, prompts, nudge: float) -> Drafts:
     """Responses of an earlier policy; every fifth row has none."""
-    program = dataclasses.replace(spec.program, draft_source=None)
-    spec = dataclasses.replace(spec, program=program, max_width=1, **ONE_BUCKET)
-    rollout, _ = run(spec, policy(nudge, program.model)[1], prompts)
+    spec = dataclasses.replace(spec, draft_source=None, max_width=1, **ONE_BUCKET)
+    rollout, _ = run(spec, policy(nudge, spec.model)[1], prompts)
     rows = np.arange(len(rollout.lens))
     return as_drafts(rollout, np.where(rows % 5 == 4, 0, rollout.lens))
 
@@ -251,8 +250,8 @@ class Reference:
 
     def __init__(self, spec, params, prompts, *, step, drafts=None, log_lenience=0.0,
                  purpose=Purpose.SAMPLE):  # fmt: skip
-        self.program, self.params, self.step = spec.program, params, step
-        group, slots = spec.group_size, spec.program.response_slots
+        self.spec, self.params, self.step = spec, params, step
+        group, slots = spec.group_size, spec.response_slots
         self.prompt_lens = np.repeat(prompts.lens, group)
         rows = len(self.prompt_lens)
         self.sequences = np.zeros((rows, prompts.tokens.shape[1] + slots), np.int32)
@@ -278,8 +277,8 @@ class Reference:
 
     def _distributions(self):
         """(policy, sampling) log-probs [B, T, V] and the truncated scores, of the whole rows."""
-        scores = full_logits(self.program.model, self.params, self.sequences)
-        sampling = self.program.sampling
+        scores = full_logits(self.spec.model, self.params, self.sequences)
+        sampling = self.spec.sampling
         scores = scores / np.float32(sampling.temperature or 1.0)
         cut = np.asarray(truncate(scores, sampling))
         return log_softmax(scores), log_softmax(cut), cut
@@ -306,12 +305,12 @@ class Reference:
                 self.origin_steps[row, i] = drafts.origin_steps[row, i]
             clean[row, start : start + keep] = drafts.tokens[row, :keep]
             self.lens[row] = keep
-            ended = keep > 0 and drafts.tokens[row, keep - 1] in self.program.eos_ids
+            ended = keep > 0 and drafts.tokens[row, keep - 1] in self.spec.eos_ids
             self.done[row] = ended or keep == slots
         self.sequences = clean
 
     def _num_accepted(self, noise, new, old, n, log_lenience) -> int:
-        if self.program.accept.cuts_draft:
+        if self.spec.accept.cuts_draft:
             return min(int(noise[0] * n), max(n - 1, 0))
         for i in range(n):
             if log_lenience == -math.inf:
@@ -321,13 +320,13 @@ class Reference:
         return n
 
     def _decode(self, seeds):
-        slots, every = self.program.response_slots, np.arange(len(self.lens))
+        slots, every = self.spec.response_slots, np.arange(len(self.lens))
         while not self.done.all():
             policy, sampled, cut = self._distributions()
             at = self.prompt_lens + self.lens - 1
             scores = put(cut[every, at], "batch", "vocab")
             lens = put(self.lens, "batch")
-            tokens = np.asarray(sample(scores, seeds, lens, self.program.sampling)[0])
+            tokens = np.asarray(sample(scores, seeds, lens, self.spec.sampling)[0])
             for row in np.flatnonzero(~self.done):
                 n, token = self.lens[row], tokens[row]
                 self.sequences[row, at[row] + 1] = token
@@ -336,7 +335,7 @@ class Reference:
                 self.sampling_logprobs[row, n] = sampled[row, at[row], token]
                 self.draft_logprobs[row, n] = self.sampling_logprobs[row, n]
                 self.lens[row] = n + 1
-                self.done[row] = token in self.program.eos_ids or n + 1 == slots
+                self.done[row] = token in self.spec.eos_ids or n + 1 == slots
 
 
 def check_same(rollout, reference, tolerance=1e-5):

@@ -34,22 +34,6 @@ def finished(tmp_path_factory, make_mesh):
     return workdir
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["same", "another"])
-def test_on_another_machine_seconds_are_measured_again(finished, mesh, monkeypatch, capsys, moved):
-    """What drafts have brought stays."""
-    trainer, params = build(small_config(LONG))
-    if moved:
-        monkeypatch.setattr(building, "machine", lambda: {"device": "another"})
-    with trainer.scorer.pool, Checkpointer(finished / "checkpoints") as checkpoints:
-        state = building.resume(trainer, params, checkpoints, 8)
-        _, saved_state = checkpoints.restore(8, state.arrays())
-    assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
-    resumed, before = state.speculation.host(), saved_state["speculation"]
-    assert resumed["acceptance"] == before["acceptance"]
-    assert before["seconds"]
-    assert resumed["seconds"] == (None if moved else before["seconds"])
-
-
 def test_a_kl_penalty_may_end_and_begin_with_another_run(finished, mesh, tmp_path, capsys):
     """It is measured from the policy before step 1, warmed up again where that was left out."""
     (without, weights), (again, others) = (

@@ -17,7 +17,7 @@ from specrl_jax.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.rewards.environments import play
 from specrl_jax.rewards.workers import RewardPool
 from specrl_jax.rollout.carry_over import turn_drafts
-from specrl_jax.rollout.generate import DraftInputs, Noise
+from specrl_jax.rollout.generate import DraftInputs, NoiseKey
 from specrl_jax.types import PartialRows, Rollout, Source
 
 TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
@@ -40,7 +40,7 @@ def prompts_of(target: str = "3"):
 def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **drafts):
     turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
     scorer = EpisodeScorer(pool, TOKENIZER, **turns)
-    noise = Noise(jax.random.key(KEY), step)
+    noise = NoiseKey(jax.random.key(KEY), step)
     return scorer.respond(spec, weights, prompts, noise, drafts=DraftInputs(**drafts))
 
 
@@ -159,7 +159,7 @@ def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
         source = run(pool, spec_of(accept="match"), weights, prompts, step=2)
     rollout = source.result.rollout
     options = {"previous": ref.as_drafts(rollout)}
-    if spec.program.draft_source:
+    if spec.draft_source:
         tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
         lens = np.asarray(rollout.lens).reshape(6, 4)
         options["history"] = ref.history_of(spec, tokens, lens)
@@ -212,7 +212,7 @@ def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, draf
     played = run(pool, spec, weights, prompts_of(), allow_unfinished=0.5, **options)
     assert any(len(turns) > 1 for turns in answered)
     new, old = (_without_logprobs_of_forced(host(x.result.rollout)) for x in (played, expected))
-    check_equal(new, old, but=("sources",) if spec.program.draft_source else ())
+    check_equal(new, old, but=("sources",) if spec.draft_source else ())
     for name in ("lens", "turns"):
         np.testing.assert_array_equal(getattr(played, name), getattr(expected, name))
     np.testing.assert_array_equal(played.result.draft_lens, expected.result.draft_lens)

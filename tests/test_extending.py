@@ -29,7 +29,7 @@ def get_config(preset="tiny"):
     config.model.num_layers = config.rollout.row_buckets = 1
     config.warmup.steps = 50
     config.reward.timeout = 60.0
-    config.rollout.adaptive = False  # whether drafts are verified is not up to the clock
+    config.rollout.adaptive = False  # how wide steps are is not up to the clock
     return config
 """
 

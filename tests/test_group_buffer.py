@@ -48,7 +48,7 @@ class Play:
         self.owners.append(owners)
         self.rewards |= dict(zip(owners, rewards.reshape(-1).tolist(), strict=True))
         ids = [f"{name}+{first}" if first else name for name, first in samples]
-        buffer.add(ids, rewards)
+        buffer.add([name for name, _ in samples], rewards)
         return ids
 
     def step(self) -> tuple[list[Group], dict, list[list[str]]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_runs import line_of, one_line, small_config
 
+from specrl_jax import build as building
 from specrl_jax.build import build, init_state, resume
 from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.data.prompts import select
@@ -33,15 +34,8 @@ def _states(changes: dict, algorithm: str = "grpo") -> tuple[RunState, RunState]
         ({"rollout.run_ahead": True, "rollout.accept": "match"}, "grpo", {"run_ahead"}),
         ({"rollout.partial": 2}, "grpo", {"resumed"}),
         ({"rollout.draft": "none"}, "dapo", {"groups"}),
-        (ADAPTIVE, "grpo", {"speculation"}),
-        (ADAPTIVE | {"rollout.draft": "none"}, "grpo", set()),  # there is no choice
-        # What was begun ahead is verified or left to decode steps.
-        (
-            ADAPTIVE
-            | {"rollout.draft": "none", "rollout.run_ahead": True, "rollout.accept": "match"},
-            "grpo",
-            {"speculation", "run_ahead"},
-        ),
+        (ADAPTIVE | {"rollout.draft": "previous+tree"}, "grpo", {"speculation"}),
+        (ADAPTIVE, "grpo", set()),  # steps have no drafts, so there is no width to choose
     ],
 )
 def test_a_part_that_is_off_is_absent_and_what_is_saved_can_be_restored(
@@ -95,6 +89,24 @@ def test_changed_held_out_prompts_are_refused(mesh, tmp_path):
             resume(dataclasses.replace(run, held_out=held_out), params, checkpoints)
         with pytest.raises(ValueError, match=r"^data must be as in the checkpoint: the held-out"):
             resume(dataclasses.replace(run, held_out=[(edited, real)]), params, checkpoints)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["same", "another"])
+def test_on_another_machine_seconds_are_measured_again(mesh, tmp_path, monkeypatch, capsys, moved):
+    """What drafts have brought stays."""
+    run, params = build(small_config({"rollout.draft": "previous+tree"} | ADAPTIVE))
+    state = init_state(run, jax.tree.map(jnp.copy, params))
+    state.speculation.seconds = {(32, 1): 0.5}
+    state.speculation.observe([1, 2], width=2)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state.arrays(), state.host())
+        if moved:
+            monkeypatch.setattr(building, "machine", lambda: {"device": "another"})
+        resumed = resume(run, params, checkpoints, 0).speculation
+    assert ("now on {'device': 'another'}" in capsys.readouterr().out) == moved
+    assert resumed.reached == state.speculation.reached != []
+    assert resumed.accepted == state.speculation.accepted
+    assert resumed.seconds == (None if moved else {(32, 1): 0.5})
 
 
 def test_a_new_part_needs_only_its_class_and_a_field(mesh):

@@ -30,8 +30,8 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
 from specrl_jax.models.transformer import Params, Transformer, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
-from specrl_jax.rollout.engine.requests import DraftInputs
-from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.rollout.engine.runner import DraftInputs
+from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.run_log import RunLog
 from specrl_jax.sharding import put
 from specrl_jax.state import Run, RunState
@@ -267,7 +267,7 @@ def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> Rol
     weights = policies.random_weights(size.model, uniform=True)
     prompts = policies.random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
-    noise = Noise(jax.random.key(0), 1)
+    noise = NoiseKey(jax.random.key(0), 1)
     return functools.partial(generate, spec, weights, prompts, noise, max_lens=lens, **options)
 
 

@@ -29,7 +29,7 @@ from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
-from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.run_log import RunLog
 from specrl_jax.state import Run, RunState
 from specrl_jax.types import Prompts
@@ -79,7 +79,7 @@ def _accepted(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of draft."""
     weights = state.rollout_weights(run)
-    noise = Noise(run.key, _FRESH)
+    noise = NoiseKey(run.key, _FRESH)
     heads = {"no drafts": None, "coupled": HeadDrafts(), "greedy": HeadDrafts(coupled=False)}
     cases = {}
     for label, head in heads.items():
@@ -111,15 +111,16 @@ def _acceptance(matched: np.ndarray) -> dict[str, float]:
 
 
 def _spec(run: Run, head: HeadDrafts | None, width: int) -> RolloutSpec:
-    program = dataclasses.replace(run.rollout_spec.program, draft_head=head)
-    return dataclasses.replace(run.rollout_spec, program=program, max_width=width)
+    return dataclasses.replace(run.rollout_spec, draft_head=head, max_width=width)
 
 
 def _update_seconds(
     run: Run, state: RunState, prompts: Prompts, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the seconds of one update of all rows without the head, and with it, made in turn."""
-    result = generate(_spec(run, None, 1), state.rollout_weights(run), prompts, Noise(run.key, 0))
+    result = generate(
+        _spec(run, None, 1), state.rollout_weights(run), prompts, NoiseKey(run.key, 0)
+    )
     batch = make_batch(prompts, result.rollout)
     rows = np.arange(run.config.updates.mini_batch_size)
     packed = pack_rows(run.update_spec, batch, rows)

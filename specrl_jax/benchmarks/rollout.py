@@ -20,10 +20,10 @@ from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
-from specrl_jax.rollout.engine.requests import DraftInputs
-from specrl_jax.rollout.engine.spec import ProgramSpec, RolloutSpec
+from specrl_jax.rollout.engine.runner import DraftInputs
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
-from specrl_jax.rollout.generate import Noise, generate, measure
+from specrl_jax.rollout.generate import NoiseKey, generate, time_decoding
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Rollout
@@ -41,7 +41,7 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
     lens = drawn_lengths(size)
     weights = random_weights(size.model)
     prompts = random_prompts(size, size.rows)
-    inputs = weights, prompts, Noise(jax.random.key(0), 1)
+    inputs = weights, prompts, NoiseKey(jax.random.key(0), 1)
     naive = make_spec(size, one_bucket=True)
     plain = make_spec(size)
     tree = make_spec(size, width=size.max_width)
@@ -58,7 +58,7 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
             ("tree", tree, DraftInputs(history=history)),
             ("previous+tree", tree, DraftInputs(previous, history=history)),
         ):
-            seconds = measure(spec, *inputs, drafts, CarryOver())
+            seconds = time_decoding(spec, *inputs, drafts, CarryOver())
             options = {"drafts": drafts, "max_lens": lens, "speculation": Speculation(seconds)}
             cases[f"{kind}, {lost}"] = functools.partial(generate, spec, *inputs, **options)
     runs = run_in_turn(cases, size.repeats, log)
@@ -74,24 +74,25 @@ def make_spec(
 ) -> RolloutSpec:
     """Return the spec of a rollout that computes all rows at once. width: of its widest step; above
     1 it has tree drafts."""
-    program = ProgramSpec(
+    spec = RolloutSpec(
         model=size.model,
         sampling=SamplingConfig(),
         accept=accept,
         eos_ids=(),
         pad_id=0,
+        prompt_slots=size.prompt_len,
         response_slots=size.response_len,
+        group_size=GROUP,
         draft_source=TREE if width > 1 else None,
+        max_width=width,
+        row_buckets=1 if one_bucket else size.row_buckets,
     )
-    buckets = 1 if one_bucket else size.row_buckets
-    spec = RolloutSpec(program, size.prompt_len, GROUP, row_buckets=buckets, max_width=width)
     return without_end(spec)
 
 
 def without_end(spec: RolloutSpec) -> RolloutSpec:
     """Return the spec with an end-of-sequence that no token is."""
-    program = dataclasses.replace(spec.program, eos_ids=(spec.program.model.vocab_size,))
-    return dataclasses.replace(spec, program=program)
+    return dataclasses.replace(spec, eos_ids=(spec.model.vocab_size,))
 
 
 def drawn_lengths(size: Size) -> np.ndarray:

@@ -21,9 +21,9 @@ from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
-from specrl_jax.rollout.engine.requests import DraftInputs
+from specrl_jax.rollout.engine.runner import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
-from specrl_jax.rollout.generate import Noise, generate
+from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.run_log import RunLog
 from specrl_jax.state import Run
 from specrl_jax.types import Drafts, Prompts, Rollout
@@ -45,7 +45,7 @@ class _Case:
         """Return what is drafted of earlier responses."""
         if not self.drafted:
             return DraftInputs()
-        if not self.spec.program.draft_source:
+        if not self.spec.draft_source:
             return DraftInputs(Drafts.of(written), math.log(self.lenience))
         arrays = np.asarray(written.tokens), np.asarray(written.lens)
         return DraftInputs(history=as_history(*arrays, self.spec.group_size))
@@ -69,7 +69,7 @@ def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:
     lens = np.array([x.lens for x in written])
 
     def respond(case: _Case, step: int, drafts: DraftInputs) -> TimedRollout:
-        noise = Noise(run.key, step if case.keeps_noise else step + repeats)
+        noise = NoiseKey(run.key, step if case.keeps_noise else step + repeats)
         rollout = functools.partial(
             generate, case.spec, weights, prompts, noise=noise, drafts=drafts
         )
@@ -107,7 +107,8 @@ def _write_and_train(
     state = init_state(run, params)
     older = rollout_weights(run.model, state.policy(run.model))
     written = [
-        generate(run.rollout_spec, older, prompts, Noise(run.key, step)).rollout for step in steps
+        generate(run.rollout_spec, older, prompts, NoiseKey(run.key, step)).rollout
+        for step in steps
     ]
     with run.scorer.pool:
         for _ in range(drift):
@@ -120,9 +121,8 @@ def _cases(run: Run) -> Iterator[_Case]:
     spec = run.rollout_spec
 
     def of_rule(rule: AcceptanceRule) -> RolloutSpec:
-        stored = spec.program.stored_logprobs if rule.needs_distribution else 0
-        program = dataclasses.replace(spec.program, accept=rule, stored_logprobs=stored)
-        return dataclasses.replace(spec, program=program)
+        stored = spec.stored_logprobs if rule.needs_distribution else 0
+        return dataclasses.replace(spec, accept=rule, stored_logprobs=stored)
 
     yield _Case("no drafts", of_rule(MATCH), drafted=False)
     for name, rule in ACCEPTANCE_RULES.items():
@@ -135,7 +135,7 @@ def _cases(run: Run) -> Iterator[_Case]:
             yield _Case(f"{name}, kept noise", of_rule(rule), keeps_noise=True)
     settings = run.config.rollout
     source = SuffixDrafts.from_config(settings)
-    program = dataclasses.replace(of_rule(MATCH).program, draft_source=source)
-    tree = dataclasses.replace(spec, program=program, max_width=settings.max_width)
+    width = settings.max_width
+    tree = dataclasses.replace(of_rule(MATCH), draft_source=source, max_width=width)
     yield _Case("tree", tree)
     yield _Case("tree, kept noise", tree, keeps_noise=True)

@@ -14,7 +14,7 @@ from specrl_jax.models.transformer import Params
 from specrl_jax.programs import Program, compile_all
 from specrl_jax.rollout.engine.all_rows import start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
-from specrl_jax.rollout.generate import Noise
+from specrl_jax.rollout.generate import NoiseKey
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.sharding import put
 
@@ -29,26 +29,25 @@ def step_seconds(size: Size, weights: Params) -> dict[int, float]:
     weights: of `policies.random_weights`.
     """
     spec = make_spec(size, one_bucket=True, width=size.max_width)
-    program = spec.program
     prompts = random_prompts(size, size.rows)
     stored = np.zeros((size.rows, size.response_len), np.int32)
     lens = np.full(size.rows, size.response_len, np.int32)
     history = as_history(stored, lens, GROUP)
     cache = init_cache(size.model, size.rows, spec.buckets(size.rows).slots)
-    noise = Noise(jax.random.key(0), 1)
+    noise = NoiseKey(jax.random.key(0), 1)
     visits = np.zeros((len(prompts.lens), GROUP), int)
 
     def half_way() -> Rows:
-        rows = start_all_rows(program, prompts, noise, visits)
+        rows = start_all_rows(spec, prompts, noise, visits)
         return dataclasses.replace(rows, lens=put(lens // 2, "batch"))
 
     rows = half_way()
-    drafts = program.draft_source.init(prompts, history, GROUP)
+    drafts = spec.draft_source.init(prompts, history, GROUP)
     stop = StopCondition.of(size.rows, size.rows, max_steps=_STEPS, max_unfinished=-1, max_left=-1)
     widths = [2**i for i in range(size.max_width.bit_length())]
 
     def arguments(width: int) -> tuple:
-        return program, weights, cache, rows, drafts if width > 1 else None, stop
+        return spec, weights, cache, rows, drafts if width > 1 else None, stop
 
     traces = {w: functools.partial(decode_steps.trace, *arguments(w), width=w) for w in widths}
     compile_all([Program(str(width), trace) for width, trace in traces.items()])

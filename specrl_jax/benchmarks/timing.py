@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from specrl_jax.benchmarks.reports import spread
-from specrl_jax.rollout.engine.stats import Stats
+from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.types import Rollout
 
 Log = Callable[[str], None]

@@ -63,13 +63,6 @@ def _rule_in_force(config: ConfigDict) -> Any:
     return table("rollout.engine.spec:acceptance_rule")(config)
 
 
-def _may_skip_drafts(config: ConfigDict) -> bool:
-    """Return whether a rollout may leave drafts unverified: the match rule on fresh noise."""
-    fresh = table("rollout.engine.spec:noise_visits")(config) == 1
-    there = _draft(config).previous or config.rollout.run_ahead
-    return there and fresh and _rule_in_force(config).samples_anew
-
-
 def _recomputes(config: ConfigDict) -> bool:
     return config.updates.old_logprobs == "recompute"
 
@@ -121,7 +114,6 @@ STORED = When("rollout.draft", lambda c: _draft(c).previous or _draft(c).source 
 TREE = When("rollout.draft", lambda c: _draft(c).source is not None)
 HEAD = When("rollout.draft", lambda c: _draft(c).head)
 WIDE = When("rollout.draft", lambda c: _draft(c).proposes)
-CHOICE_OF_WORK = When("rollout.draft", lambda c: _draft(c).proposes or _may_skip_drafts(c))
 GENERATIONS = When(
     "rollout.tree.history", lambda c: c.rollout.tree.history > 1 or c.rollout.run_ahead, "2"
 )
@@ -263,7 +255,7 @@ FIELDS: dict[str, Field] = {
     "rollout.head.depth": _row(integer(1, 16, "each is a pass of the head in the update"), HEAD),
     "rollout.head.vocab": _row(integer(), HEAD),
     "rollout.max_width": _row(TOKENS_OF_A_STEP, WIDE, idle=1),
-    "rollout.adaptive": _row(SWITCH, CHOICE_OF_WORK, idle=False),
+    "rollout.adaptive": _row(SWITCH, WIDE, idle=False),
     "rollout.row_buckets": _row(integer(1, 32, "each is half of the last")),
     "rollout.max_rows": _row(integer()),
     "rollout.logits_chunk": _row(integer(1)),

@@ -206,7 +206,7 @@ class ByPassRate(_Chooser):
         rewards = np.clip(rewards, 0, 1).astype(np.float64)
         decay = self._settings.decay
         for example, group in zip(prompts.examples, rewards, strict=True):
-            prompt_id = base_id(example.prompt_id)
+            prompt_id = example.base_id
             evidence = np.array([group.sum(), (1 - group).sum()])
             faded = decay * np.array(self._of(prompt_id)) + (1 - decay)
             self.posterior[prompt_id] = (faded + evidence).tolist()
@@ -280,13 +280,6 @@ def part_of(prompts: Prompts, first: int) -> Prompts:
     """
     if first == 0:
         return prompts
-    examples = tuple(
-        dataclasses.replace(e, prompt_id=f"{e.prompt_id}+{first}") for e in prompts.examples
-    )
+    examples = tuple(example.part(first) for example in prompts.examples)
     digests = [hashlib.blake2b(e.prompt_id.encode(), digest_size=8).hexdigest() for e in examples]
     return dataclasses.replace(prompts, ids=words(digests), examples=examples)
-
-
-def base_id(name: str) -> str:
-    """ "ID+4" → "ID"."""
-    return name.partition("+")[0]

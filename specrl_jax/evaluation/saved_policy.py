@@ -24,7 +24,7 @@ from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy, load_shape
 from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import Params, abstract_params, abstract_trained, rollout_weights
-from specrl_jax.rollout.generate import Noise, RolloutSpec
+from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.sharding import shards
 
@@ -63,10 +63,10 @@ class SavedPolicy:
         spec = RolloutSpec.from_config(config, self.model, **ids)
         return spec.for_evaluation(samples, temperature)
 
-    def noise(self, step: int | None = None) -> Noise:
+    def noise(self, step: int | None = None) -> NoiseKey:
         """Return the noise of the run's evaluation at a step; None: the checkpoint's step."""
         key = jax.random.key(self.config.seed)
-        return Noise(key, self.step if step is None else step, Purpose.EVALUATE)
+        return NoiseKey(key, self.step if step is None else step, Purpose.EVALUATE)
 
     def batch_size(self, prompts: int, samples: int = 1) -> int:
         """Prompts per rollout: about as many rows as in the run's evaluation."""

@@ -15,55 +15,72 @@ outcome z.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specrl_jax.rollout.sampling import add_at, logprobs_at
+from specrl_jax.models.row_slices import read_slots
+from specrl_jax.rollout.sampling import TokenDistributions, add_at, logprobs_at
+from specrl_jax.types import TokenColumns
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual:
-    """Distribution of the token after the verified prefix, see `residual_scores`."""
+class DraftTokens:
+    """Draft tokens of b rows at t positions, and what the rules read of them."""
 
-    other_tokens: Array  # bool [b], the draft's outcome "other tokens" was accepted
-    log_scale: Array  # float32 [b], log P of the verified prefix; inf: sample from π
+    lens: Array  # int32 [b], tokens that count, the first ones
+    stored: TokenColumns  # [b, t], with the log-probs under π_old that are stored
+    uniforms: Array  # float32 [b, t] in (0, 1]
+    log_lenience: Array  # scalar in [-inf, inf]
 
 
 @dataclasses.dataclass(frozen=True)
-class Verification:
-    """Inputs of a rule at W draft positions of b rows; log-probs are float32 nats."""
+class Residual:
+    """Distribution of a token after the verified prefix, ∝ (P π - π_old)_+."""
 
-    draft_len: Array  # int32 [b], draft tokens among these positions
-    logprobs: Array  # [b, W], of the draft tokens under π
-    accept_threshold: Array | None = None  # [b, W], from `AcceptanceRule.accept_threshold`
-    # Where the rule `needs_distribution`:
-    uniforms: Array | None = None  # float32 [b, W] in (0, 1]
-    old_logprobs: Array | None = None  # [b, W], of the draft tokens under π_old
-    top_logprobs: Array | None = None  # [b, W, k], under π, of the k likeliest tokens of π_old
-    old_top_logprobs: Array | None = None  # [b, W, k], of these under π_old
-    in_top: Array | None = None  # bool [b, W], the draft token is one of these
+    top_ids: Array  # int32 [..., k], the likeliest tokens of π_old at this position
+    top_logprobs: Array  # float32 [..., k], of these under π_old
+    other_tokens: Array  # bool [...], the draft's outcome "other tokens" was accepted
+    log_scale: Array  # float32 [...], log P of the verified prefix; inf: the residual is π
+
+    def weigh(self, scores: Array) -> Array:
+        """Return the log-weights [..., V] of the token, unnormalised.
+
+        scores: [..., V] of π, tempered and truncated. Where other tokens were accepted: π without
+        top_ids. π itself for P = inf, and where no token has any weight.
+        """
+        log_scale = self.log_scale
+        now = logprobs_at(scores, self.top_ids)
+        # Over P, so that P = inf leaves π: log(π - π_old / P) = log π + log(1 - π_old / (P π)).
+        excess = _with_others(self.top_logprobs) - log_scale[..., None] - _with_others(now)
+        factor = jnp.where(excess < 0, jnp.log1p(-jnp.exp(jnp.minimum(excess, 0.0))), -jnp.inf)
+        factor = jnp.where(jnp.isposinf(log_scale)[..., None], 0.0, factor)  # also where π is 0
+        elsewhere = jnp.where(self.other_tokens, 0.0, factor[..., -1])
+        at_ids = jnp.where(self.other_tokens[..., None], -jnp.inf, factor[..., :-1])
+        weights = add_at(scores, self.top_ids, at_ids, elsewhere=elsewhere)
+        empty = jnp.max(weights, axis=-1, keepdims=True) == -jnp.inf
+        return jnp.where(empty, scores, weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceRule:
-    """A rule of `ACCEPTANCE_RULES`: a hashable object, fixed in the compiled programs.
+    """Rule of `ACCEPTANCE_RULES`: a hashable object, fixed in the compiled programs.
 
-    A rule that compares each draft token's log-prob with a number known beforehand overrides
-    `accept_threshold`; any other rule overrides `accept`. A rule that is not exact brings its
+    The engine lets a rule `look` at a draft, some tokens at a time, for as long as all of them are
+    kept, and then `decide`. A rule that compares each draft token's log-prob with a number known
+    beforehand overrides `accept_threshold` alone. A rule that is not exact brings its
     `importance_weight`, or cannot be used with `algorithm.importance_cap`.
     """
 
     exact = False  # responses are distributed as π, whatever the draft
-    # Every token is sampled; a draft token is accepted where it is the sampled one.
+    # Every token is sampled; a draft token is kept where it is the sampled one. Such a rule reads
+    # no stored log-probs.
     samples_anew = False
-    # A draft is decided on at its end, with π_old's k likeliest tokens at every position;
-    # `accept` gives a residual. Any other rule may see a draft in parts.
-    needs_distribution = False
+    needs_distribution = False  # π_old's k likeliest tokens are stored at every position
     cuts_draft = False  # drafts are cut by `cut` before anything is verified
     # (log π(y) - log π_old(y), log ℓ, share of rejections) -> weight of an accepted token y, which
     # turns means over emitted tokens into means under π; arrays [B, R], None: there is none.
@@ -73,22 +90,41 @@ class AcceptanceRule:
     lenient_share: ClassVar[Callable[[Array, Array], Array] | None] = None
 
     def cut(self, uniforms: Array, draft_lens: Array) -> Array:
-        """Draft tokens that are left of each draft, int32 [B]."""
+        """Return how many draft tokens are left of each draft, int32 [B]."""
         return draft_lens
 
     def accept_threshold(
         self, uniforms: Array, draft_logprobs: Array, log_lenience: Array
     ) -> Array:
-        """log π(y) from which on a draft token y is accepted, float32 [B, W].
+        """Return log π(y) from which on a draft token y is accepted, float32 [b, t].
 
-        draft_logprobs: log π_old(y) [B, W]. log_lenience: scalar in [-inf, inf].
+        draft_logprobs: log π_old(y) [b, t]. log_lenience: scalar in [-inf, inf].
         """
         raise NotImplementedError
 
-    def accept(self, step: Verification) -> tuple[Array, Residual | None]:
-        """Return the accepted tokens of each draft, int32 [b], and the residual; None: π. The
-        residual of a row without draft tokens is π."""
-        return count_leading(step.logprobs >= step.accept_threshold, step.draft_len), None
+    def look(
+        self, draft: DraftTokens, policy: TokenDistributions
+    ) -> tuple[Array, TokenColumns, Any]:
+        """Look at draft tokens, before which all were kept.
+
+        policy: π at their t positions. Returns how many of them are kept, int32 [b]; what the row
+        gets for a token that is kept, [b, t]; and a pytree of arrays [b, t, ...] for `decide`.
+        """
+        now = policy.score(draft.stored.tokens)
+        threshold = self.accept_threshold(
+            draft.uniforms, draft.stored.sampling_logprobs, draft.log_lenience
+        )
+        return count_leading(now.sampling_logprobs >= threshold, draft.lens), now, ()
+
+    def decide(
+        self, draft: DraftTokens, kept: Array, now: TokenColumns, seen: Any
+    ) -> tuple[Array, Residual | None]:
+        """Decide on whole drafts, each of which was looked at up to a rejection or its end.
+
+        kept: int32 [b], and now, seen: as `look` gave them, zeros where it did not. Returns how
+        many tokens are kept, int32 [b], and what the next one is sampled from, [b, 1]; None: π.
+        """
+        return kept, None
 
 
 class Ratio(AcceptanceRule):
@@ -139,38 +175,31 @@ class RandomCut(AcceptanceRule):
 
 
 class Block(AcceptanceRule):
-    """Block verification of whole drafts (arXiv 2403.10444, algorithm 2).
-
-        P_0 = 1,  P_i = min(1, P_{i-1} π(z_i) / π_old(z_i))
-        s_i = Σ_x (P_i π(x) - π_old(x))_+ at position i + 1
-        h_i = s_i / (s_i + 1 - P_i),  h_T = P_T
-
-    The longest prefix with u_i <= h_i is accepted, i its length and u_i the uniform of its last
-    token. The token after it is sampled ∝ (P_i π - π_old)_+, or from π if all is accepted.
-    """
+    """Block verification of whole drafts (arXiv 2403.10444, algorithm 2), see `verify_block`."""
 
     exact = True
     needs_distribution = True
 
-    def accept(self, step):
-        columns = jnp.arange(step.uniforms.shape[1], dtype=jnp.int32)[None, :]
-        log_p = _joint_log_ratio(_outcome_log_ratio(step))
-        # The token that ends the draft is an outcome still.
-        outcomes = jnp.minimum(count_leading(step.in_top, step.draft_len) + 1, step.draft_len)
+    def look(self, draft, policy):
+        # A prefix may be kept although a shorter one is not: the whole draft is looked at.
+        now = policy.score(draft.stored.tokens)
+        return draft.lens, now, logprobs_at(policy.cut, draft.stored.top_ids)
 
-        # A prefix that may go on is decided with the distributions one column later.
-        log_p_before = jnp.pad(log_p[:, :-1], ((0, 0), (1, 0)))
-        uniforms_before = jnp.pad(step.uniforms[:, :-1], ((0, 0), (1, 0)))
-        keep = uniforms_before <= _keep_prob(log_p_before, step)
-        cut = jnp.max(jnp.where(keep & (columns < outcomes[:, None]), columns, 0), axis=1)
-
-        last = columns == outcomes[:, None] - 1
-        whole = jnp.any(last & (jnp.log(step.uniforms) <= log_p), axis=1) | (step.draft_len <= 0)
-        others = jnp.any(last & ~step.in_top, axis=1) & whole
-        accepted = jnp.where(whole, outcomes - others, cut)
-        log_p_cut = jnp.take_along_axis(log_p_before, cut[:, None], axis=1)[:, 0]
-        log_scale = jnp.where(whole, jnp.inf, log_p_cut)
-        return accepted, Residual(others, log_scale)
+    def decide(self, draft, kept, now, seen):
+        stored = draft.stored
+        kept, other_tokens, log_scale = verify_block(
+            draft.uniforms,
+            now.sampling_logprobs,
+            stored.sampling_logprobs,
+            seen,
+            stored.top_logprobs,
+            jnp.any(stored.tokens[..., None] == stored.top_ids, axis=-1),
+            draft.lens,
+        )
+        here = jnp.minimum(kept, stored.tokens.shape[1] - 1)
+        top_ids = read_slots(stored.top_ids, here, 1)
+        top_logprobs = read_slots(stored.top_logprobs, here, 1)
+        return kept, Residual(top_ids, top_logprobs, other_tokens[:, None], log_scale[:, None])
 
 
 class Match(AcceptanceRule):
@@ -178,6 +207,10 @@ class Match(AcceptanceRule):
 
     exact = True
     samples_anew = True
+
+    def look(self, draft, policy):
+        sampled = policy.sample()
+        return count_leading(sampled.tokens == draft.stored.tokens, draft.lens), sampled, ()
 
 
 MATCH = Match()
@@ -192,37 +225,56 @@ ACCEPTANCE_RULES: dict[str, AcceptanceRule] = {
 
 
 def count_leading(accept_BW: Array, lens_B: Array) -> Array:
-    """Number of leading True within each row's first `lens` entries, int32 [B]."""
+    """Count the leading True within each row's first `lens` entries, int32 [B]."""
     width = accept_BW.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     return jnp.min(jnp.where(accept_BW & (steps < lens_B[:, None]), width, steps), axis=1)
 
 
-def in_top(tokens: Array, top_ids: Array) -> Array:
-    """Return whether tokens [...] are among top_ids [..., k], bool [...]."""
-    return jnp.any(tokens[..., None] == top_ids, axis=-1)
+def verify_block(
+    uniforms: Array,
+    logprobs: Array,
+    old_logprobs: Array,
+    top_logprobs: Array,
+    old_top_logprobs: Array,
+    in_top: Array,
+    lens: Array,
+) -> tuple[Array, Array, Array]:
+    """Verify whole drafts.
 
+        P_0 = 1,  P_i = min(1, P_{i-1} π(z_i) / π_old(z_i))
+        s_i = Σ_x (P_i π(x) - π_old(x))_+ at position i + 1
+        h_i = s_i / (s_i + 1 - P_i),  h_T = P_T
 
-def residual_scores(
-    scores: Array, top_ids: Array, top_logprobs: Array, residual: Residual
-) -> Array:
-    """Log-weights [..., V] of the token after the prefix, ∝ (P π - π_old)_+, unnormalised.
+    The longest prefix with u_i <= h_i is accepted, i its length and u_i the uniform of its last
+    token. The token after it is sampled ∝ (P_i π - π_old)_+, or from π if all is accepted.
 
-    scores: [..., V] of π, tempered and truncated. top_ids, top_logprobs: [..., k] of π_old at this
-    position. Where other tokens were accepted: π without top_ids. π itself for P = inf, and where
-    no token has any weight.
+    uniforms: [b, T] in (0, 1]. logprobs, old_logprobs: [b, T], of the draft tokens under π and
+    π_old. top_logprobs, old_top_logprobs: [b, T, k], of the k likeliest tokens of π_old under both.
+    in_top: bool [b, T], the draft token is one of these. lens: int32 [b].
+
+    Returns the length of the prefix int32 [b], `other_tokens` and `log_scale` of the `Residual`.
     """
-    log_scale = residual.log_scale
-    now = logprobs_at(scores, top_ids)
-    # Over P, so that P = inf leaves π: log(π - π_old / P) = log π + log(1 - π_old / (P π)).
-    excess = _with_others(top_logprobs) - log_scale[..., None] - _with_others(now)
-    factor = jnp.where(excess < 0, jnp.log1p(-jnp.exp(jnp.minimum(excess, 0.0))), -jnp.inf)
-    factor = jnp.where(jnp.isposinf(log_scale)[..., None], 0.0, factor)  # also where π is 0
-    elsewhere = jnp.where(residual.other_tokens, 0.0, factor[..., -1])
-    at_ids = jnp.where(residual.other_tokens[..., None], -jnp.inf, factor[..., :-1])
-    weights = add_at(scores, top_ids, at_ids, elsewhere=elsewhere)
-    empty = jnp.max(weights, axis=-1, keepdims=True) == -jnp.inf
-    return jnp.where(empty, scores, weights)
+    columns = jnp.arange(uniforms.shape[1], dtype=jnp.int32)[None, :]
+    log_p = _joint_log_ratio(
+        jnp.where(in_top, logprobs, _with_others(top_logprobs)[..., -1]),
+        jnp.where(in_top, old_logprobs, _with_others(old_top_logprobs)[..., -1]),
+    )
+    # The token that ends the draft is an outcome still.
+    outcomes = jnp.minimum(count_leading(in_top, lens) + 1, lens)
+
+    # A prefix that may go on is decided with the distributions one column later.
+    log_p_before = jnp.pad(log_p[:, :-1], ((0, 0), (1, 0)))
+    uniforms_before = jnp.pad(uniforms[:, :-1], ((0, 0), (1, 0)))
+    keep = uniforms_before <= _keep_prob(log_p_before, top_logprobs, old_top_logprobs)
+    cut = jnp.max(jnp.where(keep & (columns < outcomes[:, None]), columns, 0), axis=1)
+
+    last = columns == outcomes[:, None] - 1
+    whole = jnp.any(last & (jnp.log(uniforms) <= log_p), axis=1) | (lens <= 0)
+    others = jnp.any(last & ~in_top, axis=1) & whole
+    log_p_cut = jnp.take_along_axis(log_p_before, cut[:, None], axis=1)[:, 0]
+    accepted = jnp.where(whole, outcomes - others, cut)
+    return accepted, others, jnp.where(whole, jnp.inf, log_p_cut)
 
 
 def _with_others(top_logprobs: Array) -> Array:
@@ -231,19 +283,13 @@ def _with_others(top_logprobs: Array) -> Array:
     return jnp.concatenate([top_logprobs, jnp.log(jnp.maximum(rest, 0.0))], axis=-1)
 
 
-def _outcome_log_ratio(step: Verification) -> Array:
-    """log π(z) / π_old(z) of the draft's outcomes [b, W]; -inf where π_old(z) is 0."""
-    now = jnp.where(step.in_top, step.logprobs, _with_others(step.top_logprobs)[..., -1])
-    old = jnp.where(step.in_top, step.old_logprobs, _with_others(step.old_top_logprobs)[..., -1])
-    return jnp.where(old > -jnp.inf, now - old, -jnp.inf)
-
-
-def _joint_log_ratio(log_ratio: Array) -> Array:
-    """log P_i = min(0, log P_{i-1} + log_ratio_i) over [b, W], from log P_0 = 0.
+def _joint_log_ratio(now: Array, old: Array) -> Array:
+    """log P_i = min(0, log P_{i-1} + log π(z_i) - log π_old(z_i)) over [b, T], from log P_0 = 0.
 
     Token by token: cheap beside the model, and a difference of cumulative sums loses digits on
     long drafts.
     """
+    log_ratio = jnp.where(old > -jnp.inf, now - old, -jnp.inf)
 
     def step(log_p: Array, change: Array) -> tuple[Array, Array]:
         log_p = jnp.minimum(log_p + change, 0.0)
@@ -253,10 +299,10 @@ def _joint_log_ratio(log_ratio: Array) -> Array:
     return log_p.T
 
 
-def _keep_prob(log_p: Array, step: Verification) -> Array:
-    """h of prefixes with joint ratio P [b, W], from the distributions after them."""
-    gain = jnp.exp(log_p[..., None] + _with_others(step.top_logprobs))
-    gain = jnp.sum(jnp.maximum(gain - jnp.exp(_with_others(step.old_top_logprobs)), 0.0), axis=-1)
+def _keep_prob(log_p: Array, top_logprobs: Array, old_top_logprobs: Array) -> Array:
+    """h of prefixes with joint ratio P [b, T], from the distributions after them."""
+    gain = jnp.exp(log_p[..., None] + _with_others(top_logprobs))
+    gain = jnp.sum(jnp.maximum(gain - jnp.exp(_with_others(old_top_logprobs)), 0.0), axis=-1)
     total = gain - jnp.expm1(log_p)
     # 0 / 0: P = 1 and equal distributions. The next token is then accepted, and so is the prefix.
     return jnp.where(total > 0, gain / total, 1.0)

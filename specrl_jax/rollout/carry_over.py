@@ -1,6 +1,6 @@
 """State between two rollouts: `CarryOver` goes in, `RunAhead` and `Resumed` come out.
 
-*Run-ahead* (SRT, arXiv 2601.09083): prompts of the next step are rolled out in places that would be
+*Run-ahead* (SRT, arXiv 2601.09083): prompts of the next step are rolled out in slots that would be
 idle, with that step's noise. Their tokens are drafts for the match rule, so they change nothing.
 
 *Partial rollouts* (CoPRIS, arXiv 2511.05589; APRIL, 2509.18521): Q + X groups run, and the step
@@ -21,7 +21,7 @@ from jax import Array
 from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.rollout.rows import Rows, where_rows
 from specrl_jax.sharding import put, reshard, take_rows
-from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, StatePart
+from specrl_jax.types import Drafts, PartialRows, Prompts, Rollout, Source, StatePart, TokenColumns
 
 # --- run-ahead ------------------------------------------------------------------------------------
 
@@ -82,10 +82,10 @@ def _over(drafts: Drafts, previous: Drafts | None, own: Array) -> Drafts:
 class Resumed(StatePart):
     """Groups that are not done, between two steps."""
 
-    rows: PartialRows  # X * G, of which the first len(steps) groups are in use
+    rows: PartialRows  # X * G, of which the first len(prompt_ids) groups are in use
     prompt_ids: tuple[str, ...] = ()
     # By group and sample: the step whose noise it uses to its end.
-    steps: tuple[tuple[int, ...], ...] = ()
+    noise_steps: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def empty(cls, rows: int, slots: int, k: int = 0) -> "Resumed":
@@ -97,11 +97,11 @@ class Resumed(StatePart):
         return self.rows
 
     def host(self) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-        return self.prompt_ids, self.steps
+        return self.prompt_ids, self.noise_steps
 
     def restore(self, host, arrays: PartialRows) -> "Resumed":
-        prompt_ids, steps = host
-        return Resumed(arrays, tuple(prompt_ids), tuple(map(tuple, steps)))
+        prompt_ids, noise_steps = host
+        return Resumed(arrays, tuple(prompt_ids), tuple(map(tuple, noise_steps)))
 
 
 @jax.jit
@@ -111,23 +111,26 @@ def without_drafts(drafts: Drafts, rows: Array) -> Drafts:
 
 
 @jax.jit
-def restore(all_rows: Rows, held: PartialRows) -> Rows:
-    """The rows with what they hold already."""
-    have = held.rollout.lens > 0
-    margin = all_rows.tokens.shape[1] - held.rollout.tokens.shape[1]
+def restore(all_rows: Rows, begun: PartialRows) -> Rows:
+    """Give the rows what they hold already."""
+    have = begun.rollout.lens > 0
+    margin = all_rows.tokens.shape[1] - begun.rollout.tokens.shape[1]
 
     def write(old: Array, new: Array) -> Array:
-        if new.ndim > 1:
-            new = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
-        return where_rows(have, new, old)
+        wide = jnp.pad(new, ((0, 0), (0, margin), *((0, 0),) * (new.ndim - 2)))
+        return where_rows(have, wide, old)
 
-    names = ["tokens", "policy_logprobs", "sampling_logprobs", "sources", "lens", "prefix_lens"]
-    if all_rows.top_ids is not None:
-        names += ["top_ids", "top_logprobs"]
-    changes = {name: write(getattr(all_rows, name), getattr(held.rollout, name)) for name in names}
-    last = read_slots(changes["tokens"], jnp.maximum(changes["lens"] - 1, 0), 1)[:, 0]
+    rollout = begun.rollout
+    columns = jax.tree.map(write, TokenColumns.of(all_rows), TokenColumns.of(rollout))
+    last = read_slots(columns.tokens, jnp.maximum(rollout.lens - 1, 0), 1)[:, 0]
     return dataclasses.replace(
-        all_rows, **changes, last=jnp.where(have, last, all_rows.last), done=held.done
+        all_rows,
+        lens=jnp.where(have, rollout.lens, all_rows.lens),
+        last=jnp.where(have, last, all_rows.last),
+        prefix_lens=jnp.where(have, rollout.prefix_lens, all_rows.prefix_lens),
+        done=begun.done,
+        sources=write(all_rows.sources, rollout.sources),
+        **vars(columns),
     )
 
 
@@ -136,7 +139,7 @@ class CarryOver:
     """Work that a rollout takes up from earlier ones, and that it may leave to the next."""
 
     next_prompts: Prompts | None = None  # of step + 1, for run-ahead
-    next_steps: np.ndarray | None = None  # int [Q, G], as of `Noise`, of these; None: step + 1
+    next_noise_steps: np.ndarray | None = None  # int [Q, G], of these; None: step + 1
     # Their prompts come first among the rollout's, which ends once `stop_after_groups` are done.
     resumed: Resumed | None = None
     stop_after_groups: int = 0
@@ -150,9 +153,9 @@ class CarryOver:
 
 
 @jax.jit
-def append_forced(held: PartialRows, tokens: Array, lens: Array) -> PartialRows:
+def append_forced(begun: PartialRows, tokens: Array, lens: Array) -> PartialRows:
     """Append to rows `lens` [B] tokens of `tokens` [B, O], which no policy drew."""
-    rollout = held.rollout
+    rollout = begun.rollout
     positions = jnp.arange(rollout.tokens.shape[1])[None, :]
     new = (positions >= rollout.lens[:, None]) & (positions < (rollout.lens + lens)[:, None])
     wide = jnp.pad(rollout.tokens, ((0, 0), (0, tokens.shape[1])))
@@ -163,28 +166,28 @@ def append_forced(held: PartialRows, tokens: Array, lens: Array) -> PartialRows:
         sources=jnp.where(new, jnp.int8(Source.FORCED), rollout.sources),
         lens=rollout.lens + lens,
     )
-    return dataclasses.replace(held, rollout=rollout)
+    return dataclasses.replace(begun, rollout=rollout)
 
 
 @functools.partial(jax.jit, static_argnames="eos_ids")
 def turn_drafts(
-    drafts: Drafts, held: PartialRows | None, eos_ids: tuple[int, ...], begins: Array | None = None
+    drafts: Drafts, begun: PartialRows | None, eos_ids: tuple[int, ...], begins: Array | None = None
 ) -> Drafts:
     """Drafts [B] up to the end of the turn; none where what a row holds is not theirs.
 
-    Like the rows they begin with what is held: a draft of n tokens for a row that holds m < n is
+    Like the rows they begin with what is begun: a draft of n tokens for a row that holds m < n is
     one for n - m tokens. begins: int32 [B], where the rows' turns began, if not after what they
     hold. A row that has rejected a token since has no draft until its turn ends, also where what it
     drew instead is what the draft said.
     """
     positions = jnp.arange(drafts.tokens.shape[1])[None, :]
-    begin = jnp.zeros_like(drafts.lens) if held is None else held.rollout.lens
+    begin = jnp.zeros_like(drafts.lens) if begun is None else begun.rollout.lens
     same = drafts.lens > begin
-    if held is not None:
-        differ = (drafts.tokens != held.rollout.tokens) & (positions < begin[:, None])
+    if begun is not None:
+        differ = (drafts.tokens != begun.rollout.tokens) & (positions < begin[:, None])
         same &= ~jnp.any(differ, axis=1)
     if begins is not None:
-        drawn = (held.rollout.sources != Source.REUSED) & (positions >= begins[:, None])
+        drawn = (begun.rollout.sources != Source.REUSED) & (positions >= begins[:, None])
         same &= ~jnp.any(drawn & (positions < begin[:, None]), axis=1)
     ends = functools.reduce(jnp.logical_or, [drafts.tokens == eos for eos in eos_ids])
     ends &= (positions >= begin[:, None]) & (positions < drafts.lens[:, None])
@@ -196,30 +199,31 @@ def turn_drafts(
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def take(tree, places: np.ndarray, rows: int | None = None):
-    """The rows of a pytree of [B, ...] at `places` int [n], and zeros after them, [rows or n]."""
-    numbered = np.full((rows or len(places), 2), -1)
-    numbered[: len(places)] = np.stack([np.zeros_like(places), places], axis=1)
-    return assemble([tree], numbered)
+def take(tree, row_ids: np.ndarray, rows: int | None = None):
+    """Take rows int [n] of a pytree of [B, ...], and zeros after them, [rows or n]."""
+    picks = np.full((rows or len(row_ids), 2), -1)
+    picks[: len(row_ids), 0] = 0
+    picks[: len(row_ids), 1] = row_ids
+    return assemble([tree], picks)
 
 
-def assemble(parts: Sequence, places: np.ndarray):
-    """Rows from several pytrees of [B, ...], [rows].
+def assemble(parts: Sequence, picks: np.ndarray):
+    """Put rows of several pytrees of [B, ...] together, [rows].
 
-    places: int [rows, 2], (which part, which of its rows) for each row of the result; part -1 for a
+    picks: int [rows, 2], (which part, which of its rows) for each row of the result; part -1 for a
     row of zeros, which holds no tokens.
     """
     result = None
     for number, part in enumerate(parts):
-        here = places[:, 0] == number
-        index = np.where(here, places[:, 1], 0).astype(np.int32)
+        here = picks[:, 0] == number
+        index = np.where(here, picks[:, 1], 0).astype(np.int32)
         result = _fill(result, part, put(index, None), put(here, "batch"))
     return result
 
 
 @jax.jit
 def _fill(result, part, index: Array, here: Array):
-    """The result with rows of a part where they are `here`; None: zeros elsewhere."""
+    """Fill in the rows of a part where they are `here`; None: zeros elsewhere."""
     taken = take_rows(part, index)
     before = jax.tree.map(jnp.zeros_like, taken) if result is None else result
     return jax.tree.map(lambda new, old: where_rows(here, new, old), taken, before)

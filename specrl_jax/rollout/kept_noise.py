@@ -19,7 +19,7 @@ from specrl_jax.types import Prompts, StatePart
 
 
 class KeptNoise(StatePart):
-    """The step whose noise each sample of each prompt used last, and for how many visits.
+    """Record of the step whose noise each sample of each prompt used last, and for how many visits.
 
     A worked group of 4 samples, kept for 3 visits, refresh 0.25, visited in steps 1, 5, 9:
 

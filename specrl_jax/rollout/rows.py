@@ -1,8 +1,8 @@
 """The rows of a rollout: what is known of each, and how they move.
 
 `all_rows` holds every row of the rollout in order. The running batch holds those that are being
-computed, in any order; `index` is each row's place among all rows. Rows that begin are written into
-free places of the batch (`engine/extend.py`), compacted as others finish, and scattered back.
+computed, in any order; `index` is each row's index among all rows. Rows that begin are written into
+free slots of the batch (`engine/extend.py`), compacted as others finish, and scattered back.
 
 Shards of the batch hold equal parts of all rows, in order. A row never leaves its shard: every move
 is one within each shard, without communication.
@@ -19,7 +19,7 @@ from jax import Array
 from specrl_jax.models.kv_cache import KVCache
 from specrl_jax.sharding import on_shards, shard_number, shards, take_own_rows
 
-PADDING = np.iinfo(np.int32).max  # index of a place that holds no row
+PADDING = np.iinfo(np.int32).max  # index of a slot that holds no row
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,7 @@ PADDING = np.iinfo(np.int32).max  # index of a place that holds no row
 class Rows:
     """b rows; C = R response columns and a margin that rows which are done write into."""
 
-    index: Array  # int32 [b], place among all rows; PADDING where there is none
+    index: Array  # int32 [b], row index among all rows; PADDING where there is none
     seeds: Array  # uint32 [b, 2], of sampling
     accept_seeds: Array  # uint32 [b, 2], of acceptance
     prompt_lens: Array  # int32 [b]
@@ -46,32 +46,31 @@ class Rows:
     last_state: Array | None = None
 
 
-def gather(all_rows: Rows, places: Array) -> Rows:
-    """The rows at `places` int32 [b], each among those of its own shard; a place outside them gives
-    padding."""
+def gather(all_rows: Rows, row_ids: Array) -> Rows:
+    """Take rows int32 [b], each among those of its own shard; padding for an index outside them."""
 
-    def local(all_rows: Rows, places: Array) -> Rows:
+    def local(all_rows: Rows, row_ids: Array) -> Rows:
         size = all_rows.lens.shape[0]
-        rows = take_own_rows(all_rows, jnp.clip(places, 0, size - 1))
-        return _pad(rows, (places >= 0) & (places < size))
+        rows = take_own_rows(all_rows, jnp.clip(row_ids, 0, size - 1))
+        return _pad(rows, (row_ids >= 0) & (row_ids < size))
 
-    return on_shards(local, all_rows, places, like=all_rows)
+    return on_shards(local, all_rows, row_ids, like=all_rows)
 
 
-def put_rows(rows: Rows, new: Rows, places: Array) -> Rows:
-    """The rows with `new` [b] in the places `places` int32 [b], each of its shard; those outside
-    them are left out."""
+def put_rows(rows: Rows, new: Rows, slots: Array) -> Rows:
+    """Put `new` [b] into slots int32 [b] of the batch, each of its shard; those outside are left
+    out."""
 
-    def local(rows: Rows, new: Rows, places: Array) -> Rows:
-        return jax.tree.map(lambda old, x: old.at[places].set(x, mode="drop"), rows, new)
+    def local(rows: Rows, new: Rows, slots: Array) -> Rows:
+        return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), rows, new)
 
-    return on_shards(local, rows, new, places, like=rows)
+    return on_shards(local, rows, new, slots, like=rows)
 
 
 @functools.partial(jax.jit, donate_argnames="all_rows")
 def scatter(rows: Rows, all_rows: Rows) -> Rows:
-    """All rows with the running batch's rows written to their places, which lie on the same shard;
-    padding is left out."""
+    """Write the running batch's rows over those of all rows, on the same shard; padding is left
+    out."""
     return on_shards(_scatter_own, rows, all_rows, like=all_rows)
 
 
@@ -79,24 +78,24 @@ def _scatter_own(rows: Rows, all_rows: Rows) -> Rows:
     total = all_rows.lens.shape[0]
     size = rows.lens.shape[0]
     index = rows.index - shard_number() * total
-    place = jnp.full(total, -1).at[index].set(jnp.arange(size), mode="drop")
-    here = place >= 0
+    slot = jnp.full(total, -1).at[index].set(jnp.arange(size), mode="drop")
+    here = slot >= 0
 
     def write(old: Array, new: Array) -> Array:
-        return where_rows(here, take_own_rows(new, jnp.maximum(place, 0)), old)
+        return where_rows(here, take_own_rows(new, jnp.maximum(slot, 0)), old)
 
     return dataclasses.replace(jax.tree.map(write, all_rows, rows), index=all_rows.index)
 
 
 @functools.partial(jax.jit, static_argnames="size")
 def compact(cache: KVCache, rows: Rows, *, size: int) -> tuple[KVCache, Rows]:
-    """The unfinished rows, in order, in a batch of `size` rows, each on its shard, which must have
-    room for those of its own. Scatter the rows first: those that are done are gone."""
-    places = size // shards("batch")
+    """Move the unfinished rows, in order, to a batch of `size` rows, each on its shard, which must
+    have room for those of its own. Scatter the rows first: those that are done are gone."""
+    count = size // shards("batch")
 
     def local(cache: KVCache, rows: Rows) -> tuple[KVCache, Rows]:
-        order = jnp.argsort(rows.done, stable=True)[:places]
-        kept = _pad(take_own_rows(rows, order), jnp.arange(places) < jnp.sum(~rows.done))
+        order = jnp.argsort(rows.done, stable=True)[:count]
+        kept = _pad(take_own_rows(rows, order), jnp.arange(count) < jnp.sum(~rows.done))
         return take_own_rows(cache, order), kept
 
     return on_shards(local, cache, rows, like=(cache, rows))

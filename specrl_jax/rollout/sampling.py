@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax import Array
 
 from specrl_jax.models.logprobs import pick
 from specrl_jax.sharding import COMPUTE, axes, reshard, shards
+from specrl_jax.types import TokenColumns
 
 SHORT = 1_024  # vocabularies below it race once
 # Log-prob that stands for -inf where a rule accepted a token that truncation cuts off. Ratios of it
@@ -53,7 +55,7 @@ class SamplingConfig:
 
 
 def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array) -> Array:
-    """uint32 [B, 2] seeds of the rows; ids: uint32 [B, 2] prompt ids, samples: int32 [B].
+    """Return uint32 [B, 2] seeds of the rows; ids: uint32 [B, 2] prompt ids, samples: int32 [B].
 
     step: a scalar, or [B] where rows belong to different steps.
     """
@@ -65,25 +67,27 @@ def row_seeds(key: Array, purpose: int, step: Array, ids: Array, samples: Array)
         return jax.random.key_data(jax.random.fold_in(row, sample))[-2:]
 
     # A slice of a single row forgets that its axis is the batch.
-    high, low = (reshard(ids[:, word], "batch") for word in (0, 1))
+    high = reshard(ids[:, 0], "batch")
+    low = reshard(ids[:, 1], "batch")
     return jax.vmap(seed)(steps, high, low, samples)
 
 
 def uniforms(seeds_B2: Array, positions: Array) -> Array:
-    """float32 in (0, 1] for positions [B, ...], each a function of (row seed, position)."""
+    """Return float32 in (0, 1] for positions [B, ...], each a function of (row seed, position)."""
     seeds = seeds_B2.reshape(seeds_B2.shape[0], 2, *(1,) * (positions.ndim - 1))
     return to_unit(_hash(positions.astype(jnp.uint32), seeds[:, 0], seeds[:, 1]))
 
 
 def exponentials(seeds_B2: Array, positions: Array, ids: Array) -> Array:
-    """float32 Exp(1) [B, ..., n], each a function of (row seed, position [B, ...], id).
+    """Return float32 Exp(1) [B, ..., n], each a function of (row seed, position [B, ...], id).
 
     ids: integers [B or 1, ..., n].
     """
     position = positions.astype(jnp.uint32)
     ids = ids.astype(jnp.uint32)
     shape = (-1, *(1,) * (positions.ndim - 1))
-    seed, seed2 = (reshard(seeds_B2[:, i], "batch").reshape(shape) for i in (0, 1))
+    seed = reshard(seeds_B2[:, 0], "batch").reshape(shape)
+    seed2 = reshard(seeds_B2[:, 1], "batch").reshape(shape)
     first = _hash(position, seed, seed2)
     second = _hash(position ^ jnp.uint32(0x5BD1E995), seed2, seed)
     # The race is won by small values, so they need the resolution: floats are dense near 0, and
@@ -108,7 +112,7 @@ def to_unit(bits: Array) -> Array:
 
 
 def truncate(logits: Array, config: SamplingConfig) -> Array:
-    """Logits [..., V] with the tokens outside top-k and top-p at -inf.
+    """Return logits [..., V] with the tokens outside top-k and top-p at -inf.
 
     Thresholds are found by bisection over the ordered bit patterns of float32: exact, no sort, and
     only reductions over the vocabulary. Ties at a threshold are kept together.
@@ -128,14 +132,14 @@ def _ordered_bits(x: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _keep_above(logits: Array, measure, target: float) -> Array:
-    """Keep the highest scores, as few as reach measure(kept) >= target."""
+def _keep_above(logits: Array, total, target: float) -> Array:
+    """Keep the highest scores, as few as reach total(kept) >= target."""
     ranks = _ordered_bits(logits)
     low = jnp.zeros_like(jnp.max(ranks, axis=-1))  # everything: reaches the target
 
     def halve(bit: Array, low: Array) -> Array:
         middle = low | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
-        return jnp.where(measure(ranks >= middle[..., None]) >= target, middle, low)
+        return jnp.where(total(ranks >= middle[..., None]) >= target, middle, low)
 
     threshold = jax.lax.fori_loop(0, 32, halve, low)
     return jnp.where(ranks >= threshold[..., None], logits, -jnp.inf)
@@ -144,7 +148,8 @@ def _keep_above(logits: Array, measure, target: float) -> Array:
 def sample(
     logits: Array, seeds_B2: Array, positions: Array, config: SamplingConfig
 ) -> tuple[Array, Array, Array]:
-    """Token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at T = 0.
+    """Sample token ids [B, ...] from softmax(logits [B, ..., V]), tempered and truncated; greedy at
+    T = 0.
 
     Returns them, their log-probs [B, ...], and log Σ exp(logits).
     positions: int32 [B, ...], of the sampled tokens in their responses.
@@ -208,8 +213,54 @@ def _column(folded: Array, index: Array) -> Array:
 
 
 def temper(logits: Array, config: SamplingConfig) -> Array:
-    """Logits divided by the temperature (unchanged for greedy decoding)."""
+    """Divide logits by the temperature (unchanged for greedy decoding)."""
     return logits / config.temperature if config.temperature > 0 else logits
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDistributions:
+    """Distributions of the policy at positions of rows: it samples tokens and scores them."""
+
+    logits: Array  # [B, ..., V], tempered
+    cut: Array  # [B, ..., V], truncated too: what is sampled from
+    seeds: Array  # uint32 [B, 2]
+    positions: Array  # int32 [B, ...], of the tokens in their responses
+    config: SamplingConfig
+    k: int  # likeliest tokens whose log-probs are kept
+
+    @classmethod
+    def of(
+        cls, logits: Array, seeds: Array, positions: Array, config: SamplingConfig, k: int = 0
+    ) -> "TokenDistributions":
+        """Take the policy's logits [B, ..., V]; other arguments as the fields."""
+        logits = temper(logits, config)
+        return cls(logits, truncate(logits, config), seeds, positions, config, k)
+
+    def sample(self, weigh: Callable[[Array], Array] | None = None) -> TokenColumns:
+        """Sample a token from each distribution.
+
+        weigh: from the truncated scores to the log-weights [B, ..., V] that are sampled from in
+        their place; None: the scores themselves.
+        """
+        if weigh is None:
+            tokens, logprobs, log_z = sample(self.cut, self.seeds, self.positions, self.config)
+            return self._kept(tokens, logprobs, log_z[..., None])
+        tokens, _, _ = sample(weigh(self.cut), self.seeds, self.positions, self.config)
+        return self.score(tokens)
+
+    def score(self, tokens: Array) -> TokenColumns:
+        """Look up the log-probs of tokens int32 [B, ...]."""
+        return self._kept(tokens, logprobs_at(self.cut, tokens[..., None])[..., 0], None)
+
+    def _kept(self, tokens: Array, sampling: Array, log_z: Array | None) -> TokenColumns:
+        policy = sampling
+        if self.config.truncates:
+            # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
+            policy = logprobs_at(self.logits, tokens[..., None])[..., 0]
+        if not self.k:
+            return TokenColumns(tokens, policy, sampling)
+        top_ids, top_logprobs = likeliest_tokens(self.cut, self.k, log_z)
+        return TokenColumns(tokens, policy, sampling, top_ids, top_logprobs)
 
 
 # Single tokens of a distribution over a vocabulary that is split ----------------------------------
@@ -237,7 +288,7 @@ def logprobs_at(scores: Array, ids: Array, log_z: Array | None = None) -> Array:
 
 
 def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple[Array, Array]:
-    """The k likeliest tokens of softmax(scores [..., V]), likeliest first.
+    """Find the k likeliest tokens of softmax(scores [..., V]), likeliest first.
 
     Returns ids int32 and log-probs float32 nats, [..., k]; -1 and -inf where V < k. On a split
     vocabulary every piece finds its own k first, so that scores are never gathered. log_z: as in
@@ -246,13 +297,14 @@ def likeliest_tokens(scores: Array, k: int, log_z: Array | None = None) -> tuple
     inner = (None,) * (scores.ndim - 2)
 
     @functools.partial(jax.shard_map, out_specs=axes("batch", *inner, "vocab"))
-    def of_piece(scores: Array) -> tuple[Array, Array]:
+    def take_own(scores: Array) -> tuple[Array, Array]:
         size = scores.shape[-1]
         values, ids = jax.lax.top_k(scores, min(k, size))
         return values, ids + size * jax.lax.axis_index(COMPUTE["vocab"])
 
-    of_all = of_piece(reshard(scores, "batch", *inner, "vocab"))
-    values, ids = (reshard(x, "batch", *inner, None) for x in of_all)
+    values, ids = take_own(reshard(scores, "batch", *inner, "vocab"))
+    values = reshard(values, "batch", *inner, None)
+    ids = reshard(ids, "batch", *inner, None)
     values, order = jax.lax.top_k(values, min(k, values.shape[-1]))
     ids = jnp.take_along_axis(ids, order, axis=-1)
     if log_z is None:
@@ -284,7 +336,7 @@ def add_at(scores: Array, ids: Array, values: Array, elsewhere: Array) -> Array:
 
 
 def _local(scores: Array, ids: Array) -> tuple[Array, Array]:
-    """Places of ids in this device's piece of the vocabulary, and whether they are in it."""
+    """Return the indices of ids in this device's piece of the vocabulary, and which are in it."""
     size = scores.shape[-1]
     local = ids - size * jax.lax.axis_index(COMPUTE["vocab"])
     return local, (ids >= 0) & (local >= 0) & (local < size)

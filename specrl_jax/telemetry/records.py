@@ -236,22 +236,19 @@ class RolloutRecords:
         """
         group_size = len(rollout.lens) // len(prompts.examples)
         lines = []
-        # In a group that is rolled out in parts, "ID+4" are the responses to ID from number 4 on.
-        ids = [example.prompt_id.partition("+") for example in prompts.examples]
-        for q in select_prompts([prompt_id for prompt_id, _, _ in ids], self._share):
+        for q in select_prompts([example.base_id for example in prompts.examples], self._share):
             example = prompts.examples[q]
-            first = int(ids[q][2] or 0)
             group = {
                 "step": int(step),
                 "epoch": int(epoch),
-                "prompt_id": ids[q][0],
+                "prompt_id": example.base_id,
                 "prompt": self._decode(prompts.tokens[q, : prompts.lens[q]].tolist()),
                 "answer": example.answer,
             }
             for sample in range(group_size):
                 row = q * group_size + sample
                 scores = {
-                    "sample": first + sample,
+                    "sample": example.first_sample + sample,
                     "reward": _rounded(rewards[row]),
                     "by_function": {name: _rounded(x[row]) for name, x in by_function.items()},
                     "failed": bool(failed[row]),

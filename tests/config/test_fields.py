@@ -161,8 +161,6 @@ ALLOWED = [
     ("algorithm.dual_clip", 0.0, {"algorithm.objective": "cispo"}),
     ("algorithm.importance_cap", 2.0, {"updates.old_logprobs": "recompute"}),
     ("algorithm.max_gen_batches", 4, {"curriculum.name": "speed"}),
-    ("rollout.adaptive", True, {"rollout.noise_epochs": 1}),
-    ("rollout.adaptive", True, NONE | {"rollout.run_ahead": True, "rollout.noise_epochs": 1}),
     ("data.split", "test", FILE | {"data.path": "folder"}),
     ("data.eval_path", "x.jsonl", GUESS),
     ("data.eval_split", "test", FILE | {"data.eval_path": "folder"}),

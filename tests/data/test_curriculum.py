@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 from test_prompts import encoded_set, prompts_of
 
-from specrl_jax.data.curriculum import PromptStream, base_id, make_stream, part_of
+from specrl_jax.data.curriculum import PromptStream, make_stream, part_of
 
 SETTINGS = {"name": "uniform", "candidates": 4.0, "target": 0.5, "decay": 0.5,
             "difficulty": "answer_len", "width": 0.25}  # fmt: skip
@@ -243,7 +243,9 @@ def test_parts_of_a_group_have_names_and_noise_of_their_own():
     names = [e.prompt_id for part in parts for e in part.examples]
     assert len(set(names)) == len(names) == 9
     assert names[3] == names[0] + "+2"
-    assert [base_id(name) for name in names] == names[:3] * 3
+    examples = [e for part in parts for e in part.examples]
+    assert [e.base_id for e in examples] == names[:3] * 3
+    assert [e.first_sample for e in examples] == [0, 0, 0, 2, 2, 2, 4, 4, 4]
     ids = np.concatenate([part.ids for part in parts])
     assert len(np.unique(ids, axis=0)) == 9
     for part in parts:

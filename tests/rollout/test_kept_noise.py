@@ -11,7 +11,7 @@ from rollout_reference import as_drafts, check_equal, host, make_prompts, match_
 from small_runs import assert_same_run, interrupt, records, run_until_killed, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.rollout.generate import DraftInputs, Noise, generate
+from specrl_jax.rollout.generate import DraftInputs, NoiseKey, generate
 from specrl_jax.rollout.kept_noise import KeptNoise
 from specrl_jax.telemetry.metrics import MetricsLog
 from specrl_jax.telemetry.records import read_rollouts
@@ -116,7 +116,7 @@ def test_every_row_is_that_of_its_own_noise(make_mesh, shape, kind):
         drafts = DraftInputs(
             as_drafts(ref.run(match_spec(), weights, prompts, 1)[0]) if previous else None
         )
-        noise = Noise(jax.random.key(ref.KEY), 9, row_steps=steps)
+        noise = NoiseKey(jax.random.key(ref.KEY), 9, noise_steps=steps)
         result = generate(spec, weights, prompts, noise, drafts=drafts)
         assert result.noise_steps.tolist() == steps.tolist()
         mixed = host(result.rollout)
@@ -149,7 +149,7 @@ def test_responses_on_kept_noise_are_exact_and_mostly_the_last_ones(mesh):
     differ = whole = total = 0
     for step in range(1, 9):
         before = ref.run(spec, old, prompts, step)[0]
-        noise = Noise(jax.random.key(ref.KEY), 50 + step, row_steps=np.full((512, G), step))
+        noise = NoiseKey(jax.random.key(ref.KEY), 50 + step, noise_steps=np.full((512, G), step))
         drafts = DraftInputs(as_drafts(before))
         after = host(generate(spec, new, prompts, noise, drafts=drafts).rollout)
         fresh = ref.run(spec, new, prompts, step)[0]

@@ -57,7 +57,7 @@ def steps(spec, policies, **options) -> list[Step]:
     resumed, taken, done = Resumed.empty(X * G, R), 0, []
     for number, weights in enumerate(policies, start=1):
         by_id = {e.prompt_id: i for i, e in enumerate(EVERY.examples)}
-        count = Q + X - len(resumed.steps)
+        count = Q + X - len(resumed.noise_steps)
         new = select(EVERY, range(taken, taken + count))
         prompts = concatenate(select(EVERY, [by_id[p] for p in resumed.prompt_ids]), new)
         more = {name: make(prompts) for name, make in options.items()}
@@ -80,11 +80,11 @@ def moving(make_mesh):
 def test_a_row_is_that_of_a_whole_rollout_with_the_noise_of_its_first_step(mesh, changes):
     """As long as the policy stays: whatever was resumed or drafted."""
     spec, (_, weights) = make_spec(accept="match", **changes), ref.policy()
-    resumed, more = 0, ("sources",) if spec.program.draft_source else ()
+    resumed, more = 0, ("sources",) if spec.draft_source else ()
     for step in steps(spec, [weights] * 4):
         outcome = step.outcome
         assert len(outcome.groups) == Q
-        assert len(outcome.resumed.steps) == X
+        assert len(outcome.resumed.noise_steps) == X
         for begun in set(outcome.noise_steps[:, 0].tolist()):
             mine = np.flatnonzero(outcome.noise_steps[:, 0] == begun)
             rows = (mine[:, None] * G + np.arange(G)).reshape(-1)
@@ -103,11 +103,11 @@ def test_the_first_complete_groups_come_out_and_the_others_go_on(moving):
         rollout = step.rollout
         last = np.take_along_axis(rollout.tokens, rollout.lens[:, None] - 1, axis=1)[:, 0]
         assert np.all((rollout.lens == R) | np.isin(last, (1, 2, 3, 4)))
-        outcome, n = step.outcome, len(step.before.steps)
+        outcome, n = step.outcome, len(step.before.noise_steps)
         assert step.prompts.examples[0].prompt_id == (*step.before.prompt_ids, _id(0))[0]
         assert outcome.groups.tolist() == sorted(outcome.groups)
         assert outcome.noise_steps.tolist() == [
-            list(step.before.steps[g]) if g < n else [step.number] * G for g in outcome.groups
+            list(step.before.noise_steps[g]) if g < n else [step.number] * G for g in outcome.groups
         ]
         others = [g for g in range(Q + X) if g not in outcome.groups]
         names = [step.prompts.examples[g].prompt_id for g in others]
@@ -206,7 +206,7 @@ def test_a_last_step_that_begins_fewer_groups_completes_them_all(mesh):
     prompts = select(EVERY, [*(by_id[p] for p in resumed.prompt_ids), 10, 11])
     result = one_step(spec, weights, prompts, 2, resumed)
     assert result.groups.tolist() == [0, 1, 2, 3]
-    assert result.resumed.prompt_ids == result.resumed.steps == ()
+    assert result.resumed.prompt_ids == result.resumed.noise_steps == ()
     assert not np.asarray(result.resumed.rows.rollout.lens).any()
     new = ref.run(spec, weights, select(EVERY, [10, 11]), 2)[0]
     rows = slice(2 * G, 4 * G)
@@ -223,7 +223,7 @@ def test_more_extra_groups_than_trained_ones(mesh):
         came += [prompts.examples[g].prompt_id for g in result.groups]
         others = [g for g in range(len(prompts.lens)) if g not in result.groups]
         prompts, resumed = select(prompts, others), result.resumed
-        assert set(resumed.steps) <= {(1,) * G}
+        assert set(resumed.noise_steps) <= {(1,) * G}
     assert len(set(came)) == 8
     assert len(prompts.lens) == 2
 

@@ -47,7 +47,7 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
     spec, (_, weights) = spec_for(changes), ref.policy()
     result = begin_ahead(spec, weights)
     assert result.groups.tolist() == list(range(8))
-    but = ("sources",) if spec.program.draft_source else ()
+    but = ("sources",) if spec.draft_source else ()
     check_equal(result.rollout, ref.run(spec, weights, NOW, 1)[0], but=but)
     later, drafts = host(ref.run(spec, weights, NEXT, 2)[0]), host(result.run_ahead.drafts)
     assert result.run_ahead.prompt_ids == tuple(e.prompt_id for e in NEXT.examples)
@@ -59,7 +59,7 @@ def test_own_rows_are_the_same_and_those_ahead_are_the_next_steps(mesh, changes)
     assert (drafts.lens < later.lens).any()
 
 
-def test_rows_of_the_next_step_begin_in_order_in_free_places(mesh):
+def test_rows_of_the_next_step_begin_in_order_in_free_slots(mesh):
     """A batch of 24 places; it does not shrink as long as others wait for one."""
     spec, (_, weights) = spec_for({"row_buckets": 3}), ref.policy()
     prompts = select(NOW, range(6))

@@ -38,7 +38,7 @@ class HeadDrafts:
 
 
 class HeadDrafting:
-    """The head in a decode step, over the rollout's weights."""
+    """Drafting by the head in a decode step, over the rollout's weights."""
 
     def __init__(
         self, settings: HeadDrafts, sampling: SamplingConfig, model: Transformer, weights: Params
@@ -72,13 +72,14 @@ class HeadDrafting:
         return jnp.concatenate([*completed, drafted[:, -1:]], axis=1), (layer,)
 
     def correct(self, start: Array, cache: KVCache, hidden: Array, tokens: Array) -> KVCache:
-        """The head's layer with the policy's states in place of the head's, in the slots of
+        """Put the policy's states in place of the head's own into its layer, in the slots of
         drafts. hidden: [b, W, D], in which `tokens` [b, W] were sampled."""
         if tokens.shape[1] == 1:
             return cache
-        inputs = hidden[:, :-1], self.model.lookup(tokens[:, :-1])
+        (layer,) = cache
         # Of its output nothing is used: what is computed are keys and values.
-        _, layer = self.head(*inputs, start + 1, *cache)
+        embedded = self.model.lookup(tokens[:, :-1])
+        _, layer = self.head(hidden[:, :-1], embedded, start + 1, layer)
         return (layer,)
 
     def _draw(self, states: Array, seeds: Array, positions: Array) -> Array:

@@ -60,12 +60,13 @@ class DraftSource:
     history: int = dataclasses.field(default=0, kw_only=True)
 
     def init(self, prompts: Prompts, history: DraftHistory, group_size: int) -> Any:
-        """The state before the first step of a rollout of Q * group_size rows; row i is sample
-        i % group_size of prompt i // group_size."""
+        """Return the state before the first step of a rollout of Q * group_size rows; row i is
+        sample i % group_size of prompt i // group_size."""
         return ()
 
     def propose(self, state: Any, rows: Rows, width: int) -> tuple[Array, Array]:
-        """Draft tokens int32 [b, width] that may come next, and how many of them count, int32 [b].
+        """Propose draft tokens int32 [b, width] that may come next, and how many of them count,
+        int32 [b].
 
         rows: b of the rollout's rows in any order, `rows.index` says which. Split over the batch,
         as the results must be. A row with an index >= Q * group_size is padding.
@@ -73,13 +74,13 @@ class DraftSource:
         raise NotImplementedError
 
     def observe(self, state: Any, rows: Rows, tokens: Array, counts: Array) -> Any:
-        """The state after a step: the rows, as they were before it, got the first `counts` [b] of
-        `tokens` [b, W]."""
+        """Return the state after a step: the rows, as they were before it, got the first `counts`
+        [b] of `tokens` [b, W]."""
         return state
 
     def sync(self, state: Any, tokens: Array, lens: Array) -> Any:
-        """The state for all rows as they are: [Q * group_size, >= R] tokens, their lengths. Called
-        before a step, where rows got tokens that `observe` did not see."""
+        """Return the state for all rows as they are: [Q * group_size, >= R] tokens, their lengths.
+        Called before a step, where rows got tokens that `observe` did not see."""
         return state
 
 

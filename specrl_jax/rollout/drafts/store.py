@@ -29,7 +29,7 @@ _NEVER = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The store's arrays, split over N, or a batch's rows of them.
+    """Arrays of the store, split over N, or a batch's rows of them.
 
     N prompts, G samples. Generation 0 is the newest. The newest A generations keep all that the
     acceptance rule reads, E >= A generations keep tokens and lengths.
@@ -47,7 +47,7 @@ class Stored:
 
     @classmethod
     def of(cls, rollout: Rollout, steps: Array) -> "Stored":
-        """The rollout's responses [B], stored in `steps` int32 [B]."""
+        """Take the rollout's responses [B], stored in `steps` int32 [B]."""
         return cls(**vars(Drafts.of(rollout)), steps=steps)
 
 
@@ -64,7 +64,7 @@ class StoreShape:
     logprobs: bool = True  # log-probs and origins of the drafts are kept
 
     @property
-    def read(self) -> int:
+    def num_sources(self) -> int:
         """Responses of a prompt that `DraftStore.sources` returns."""
         return (self.history or self.generations) * self.samples
 
@@ -96,7 +96,7 @@ class StoreShape:
 
 
 class DraftStore(StatePart):
-    """The last responses of every prompt and sample.
+    """Last responses of every prompt and sample.
 
     Batches of Q prompts are split over the batch axes, which must divide Q. `step` is always the
     step whose rollout is drafted or stored.
@@ -125,7 +125,7 @@ class DraftStore(StatePart):
         }
         self._max_age = max_age
         self._owner = dict(owner or {})
-        self._read = shape.read
+        self._num_sources = shape.num_sources
         self._slots: dict[str, int] = {}  # by prompt_id, the one stored longest ago first
         self._unsolved: set[str] = set()  # prompt_ids whose newest responses were marked so
         self._arrays = shape.empty()
@@ -139,10 +139,10 @@ class DraftStore(StatePart):
         return pick_drafts(self._arrays, *self._find(prompts, step), age=age)
 
     def sources(self, prompts: Prompts, *, step: int) -> tuple[Array, Array]:
-        """The prompts' last `history` responses, whole on every device: tokens [Q, E * G, R], lens
-        [Q, E * G], the newest generation first; zeros, length 0, where there is none."""
+        """Return the prompts' last `history` responses, whole on every device: tokens [Q, E * G,
+        R], lens [Q, E * G], the newest generation first; zeros, length 0, where there is none."""
         tokens, lens = pick_sources(self._arrays, *self._find(prompts, step))
-        return tokens[:, : self._read], lens[:, : self._read]
+        return tokens[:, : self._num_sources], lens[:, : self._num_sources]
 
     def unsolved(self, prompts: Prompts) -> np.ndarray:
         """bool [Q], the prompts whose newest responses `put` was told to be unsolved."""
@@ -176,7 +176,7 @@ class DraftStore(StatePart):
         return sum(x.nbytes for x in jax.tree.leaves(self._arrays))
 
     def host(self) -> dict[str, Any]:
-        """The host's part of a checkpoint, JSON-able; `arrays` is the other."""
+        """Return the host's part of a checkpoint, JSON-able; `arrays` is the other."""
         return {
             "slots": list(self._slots.items()),
             "unsolved": sorted(self._unsolved),
@@ -273,7 +273,7 @@ def pick_sources(stored: Stored, slots: Array, oldest: Array) -> tuple[Array, Ar
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_newest(stored: Stored, slots: Array, reassigned: Array, newest: Stored) -> Stored:
-    """The arrays with `newest` [Q * G] as generation 0 of the prompts in `slots` int32 [Q]; older
+    """Write `newest` [Q * G] as generation 0 of the prompts in `slots` int32 [Q]; older
     ones move back by one. reassigned: bool [Q], prompts whose slots were another's."""
     prompts = slots.shape[0]
 
@@ -298,7 +298,7 @@ def _layout(ndim: int) -> jax.P:
 
 
 def _whole(array: Array) -> Array:
-    """The array on every device."""
+    """Put the array on every device."""
     return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
 
 

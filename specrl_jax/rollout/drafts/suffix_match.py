@@ -7,7 +7,7 @@ decode step: where did the row's last tokens occur before, and what followed?
     source p   b c f …                               of source n             0 1 2 0
 
 `_match` counts for every position of every source how many tokens up to it equal the row's last
-ones. `_places` takes the best positions, `_continuations` what follows them, and `_vote` the
+ones. `_best_matches` finds the best ones, `_continuations` what follows them, and `_vote` the
 continuation of which most tokens are expected to be accepted.
 
 Differs from the paper, for as many or more accepted tokens in the replay of test_suffix_match.py:
@@ -43,7 +43,8 @@ class SuffixDraftConfig:
     min_prob: float  # a draft ends where its path probability, its share of the votes, is less
 
     def budget(self, matched: Array, width: int) -> Array:
-        """Most tokens drafted after `matched` equal ones, within [0, width]; 0 after none."""
+        """Return the most tokens drafted after `matched` equal ones, within [0, width]; 0 after
+        none."""
         tokens = jnp.floor(self.factor * matched + self.offset + 1e-6).astype(jnp.int32)
         return jnp.where(matched > 0, jnp.clip(tokens, 0, width), 0)
 
@@ -71,7 +72,8 @@ class SuffixIndex:
 def build(
     stored_QMR: Array, lens_QM: Array, weights: Array, *, live: int, depth: int
 ) -> SuffixIndex:
-    """An index of M stored responses a prompt and, after them, `live` empty sources of weight 1.
+    """Build an index of M stored responses a prompt and, after them, `live` empty sources of weight
+    1.
 
     stored: int32 [Q, M, R]. lens: int32 [Q, M], 0 where there is none. weights: float32 [M].
     """
@@ -87,14 +89,14 @@ def build(
 
 @functools.partial(jax.jit, donate_argnames="index")
 def sync(index: SuffixIndex, tokens_BC: Array, lens_B: Array) -> SuffixIndex:
-    """The index with what all rows hold in its live sources; row i of B = Q * G is sample i % G of
+    """Write what all rows hold into the index's live sources; row i of B = Q * G is sample i % G of
     prompt i // G. Columns after the response slots are left out."""
     prompts = index.tokens.shape[0]
     inside = jnp.arange(index.slots)[None, :] < lens_B[:, None]
-    held = jnp.where(inside, tokens_BC[:, : index.slots], EMPTY)
-    held = reshard(held, None, None).reshape(prompts, -1, index.slots)
-    first = index.tokens.shape[1] - held.shape[1]
-    tokens = index.tokens.at[:, first:, index.depth : index.depth + index.slots].set(held)
+    texts = jnp.where(inside, tokens_BC[:, : index.slots], EMPTY)
+    texts = reshard(texts, None, None).reshape(prompts, -1, index.slots)
+    first = index.tokens.shape[1] - texts.shape[1]
+    tokens = index.tokens.at[:, first:, index.depth : index.depth + index.slots].set(texts)
     return dataclasses.replace(index, tokens=tokens)
 
 
@@ -156,16 +158,17 @@ def _propose(index: SuffixIndex, prompts, sources, lens, *, width: int, config: 
         mode="promise_in_bounds"
     )
     keys = _match(index.tokens.at[prompts].get(mode="promise_in_bounds"), own_bD, lens, index)
-    places, matched, aligned = _places(keys, lens, index.slots, config.depth)
-    tokens = _continuations(index, prompts, sources, lens, places, width)
+    positions, matched, aligned = _best_matches(keys, lens, index.slots, config.depth)
+    tokens = _continuations(index, prompts, sources, lens, positions, width)
     weights = jnp.tile(index.weights, POSITIONS)[None, :] * ALIGNED ** aligned.astype(jnp.float32)
     return _vote(tokens, matched, weights, index.tokens.shape[1], config)
 
 
 def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) -> Array:
-    """One number for each position: the larger, the better it matches; int32 [b, N, R], or -1.
+    """Return one number for each position: the larger, the better it matches; int32 [b, N, R], or
+    -1.
 
-    Column i is the place after response token i - 1, which must be written: never the row's own
+    Column i is the position after response token i - 1, which must be written: never the row's own
     newest. own: the row's last tokens, newest first. The number holds three: tokens matched without
     a gap, tokens matched at all, and the column, so that one maximum finds all of them.
     """
@@ -187,8 +190,10 @@ def _match(text_bNC: Array, own_bD: Array, lens_b: Array, index: SuffixIndex) ->
     return jnp.where(written & (matched > 0), keys, -1)
 
 
-def _places(keys_bNR: Array, lens_b: Array, slots: int, depth: int) -> tuple[Array, Array, Array]:
-    """Column, matched and aligned tokens of the best positions [b, POSITIONS * N], best ones first.
+def _best_matches(
+    keys_bNR: Array, lens_b: Array, slots: int, depth: int
+) -> tuple[Array, Array, Array]:
+    """Find the best positions [b, POSITIONS * N], best ones first: column, matched, aligned tokens.
 
     Matched is 0 where a source has no such position.
     """
@@ -202,8 +207,8 @@ def _places(keys_bNR: Array, lens_b: Array, slots: int, depth: int) -> tuple[Arr
     both = jnp.maximum(keys, 0) // (2 * slots + 1)
     back = 2 * slots - rank
     away = jnp.where(back % 2 == 1, (back + 1) // 2, -(back // 2))
-    place = jnp.clip(lens_b[:, None] + away, 0, slots - 1)
-    return place, both // (depth + 1), both % (depth + 1)
+    column = jnp.clip(lens_b[:, None] + away, 0, slots - 1)
+    return column, both // (depth + 1), both % (depth + 1)
 
 
 def _fold(keys_bNR: Array) -> Array:
@@ -218,22 +223,22 @@ def _fold(keys_bNR: Array) -> Array:
 
 
 def _continuations(
-    index: SuffixIndex, prompts, sources, lens, places_bP: Array, width: int
+    index: SuffixIndex, prompts, sources, lens, positions_bP: Array, width: int
 ) -> Array:
-    """The `width` tokens after each place, int32 [b, P, W], EMPTY after their ends.
+    """Take the `width` tokens after each position, int32 [b, P, W], EMPTY after their ends.
 
     The row's own text does not end: what it would hold next is the draft itself, so that a row that
     goes round in a circle is followed round and round (`a b c a b c` and a match of `c` continue
     `a b c a b c …`).
     """
-    places = jnp.arange(places_bP.shape[1], dtype=jnp.int32) % index.tokens.shape[1]
-    own = places[None, :] == sources[:, None]
-    period = jnp.where(own & (lens[:, None] > places_bP), lens[:, None] - places_bP, width)
+    candidates = jnp.arange(positions_bP.shape[1], dtype=jnp.int32) % index.tokens.shape[1]
+    own = candidates[None, :] == sources[:, None]
+    period = jnp.where(own & (lens[:, None] > positions_bP), lens[:, None] - positions_bP, width)
     steps = jnp.arange(width, dtype=jnp.int32)[None, None] % period[:, :, None]
-    columns = places_bP[:, :, None] + index.depth + steps
+    columns = positions_bP[:, :, None] + index.depth + steps
     dump = index.depth + index.slots
     tokens = index.tokens.at[
-        prompts[:, None, None], places[None, :, None], jnp.minimum(columns, dump)
+        prompts[:, None, None], candidates[None, :, None], jnp.minimum(columns, dump)
     ].get(mode="promise_in_bounds")
     return jnp.where(columns < dump, tokens, EMPTY)
 
@@ -245,7 +250,7 @@ def _vote(
     candidates: int,
     config: SuffixDraftConfig,
 ) -> tuple[Array, Array]:
-    """The draft of which most tokens are expected to be accepted: tokens [b, W], lengths [b].
+    """Find the draft of which most tokens are expected to be accepted: tokens [b, W], lengths [b].
 
     The first `candidates` of the P continuations may become the draft, all P vote. Of those that
     match at least m tokens, the share that begins with a candidate's first k tokens is its path

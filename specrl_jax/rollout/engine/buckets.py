@@ -29,7 +29,7 @@ BLOCK_BYTES_ELSEWHERE = 2**29
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     model: ModelConfig
-    num_rows: int  # places of the running batch, a multiple of `multiple`
+    num_rows: int  # slots of the running batch, a multiple of `multiple`
     prompt_slots: int  # P
     response_slots: int  # R
     row_buckets: int
@@ -51,7 +51,7 @@ class Buckets:
 
     @property
     def refill(self) -> int:
-        """Places that must be free on a shard before others begin: a quarter."""
+        """Slots of the batch that must be free on a shard before others begin: a quarter."""
         return max(self.rows[0] // self.multiple // 4, 1)
 
     @property
@@ -60,12 +60,12 @@ class Buckets:
         return tuple(sorted({1, max(self.max_width // 2, 1), self.max_width}))
 
     def rows_for_shards(self, counts: Sequence[int] | np.ndarray) -> int:
-        """The smallest bucket that holds so many rows [shards] on each shard."""
+        """Return the smallest bucket that holds so many rows [shards] on each shard."""
         most = int(np.max(counts)) * self.multiple
         return min(rows for rows in self.rows if rows >= most)
 
     def rows_below(self, rows: int) -> int:
-        """The next smaller bucket; 0 below the smallest."""
+        """Return the next smaller bucket; 0 below the smallest."""
         return max((r for r in self.rows if r < rows), default=0)
 
     # Of `extend`

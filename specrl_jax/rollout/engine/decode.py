@@ -25,11 +25,11 @@ from specrl_jax.models.row_slices import read_slots, write_slots
 from specrl_jax.models.transformer import Params, Transformer
 from specrl_jax.rollout.acceptance import count_leading
 from specrl_jax.rollout.drafts.learned import HeadDrafting
-from specrl_jax.rollout.engine.spec import ProgramSpec
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows
-from specrl_jax.rollout.sampling import likeliest_tokens, logprobs_at, sample, temper, truncate
+from specrl_jax.rollout.sampling import TokenDistributions
 from specrl_jax.sharding import axes, reshard, shards
-from specrl_jax.types import Source
+from specrl_jax.types import Source, TokenColumns
 
 _MOST = np.int32(np.iinfo(np.int32).max)
 
@@ -62,9 +62,14 @@ class StopCondition:
         """Take numbers on the host: a device array for each would cost it half a millisecond a run.
         refill_at: int, or int [shards]."""
         bounds = np.broadcast_to(refill_at, shards("batch")).astype(np.int32)
-        first = (np.int32(x) for x in (max_steps, max_unfinished))
-        last = (np.int32(x) for x in (max_left, num_train_rows, shard_rows))
-        return cls(*first, bounds, *last)
+        return cls(
+            np.int32(max_steps),
+            np.int32(max_unfinished),
+            bounds,
+            np.int32(max_left),
+            np.int32(num_train_rows),
+            np.int32(shard_rows),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -80,11 +85,11 @@ class StepCounts:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("program", "width"),
+    static_argnames=("spec", "width"),
     donate_argnames=("cache", "rows", "draft_state"),
 )
 def decode_steps(
-    program: ProgramSpec,
+    spec: RolloutSpec,
     weights: Params,
     cache: KVCache,
     rows: Rows,
@@ -93,37 +98,14 @@ def decode_steps(
     *,
     width: int,
 ) -> tuple[KVCache, Rows, Any, StepCounts, Array]:
-    """Steps of one width until a stop condition holds.
+    """Make steps of one width until a stop condition holds.
 
-    draft_state: of `program.draft_source`, which proposes tokens where width > 1; the draft head
+    draft_state: of `spec.draft_source`, which proposes tokens where width > 1; the draft head
     proposes what it leaves open. The cache needs slots for prompt, response and the candidates of a
     step.
 
     Returns cache, rows, draft state, counts, and what `progress` returns.
     """
-    model = Transformer(program.model, weights)
-    layers = program.model.num_layers
-
-    def step(state: tuple) -> tuple:
-        cache, rows, draft_state, steps, counts = state
-        of_head = cache[layers:]
-        cache = cache[:layers]
-        # Rows that are done write somewhere inside; the others always have room.
-        start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
-        drafted, draft_len = _propose(program, rows, draft_state, width)
-        if program.draft_head is not None:
-            drafting = HeadDrafting(program.draft_head, program.sampling, model, weights)
-            drafted, of_head = drafting.propose(rows, start, of_head, drafted, draft_len)
-            draft_len = jnp.full_like(draft_len, width - 1)
-        draft_len = jnp.minimum(draft_len, rows.max_lens - rows.lens)
-        fed = jnp.concatenate([rows.last[:, None], drafted[:, : width - 1]], axis=1)
-        hidden, cache = model(fed, start, cache)
-        output = _sample(program, model, hidden, rows)
-        accepted = count_leading(output["tokens"] == drafted, draft_len)
-        if program.draft_head is not None:
-            of_head = drafting.correct(start, of_head, hidden, output["tokens"])
-        rows, draft_state, new = _append(program, rows, draft_state, output, accepted, hidden)
-        return (*cache, *of_head), rows, draft_state, steps + 1, counts + new
 
     def goes_on(state: tuple) -> Array:
         _, rows, _, steps, _ = state
@@ -133,97 +115,112 @@ def decode_steps(
         return more & jnp.all(unfinished > stop.refill_at)
 
     state = (cache, rows, draft_state, jnp.int32(0), jnp.zeros(width + 1, jnp.int32))
+    step = functools.partial(_step, spec, weights, width)
     cache, rows, draft_state, steps, counts = jax.lax.while_loop(goes_on, step, state)
     counts = StepCounts(steps, counts[:width], counts[width])
     return cache, rows, draft_state, counts, progress(rows, stop)
 
 
+def _step(spec: RolloutSpec, weights: Params, width: int, state: tuple) -> tuple:
+    """Make a step of the state (cache, rows, draft state, steps, counts); counts: int32 [W + 1],
+    `matched` and `drafted` of `StepCounts`."""
+    cache, rows, draft_state, steps, counts = state
+    model = Transformer(spec.model, weights)
+    head_cache = cache[spec.model.num_layers :]
+    cache = cache[: spec.model.num_layers]
+    # Rows that are done write somewhere inside; the others always have room.
+    start = jnp.clip(rows.prompt_lens + rows.lens - 1, 0, cache_slots(cache) - width)
+    drafted, draft_len = _propose(spec, rows, draft_state, width)
+    if spec.draft_head is not None:
+        drafting = HeadDrafting(spec.draft_head, spec.sampling, model, weights)
+        drafted, head_cache = drafting.propose(rows, start, head_cache, drafted, draft_len)
+        draft_len = jnp.full_like(draft_len, width - 1)
+    draft_len = jnp.minimum(draft_len, rows.max_lens - rows.lens)
+    fed = jnp.concatenate([rows.last[:, None], drafted[:, : width - 1]], axis=1)
+    hidden, cache = model(fed, start, cache)
+    policy = policy_at(spec, rows, rows.lens, model.logits(hidden))
+    sampled = policy.sample()
+    accepted = count_leading(sampled.tokens == drafted, draft_len)
+    new_rows, emitted = append(spec, rows, sampled, accepted, Source.DRAFTED)
+    if spec.draft_head is not None:
+        head_cache = drafting.correct(start, head_cache, hidden, sampled.tokens)
+        newest = jnp.maximum(emitted - 1, 0)  # of a row that is done any: it drafts no more
+        last_state = read_slots(hidden, newest, 1)[:, 0]
+        new_rows = dataclasses.replace(new_rows, last_state=last_state)
+    if width > 1:
+        matched = ~rows.done[:, None] & (accepted[:, None] == jnp.arange(width)[None, :])
+        matched = jnp.sum(matched, axis=0, dtype=jnp.int32)
+        kept = jnp.sum(jnp.minimum(accepted, emitted), dtype=jnp.int32)
+        counts += jnp.append(matched, kept)
+        if spec.draft_source is not None:
+            draft_state = spec.draft_source.observe(draft_state, rows, sampled.tokens, emitted)
+    return (*cache, *head_cache), new_rows, draft_state, steps + 1, counts
+
+
 def progress(rows: Rows, stop: StopCondition) -> Array:
-    """int32 [shards, 2], on every device: rows to train on that are not done, and all rows that are
-    not done."""
+    """Count, int32 [shards, 2] on every device, rows to train on that are not done, and all rows
+    that are not done."""
     to_train = rows.index % stop.shard_rows < stop.num_train_rows  # and some padding, which is done
     marked = jnp.stack([~rows.done & to_train, ~rows.done])
     parts = jnp.reshape(marked, (2, shards("batch"), -1), out_sharding=axes(None, "batch", None))
     return reshard(jnp.sum(parts, axis=2, dtype=jnp.int32), None, None).T
 
 
-def is_eos(tokens: Array, program: ProgramSpec) -> Array:
-    """Return which tokens end a response."""
-    return functools.reduce(jnp.logical_or, [tokens == eos for eos in program.eos_ids])
-
-
-def _propose(program: ProgramSpec, rows: Rows, draft_state: Any, width: int) -> tuple[Array, Array]:
-    """Candidates int32 [b, width] of the draft source, and how many of them count, < width."""
-    if width == 1 or program.draft_source is None:
+def _propose(spec: RolloutSpec, rows: Rows, draft_state: Any, width: int) -> tuple[Array, Array]:
+    """Return candidates int32 [b, width] of the draft source, and how many of them count, <
+    width."""
+    if width == 1 or spec.draft_source is None:
         nothing = jnp.zeros_like(rows.lens)
         return jnp.broadcast_to(nothing[:, None], (len(nothing), width)), nothing
-    tokens, count = program.draft_source.propose(draft_state, rows, width - 1)
+    tokens, count = spec.draft_source.propose(draft_state, rows, width - 1)
     return jnp.pad(tokens, ((0, 0), (0, 1))), count
 
 
-def _sample(
-    program: ProgramSpec, model: Transformer, hidden: Array, rows: Rows
-) -> dict[str, Array]:
-    """Sample a token from each of the W distributions; what is kept of them, [b, W]."""
-    config = program.sampling
-    steps = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
-    positions = reshard(rows.lens[:, None] + steps, "batch", None)
-    logits = temper(model.logits(hidden), config)
-    cut = truncate(logits, config)
-    tokens, sampling, log_z = sample(cut, rows.seeds, positions, config)
-    policy = sampling
-    if config.truncates:
-        # Looked up: on a CPU a mask over the vocabulary would cost as much as log-sum-exp does.
-        policy = logprobs_at(logits, tokens[..., None])[..., 0]
-    output = {"tokens": tokens, "policy_logprobs": policy, "sampling_logprobs": sampling}
-    if program.stored_logprobs:
-        likeliest = likeliest_tokens(cut, program.stored_logprobs, log_z[..., None])
-        output |= dict(zip(("top_ids", "top_logprobs"), likeliest))
-    return output
+def policy_at(spec: RolloutSpec, rows: Rows, first: Array, logits: Array) -> TokenDistributions:
+    """Return the policy at response positions from `first` int32 [b] on; logits: [b, T, V]."""
+    positions = first[:, None] + jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    positions = reshard(positions, "batch", None)
+    return TokenDistributions.of(logits, rows.seeds, positions, spec.sampling, spec.stored_logprobs)
 
 
-def _append(
-    program: ProgramSpec,
-    rows: Rows,
-    draft_state: Any,
-    output: dict[str, Array],
-    accepted: Array,
-    hidden: Array,
-) -> tuple[Rows, Any, Array]:
-    """Write a step's tokens after the responses of rows that are not done: `accepted` [b] of the
-    draft source, and one more. Returns rows, draft state and int32 [W + 1]: `matched` and `drafted`
-    of `StepCounts`."""
-    tokens = output["tokens"]
-    width = tokens.shape[1]
-    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+def append(
+    spec: RolloutSpec, rows: Rows, new: TokenColumns, from_draft: Array, kind: Source
+) -> tuple[Rows, Array]:
+    """Append tokens to rows that are not done, up to an end of sequence or a row's longest length.
+
+    new: [b, T], of which each row gets `from_draft` int32 [b] of a draft and one more. kind: source
+    of the former. Returns the rows, and how many tokens each got, int32 [b].
+    """
+    width = new.tokens.shape[1]
+    offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
     active = ~rows.done
-    count = jnp.minimum(accepted + 1, rows.max_lens - rows.lens)
-    ends = is_eos(tokens, program) & (steps < count[:, None])
+    count = jnp.minimum(from_draft + 1, rows.max_lens - rows.lens)
+    ends = functools.reduce(jnp.logical_or, [new.tokens == eos for eos in spec.eos_ids])
+    ends &= offsets < count[:, None]
     count = jnp.where(active, jnp.minimum(count, count_leading(~ends, count) + 1), 0)
     lens = rows.lens + count
-    column = jnp.where(active, rows.lens, program.response_slots)
-    changes = dict(output)
-    counts = jnp.zeros(width + 1, jnp.int32)
-    if width > 1:  # else sources stay SAMPLED
-        drafted = jnp.minimum(accepted, count)
-        kinds = jnp.where(steps < drafted[:, None], Source.DRAFTED, Source.SAMPLED)
-        changes["sources"] = kinds.astype(jnp.int8)
-        matched = active[:, None] & (accepted[:, None] == steps)
-        sums = (jnp.sum(x, axis=0, dtype=jnp.int32) for x in (matched, active * drafted))
-        counts = jnp.hstack([*sums])
-        if program.draft_source is not None:
-            draft_state = program.draft_source.observe(draft_state, rows, tokens, count)
-    changes = {name: write_slots(getattr(rows, name), new, column) for name, new in changes.items()}
-    newest = jnp.maximum(count - 1, 0)
-    last = read_slots(tokens, newest, 1)[:, 0]
-    if program.draft_head is not None:  # it drafts for no row that is done
-        changes["last_state"] = read_slots(hidden, newest, 1)[:, 0]
+    column = jnp.where(active, rows.lens, spec.response_slots)
+
+    def write(old: Array, values: Array) -> Array:
+        if width > spec.max_width:  # more than the margin
+            wide = jnp.pad(old, ((0, 0), (0, width), *((0, 0),) * (old.ndim - 2)))
+            return write_slots(wide, values, column)[:, : old.shape[1]]
+        return write_slots(old, values, column)
+
+    columns = jax.tree.map(write, TokenColumns.of(rows), new)
+    sources = rows.sources
+    if width > 1:  # else it stays SAMPLED
+        kept = jnp.minimum(from_draft, count)
+        kinds = jnp.where(offsets < kept[:, None], kind, Source.SAMPLED)
+        sources = write(sources, kinds.astype(jnp.int8))
+    last = read_slots(new.tokens, jnp.maximum(count - 1, 0), 1)[:, 0]
     ended = jnp.any(ends, axis=1) | (lens == rows.max_lens)
     rows = dataclasses.replace(
         rows,
         lens=lens,
         last=jnp.where(count > 0, last, rows.last),
         done=rows.done | (active & ended),
-        **changes,
+        sources=sources,
+        **vars(columns),
     )
-    return rows, draft_state, counts
+    return rows, count

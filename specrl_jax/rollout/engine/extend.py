@@ -1,12 +1,12 @@
 """`extend` brings rows up to date: whatever a row has and its cache has not.
 
 A row that begins has a prompt; it may hold tokens (a resumed row, an earlier turn); it may have a
-draft. The host packs these of many rows, every distinct prefix once (`prefixes.py`). One program
-computes the sequences chunk by chunk, writes keys and values into free places of the running batch,
+draft. The host packs these of many rows, every distinct prefix once (`pack_prefixes`). One program
+computes the sequences chunk by chunk, writes keys and values into free slots of the running batch,
 decides which tokens of the drafts are accepted, and samples the token after them. There is no other
 way to fill a cache, or to verify a draft.
 
-    slot            0 1 2 | 3 4 5 6        prompt_len = 3, nothing held
+    slot            0 1 2 | 3 4 5 6        prompt_len = 3, no tokens yet
     tokens          a b c | x y z          draft x y z
     states of         c   x y z            give distributions at positions 0, 1, 2, 3
     x accepted, y not, w sampled           lens = 2, last = w: the next step feeds w at slot 4
@@ -18,55 +18,132 @@ loops. A rejected token needs no cleaning up: it is not counted, and its slot is
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specrl_jax.models.draft_head import DraftHead
 from specrl_jax.models.kv_cache import KVCache, take_nodes, write_rows
-from specrl_jax.models.logprobs import token_logprobs
-from specrl_jax.models.row_slices import read_slots, take_slots, write_slots
+from specrl_jax.models.row_slices import read_slots, take_slots
 from specrl_jax.models.transformer import Params, Transformer
-from specrl_jax.rollout.acceptance import (
-    Residual,
-    Verification,
-    count_leading,
-    in_top,
-    residual_scores,
-)
+from specrl_jax.packing import PACKINGS, pack
+from specrl_jax.rollout.acceptance import DraftTokens, Residual
 from specrl_jax.rollout.engine.buckets import Buckets
-from specrl_jax.rollout.engine.decode import StopCondition, is_eos, progress
-from specrl_jax.rollout.engine.prefixes import Prefixes
-from specrl_jax.rollout.engine.spec import ProgramSpec
+from specrl_jax.rollout.engine.decode import StopCondition, append, policy_at, progress
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import PADDING, Rows, gather, put_rows
-from specrl_jax.rollout.sampling import (
-    likeliest_tokens,
-    logprobs_at,
-    sample,
-    temper,
-    truncate,
-    uniforms,
-)
+from specrl_jax.rollout.sampling import TokenDistributions, uniforms
 from specrl_jax.sharding import axes, on_shards, reshard, take_own_rows
-from specrl_jax.types import Drafts, Source
+from specrl_jax.types import Drafts, Source, TokenColumns
+
+
+class Prefixes(NamedTuple):
+    """Tokens of rows that begin, packed; int32 arrays of NumPy.
+
+    Of X shards each counts its own sequences and rows. A shard's rows lie in the order of the
+    chunks that hold them; the first takes the first free slot of the running batch, and so on.
+    """
+
+    tokens: np.ndarray  # [M, m, T], chunks of sequences, as `packing.Sequences`
+    depths: np.ndarray  # [M, m, T]
+    ends: np.ndarray  # [M, m, T]
+    parents: np.ndarray  # [M, m, T]
+    count: np.ndarray  # [], chunks that hold tokens: the first ones
+    blocks: np.ndarray  # [M], blocks of rows in each chunk, of the shard that has most
+    first_row: np.ndarray  # [X, M + 1], of each chunk
+    rows: np.ndarray  # [X, n], row indices among the shard's rows of the rollout
+    draft_ends: np.ndarray  # [X, n], response length up to which a row's draft is verified
+    nodes: np.ndarray  # [X, n, S], slot of each token in its chunk's [m / X · T], -1 after them
+
+    def on_mesh(self) -> "Prefixes":
+        """Return them laid out over the mesh: every shard of the batch has its own."""
+        return Prefixes(
+            tokens=reshard(self.tokens, None, "batch", None),
+            depths=reshard(self.depths, None, "batch", None),
+            ends=reshard(self.ends, None, "batch", None),
+            parents=reshard(self.parents, None, "batch", None),
+            count=reshard(self.count),
+            blocks=reshard(self.blocks, None),
+            first_row=reshard(self.first_row, "batch", None),
+            rows=reshard(self.rows, "batch", None),
+            draft_ends=reshard(self.draft_ends, "batch", None),
+            nodes=reshard(self.nodes, "batch", None, None),
+        )
+
+
+def pack_prefixes(
+    buckets: Buckets,
+    tokens: np.ndarray,
+    lens: np.ndarray,
+    rows: list[np.ndarray],
+    draft_ends: np.ndarray,
+) -> Prefixes:
+    """Pack the rows that begin.
+
+    tokens: int32 [k, P + R], right-padded, of which `lens` count: prompt, own tokens, draft. rows:
+    int, of each shard, as in `Prefixes`; together k, in the order of `tokens`. draft_ends: int32
+    [k].
+    """
+    chunks = buckets.chunks
+    sequences = buckets.chunk_sequences  # of a shard
+    length = buckets.sequence_slots
+    block = buckets.block_rows
+    most = buckets.rows[0] // len(rows) + block  # so that a block with a row lies inside
+    first_row = np.zeros((len(rows), chunks + 1), np.int32)
+    index = np.zeros((len(rows), most), np.int32)
+    end_lens = np.zeros_like(index)
+    nodes = np.full((len(rows), most, tokens.shape[1]), -1, np.int32)
+    parts = []
+    start = 0
+    for shard, own_rows in enumerate(rows):
+        own = slice(start, start + len(own_rows))
+        start = own.stop
+        packed, own_nodes = pack(tokens[own], lens[own], length, PACKINGS["trie"])
+        parts.append(packed.padded(chunks * sequences))
+        chunk = own_nodes[:, 0] // (sequences * length)
+        order = np.lexsort((-draft_ends[own], chunk))
+        first_row[shard] = np.searchsorted(chunk[order], np.arange(chunks + 1))
+        filled = slice(0, len(order))
+        index[shard, filled] = own_rows[order]
+        end_lens[shard, filled] = draft_ends[own][order]
+        slots = own_nodes - (chunk * sequences * length)[:, None]
+        nodes[shard, filled] = np.where(own_nodes < 0, -1, slots)[order]
+
+    def by_chunk(arrays: list[np.ndarray]) -> np.ndarray:
+        """[M · m / X, T] of each of X shards → [M, m, T]"""
+        return np.concatenate([x.reshape(chunks, sequences, length) for x in arrays], axis=1)
+
+    in_chunks = np.diff(first_row, axis=1)
+    return Prefixes(
+        tokens=by_chunk([part.tokens for part in parts]),
+        depths=by_chunk([part.depths for part in parts]),
+        ends=by_chunk([part.ends for part in parts]),
+        parents=by_chunk([part.parents for part in parts]),
+        count=np.int32(np.flatnonzero(in_chunks.any(axis=0)).max(initial=-1) + 1),
+        blocks=(-(-in_chunks // block)).max(axis=0).astype(np.int32),
+        first_row=first_row,
+        rows=index,
+        draft_ends=end_lens,
+        nodes=nodes,
+    )
 
 
 class RowBlock(NamedTuple):
     """Rows of every shard that are decided together, int32."""
 
-    rows: Array  # [b], -1: none
-    places: Array  # [b], outside the batch: none
+    row_ids: Array  # [b], among the shard's rows of the rollout; -1: none
+    batch_slots: Array  # [b], where they begin; outside the batch: none
     draft_ends: Array  # [b]
     nodes: Array  # [b, S]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("program", "buckets"), donate_argnames=("cache", "rows")
-)
+@functools.partial(jax.jit, static_argnames=("spec", "buckets"), donate_argnames=("cache", "rows"))
 def extend(
-    program: ProgramSpec,
+    spec: RolloutSpec,
     buckets: Buckets,
     weights: Params,
     cache: KVCache,
@@ -77,7 +154,7 @@ def extend(
     prefixes: Prefixes,
     stop: StopCondition,
 ) -> tuple[KVCache, Rows, Array, Array]:
-    """The running batch with the rows of `prefixes` in their places.
+    """Return the running batch with the rows of `prefixes` in free slots of it.
 
     all_rows: [B], of which some begin, with what they hold. drafts: [B], for the acceptance rule to
     verify; a draft begins with what its row holds. None: the run has none. log_lenience: nats.
@@ -85,68 +162,75 @@ def extend(
     Returns the cache, the rows, int32 [2] tokens of drafts that were verified and those that were
     accepted, and what `decode.progress` returns.
     """
-    model = Transformer(program.model, weights | {"layers": weights["stacked"]})
-    layers = program.model.num_layers
-    split = dict.fromkeys(("first_row", "rows", "draft_ends"), ("batch", None))
-    packed = ("tokens", "depths", "ends", "parents")
-    split |= dict.fromkeys(packed, (None, "batch", None))
-    split |= {"count": (), "blocks": (None,), "nodes": ("batch", None, None)}
-    prefixes = Prefixes(**{n: reshard(x, *split[n]) for n, x in prefixes._asdict().items()})
-
+    model = Transformer(spec.model, weights | {"layers": weights["stacked"]})
+    layers = spec.model.num_layers
+    prefixes = prefixes.on_mesh()
     free = on_shards(lambda done: jnp.argsort(~done, stable=True), rows.done, like=rows.lens)
 
-    def of_chunk(chunk: Array, state: tuple) -> tuple:
-        tokens, depths, ends, parents = (getattr(prefixes, name)[chunk] for name in packed)
+    def run_chunk(chunk: Array, state: tuple) -> tuple:
+        tokens = prefixes.tokens[chunk]
+        depths = prefixes.depths[chunk]
+        ends = prefixes.ends[chunk]
         hidden, stacked = model(tokens, positions_BT=depths, ends_BT=ends, gives_cache=True)
-        of_head = []
-        if program.draft_head is not None:
-            head = DraftHead(program.model, weights["draft_head"])
-            places = {"positions_BT": depths, "ends_BT": ends}
-            of_head = [head(take_slots(hidden, parents), model.lookup(tokens), **places)[1]]
+        head_cache = []
+        if spec.draft_head is not None:
+            head = DraftHead(spec.model, weights["draft_head"])
+            states = take_slots(hidden, prefixes.parents[chunk])
+            _, own = head(states, model.lookup(tokens), positions_BT=depths, ends_BT=ends)
+            head_cache = [own]
 
-        def of_block(number: Array, state: tuple) -> tuple:
+        def run_block(number: Array, state: tuple) -> tuple:
             cache, rows, counts = state
             block = _take_block(prefixes, free, chunk, number, buckets.block_rows)
             fresh = [tuple(x[i] for x in stacked) for i in range(layers)]
-            cache = write_rows(cache, fresh + of_head, block.nodes, block.places)
+            cache = write_rows(cache, fresh + head_cache, block.nodes, block.batch_slots)
             begun, new = _begin(
-                program, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
+                spec, buckets.draft_columns, model, hidden, all_rows, drafts, log_lenience, block
             )
-            return cache, put_rows(rows, begun, block.places), counts + new
+            return cache, put_rows(rows, begun, block.batch_slots), counts + new
 
-        return jax.lax.fori_loop(0, prefixes.blocks[chunk], of_block, state)
+        return jax.lax.fori_loop(0, prefixes.blocks[chunk], run_block, state)
 
     state = (cache, rows, jnp.zeros(2, jnp.int32))
-    cache, rows, counts = jax.lax.fori_loop(0, prefixes.count, of_chunk, state)
+    cache, rows, counts = jax.lax.fori_loop(0, prefixes.count, run_chunk, state)
     return cache, rows, counts, progress(rows, stop)
 
 
 def _take_block(
     prefixes: Prefixes, free: Array, chunk: Array, number: Array, size: int
 ) -> RowBlock:
-    """Take the rows of block `number` of a chunk, `size` of each shard. free: int32 [b], places of
+    """Take the rows of block `number` of a chunk, `size` of each shard. free: int32 [b], slots of
     the running batch, the free ones first."""
 
-    def local(
-        chunk: Array, number: Array, free: Array, first_row: Array, *arrays: Array
-    ) -> RowBlock:
+    def local(chunk, number, free, first_row, row_ids, draft_ends, nodes) -> RowBlock:
         start = first_row[0, chunk] + number * size
         index = start + jnp.arange(size)
         real = index < first_row[0, chunk + 1]
-        rows, draft_ends, nodes = (jax.lax.dynamic_slice_in_dim(x[0], start, size) for x in arrays)
-        places = free.at[jnp.minimum(index, free.shape[0] - 1)].get(mode="promise_in_bounds")
+        row_ids = jax.lax.dynamic_slice_in_dim(row_ids[0], start, size)
+        slots = free.at[jnp.minimum(index, free.shape[0] - 1)].get(mode="promise_in_bounds")
         return RowBlock(
-            jnp.where(real, rows, -1), jnp.where(real, places, PADDING), draft_ends, nodes
+            jnp.where(real, row_ids, -1),
+            jnp.where(real, slots, PADDING),
+            jax.lax.dynamic_slice_in_dim(draft_ends[0], start, size),
+            jax.lax.dynamic_slice_in_dim(nodes[0], start, size),
         )
 
-    layouts = RowBlock(*(axes("batch"),) * 3, axes("batch", None))
+    row = axes("batch")
+    layouts = RowBlock(row, row, row, axes("batch", None))
     take = jax.shard_map(local, out_specs=layouts, check_vma=False)
-    arrays = (prefixes.rows, prefixes.draft_ends, prefixes.nodes)
-    return take(chunk, number, free, prefixes.first_row, *arrays)
+    return take(
+        chunk,
+        number,
+        free,
+        prefixes.first_row,
+        prefixes.rows,
+        prefixes.draft_ends,
+        prefixes.nodes,
+    )
 
 
 def _begin(
-    program: ProgramSpec,
+    spec: RolloutSpec,
     columns: int,
     model: Transformer,
     hidden: Array,
@@ -155,11 +239,12 @@ def _begin(
     log_lenience: Array,
     block: RowBlock,
 ) -> tuple[Rows, Array]:
-    """The block's rows after the accepted tokens of their drafts and one that is sampled, and int32
-    [2], as `extend` counts. hidden: [m, T, D], of the chunk's sequences."""
-    rows = gather(all_rows, block.rows)
-    held = rows.lens
-    depths = rows.prompt_lens + held - 1  # of the state that decides on the next token
+    """Begin the block's rows with the accepted tokens of their drafts and one that is sampled.
+
+    hidden: [m, T, D], of the chunk's sequences. Returns the rows and int32 [2], as `extend` counts.
+    """
+    rows = gather(all_rows, block.row_ids)
+    depths = rows.prompt_lens + rows.lens - 1  # of the state that decides on the next token
     slots = block.nodes.shape[1]
     nodes = jnp.pad(block.nodes, ((0, 0), (0, columns)), constant_values=-1)
 
@@ -168,221 +253,105 @@ def _begin(
         read = read_slots(nodes, jnp.minimum(depths + offset, slots), count)
         return take_nodes(hidden, read)
 
-    def logits_at(offset: Array, count: int) -> Array:
-        """Logits [b, count, V] in these states."""
-        return model.logits(states_at(offset, count))
+    def policy_after(offset: Array, count: int) -> TokenDistributions:
+        """Return the policy in these states."""
+        logits = model.logits(states_at(offset, count))
+        return policy_at(spec, rows, rows.lens + offset, logits)
 
-    if drafts is None:
-        accepted = jnp.zeros_like(held)
-        draft_len = accepted
-        residual = None
-        scores = {}
-        tokens = jnp.zeros((len(held), 1), jnp.int32, out_sharding=axes("batch", None))
-    else:
-        own = on_shards(take_own_rows, drafts, jnp.maximum(block.rows, 0), like=drafts)
-        width = -(-program.response_slots // columns) * columns
-        own = _aligned(own, held, width)
-        draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - held, 0))
-        tokens = own.tokens
-        verify = functools.partial(_verify, program, columns, rows, own, draft_len, log_lenience)
-        accepted, residual, scores = verify(logits_at)
-    state = states_at(accepted, 1)
-    end = _sample_at_end(program, rows, model.logits(state)[:, 0], accepted, residual)
-    if program.draft_head is not None:
-        rows = dataclasses.replace(rows, last_state=state[:, 0])
-    return _write(program, rows, tokens, draft_len, accepted, scores, end)
+    accepted = jnp.zeros_like(rows.lens)
+    draft_len = accepted
+    residual = None
+    if drafts is not None:
+        width = -(-spec.response_slots // columns) * columns
+        stored = _take_drafts(drafts, block.row_ids, rows.lens, width)
+        draft_len = jnp.where(rows.done, 0, jnp.maximum(block.draft_ends - rows.lens, 0))
+        accepted, residual, reused_tokens = _verify(
+            spec, columns, rows, stored, draft_len, log_lenience, policy_after
+        )
+    new = policy_after(accepted, 1).sample(residual and residual.weigh)
+    if drafts is not None:
+        new = jax.tree.map(functools.partial(_put_after, accepted), reused_tokens, new)
+    if spec.draft_head is not None:
+        rows = dataclasses.replace(rows, last_state=states_at(accepted, 1)[:, 0])
+    real = ~rows.done
+    rows, count = append(spec, rows, new, accepted, Source.REUSED)
+    reused = jnp.minimum(accepted, count)
+    rejected = (accepted < draft_len) & (count > accepted)
+    counts = jnp.stack([jnp.where(real, reused + rejected, 0), jnp.where(real, reused, 0)])
+    rows = dataclasses.replace(rows, prefix_lens=rows.prefix_lens + reused)
+    return rows, jnp.sum(counts, axis=1, dtype=jnp.int32)
 
 
-def _aligned(drafts: Drafts, held: Array, width: int) -> Drafts:
-    """The drafts [b, `width`] from the first token on that a row does not hold; zeros after it."""
+def _take_drafts(drafts: Drafts, index: Array, lens: Array, width: int) -> TokenColumns:
+    """Take the drafts [b, `width`] of rows `index`, from token `lens` [b] on; zeros after them."""
+    stored = TokenColumns(
+        drafts.tokens, None, drafts.sampling_logprobs, drafts.top_ids, drafts.top_logprobs
+    )
+    own = on_shards(take_own_rows, stored, jnp.maximum(index, 0), like=stored)
 
-    def align(x: Array | None) -> Array | None:
-        if x is None:
-            return None
+    def align(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, width), *((0, 0),) * (x.ndim - 2)))
-        return read_slots(x, held, width)
+        return read_slots(x, lens, width)
 
-    names = ("tokens", "sampling_logprobs", "top_ids", "top_logprobs")
-    return dataclasses.replace(drafts, **{name: align(getattr(drafts, name)) for name in names})
+    return jax.tree.map(align, own)
 
 
 def _verify(
-    program: ProgramSpec,
+    spec: RolloutSpec,
     columns: int,
     rows: Rows,
-    drafts: Drafts,
+    stored: TokenColumns,
     draft_len: Array,
     log_lenience: Array,
-    logits_at,
-) -> tuple[Array, Residual | None, dict]:
-    """Decide on drafts, some columns at a time, until every row has rejected a token or is at its
-    draft's end. Returns the accepted tokens int32 [b], the residual, and scores [b, W] of the draft
-    tokens that were looked at."""
-    rule = program.accept
-    width = drafts.tokens.shape[1]
+    policy_after: Callable[[Array, int], TokenDistributions],
+) -> tuple[Array, Residual | None, TokenColumns]:
+    """Let the rule look at drafts, some columns at a time, until every row has rejected a token or
+    is at its draft's end, and decide.
 
-    def part(x: Array, first: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, first, columns, axis=1)
+    stored: [b, W], the drafts of which `draft_len` [b] tokens count. Returns the accepted tokens
+    int32 [b], the residual, and the columns [b, W] that rows get for tokens that are accepted.
+    """
+    width = stored.tokens.shape[1]
 
-    def goes_on(accepted: Array, first: Array) -> Array:
+    def draft_at(first: Array | int, count: int) -> DraftTokens:
+        positions = (rows.lens + first)[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+        cut = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count, axis=1
+        )
+        noise = uniforms(rows.accept_seeds, reshard(positions, "batch", None))
+        lens = jnp.clip(draft_len - first, 0, count)
+        return DraftTokens(lens, jax.tree.map(cut, stored), noise, log_lenience)
+
+    def look(first: Array) -> tuple:
+        return spec.accept.look(draft_at(first, columns), policy_after(first, columns))
+
+    def goes_on(state: tuple) -> Array:
+        first, accepted, _ = state
         return (accepted == first) & (first < draft_len)
 
-    def score(first: Array) -> tuple[Array, dict]:
-        """Scores of the next columns, and how many of their tokens are accepted."""
-        tokens = part(drafts.tokens, first)
-        positions = rows.lens[:, None] + first + jnp.arange(columns, dtype=jnp.int32)[None, :]
-        positions = reshard(positions, "batch", None)
-        top_ids = part(drafts.top_ids, first) if rule.needs_distribution else None
-        scores = _score(program, rows, logits_at(first, columns), tokens, positions, top_ids)
-        left = jnp.clip(draft_len - first, 0, columns)
-        if rule.samples_anew:
-            return count_leading(scores.pop("sampled") == tokens, left), scores
-        if rule.needs_distribution:  # it decides at the draft's end
-            return left, scores
-        noise = uniforms(rows.accept_seeds, positions)
-        old = part(drafts.sampling_logprobs, first)
-        threshold = rule.accept_threshold(noise, old, log_lenience)
-        step = Verification(left, scores["sampling_logprobs"], threshold)
-        return rule.accept(step)[0], scores
-
     def step(state: tuple) -> tuple:
-        first, accepted, all_scores = state
-        more, scores = score(first)
-        accepted = jnp.where(goes_on(accepted, first), first + more, accepted)
-        all_scores = jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=1),
-            all_scores,
-            scores,
+        first, accepted, seen = state
+        kept, *new = look(first)
+        seen = jax.tree.map(
+            lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, axis=1), seen, new
         )
-        return first + columns, accepted, all_scores
+        return first + columns, jnp.where(goes_on(state), first + kept, accepted), seen
 
-    def zeros(x: jax.ShapeDtypeStruct) -> Array:
-        shape = (x.shape[0], width, *x.shape[2:])
-        return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
-
-    shapes = jax.eval_shape(score, jnp.int32(0))[1]
-    state = (jnp.int32(0), jnp.zeros_like(draft_len), jax.tree.map(zeros, shapes))
-    _, accepted, scores = jax.lax.while_loop(lambda x: jnp.any(goes_on(x[1], x[0])), step, state)
-    if not rule.needs_distribution:
-        return accepted, None, scores
-    positions = reshard(rows.lens[:, None] + jnp.arange(width)[None, :], "batch", None)
-    whole = Verification(
-        draft_len,
-        scores["sampling_logprobs"],
-        uniforms=uniforms(rows.accept_seeds, positions),
-        old_logprobs=drafts.sampling_logprobs,
-        top_logprobs=scores.pop("old_top"),
-        old_top_logprobs=drafts.top_logprobs,
-        in_top=in_top(drafts.tokens, drafts.top_ids),
-    )
-    accepted, residual = rule.accept(whole)
-    here = jnp.minimum(accepted, width - 1)
-    at_end = (read_slots(x, here, 1)[:, 0] for x in (drafts.top_ids, drafts.top_logprobs))
-    return accepted, (residual, *at_end), scores
+    _, *shapes = jax.eval_shape(look, jnp.int32(0))
+    seen = jax.tree.map(functools.partial(_widened, width), shapes)
+    state = (jnp.int32(0), jnp.zeros_like(draft_len), seen)
+    _, kept, (now, seen) = jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), step, state)
+    accepted, residual = spec.accept.decide(draft_at(0, width), kept, now, seen)
+    return accepted, residual, now
 
 
-def _score(
-    program: ProgramSpec,
-    rows: Rows,
-    logits: Array,
-    tokens: Array,
-    positions: Array,
-    top_ids: Array | None,
-) -> dict[str, Array]:
-    """Score the draft tokens [b, t] at distributions [b, t, V]: log-probs before and after
-    truncation, and what is stored of the distributions. Where every token is sampled anew, also
-    those that were; the log-probs are then theirs."""
-    config = program.sampling
-    logits = temper(logits, config)
-    cut = truncate(logits, config)
-    log_z = None
-    scores = {}
-    if program.accept.samples_anew:
-        tokens, sampling, log_z = sample(cut, rows.seeds, positions, config)
-        log_z = log_z[..., None]
-        scores["sampled"] = tokens
-    else:
-        sampling = logprobs_at(cut, tokens[..., None])[..., 0]
-    policy = logprobs_at(logits, tokens[..., None])[..., 0] if config.truncates else sampling
-    scores |= {"policy_logprobs": policy, "sampling_logprobs": sampling}
-    if top_ids is not None:
-        scores["old_top"] = logprobs_at(cut, top_ids, log_z)
-    if program.stored_logprobs:
-        likeliest = likeliest_tokens(cut, program.stored_logprobs, log_z)
-        scores |= dict(zip(("top_ids", "top_logprobs"), likeliest))
-    return scores
+def _widened(width: int, x: jax.ShapeDtypeStruct) -> Array:
+    """Zeros [b, width, ...] for an array [b, t, ...]."""
+    shape = (x.shape[0], width, *x.shape[2:])
+    return jnp.zeros(shape, x.dtype, out_sharding=axes("batch", *(None,) * (len(shape) - 1)))
 
 
-def _sample_at_end(
-    program: ProgramSpec, rows: Rows, logits: Array, accepted: Array, residual: tuple | None
-) -> dict[str, Array]:
-    """Sample the token [b] at the position after the accepted ones, from the residual where there
-    is one, else from π; returns it and what is kept of it."""
-    config = program.sampling
-    logits = temper(logits, config)
-    cut = truncate(logits, config)
-    positions = rows.lens + accepted
-    if residual is None:
-        token, sampling, _ = sample(cut, rows.seeds, positions, config)
-    else:
-        residual, top_ids, top_logprobs = residual
-        weights = residual_scores(cut, top_ids, top_logprobs, residual)
-        token, _, _ = sample(weights, rows.seeds, positions, config)
-        sampling = token_logprobs(cut, token)
-    policy = token_logprobs(logits, token) if config.truncates else sampling
-    end = {"tokens": token, "policy_logprobs": policy, "sampling_logprobs": sampling}
-    if program.stored_logprobs:
-        likeliest = likeliest_tokens(cut, program.stored_logprobs)
-        end |= dict(zip(("top_ids", "top_logprobs"), likeliest))
-    return end
-
-
-def _write(
-    program: ProgramSpec,
-    rows: Rows,
-    tokens: Array,
-    draft_len: Array,
-    accepted: Array,
-    scores: dict[str, Array],
-    end: dict[str, Array],
-) -> tuple[Rows, Array]:
-    """The rows with accepted tokens and the sampled one after what they held, and `extend`'s
-    counts. tokens, scores: [b, W], of the drafts. end: [b], of the sampled token."""
-    width = tokens.shape[1]
-    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
-    is_end = steps == accepted[:, None]
-    new = {}
-    for name, sampled in end.items():
-        draft = {"tokens": tokens, **scores}.get(name)
-        if draft is None:
-            draft = jnp.zeros_like(sampled)[:, None]
-        here = jnp.expand_dims(is_end, tuple(range(2, draft.ndim)))
-        new[name] = jnp.where(here, sampled[:, None], draft)
-    count = jnp.minimum(jnp.minimum(accepted + 1, width), rows.max_lens - rows.lens)
-    ends = is_eos(new["tokens"], program) & (steps < count[:, None])
-    count = jnp.minimum(count, count_leading(~ends, count) + 1)
-    lens = rows.lens + count
-    reused = jnp.minimum(accepted, count)
-    kinds = jnp.where(steps < reused[:, None], Source.REUSED, Source.SAMPLED)
-    new["sources"] = kinds.astype(jnp.int8)
-
-    def write(name: str) -> Array:
-        old = getattr(rows, name)
-        columns = old.shape[1]
-        wide = jnp.pad(old, ((0, 0), (0, width), *((0, 0),) * (old.ndim - 2)))
-        return write_slots(wide, new[name], rows.lens)[:, :columns]
-
-    changes = {name: write(name) for name in new}
-    last = read_slots(new["tokens"], jnp.maximum(count - 1, 0), 1)[:, 0]
-    rejected = (accepted < draft_len) & (count > accepted)
-    real = ~rows.done
-    counts = jnp.stack([jnp.where(real, reused + rejected, 0), jnp.where(real, reused, 0)])
-    rows = dataclasses.replace(
-        rows,
-        lens=lens,
-        last=last,
-        prefix_lens=rows.prefix_lens + reused,
-        done=rows.done | jnp.any(ends, axis=1) | (lens == rows.max_lens),
-        **changes,
-    )
-    return rows, jnp.sum(counts, axis=1, dtype=jnp.int32)
+def _put_after(counts: Array, draft: Array, sampled: Array) -> Array:
+    """Put `sampled` [b, 1, ...] after the first `counts` [b] of `draft` [b, W, ...]."""
+    here = jnp.arange(draft.shape[1], dtype=jnp.int32)[None, :] == counts[:, None]
+    return jnp.where(jnp.expand_dims(here, tuple(range(2, draft.ndim))), sampled, draft)

@@ -1,8 +1,8 @@
 """The running batch of one rollout: its cache and rows, the programs that change them, their cost.
 
-Rows that begin are written into free places (`extend`), all rows decode together, and the batch
+Rows that begin are written into free slots (`extend`), all rows decode together, and the batch
 shrinks as they finish. `all_rows` holds every row in order; a batch writes its rows back there
-before their places are given away. The scheduler decides which rows begin, and when what runs.
+before their slots are given away. The scheduler decides which rows begin, and when what runs.
 
 Between two programs the host reads a few counts. Of tokens it reads the drafts and what rows hold,
 to pack them.
@@ -11,6 +11,7 @@ to pack them.
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,120 @@ from specrl_jax.rollout.drafts.sources import DraftHistory
 from specrl_jax.rollout.engine.all_rows import empty_batch
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StepCounts, StopCondition, decode_steps
-from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.engine.prefixes import Prefixes, pack_prefixes
-from specrl_jax.rollout.engine.requests import DraftInputs, Requests
-from specrl_jax.rollout.engine.spec import ProgramSpec
-from specrl_jax.rollout.engine.stats import Stats
+from specrl_jax.rollout.engine.extend import extend, pack_prefixes
+from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.rows import Rows, compact, scatter
+from specrl_jax.sharding import shards
+from specrl_jax.types import Drafts, Prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftInputs:
+    """Inputs that a rollout may draft from."""
+
+    previous: Drafts | None = None  # [B], for the acceptance rule to verify
+    log_lenience: float = 0.0  # log ℓ in nats, in [-inf, inf]
+    # Stored responses of the prompts, and of the next step's after them, for the draft source.
+    history: DraftHistory | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """Rows of a rollout, B, as they begin, on the host; G rows in a row share a prompt.
+
+    Each shard of the batch holds B / shards rows in a row: first those to train on, of which all
+    have as many, then those that only use idle slots (run-ahead).
+    """
+
+    prompts: Prompts  # [B / G]
+    noise_steps: np.ndarray  # int [B / G, G], the step whose noise each row uses
+    num_train_rows: int  # rows to train on
+    begun_lens: np.ndarray  # int32 [B], tokens that rows hold
+    done: np.ndarray  # bool [B], rows that need no more tokens
+    draft_ends: np.ndarray  # int32 [B], response lengths up to which drafts are verified
+    begin_first: np.ndarray | None = None  # bool [B / G], groups that begin before all others
+    # When the rollout may end before all rows are done; 0: not at all.
+    stop_after_groups: int = 0  # so many groups are done
+    allow_unfinished: int = 0  # so few train rows are not done
+    # Gets the tokens of the first row, int32 [n], as they come.
+    report: Callable[[np.ndarray], None] | None = None
+
+    @property
+    def group_size(self) -> int:
+        """G, rows of a prompt."""
+        return self.noise_steps.shape[1]
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows of a shard."""
+        return len(self.done) // shards("batch")
+
+    @property
+    def shard_train_rows(self) -> int:
+        return self.num_train_rows // shards("batch")
+
+    def trained(self, rows: np.ndarray) -> np.ndarray:
+        """bool [n]: which of these rows, int [n], are to train on; padding is not."""
+        inside = (rows >= 0) & (rows < len(self.done))
+        return inside & (rows % self.shard_rows < self.shard_train_rows)
+
+
+@dataclasses.dataclass
+class Stats:
+    """Cost of a rollout. Seconds are wall-clock and include waiting for the device."""
+
+    extend_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    row_steps: int = 0  # rows x decode steps computed, fillers included
+    extended_tokens: int = 0  # tokens that `extend` computed, padding included
+    verified_tokens: int = 0  # of these, tokens of drafts that were not rejected before
+    accepted_tokens: int = 0  # of these, accepted
+    drafted_tokens: int = 0  # tokens of drafts in decode steps that were emitted
+    # (rows, width, steps) of the decode loops, in order.
+    decode_runs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def total(cls, parts: Sequence["Stats"]) -> "Stats":
+        """Add up several rollouts, one after another."""
+        total = cls()
+        for part in parts:
+            total.extend_seconds += part.extend_seconds
+            total.decode_seconds += part.decode_seconds
+            total.decode_steps += part.decode_steps
+            total.row_steps += part.row_steps
+            total.extended_tokens += part.extended_tokens
+            total.verified_tokens += part.verified_tokens
+            total.accepted_tokens += part.accepted_tokens
+            total.drafted_tokens += part.drafted_tokens
+            total.decode_runs += part.decode_runs
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return the cost under the names of `metrics.METRICS`."""
+        values = {
+            "time/extend": self.extend_seconds,
+            "time/decode": self.decode_seconds,
+            "rollout/decode_steps": self.decode_steps,
+            "rollout/row_steps": self.row_steps,
+            "rollout/tokens_drafted": self.drafted_tokens,
+            "rollout/tokens_extended": self.extended_tokens,
+            "rollout/tokens_verified": self.verified_tokens,
+        }
+        if self.row_steps:
+            fed = sum(size * steps * width for size, width, steps in self.decode_runs)
+            wide = sum(size * steps for size, width, steps in self.decode_runs if width > 1)
+            values["rollout/width_mean"] = fed / self.row_steps
+            values["rollout/width_max"] = max(w for _, w, steps in self.decode_runs if steps)
+            values["rollout/wide_fraction"] = wide / self.row_steps
+        return values
 
 
 @dataclasses.dataclass
 class Runner:
-    """The rows of one rollout, those of them that run, and the cost so far."""
+    """Rows of one rollout, those of them that run, and the cost so far."""
 
-    program: ProgramSpec
+    spec: RolloutSpec
     buckets: Buckets
     weights: Params
     all_rows: Rows
@@ -43,18 +145,18 @@ class Runner:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
     def __post_init__(self):
-        self.size = self.buckets.rows[0]  # places of the batch
+        self.size = self.buckets.rows[0]  # slots of the batch
         self.cache: KVCache
         self.rows: Rows
         self.cache, self.rows = empty_batch(
-            self.program, self.all_rows, size=self.size, slots=self.buckets.slots
+            self.spec, self.all_rows, size=self.size, slots=self.buckets.slots
         )
         self.train = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows to train on
         self.unfinished = np.zeros(self.buckets.multiple, int)  # [shards], unfinished rows
         self.written_back = 0  # rows that began or were unfinished at the last write-back
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
-        self.draft_state_stale = bool(self.requests.held_lens.any())
+        self.draft_state_stale = bool(self.requests.begun_lens.any())
         self.reported = 0  # tokens of the first row
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
 
@@ -66,36 +168,36 @@ class Runner:
         holds."""
         requests = self.requests
         prompts = requests.prompts
-        group = self.program.group_size
-        tokens = np.zeros((len(requests.done), self.program.response_slots), np.int32)
-        if self.drafts.previous is not None and requests.draft_lens.any():
+        group = requests.group_size
+        tokens = np.zeros((len(requests.done), self.spec.response_slots), np.int32)
+        if self.drafts.previous is not None and requests.draft_ends.any():
             tokens = hosts.fetch(self.drafts.previous.tokens)
-        if requests.held_lens.any():
-            held = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
-            inside = np.arange(tokens.shape[1]) < requests.held_lens[:, None]
-            tokens = np.where(inside, held, tokens)
+        if requests.begun_lens.any():
+            begun = hosts.fetch(self.all_rows.tokens)[:, : tokens.shape[1]]
+            inside = np.arange(tokens.shape[1]) < requests.begun_lens[:, None]
+            tokens = np.where(inside, begun, tokens)
         texts = np.repeat(np.pad(prompts.tokens, ((0, 0), (0, tokens.shape[1]))), group, axis=0)
         columns = np.repeat(prompts.lens, group)[:, None] + np.arange(tokens.shape[1])
         np.put_along_axis(texts, columns, tokens, axis=1)
         return texts
 
-    def pack(self, index: list[np.ndarray], draft_ends: np.ndarray) -> Prefixes:
-        """Pack rows that begin. index: int, of each shard. draft_ends: int32 [B], up to where the
-        draft of each row is verified."""
-        requests = self.requests
-        every = np.concatenate(index)
-        prompt_lens = requests.prompts.lens[every // self.program.group_size]
-        lens = prompt_lens + np.maximum(requests.held_lens, draft_ends)[every]
-        own = [rows % requests.shard_rows for rows in index]
-        return pack_prefixes(self.buckets, self.texts[every], lens, own, draft_ends[every])
-
-    def extend(self, prefixes: Prefixes) -> np.ndarray:
-        """Let packed rows begin; returns int [2], verified and accepted tokens of drafts."""
+    def extend(self, row_ids: list[np.ndarray]) -> None:
+        """Let rows begin: int, of each shard."""
         self.write_back_finished()
-        self.written_back = self.unfinished.sum() + prefixes.first_row[:, -1].sum()
+        requests = self.requests
+        every = np.concatenate(row_ids)
+        self.written_back = self.unfinished.sum() + len(every)
+        prompt_lens = requests.prompts.lens[every // requests.group_size]
+        prefixes = pack_prefixes(
+            self.buckets,
+            self.texts[every],
+            prompt_lens + np.maximum(requests.begun_lens, requests.draft_ends)[every],
+            [rows % requests.shard_rows for rows in row_ids],
+            requests.draft_ends[every],
+        )
         start = time.perf_counter()
         self.cache, self.rows, counts, progress = extend(
-            self.program,
+            self.spec,
             self.buckets,
             self.weights,
             self.cache,
@@ -106,11 +208,12 @@ class Runner:
             prefixes,
             self.stop_condition(),
         )
-        counts = self._read(counts, progress)
+        verified, accepted = self._read(counts, progress).tolist()
         self.draft_state_stale = True
-        tokens = int(prefixes.count) * prefixes.tokens[0].size
-        self.stats.add_extension(tokens, *counts.tolist(), time.perf_counter() - start)
-        return counts
+        self.stats.extend_seconds += time.perf_counter() - start
+        self.stats.extended_tokens += int(prefixes.count) * prefixes.tokens[0].size
+        self.stats.verified_tokens += verified
+        self.stats.accepted_tokens += accepted
 
     # Rows decode ----------------------------------------------------------------------------------
 
@@ -124,18 +227,23 @@ class Runner:
         draft_state = self._synced_draft_state() if width > 1 else None
         start = time.perf_counter()
         self.cache, self.rows, draft_state, counts, progress = decode_steps(
-            self.program, self.weights, self.cache, self.rows, draft_state, stop, width=width
+            self.spec, self.weights, self.cache, self.rows, draft_state, stop, width=width
         )
         if width > 1:
             self.draft_state = draft_state
         else:
             self.draft_state_stale = True
         counts = self._read(counts, progress)
-        self.stats.add_decode(self.size, width, counts, time.perf_counter() - start)
+        steps = int(counts.steps)
+        self.stats.decode_seconds += time.perf_counter() - start
+        self.stats.decode_steps += steps
+        self.stats.row_steps += steps * self.size
+        self.stats.drafted_tokens += int(counts.drafted)
+        self.stats.decode_runs.append((self.size, width, steps))
         return counts
 
     def _read(self, counts: Any, progress: Any) -> Any:
-        """The counts on the host, once the model has run; notes how many rows are left, and which
+        """Fetch the counts, once the model has run; note how many rows are left, and which
         are done."""
         ends_early = self.requests.stop_after_groups or self.requests.allow_unfinished
         done = (self.rows.index, self.rows.done) if ends_early else None
@@ -149,22 +257,23 @@ class Runner:
     def report(self) -> None:
         """Report the tokens of the first row that are new."""
         index, tokens, lens = hosts.fetch((self.rows.index, self.rows.tokens, self.rows.lens))
-        for place in np.flatnonzero(index == 0):
-            self.requests.report(tokens[place, self.reported : lens[place]])
-            self.reported = int(lens[place])
+        for row in np.flatnonzero(index == 0):
+            self.requests.report(tokens[row, self.reported : lens[row]])
+            self.reported = int(lens[row])
 
     def _synced_draft_state(self) -> Any:
-        """The draft source's state for all that rows hold. Steps that do not draft do not write to
-        it, nor is it made for them, so that they cost as little as without a draft source."""
-        source = self.program.draft_source
+        """Return the draft source's state for all that rows hold. Steps that do not draft do not
+        write to it, nor is it made for them, so that they cost as little as without a draft
+        source."""
+        source = self.spec.draft_source
         if source is None:
             return None
         prompts = self.requests.prompts
         if self.draft_state is None:
             history = self.drafts.history
             if history is None:
-                history = DraftHistory.empty(len(prompts.lens), self.program.response_slots)
-            self.draft_state = source.init(prompts, history, self.program.group_size)
+                history = DraftHistory.empty(len(prompts.lens), self.spec.response_slots)
+            self.draft_state = source.init(prompts, history, self.requests.group_size)
         if self.draft_state_stale:
             self.write_back()
             rows = self.all_rows
@@ -185,6 +294,6 @@ class Runner:
         self.written_back = self.unfinished.sum()
 
     def write_back_finished(self) -> None:
-        """Write rows back that are done, before others take their places."""
+        """Write rows back that are done, before others take their slots."""
         if self.unfinished.sum() < self.written_back:
             self.write_back()

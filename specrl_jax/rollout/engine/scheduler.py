@@ -1,6 +1,6 @@
 """The scheduler of one rollout: which rows begin, in which bucket all decode, and for how long.
 
-    waiting rows ──extend──→ places of the running batch: decode, compact ──→ done
+    waiting rows ──extend──→ slots of the running batch: decode, compact ──→ done
         ↑ prompts; rows that hold tokens; rows of the next step
 
 Nothing that is decided here changes a token of a row. `runner.py` carries the decisions out. Each
@@ -9,8 +9,7 @@ shard of the batch has a queue of its own: its rows, which never leave it.
 
 import numpy as np
 
-from specrl_jax.rollout.engine.requests import Requests
-from specrl_jax.rollout.engine.runner import Runner
+from specrl_jax.rollout.engine.runner import Requests, Runner
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.rows import Rows
 
@@ -30,10 +29,10 @@ class Scheduler:
         self.next_step = _queues(self.requests, trained=False)
 
     def run(self) -> Rows:
-        """All rows, at their end unless the rollout may end early."""
+        """Return all rows, at their end unless the rollout may end early."""
         runner = self.runner
         while not self._may_end():
-            # Rows may be done as they begin: others may take their places at once.
+            # Rows may be done as they begin: others may take their slots at once.
             if not self._admit():
                 if not runner.train.any():
                     break
@@ -51,13 +50,13 @@ class Scheduler:
             return self.runner.train.sum() <= requests.allow_unfinished
         if not requests.stop_after_groups:
             return False
-        groups = self.runner.finished.reshape(-1, self.runner.program.group_size).all(axis=1)
+        groups = self.runner.finished.reshape(-1, requests.group_size).all(axis=1)
         return int(groups.sum()) >= requests.stop_after_groups
 
     # Rows begin -----------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Let waiting rows begin where enough places are free: a quarter of a shard's, or all that
+        """Let waiting rows begin where enough slots are free: a quarter of a shard's, or all that
         it needs. Rows of the next step begin once no other row waits, beside rows to train on.
 
         Returns whether any began.
@@ -73,30 +72,12 @@ class Scheduler:
         enough = np.minimum(waiting, self.buckets.refill)
         if not np.any((waiting > 0) & (free >= enough)):
             return False
-        index = []
+        row_ids = []
         for queue, count in zip(queues, np.minimum(free, waiting).tolist()):
-            index.append(np.array(queue[:count], int))
+            row_ids.append(np.array(queue[:count], int))
             del queue[:count]
-        self._extend(index)
+        runner.extend(row_ids)
         return True
-
-    def _extend(self, index: list[np.ndarray]) -> None:
-        """Let these rows begin, and verify their drafts; a rule that samples every token anew may
-        leave them out where that saves time. Another rule's tokens would depend on the clock."""
-        runner = self.runner
-        rows = np.concatenate(index)
-        prefixes = runner.pack(index, self.requests.draft_lens)
-        lens = np.maximum(self.requests.draft_lens - self.requests.held_lens, 0)[rows]
-        chooses = self.speculation is not None and runner.program.accept.samples_anew
-        chooses &= bool(lens.any())
-        if chooses:
-            without = runner.pack(index, np.zeros_like(self.requests.draft_lens))
-            extra = int(prefixes.count - without.count)
-            if not self.speculation.verifies(lens, extra, self.buckets):
-                prefixes = without
-        verified, accepted = runner.extend(prefixes).tolist()
-        if chooses:
-            self.speculation.record_drafts(accepted, verified)
 
     # Rows decode ----------------------------------------------------------------------------------
 
@@ -130,7 +111,7 @@ class Scheduler:
         bounds = {}
         queues = self.waiting if any(self.waiting) else self.next_step
         if any(queues):
-            # As many places are free then as rows begin together; at least one more than now.
+            # As many slots are free then as rows begin together; at least one more than now.
             waiting = np.array([len(queue) for queue in queues])
             enough = np.minimum(waiting, self.buckets.refill)
             full = runner.size // self.buckets.multiple
@@ -145,7 +126,7 @@ class Scheduler:
         if requests.report is not None:
             bounds["max_steps"] = STEPS_BETWEEN_REPORTS
         if requests.stop_after_groups:
-            steps = max(runner.program.response_slots // 8, 1)
+            steps = max(runner.spec.response_slots // 8, 1)
             bounds["max_steps"] = min(steps, STEPS_BETWEEN_COUNTS)
         return bounds
 
@@ -153,13 +134,13 @@ class Scheduler:
 def _queues(requests: Requests, *, trained: bool) -> list[list[int]]:
     """Rows of each shard that are not done, in the order in which they begin: those to train on, or
     those of the next step."""
-    group = len(requests.done) // len(requests.noise_steps)
+    group = requests.group_size
     rows = np.arange(len(requests.done))
     first = requests.begin_first
     late = np.zeros(len(rows), bool) if first is None else ~np.repeat(first, group)
     # Drafts of like length are decided together. A group's rows share their prompt.
-    longest = np.repeat(requests.draft_lens.reshape(-1, group).max(axis=1), group)
-    order = np.lexsort((rows, -longest, late, requests.held_lens == 0))
+    longest = np.repeat(requests.draft_ends.reshape(-1, group).max(axis=1), group)
+    order = np.lexsort((rows, -longest, late, requests.begun_lens == 0))
     order = order[~requests.done[order] & (requests.trained(order) == trained)]
     return [
         order[order // requests.shard_rows == shard].tolist()

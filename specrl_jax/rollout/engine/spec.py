@@ -1,4 +1,4 @@
-"""Setup that stays the same from rollout to rollout: programs and bounds."""
+"""Setup that stays the same from rollout to rollout."""
 
 import dataclasses
 
@@ -12,102 +12,83 @@ from specrl_jax.sharding import shards
 
 
 def acceptance_rule(config) -> AcceptanceRule:
-    """The rule of a config; without previous drafts nothing is verified, and any will do."""
+    """Return the rule of a config; without previous drafts nothing is verified, and any will do."""
     previous = DRAFT_SOURCES[config.rollout.draft].previous
     return ACCEPTANCE_RULES[config.rollout.accept] if previous else MATCH
 
 
 def noise_visits(config) -> int:
-    """Visits for which samples keep their noise: 1, all noise is fresh, under a rule that draws
-    with it after a rejection. The draft was made with it too."""
+    """Count the visits for which samples keep their noise: 1, all noise is fresh, under a rule that
+    draws with it after a rejection. The draft was made with it too."""
     return config.rollout.noise_epochs if acceptance_rule(config).samples_anew else 1
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramSpec:
-    """Settings that a rollout's programs are compiled for; hashable."""
+class RolloutSpec:
+    """Settings that stay the same from rollout to rollout; hashable, fixed in its programs."""
 
     model: ModelConfig
     sampling: SamplingConfig
     accept: AcceptanceRule  # of drafts to verify
     eos_ids: tuple[int, ...]
     pad_id: int
+    prompt_slots: int  # P
     response_slots: int  # R
     group_size: int = 1  # G, responses per prompt
     draft_source: DraftSource | None = None  # proposes tokens in the decode steps
     draft_head: HeadDrafts | None = None  # goes on where the source has none
     stored_logprobs: int = 0  # k likeliest tokens whose log-probs are kept at every position
-    margin: int = 1  # columns after the response slots: the widest step
+    max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
+    row_buckets: int = 4  # batch sizes, each half the last
+    max_rows: int = 0  # rows computed at once; 0: all
+    refresh: float = 0.0  # share of the drafts that are left out
 
     @property
     def columns(self) -> int:
-        return self.response_slots + self.margin
+        """Response columns of a row, with a margin that rows which are done write into."""
+        return self.response_slots + self.max_width
 
     @property
     def draft_history(self) -> int:
         """Generations of stored responses that the draft source wants."""
         return self.draft_source.history if self.draft_source else 0
 
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSpec:
-    """Everything that stays the same from rollout to rollout."""
-
-    program: ProgramSpec
-    prompt_slots: int  # P
-    group_size: int  # G
-    row_buckets: int = 4  # batch sizes, each half the last
-    max_rows: int = 0  # rows computed at once; 0: all
-    max_width: int = 1  # most tokens that a decode step feeds; > 1 with a draft source or head
-    refresh: float = 0.0  # share of the drafts that are left out
-
-    def __post_init__(self):
-        own = {"group_size": self.group_size, "margin": self.max_width}
-        object.__setattr__(self, "program", dataclasses.replace(self.program, **own))
-
     @classmethod
     def from_config(
         cls, config, model: ModelConfig, *, eos_ids: tuple[int, ...], pad_id: int
     ) -> "RolloutSpec":
-        """The training rollout of a config."""
+        """Return the training rollout of a config."""
         settings = config.rollout
-        drafts = DRAFT_SOURCES[config.rollout.draft]
+        drafts = DRAFT_SOURCES[settings.draft]
         rule = acceptance_rule(config)
-        program = ProgramSpec(
+        return cls(
             model=model,
             sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p),
             accept=rule,
             eos_ids=eos_ids,
             pad_id=pad_id,
+            prompt_slots=config.data.prompt_len,
             response_slots=settings.response_len,
+            group_size=settings.group_size,
             draft_source=drafts.source(settings) if drafts.source else None,
             draft_head=HeadDrafts() if drafts.head else None,
             stored_logprobs=settings.stored_logprobs if rule.needs_distribution else 0,
-        )
-        return cls(
-            program=program,
-            prompt_slots=config.data.prompt_len,
-            group_size=settings.group_size,
+            max_width=settings.max_width if drafts.proposes else 1,
             row_buckets=settings.row_buckets,
             max_rows=settings.max_rows,
-            max_width=settings.max_width if drafts.proposes else 1,
             refresh=settings.draft_refresh,
         )
 
     def for_evaluation(self, samples: int, temperature: float) -> "RolloutSpec":
-        """The same rollout without drafts, `samples` responses a prompt, without truncation."""
-        program = dataclasses.replace(
-            self.program,
+        """Return the rollout without drafts, `samples` responses a prompt, without truncation."""
+        return dataclasses.replace(
+            self,
             sampling=SamplingConfig(temperature),
             accept=MATCH,
+            group_size=samples,
             draft_source=None,
             draft_head=None,
             stored_logprobs=0,
-        )
-        return dataclasses.replace(
-            self,
-            program=program,
-            group_size=samples,
             max_width=1,
             row_buckets=min(self.row_buckets, 2),  # it is rare: not worth the programs
         )
@@ -121,7 +102,7 @@ class RolloutSpec:
             )
 
     def buckets(self, rows: int) -> Buckets:
-        """The program shapes of a rollout of `rows` rows on the mesh in use.
+        """Return the program shapes of a rollout of `rows` rows on the mesh in use.
 
         Raises ValueError as `check_max_rows` does.
         """
@@ -129,10 +110,10 @@ class RolloutSpec:
         pieces = shards("batch")
         most = self.max_rows // pieces * pieces
         return Buckets(
-            self.program.model,
+            self.model,
             min(rows, most or rows),
             self.prompt_slots,
-            self.program.response_slots,
+            self.response_slots,
             self.row_buckets,
             multiple=pieces,
             max_width=self.max_width,

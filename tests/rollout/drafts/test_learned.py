@@ -14,7 +14,7 @@ from specrl_jax.models.draft_head import DraftHead, copy_draft_head, init_draft_
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.all_rows import start_all_rows
-from specrl_jax.rollout.generate import Noise
+from specrl_jax.rollout.generate import NoiseKey
 from specrl_jax.rollout.sampling import SamplingConfig, sample, temper, truncate
 from specrl_jax.sharding import axes, put
 
@@ -32,8 +32,7 @@ def weights_of(vocab=0, nudge=0.0):
 
 def head_spec(width, coupled=True, **kwargs):
     spec = match_spec(**({"max_width": width} | kwargs))
-    program = dataclasses.replace(spec.program, draft_head=HeadDrafts(coupled))
-    return dataclasses.replace(spec, program=program)
+    return dataclasses.replace(spec, draft_head=HeadDrafts(coupled))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def test_a_head_changes_no_token(base, make_mesh, case):
         spec = head_spec(**options)
         drafts = ref.as_drafts(old)
         for inputs in ({}, {"drafts": drafts}):
-            if spec.program.draft_source:
+            if spec.draft_source:
                 inputs["history"] = history_of(spec, old.tokens, old.lens)
             got, stats = run(spec, weights, prompts, 1, **inputs)
             check_equal(got, plain, but=("sources", "prefix_lens"))
@@ -109,9 +108,7 @@ def test_the_head_drafts_what_a_whole_pass_says(base, make_mesh):
         )
         # The guess at a slot is for the token of the next one.
         steps = np.ones((len(prompts.lens), group), int)
-        seeds = start_all_rows(
-            spec.program, prompts, Noise(jax.random.key(ref.KEY), 1), steps
-        ).seeds
+        seeds = start_all_rows(spec, prompts, NoiseKey(jax.random.key(ref.KEY), 1), steps).seeds
         positions = put(np.arange(texts.shape[1])[None] + 1 - lens[:, None], "batch", None)
         logits = truncate(temper(model.logits(guessing), SAMPLING), SAMPLING)
         guesses = np.asarray(sample(logits, seeds, positions, SAMPLING)[0])

@@ -82,7 +82,7 @@ def test_a_source_is_chosen_by_its_name(monkeypatch):
     monkeypatch.setitem(DRAFT_SOURCES, "repeat", DraftChoice(source=lambda settings: RepeatLast()))
     config = small_config({"rollout.draft": "repeat", "rollout.max_width": 3})
     spec = RolloutSpec.from_config(config, ref.MODEL, eos_ids=(1,), pad_id=0)
-    assert spec.program.draft_source == RepeatLast()
-    assert spec.program.accept.samples_anew
+    assert spec.draft_source == RepeatLast()
+    assert spec.accept.samples_anew
     assert spec.max_width == 3
-    assert spec.program.draft_history == 0
+    assert spec.draft_history == 0

@@ -38,7 +38,7 @@ def test_at_most_max_rows_run_as_many_on_every_shard(make_mesh, shape, max_rows,
         assert ref.make_spec(max_rows=max_rows).buckets(64).rows[0] == rows
 
 
-def test_fewer_places_than_shards_are_refused(make_mesh):
+def test_fewer_slots_than_shards_are_refused(make_mesh):
     with (
         jax.set_mesh(make_mesh(2, 2, 1)),
         pytest.raises(ValueError, match=r"max_rows must be 0 or >= mesh.data x mesh.fsdp = 4"),

@@ -6,10 +6,9 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.rollout.drafts import suffix_match
-from specrl_jax.rollout.engine.all_rows import Noise, empty_batch, start_all_rows
+from specrl_jax.rollout.engine.all_rows import NoiseKey, empty_batch, start_all_rows
 from specrl_jax.rollout.engine.decode import StopCondition, decode_steps, progress
-from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.engine.prefixes import pack_prefixes
+from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Source
 
@@ -26,16 +25,16 @@ def make_spec(model=ref.ONE_LAYER, eos=(4, 3), tree=ref.TREE):
 def begin(spec, weights, prompts, max_lens=None):
     """The cache and the rows, each with its prompt and one token."""
     count = len(prompts.lens)
-    noise = Noise(jax.random.key(0), 0)
-    all_rows = start_all_rows(spec.program, prompts, noise, np.zeros(count, int), max_lens)
+    noise = NoiseKey(jax.random.key(0), 0)
+    all_rows = start_all_rows(spec, prompts, noise, np.zeros(count, int), max_lens)
     buckets = spec.buckets(count)
     slots = buckets.slots
-    cache, rows = empty_batch(spec.program, all_rows, size=count, slots=slots)
-    texts = np.pad(prompts.tokens, ((0, 0), (0, spec.program.response_slots)))
+    cache, rows = empty_batch(spec, all_rows, size=count, slots=slots)
+    texts = np.pad(prompts.tokens, ((0, 0), (0, spec.response_slots)))
     own = np.split(np.arange(count) % (count // shards("batch")), shards("batch"))
     prefixes = pack_prefixes(buckets, texts, prompts.lens, own, np.zeros(count, np.int32))
     inputs = (weights, cache, rows, all_rows, None, np.float32(0), prefixes)
-    return extend(spec.program, buckets, *inputs, StopCondition.of(count, count))[:2]
+    return extend(spec, buckets, *inputs, StopCondition.of(count, count))[:2]
 
 
 def index_of(tokens, lens):
@@ -56,7 +55,7 @@ def steps(spec, weights, cache, rows, width, *, stored=None, **bounds):
     bounds = {"num_train_rows": count, "shard_rows": count} | bounds
     stop = StopCondition.of(**bounds)
     cache, rows, _, counts, numbers = decode_steps(
-        spec.program, weights, cache, rows, state, stop, width=width
+        spec, weights, cache, rows, state, stop, width=width
     )
     return cache, rows, ref.host(counts), np.asarray(numbers).tolist()
 

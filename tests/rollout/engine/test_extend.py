@@ -1,4 +1,4 @@
-"""`extend` against a loop over whole texts, which has no cache, no chunks and no places."""
+"""`extend` against a loop over whole texts, which has no cache, no chunks and no slots."""
 
 import dataclasses
 import functools
@@ -13,17 +13,16 @@ from specrl_jax.models.kv_cache import init_cache
 from specrl_jax.models.transformer import Transformer
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
 from specrl_jax.rollout.engine import buckets as bucket_sizes
-from specrl_jax.rollout.engine.all_rows import Noise, start_all_rows
+from specrl_jax.rollout.engine.all_rows import NoiseKey, start_all_rows
 from specrl_jax.rollout.engine.buckets import Buckets
 from specrl_jax.rollout.engine.decode import StopCondition
-from specrl_jax.rollout.engine.extend import extend
-from specrl_jax.rollout.engine.prefixes import pack_prefixes
+from specrl_jax.rollout.engine.extend import extend, pack_prefixes
 from specrl_jax.rollout.rows import PADDING
 from specrl_jax.sharding import put, shards
 from specrl_jax.types import Drafts, Source
 
 B, P, R, G = 32, 6, 8, 4
-PLACES = 24
+BATCH_SLOTS = 24
 K = 12  # likeliest tokens that are stored
 STEP = 1
 LOG_LENIENCE = 0.3
@@ -121,15 +120,15 @@ def test_every_row_is_found_in_its_chunk(small, seed):
 
 @dataclasses.dataclass
 class Case:
-    """All rows on the host, and the places of the running batch."""
+    """All rows on the host, and the slots of the running batch."""
 
-    program: object
+    spec: object
     buckets: Buckets
     rows: object  # [B], with what they hold
     drafts: Drafts  # [B]
     draft_ends: np.ndarray  # [B]
-    begins: list[np.ndarray]  # of each shard, rows that begin, as places among all rows
-    running: np.ndarray  # [PLACES], row that decodes in each place, -1: it is free
+    begins: list[np.ndarray]  # of each shard, rows that begin, as indices among all rows
+    running: np.ndarray  # [BATCH_SLOTS], row that decodes in each place, -1: it is free
 
     @property
     def texts(self) -> np.ndarray:
@@ -174,8 +173,7 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     drafts = drafts_for(accept, sampling, old_drafts)
     stored = 0 if drafts.top_ids is None else K
     options = {"accept": accept, "sampling": sampling, "eos": EOS, **ref.ONE_BUCKET}
-    spec = ref.make_spec(ref.ONE_LAYER, stored_logprobs=stored, max_rows=PLACES, **options)
-    program = spec.program
+    spec = ref.make_spec(ref.ONE_LAYER, stored_logprobs=stored, max_rows=BATCH_SLOTS, **options)
     rng = np.random.default_rng(4)
     every = np.arange(B)
     held = np.where(every % 8 >= 4, np.minimum(rng.integers(1, 6, B), drafts.lens - 1), 0)
@@ -192,8 +190,8 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
     ends = np.where(every % 6 == 4, 0, drafts.lens)
     ends = np.where(every % 10 == 8, np.minimum(ends, 2), ends).astype(np.int32)
     max_lens = np.where(every % 4 == 2, np.maximum(held + 1, 3), R).astype(np.int32)
-    noise = Noise(jax.random.key(ref.KEY), STEP)
-    rows = ref.host(start_all_rows(program, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
+    noise = NoiseKey(jax.random.key(ref.KEY), STEP)
+    rows = ref.host(start_all_rows(spec, PROMPTS, noise, np.full((8, 4), STEP), max_lens))
     inside = np.arange(rows.tokens.shape[1]) < held[:, None]
     margin = ((0, 0), (0, rows.tokens.shape[1] - R))
     rows = dataclasses.replace(
@@ -205,25 +203,25 @@ def make_case(accept: str, sampling, old_drafts) -> Case:
         policy_logprobs=np.where(inside, -1.5, 0).astype(np.float32),
         sources=np.where(inside, Source.FORCED, 0).astype(np.int8),
     )
-    # Of each three places one decodes; rows with even numbers begin but for one.
+    # Of each three slots one decodes; rows with even numbers begin but for one.
     pieces = shards("batch")
     parts = np.split(every, pieces)
     begins = [part[::2] for part in parts]
     begins[-1] = begins[-1][:-1]
-    running = np.full(PLACES, -1)
-    for part, places in zip(parts, np.split(np.arange(PLACES), pieces)):
-        running[places[1::3]] = part[1::2][: len(places) // 3]
-    return Case(program, spec.buckets(B), rows, drafts, ends, begins, running)
+    running = np.full(BATCH_SLOTS, -1)
+    for part, slots in zip(parts, np.split(np.arange(BATCH_SLOTS), pieces)):
+        running[slots[1::3]] = part[1::2][: len(slots) // 3]
+    return Case(spec, spec.buckets(B), rows, drafts, ends, begins, running)
 
 
 def batch_of(case: Case):
-    """The running batch's rows on the host; its free places hold rows that are done, or none."""
+    """The running batch's rows on the host; its free slots hold rows that are done, or none."""
     rng = np.random.default_rng(5)
     free = case.running < 0
     batch = jax.tree.map(lambda x: x[np.maximum(case.running, 0)], case.rows)
-    none = rng.random(PLACES) < 0.5
+    none = rng.random(BATCH_SLOTS) < 0.5
     index = np.where(free, np.where(none, PADDING, case.begins[0][0]), case.running)
-    lens = rng.integers(1, 5, PLACES).astype(np.int32)
+    lens = rng.integers(1, 5, BATCH_SLOTS).astype(np.int32)
     return dataclasses.replace(batch, index=index.astype(np.int32), lens=lens, done=free)
 
 
@@ -235,7 +233,7 @@ def _written(model, weights, texts, cache):
 
 def distributions(case: Case, params) -> tuple[np.ndarray, ...]:
     """π before and after truncation in log-probs [B, R + 1, V], at each position of the text."""
-    config = case.program.sampling
+    config = case.spec.sampling
     scores = ref.full_logits(ref.ONE_LAYER, params, case.texts)
     at = (case.rows.prompt_lens - 1)[:, None] + np.arange(R + 1)
     scores = np.take_along_axis(scores, at[..., None], axis=1) / np.float32(config.temperature)
@@ -248,7 +246,7 @@ def draw(case: Case, scores: np.ndarray) -> np.ndarray:
     positions = np.tile(np.arange(R + 1, dtype=np.int32), (B, 1))
     placed = put(scores.astype(np.float32), "batch", None, "vocab")
     seeds = put(case.rows.seeds, "batch", None)
-    drawn = ref.sample(placed, seeds, put(positions, "batch", None), case.program.sampling)
+    drawn = ref.sample(placed, seeds, put(positions, "batch", None), case.spec.sampling)
     return np.asarray(drawn[0])
 
 
@@ -303,7 +301,7 @@ def expect(case: Case, params) -> tuple:
     anew = draw(case, cut)
     positions = np.tile(np.arange(R + 1, dtype=np.int32), (B, 1))
     noise = np.asarray(ref.uniforms(case.rows.accept_seeds, positions))
-    rule = case.program.accept
+    rule = case.spec.accept
     rows = jax.tree.map(np.copy, case.rows)
     weights = np.array(cut)
     accepted = np.zeros(B, int)
@@ -335,7 +333,7 @@ def expect(case: Case, params) -> tuple:
         kept = accepted[row]
         new = [*case.drafts.tokens[row, held : held + kept], after[row, held + kept]]
         new = new[: rows.max_lens[row] - held]
-        ends = [token in case.program.eos_ids for token in new]
+        ends = [token in case.spec.eos_ids for token in new]
         new = new[: [*ends, True].index(True) + 1]
         for offset, token in enumerate(new):
             at = row, held + offset
@@ -355,15 +353,15 @@ def expect(case: Case, params) -> tuple:
     return rows, [verified, reused]
 
 
-def places_of(case: Case, prefixes) -> np.ndarray:
-    """int [PLACES]: the row that begins in each place, -1: none. A shard's rows take its free
-    places in order."""
-    order = np.full(PLACES, -1)
+def slots_of(case: Case, prefixes) -> np.ndarray:
+    """int [BATCH_SLOTS]: the row that begins in each place, -1: none. A shard's rows take its free
+    slots in order."""
+    order = np.full(BATCH_SLOTS, -1)
     pieces = len(case.begins)
     for shard, rows in enumerate(case.begins):
-        places = np.flatnonzero(case.running < 0)
-        places = places[places // (PLACES // pieces) == shard][: len(rows)]
-        order[places] = prefixes.rows[shard, : len(rows)] + shard * (B // pieces)
+        slots = np.flatnonzero(case.running < 0)
+        slots = slots[slots // (BATCH_SLOTS // pieces) == shard][: len(rows)]
+        order[slots] = prefixes.rows[shard, : len(rows)] + shard * (B // pieces)
     return order
 
 
@@ -391,7 +389,7 @@ def check_case(case: Case, expected) -> None:
     left = np.maximum(case.draft_ends[every] - held, 0)
     kept = (expected.prefix_lens - case.rows.prefix_lens)[every]
     assert {0, R} <= set(left)
-    assert case.program.accept.cuts_draft or ((kept == 0) & (left > 0)).any()
+    assert case.spec.accept.cuts_draft or ((kept == 0) & (left > 0)).any()
     assert ((kept == left) & (left > 0)).any()
     assert (held > 0).sum() > 3
     assert (left[held > 0] > 0).any()
@@ -435,18 +433,18 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
         slots = case.buckets.slots
         placed = put(case.texts, "batch", None)
         truth = ref.by_slot(_written(model, weights, placed, init_cache(model, B, slots)))
-        before = jax.tree.map(lambda x: x + 7, init_cache(model, PLACES, slots))
+        before = jax.tree.map(lambda x: x + 7, init_cache(model, BATCH_SLOTS, slots))
         batch = batch_of(case)
         stop = StopCondition.of(B // pieces // 2, B // pieces)
         cache, rows, got, progress = extend(
-            case.program, case.buckets, weights, before, ref.put_rows(batch),
+            case.spec, case.buckets, weights, before, ref.put_rows(batch),
             ref.put_rows(case.rows), ref.put_rows(case.drafts), np.float32(LOG_LENIENCE),
             prefixes, stop,
         )  # fmt: skip
         rows = ref.host(rows)
         cache = ref.by_slot(cache)
     assert np.asarray(got).tolist() == counts
-    order = places_of(case, prefixes)
+    order = slots_of(case, prefixes)
     begun = order >= 0
     assert sorted(order[begun]) == sorted(every)
     for name, values in dataclasses.asdict(rows).items():
@@ -470,20 +468,20 @@ def test_rows_begin(make_mesh, request, old_drafts, accept, shape, is_small, sam
     [pytest.param(x, marks=[pytest.mark.slow] * (x == "random")) for x in sorted(ACCEPTANCE_RULES)],
 )
 def test_no_chunks_blocks_and_shards_change_a_rollout(make_mesh, request, old_drafts, accept):
-    """Against a rollout of one chunk and one block. Rows wait for places."""
+    """Against a rollout of one chunk and one block. Rows wait for slots."""
     drafts = drafts_for(accept, PLAIN, old_drafts)
     stored = K if drafts.top_ids is not None else 0
     options = {"accept": accept, "eos": EOS, "stored_logprobs": stored}
     rollouts = []
-    for shape, places in (((1, 1, 1), 0), ((2, 2, 2), 16)):
+    for shape, slots in (((1, 1, 1), 0), ((2, 2, 2), 16)):
         with jax.set_mesh(make_mesh(*shape)):
             weights = ref.policy(0.0, ref.ONE_LAYER)[1]
-            spec = ref.make_spec(ref.ONE_LAYER, max_rows=places, **options)
+            spec = ref.make_spec(ref.ONE_LAYER, max_rows=slots, **options)
             rollout, stats = ref.run(
                 spec, weights, PROMPTS, STEP, drafts=ref.put_rows(drafts), log_lenience=LOG_LENIENCE
             )
             rollouts.append(ref.host(rollout))
         assert stats.accepted_tokens == np.sum(rollouts[-1].prefix_lens) > 0
-        if not places:
+        if not slots:
             request.getfixturevalue("small")
     ref.check_equal(*rollouts)

@@ -9,7 +9,7 @@ import pytest
 import rollout_reference as ref
 
 from specrl_jax.models.kv_cache import init_cache
-from specrl_jax.rollout.engine.all_rows import Noise, empty_batch, start_all_rows
+from specrl_jax.rollout.engine.all_rows import NoiseKey, empty_batch, start_all_rows
 from specrl_jax.rollout.rows import PADDING, Rows, compact, gather, put_rows, scatter
 from specrl_jax.sharding import put, shards
 
@@ -61,16 +61,16 @@ def check(rows, all_rows, order=None):
 
 def test_rows_begin_with_prompts_only(mesh):
     spec = ref.make_spec(group=2, slots=C - 1, stored_logprobs=K)
-    program = dataclasses.replace(spec.program, pad_id=7)
+    spec = dataclasses.replace(spec, pad_id=7)
     prompts = ref.make_prompts([[5, 6, 9], [8]], 3)
     max_lens = np.array([4, 2, 3, 1], np.int32)
-    noise = Noise(jax.random.key(0), 0)
+    noise = NoiseKey(jax.random.key(0), 0)
     steps = np.array([[3, 3], [4, 5]])
-    rows = ref.host(start_all_rows(program, prompts, noise, steps, max_lens))
+    rows = ref.host(start_all_rows(spec, prompts, noise, steps, max_lens))
     np.testing.assert_array_equal(rows.index, np.arange(4))
     np.testing.assert_array_equal(rows.prompt_lens, [3, 3, 1, 1])
     np.testing.assert_array_equal(rows.max_lens, max_lens)
-    whole = ref.host(start_all_rows(program, prompts, noise, steps))
+    whole = ref.host(start_all_rows(spec, prompts, noise, steps))
     np.testing.assert_array_equal(whole.max_lens, [C - 1] * 4)
     np.testing.assert_array_equal(rows.last, [9, 9, 8, 8])
     np.testing.assert_array_equal(rows.tokens, np.full((4, C), 7))
@@ -82,9 +82,9 @@ def test_rows_begin_with_prompts_only(mesh):
 
 @SHAPES
 def test_an_empty_batch_holds_no_row(make_mesh, shape):
-    program = ref.make_spec(ref.ONE_LAYER).program
+    spec = ref.make_spec(ref.ONE_LAYER)
     with jax.set_mesh(make_mesh(*shape)):
-        cache, rows = empty_batch(program, ref.put_rows(random_rows()), size=4, slots=6)
+        cache, rows = empty_batch(spec, ref.put_rows(random_rows()), size=4, slots=6)
         check(rows, random_rows(), [-1] * 4)
     assert [x.shape for x in ref.by_slot(cache)] == [(4, 6, 2, 4)] * 2
 
@@ -94,36 +94,36 @@ def test_an_empty_batch_holds_no_row(make_mesh, shape):
 def test_gather(make_mesh, shape, stored):
     """Places count on each shard."""
     all_rows = random_rows(stored=stored)
-    places = np.array([3, -1, 2, B], np.int32)
+    row_ids = np.array([3, -1, 2, B], np.int32)
     with jax.set_mesh(make_mesh(*shape)):
         pieces = shards("batch")
         first = np.arange(4) // (4 // pieces) * (B // pieces)
-        picked = gather(ref.put_rows(all_rows), put(places, "batch"))
-        check(picked, all_rows, np.where((places >= 0) & (places < B), first + places, -1))
+        picked = gather(ref.put_rows(all_rows), put(row_ids, "batch"))
+        check(picked, all_rows, np.where((row_ids >= 0) & (row_ids < B), first + row_ids, -1))
 
 
 @SHAPES
 def test_put_rows(make_mesh, shape):
-    """Rows go to places of their own shard; those outside it are left out."""
+    """Rows go to row_ids of their own shard; those outside it are left out."""
     rows = random_rows()
     new = random_rows(4, seed=4)
-    places = np.array([3, PADDING, 1, 0], np.int32)
+    row_ids = np.array([3, PADDING, 1, 0], np.int32)
     with jax.set_mesh(make_mesh(*shape)):
         pieces = shards("batch")
-        got = jax.jit(put_rows)(ref.put_rows(rows), ref.put_rows(new), put(places, "batch"))
+        got = jax.jit(put_rows)(ref.put_rows(rows), ref.put_rows(new), put(row_ids, "batch"))
     first = np.arange(4) // (4 // pieces) * (B // pieces)
     expected = jax.tree.map(np.copy, rows)
     for row in (0, 2, 3):
         for old, values in zip(jax.tree.leaves(expected), jax.tree.leaves(new), strict=True):
-            old[first[row] + places[row]] = values[row]
+            old[first[row] + row_ids[row]] = values[row]
     check(got, expected)
 
 
 @SHAPES
 def test_scatter(make_mesh, shape):
-    """A batch's changes are written to its places; padding and other rows change nothing."""
+    """A batch's changes are written to its row_ids; padding and other rows change nothing."""
     all_rows = random_rows()
-    places = [2, 5, 7]
+    row_ids = [2, 5, 7]
     index = np.array([2, PADDING, 5, 7], np.int32)
     batch = dataclasses.replace(take(random_rows(seed=4), [0, 3, 1, 2]), index=index)
     with jax.set_mesh(make_mesh(*shape)):
@@ -131,7 +131,7 @@ def test_scatter(make_mesh, shape):
 
     def write(old, new):
         old = old.copy()
-        old[places] = new[[0, 2, 3]]
+        old[row_ids] = new[[0, 2, 3]]
         return old
 
     expected = jax.tree.map(write, all_rows, batch)
@@ -150,9 +150,9 @@ def test_compact(make_mesh, shape, full):
     with jax.set_mesh(make_mesh(*shape)):
         pieces = shards("batch")
         order = np.full((pieces, 4 // pieces), -1)
-        for shard, places in enumerate(order):
+        for shard, row_ids in enumerate(order):
             own = [row for row in left if row // (B // pieces) == shard]
-            places[: len(own)] = own
+            row_ids[: len(own)] = own
         order = order.reshape(-1)
         cache = jax.tree.map(lambda x: x + marks, init_cache(ref.ONE_LAYER, B, 6))
         cache, rows = compact(cache, ref.put_rows(all_rows), size=4)

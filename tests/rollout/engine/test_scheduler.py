@@ -10,8 +10,7 @@ import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, as_drafts, check_equal
 from scheduler_cases import DRAFT_FIELDS, MAX_LENS, PROMPTS, B, R, go, spec_of
 
-from specrl_jax.rollout.engine.requests import Requests
-from specrl_jax.rollout.engine.runner import Runner
+from specrl_jax.rollout.engine.runner import Requests, Runner
 from specrl_jax.rollout.engine.scheduler import Scheduler
 from specrl_jax.types import Source
 
@@ -44,7 +43,7 @@ def test_every_response_ends_at_its_longest_length(mesh, base, changes, with_dra
 
 
 def test_a_batch_that_fills_no_bucket(mesh, base):
-    """Five groups of four rows: places without a row are not seen."""
+    """Five groups of four rows: slots without a row are not seen."""
     five = ref.select(PROMPTS, range(5))
     for changes in ({"row_buckets": 3}, {"max_rows": 8}):
         rollout, _ = go(spec_of(**changes), max_lens=MAX_LENS[:20], prompts=five)
@@ -69,14 +68,14 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        self._spy(monkeypatch, "pack", self._packed)
+        self._spy(monkeypatch, "extend", self._begun)
         self._spy(monkeypatch, "compact", lambda runner, size: ("compact", size))
         self._spy(monkeypatch, "decode", lambda runner, stop, width: ("decode", runner.size))
 
-    def _packed(self, runner, index, draft_ends):
+    def _begun(self, runner, row_ids):
         free = runner.size - runner.unfinished.sum()
-        assert sum(map(len, index)) <= free
-        return "begin", np.concatenate(index).tolist()
+        assert sum(map(len, row_ids)) <= free
+        return "begin", np.concatenate(row_ids).tolist()
 
     def _spy(self, monkeypatch, name, describe):
         method = getattr(Runner, name)
@@ -101,8 +100,8 @@ def seen(monkeypatch):
     return Seen(monkeypatch)
 
 
-def test_a_quarter_of_the_places_is_refilled_at_a_time(mesh, seen):
-    """16 places; rows begin in order, four at least, as others are done."""
+def test_a_quarter_of_the_slots_is_refilled_at_a_time(mesh, seen):
+    """16 slots; rows begin in order, four at least, as others are done."""
     max_lens = np.where(np.arange(B) < 16, 1 + np.arange(B) % 8, R).astype(np.int32)
     go(spec_of(max_rows=16, **ONE_BUCKET), max_lens=max_lens)
     assert seen.begun == list(range(B))
@@ -136,7 +135,7 @@ def test_groups_of_long_drafts_begin_first(mesh, seen, base):
 
 
 def test_rows_of_the_next_step_begin_last_and_end_with_the_others(mesh, seen, base):
-    """They take idle places alone, and the batch does not shrink while one of them waits."""
+    """They take idle slots alone, and the batch does not shrink while one of them waits."""
     first = ref.select(PROMPTS, range(4))
     late = ref.select(PROMPTS, range(4, 8))
     weights = ref.policy(0.0, ref.ONE_LAYER)[1]
@@ -178,7 +177,7 @@ def test_who_waits_by_hand(make_mesh):
     done[4] = True
     with jax.set_mesh(make_mesh(2, 1, 1)):
         requests = Requests(
-            ref.select(PROMPTS, range(4)), np.zeros(4, int), 4, held, done, draft_lens=none
+            ref.select(PROMPTS, range(4)), np.zeros((4, 2), int), 4, held, done, draft_ends=none
         )
         runner = types.SimpleNamespace(requests=requests, buckets=None)
         scheduler = Scheduler(runner)

@@ -1,7 +1,9 @@
-"""Widths, probes and verification: by hand, by brute force, in simulated and in real rollouts."""
+"""Widths, probes and timing: by hand, by brute force, in simulated and in real rollouts."""
 
+import dataclasses
 import itertools
 import json
+import types
 
 import jax
 import numpy as np
@@ -10,17 +12,17 @@ import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, check_equal, history_of
 from scheduler_cases import B, R, go, spec_of
 
+from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import speculation
-from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.runner import Runner
 from specrl_jax.rollout.engine.speculation import (
-    VERIFY_EVERY,
-    VERIFY_MARGIN,
-    AcceptanceCounts,
-    Seconds,
+    TIMED_STEPS,
     Speculation,
     StepPlan,
 )
+from specrl_jax.rollout.generate import DraftInputs, NoiseKey, generate, time_decoding
+from specrl_jax.runtime import compile_metrics
 from specrl_jax.types import Source
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.
@@ -28,15 +30,15 @@ CPU = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.3, 16: 3.6, 32: 6.5, 64: 12.9, 128: 23.7}
 MEMORY_BOUND = {1: 1.0, 2: 1.02, 4: 1.05, 8: 1.1, 16: 1.2, 32: 1.5}
 
 
-def make_seconds(relative=CPU, rows=(1, 4, 16, 64, 128), chunk=1.0) -> Seconds:
+def make_seconds(relative=CPU, rows=(1, 4, 16, 64, 128)) -> dict:
     pairs = itertools.product(rows, relative.items())
-    return Seconds(chunk, {(r, width): 1e-3 * (2 + 0.3 * r) * x for r, (width, x) in pairs})
+    return {(r, width): 1e-3 * (2 + 0.3 * r) * x for r, (width, x) in pairs}
 
 
-def make_acceptance(survival, row_steps=1e12) -> AcceptanceCounts:
+def make_speculation(seconds, survival, row_steps=1e12, **fields) -> Speculation:
     """So much evidence that the prior does not count: s_k = survival[k - 1]."""
     shares = [row_steps * s for s in (1.0, *survival)]
-    return AcceptanceCounts(reached=shares[:-1], accepted=shares[1:])
+    return Speculation(seconds, shares[:-1], shares[1:], **fields)
 
 
 def draw(rng, chances, row_steps, width) -> np.ndarray:
@@ -59,7 +61,7 @@ def true_survival(chances, tokens) -> list[float]:
 
 
 def test_survival_by_hand():
-    acceptance = AcceptanceCounts()
+    acceptance = Speculation()
     assert acceptance.survival(3) == [0, 0, 0]
     acceptance.observe([2, 1, 5], width=3)
     assert acceptance.reached == [8, 6]
@@ -80,28 +82,18 @@ def test_survival_by_hand():
     assert acceptance.reached == [8 * fade + 8, 6]
 
 
-def test_the_rate_of_previous_responses_by_hand():
-    acceptance = AcceptanceCounts()
-    assert acceptance.rate() == pytest.approx(0.99)
-    acceptance.observe_previous(90, 100)
-    assert acceptance.rate() == pytest.approx((90 + 0.99 * 32) / 132)
-    acceptance.observe_previous(0, speculation.VERIFIED_HALF_LIFE)
-    assert acceptance.previous_accepted == 45
-    assert acceptance.previous_verified == 50 + speculation.VERIFIED_HALF_LIFE
-
-
 # Widths ---------------------------------------------------------------------------------------
 
 
-def seconds_of(widths, rows=64) -> Seconds:
-    return Seconds(1.0, {(rows, width): seconds for width, seconds in widths.items()})
+def seconds_of(widths, rows=64) -> dict:
+    return {(rows, width): seconds for width, seconds in widths.items()}
 
 
 def test_the_worked_example_of_the_module():
-    acceptance = make_acceptance([0.8, 0.64, 0.51, 0.41, 0.33, 0.26, 0.21])
-    chooser = Speculation(seconds_of({1: 10, 4: 15, 8: 23}), acceptance)
-    assert acceptance.expected_tokens(4) == pytest.approx(2.95)
-    assert acceptance.expected_tokens(8) == pytest.approx(4.16)
+    seconds = seconds_of({1: 10, 4: 15, 8: 23})
+    chooser = make_speculation(seconds, [0.8, 0.64, 0.51, 0.41, 0.33, 0.26, 0.21])
+    assert chooser.expected_tokens(4) == pytest.approx(2.95)
+    assert chooser.expected_tokens(8) == pytest.approx(4.16)
     assert chooser.choose_width(64, (1, 4, 8)) == 4
     assert chooser.choose_width(64, (1,)) == 1
 
@@ -116,8 +108,8 @@ def test_the_width_is_the_best_by_brute_force(relative):
         rows = int(rng.choice([1, 16, 64]))
         some = rng.choice(sorted(relative), rng.integers(1, 6), replace=False)
         widths = sorted({1, *some.tolist()})
-        speeds = {w: (1 + sum(survival[: w - 1])) / seconds.steps[rows, w] for w in widths}
-        width = Speculation(seconds, make_acceptance(survival)).choose_width(rows, widths)
+        speeds = {w: (1 + sum(survival[: w - 1])) / seconds[rows, w] for w in widths}
+        width = make_speculation(seconds, survival).choose_width(rows, widths)
         best = max(speeds.values())
         pays = best >= speculation.WIDTH_MARGIN * speeds[1]
         assert speeds[width] == pytest.approx(best if pays else speeds[1], rel=1e-9)
@@ -126,7 +118,7 @@ def test_the_width_is_the_best_by_brute_force(relative):
 
 
 def test_steps_are_plain_until_seconds_are_known():
-    assert Speculation(None, make_acceptance([0.9] * 3)).choose_width(64, (1, 2, 4)) == 1
+    assert make_speculation(None, [0.9] * 3).choose_width(64, (1, 2, 4)) == 1
 
 
 # Probes ---------------------------------------------------------------------------------------
@@ -153,7 +145,7 @@ def test_probes_by_hand():
 
 def test_wide_steps_are_reviewed_and_the_next_width_is_probed():
     seconds = seconds_of({1: 10.0, 2: 12.0, 4: 15.0, 8: 23.0})
-    chooser = Speculation(seconds, make_acceptance([0.9, 0.1]), steps_since_probe=0)
+    chooser = make_speculation(seconds, [0.9, 0.1], steps_since_probe=0)
     assert chooser.plan_steps(64, (1, 2)) == StepPlan(2, speculation.REVIEW_STEPS, False)
     assert chooser.plan_steps(64, (1, 2, 4, 8)).width == 2
     chooser.steps_since_probe = 390
@@ -178,7 +170,7 @@ class Simulation:
         steps = min(plan.max_steps or most, most)
         histogram = draw(self.rng, chances, rows * steps, plan.width)
         self.chooser.record_steps(plan, steps, histogram)
-        known = self.chooser.seconds.steps
+        known = self.chooser.seconds
         self.seconds += steps * known[rows, plan.width]
         self.plain_seconds += known[rows, 1] * (histogram @ np.arange(1, plan.width + 1)) / rows
         return plan
@@ -187,14 +179,14 @@ class Simulation:
         """Seconds of plain steps over those that were taken."""
         self.seconds = 0.0
         self.plain_seconds = 0.0
-        plain = 60 * self.chooser.seconds.steps[rows, 1]
+        plain = 60 * self.chooser.seconds[rows, 1]
         while self.plain_seconds < rollouts * plain:
             self.decode(chances, rows)
         return self.plain_seconds / self.seconds
 
     def best_gain(self, chances, rows):
         """Gain of the best width over plain steps, had it been known."""
-        known = self.chooser.seconds.steps
+        known = self.chooser.seconds
         return max(
             (1 + sum(true_survival(chances, w - 1))) * known[rows, 1] / known[rows, w]
             for w in self.widths
@@ -236,139 +228,18 @@ def test_a_source_that_turns_is_found_out(rows):
     assert simulation.gain([0.0], rows, 300) > 0.97
 
 
-# Verification ---------------------------------------------------------------------------------
-
-PLAIN = Buckets(ref.ONE_LAYER, 64, 0, 100, 3)  # 64, 32 and 16 rows
-WIDE = Buckets(ref.ONE_LAYER, 64, 0, 100, 3, max_width=4)
-
-
-def make_chooser(chunk, rate=1.0, acceptance=None) -> Speculation:
-    """A step takes half a second a row; width 4 half as much again."""
-    steps = {(rows, 1): rows / 2 for rows in PLAIN.rows}
-    steps |= {(rows, 4): 0.75 * rows for rows in PLAIN.rows}
-    steps |= {(rows, 2): 9e9 for rows in PLAIN.rows}
-    acceptance = acceptance or AcceptanceCounts()
-    acceptance.previous_verified = 1e12
-    acceptance.previous_accepted = rate * 1e12
-    return Speculation(Seconds(chunk, steps), acceptance)
-
-
-def worth(lens, rate=1.0, buckets=PLAIN, acceptance=None) -> float:
-    """Seconds that a verification must save, as it is chosen up to there."""
-    low = 0.0
-    high = 1e5
-    for _ in range(40):
-        middle = (low + high) / 2
-        chooser = make_chooser(middle, rate, acceptance)
-        if chooser.verifies(np.array(lens), 1, buckets):
-            low = middle
-        else:
-            high = middle
-    return low * VERIFY_MARGIN
-
-
-def test_what_a_verification_is_worth_by_hand():
-    # All of 64 rows accept all of 4 tokens: 4 steps of 32 s.
-    assert worth([4] * 64) == pytest.approx(128, rel=1e-3)
-    # One row has more left than the others: 2 of 6 steps are on 16 rows, 8 s each.
-    assert worth([4] * 63 + [6]) == pytest.approx(4 * 32 + 2 * 8, rel=1e-3)
-    # Rows that have no bucket of their own need the next larger one.
-    assert worth([4] * 17) == pytest.approx(4 * 16, rel=1e-3)
-    # Half of the rows accept the token that is left.
-    assert worth([1] * 60, rate=0.5) == pytest.approx(32 - 16, rel=1e-3)
-    # Nothing is accepted, or all that is left needs the same bucket.
-    assert worth([4] * 64, rate=1e-9) == pytest.approx(0, abs=1e-3)
-    assert worth([1] * 64, rate=0.1) == pytest.approx(0, abs=1e-3)
-
-
-def test_chunks_that_are_computed_anyway_cost_nothing():
-    chooser = make_chooser(1e9, rate=1e-9)
-    assert chooser.verifies(np.array([4] * 64), 0, PLAIN)
-    assert not chooser.verifies(np.array([4] * 64), 1, PLAIN)
-
-
-def test_good_suffix_drafts_make_a_verification_worth_less():
-    """Width 4 emits 3 tokens a row for 1.5 times the seconds of a plain step."""
-    bad = make_acceptance([0.0] * 3)
-    good = make_acceptance([0.9, 0.7, 0.4])
-    assert worth([4] * 64, buckets=WIDE, acceptance=bad) == pytest.approx(128, rel=1e-3)
-    assert worth([4] * 64, buckets=WIDE, acceptance=good) == pytest.approx(64, rel=1e-3)
-    assert worth([4] * 64, buckets=PLAIN, acceptance=good) == pytest.approx(128, rel=1e-3)
-
-
-def test_drafts_are_verified_until_seconds_are_known():
-    hopeless = AcceptanceCounts(previous_verified=1e9)
-    assert Speculation(None, hopeless).verifies(np.array([4] * 64), 99, PLAIN)
-
-
-@pytest.mark.parametrize("chance", [0.01, 0.5, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999])
-def test_the_choice_is_about_as_good_as_never_and_as_always(chance):
-    """128 rows of long-tailed lengths, where seconds and chance are known."""
-    buckets = Buckets(ref.ONE_LAYER, 128, 24, 256, 4)
-    steps = {128: 5.0, 64: 2.5, 32: 1.1, 16: 0.62}
-    seconds = Seconds(40.0, {(rows, 1): ms for rows, ms in steps.items()})
-    acceptance = AcceptanceCounts(previous_verified=1e6, previous_accepted=chance * 1e6)
-    chooser = Speculation(seconds, acceptance)
-    rng = np.random.default_rng(15)
-    lens = np.exp(rng.normal(3.5, 0.8, 128)).astype(int).clip(1, 256)
-
-    def decode(left):
-        return sum(steps[buckets.rows_for_shards([n])] for n in np.sum(
-            left[:, None] > np.arange(left.max(initial=0)), axis=0))  # fmt: skip
-
-    extra = 9
-    never = decode(lens)
-    right = [np.minimum(rng.geometric(1 - chance, 128) - 1, lens) for _ in range(8)]
-    always = extra * seconds.chunk + np.mean([decode(lens - kept) for kept in right])
-    chosen = always if chooser.verifies(lens, extra, buckets) else never
-    # What it loses at most is the seconds that drafts are worth a try.
-    assert chosen <= 1.05 * min(never, always) + (1 - VERIFY_MARGIN) * extra * seconds.chunk
-
-
-def test_drafts_that_turn_are_found_out():
-    """They are verified now and then, so that it shows when they turn good."""
-    rng = np.random.default_rng(8)
-    chooser = make_chooser(1e3)
-    chooser.acceptance = AcceptanceCounts()
-
-    def run(chance, rollouts) -> list[bool]:
-        choices = []
-        for _ in range(rollouts):
-            choice = chooser.verifies(np.full(64, 64), 1, PLAIN)
-            accepted = np.minimum(rng.geometric(1 - chance, size=64) - 1, 64)
-            verified = accepted.sum() + (accepted < 64).sum()
-            chooser.record_drafts(*((accepted.sum(), verified) if choice else (0, 0)))
-            choices.append(choice)
-        return choices
-
-    choices = run(0.01, 200)
-    assert choices[0]  # by the prior
-    assert sum(choices) < 20
-    choices = run(0.9999, 100)
-    assert choices.index(True) < VERIFY_EVERY
-    assert all(choices[2 * VERIFY_EVERY :])
-    choices = run(0.01, 100)
-    assert choices.index(False) <= 30
-    assert sum(choices[30:]) < 10
-
-
 # State ----------------------------------------------------------------------------------------
 
 
 def use(chooser, rng, rollouts) -> list:
     """Rollouts of changing drafts; every choice."""
     choices = []
-    buckets = Buckets(ref.ONE_LAYER, 64, 0, 100, 3, max_width=8)
     for i in rollouts:
         chances = [[0.0], [0.9], [0.9, 0.9, 0.9, 0.1]][(i // 7) % 3]
         rows = int(rng.choice([16, 64]))
-        lens = rng.integers(1, 90, rows)
         before = chooser.host()
-        choices.append(chooser.verifies(lens, 2, buckets))
         chooser.plan_steps(rows, (1, 4, 8))
-        assert chooser.host() == before  # choosing and planning change nothing
-        verified = int(rng.integers(1, 500)) * choices[-1]
-        chooser.record_drafts(int(verified * chances[0]), verified)
+        assert chooser.host() == before  # planning changes nothing
         steps = chooser.plan_steps(rows, (1, 4, 8))
         number = int(rng.integers(0, 99))
         chooser.record_steps(steps, number, draw(rng, chances, rows * number, steps.width))
@@ -379,13 +250,11 @@ def use(chooser, rng, rollouts) -> list:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("stop", [0, 1, 5, 23])
 def test_a_resumed_run_chooses_alike(stop, known):
-    seconds = make_seconds(rows=(16, 32, 64), chunk=0.5) if known else None
+    seconds = make_seconds(rows=(16, 32, 64)) if known else None
     straight = Speculation(seconds)
     rng = np.random.default_rng(9)
     expected = use(straight, rng, range(60))
-    widths = {choice.width for choice in expected if isinstance(choice, StepPlan)}
-    assert widths >= {1, 4}
-    assert not known or {False, True} <= {c for c in expected if not isinstance(c, StepPlan)}
+    assert {choice.width for choice in expected} >= {1, 4}
 
     first = Speculation(seconds)
     rng = np.random.default_rng(9)
@@ -397,15 +266,73 @@ def test_a_resumed_run_chooses_alike(stop, known):
     assert resumed.host() == straight.host()
 
 
+# Timing ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timed(mesh):
+    """(spec, prompts, noise, drafts) of a rollout with tree drafts; all rows have earlier ones."""
+    spec = ref.make_spec(
+        ref.ONE_LAYER, accept="match", slots=4, prompt_slots=3, group=2, row_buckets=3,
+        tree=ref.TREE, max_width=4,
+    )  # fmt: skip
+    prompts = ref.make_prompts([[2], [2, 1], [1], [1, 1]] * 4, 3)
+    drafts = DraftInputs(ref.plain_drafts(np.full((32, 4), 5), np.full(32, 4)))
+    return spec, prompts, NoiseKey(jax.random.key(0), 1), drafts
+
+
+def test_seconds_by_hand(timed, monkeypatch):
+    """Of a step, as one of a call, by a clock that moves in programs alone; the fastest counts."""
+    spec, prompts, noise, drafts = timed
+    clock = types.SimpleNamespace(now=0.0, late=99.0)
+
+    def decode(runner, stop, width):
+        assert (int(stop.max_unfinished), int(stop.max_left)) == (-1, -1)  # it takes all steps
+        clock.now += 0.01 + int(stop.max_steps) * (runner.size + width / 8) + clock.late
+        clock.late = 0.0
+
+    monkeypatch.setattr(speculation.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(Runner, "decode", decode)
+    weights = ref.policy(model=ref.ONE_LAYER)[1]
+    seconds = time_decoding(spec, weights, prompts, noise, drafts, CarryOver())
+    expected = {(rows, width): rows + width / 8 + 0.01 / TIMED_STEPS
+                for rows in (32, 16, 8) for width in (1, 2, 4)}  # fmt: skip
+    assert seconds == pytest.approx(expected)
+
+
+def test_what_a_rollout_ran_is_not_compiled_again(timed):
+    """Nor does timing use up what the run holds."""
+    spec, prompts, noise, drafts = timed
+    spec = dataclasses.replace(spec, row_buckets=1)
+    weights = ref.policy(model=ref.ONE_LAYER)[1]
+    compile_metrics()
+    for width in spec.buckets(32).widths:
+        plan = StepPlan(width, 0, False)
+        chooser = types.SimpleNamespace(
+            plan_steps=lambda *_, plan=plan: plan, record_steps=lambda *_: None
+        )
+        generate(spec, weights, prompts, noise, drafts=drafts, speculation=chooser)
+    metrics = compile_metrics()
+    assert metrics["compile/built"] + metrics["compile/read"] > 0
+    seconds = time_decoding(spec, weights, prompts, noise, drafts, CarryOver())
+    metrics = compile_metrics()
+    assert metrics["compile/built"] + metrics["compile/read"] == 0
+    assert set(seconds) == {(32, width) for width in (1, 2, 4)}
+    assert min(seconds.values()) > 0
+    result = generate(
+        spec, weights, prompts, noise, drafts=drafts, speculation=Speculation(seconds)
+    )
+    assert int(np.sum(np.asarray(result.rollout.lens))) >= 32
+
+
 # In rollouts: no choice changes a token -------------------------------------------------------
 
 
-def hopeful(wide=(10.0, 20.0), chunk=1.0) -> Speculation:
+def hopeful(wide) -> Speculation:
     """One that expects suffix drafts to be right, and has just probed. wide: seconds of steps of
     width 2 and 4; of 1: one."""
-    acceptance = AcceptanceCounts(reached=[10.0] * 3, accepted=[9.0] * 3)
     steps = {(B, 1): 1.0, (B, 2): wide[0], (B, 4): wide[1]}
-    return Speculation(Seconds(chunk, steps), acceptance, steps_since_probe=0)
+    return Speculation(steps, [10.0] * 3, [9.0] * 3, steps_since_probe=0)
 
 
 @pytest.mark.parametrize("pays", [False, True])
@@ -426,32 +353,7 @@ def test_wide_steps_are_taken_where_they_pay(mesh, base, monkeypatch, pays):
     if pays:
         assert stats.decode_steps <= R / 2  # the plain responses are known
         # Rows that are done do not count.
-        assert 0 < chooser.acceptance.reached[0] < stats.row_steps
-
-
-@pytest.mark.parametrize("accept", ["match", "ratio", "random", "block"])
-def test_drafts_are_left_out_where_no_token_depends_on_them(mesh, base, accept):
-    """A verification that does not pay: another rule than match verifies all the same."""
-    spec = spec_of(accept=accept, **ONE_BUCKET)
-    drafts = ref.put_rows(base[2])
-    expected, verified = go(spec, drafts=drafts, log_lenience=0.5)
-    chooser = hopeful(chunk=1e6)
-    rollout, stats = go(spec, drafts=drafts, log_lenience=0.5, speculation=chooser)
-    assert verified.verified_tokens > 0
-    if accept != "match":
-        check_equal(rollout, expected)
-        assert stats.verified_tokens == verified.verified_tokens
-        assert chooser.host() == hopeful(chunk=1e6).host() | {
-            "steps_since_probe": stats.decode_steps
-        }
-        return
-    check_equal(rollout, expected, but=("sources", "prefix_lens"))
-    assert stats.verified_tokens == 0
-    assert not np.asarray(rollout.prefix_lens).any()
-    assert chooser.left_out == 1
-    _, stats = go(spec, drafts=drafts, speculation=(chooser := hopeful(chunk=0.0)))
-    assert chooser.acceptance.previous_verified == stats.verified_tokens > 0
-    assert chooser.acceptance.previous_accepted == stats.accepted_tokens
+        assert 0 < chooser.reached[0] < stats.row_steps
 
 
 class Whims:
@@ -459,8 +361,6 @@ class Whims:
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
-        self.verdicts = []
-        self.verified = 0  # tokens
 
     def plan_steps(self, rows, widths):
         return StepPlan(int(self.rng.choice(widths)), int(self.rng.integers(0, 4)), False)
@@ -468,34 +368,21 @@ class Whims:
     def record_steps(self, plan, steps, histogram):
         assert len(histogram) == plan.width
 
-    def verifies(self, draft_lens, extra_chunks, buckets):
-        self.verdicts.append(bool(self.rng.random() < 0.6))
-        return self.verdicts[-1]
-
-    def record_drafts(self, accepted, verified):
-        assert 0 <= accepted <= verified
-        assert self.verdicts[-1] or not verified
-        self.verified += verified
-
 
 @pytest.mark.parametrize("shape", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_no_choice_changes_a_token(make_mesh, base, shape):
     plain, endless, old = base
     widths = set()
-    verdicts = set()
     with jax.set_mesh(make_mesh(*shape)):
         spec = spec_of(4, max_rows=16)
         for seed in range(4):
-            whims = Whims(seed)
             history = history_of(spec, endless.tokens, endless.lens)
             drafts = ref.put_rows(old)
-            rollout, stats = go(spec, drafts=drafts, history=history, speculation=whims)
+            rollout, stats = go(spec, drafts=drafts, history=history, speculation=Whims(seed))
             check_equal(rollout, plain, but=("sources", "prefix_lens"))
             sources = np.asarray(rollout.sources)
             assert stats.drafted_tokens == np.sum(sources == Source.DRAFTED)
             assert stats.accepted_tokens == np.sum(sources == Source.REUSED)
-            assert stats.verified_tokens == whims.verified
+            assert stats.verified_tokens >= stats.accepted_tokens > 0
             widths |= {width for *_, width, _ in stats.decode_runs}
-            verdicts |= set(whims.verdicts)
     assert widths == {1, 2, 4}
-    assert verdicts == {False, True}
