@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_models import MODEL
 
-from specrl_jax.accelerators.compiled import Module
+from hlo import Module
 from specrl_jax.models import logprobs
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer, init_params

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from specrl_jax.accelerators.compiled import Module, groups_of, nbytes
+from hlo import Module, groups_of, nbytes
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 1}
 
