@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-
 from hlo import Module, groups_of, nbytes
+from jax.sharding import NamedSharding
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 1}
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from specrl_jax.accelerators.chips import Chip
