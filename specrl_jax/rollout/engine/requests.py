@@ -1,7 +1,6 @@
 """Requests of one rollout to the scheduler and the model runner."""
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
@@ -38,8 +37,6 @@ class Requests:
     # When the rollout may end before all rows are done; 0: not at all.
     stop_after_groups: int = 0  # so many groups are done
     allow_unfinished: int = 0  # so few train rows are not done
-    # Gets the tokens of the first row, int32 [n], as they come.
-    report: Callable[[np.ndarray], None] | None = None
 
     @property
     def shard_rows(self) -> int:

@@ -55,7 +55,6 @@ class Runner:
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.requests.held_lens.any())
-        self.reported = 0  # tokens of the first row
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
 
     # Rows begin -----------------------------------------------------------------------------------
@@ -145,13 +144,6 @@ class Runner:
             index, done = done
             self.finished[index[done & self.requests.trained(index)]] = True
         return counts
-
-    def report(self) -> None:
-        """Report the tokens of the first row that are new."""
-        index, tokens, lens = hosts.fetch((self.rows.index, self.rows.tokens, self.rows.lens))
-        for place in np.flatnonzero(index == 0):
-            self.requests.report(tokens[place, self.reported : lens[place]])
-            self.reported = int(lens[place])
 
     def _synced_draft_state(self) -> Any:
         """The draft source's state for all that rows hold. Steps that do not draft do not write to
