@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.update_spec import DraftHeadState, PolicyState, init_policy_state
-from specrl_jax.checkpoint import Checkpointer
-from specrl_jax.checksums import checksum
+from specrl_jax.checkpoint import Checkpointer, checksum
 from specrl_jax.data.curriculum import PromptStream, make_stream
 from specrl_jax.data.prompts import digest
 from specrl_jax.group_buffer import GroupBuffer

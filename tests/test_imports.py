@@ -56,11 +56,9 @@ ALLOWED = {
     },
     "rollout/generate": {"data/prompts", "hosts", "models", "rollout", "sharding", "types"},
     "telemetry": {"algorithms/advantages", "config", "inputs", "types"},
-    "checkpoint": {"checksums", "config", "hosts", "inputs", "types"},
-    "checksums": {"hosts"},
+    "checkpoint": {"config", "hosts", "inputs", "types"},
     "cli": {"config", "config_file", "inputs", "runtime", "sharding"},
     "evaluation": {
-        "checksums",
         "checkpoint",
         "config",
         "data",

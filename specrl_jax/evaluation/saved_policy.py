@@ -13,8 +13,7 @@ import jax
 from ml_collections import ConfigDict
 
 from specrl_jax import runtime
-from specrl_jax.checkpoint import Checkpointer
-from specrl_jax.checksums import checksum
+from specrl_jax.checkpoint import Checkpointer, checksum
 from specrl_jax.config import CHOICES, RULES, check_version, complete_saved, flatten
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
