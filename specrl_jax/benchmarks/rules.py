@@ -13,9 +13,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specrl_jax import train
-from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.rollout import as_history
-from specrl_jax.benchmarks.timing import Log, TimedRollout, run_case
+from specrl_jax.benchmarks.rollout import (
+    Log,
+    Report,
+    TimedRollout,
+    as_history,
+    run_case,
+    spread,
+)
 from specrl_jax.build import build
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
