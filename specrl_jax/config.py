@@ -53,7 +53,7 @@ CHOICES: dict[str, str | tuple[str, ...]] = {
     "algorithm.ratio": "algorithms.losses:RATIOS",
     "algorithm.aggregation": "algorithms.losses:AGGREGATIONS",
     "algorithm.kl_estimator": "algorithms.losses:KL_ESTIMATORS",
-    "critic.kind": ("none", "models.value:KINDS"),
+    "critic.kind": ("none", "models.transformer:CRITIC_KINDS"),
     "curriculum.name": "data.curriculum:CURRICULA",
     "updates.schedule": "algorithms.update_spec:SCHEDULES",
     "updates.old_logprobs": ("rollout", "recompute"),

@@ -26,7 +26,7 @@ from specrl_jax.rollout.carry_over import CarryOver, PartialRows, append_forced,
 from specrl_jax.rollout.engine.stats import Stats
 from specrl_jax.rollout.generate import DraftInputs, Noise, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
-from specrl_jax.telemetry.stopwatch import Stopwatch
+from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 

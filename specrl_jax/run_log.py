@@ -20,10 +20,9 @@ from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.run import Run
 from specrl_jax.runtime import compile_metrics
-from specrl_jax.telemetry.metrics import MetricsLog, NoLog
+from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
 from specrl_jax.telemetry.records import RolloutRecords
 from specrl_jax.telemetry.report_page import ReportWriter
-from specrl_jax.telemetry.stopwatch import Stopwatch
 
 # Fields of a rollout that no record holds.
 _NOT_RECORDED = (

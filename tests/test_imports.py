@@ -32,7 +32,7 @@ ALLOWED = {
     "algorithms/losses": PURE,
     "algorithms/advantages": PURE,
     "algorithms": {"hosts", "models", "packing", "sharding", "types"},
-    "data": {"inputs", "models/gguf_reader", "models/sources", "types"},
+    "data": {"inputs", "models/gguf", "types"},
     "models": {"hosts", "inputs", "sharding"},
     "rewards": {"inputs", "types"},
     "rollout/__init__": set(),

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specrl_jax.data import gguf_tokenizer
-from specrl_jax.inputs import one_line, read_json
-from specrl_jax.models.sources import resolve
+from specrl_jax.inputs import one_line, read_json, resolve_source
 
 Messages = tuple[dict, ...]
 
@@ -147,7 +146,7 @@ class HuggingFaceTokenizer:
         system_prompt: str = "",
         continue_final_message: bool = False,
     ):
-        path = resolve(str(source), field, (*_FILES, "*config.json"))
+        path = resolve_source(str(source), field, (*_FILES, "*config.json"))
         with one_line(f"{field} {str(path)!r} gives no tokenizer"):
             self._tokenizer, ends = (
                 gguf_tokenizer.read(path) if path.suffix == ".gguf" else _from_path(path)

@@ -17,11 +17,10 @@ from specrl_jax.checkpoint import Checkpointer, checksum
 from specrl_jax.config import CHOICES, RULES, check_version, complete_saved, flatten
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from specrl_jax.inputs import one_line, read_json
+from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import hf, lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy, load_shape
-from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import Params, abstract_params, abstract_trained, rollout_weights
 from specrl_jax.rollout.generate import Noise, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
@@ -155,7 +154,7 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
     """
     tokenizer = HuggingFaceTokenizer(source, chat=False, field="--model")
     shape = hf.load_config(source, "--model")
-    path = resolve(source, "--model", ("*.json",)) / "generation_config.json"
+    path = resolve_source(source, "--model", ("*.json",)) / "generation_config.json"
     said = read_json(path) if path.is_file() else {}
     response_len = min(said.get("max_new_tokens") or 512, shape.max_positions // 2)
     config = defaults.copy_and_resolve_references()

@@ -8,14 +8,13 @@ that every start of a run computes the same bits.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer, is_flat, keys_and_values
+from specrl_jax.models.kv_cache import Layer, Local, is_flat, keys_and_values
 from specrl_jax.sharding import axes, on_shards, platform, shards
 
 QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, S]
@@ -23,13 +22,6 @@ QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, 
 # What a kernel may do, by its name in `ModelConfig.kernels`: attend over the tokens of the cache
 # (decode and wide steps), or of packed sequences (update and `extend`).
 USES = ("cached", "packed")
-
-
-class Local(NamedTuple):
-    """Limits of a local layer: a query sees keys at its first position or after it."""
-
-    first: Array  # int32 [B or 1, T]
-    positions: Array  # int32 [B or 1, S], of the keys
 
 
 def attend(

@@ -14,9 +14,8 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from specrl_jax.models.attention import Local
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer
+from specrl_jax.models.kv_cache import Layer, Local
 from specrl_jax.sharding import on_shards, shards
 
 AHEAD_OF_TIME = ("cached", "packed")  # these compile where the device is absent

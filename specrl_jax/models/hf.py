@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from specrl_jax.inputs import one_line, read_json
+from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.hf_config import IMAGE_MODELS, config_from_json, config_to_json
 from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, select
-from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import param_shapes
 
 HostParams = dict[str, Any]
@@ -61,7 +60,7 @@ def load_config(source: str, field: str = "model.source") -> ModelConfig:
 
     field: names the source in errors.
     """
-    path = resolve(source, field, ("*.json",))
+    path = resolve_source(source, field, ("*.json",))
     if path.suffix == ".gguf":
         return config_from_json(gguf.read(path)[0], str(path))
     file = path / "config.json"
@@ -139,7 +138,7 @@ def save_adapters(
 
 
 def _open(source: str) -> Checkpoint:
-    path = resolve(source, "model.source", ("*.json", "*.safetensors"))
+    path = resolve_source(source, "model.source", ("*.json", "*.safetensors"))
     if path.suffix == ".gguf":
         return Checkpoint(str(path), *gguf.read(path))
     return _open_directory(path)
