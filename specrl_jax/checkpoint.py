@@ -137,7 +137,10 @@ class Checkpointer(contextlib.AbstractContextManager):
                 arrays = _read_some(where / "arrays", target)
             else:
                 arrays = self._read(step, "arrays", ocp.args.StandardRestore(target))
-            _check_sums(sums, checksums(arrays))
+            read = checksums(arrays)
+            if changed := [name for name in sums if sums[name] != read[name]]:
+                what = f"{changed[0]} is not what was saved ({len(changed)} such arrays)"
+                raise ValueError(what)
         leaves = [arrays[name] for name in target]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), saved["values"]
 
@@ -163,7 +166,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         with one_line(f"{self.directory / str(step)} is damaged", DamagedCheckpointError):
             saved = self._read(step, "host", ocp.args.JsonRestore())
-            _check_seal(saved)
+            inside = {name: value for name, value in saved.items() if name != "crc32"}
+            if _sealed(inside)["crc32"] != saved.get("crc32"):
+                raise ValueError("the host's part is not what was saved")
         return saved
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
@@ -297,21 +302,9 @@ def _described(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _check_sums(saved: Mapping[str, int], read: Mapping[str, int]) -> None:
-    changed = [name for name in saved if saved[name] != read[name]]
-    if changed:
-        raise ValueError(f"{changed[0]} is not what was saved ({len(changed)} such arrays)")
-
-
 def _sealed(values: Mapping) -> dict:
     """JSON-able values with the checksum of their text."""
     return {**values, "crc32": zlib.crc32(json.dumps(values).encode())}
-
-
-def _check_seal(values: Mapping) -> None:
-    inside = {name: value for name, value in values.items() if name != "crc32"}
-    if _sealed(inside)["crc32"] != values.get("crc32"):
-        raise ValueError("the host's part is not what was saved")
 
 
 def _show(fields: Mapping, name: str) -> str:

@@ -51,23 +51,28 @@ class RunLog(contextlib.AbstractContextManager):
         settings = run.config.log
         self._metrics = NoLog()
         if self._writes:
-            inputs = {"tracker": settings.tracker, "config": run.config.to_dict()}
-            inputs["functions"] = [*reward_terms(run.config.reward.name)]
-            self._metrics = MetricsLog(folder, total_steps=run.total_steps, **inputs)
+            self._metrics = MetricsLog(
+                folder,
+                total_steps=run.total_steps,
+                tracker=settings.tracker,
+                config=run.config.to_dict(),
+                functions=[*reward_terms(run.config.reward.name)],
+            )
         warn = self._metrics.show
         self._page = ReportWriter(folder, self._writes and settings.report, warn)
         self._failures = FailureLog(folder if self._writes else None, warn)
         self._text = run.scorer.text
         self._print_every = settings.print_every
-        self._decode = decode = run.scorer.tokenizer.decode
+        self._decode = run.scorer.tokenizer.decode
         eos_ids = run.rollout_spec.program.eos_ids
         share = settings.rollouts if workdir is not None else 0.0
-        self._records = RolloutRecords(folder, share, decode=decode, eos_ids=eos_ids)
+        self._records = RolloutRecords(folder, share, decode=self._decode, eos_ids=eos_ids)
 
     def restore(self, step: int) -> None:
         """Remove what was written after `step`; at step 0 all, as step 0 is written again."""
-        for written in (self._metrics, self._records) if self._writes else ():
-            written.restore(step or -1)
+        if self._writes:
+            self._metrics.restore(step or -1)
+            self._records.restore(step or -1)
 
     def begin(self, step: int, epoch: int) -> None:
         """Begin the record of a step; all that follows is written under this step and epoch."""
@@ -96,8 +101,7 @@ class RunLog(contextlib.AbstractContextManager):
         for x in rollouts:
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
             scores = x.scores
-            given = (rollout, scores.rewards, scores.failed, scores.by_function)
-            on_host = hosts.fetch(given)
+            on_host = hosts.fetch((rollout, scores.rewards, scores.failed, scores.by_function))
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], on_host))
         if self._writes:
             prompts = concatenate(*(x.prompts for x in rollouts))

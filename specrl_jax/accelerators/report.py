@@ -32,8 +32,11 @@ def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:
     try:
         compiled = compile_all([program])[program.name]
     except Exception as error:  # XLA's own kinds, by platform
-        row |= _refused(error)
-        return row | {"seconds_to_compile": time.perf_counter() - start}
+        row["seconds_to_compile"] = time.perf_counter() - start
+        row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", str(error)):
+            row["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
+        return row
     row["seconds_to_compile"] = time.perf_counter() - start
     memory = compiled.memory_analysis()
     row |= {
@@ -45,18 +48,6 @@ def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:
     }
     row["of_chip"] = row["needed"] / chip.memory
     return row
-
-
-def _refused(error: Exception) -> dict[str, Any]:
-    """Read what the compiler says where a program does not fit."""
-    refusal: dict[str, Any] = {"error": _line(error)}
-    if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", str(error)):
-        refusal["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
-    return refusal
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:

@@ -53,8 +53,9 @@ class _Case:
             return DraftInputs()
         if not self.spec.program.draft_source:
             return DraftInputs(Drafts.of(written), math.log(self.lenience))
-        arrays = np.asarray(written.tokens), np.asarray(written.lens)
-        return DraftInputs(history=as_history(*arrays, self.spec.group_size))
+        tokens = np.asarray(written.tokens)
+        lens = np.asarray(written.lens)
+        return DraftInputs(history=as_history(tokens, lens, self.spec.group_size))
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:

@@ -144,7 +144,8 @@ def _one_sequence(
     heads, tokens, _ = q_NTH.shape
     is_dynamic = ends_T is not None or local is not None
     if is_dynamic:
-        i, j = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None, :]
+        i = jnp.arange(tokens)[:, None]
+        j = jnp.arange(tokens)[None, :]
         mask = j <= i
         if ends_T is not None:
             mask &= i < ends_T[None, :]

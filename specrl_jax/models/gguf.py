@@ -173,9 +173,9 @@ def _rows(stored: dict[str, Any], name: str) -> int:
 def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[str, Any]:
     """Return the `rope_parameters` whose scaled frequencies have these divisors [H/2]."""
     rope = _LLAMA3 | {"rope_theta": config["rope_theta"], "factor": float(divisors.max())}
-    length, low, high = (
-        rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
+    length = rope["original_max_position_embeddings"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     head_dim = config["head_dim"]
     freqs = rope["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((length * freqs / (2 * np.pi) - low) / (high - low), 0.0, 1.0)

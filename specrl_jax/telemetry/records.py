@@ -48,7 +48,6 @@ FIELDS = {
     "prefix_len": "tokens that come from the earlier response, from the first on",
     "ended": "true if the last token ends the sequence; false if the response was cut",
 }
-_LATER = {"by_function": {}}  # fields that came later → their value in older files
 _LETTERS = {int(source): source.name[0].lower() for source in Source}
 
 _NAME = re.compile(r"(?:step|eval)_(0|[1-9][0-9]*)\.jsonl")
@@ -135,7 +134,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
 
 def _decode(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path}: line {number} (restore the file or remove the line)"
-    record = _LATER | json_object(line, where, FIELDS.keys() - _LATER.keys())
+    record = json_object(line, where, FIELDS)
     for rule, (holds, names) in _RULES.items():
         for name in names:
             if not holds(record[name]):

@@ -172,8 +172,8 @@ def without_compiling(records: Iterable[Record]) -> list[Record]:
 
 def reused_fraction(records: Sequence[Record]) -> float | None:
     """Share of reused tokens in all tokens of the policy, not the mean of the steps' shares."""
-    names = ("rollout/tokens_reused", "rollout/tokens_generated")
-    reused, generated = (metric(name, math.fsum)(records) or 0.0 for name in names)
+    reused = metric("rollout/tokens_reused", math.fsum)(records) or 0.0
+    generated = metric("rollout/tokens_generated", math.fsum)(records) or 0.0
     return reused / (reused + generated) if reused + generated else None
 
 
@@ -228,7 +228,9 @@ def speed_up(run: RecordedRun, part: str, last_epoch: bool = False) -> float | N
         return None
     if last_epoch and later:
         later = run.last_epoch
-    before, after = (median_seconds(f"time/{part}")(records) for records in (first, later))
+    seconds_of_step = median_seconds(f"time/{part}")
+    before = seconds_of_step(first)
+    after = seconds_of_step(later)
     return before / after if before and after else None
 
 
@@ -382,15 +384,15 @@ def _closing(run: RecordedRun) -> list[str]:
         if min(rewards) < max(rewards):
             still = "The responses to a prompt never had different rewards"
         return [f"\n{still}: nothing was learned, and no speed-up is claimed.\n{_LOOK_AT}"]
-    parts = "rollout", "step"
-    rollout, step = (speed_up(run, part) for part in parts)
+    rollout = speed_up(run, "rollout")
+    step = speed_up(run, "step")
     if rollout is None or step is None:
         return []
     lines = [
         "\nAgainst this run's own first epoch (nothing to draft from, updates packed as later):",
         f"rollouts {rollout:.1f}× as fast, verification included; whole steps {step:.1f}×",
     ]
-    last = [speed_up(run, part, last_epoch=True) for part in parts]
+    last = [speed_up(run, part, last_epoch=True) for part in ("rollout", "step")]
     if len(run.epochs) > 2 and None not in last:
         lines[-1] += " (last epoch: {:.1f}×, {:.1f}×)".format(*last)
     return lines

@@ -24,7 +24,7 @@ def response(step, epoch, sample, token_texts, sources, **changes):
         "step": step, "epoch": epoch, "prompt_id": "a1", "sample": sample, "prompt": "2 1>",
         "answer": "1 2", "text": text, "token_ids": [len(t) for t in token_texts],
         "token_ends": ends, "sources": sources, "policy_logprobs": [-0.5 * step] * count,
-        "reward": float(sample), "failed": False, "origin_steps": [1] * count,
+        "reward": float(sample), "by_function": {}, "failed": False, "origin_steps": [1] * count,
         "prefix_len": sources.count("r"), "ended": token_texts[-1] == "",
     }  # fmt: skip
     return line | changes
