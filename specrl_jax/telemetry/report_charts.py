@@ -17,9 +17,15 @@ from specrl_jax.telemetry.runs import RecordedRun, Series, deviation
 
 Chart = dict[str, Any]
 
-_GREY = "#999999"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+YELLOW = "#E69F00"
+SKY = "#56B4E9"
+GREY = "#999999"
 _COLORS = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", _GREY,
+    BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY,
     "#882255", "#44AA99", "#999933", "#332288", "#CC6677",
 )  # fmt: skip
 _DASHES = ("solid", "dot", "dash")
@@ -89,7 +95,7 @@ def _chart(title: str, note: str, metrics: Sequence[str], series: Sequence[Serie
 def _key(metrics: Sequence[str]) -> Iterator[dict]:
     """Yield traces without points, which name the metrics of all series by their dashes."""
     for metric, dash in zip(metrics, _DASHES):
-        line = {"color": _GREY, "width": 2, "dash": dash}
+        line = {"color": GREY, "width": 2, "dash": dash}
         nothing = {"type": "scatter", "mode": "lines", "x": [None], "y": [None]}
         yield nothing | {"name": metric, "line": line, "hoverinfo": "skip"}
 
@@ -121,9 +127,9 @@ def _layout(run: RecordedRun) -> dict[str, Any]:
     starts = [(epoch, members[0]["step"] - 0.5) for epoch, members in run.epochs.items()]
     every = math.ceil(len(starts) / _MAX_EPOCH_NAMES)
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
-    line["line"] = {"color": _GREY, "width": 1, "dash": "dot"}
+    line["line"] = {"color": GREY, "width": 1, "dash": "dot"}
     label = {"yref": "paper", "y": 1, "yanchor": "bottom", "xanchor": "left", "showarrow": False}
-    label["font"] = {"size": 10, "color": _GREY}
+    label["font"] = {"size": 10, "color": GREY}
     return {
         "shapes": [line | {"x0": x, "x1": x} for _, x in starts],
         "annotations": [
