@@ -7,9 +7,11 @@ of the host's part are saved beside them, since Orbax has none of an array's val
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -49,6 +51,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         read_only: bool = False,
     ):
         self.directory = epath.Path(directory).resolve()
+        _hide_late_reads()
         policies = ocp.checkpoint_managers
         latest = policies.LatestN(keep_last)
         best = policies.BestN(
@@ -238,6 +241,18 @@ def check_run_config(
     if changed:
         raise ValueError(f"{path} is of a run with other values: {'; '.join(changed)}; {advice}")
     return True
+
+
+@functools.cache
+def _hide_late_reads() -> None:
+    """Hide Orbax's reads that end after another one's error, which would bury its line."""
+    show = sys.unraisablehook
+
+    def show_others(error: Any) -> None:
+        if str(error.exc_value) != "Event loop is closed":
+            show(error)
+
+    sys.unraisablehook = show_others
 
 
 def _read_some(folder: epath.Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
