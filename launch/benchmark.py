@@ -6,7 +6,7 @@
     python launch/benchmark.py heads [--config=...]      what is accepted of a learned head's drafts
 
 Sizes: tiny, 27m, smollm2, qwen3_1p7b. tiny by default; for `device` on a GPU or TPU smollm2
-and qwen3_1p7b: it builds, checks and times everything on an H100 in under ten minutes.
+and qwen3_1p7b: it builds and times everything on an H100 in under ten minutes.
 --config=FILE[:PRESET] is configs/grpo.py:tiny where it is left out; --config.FIELD=VALUE changes
 it. --json=FILE writes the figures.
 """

@@ -53,7 +53,7 @@ def main() -> None:
     print(f"{topology}, mesh {mesh}: {run.describe()}; keeps {kept / 1e9:.3f} GB", flush=True)
     rows = []
     for program in listed:
-        rows.append(report.compile_program(program, chip, mesh, kept))
+        rows.append(report.compile_program(program, chip, kept))
         seconds = rows[-1]["seconds_to_compile"]
         print(f"{program.name}: {seconds:.1f} s", file=sys.stderr, flush=True)
     print(report.to_text(rows))

@@ -41,7 +41,7 @@ def main() -> None:
         raise ValueError(f"--samples and --limit must be >= 0, got {args.samples}, {args.limit}")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ValueError(f"--json: no directory {args.json.absolute().parent}; make it first")
-    from specrl_jax.benchmarks.reports import Report
+    from specrl_jax.benchmarks.rollout import Report
     from specrl_jax.evaluation import eval_tasks, saved_policy
 
     names = [name for name in args.tasks.split(",") if name]

@@ -9,26 +9,26 @@ of the host's part are saved beside them, since Orbax has none of an array's val
 import contextlib
 import functools
 import json
-import logging
 import math
 import os
 import sys
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging as absl_logging
 from etils import epath
+from jax import Array
 
 from specrl_jax import hosts
-from specrl_jax.checksums import checksums
 from specrl_jax.config import check_version, flatten
 from specrl_jax.inputs import is_disk_full, one_line
 
 _METRIC = "metric"
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of an element
 
 
 class DamagedCheckpointError(ValueError):
@@ -51,12 +51,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         read_only: bool = False,
     ):
         self.directory = epath.Path(directory).resolve()
-        _check_folders(self.directory)
-        if not read_only:
-            hosts.on_primary(_set_aside_unranked, self.directory)
-        for place in (absl_logging.get_absl_logger(), absl_logging.get_absl_handler()):
-            place.addFilter(_is_shown)  # once, however often it is called
-        _hide_abandoned_work()
+        _hide_late_reads()
         policies = ocp.checkpoint_managers
         latest = policies.LatestN(keep_last)
         best = policies.BestN(
@@ -65,10 +60,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([latest, best]),
             best_fn=_metric,  # has Orbax record the metric; the policy above decides what stays
+            # Another job may be saving there. Orbax's own `read_only` warns at each opening.
             cleanup_tmp_directories=not read_only,
             create=not read_only,
-            read_only=read_only,
-            save_interval_steps=0 if read_only else 1,
         )
         with one_line(f"checkpoints in {self.directory} cannot be opened", OSError):
             self._manager = ocp.CheckpointManager(
@@ -138,40 +132,34 @@ class Checkpointer(contextlib.AbstractContextManager):
         described = saved["arrays"]
         sums = saved["sums"]
         if partial:
-            described, sums = ({n: x[n] for n in target if n in x} for x in (described, sums))
+            described = {name: described[name] for name in target if name in described}
+            sums = {name: sums[name] for name in target if name in sums}
         _check_same(where, described, {name: _described(x) for name, x in target.items()})
         with one_line(f"{where} is damaged", DamagedCheckpointError):
             if partial:
                 arrays = _read_some(where / "arrays", target)
             else:
                 arrays = self._read(step, "arrays", ocp.args.StandardRestore(target))
-            _check_sums(sums, checksums(arrays))
+            read = checksums(arrays)
+            if changed := [name for name in sums if sums[name] != read[name]]:
+                what = f"{changed[0]} is not what was saved ({len(changed)} such arrays)"
+                raise ValueError(what)
         leaves = [arrays[name] for name in target]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), saved["values"]
 
     def restore_newest(self, like: Any) -> tuple[int, Any, dict]:
-        """(step, arrays, host) of the newest step whose files are as they were saved.
+        """Return (step, arrays, host) of the newest step.
 
-        Newer ones, damaged, are renamed to `damaged-STEP` and named in one line each. Raises as
-        `restore` does, and DamagedCheckpointError if all steps are damaged: they stay.
+        Raises as `restore` does; a damaged step's error says which folder to delete.
         """
-        damaged: dict[int, str] = {}
-        for step in reversed(self.steps()):
-            try:
-                arrays, host = self.restore(step, like)
-            except DamagedCheckpointError as error:
-                damaged[step] = str(error)  # the error itself would hold the arrays
-                if jax.process_count() > 1:  # the others may have read it well
-                    raise DamagedCheckpointError(
-                        f"{error}; rename the folder to go back to the step before"
-                    ) from None
-                continue
-            for newer, message in damaged.items():
-                _set_aside(self.directory / str(newer), f"{message}; going back to step {step}")
-            self._manager.reload()
-            return step, arrays, host
-        lines = [*damaged.values(), f"{self.directory} holds no checkpoint"]
-        raise DamagedCheckpointError(f"{lines[0]}; no older step is intact, give a new --workdir")
+        steps = self.steps()
+        if not steps:
+            raise ValueError(f"{self.directory} holds no checkpoint")
+        try:
+            return steps[-1], *self.restore(steps[-1], like)
+        except DamagedCheckpointError as error:
+            before = f"to go back to step {steps[-2]}" if steps[1:] else "and give a new --workdir"
+            raise DamagedCheckpointError(f"{error}; delete that folder {before}") from None
 
     def _read_host(self, step: int) -> dict[str, Any]:
         """The host's part of a step, and what it says of the arrays."""
@@ -181,7 +169,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise ValueError(f"{self.directory}: no checkpoint of step {step}, there are: {there}")
         with one_line(f"{self.directory / str(step)} is damaged", DamagedCheckpointError):
             saved = self._read(step, "host", ocp.args.JsonRestore())
-            _check_seal(saved)
+            inside = {name: value for name, value in saved.items() if name != "crc32"}
+            if _sealed(inside)["crc32"] != saved.get("crc32"):
+                raise ValueError("the host's part is not what was saved")
         return saved
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
@@ -235,11 +225,12 @@ def check_run_config(
         before = dict(flatten(json.loads(path.read_text("utf-8"))))
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is not a saved config, give another --workdir") from None
-    prefixes = tuple(f"{name}." for name in ignore)
-    before, now = (
-        {name: x for name, x in fields.items() if not f"{name}.".startswith(prefixes)}
-        for fields in (before, dict(flatten(config)))
-    )
+    now = dict(flatten(config))
+    ignored = tuple(f"{name}." for name in ignore)
+    for name in before.keys() | now.keys():
+        if f"{name}.".startswith(ignored):
+            before.pop(name, None)
+            now.pop(name, None)
     check_version(before, now, str(path))
     changed = [
         f"{name} was {_show(before, name)}, now {_show(now, name)}"
@@ -251,6 +242,18 @@ def check_run_config(
     return True
 
 
+@functools.cache
+def _hide_late_reads() -> None:
+    """Hide Orbax's reads that end after another one's error, which would bury its line."""
+    show = sys.unraisablehook
+
+    def show_others(error: Any) -> None:
+        if str(error.exc_value) != "Event loop is closed":
+            show(error)
+
+    sys.unraisablehook = show_others
+
+
 def _read_some(folder: epath.Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """The arrays of `target` alone; the manager's own handler reads all or nothing."""
     layout = ocp.checkpoint_utils.construct_restore_args(target)
@@ -260,42 +263,6 @@ def _read_some(folder: epath.Path, target: dict[str, jax.ShapeDtypeStruct]) -> d
 
 def _metric(metrics: Mapping) -> float:
     return metrics.get(_METRIC, -math.inf)
-
-
-def _check_folders(directory: epath.Path) -> None:
-    """Raises ValueError where something other than a checkpoint is in a checkpoint's place."""
-    if not directory.is_dir():
-        if directory.exists():
-            raise ValueError(f"{directory} must be a folder of checkpoints, it is a file; move it")
-        return
-    steps = sorted((x for x in directory.iterdir() if x.name.isdigit()), key=lambda x: int(x.name))
-    for step in steps:
-        if not step.is_dir():
-            raise ValueError(f"{step} must be a checkpoint's folder, it is a file; move it")
-    # Older ones may be: their removal was cut short.
-    if steps and not any(steps[-1].iterdir()):
-        raise ValueError(
-            f"{steps[-1]} must hold a checkpoint, it is empty; put its files back, or delete this "
-            "folder to go back to the step before"
-        )
-
-
-def _set_aside_unranked(directory: epath.Path) -> None:
-    """Orbax reads every step's metric when it opens, and fails on one that it can't read."""
-    for step in directory.iterdir() if directory.is_dir() else []:
-        path = step / "metrics" / "metrics"
-        if step.name.isdigit() and path.exists():
-            try:
-                json.loads(path.read_text("utf-8"))
-            except ValueError:
-                _set_aside(step, f"{step} is damaged: its metric is not readable")
-
-
-def _set_aside(step: epath.Path, reason: str) -> None:
-    names = (f"damaged-{step.name}" + "+" * n for n in range(1000))
-    aside = next(step.parent / name for name in names if not (step.parent / name).exists())
-    step.rename(aside)
-    print(f"{reason}; it is kept as {aside.name}", flush=True)
 
 
 @contextlib.contextmanager
@@ -312,40 +279,6 @@ def _saving(directory: epath.Path) -> Iterator[None]:
             f"{'make room there' if full else 'mend that'} and run the same command again: it goes "
             "on from the last that is complete"
         ) from error
-
-
-def _is_shown(record: logging.LogRecord) -> bool:
-    """Return False for what Orbax logs needlessly.
-
-    That is the traceback of an error that we get as an exception too, and its warning that a
-    directory is only read, which is what was asked for.
-    """
-    if record.msg == "Given directory is read only=%s":
-        return False
-    of_orbax = "orbax" in record.pathname or record.name == "asyncio"
-    return not (of_orbax and record.exc_info) or bool(os.environ.get("SPECRL_TRACEBACK"))
-
-
-@functools.cache
-def _hide_abandoned_work() -> None:
-    """Hide what Python says of reads and writes that another one's error cut short.
-
-    That is a traceback of those that end after their loop was closed, and a warning of those that
-    never began.
-    """
-    if not os.environ.get("SPECRL_TRACEBACK"):
-        never_begun = r"coroutine '.*serialize.*' was never awaited"
-        warnings.filterwarnings("ignore", never_begun, RuntimeWarning)
-    show = sys.unraisablehook
-
-    def show_others(error: Any) -> None:
-        code = getattr(error.object, "cr_code", None)
-        abandoned = code is not None and "orbax" in code.co_filename
-        closed = str(error.exc_value) == "Event loop is closed"
-        if not (abandoned or closed) or os.environ.get("SPECRL_TRACEBACK"):
-            show(error)
-
-    sys.unraisablehook = show_others
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
@@ -370,7 +303,8 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
 def _check_same(where: os.PathLike, saved: Mapping, needed: Mapping) -> None:
     """Raises ValueError unless both describe arrays of the same names, shapes and dtypes."""
     for name in sorted(saved.keys() | needed.keys()):
-        there, here = saved.get(name, "no array"), needed.get(name, "no array")
+        there = saved.get(name, "no array")
+        here = needed.get(name, "no array")
         if there != here:
             raise ValueError(
                 f"{where}: {name} is {there}, this run needs {here}; "
@@ -382,23 +316,54 @@ def _described(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _check_sums(saved: Mapping[str, int], read: Mapping[str, int]) -> None:
-    changed = [name for name in saved if saved[name] != read[name]]
-    if changed:
-        raise ValueError(f"{changed[0]} is not what was saved ({len(changed)} such arrays)")
-
-
 def _sealed(values: Mapping) -> dict:
     """JSON-able values with the checksum of their text."""
     return {**values, "crc32": zlib.crc32(json.dumps(values).encode())}
 
 
-def _check_seal(values: Mapping) -> None:
-    inside = {name: value for name, value in values.items() if name != "crc32"}
-    if _sealed(inside)["crc32"] != values.get("crc32"):
-        raise ValueError("the host's part is not what was saved")
-
-
 def _show(fields: Mapping, name: str) -> str:
     """A value as JSON writes it: 1 and 1.0 differ, as do True and 1; NaN equals itself."""
     return json.dumps(fields[name]) if name in fields else "absent"
+
+
+# Checksums: of an array's bits, not of how these lie on devices or in files. Any changed element
+# changes its array's checksum; any other damage is missed once in 4e9 times.
+
+
+def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """A number below 2³² for each array, the same on every mesh."""
+    # One at a time: many programs at once on virtual devices of a CPU may wait for ever.
+    sums = {name: jax.block_until_ready(_checksum(x)) for name, x in arrays.items()}
+    return {name: int(x) for name, x in hosts.fetch(sums).items()}
+
+
+def checksum(tree: Any) -> int:
+    """One number below 2³² for all arrays of a pytree and their paths."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    sums = checksums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+    return zlib.crc32(json.dumps(sums).encode())
+
+
+@jax.jit
+def _checksum(x: Array) -> Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == bool:
+        x = x.astype(np.uint8)
+    words = jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(np.uint32)
+    stride = 1
+    for axis in reversed(range(x.ndim)):
+        sizes = [1] * x.ndim
+        sizes[axis] = x.shape[axis]
+        index = jnp.arange(x.shape[axis], dtype=np.uint32).reshape(sizes)
+        # By the golden ratio, so that shifted data has another sum.
+        words = words + index * np.uint32(stride * 0x9E3779B9 % 2**32)
+        stride *= x.shape[axis]
+    return jnp.sum(_mixed(words), dtype=np.uint32)
+
+
+def _mixed(words: Array) -> Array:
+    """MurmurHash3's finalizer: one to one, so that no single change can go unseen."""
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return words ^ (words >> np.uint32(16))

@@ -28,7 +28,7 @@ from specrl_jax.rollout.engine.runner import Stats
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import DraftInputs, NoiseKey, RolloutResult, RolloutSpec, generate
 from specrl_jax.sharding import put
-from specrl_jax.telemetry.stopwatch import Stopwatch
+from specrl_jax.telemetry.metrics import Stopwatch
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 MAX_TAG = 32  # tokens at the end of a prompt, in which a tag and blanks after it find room

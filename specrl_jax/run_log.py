@@ -20,10 +20,9 @@ from specrl_jax.inputs import printable, reward_terms
 from specrl_jax.rewards.failures import FailureLog
 from specrl_jax.runtime import compile_metrics
 from specrl_jax.state import Run
-from specrl_jax.telemetry.metrics import MetricsLog, NoLog
+from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
 from specrl_jax.telemetry.records import RolloutRecords
 from specrl_jax.telemetry.report_page import ReportWriter
-from specrl_jax.telemetry.stopwatch import Stopwatch
 
 # Fields of a rollout that no record holds.
 _NOT_RECORDED = (
@@ -64,15 +63,16 @@ class RunLog(contextlib.AbstractContextManager):
         self._failures = FailureLog(folder if self._writes else None, warn)
         self._text = run.scorer.text
         self._print_every = settings.print_every
-        self._decode = decode = run.scorer.tokenizer.decode
+        self._decode = run.scorer.tokenizer.decode
         eos_ids = run.rollout_spec.eos_ids
         share = settings.rollouts if workdir is not None else 0.0
-        self._records = RolloutRecords(folder, share, decode=decode, eos_ids=eos_ids)
+        self._records = RolloutRecords(folder, share, decode=self._decode, eos_ids=eos_ids)
 
     def restore(self, step: int) -> None:
         """Remove what was written after `step`; at step 0 all, as step 0 is written again."""
-        for written in (self._metrics, self._records) if self._writes else ():
-            written.restore(step or -1)
+        if self._writes:
+            self._metrics.restore(step or -1)
+            self._records.restore(step or -1)
 
     def begin(self, step: int, epoch: int) -> None:
         """Begin the record of a step; all that follows is written under this step and epoch."""
@@ -113,8 +113,7 @@ class RunLog(contextlib.AbstractContextManager):
         for x in rollouts:
             rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
             scores = x.scores
-            given = (rollout, scores.rewards, scores.failed, scores.by_function)
-            on_host = hosts.fetch(given)
+            on_host = hosts.fetch((rollout, scores.rewards, scores.failed, scores.by_function))
             parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], on_host))
         if self._writes:
             prompts = concatenate(*(x.prompts for x in rollouts))

@@ -17,7 +17,7 @@ import optax
 from specrl_jax import __version__, hosts
 from specrl_jax.algorithms.draft_training import count_tokens
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
-from specrl_jax.checksums import checksum
+from specrl_jax.checkpoint import checksum
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.data.prompts import Dataset, EncodedDataset, digest
 from specrl_jax.episodes import Responses, ResponseScorer

@@ -23,8 +23,7 @@ from specrl_jax.state import Run, RunState
 from specrl_jax.stop import StopRequest
 from specrl_jax.telemetry.code_state import record_code
 from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
-from specrl_jax.telemetry.runs import read_run
-from specrl_jax.telemetry.summary import summary
+from specrl_jax.telemetry.runs import read_run, summarize
 from specrl_jax.telemetry.tracking import check_installed
 from specrl_jax.workdir import (
     MAY_CHANGE,
@@ -206,4 +205,4 @@ def _finish(run: Run, state: RunState, workdir: Path, stopped_by: str) -> None:
         where = f"step {state.step} of {run.total_steps}"
         print(f"{workdir}: {stopped_by}, saved at {where}; run the same command to go on")
     else:
-        print(summary(read_run(workdir)))
+        print(summarize(read_run(workdir)))

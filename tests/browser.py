@@ -97,8 +97,10 @@ class Page:
             time.sleep(0.05)
 
     def run(self, script: str):
-        """The value of an expression."""
-        done = self.send("Runtime.evaluate", expression=script, returnByValue=True)
+        """The value of an expression; of a promise, what it comes to."""
+        done = self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 

@@ -1,19 +1,15 @@
 """Checkpoints: exact, safe against kills and donation, kept as asked, on any mesh."""
 
-import logging
 import math
 import os
 import pathlib
 import re
 import resource
 import signal
-import sys
 import threading
 import time
-import types
 from typing import NamedTuple
 
-import absl.logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +18,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_runs import assert_same_bits, folders, one_line, run_until_killed, small_config
 
-from specrl_jax import checkpoint
 from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
 
 
@@ -269,46 +264,3 @@ def test_a_damaged_run_config_is_named(tmp_path):
     pathlib.Path(tmp_path, "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not a saved config, give another --workdir"):
         check_run_config(tmp_path, small_config())
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "shown"),
-    [
-        ("absl", "/lib/orbax/checkpoint/_src/futures/future.py", False),
-        ("asyncio", "/lib/asyncio/base_events.py", False),
-        ("absl", "/lib/jax/api.py", True),
-    ],
-)
-def test_tracebacks_of_orbaxs_threads_are_not_told(tmp_path, monkeypatch, name, path, shown):
-    """Only they: the error that they are of is raised as well."""
-    with Checkpointer(tmp_path):
-        log = absl.logging.get_absl_handler()
-    raised = (ValueError, ValueError("no room"), None)
-    record = logging.LogRecord(name, logging.ERROR, path, 1, "failed", (), raised)
-    assert bool(log.filter(record)) == shown
-    record.exc_info = None
-    assert log.filter(record)
-    record.exc_info = raised
-    monkeypatch.setenv("SPECRL_TRACEBACK", "1")
-    assert log.filter(record)
-
-
-@pytest.mark.parametrize(
-    ("message", "variable", "is_shown"),
-    [
-        ("Event loop is closed", "", False),
-        ("Event loop is closed", "1", True),
-        ("no room", "", True),
-    ],
-)
-def test_reads_that_end_late_are_not_reported(tmp_path, monkeypatch, message, variable, is_shown):
-    shown = []
-    monkeypatch.setenv("SPECRL_TRACEBACK", variable)
-    monkeypatch.setattr(sys, "unraisablehook", shown.append)
-    checkpoint._hide_abandoned_work.cache_clear()
-    with Checkpointer(tmp_path):
-        pass
-    error = types.SimpleNamespace(exc_value=RuntimeError(message), object=None)
-    sys.unraisablehook(error)
-    assert shown == [error] * is_shown
-    checkpoint._hide_abandoned_work.cache_clear()

@@ -64,7 +64,6 @@ ALLOWED = {
     "checkpoint": {"checksums", "config", "hosts", "inputs", "types"},
     "checksums": {"hosts"},
     "evaluation": {
-        "checksums",
         "checkpoint",
         "config",
         "data",

@@ -6,11 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from specrl_jax.accelerators.chips import Chip
-from specrl_jax.accelerators.compiled import Module
 from specrl_jax.programs import Program, compile_all, needed_bytes, peak_bytes
 from specrl_jax.shapes import AbstractRun, device_bytes
 
@@ -23,7 +21,7 @@ def kept_bytes(run: AbstractRun) -> int:
     return device_bytes([run.state, run.frozen or run.reference_policy, run.stored])
 
 
-def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept: int) -> dict:
+def compile_program(program: Program, chip: Chip, kept: int) -> dict[str, Any]:
     """Return figures of one program; where it is refused, "error" and what it would need.
 
     kept: of `kept_bytes`. Bytes are those of a device, FLOPs of all devices. A loop of unknown
@@ -34,8 +32,11 @@ def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept:
     try:
         compiled = compile_all([program])[program.name]
     except Exception as error:  # XLA's own kinds, by platform
-        row |= _refused(error)
-        return row | {"seconds_to_compile": time.perf_counter() - start}
+        row["seconds_to_compile"] = time.perf_counter() - start
+        row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", str(error)):
+            row["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
+        return row
     row["seconds_to_compile"] = time.perf_counter() - start
     memory = compiled.memory_analysis()
     row |= {
@@ -46,27 +47,7 @@ def compile_program(program: Program, chip: Chip, mesh: Mapping[str, int], kept:
         "flops": count_flops(program.trace().jaxpr),
     }
     row["of_chip"] = row["needed"] / chip.memory
-    try:
-        sent = Module(compiled.as_text(), mesh).collectives()
-    except jax.errors.JaxRuntimeError as error:  # libtpu cannot print some programs for v5p
-        return row | {"not_readable": _line(error)}
-    row["collectives"] = [
-        {"kind": kind, "axes": axes, "each": each, "count": int(count), "bytes": int(size)}
-        for (kind, axes, each), (count, size) in sent.items()
-    ]
     return row
-
-
-def _refused(error: Exception) -> dict[str, Any]:
-    """Read what the compiler says where a program does not fit."""
-    refusal: dict[str, Any] = {"error": _line(error)}
-    if used := re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])\b", str(error)):
-        refusal["peak"] = float(used[1]) * 1024 ** ("KMGT".index(used[2]) + 1)
-    return refusal
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
@@ -96,16 +77,15 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
 
 
 def to_text(rows: list[dict[str, Any]]) -> str:
-    """Return a line for each program, and beneath it what it sends over each axis of the mesh."""
+    """Return a line for each program, under a line of headings."""
     lines = [_HEADINGS, *map(_cells, rows)]
     full = [cells for cells in lines if len(cells) == len(_HEADINGS)]
     names = max(len(cells[0]) for cells in lines)
     widths = [max(map(len, column)) for column in zip(*full)]
     text = []
-    for cells, row in zip(lines, [{}, *rows]):
+    for cells in lines:
         aligned = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])]
         text.append("  ".join([cells[0].ljust(names), *aligned]))
-        text += [f"    {line}" for line in _sent(row)]
     return "\n".join(text)
 
 
@@ -117,14 +97,3 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     sizes = (row[name] / _GB for name in ("arguments", "temporaries", "peak", "needed"))
     flops = f"{row['flops'] / 1e9:,.1f}"
     return (*head, *(f"{size:.3f}" for size in sizes), f"{row['of_chip']:.0%}", flops)
-
-
-def _sent(row: Mapping[str, Any]) -> list[str]:
-    if "not_readable" in row:
-        return ["the compiler cannot print this program: its collectives are not known"]
-    lines = []
-    for x in sorted(row.get("collectives", []), key=lambda x: (x["each"], -x["bytes"])):
-        times = "each pass of its loops, " if x["each"] else ""
-        count = f"{x['count']:,} {x['kind']}"
-        lines.append(f"{x['axes']}: {times}{count}, {x['bytes'] / 1e6:,.1f} MB")
-    return lines

@@ -18,12 +18,11 @@ from jax import Array
 from specrl_jax import hosts
 from specrl_jax.algorithms.masked import masked_mean
 from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
-from specrl_jax.models import value
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.logprobs import entropy, map_tokens, token_logprobs
 from specrl_jax.models.lora import adapted
 from specrl_jax.models.row_slices import take_slots
-from specrl_jax.models.transformer import Params, Transformer
+from specrl_jax.models.transformer import Params, Transformer, critic_decoder, token_values
 from specrl_jax.packing import PACKINGS, Sequences, pack
 from specrl_jax.sharding import axes, put, reshard, shards
 from specrl_jax.types import Batch
@@ -121,10 +120,10 @@ def score(
     scores = map_tokens(score_chunk, model, hidden_mTD, sequences.tokens, update_spec.logits_chunk)
     if critic is None:
         return TokenLogprobs(*scores, values=None), states_mTD
-    decoder = value.decoder(update_spec.model, critic)
+    decoder = critic_decoder(update_spec.model, critic)
     if decoder is not None:
         hidden_mTD = take_slots(_states(decoder, sequences), sequences.parents)
-    return TokenLogprobs(*scores, value.values(critic, hidden_mTD)), states_mTD
+    return TokenLogprobs(*scores, token_values(critic, hidden_mTD)), states_mTD
 
 
 def read_nodes(scores: Any, nodes_nR: Array) -> Any:

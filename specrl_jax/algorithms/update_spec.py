@@ -11,10 +11,10 @@ from jax import Array
 
 from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.losses import LossConfig
-from specrl_jax.models import lora, value
+from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.draft_head import init_draft_head
-from specrl_jax.models.transformer import Params
+from specrl_jax.models.transformer import Params, init_critic
 from specrl_jax.sharding import axes, reshard, shards
 
 
@@ -185,7 +185,7 @@ def init_policy_state(
         state = dataclasses.replace(state, draft_head=draft_head)
     if update_spec.critic is None:
         return state
-    critic = value.init_critic(model, update_spec.critic.kind, policy)
+    critic = init_critic(model, update_spec.critic.kind, policy)
     opt_state = PolicyState.create(critic, update_spec.critic.optimizer).opt_state
     return dataclasses.replace(state, critic=critic, critic_opt_state=opt_state)
 

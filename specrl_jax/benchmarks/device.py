@@ -18,20 +18,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax import programs, shapes, train
-from specrl_jax.benchmarks import limits, policies
-from specrl_jax.benchmarks.policies import Size
-from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.rollout import as_history, make_spec, without_end
-from specrl_jax.benchmarks.steps import step_seconds
-from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
+from specrl_jax.benchmarks.rollout import (
+    GROUP,
+    Log,
+    Report,
+    RolloutCase,
+    Size,
+    as_history,
+    choose,
+    make_spec,
+    random_prompts,
+    random_weights,
+    run_case,
+    seconds_of,
+    without_end,
+)
 from specrl_jax.build import build, init_state
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
-from specrl_jax.models.transformer import Params, Transformer, rollout_weights
+from specrl_jax.models.transformer import Params, param_count
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES
+from specrl_jax.rollout.engine.all_rows import start_all_rows
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.runner import DraftInputs
 from specrl_jax.rollout.generate import NoiseKey, generate
+from specrl_jax.rollout.rows import Rows
 from specrl_jax.run_log import RunLog
 from specrl_jax.sharding import put
 from specrl_jax.state import Run, RunState
@@ -46,13 +58,11 @@ BANDWIDTH_GOAL = 0.7
 PEAK_GOAL = 0.4
 DRAFTS_GOAL = 4.0
 WIDTH_GOAL = 1.5  # the seconds of the widest step, against those of width 1
-ERROR_GOAL = 0.05
 LAST_BEGIN = 480.0  # seconds after the start, after which no further part begins
 STEP_ROWS = (16, 64, 256)  # rows of the steps that are timed by width
+_TIMED_STEPS = 32  # of a timed call
+_ROUNDS = 3  # the fastest counts
 REPEAT_SECONDS = 4.0  # in which a call is timed again and again
-_KERNEL_SLOTS = 128  # of the cache of the check of numbers: a size that kernels take
-# Which kernel a pass takes, see `attention.USES`.
-_USE = {"update": "packed", "extend": "packed", "decode": "cached", "wide step": "cached"}
 STEP_TOKENS = 128  # of a response in a training step
 # A rule that decides by log-probs, as for SPEC-RL.
 RULE = next(rule for rule in ACCEPTANCE_RULES.values() if not rule.samples_anew)
@@ -69,7 +79,7 @@ def measure_device(config, name: str | None, changes: dict[str, int], log: Log) 
     start = time.perf_counter()
     names = [name] if name else ["tiny"] if on_cpu else list(SIZES)
     given = {key: value for key, value in changes.items() if value is not None}
-    sizes = {n: policies.choose(n, **({} if on_cpu else SIZES.get(n, {})) | given) for n in names}
+    sizes = {n: choose(n, **({} if on_cpu else SIZES.get(n, {})) | given) for n in names}
     sizes = {n: _chosen_attention(size) for n, size in sizes.items()}
     rows = []
     failed = False
@@ -104,7 +114,7 @@ def _parts(config, sizes: dict[str, Size]) -> dict[str, Part]:
         "limits": functools.partial(_limits, sizes[first].model.dtype),
     }
     for name, size in sizes.items():
-        kinds = {"numerics": _numerics, "decode": _decode, "steps": _steps, "extend": _extend}
+        kinds = {"decode": _decode, "steps": _steps, "extend": _extend}
         for kind, part in kinds.items():
             parts[f"{kind}, {name}"] = functools.partial(part, name, size)
     return parts
@@ -166,7 +176,7 @@ def _training(name: str, config, size: Size) -> Iterator[dict[str, Any]]:
 
 
 def _step_seconds(run: Run, state: RunState) -> float:
-    return limits.seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
+    return seconds_of(lambda: (train.step(run, state, RunLog(run)), state.train.params))
 
 
 def _step_config(config, size: Size):
@@ -198,63 +208,45 @@ def _step_config(config, size: Size):
 
 
 def _limits(dtype: str) -> Iterator[dict[str, Any]]:
-    yield _figure("bandwidth", limits.copy_rate() / 1e9, "GB/s", "copy of a large array")
-    yield _figure("peak", limits.matmul_rate(dtype) / 1e12, "TFLOP/s", f"large product in {dtype}")
+    yield _figure("bandwidth", copy_rate() / 1e9, "GB/s", "copy of a large array")
+    yield _figure("peak", matmul_rate(dtype) / 1e12, "TFLOP/s", f"large product in {dtype}")
 
 
-# Numbers -----------------------------------------------------------------------------------------
+@functools.cache
+def copy_rate() -> float:
+    """Bytes a second of a copy of a large array."""
+    size = 2**24 if jax.default_backend() == "cpu" else 2**31
+    values = jnp.ones(size // 4, jnp.float32)
+    copy = functools.partial(jax.jit(lambda x: x + 1), values)
+    return 2 * size / min(seconds_of(copy) for _ in range(8))
 
 
-def _numerics(name: str, size: Size) -> Iterator[dict[str, Any]]:
-    """The logits of every kind of pass, by the plain attention and by the kernels of a run, in
-    bfloat16 and two layers, against the plain one in float32."""
-    layers = min(size.model.num_layers, 2)
-    model = size.model.replace(num_layers=layers, dtype="bfloat16", kernels=())
-    params = policies.random_params(model)
-    with jax.default_matmul_precision("highest"):
-        exact = _passes(model.replace(dtype="float32"), params)
-    kernels = size.model.kernels
-    kinds = {"reference": ()} | ({"kernels": kernels} if kernels else {})
-    for kind, taken in kinds.items():
-        for what, logits in _passes(model.replace(kernels=taken), params).items():
-            if kind == "kernels" and _USE[what] not in taken:
-                continue
-            # The standard deviation over the vocabulary, of the worst token.
-            error = np.max(np.std(logits - exact[what], axis=-1)) / np.std(exact[what])
-            title = f"numerics, {name}: {what}, {kind}"
-            row = _figure(title, float(error), "error", "against float32")
-            met = "yes" if error < ERROR_GOAL else "no"
-            yield row | {"goal": f"< {ERROR_GOAL:g}", "met": met}
+@functools.cache
+def matmul_rate(dtype: str) -> float:
+    """Operations a second of a large matrix product."""
+    width = 1_024 if jax.default_backend() == "cpu" else 8_192
+    # Random, since constant bits cost less power and run at a higher clock.
+    matrix = jax.random.normal(jax.random.key(0), (width, width), dtype)
+    product = functools.partial(jax.jit(lambda a: a @ a), matrix)
+    return 2 * width**3 / min(seconds_of(product) for _ in range(8))
 
 
-def _passes(model: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Logits [B, T, V] of the update's pass over packed rows, of `extend`'s, of a decode step and
-    of one of five tokens, at odd lengths."""
-    count = 4
-    length = 37
-    width = 5
-    tokens = np.random.default_rng(0).integers(model.vocab_size, size=(count, length))
-    starts = put(np.arange(length - count, length, dtype=np.int32), "batch")
+def decode_bytes(model: ModelConfig, rows: int, slots: int) -> int:
+    """Bytes that a decode step reads: the weights once, and the keys and values of `slots` tokens
+    a row. Of an untied embedding it reads nearly nothing."""
+    lookup_only = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
+    weights = param_count(model) - lookup_only
+    held = 2 * model.num_layers * rows * slots * model.num_kv_heads * model.head_dim
+    return (weights + held) * jnp.dtype(model.dtype).itemsize
 
-    @jax.jit
-    def compute(params: Params, weights: Params, tokens: jax.Array, starts: jax.Array) -> dict:
-        policy = Transformer(model, weights)
-        # Two copies of a row in a sequence, of which neither sees the other.
-        twice = jnp.concatenate([tokens, tokens], axis=1)
-        depths = jnp.tile(jnp.arange(length), (count, 2))
-        ends = jnp.tile(jnp.repeat(jnp.array([length, 2 * length]), length), (count, 1))
-        packed = {"positions_BT": depths, "ends_BT": ends}
-        update, _ = Transformer(model, params)(twice, **packed)
-        extended, _ = policy(twice, **packed)
-        cache = init_cache(model, count, _KERNEL_SLOTS)
-        _, cache = policy(tokens, jnp.zeros_like(starts), cache)
-        step, cache = policy(tokens[:, :1], starts, cache)
-        wide, _ = policy(tokens[:, :width], starts, cache)
-        hidden = {"update": update, "extend": extended, "decode": step, "wide step": wide}
-        return {name: policy.logits(x) for name, x in hidden.items()}
 
-    tokens = put(tokens.astype(np.int32), "batch", None)
-    return jax.device_get(compute(params, rollout_weights(model, params), tokens, starts))
+def forward_flops(model: ModelConfig, tokens: int, slots: int, *, scored: int = -1) -> int:
+    """Operations on `tokens` that attend to `slots` slots in the mean; a multiplication counts
+    two. scored: tokens whose logits are computed; -1: all."""
+    head = model.vocab_size * model.embed_dim
+    layers = param_count(model) - head * (1 if model.tie_embeddings else 2)
+    attention = 2 * model.num_layers * model.num_heads * model.head_dim * slots
+    return 2 * (tokens * (layers + attention) + (tokens if scored < 0 else scored) * head)
 
 
 # Shares of the limits ----------------------------------------------------------------------------
@@ -264,8 +256,8 @@ def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> Rol
     """A rollout whose rows all end at one length, by default the longest, in one bucket, and whose
     decode steps have one width."""
     spec = make_spec(size, accept=RULE, one_bucket=True, width=width)
-    weights = policies.random_weights(size.model, uniform=True)
-    prompts = policies.random_prompts(size, size.rows)
+    weights = random_weights(size.model, uniform=True)
+    prompts = random_prompts(size, size.rows)
     lens = np.full(size.rows, length or size.response_len, np.int32)
     noise = NoiseKey(jax.random.key(0), 1)
     return functools.partial(generate, spec, weights, prompts, noise, max_lens=lens, **options)
@@ -274,10 +266,10 @@ def _case(size: Size, *, length: int = 0, width: int = 1, **options: Any) -> Rol
 def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """Steps of width 1, and of the widest, which draft from responses that are known."""
     live = size.prompt_len + size.response_len // 2
-    at_bandwidth = limits.decode_bytes(size.model, size.rows, live) / limits.copy_rate()
+    at_bandwidth = decode_bytes(size.model, size.rows, live) / copy_rate()
     plain = _case(size)
     rollout = run_case(plain).rollout
-    drafts = DraftInputs(history=as_history(rollout.tokens, rollout.lens, policies.GROUP))
+    drafts = DraftInputs(history=as_history(rollout.tokens, rollout.lens, GROUP))
     for width in (1, size.max_width):
         case = plain if width == 1 else _case(size, width=width, drafts=drafts)
         steps = run_case(case).stats.decode_steps  # compiles
@@ -294,11 +286,11 @@ def _decode(name: str, size: Size) -> Iterator[dict[str, Any]]:
 
 def _steps(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """Steps of every width at several numbers of rows."""
-    weights = policies.random_weights(size.model, uniform=True)
+    weights = random_weights(size.model, uniform=True)
     live = size.prompt_len + size.response_len // 2
     for rows in STEP_ROWS:
         seconds = step_seconds(dataclasses.replace(size, rows=rows), weights)
-        at_bandwidth = limits.decode_bytes(size.model, rows, live) / limits.copy_rate()
+        at_bandwidth = decode_bytes(size.model, rows, live) / copy_rate()
         for width, taken in seconds.items():
             times = taken / seconds[1]
             note = f"{1e3 * taken:.2f} ms, {at_bandwidth / taken:.0%} of bandwidth"
@@ -313,11 +305,11 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """`extend` of prompts alone, and with drafts that all hold."""
     model = size.model
     drafts = DraftInputs(Drafts.of(_case(size)().rollout))
-    prompts = size.rows // policies.GROUP * size.prompt_len
+    prompts = size.rows // GROUP * size.prompt_len
     drafted = size.rows * size.response_len
-    flops = limits.forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
+    flops = forward_flops(model, prompts, size.prompt_len // 2, scored=size.rows)
     slots = size.prompt_len + size.response_len // 2
-    more = limits.forward_flops(model, drafted, slots)
+    more = forward_flops(model, drafted, slots)
     for what, case, tokens, needed, goal in (
         ("prompts", _case(size, length=1), prompts, flops, None),
         ("verification", _case(size, drafts=drafts), prompts + drafted, flops + more, PEAK_GOAL),
@@ -327,5 +319,57 @@ def _extend(name: str, size: Size) -> Iterator[dict[str, Any]]:
         note = f"{seconds:.3f} s, {1e6 * seconds / tokens:.2f} us a token, {tokens:,} tokens"
         if stats.verified_tokens:
             note += f", {stats.accepted_tokens / drafted:.0%} of the drafts accepted"
-        share = needed / limits.matmul_rate(model.dtype) / seconds
+        share = needed / matmul_rate(model.dtype) / seconds
         yield _figure(f"extend, {what}, {name}", share, "of peak", note, goal)
+
+
+# Steps by width -----------------------------------------------------------------------------------
+
+
+def step_seconds(size: Size, weights: Params) -> dict[int, float]:
+    """Seconds of a step of width 1, 2, 4, ... up to `size.max_width`; the wider ones draft by
+    suffixes.
+
+    weights: of `random_weights`.
+    """
+    spec = make_spec(size, one_bucket=True, width=size.max_width)
+    program = spec.program
+    prompts = random_prompts(size, size.rows)
+    stored = np.zeros((size.rows, size.response_len), np.int32)
+    lens = np.full(size.rows, size.response_len, np.int32)
+    history = as_history(stored, lens, GROUP)
+    cache = init_cache(size.model, size.rows, spec.buckets(size.rows).slots)
+    noise = NoiseKey(jax.random.key(0), 1)
+    visits = np.zeros((len(prompts.lens), GROUP), int)
+
+    def rows_half_way() -> Rows:
+        rows = start_all_rows(program, prompts, noise, visits)
+        return dataclasses.replace(rows, lens=put(lens // 2, "batch"))
+
+    rows = rows_half_way()
+    drafts = program.draft_source.init(prompts, history, GROUP)
+    stop = StopCondition.of(
+        size.rows, size.rows, max_steps=_TIMED_STEPS, max_unfinished=-1, max_left=-1
+    )
+    widths = [2**i for i in range(size.max_width.bit_length())]
+
+    def trace(width: int) -> Any:
+        state = drafts if width > 1 else None
+        return decode_steps.trace(program, weights, cache, rows, state, stop, width=width)
+
+    programs.compile_all(
+        [programs.Program(str(width), functools.partial(trace, width)) for width in widths]
+    )
+    seconds = {}
+    for width in widths:
+        times = []
+        for _ in range(_ROUNDS):
+            rows = rows_half_way()
+            start = time.perf_counter()
+            state = drafts if width > 1 else None
+            result = decode_steps(program, weights, cache, rows, state, stop, width=width)
+            cache, rows, state, *_ = jax.block_until_ready(result)
+            times.append(time.perf_counter() - start)
+            drafts = drafts if state is None else state
+        seconds[width] = min(times) / _TIMED_STEPS
+    return seconds

@@ -20,9 +20,14 @@ from specrl_jax.algorithms.advantages import has_critic
 from specrl_jax.algorithms.scoring import pack_rows
 from specrl_jax.algorithms.update import make_batch, update
 from specrl_jax.algorithms.update_spec import UpdateSpec
-from specrl_jax.benchmarks.limits import seconds_of
-from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.timing import Log, RolloutCase, run_case
+from specrl_jax.benchmarks.rollout import (
+    Log,
+    Report,
+    RolloutCase,
+    run_case,
+    seconds_of,
+    spread,
+)
 from specrl_jax.build import build, init_state
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count

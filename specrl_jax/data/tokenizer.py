@@ -17,8 +17,7 @@ from typing import Any
 from specrl_jax.data import gguf_tokenizer
 from specrl_jax.data.chat_template import ChatTemplate, Messages
 from specrl_jax.data.control_tokens import ControlTokens
-from specrl_jax.inputs import one_line, read_json
-from specrl_jax.models.sources import resolve
+from specrl_jax.inputs import one_line, read_json, resolve_source
 
 _TOKENIZER_JSON = "tokenizer.json"
 _FILES = ("*token*", "vocab*", "merges.txt", "chat_template*")
@@ -156,7 +155,7 @@ class HuggingFaceTokenizer:
         system_prompt: str = "",
         continue_final_message: bool = False,
     ):
-        path = resolve(str(source), field, (*_FILES, "*config.json"))
+        path = resolve_source(str(source), field, (*_FILES, "*config.json"))
         with one_line(f"{field} {str(path)!r} gives no tokenizer"):
             self._tokenizer, ends = (
                 gguf_tokenizer.read(path) if path.suffix == ".gguf" else _from_path(path)

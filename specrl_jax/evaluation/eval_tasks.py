@@ -34,7 +34,9 @@ from specrl_jax.rollout.generate import RolloutSpec
 from specrl_jax.types import Example
 
 HELD_OUT = "held_out"
-REASONING_GYM, SORT = "reasoning_gym", "sort"  # sources of data that make problems
+# Sources of data that make problems.
+REASONING_GYM = "reasoning_gym"
+SORT = "sort"
 _GENERATED = 100  # problems of a generator, where the user sets no limit
 _FORMAT = OF_TASK | {  # what a new task does not inherit
     "environment.name": "", "warmup.steps": 0,

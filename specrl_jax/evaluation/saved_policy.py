@@ -13,22 +13,23 @@ import jax
 from ml_collections import ConfigDict
 
 from specrl_jax import runtime
-from specrl_jax.checkpoint import Checkpointer
-from specrl_jax.checksums import checksum
+from specrl_jax.checkpoint import Checkpointer, checksum
 from specrl_jax.config import check_version, flatten
 from specrl_jax.config.fields import FIELDS
+from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
 from specrl_jax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from specrl_jax.inputs import read_json
+from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import hf, lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy, load_shape
-from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import Params, abstract_params, abstract_trained, rollout_weights
-from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
+from specrl_jax.rollout.generate import NoiseKey, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.sharding import shards
 
-BEST, LAST = "best", "last"
+BEST = "best"
+LAST = "last"
+_SLOTS = 64  # prompts are padded to multiples of so many tokens, so that programs are few
 
 
 class Adapters(NamedTuple):
@@ -74,6 +75,26 @@ class SavedPolicy:
         pieces = shards("batch")
         size = max(settings.batch_size * settings.samples // samples, 1)
         return -(-min(size, prompts) // pieces) * pieces
+
+    def answer(self, weights: Params, prompt: str, number: int) -> str:
+        """Return the text of a response, at the temperature of the run's evaluation.
+
+        weights: of `weights`. number: of the prompt, so that each has its own noise. Raises
+        ValueError in one line where the prompt does not fit.
+        """
+        with one_line("the prompt must be text of the tokenizer"):
+            length = len(self.tokenizer.encode_prompt(prompt))
+        longest = self.model.max_positions - self.config.rollout.response_len
+        if not 0 < length <= longest:
+            rule = f"1 to {longest} tokens (the model's positions - rollout.response_len)"
+            raise ValueError(f"the prompt must have {rule}, got {length}")
+        slots = min(-(-length // _SLOTS) * _SLOTS, longest)
+        encoded = encode_prompts([make_example(prompt, "", "chat", {})], self.tokenizer, slots)
+        prompts = eval_batches(encoded, self.batch_size(1))[0][0]
+        spec = self.spec(slots, 1, self.config.evaluate.temperature)
+        rollout = generate(spec, weights, prompts, self.noise(number)).rollout
+        tokens, lens = jax.device_get((rollout.tokens, rollout.lens))
+        return self.tokenizer.decode(tokens[0, : lens[0]].tolist())
 
 
 def open_policy(
@@ -134,7 +155,7 @@ def model_config(source: str, defaults: ConfigDict) -> ConfigDict:
     """
     tokenizer = HuggingFaceTokenizer(source, chat=False, field="--model")
     shape = hf.load_config(source, "--model")
-    path = resolve(source, "--model", ("*.json",)) / "generation_config.json"
+    path = resolve_source(source, "--model", ("*.json",)) / "generation_config.json"
     said = read_json(path) if path.is_file() else {}
     response_len = min(said.get("max_new_tokens") or 512, shape.max_positions // 2)
     config = defaults.copy_and_resolve_references()

@@ -8,14 +8,13 @@ that every start of a run computes the same bits.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer, is_flat, keys_and_values
+from specrl_jax.models.kv_cache import Layer, Local, is_flat, keys_and_values
 from specrl_jax.sharding import axes, on_shards, platform, shards
 
 QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, S]
@@ -23,13 +22,6 @@ QUERIES_AT_ONCE = 512  # bounds the reference's scores in memory to [B, N, 512, 
 # What a kernel may do, by its name in `ModelConfig.kernels`: attend over the tokens of the cache
 # (decode and wide steps), or of packed sequences (update and `extend`).
 USES = ("cached", "packed")
-
-
-class Local(NamedTuple):
-    """Limits of a local layer: a query sees keys at its first position or after it."""
-
-    first: Array  # int32 [B or 1, T]
-    positions: Array  # int32 [B or 1, S], of the keys
 
 
 def attend(
@@ -108,14 +100,16 @@ def attend_packed(
     if "packed" in kernels:
         kernel = kernel_module(platform()).attend_packed
         return kernel(q_BTNH, k_BTKH, v_BTKH, ends_BT, local=local, softcap=softcap)
-    k_BKHS, v_BKSH = k_BTKH.transpose(0, 2, 3, 1), v_BTKH.transpose(0, 2, 1, 3)
+    k_BKHS = k_BTKH.transpose(0, 2, 3, 1)
+    v_BKSH = v_BTKH.transpose(0, 2, 1, 3)
     if queries <= QUERIES_AT_ONCE:
         return _reference(q_BTNH, k_BKHS, v_BKSH, slots_BT, local, ends_BT, softcap=softcap)
     pieces = []
     for part in _pieces(queries):
         reference = functools.partial(_reference, softcap=softcap)
-        inputs = q_BTNH[:, part], k_BKHS, v_BKSH, ends_BT, _part(local, part)
-        pieces.append(_last_keys(reference, part.start, *inputs))
+        q = q_BTNH[:, part]
+        own = _part(local, part)
+        pieces.append(_last_keys(reference, part.start, q, k_BKHS, v_BKSH, ends_BT, own))
     return jnp.concatenate(pieces, axis=1)
 
 
@@ -204,15 +198,15 @@ def _last_keys(
     def attend(
         first: int, q: Array, k: Array, v: Array, ends: Array | None, local: Local | None
     ) -> Array:
-        keys, values = k[..., first:stop], v[:, :, first:stop]
+        keys = k[..., first:stop]
+        values = v[:, :, first:stop]
         ends = None if ends is None else ends[:, first:stop] - first
         if local is not None:
             local = local._replace(positions=local.positions[:, first:stop])
         return jax.checkpoint(reference)(q, keys, values, slots_BT - first, local, ends)
 
-    inputs = q_BTNH, k_BKHS, v_BKSH, ends_BS, local
     if ends_BS is None or not start:
-        return attend(0, *inputs)
+        return attend(0, q_BTNH, k_BKHS, v_BKSH, ends_BS, local)
     firsts = []
     size = queries
     while (first := stop - size) > 0:
@@ -221,7 +215,8 @@ def _last_keys(
     firsts.append(0)
     seen = jnp.min(jnp.argmax(ends_BS > start, axis=1))  # the first slot that a query sees
     choice = jnp.sum(seen < jnp.array(firsts))
-    return jax.lax.switch(choice, [functools.partial(attend, first) for first in firsts], *inputs)
+    branches = [functools.partial(attend, first) for first in firsts]
+    return jax.lax.switch(choice, branches, q_BTNH, k_BKHS, v_BKSH, ends_BS, local)
 
 
 def _reference(

@@ -14,9 +14,8 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from specrl_jax.models.attention import Local
 from specrl_jax.models.config import ModelConfig
-from specrl_jax.models.kv_cache import Layer
+from specrl_jax.models.kv_cache import Layer, Local
 from specrl_jax.sharding import on_shards, shards
 
 AHEAD_OF_TIME = ("cached", "packed")  # these compile where the device is absent
@@ -145,7 +144,8 @@ def _one_sequence(
     heads, tokens, _ = q_NTH.shape
     is_dynamic = ends_T is not None or local is not None
     if is_dynamic:
-        i, j = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None, :]
+        i = jnp.arange(tokens)[:, None]
+        j = jnp.arange(tokens)[None, :]
         mask = j <= i
         if ends_T is not None:
             mask &= i < ends_T[None, :]

@@ -6,6 +6,7 @@ rows have llama.cpp's rotary order, Llama 3's scaled frequencies are a tensor of
 norms of Gemma have the 1 that they add.
 """
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,8 @@ def read(
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (metadata without the vocabulary, tensors), both by name."""
-    from specrl_jax.models.gguf_reader import FastReader
-
     with one_line(f"{file} must be a whole GGUF file"):
-        reader = FastReader(file)
+        reader = open_gguf(file)
         slow = ("tokenizer.", "GGUF.")  # a vocabulary is no metadata of the decoder
         fields = {name: x for name, x in reader.fields.items() if not name.startswith(slow)}
         _check_offsets(reader)
@@ -174,9 +173,9 @@ def _rows(stored: dict[str, Any], name: str) -> int:
 def _llama3(file: Path, config: dict[str, Any], divisors: np.ndarray) -> dict[str, Any]:
     """Return the `rope_parameters` whose scaled frequencies have these divisors [H/2]."""
     rope = _LLAMA3 | {"rope_theta": config["rope_theta"], "factor": float(divisors.max())}
-    length, low, high = (
-        rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
+    length = rope["original_max_position_embeddings"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
     head_dim = config["head_dim"]
     freqs = rope["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((length * freqs / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
@@ -213,3 +212,45 @@ def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def open_gguf(file: Path) -> Any:
+    """Return a reader of a file that takes a moment for a large vocabulary: gguf's takes a minute.
+
+    It reads arrays of numbers at once, and arrays of texts in a plain loop.
+    """
+    from gguf import GGUFReader, GGUFValueType
+
+    class FastReader(GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list, list]:
+            if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            raw_kind = self._get(orig_offs, np.uint32)
+            raw_count = self._get(orig_offs + 4, np.uint64)
+            kind = GGUFValueType(int(raw_kind[0]))
+            count = int(raw_count[0])
+            begin = orig_offs + 12
+            head = [raw_kind, raw_count]
+            if kind in self.gguf_scalar_to_np:
+                values = self._get(begin, self.gguf_scalar_to_np[kind], count)
+                return 12 + values.nbytes, [*head, values], [2], [GGUFValueType.ARRAY, kind]
+            if kind != GGUFValueType.STRING:
+                return super()._get_field_parts(orig_offs, raw_type)
+            texts, end = _texts(self.data, begin, count)
+            lengths = np.array([x.nbytes for x in texts], np.uint64)
+            data = list(range(3, 3 + count))
+            return end - orig_offs, [*head, lengths, *texts], data, [GGUFValueType.ARRAY, kind]
+
+    return FastReader(str(file))
+
+
+def _texts(data: Any, begin: int, count: int) -> tuple[list[memoryview], int]:
+    """Return the bytes of so many texts, and the offset after the last of them."""
+    whole = memoryview(data)
+    texts = []
+    for _ in range(count):
+        (length,) = struct.unpack_from("<Q", whole, begin)
+        begin += 8
+        texts.append(whole[begin : begin + length])
+        begin += length
+    return texts, begin

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from specrl_jax.inputs import one_line, read_json
+from specrl_jax.inputs import one_line, read_json, resolve_source
 from specrl_jax.models import gguf
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.hf_config import IMAGE_MODELS, config_from_json, config_to_json
 from specrl_jax.models.parameters import ADAPTERS, LAYER, TOP, select
-from specrl_jax.models.sources import resolve
 from specrl_jax.models.transformer import param_shapes
 
 HostParams = dict[str, Any]
@@ -60,7 +59,7 @@ def load_config(source: str, field: str = "model.source") -> ModelConfig:
 
     field: names the source in errors.
     """
-    path = resolve(source, field, ("*.json",))
+    path = resolve_source(source, field, ("*.json",))
     if path.suffix == ".gguf":
         return config_from_json(gguf.read(path)[0], str(path))
     file = path / "config.json"
@@ -79,7 +78,7 @@ def open_tensors(source: str, field: str) -> tuple[ModelConfig, Iterator[tuple[s
 
 def reads_images(source: str, field: str) -> bool:
     """Return whether a model reads images too. field: names it in errors, which are `resolve`'s."""
-    path = resolve(source, field, ("*.json",))
+    path = resolve_source(source, field, ("*.json",))
     if path.suffix == ".gguf":
         return False
     return read_json(path / "config.json").get("model_type") in IMAGE_MODELS
@@ -151,7 +150,7 @@ def save_adapters(
 
 def _open(source: str, field: str) -> tuple[ModelConfig, Checkpoint]:
     """Open a source, whose tensors have the names and shapes of its config."""
-    path = resolve(source, field, ("*.json", "*.safetensors"))
+    path = resolve_source(source, field, ("*.json", "*.safetensors"))
     if path.suffix == ".gguf":
         checkpoint = Checkpoint(str(path), *gguf.read(path))
     else:

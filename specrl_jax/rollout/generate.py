@@ -5,7 +5,6 @@ one rollout leaves to the next is in `carry_over.py`.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
@@ -80,19 +79,16 @@ def generate(
     max_lens: np.ndarray | None = None,
     speculation: Speculation | None = None,
     carry_over: CarryOver = CarryOver(),
-    report: Callable[[np.ndarray], None] | None = None,
 ) -> RolloutResult:
     """Roll out responses to Q prompts, G rows in a row for each.
 
     max_lens: int32 [Q * G], lengths at which responses end, at most R; only without prompts of the
     next step. speculation: chooses widths; without it the widest are used.
-    report: gets the tokens of the first row, int32 [n], a few at a time, as they come.
     """
     runner, begun, order, draft_lens = _runner(
         spec, weights, prompts, noise, drafts, carry_over, max_lens
     )
-    requests = dataclasses.replace(runner.requests, report=report)
-    runner.requests = requests
+    requests = runner.requests
     all_rows = Scheduler(runner, speculation).run()
     previous = runner.drafts.previous
     result = RolloutResult(

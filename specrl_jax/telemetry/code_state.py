@@ -20,19 +20,17 @@ def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
 
     folder: this code's by default. {} where there is no repository, or no git.
     """
+    options = {
+        "cwd": folder,
+        "capture_output": True,
+        "encoding": "utf-8",
+        "errors": "replace",
+        "check": True,
+        "timeout": 10,
+    }
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", *words],
-                cwd=folder,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                check=True,
-                timeout=10,
-            )
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        )
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **options)
+        changes = subprocess.run(["git", "status", "--porcelain"], **options)
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"commit": commit.stdout.strip(), "dirty": bool(changes.stdout.strip())}

@@ -50,8 +50,13 @@ class Console:
         self._progress = None
         console = rich.console.Console()
         if console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, console=console, transient=True)
+            self._progress = Progress(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                console=console,
+                transient=True,
+            )
             self._task = self._progress.add_task("", total=total_steps)
             self._progress.start()
 

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -310,3 +311,26 @@ class NoLog(contextlib.AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+# Seconds ------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Adds up wall-clock seconds by name until they are taken."""
+
+    def __init__(self):
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds of the `with` block to those of `name`; none where it raises."""
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by name, and begin again from nothing."""
+        seconds = self._seconds
+        self._seconds = {}
+        return seconds

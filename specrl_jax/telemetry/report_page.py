@@ -17,13 +17,7 @@ from typing import Any
 
 from specrl_jax.telemetry import runs as reports
 from specrl_jax.telemetry.code_state import read_code
-from specrl_jax.telemetry.report_charts import (
-    color,
-    exactness_charts,
-    length_chart,
-    seconds_chart,
-    training_charts,
-)
+from specrl_jax.telemetry.report_charts import color, metric_charts, overview_charts
 from specrl_jax.telemetry.rollout_viewer import viewer
 
 FILE_NAME = "report.html"
@@ -73,17 +67,6 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
         figures = reports.figures_over(series[0])
         reckoned = reports.reckoned_over(series[0])
     limit = _VIEWER_BYTES // len(runs)
-    shown = []
-    accepted: dict[str, list[int]] = {}
-    for case in series:
-        for run in case.runs:
-            responses, by_epoch = viewer(run, limit)
-            shown.append(responses)
-            if len(series) == 1:
-                for epoch, lengths in by_epoch.items():
-                    accepted.setdefault(epoch, []).extend(lengths)
-            elif by_epoch:
-                accepted.setdefault(case.name, []).extend(by_epoch[list(by_epoch)[-1]])
     steps = sorted({run.records[-1]["step"] if run.records else 0 for run in runs})
     names = dict.fromkeys(run.workdir.resolve().name for run in runs)
     if len(names) > _MOST_NAMES:
@@ -103,11 +86,9 @@ def _data(runs: Sequence[reports.RecordedRun], baseline: str = "") -> dict[str, 
         ],
         "fields": _fields(series),
         "reckoned": reckoned,
-        "seconds": [seconds_chart(series)] if any(run.steps for run in runs) else [],
-        "training": training_charts(series),
-        "lengths": length_chart(accepted, colors),
-        "exactness": exactness_charts(series),
-        "viewer": shown,
+        "overview": overview_charts(series),
+        "metrics": metric_charts(series),
+        "viewer": [viewer(run, limit) for case in series for run in case.runs],
     }
 
 

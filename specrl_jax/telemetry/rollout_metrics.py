@@ -35,6 +35,8 @@ def rollout_metrics(
     reused = int(prefix_lens.sum())
     last = np.take_along_axis(tokens, np.maximum(lens - 1, 0)[:, None], axis=1)[:, 0]
     ended = np.isin(last, eos_ids) & (lens > 0)
+    responses = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens)]
+    groups = [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
     values = {
         "rollout/tokens_generated": total - reused,
         "rollout/tokens_reused": reused,
@@ -44,7 +46,7 @@ def rollout_metrics(
             np.mean((prefix_lens > 0) & (prefix_lens == policy_lens))
         ),
         "rollout/response_len_mean": float(lens.mean()),
-        "rollout/distinct": _distinct(tokens, lens, group_size),
+        "rollout/distinct": float(np.mean([len(set(group)) for group in groups])),
         "rollout/truncated_fraction": float(np.mean(~ended)),
     }
     if forced.any():
@@ -60,13 +62,6 @@ def rollout_metrics(
         known = previous[1] > 0
         values["rollout/unchanged"] = float(np.mean(_same(tokens, lens, *previous)[known]))
     return values
-
-
-def _distinct(tokens: np.ndarray, lens: np.ndarray, group_size: int) -> float:
-    """Distinct responses of a group, mean."""
-    responses = [tuple(row[:n].tolist()) for row, n in zip(tokens, lens)]
-    groups = [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
-    return float(np.mean([len(set(group)) for group in groups]))
 
 
 def _same(

@@ -18,22 +18,16 @@ from specrl_jax.telemetry.runs import RecordedRun
 Response = dict[str, Any]  # a line of a record
 
 
-def viewer(run: RecordedRun, limit: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """The viewer's data of a run, and the accepted lengths of its training responses by epoch.
-
-    limit: bytes of the records to read.
-    """
+def viewer(run: RecordedRun, limit: int) -> dict[str, Any]:
+    """Return the viewer's data of a run; limit: bytes of the records to read."""
     rollouts, shown, total = read_some_rollouts(run.workdir, limit)
     prompts = [
         _prompt(kind, responses, run.config)
         for kind, lines in rollouts.items()
         for responses in _grouped(lines, "prompt_id")
     ]
-    accepted: dict[str, list[int]] = {}
-    for line in rollouts["step"]:
-        accepted.setdefault(f"epoch {line['epoch']}", []).append(line["prefix_len"])
-    data = {"name": run.workdir.resolve().name, "prompts": prompts, "shown": shown, "total": total}
-    return data, accepted
+    name = run.workdir.resolve().name
+    return {"name": name, "prompts": prompts, "shown": shown, "total": total}
 
 
 def _grouped(lines: Iterable[Response], field: str) -> list[list[Response]]:

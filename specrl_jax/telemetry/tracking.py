@@ -159,7 +159,8 @@ class SafeTracker:
 
     def close(self) -> str:
         """See `Tracker.close`."""
-        tracker, self._tracker = self._tracker, None
+        tracker = self._tracker
+        self._tracker = None
         if tracker is not None:
             with self._failure_is_a_warning("closing"):
                 return tracker.close()
@@ -204,15 +205,14 @@ def _as_code(text: str) -> str:
 
 
 def _wandb_mode() -> str:
-    """$WANDB_MODE if set, else online if logged in: without a key wandb would ask, or block."""
-    return os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
-
-
-def _logged_in() -> bool:
+    """Return $WANDB_MODE, else online if logged in: without a key wandb would ask, or block."""
     from requests.utils import get_netrc_auth
 
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))
+    logged_in = os.environ.get("WANDB_API_KEY") or get_netrc_auth(url)
+    return "online" if logged_in else "offline"
 
 
 def _start_wandb(workdir: Path, mode: str, config: Mapping[str, Any]) -> Any:

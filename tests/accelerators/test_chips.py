@@ -60,10 +60,10 @@ def test_a_missing_compiler_is_one_line(monkeypatch):
         chips.set_environment("h100:8")
 
 
-def _compiled(path, preset: str, topology: str, *flags: str) -> dict[str, dict]:
-    """Return what launch/compile.py writes, by program."""
+def _compiled(path, topology: str, *flags: str) -> None:
+    """Have launch/compile.py write the figures of `micro`, and check them."""
     done = launch(
-        "launch/compile.py", f"--config=configs/grpo.py:{preset}", f"--topology={topology}",
+        "launch/compile.py", "--config=configs/grpo.py:micro", f"--topology={topology}",
         f"--json={path}", "--programs=extend,decode 1,update", "--config.rollout.row_buckets=1",
         *flags, XLA_FLAGS="", ALLOW_MULTIPLE_LIBTPU_LOAD="true",
     )  # fmt: skip
@@ -76,28 +76,25 @@ def _compiled(path, preset: str, topology: str, *flags: str) -> dict[str, dict]:
         assert 0 < row["arguments"] < row["peak"] <= row["needed"] < memory
         assert row["flops"] > 0
         assert row["seconds_to_compile"] > 0
-    return rows
 
 
 @LIBTPU
 @pytest.mark.parametrize(
-    ("topology", "flags", "axes"),
+    ("topology", "flags"),
     [
         pytest.param(
             "v5e:1x1",
             ["--config.lora.rank=4", "--config.model.remat=True"],
-            set(),
             marks=pytest.mark.slow,
         ),
-        ("v5e:2x2", [], {"data"}),
+        ("v5e:2x2", []),
     ],
 )
-def test_compile_for_tpus(tmp_path, topology, flags, axes):
-    rows = _compiled(tmp_path / "figures.json", "micro", topology, *flags)
-    assert {x["axes"] for x in rows["update"]["collectives"]} == axes
+def test_compile_for_tpus(tmp_path, topology, flags):
+    _compiled(tmp_path / "figures.json", topology, *flags)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("CUDA_PLUGIN_DIR"), reason="see docs/scaling.md")
 def test_compile_for_gpus(tmp_path):
-    _compiled(tmp_path / "figures.json", "micro", "h100:2")
+    _compiled(tmp_path / "figures.json", "h100:2")

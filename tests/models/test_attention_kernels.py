@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 
 from specrl_jax.models import attention, attention_gpu, attention_tpu, kv_cache
-from specrl_jax.models.pretrained import SHAPES
+from specrl_jax.models.load import SHAPES
 from specrl_jax.sharding import put
 
 SMOLLM2, QWEN = (
@@ -50,7 +50,7 @@ def _check_packed(
         attention.attend_packed, positions_BT=positions, window=window, softcap=softcap
     )
     if local:
-        seen = attention.Local(positions - window + 1, positions)
+        seen = kv_cache.Local(positions - window + 1, positions)
         kernel = functools.partial(kernel, local=seen, softcap=softcap)
 
     def run(attend_packed):

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from specrl_jax.models import hf
 from specrl_jax.models.config import LinearScaling, RopeScaling
+from specrl_jax.models.gguf import open_gguf
 
 TINY_FILES = Path(__file__).parents[1] / "references" / "tiny"
 
@@ -126,8 +127,6 @@ def test_gguf_with_llama3_frequencies(tmp_path):
 def test_the_fast_reader_reads_what_ggufs_own_does(tmp_path):
     from gguf import GGUFReader, GGUFWriter
 
-    from specrl_jax.models.gguf_reader import FastReader
-
     arrays = {
         "texts": ["a", "", "日本"],
         "floats": [0.5, -1.0],
@@ -143,7 +142,8 @@ def test_the_fast_reader_reads_what_ggufs_own_does(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    ours, theirs = FastReader(tmp_path / "t.gguf"), GGUFReader(tmp_path / "t.gguf")
+    ours = open_gguf(tmp_path / "t.gguf")
+    theirs = GGUFReader(tmp_path / "t.gguf")
     for reader in (ours, theirs):
         assert {name: reader.fields[name].contents() for name in arrays} == arrays
         assert reader.fields["after"].contents() == "x"

@@ -7,8 +7,7 @@ import small_runs
 from small_models import random_params
 
 from specrl_jax.models import hf, transformer
-from specrl_jax.models.load import load_policy, load_shape
-from specrl_jax.models.pretrained import SHAPES
+from specrl_jax.models.load import SHAPES, load_policy, load_shape
 
 VOCAB_SIZE = 16
 

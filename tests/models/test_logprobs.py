@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import Module
 from small_models import MODEL
 
-from specrl_jax.accelerators.compiled import Module
 from specrl_jax.models import logprobs
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.transformer import Transformer, init_params

@@ -11,13 +11,8 @@ import pytest
 from specrl_jax.telemetry.metrics import MetricsLog, read_metrics
 
 
-def open_log(workdir, **overrides):
-    options = {
-        "total_steps": 96,
-        "tracker": "none",
-        "config": {"seed": 0},
-    }
-    return MetricsLog(workdir, **options | overrides)
+def open_log(workdir):
+    return MetricsLog(workdir, total_steps=96, tracker="none", config={"seed": 0})
 
 
 def steps(workdir):
@@ -92,12 +87,8 @@ def test_restore_forgets_later_steps_and_a_torn_line(tmp_path):
         log.restore(3)
         assert path.read_bytes().endswith(b"}\n")
         log.write(4, 2, {"reward/mean": 0.9})
-    assert [(r["step"], r["epoch"], r["reward/mean"]) for r in read_metrics(tmp_path)] == [
-        (1, 1, 0.1),
-        (2, 1, 0.2),
-        (3, 1, 0.3),
-        (4, 2, 0.9),
-    ]
+    back = [(r["step"], r["epoch"], r["reward/mean"]) for r in read_metrics(tmp_path)]
+    assert back == [(1, 1, 0.1), (2, 1, 0.2), (3, 1, 0.3), (4, 2, 0.9)]
 
 
 def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
@@ -120,11 +111,9 @@ def test_restore_warns_of_missing_steps_only(tmp_path, caplog):
         ('{"st', "must be JSON: "),
         ('{"step": 2}', "must have the field 'epoch'"),
         ('{"step": "2", "epoch": 1}', "must have a whole number >= 0 as 'step', got '2'"),
-        ('{"step": 2.0, "epoch": 1}', "must have a whole number >= 0 as 'step', got 2.0"),
         ('{"step": 2, "epoch": null}', "must have a whole number >= 0 as 'epoch', got None"),
         ('{"step": 2, "epoch": 1, "time/step": "1"}', "must have a number as 'time/step', got '1'"),
         ('{"step": 2, "epoch": 1, "policy/kl": null}', "must have a number as 'policy/kl'"),
-        ('{"step": 2, "epoch": 1, "policy/kl": [1]}', "must have a number as 'policy/kl'"),
         ('{"step": 2, "epoch": 1, "policy/kl": true}', "must have a number as 'policy/kl'"),
         ('{"step": 2, "epoch": 1, "policy/kl": 1' + "0" * 400 + "}", "must have a number as"),
         ('{"step": 2, "epoch": 1, "nonfinite": [1]}', "values in 'nonfinite': "),

@@ -287,31 +287,24 @@ def test_a_full_disk_is_one_line_and_leaves_the_file_that_was_there(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("line", "pattern", "written", "message"),
     [
-        (lambda lines: [*lines[:1], lines[1][:40] + b"\n", *lines[2:]], "line 2 .* must be JSON: "),
-        (lambda lines: [*lines[:-1], lines[-1][:-9]], "line 4 .* must be JSON: "),
-        (lambda lines: [*lines[:2], b"\n", *lines[2:]], "line 3 .* must be JSON: "),
-        (lambda lines: [*lines, b"[1, 2]\n"], "line 5 .* must be a JSON object"),
-        (lambda lines: [b"\xff\xfe\x00\n", *lines[1:]], "line 1 .* must be JSON: "),
-        (
-            lambda lines: [lines[0].replace(b'"sources"', b'"source"'), *lines[1:]],
-            "line 1 .* must have the field 'sources'",
-        ),
-        (
-            lambda lines: [re.sub(rb'"reward":[^,]*', b'"reward":"high"', lines[0]), *lines[1:]],
-            "line 1 .* must have a number or null as 'reward', got 'high'",
-        ),
-        (
-            lambda lines: [*lines[:1], lines[1].replace(b'"token_ids":[', b'"token_ids":[null,')],
-            "line 2 .* must have a list of whole numbers as 'token_ids', got",
-        ),
+        (1, rb"^(.{40}).*", rb"\1", "line 2 .* must be JSON: "),
+        (3, rb".{9}$", b"", "line 4 .* must be JSON: "),
+        (2, rb"^", b"\n", "line 3 .* must be JSON: "),
+        (3, rb"$", b"\n[1, 2]", "line 5 .* must be a JSON object"),
+        (0, rb"^.*", b"\xff\xfe\x00", "line 1 .* must be JSON: "),
+        (0, rb'"sources"', b'"source"', "line 1 .* must have the field 'sources'"),
+        (0, rb'(?<="reward":)[^,]*', b'"high"', "1 .* a number or null as 'reward', got 'high'"),
+        (1, rb'(?<="token_ids":\[)', b"null,", "2 .* a list of whole numbers as 'token_ids', got"),
     ],
 )
-def test_damage_is_named_in_one_line(tmp_path, damage, message):
+def test_damage_is_named_in_one_line(tmp_path, line, pattern, written, message):
     write(open_records(tmp_path))
     path = rollouts_path(tmp_path, 7)
-    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    lines = path.read_bytes().splitlines()
+    lines[line] = re.sub(pattern, written, lines[line], count=1)
+    path.write_bytes(b"\n".join(lines))
     with pytest.raises(ValueError, match=message) as caught:
         read_rollouts(tmp_path, 7)
     assert str(caught.value).startswith(f"{path}: line ")

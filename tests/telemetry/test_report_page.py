@@ -24,7 +24,7 @@ def response(step, epoch, sample, token_texts, sources, **changes):
         "step": step, "epoch": epoch, "prompt_id": "a1", "sample": sample, "prompt": "2 1>",
         "answer": "1 2", "text": text, "token_ids": [len(t) for t in token_texts],
         "token_ends": ends, "sources": sources, "policy_logprobs": [-0.5 * step] * count,
-        "reward": float(sample), "failed": False, "origin_steps": [1] * count,
+        "reward": float(sample), "by_function": {}, "failed": False, "origin_steps": [1] * count,
         "prefix_len": sources.count("r"), "ended": token_texts[-1] == "",
     }  # fmt: skip
     return line | changes
@@ -103,30 +103,50 @@ def test_seeds_are_one_series_with_a_band(tmp_path):
     assert [one.name for one in series] == ["draft = none", "draft = tree"]
     assert [len(one.runs) for one in series] == [2, 2]
     assert runs.headline(series[0])[2] == ("training reward, last epoch", "0.500", "± 0.354")
-    band, line = report_charts.training_charts(series)[0]["data"][:2]
+    band, line = report_charts.overview_charts(series)[0]["data"][:2]
     assert line["y"] == [0.5] * 6
     spread = math.sqrt(0.125)
     assert band["y"] == pytest.approx([0.5 + spread] * 6 + [0.5 - spread] * 6, rel=1e-5)
 
 
 def test_charts_by_hand_and_as_plotly_knows_them(tmp_path):
+    """Steps 1 and 6 compiled: they have no times. A metric of 0 alone has no chart."""
     import plotly.graph_objects as go
 
-    one = runs.series([runs.read_run(write_run(tmp_path / "a"))])
-    seconds = report_charts.seconds_chart(one)
-    bars = {trace["name"]: trace["y"] for trace in seconds["data"]}
-    assert bars["extend"] == [0.5] * 4  # without steps 1 and 6, which compiled
-    assert bars["rest of the rollout"] == [1.25, 1.25, 0.25, 0.25]
-    assert bars["rest of the step"] == [1.0] * 4
-    lengths = report_charts.length_chart({"epoch 1": [0, 0], "epoch 2": [0, 2, 2, 3]}, {})
-    assert lengths[0]["data"][0]["y"] == [0.25, 0, 0.5, 0.25]
-    training = report_charts.training_charts(one)
-    assert [trace["y"] for trace in training[0]["data"]] == [[0.5] * 6, [0.25, 0.75]]
-    assert [shape["x0"] for shape in training[0]["layout"]["shapes"]] == [0.5, 3.5]
-    assert training[0]["layout"]["yaxis"]["range"] == pytest.approx([0.2, 0.8])  # of rewards
-    assert training[1]["layout"]["yaxis"]["rangemode"] == "tozero"  # of seconds
-    for chart in [seconds, *lengths, *training]:
+    run = runs.read_run(write_run(tmp_path / "a"))
+    for record in run.steps:
+        record |= {"reward/half": 0.5, "rollout/turns_mean": 0.0}
+    one = runs.series([run])
+    overview = report_charts.overview_charts(one)
+    metrics = report_charts.metric_charts(one)
+    assert [chart["title"] for chart in overview] == [
+        "Reward", "Seconds of a step", "Tokens of the responses"
+    ]  # fmt: skip
+    reward, seconds, _ = overview
+    assert [trace["y"] for trace in reward["data"]] == [[0.5] * 6, [0.25, 0.75]]
+    assert [shape["x0"] for shape in reward["layout"]["shapes"]] == [0.5, 3.5]
+    assert reward["layout"]["yaxis"]["range"] == pytest.approx([0.2, 0.8])
+    assert seconds["layout"]["yaxis"]["rangemode"] == "tozero"
+    assert {trace["name"]: (trace["x"], trace["y"]) for trace in seconds["data"]} == {
+        "time/step": ([2, 3, 4, 5], [4, 4, 3, 3]),
+        "time/rollout": ([2, 3, 4, 5], [2, 2, 1, 1]),
+        "time/update": ([2, 3, 4, 5], [1] * 4),
+    }
+    assert {prefix: [chart["title"] for chart in charts] for prefix, charts in metrics} == {
+        "reward": ["mean", "eval", "no_signal", "half"],
+        "rollout": ["tokens_generated", "tokens_reused", "row_steps"],
+        "time": ["step", "rollout", "extend", "decode", "update", "compile"],
+    }
+    charts = dict(metrics)
+    assert charts["time"][-1]["note"].endswith("since the last record (seconds)")
+    assert charts["time"][2]["data"][0]["y"] == [0.5] * 4
+    for chart in [*overview, *charts["reward"], *charts["time"]]:
         go.Figure(data=chart["data"], layout=chart["layout"])
+    compiled = [record | {"time/compile": 9.0} for record in run.records]
+    (_, seconds, _) = report_charts.overview_charts(
+        runs.series([runs.RecordedRun(run.workdir, run.config, compiled)])
+    )
+    assert seconds["data"][1]["y"] == [4, 2, 2, 1, 1, 9]  # every step compiled: all are shown
 
 
 def test_several_series_have_one_baseline_and_one_key(tmp_path):
@@ -147,40 +167,17 @@ def test_several_series_have_one_baseline_and_one_key(tmp_path):
     assert [x["whole-step speed-up over none"] for x in figures] == ["1.00×", "3.00×"]
     assert dict(data["fields"])["rollout.draft"] == ["none", "tree"]
     assert dict(data["fields"])["seed"] == ["0, 1", "0, 1"]
-    for chart in data["seconds"] + data["training"]:
+    for chart in data["overview"] + data["metrics"][0][1]:
         named = [trace["name"] for trace in chart["data"] if trace.get("showlegend", True)]
         assert not {"none", "tree"} & set(named)  # the page has one key for all charts
         go.Figure(data=chart["data"], layout=chart["layout"])
-    (seconds,) = data["seconds"]
-    assert seconds["data"][0]["y"] == [["epoch 1"] * 2 + ["epoch 2"] * 2, ["none", "tree"] * 2]
-    assert seconds["height"] == 110 + 4 * 22
-
-
-def test_steps_that_compile_are_left_out(tmp_path):
-    """Steps 1 and 6 compiled: 4 and 9 seconds of rollout, against at most 2."""
-    one = runs.series([runs.read_run(write_run(tmp_path / "a"))])
-    charts = {chart["title"]: chart for chart in report_charts.training_charts(one)}
-    rollout = charts["Rollout"]
-    assert [rollout["data"][0][axis] for axis in "xy"] == [[2, 3, 4, 5], [2, 2, 1, 1]]
-    assert rollout["note"] == "Without steps that compiled: 1 (6.0 s), 6 (11.0 s)."
-    assert report_charts.seconds_chart(one)["note"] == rollout["note"]
-    work = [trace for trace in charts["Tokens and work"]["data"] if "row steps" in trace["name"]]
-    assert work[0]["y"] == [10] * 6
-    (tmp_path / "b").mkdir()
-    lines = [{"step": 1, "epoch": 1, "reward/mean": 0.5, "time/rollout": 9.0, "time/step": 9.0,
-              "time/compile": 8.0, "rollout/prefix_len_mean": 0.0}]  # fmt: skip
-    (tmp_path / "b" / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
-    short = runs.series([runs.read_run(tmp_path / "b")])
-    charts = {chart["title"]: chart for chart in report_charts.training_charts(short)}
-    assert list(charts) == ["Reward", "Rollout"]  # nothing was reused: no panel of zeros
-    assert charts["Rollout"]["note"] == ""  # every step compiled: all of it is shown
+    dashes = {trace["name"]: trace["line"]["dash"] for trace in data["overview"][1]["data"]}
+    assert dashes["time/rollout"] == dashes["tree, time/rollout"] == "dot"
 
 
 def test_the_viewer_by_hand(tmp_path):
     run = runs.read_run(write_run(tmp_path / "a", lines=two_epochs()))
-    data, accepted = rollout_viewer.viewer(run, 1 << 20)
-    (prompt,) = data["prompts"]
-    assert accepted == {"epoch 1": [0, 0], "epoch 2": [2, 4]}
+    (prompt,) = rollout_viewer.viewer(run, 1 << 20)["prompts"]
     row = prompt["columns"][1]["rows"][0]
     assert (row["t"], row["s"], row["a"]) == (["1", " ", "2", ""], "rrds", [4] * 4)
     # Rewards 0 and 1: mean 0.5, standard deviation √0.5.
@@ -191,7 +188,7 @@ def test_many_prompts_are_thinned_evenly(tmp_path):
     lines = [response(2, 1, 0, ["1", ""], "ss", prompt_id=f"{i:04x}") for i in range(100)]
     run = runs.read_run(write_run(tmp_path / "a", lines=lines))
     size = sum(path.stat().st_size for path in (tmp_path / "a" / "rollouts").iterdir())
-    data, _ = rollout_viewer.viewer(run, size // 4)
+    data = rollout_viewer.viewer(run, size // 4)
     assert (data["shown"], data["total"]) == (len(data["prompts"]), 100)
     assert 20 <= data["shown"] <= 25
 
@@ -251,7 +248,12 @@ def test_the_page_by_mouse_and_keys(tmp_path):
     with Page(tmp_path / "profile") as page:
         for width, dark in ((1280, False), (400, True)):
             page.open(tmp_path / "r.html", width, dark)
-            assert page.run("document.querySelectorAll('.plot svg').length") > 5
+            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 3
+            page.run("""void (window.opened = new Promise(opened =>
+                document.querySelector('.prefix').addEventListener('toggle', opened)))""")
+            page.point(".prefix summary")
+            page.run("window.opened.then(() => 0)")
+            assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 3 + 3
             assert page.run("document.documentElement.scrollWidth") <= width
             light = page.run("getComputedStyle(document.body).backgroundColor")
             page.point("#theme")

@@ -30,7 +30,14 @@ def write_run(folder, seconds, seed=0, rewards=(0.25, 0.5), tokens=(100, 200), r
             record |= {"rollout/tokens_generated": tokens[epoch - 1], "rollout/row_steps": 10}
             records.append(record)
         records[-1]["reward/eval"] = rewards[epoch - 1]
-    blank = {"epoch": 1, "prefix_len": 0, "reward": 0.5, "failed": False, "ended": True}
+    blank = {
+        "epoch": 1,
+        "prefix_len": 0,
+        "by_function": {},
+        "reward": 0.5,
+        "failed": False,
+        "ended": True,
+    }
     blank |= dict.fromkeys(("prompt", "answer", "text", "sources"), "")
     blank |= {name: [] for name in ("token_ends", "policy_logprobs", "origin_steps")}
     lines = [

@@ -11,7 +11,7 @@ to pack them.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,6 @@ class Requests:
     # When the rollout may end before all rows are done; 0: not at all.
     stop_after_groups: int = 0  # so many groups are done
     allow_unfinished: int = 0  # so few train rows are not done
-    # Gets the tokens of the first row, int32 [n], as they come.
-    report: Callable[[np.ndarray], None] | None = None
 
     @property
     def group_size(self) -> int:
@@ -157,7 +155,6 @@ class Runner:
         self.draft_state: Any = None  # of the draft source, made before the first step that drafts
         # Whether rows hold tokens that the draft source has not seen.
         self.draft_state_stale = bool(self.requests.begun_lens.any())
-        self.reported = 0  # tokens of the first row
         self.finished = self.requests.done.copy()  # kept up to date where a rollout may end early
 
     # Rows begin -----------------------------------------------------------------------------------
@@ -253,13 +250,6 @@ class Runner:
             index, done = done
             self.finished[index[done & self.requests.trained(index)]] = True
         return counts
-
-    def report(self) -> None:
-        """Report the tokens of the first row that are new."""
-        index, tokens, lens = hosts.fetch((self.rows.index, self.rows.tokens, self.rows.lens))
-        for row in np.flatnonzero(index == 0):
-            self.requests.report(tokens[row, self.reported : lens[row]])
-            self.reported = int(lens[row])
 
     def _synced_draft_state(self) -> Any:
         """Return the draft source's state for all that rows hold. Steps that do not draft do not

@@ -14,7 +14,6 @@ from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.rows import Rows
 
 STEPS_BETWEEN_COUNTS = 32  # at most, where a rollout ends once enough groups are done
-STEPS_BETWEEN_REPORTS = 4  # where the first row's tokens are reported
 
 
 class Scheduler:
@@ -38,8 +37,6 @@ class Scheduler:
                     break
                 self._compact()
                 self._decode()
-            if self.requests.report is not None:
-                runner.report()
         runner.write_back()
         return runner.all_rows
 
@@ -123,8 +120,6 @@ class Scheduler:
             bounds["max_unfinished"] = below // self.buckets.multiple
         if requests.allow_unfinished and not any(self.waiting):
             bounds["max_left"] = requests.allow_unfinished
-        if requests.report is not None:
-            bounds["max_steps"] = STEPS_BETWEEN_REPORTS
         if requests.stop_after_groups:
             steps = max(runner.spec.response_slots // 8, 1)
             bounds["max_steps"] = min(steps, STEPS_BETWEEN_COUNTS)

@@ -1,11 +1,10 @@
-"""The summary of a run, by hand."""
+"""Figures of runs and their summary, by hand."""
 
 import pathlib
 
 import pytest
 
-from specrl_jax.telemetry.runs import RecordedRun
-from specrl_jax.telemetry.summary import summary
+from specrl_jax.telemetry.runs import RecordedRun, summarize
 
 
 def make_records():
@@ -34,7 +33,7 @@ def make_records():
 
 
 def lines_of(records):
-    return summary(RecordedRun(pathlib.Path("run"), {}, records)).splitlines()
+    return summarize(RecordedRun(pathlib.Path("run"), {}, records)).splitlines()
 
 
 def table_rows(lines):
@@ -88,7 +87,7 @@ def test_the_last_line_is_the_speed_up_against_the_plain_first_epoch():
 )
 def test_a_run_that_learned_nothing_claims_no_speed_up(changes, config, line):
     records = [r | changes if "reward/mean" in r else r for r in make_records()]
-    lines = summary(RecordedRun(pathlib.Path("run"), config, records)).splitlines()
+    lines = summarize(RecordedRun(pathlib.Path("run"), config, records)).splitlines()
     if not line:
         assert lines[-1].startswith("rollouts 2.0× as fast")
         return

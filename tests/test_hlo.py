@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo import Module, groups_of, nbytes
 from jax.sharding import NamedSharding
-
-from specrl_jax.accelerators.compiled import Module, groups_of, nbytes
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 1}
 
@@ -74,8 +73,7 @@ ENTRY %main (a: f32[10,100], p: pred[]) -> (s32[], f32[10,100]) {
   %zero = s32[] constant(0)
   %b = f32[10,100]{1,0} all-reduce(%a), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
   %c = f32[10,100]{1,0} conditional(%p, %b, %b), branch_computations={%small, %large}
-  %d = (f32[10,100]{1,0}, f32[20,100]{1,0}) all-gather-start(%c), replica_groups={{0,1},{2,3}}
-  %e = f32[20,100]{1,0} all-gather-done(%d)
+  %d = f32[20,100]{1,0} all-gather(%c), replica_groups={{0,1},{2,3}}
   %begin = (s32[], f32[10,100]{1,0}) tuple(%zero, %c)
   ROOT %end = (s32[], f32[10,100]{1,0}) while(%begin), condition=%condition, body=%body
 }
@@ -83,8 +81,7 @@ ENTRY %main (a: f32[10,100], p: pred[]) -> (s32[], f32[10,100]) {
 
 
 def test_collectives_of_hlo():
-    """Three passes, as the counter is compared with 3; the branch that sends; a pair of start and
-    done, whose type holds input and result."""
+    """Three passes, as the counter is compared with 3, and the branch that sends."""
     assert _counted(HLO) == {
         ("all-reduce", "data", False): (1, 4_000),
         ("all-reduce", "fsdp", False): (1, 4_000),

@@ -25,7 +25,7 @@ _INSTRUCTION = re.compile(
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*->.*\{\s*$")
 _COLLECTIVE = re.compile(
     "(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all"
-    "|collective-broadcast)(-start)?$"
+    "|collective-broadcast)$"
 )
 
 # (kind, mesh axes, whether in a loop of unknown length) → how often, bytes of the larger of input
@@ -81,10 +81,7 @@ class Module:
             elif match := _COLLECTIVE.match(op.kind):
                 sources = re.findall(r"%([\w.\-]+)", op.operands)
                 given = sum(nbytes(body[name].type) for name in sources if name in body)
-                every = nbytes(op.type)
-                # The type of an instruction that starts one has both in it.
-                size = max(given, every - given if match[2] else every)
-                total[match[1], self._axes(op), False] += (1, size)
+                total[match[1], self._axes(op), False] += (1, max(given, nbytes(op.type)))
             else:
                 for inside in op.called("to_apply", "calls"):
                     _add(total, self.collectives(inside))
