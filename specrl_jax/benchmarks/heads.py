@@ -45,13 +45,13 @@ _FRESH = 1_000_000  # the step whose noise is used: one that no training reaches
 class _Widest(Speculation):
     """Takes the widest steps, and notes what they accept."""
 
-    matched: np.ndarray  # int [W], as in `StepCounts`
+    matched: Any = 0  # int [W], as in `StepCounts`
 
     def plan_steps(self, rows: int, widths: Sequence[int]) -> StepPlan:
         return StepPlan(widths[-1], 0, False)
 
     def record_steps(self, plan: StepPlan, steps: int, histogram: Sequence[float]) -> None:
-        self.matched = getattr(self, "matched", 0) + np.array(histogram)
+        self.matched = self.matched + np.array(histogram)
 
 
 def measure_heads(config, log: Log, repeats: int, drift: int) -> Report:

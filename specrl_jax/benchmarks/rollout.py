@@ -241,8 +241,8 @@ def figures(runs: Sequence[TimedRollout], **baselines: Sequence[TimedRollout]) -
     row: dict[str, Any] = {"seconds": seconds, "tokens/s": tokens / seconds["median"]}
     for name, slow in baselines.items():
         row[f"over_{name}"] = spread(a.seconds / b.seconds for a, b in zip(slow, runs))
-    for phase in ("extend", "decode"):
-        row[phase] = float(np.median([getattr(x.stats, f"{phase}_seconds") for x in runs]))
+    row["extend"] = float(np.median([x.stats.extend_seconds for x in runs]))
+    row["decode"] = float(np.median([x.stats.decode_seconds for x in runs]))
     row |= {"row_steps": stats.row_steps, "reused": float(rollout.prefix_lens.sum()) / tokens}
     return row | {"drafted": stats.drafted_tokens / tokens}
 
@@ -338,11 +338,10 @@ def make_drafts(
     and another such copy for tree drafts."""
     tokens = corrupt(rollout.tokens, rate, vocab, rng)
     copies = corrupt(rollout.tokens, rate, vocab, rng)
-    flat = ("batch", None)
-    logprobs = put(rollout.sampling_logprobs, *flat)
-    steps = put(np.zeros_like(tokens), *flat)
+    logprobs = put(rollout.sampling_logprobs, "batch", None)
+    steps = put(np.zeros_like(tokens), "batch", None)
     lens = put(rollout.lens, "batch")
-    previous = Drafts(put(tokens, *flat), lens, logprobs, logprobs, steps)
+    previous = Drafts(put(tokens, "batch", None), lens, logprobs, logprobs, steps)
     return previous, as_history(copies, rollout.lens, GROUP)
 
 
