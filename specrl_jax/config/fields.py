@@ -285,7 +285,7 @@ FIELDS: dict[str, Field] = {
     "algorithm.importance_cap": _row(within(0, 1e6), WEIGHTED_DRAFTS, WEIGHTED_RULE, idle=0.0),
     "algorithm.dynamic_sampling": _row(SWITCH),
     "algorithm.max_gen_batches": _row(integer(1), SEVERAL_ROLLOUTS, idle=1),
-    "critic.kind": _row(one_of("none", "models.value:KINDS")),
+    "critic.kind": _row(one_of("none", "models.transformer:CRITIC_KINDS")),
     "critic.learning_rate": _row(WEIGHT, CRITIC, may_change=ORIGIN),
     "critic.schedule_warmup": _row(integer(), CRITIC, idle=0, may_change=ORIGIN),
     "critic.warmup_steps": _row(integer(), CRITIC, idle=0, may_change=ORIGIN),
