@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def _inputs(args: argparse.Namespace, log: Callable[[str], None]) -> tuple:
-    from specrl_jax import runtime
+    from specrl_jax.process import runtime
 
     if args.benchmark in _OF_CONFIG:
         runtime.start(flags.FLAGS.config)

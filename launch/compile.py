@@ -29,7 +29,7 @@ flags.mark_flag_as_required("topology")
 
 
 def main() -> None:
-    from specrl_jax.accelerators import chips
+    from specrl_jax.compile import chips
 
     topology = _TOPOLOGY.value
     config = flags.FLAGS.config
@@ -40,11 +40,12 @@ def main() -> None:
 
     import jax  # reads the environment
 
-    from specrl_jax import programs, runtime, shapes
+    from specrl_jax.compile import programs, shapes
+    from specrl_jax.process import runtime
 
     runtime.start(config, given=cli.given_fields(), devices=chips.devices(topology))
     jax.config.update("jax_enable_compilation_cache", False)  # it would hide what compiling takes
-    from specrl_jax.accelerators import report
+    from specrl_jax.compile import report
 
     run = shapes.of_config(config)
     listed = _chosen(programs.run_programs(run))

@@ -22,7 +22,7 @@ from pathlib import Path
 from absl import flags
 
 from specrl_jax.config import cli
-from specrl_jax.stop import StopRequest
+from specrl_jax.process.stop import StopRequest
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "where the run lives; default runs/CONFIG-PRESET")
 _RESUME_FROM = flags.DEFINE_string("resume_from", "", "RUN@STEP: checkpoint to begin DIR with")
@@ -37,7 +37,10 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "of this process, from 0", 
 
 def main() -> None:
     with StopRequest() as stop:
-        from specrl_jax import distributed, runtime  # import JAX, for which --help need not wait
+        from specrl_jax.process import (  # import JAX, for which --help need not wait
+            distributed,
+            runtime,
+        )
 
         with distributed.one_run(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value):
             config = flags.FLAGS.config

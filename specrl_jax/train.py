@@ -6,32 +6,34 @@ from pathlib import Path
 
 import numpy as np
 
-from specrl_jax import hosts, memory, programs, shapes
-from specrl_jax.build import build, init_state, resume
-from specrl_jax.checkpoint import Checkpointer, check_run_config, save_run_config
-from specrl_jax.collect import find_drafts, take_batch
+from specrl_jax import hosts
+from specrl_jax.compile import programs, shapes
 from specrl_jax.config import flatten
-from specrl_jax.episodes import Responses, mean_by_function
-from specrl_jax.evaluate import evaluate, group_rewards
-from specrl_jax.learn import update_policy
 from specrl_jax.models.transformer import Params, rollout_weights
-from specrl_jax.rollout.generate import NoiseKey, time_decoding
-from specrl_jax.rollout.sampling import Purpose
-from specrl_jax.run_log import RunLog
-from specrl_jax.runtime import only_process
-from specrl_jax.state import Run, RunState
-from specrl_jax.stop import StopRequest
-from specrl_jax.telemetry.code_state import record_code
-from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
-from specrl_jax.telemetry.runs import read_run, summarize
-from specrl_jax.telemetry.tracking import check_installed
-from specrl_jax.workdir import (
+from specrl_jax.process.checkpoint import Checkpointer, check_run_config, save_run_config
+from specrl_jax.process.runtime import only_process
+from specrl_jax.process.stop import StopRequest
+from specrl_jax.process.workdir import (
     MAY_CHANGE,
     advise_how_to_resume,
     check_complete,
     check_places,
     parse_origin,
 )
+from specrl_jax.rollout.generate import NoiseKey, time_decoding
+from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.telemetry.code_state import record_code
+from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
+from specrl_jax.telemetry.runs import read_run, summarize
+from specrl_jax.telemetry.tracking import check_installed
+from specrl_jax.training import memory
+from specrl_jax.training.build import build, init_state, resume
+from specrl_jax.training.collect import find_drafts, take_batch
+from specrl_jax.training.episodes import Responses, mean_by_function
+from specrl_jax.training.evaluate import evaluate, group_rewards
+from specrl_jax.training.learn import update_policy
+from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.state import Run, RunState
 
 
 def step(run: Run, state: RunState, log: RunLog) -> None:

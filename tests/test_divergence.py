@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from small_runs import assert_same_run, files, one_line, records, small_config
 
-from specrl_jax import learn
 from specrl_jax import train as loop
+from specrl_jax.training import learn
 
 EVERY_STEP = {"checkpoint.every": 1}
 

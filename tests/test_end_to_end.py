@@ -10,12 +10,12 @@ import pytest
 import small_runs
 from small_runs import assert_same_run, files, launch, records, saved, small_config
 
-from specrl_jax import build as building
-from specrl_jax import checkpoint, runtime
 from specrl_jax import train as loop
-from specrl_jax.build import build
-from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.process import checkpoint, runtime
+from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.telemetry.metrics import MetricsLog
+from specrl_jax.training import build as building
+from specrl_jax.training.build import build
 
 # Warmed up, evaluated, with a reference that only the checkpoint holds; a checkpoint every 3 steps.
 LONG = {

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from small_runs import ONE_DEVICE, ROOT
 
-from specrl_jax import hardware
+from specrl_jax.process import hardware
 
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]

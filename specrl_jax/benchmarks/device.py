@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax import programs, shapes, train
+from specrl_jax import train
 from specrl_jax.benchmarks.rollout import (
     GROUP,
     Log,
@@ -33,7 +33,7 @@ from specrl_jax.benchmarks.rollout import (
     seconds_of,
     without_end,
 )
-from specrl_jax.build import build, init_state
+from specrl_jax.compile import programs, shapes
 from specrl_jax.models import attention
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.kv_cache import init_cache, round_slots
@@ -44,9 +44,10 @@ from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
 from specrl_jax.rollout.engine.runner import DraftInputs
 from specrl_jax.rollout.generate import NoiseKey, generate
 from specrl_jax.rollout.rows import Rows
-from specrl_jax.run_log import RunLog
 from specrl_jax.sharding import put
-from specrl_jax.state import Run, RunState
+from specrl_jax.training.build import build, init_state
+from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Drafts
 
 # Of a GPU or TPU, where no size is named, and their numbers where no flag gives them.

@@ -28,15 +28,15 @@ from specrl_jax.benchmarks.rollout import (
     seconds_of,
     spread,
 )
-from specrl_jax.build import build, init_state
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import param_count
 from specrl_jax.rollout.drafts.learned import HeadDrafts
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.engine.speculation import Speculation, StepPlan
 from specrl_jax.rollout.generate import NoiseKey, generate
-from specrl_jax.run_log import RunLog
-from specrl_jax.state import Run, RunState
+from specrl_jax.training.build import build, init_state
+from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.state import Run, RunState
 from specrl_jax.types import Prompts
 
 _FRESH = 1_000_000  # the step whose noise is used: one that no training reaches

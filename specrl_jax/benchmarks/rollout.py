@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax import runtime
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import SHAPES
 from specrl_jax.models.transformer import Params, init_params, param_count, rollout_weights
+from specrl_jax.process import runtime
 from specrl_jax.rollout.acceptance import MATCH, AcceptanceRule
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import DraftHistory, SuffixDrafts

@@ -21,7 +21,6 @@ from specrl_jax.benchmarks.rollout import (
     run_case,
     spread,
 )
-from specrl_jax.build import build, init_state
 from specrl_jax.data.curriculum import PromptStream
 from specrl_jax.models.transformer import Params, param_count, rollout_weights
 from specrl_jax.rollout.acceptance import ACCEPTANCE_RULES, MATCH, AcceptanceRule
@@ -29,8 +28,9 @@ from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, SuffixDrafts
 from specrl_jax.rollout.engine.runner import DraftInputs
 from specrl_jax.rollout.engine.spec import RolloutSpec
 from specrl_jax.rollout.generate import NoiseKey, generate
-from specrl_jax.run_log import RunLog
-from specrl_jax.state import Run
+from specrl_jax.training.build import build, init_state
+from specrl_jax.training.run_log import RunLog
+from specrl_jax.training.state import Run
 from specrl_jax.types import Drafts, Prompts, Rollout
 
 _LONGEST_DRIFT = 16  # steps

@@ -15,7 +15,7 @@ Check = tuple[str, str, bool]
 
 
 def _batches(config: ConfigDict) -> Iterator[Check]:
-    group_size = table("group_buffer:trained_group_size")(config)
+    group_size = table("training.group_buffer:trained_group_size")(config)
     rows = config.rollout.prompts_per_step * group_size
     mini = config.updates.mini_batch_size
     micro = config.updates.micro_batch_size

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from specrl_jax.build import check_answers, make_scorer
 from specrl_jax.config import validate
 from specrl_jax.config.fields import OF_TASK
 from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
-from specrl_jax.episodes import Responses, mean_by_function
-from specrl_jax.evaluate import evaluate, figures, group_rewards
 from specrl_jax.evaluation.saved_policy import SavedPolicy
 from specrl_jax.rewards.scorers import OWN_TASKS
 from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.training.build import check_answers, make_scorer
+from specrl_jax.training.episodes import Responses, mean_by_function
+from specrl_jax.training.evaluate import evaluate, figures, group_rewards
 from specrl_jax.types import Example
 
 HELD_OUT = "held_out"

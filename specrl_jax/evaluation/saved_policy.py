@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from specrl_jax import runtime
-from specrl_jax.checkpoint import Checkpointer, checksum
 from specrl_jax.config import check_version, flatten
 from specrl_jax.config.fields import FIELDS
 from specrl_jax.data.prompts import encode_prompts, eval_batches, make_example
@@ -23,6 +21,8 @@ from specrl_jax.models import hf, lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy, load_shape
 from specrl_jax.models.transformer import Params, abstract_params, abstract_trained, rollout_weights
+from specrl_jax.process import runtime
+from specrl_jax.process.checkpoint import Checkpointer, checksum
 from specrl_jax.rollout.generate import NoiseKey, RolloutSpec, generate
 from specrl_jax.rollout.sampling import Purpose
 from specrl_jax.sharding import shards

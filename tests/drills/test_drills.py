@@ -26,8 +26,8 @@ import small_runs
 from small_runs import ROOT, assert_same_run, on_one_device, records, small_config
 
 from specrl_jax import train as loop
-from specrl_jax.checkpoint import Checkpointer
 from specrl_jax.config import cli
+from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.telemetry.metrics import MetricsLog
 
 # A checkpoint at every step: a kill finds one under way more often than not.

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from small_runs import ROOT, files, launch, line_of, records, saved, small_config
 
-from specrl_jax import runtime, train
+from specrl_jax import train
 from specrl_jax.config import cli, flatten, validate
 from specrl_jax.data.prompts import load_examples
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
 from specrl_jax.evaluation import eval_tasks, export, saved_policy
 from specrl_jax.models import hf
 from specrl_jax.models.transformer import Transformer
+from specrl_jax.process import runtime
 
 PROMPTS = ["7>", "3<", "0>"]
 CONFIG = {"evaluate.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 2, "train.steps": 3}

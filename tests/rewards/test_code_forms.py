@@ -12,10 +12,10 @@ from small_runs import ROOT, small_config
 from test_code import LIMITS
 from test_workers import score
 
-from specrl_jax.build import check_answers
 from specrl_jax.data.prompts import make_example
 from specrl_jax.rewards.code_forms import Case, code_of, lines_of, read_tests
 from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.training.build import check_answers
 
 
 def test_inputs_and_outputs_are_text_or_lines():

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from small_runs import line_of, small_config
 
-from specrl_jax.build import make_scorer
 from specrl_jax.data.prompts import encode_prompts, make_example
 from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
-from specrl_jax.episodes import ResponseScorer
 from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.training.build import make_scorer
+from specrl_jax.training.episodes import ResponseScorer
 
 TAGS = ThoughtTags.parse("<think> </think> [THINK] [/THINK]")
 PARTS = [

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.checkpoint import Checkpointer
+from specrl_jax.compile.shapes import abstract
+from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
-from specrl_jax.shapes import abstract
 from specrl_jax.sharding import put
 from specrl_jax.types import Drafts, Example, Prompts, Rollout
 

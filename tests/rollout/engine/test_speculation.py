@@ -12,6 +12,7 @@ import rollout_reference as ref
 from rollout_reference import ONE_BUCKET, check_equal, history_of
 from scheduler_cases import B, R, go, spec_of
 
+from specrl_jax.process.runtime import compile_metrics
 from specrl_jax.rollout.carry_over import CarryOver
 from specrl_jax.rollout.drafts.sources import SuffixDrafts
 from specrl_jax.rollout.engine import speculation
@@ -22,7 +23,6 @@ from specrl_jax.rollout.engine.speculation import (
     StepPlan,
 )
 from specrl_jax.rollout.generate import DraftInputs, NoiseKey, generate, time_decoding
-from specrl_jax.runtime import compile_metrics
 from specrl_jax.types import Source
 
 # Relative cost of a width-W step: two cores (27M parameters, 8 rows), and a device bound by memory.

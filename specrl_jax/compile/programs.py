@@ -1,0 +1,253 @@
+"""The programs of a run: the jitted functions that it calls.
+
+The shapes of their inputs (`shapes`) follow from the configuration, so the list is known before the
+first step. Training compiles it at the start (`compile_run`), `launch/compile.py` compiles it for
+absent hardware.
+"""
+
+import concurrent.futures
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specrl_jax.algorithms.scoring import critic_values, logprobs
+from specrl_jax.algorithms.update import update
+from specrl_jax.compile.shapes import (
+    AbstractRun,
+    RolloutShapes,
+    array,
+    device_bytes,
+    made_up_prompts,
+    on_host,
+)
+from specrl_jax.models.draft_head import copy_draft_head
+from specrl_jax.models.transformer import copy_weights
+from specrl_jax.rollout.carry_over import append_forced, restore
+from specrl_jax.rollout.drafts.store import pick_drafts, pick_sources
+from specrl_jax.rollout.engine.all_rows import empty_batch, read_rollout, start_inputs, start_rows
+from specrl_jax.rollout.engine.decode import StopCondition, decode_steps
+from specrl_jax.rollout.engine.extend import extend
+from specrl_jax.rollout.rows import compact, scatter
+from specrl_jax.rollout.sampling import Purpose
+from specrl_jax.training import memory
+from specrl_jax.training.build import frozen_steps
+
+
+class Program(NamedTuple):
+    """One program that a run compiles."""
+
+    name: str
+    trace: Callable[[], Any]  # gives jax.stages.Traced
+    runs_model: bool = False
+    # Bytes of a device: inputs that the run keeps anyway, and what lies beside the inputs.
+    kept: int = 0
+    beside: int = 0
+
+
+def run_programs(run: AbstractRun) -> list[Program]:
+    """Return the programs of a run, in the order in which they first run."""
+    policy = run.policy
+    listed = [_program("policy copy", copy_weights, run.model, policy, kept=policy)]
+    if head := run.state.draft_head:
+        inputs = (run.model, head.params, policy, head.counts)
+        vocab = run.update_spec.draft_head.vocab
+        listed.append(_program("draft head copy", copy_draft_head, *inputs, vocab=vocab))
+    if run.config.evaluate.every:
+        listed += _evaluation_programs(run)
+    stored = run.stored
+    for age in sorted({1, run.config.rollout.draft_age}):
+        name = f"pick drafts of age {age}"
+        listed.append(_program(name, pick_drafts, *run.picked, age=age, kept=stored))
+    if run.spec.draft_history:
+        listed.append(_program("pick sources", pick_sources, *run.picked, kept=stored))
+    listed += rollout_programs(run.training)
+    listed += _update_programs(run)
+    return listed
+
+
+def rollout_programs(shapes: RolloutShapes, prefix: str = "") -> Iterator[Program]:
+    """Yield the programs of a rollout that run the model, or move rows between buckets.
+
+    prefix: of their names.
+    """
+    spec = shapes.spec
+    buckets = shapes.buckets
+    stop = on_host(StopCondition.of(1, 1))
+    number = jax.ShapeDtypeStruct((), np.float32)
+    most = buckets.rows[0]
+    inputs = (shapes.cache(most), shapes.batch_rows(most), shapes.all_rows, shapes.drafts, number)
+    yield _program(
+        f"{prefix}extend", extend, spec, buckets, shapes.weights, *inputs,
+        shapes.prefixes, stop, runs_model=True, kept=shapes.weights["stacked"],
+        beside=shapes.weights["layers"],
+    )  # fmt: skip
+    copied = {name: x for name, x in shapes.weights.items() if name != "stacked"}
+    others = (shapes.all_rows, shapes.drafts)
+    for size in buckets.rows:
+        batch = (shapes.cache(size), shapes.batch_rows(size))
+        for width in buckets.widths:
+            draft_state = shapes.draft_state if width > 1 else None
+            yield _program(
+                f"{prefix}decode {size} x {width}", decode_steps, spec, shapes.weights, *batch,
+                draft_state, stop, width=width, runs_model=True, beside=others,
+            )  # fmt: skip
+        if smaller := buckets.rows_below(size):
+            yield _program(
+                f"{prefix}compact to {smaller}", compact, *batch, size=smaller,
+                beside=(copied, others),
+            )  # fmt: skip
+        yield _program(f"{prefix}write back {size}", scatter, batch[1], shapes.all_rows)
+
+
+def _evaluation_programs(run: AbstractRun) -> Iterator[Program]:
+    """Yield the programs of an evaluation. After a resume the first one may come late, so the small
+    programs, which a rollout runs at once, are among them."""
+    prefix = "evaluation: "
+    shapes = run.evaluation
+    spec = shapes.spec
+    yield from rollout_programs(shapes, prefix)
+    made_up = made_up_prompts(spec, shapes.rows)
+    inputs = start_inputs(spec, made_up, np.zeros((len(made_up.lens), spec.group_size), int))
+    purpose = Purpose.EVALUATE
+    yield _program(f"{prefix}start", start_rows, spec, int(purpose), run.key, *on_host(inputs))
+    size = shapes.buckets.rows[0]
+    slots = shapes.buckets.slots
+    name = f"{prefix}empty batch"
+    yield _program(name, empty_batch, spec, shapes.all_rows, size=size, slots=slots)
+    turns = bool(run.config.environment.name)
+    step = jax.ShapeDtypeStruct((), np.int32)
+    for begun in (None, shapes.begun) if turns else (None,):
+        name = f"{prefix}read" if begun is None else f"{prefix}read a turn"
+        yield _program(name, read_rollout, spec, shapes.all_rows, shapes.drafts, begun, step)
+    if turns:
+        yield _program(f"{prefix}restore", restore, shapes.all_rows, shapes.begun)
+        tokens = array(np.int32, shapes.begun.rollout.tokens.shape, "batch", None)
+        lens = shapes.begun.draft_lens
+        yield _program(f"{prefix}append forced", append_forced, shapes.begun, tokens, lens)
+
+
+def _update_programs(run: AbstractRun) -> Iterator[Program]:
+    """Yield the programs of the update, and those of log-probs and values where there are any."""
+    settings = run.config
+    update_spec = run.update_spec
+    rows = run.batch.response_lens.shape[0]
+    every = run.packed(rows)
+    kept = (run.state, run.frozen)
+    scored = {}
+    if settings.updates.old_logprobs == "recompute":
+        scored["log-probs"] = run.policy
+    if settings.algorithm.kl_coef and run.reference_policy is not scored.get("log-probs"):
+        scored["log-probs of the reference"] = run.reference_policy
+    for name, params in scored.items():
+        inputs = (update_spec, params, every)
+        yield _program(name, logprobs, *inputs, runs_model=True, kept=params)
+    if update_spec.critic:
+        inputs = (update_spec, run.state, every)
+        yield _program(
+            "values", critic_values, *inputs, frozen=run.frozen, runs_model=True, kept=kept
+        )
+    mini_batch = run.packed(settings.updates.mini_batch_size)
+    for frozen in {False, frozen_steps(settings) > 0}:
+        yield _program(
+            "update of the critic" if frozen else "update", update, update_spec, run.state,
+            run.batch, mini_batch, frozen=run.frozen, policy_frozen=frozen, runs_model=True,
+            kept=kept,
+        )  # fmt: skip
+
+
+def _program(
+    name: str,
+    function: Any,
+    *inputs: Any,
+    runs_model: bool = False,
+    kept: Any = (),
+    beside: Any = (),
+    **options: Any,
+) -> Program:
+    """Make a program; kept: those of its inputs that the run keeps. beside: what lies beside its
+    inputs meanwhile."""
+    trace = functools.partial(function.trace, *inputs, **options)
+    return Program(name, trace, runs_model, device_bytes(kept), device_bytes(beside))
+
+
+def compile_all(
+    programs: list[Program], note: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:
+    """Compile programs side by side; returns jax.stages.Compiled by name. note: gets a program's
+    name once it is there.
+
+    A later call with such inputs finds what was compiled here: programs are traced in this thread,
+    whose mesh is part of what they are found by, and only compiled in others.
+    """
+    lowered = {program.name: program.trace().lower() for program in programs}
+    compiled = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = {pool.submit(x.compile): name for name, x in lowered.items()}
+        for done in concurrent.futures.as_completed(waiting):
+            compiled[waiting[done]] = done.result()
+            note(waiting[done])
+    return compiled
+
+
+# Fields to lower where a program does not fit, by its first word.
+FIELDS = {
+    "update": "updates.micro_batch_size or rollout.logits_chunk",
+    "log-probs": "updates.micro_batch_size or rollout.logits_chunk",
+    "values": "updates.micro_batch_size",
+    "evaluation:": "evaluate.batch_size or rollout.max_rows",
+}
+
+
+def compile_run(run: AbstractRun, state: Any) -> None:
+    """Compile a run's programs before its first step; print how many, seconds and memory.
+
+    state: the trees of arrays that it keeps. Raises ValueError in one line where a program does not
+    fit the device.
+    """
+    start = time.perf_counter()
+    listed = run_programs(run)
+    models = sum(program.runs_model for program in listed)
+    done = []
+
+    def note(name: str) -> None:
+        done.append(name)
+        if sys.stderr.isatty():
+            line = f"compiling: {len(done)} of {len(listed)}, {name}"
+            print(f"\r{line:78.78}", end="", file=sys.stderr, flush=True)
+
+    compiled = compile_all(listed, note)
+    if sys.stderr.isatty():
+        print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
+    held = device_bytes(state)
+    needs = {x.name: needed_bytes(x, compiled[x.name], held) for x in listed}
+    largest = max(needs, key=needs.get)
+    there = memory.device_memory()[0] / jax.device_count()
+    print(
+        f"programs: {len(listed)}, {models} of the model, compiled in "
+        f"{time.perf_counter() - start:.0f} s; the largest, {largest}, needs "
+        f"{needs[largest] / 2**30:.3g} of {there / 2**30:.3g} GiB",
+        flush=True,
+    )
+    if needs[largest] > there:
+        raise ValueError(
+            f"{largest} needs {needs[largest] / 2**30:.3g} GiB of a device that has "
+            f"{there / 2**30:.3g}; lower {FIELDS.get(largest.split()[0], 'rollout.max_rows')}"
+        )
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Bytes of a device while a program runs: arguments, results and temporaries."""
+    sizes = compiled.memory_analysis()
+    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return kept + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+
+
+def needed_bytes(program: Program, compiled: Any, held: int) -> int:
+    """Bytes of a device while a program runs, with the `held` bytes that a run keeps."""
+    return peak_bytes(compiled) + held - program.kept + program.beside

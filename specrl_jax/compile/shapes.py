@@ -1,0 +1,339 @@
+"""Shapes of what a run holds, from its configuration and the mesh in use.
+
+Nothing is read or allocated. Every shape is what the functions of a run return for such inputs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax.algorithms.advantages import AdvantageConfig, choose_advantage
+from specrl_jax.algorithms.scoring import PackedRows, critic_values, pack_rows
+from specrl_jax.algorithms.update import make_batch
+from specrl_jax.algorithms.update_spec import (
+    PolicyState,
+    UpdateSpec,
+    init_policy_state,
+    make_update_spec,
+)
+from specrl_jax.data.tokenizer import OF_ALPHABET, load_tokenizer
+from specrl_jax.models import lora
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.draft_head import copy_draft_head
+from specrl_jax.models.kv_cache import KVCache, init_cache
+from specrl_jax.models.load import load_shape
+from specrl_jax.models.transformer import (
+    Params,
+    abstract_params,
+    abstract_trained,
+    param_count,
+    rollout_weights,
+)
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.drafts.store import Stored, pick_drafts
+from specrl_jax.rollout.engine.all_rows import NoiseKey, read_rollout, start_all_rows
+from specrl_jax.rollout.engine.buckets import Buckets
+from specrl_jax.rollout.engine.extend import Prefixes, pack_prefixes
+from specrl_jax.rollout.engine.spec import RolloutSpec
+from specrl_jax.rollout.rows import Rows, gather
+from specrl_jax.sharding import axes, eval_shape
+from specrl_jax.training.build import policy_schedule, store_shape, training_spec
+from specrl_jax.training.group_buffer import trained_group_size
+from specrl_jax.training.state import Run, rollout_rows
+from specrl_jax.types import Batch, Drafts, PartialRows, Prompts, Rollout
+
+
+def abstract(function: Callable, *args) -> Any:
+    """Shapes, dtypes and layouts, on the mesh in use, of what `function(*args)` returns."""
+    return placed(eval_shape(function, *args))
+
+
+def placed(tree: Any) -> Any:
+    """Shapes with a layout each on the mesh in use: whole on every device where they have none."""
+    mesh = jax.sharding.get_mesh()
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dims = jax.P(*(None,) * len(x.shape)) if x.sharding is None else x.sharding.spec
+        layout = jax.sharding.NamedSharding(mesh, dims)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout, weak_type=x.weak_type)
+
+    return jax.tree.map(place, tree)
+
+
+def array(dtype: Any, shape: tuple[int, ...], *dims: str | None) -> jax.ShapeDtypeStruct:
+    layout = jax.sharding.NamedSharding(jax.sharding.get_mesh(), axes(*dims))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
+
+
+def on_host(tree: Any) -> Any:
+    """Shapes of arrays that the host hands over, as NumPy's are."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def made_up_prompts(spec: RolloutSpec, rows: int) -> Prompts:
+    """Prompts of zeros for so many rows of a rollout."""
+    shape = rows // spec.group_size, spec.prompt_slots
+    ids = np.zeros((shape[0], 2), np.uint32)
+    return Prompts(np.zeros(shape, np.int32), np.full(shape[0], shape[1], np.int32), ids, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutShapes:
+    """Shapes of a rollout of `rows` rows, of which `trained` are to train on."""
+
+    spec: RolloutSpec
+    weights: Params
+    rows: int
+    trained: int
+    drafts: Drafts | None  # None: it verifies none
+    draft_state: Any = None  # of the draft source
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        return self.spec.buckets(self.trained)
+
+    @functools.cached_property
+    def all_rows(self) -> Rows:
+        def start(key: jax.Array) -> Rows:
+            made_up = made_up_prompts(self.spec, self.rows)
+            steps = np.zeros((len(made_up.lens), self.spec.group_size), int)
+            return start_all_rows(self.spec, made_up, NoiseKey(key, 0), steps)
+
+        return abstract(start, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def batch_rows(self, size: int) -> Rows:
+        return abstract(gather, self.all_rows, array(np.int32, (size,), "batch"))
+
+    def cache(self, rows: int) -> KVCache:
+        has_head = self.spec.draft_head is not None
+        return abstract(lambda: init_cache(self.spec.model, rows, self.buckets.slots, has_head))
+
+    @functools.cached_property
+    def prefixes(self) -> Prefixes:
+        nothing = np.zeros((0, self.spec.prompt_slots + self.spec.response_slots), np.int32)
+        none = nothing[:, 0]
+        pieces = self.buckets.multiple
+        return on_host(pack_prefixes(self.buckets, nothing, none, [none] * pieces, none))
+
+    @functools.cached_property
+    def rollout(self) -> Rollout:
+        read = functools.partial(read_rollout, self.spec)
+        return abstract(lambda *x: read(*x, None, np.int32(0)), self.all_rows, self.drafts)
+
+    @functools.cached_property
+    def begun(self) -> PartialRows:
+        """Rows between two turns."""
+        numbers = array(np.int32, (self.rows,), "batch")
+        return PartialRows(self.rollout, array(np.bool_, (self.rows,), "batch"), numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractRun:
+    """Shapes of a run: its state, drafts, rollouts and batches."""
+
+    config: Any
+    model: ModelConfig
+    spec: RolloutSpec
+    eval_spec: RolloutSpec
+    update_spec: UpdateSpec
+    num_prompts: int  # to train on
+    key: Any  # of the run, or its shape
+
+    def describe(self) -> str:
+        """Describe the run in a line."""
+        count = f"{param_count(self.model) / 1e6:,.1f}M parameters, {self.model.dtype}"
+        rows = f"{self.rows:,} rows a step, {self.training.buckets.rows[0]:,} at once"
+        return f"{count}; {rows}; drafts of {self.num_prompts:,} prompts"
+
+    @property
+    def rows(self) -> int:
+        return rollout_rows(self.config)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of a rollout, those of the next step included."""
+        return self.rows * (1 + self.config.rollout.run_ahead)
+
+    @functools.cached_property
+    def state(self) -> PolicyState:
+        init = functools.partial(init_policy_state, self.update_spec)
+        return abstract(init, placed(abstract_trained(self.model)), self.frozen)
+
+    @functools.cached_property
+    def frozen(self) -> Params | None:
+        """Weights that adapters are trained for."""
+        if self.model.lora is None:
+            return None
+        params = placed(abstract_params(self.model))
+        return abstract(functools.partial(lora.freeze, self.model), params)
+
+    @functools.cached_property
+    def policy(self) -> Params:
+        return lora.adapted(self.model, self.state.params, self.frozen)
+
+    @functools.cached_property
+    def reference_policy(self) -> Params | None:
+        """Weights of the policy that the KL penalty is measured from."""
+        if not self.config.algorithm.kl_coef:
+            return None
+        warm = self.config.warmup.steps and self.config.model.source  # by adapters
+        return self.policy if self.frozen is None or warm else self.frozen
+
+    @functools.cached_property
+    def weights(self) -> Params:
+        return abstract(functools.partial(rollout_weights, self.model), self.policy)
+
+    @functools.cached_property
+    def draft_head(self) -> Params | None:
+        """The draft head's weights in a rollout."""
+        head = self.state.draft_head
+        if head is None:
+            return None
+        vocab = self.update_spec.draft_head.vocab
+        copy = functools.partial(copy_draft_head, self.model, vocab=vocab)
+        return abstract(copy, head.params, self.policy, head.counts)
+
+    @functools.cached_property
+    def stored(self) -> Stored:
+        """The draft store's arrays."""
+        return abstract(store_shape(self.config, self.spec, self.num_prompts).empty)
+
+    @functools.cached_property
+    def picked(self) -> tuple[Stored, Any, Any]:
+        """The arguments of `pick_drafts` for the prompts of a step's rollout."""
+        numbers = array(np.int32, (self.rows // self.spec.group_size,), "batch")
+        return self.stored, numbers, numbers
+
+    # The rollouts
+
+    @functools.cached_property
+    def drafts(self) -> Drafts | None:
+        settings = self.config.rollout
+        if not (DRAFT_SOURCES[settings.draft].previous or settings.run_ahead):
+            return None
+        drafts = abstract(functools.partial(pick_drafts, age=1), *self.picked)
+        return jax.tree.map(lambda x: x.update(shape=(self.total_rows, *x.shape[1:])), drafts)
+
+    @functools.cached_property
+    def draft_state(self) -> Any:
+        """State of the draft source for a rollout's prompts."""
+        source = self.spec.draft_source
+        if source is None:
+            return None
+        settings = self.config.rollout
+        made_up = made_up_prompts(self.spec, self.total_rows)
+        # Stored generations, and what was begun ahead.
+        generations = self.spec.draft_history
+        generations += settings.run_ahead and generations > 0
+        shape = (len(made_up.lens), generations * settings.group_size)
+
+        def init(tokens: jax.Array, lens: jax.Array) -> Any:
+            history = DraftHistory.from_store(tokens, lens, settings.group_size)
+            return source.init(made_up, history, self.spec.group_size)
+
+        tokens = array(np.int32, (*shape, settings.response_len), None, None, None)
+        return abstract(init, tokens, array(np.int32, shape, None, None))
+
+    @functools.cached_property
+    def training(self) -> RolloutShapes:
+        rows = self.total_rows
+        weights = self.weights
+        if self.draft_head is not None:
+            weights = weights | {"draft_head": self.draft_head}
+        return RolloutShapes(self.spec, weights, rows, self.rows, self.drafts, self.draft_state)
+
+    @functools.cached_property
+    def evaluation(self) -> RolloutShapes:
+        rows = self.config.evaluate.batch_size * self.eval_spec.group_size
+        return RolloutShapes(self.eval_spec, self.weights, rows, rows, None)
+
+    # The update
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """Batch of the longest responses, as the update gets it."""
+        config = self.config
+        rows = config.rollout.prompts_per_step * trained_group_size(config)
+        rollout = RolloutShapes(self.spec, self.weights, rows, rows, None).rollout
+        batch = abstract(lambda x: make_batch(made_up_prompts(self.spec, rows), x), rollout)
+        rewards = array(np.float32, (rows,), "batch")
+        values = self.update_spec.critic and abstract(
+            functools.partial(critic_values, self.update_spec),
+            self.state,
+            self.packed(rows),
+            self.frozen,
+        )
+        settings = AdvantageConfig.from_config(config, trained_group_size(config))
+        estimate = abstract(
+            lambda r, v, b: choose_advantage(config).estimate(r, v, b.mask, settings),
+            rewards, values, batch,
+        )  # fmt: skip
+        return dataclasses.replace(
+            batch,
+            values=values,
+            advantages=estimate.advantages,
+            returns=estimate.returns,
+            ref_logprobs=batch.old_logprobs if config.algorithm.kl_coef else None,
+            weights=batch.old_logprobs if config.algorithm.importance_cap else None,
+            given=array(np.bool_, (rows,), "batch") if config.algorithm.solution_coef else None,
+        )
+
+    def packed(self, rows: int) -> PackedRows:
+        """Return `rows` rows of the batch, packed for the model."""
+        settings = self.config
+        slots = settings.data.prompt_len + settings.rollout.response_len
+        tokens = np.zeros((rows, slots), np.int32)
+        lens = np.zeros(rows, np.int32)
+        old = np.zeros((rows, settings.rollout.response_len), np.float32)
+        host = Batch(tokens, lens, lens + 1, old, advantages=None)
+        return abstract(lambda: pack_rows(self.update_spec, host, np.arange(rows)))
+
+
+UNKNOWN_PROMPTS = 8_192  # training prompts where data.prompts is 0: all of a data set
+
+
+def of_run(run: Run) -> AbstractRun:
+    """Shapes of a run that is built."""
+    prompts = len(run.prompts.lens)
+    specs = (run.rollout_spec, run.eval_spec)
+    return AbstractRun(run.config, run.model, *specs, run.update_spec, prompts, run.key)
+
+
+def of_config(config) -> AbstractRun:
+    """Shapes of a run whose mesh is in use, from its config alone: no weights, no data.
+
+    Raises ValueError as `build.build` does.
+    """
+    vocab_size = 0
+    eos_ids = None
+    pad_id = 0
+    if config.tokenizer.source in OF_ALPHABET:
+        tokenizer = load_tokenizer(config)
+        vocab_size = tokenizer.vocab_size
+        eos_ids = tokenizer.eos_ids
+        pad_id = tokenizer.pad_id
+    model = load_shape(config, vocab_size)
+    # Which token ends a response changes a constant of the programs, nothing else.
+    rollout = training_spec(config, model, eos_ids or (model.vocab_size - 1,), pad_id)
+    evaluation = rollout.for_evaluation(config.evaluate.samples, config.evaluate.temperature)
+    prompts = config.data.prompts or UNKNOWN_PROMPTS
+    steps_per_epoch = max(prompts // config.rollout.prompts_per_step, 1)
+    steps = config.train.steps or config.train.epochs * steps_per_epoch
+    has_head = rollout.draft_head is not None
+    update_spec = make_update_spec(config, model, policy_schedule(config, steps), has_head)
+    key = placed(jax.eval_shape(lambda: jax.random.key(0)))
+    return AbstractRun(config, model, rollout, evaluation, update_spec, prompts, key)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays on one device."""
+
+    def size(x: Any) -> int:
+        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

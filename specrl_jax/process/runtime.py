@@ -1,0 +1,174 @@
+"""Setup of a process, made once: compilation cache, devices, mesh, work directory.
+
+It also counts the programs that the process compiles.
+"""
+
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from specrl_jax import hosts
+from specrl_jax.config import check_mesh, validate
+from specrl_jax.process import hardware
+from specrl_jax.sharding import make_mesh
+
+
+def start(config, *, given=(), training: bool = True, devices=None) -> None:
+    """Check `config` and set its mesh for this process; ValueError in one line.
+
+    given: fields that the user has set, each of which must have an effect. training: whether the
+    batches of training must fit the mesh. devices: of the mesh, by default those at hand.
+    """
+    validate(config, given)
+    use_compilation_cache()
+    compile_metrics()  # counts from here on
+    devices = all_devices() if devices is None else devices
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+    if training:
+        check_mesh(config, mesh)
+    jax.set_mesh(mesh)
+
+
+def all_devices(root: Path = hardware.ROOT) -> list[jax.Device]:
+    """Return the devices that JAX computes on. Where it leaves an accelerator of this machine
+    alone, one line on stderr says so, with what to do.
+
+    root: of the file system that tells what the machine has. Raises ValueError in one line where
+    JAX cannot start its devices.
+    """
+    extra = hardware.accelerator(root)
+    with _kept_from_the_log() as records:
+        try:
+            devices = jax.devices()
+        except RuntimeError as error:
+            why = (extra and hardware.misfit(extra)) or str(error).partition("\n")[0]
+            mend = f"; {hardware.command(extra)} may mend it" if extra else ""
+            raise ValueError(f"JAX cannot start its devices: {why}{mend}") from error
+    if extra and devices[0].platform == "cpu":
+        if not _wants_cpu(extra):
+            _say_once(hardware.unused(extra, _reason(records), root))
+        return devices
+    if extra and (why := hardware.misfit(extra)):
+        _say_once(f"warning: {why}, which must be equal; {hardware.command(extra)} mends it")
+    for record in records:
+        logging.getLogger(record.name).handle(record)
+    return devices
+
+
+def _wants_cpu(extra: str) -> bool:
+    """Return whether the user asked for computing without the accelerator."""
+    platforms = jax.config.jax_platforms or os.environ.get("JAX_PLATFORM_NAME", "")
+    hidden = extra == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    return platforms.startswith("cpu") or hidden
+
+
+@contextlib.contextmanager
+def _kept_from_the_log() -> Iterator[list[logging.LogRecord]]:
+    """Gather what JAX would log of its devices, which can be a traceback of 30 lines."""
+    records: list[logging.LogRecord] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    log = logging.getLogger("jax._src.xla_bridge")
+    log.addFilter(keep)
+    try:
+        yield records
+    finally:
+        log.removeFilter(keep)
+
+
+def _reason(records: list[logging.LogRecord]) -> str:
+    """Return the first line of the first error that JAX logged."""
+    errors = [record.exc_info[1] for record in records if record.exc_info]
+    return str(errors[0]).split("\n")[0] if errors else ""
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def machine() -> dict:
+    """Describe the primary's machine, on which seconds depend, in values that JSON keeps."""
+    device = jax.devices()[0]
+    processes = jax.process_count()
+    own = {
+        "device": f"{device.platform} {device.device_kind}",
+        "mesh": list(jax.sharding.get_mesh().shape.values()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "jax": jax.__version__,
+        "malloc": os.environ.get("GLIBC_TUNABLES", ""),
+    }
+    return hosts.broadcast(own | ({"processes": processes} if processes > 1 else {}))
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in JAX_COMPILATION_CACHE_DIR, else in the user's cache folder."""
+    if not jax.config.jax_compilation_cache_dir:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "specrl_jax" / "jax"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def compile_metrics() -> dict[str, float]:
+    """Return what was compiled since the last call in this process.
+
+    Seconds of building programs and of reading them from the compilation cache, and counts of both.
+    """
+    seconds, hits = _compilations()
+    built = len(seconds) - len(hits)
+    read = len(hits)
+    values = {"time/compile": sum(seconds), "compile/built": built, "compile/read": read}
+    seconds.clear()
+    hits.clear()
+    return values
+
+
+@functools.cache
+def _compilations() -> tuple[list[float], list[str]]:
+    """Seconds of every program, and one item for each that was read from the cache."""
+    seconds: list[float] = []
+    hits: list[str] = []
+
+    def note_seconds(event: str, duration: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):  # also of a program read from the cache
+            seconds.append(duration)
+
+    def note_hit(event: str, **_) -> None:
+        if event.endswith("compilation_cache/cache_hits"):
+            hits.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note_seconds)
+    jax.monitoring.register_event_listener(note_hit)
+    return seconds, hits
+
+
+@contextlib.contextmanager
+def only_process(workdir: Path) -> Iterator[None]:
+    """Lock `workdir` for this process, until it ends in whatever way; the primary does so for all
+    processes of a run.
+
+    Raises ValueError where another process holds the lock.
+    """
+    if not hosts.is_primary():
+        yield
+        return
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / "lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{workdir} is in use by another process; wait for it, or give another --workdir"
+            ) from None
+        yield

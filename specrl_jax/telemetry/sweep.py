@@ -1,0 +1,356 @@
+"""Training runs under several settings and seeds, each a process of launch/train.py.
+
+Takes settings from flags or from a configuration's `get_hyper`. Gives work directories that the
+same sweep reads again: a finished run is not started, an unfinished one resumes.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import inspect
+import json
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specrl_jax.config import cli, hyper, validate
+from specrl_jax.config.effects import without_effect
+from specrl_jax.telemetry import sweep_table
+from specrl_jax.telemetry.report_page import FILE_NAME as REPORT
+from specrl_jax.telemetry.report_page import write_report
+from specrl_jax.telemetry.runs import RecordedRun, Series, read_run
+
+_TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+_TIME_LIMIT = 24 * 60  # minutes of a job on a cluster, unless an option says otherwise
+_SHOWS_EVERY = 10.0  # seconds; the newest line of a run's output
+_HEADING = re.compile(r"^ *step epoch .*", re.MULTILINE)  # of the table of telemetry.console
+_WARNING = re.compile(r"^warning: .*", re.MULTILINE)
+_STEP = re.compile(r"^ *\d+/\d+ .*", re.MULTILINE)  # a line of it
+# What a run that a signal ended says last; it exits with 0, as it saved all it had.
+_STOPPED = re.compile(r"(SIG\w+, saved at step \d+ of \d+); run the same command to go on")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One setting."""
+
+    name: str
+    config: str  # configuration file[:preset]
+    changes: tuple[str, ...] = ()  # FIELD=VALUE
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """One case with one seed."""
+
+    case: str
+    command: tuple[str, ...]  # of launch/train.py
+    workdir: Path
+    config: str  # the resolved configuration, as JSON
+
+    @property
+    def done(self) -> Path:
+        """File that holds `config` once the run has come to its end."""
+        return self.workdir / "done.json"
+
+    @property
+    def finished(self) -> bool:
+        """True where the run came to its end, under this configuration."""
+        return self.done.exists() and self.done.read_text("utf-8") == self.config
+
+
+# Cases ---------------------------------------------------------------------------------------
+
+
+def parse_case(text: str, config: str) -> Case:
+    """Parse "NAME: [CONFIG] FIELD=VALUE FIELD=VALUE ..."; CONFIG is `config` by default."""
+    name, colon, rest = text.partition(":")
+    name = name.strip()
+    words = rest.split()
+    files = [word for word in words if "=" not in word]
+    if not colon or not name or len(files) > 1:
+        raise ValueError(f"--case must be 'NAME: [CONFIG] FIELD=VALUE ...', got {text!r}")
+    if not files and not config:
+        raise ValueError(f"--case names no configuration file and there is no --config: {text!r}")
+    changes = [word.partition("=") for word in words if "=" in word]
+    return Case(
+        name, files[0] if files else config, tuple(f"{f}={_flag_text(v)}" for f, _, v in changes)
+    )
+
+
+def parse_sweep(text: str) -> hyper.Sweep:
+    """Parse FIELD=VALUE,VALUE,..."""
+    field, _, values = text.partition("=")
+    values = values.split(",")
+    if not re.fullmatch(r"\w+(\.\w+)*", field) or not all(values):
+        raise ValueError(f"--sweep must be FIELD=VALUE,VALUE,..., got {text!r}")
+    return hyper.sweep(field, values)
+
+
+def config_sweep(config: str) -> hyper.Sweep:
+    """Call `get_hyper` of a configuration file, with or without the argument `hyper`."""
+    cli.read_config([f"--config={config}"])  # a mistake in the file is one line
+    get_hyper = runpy.run_path(config.partition(":")[0]).get("get_hyper")
+    if get_hyper is None:
+        raise ValueError(f"give --sweep or --case, or define get_hyper(hyper) in {config}")
+    overrides = get_hyper(hyper) if inspect.signature(get_hyper).parameters else get_hyper()
+    if not isinstance(overrides, list) or not all(isinstance(x, Mapping) for x in overrides):
+        raise ValueError(f"get_hyper of {config} must give a list of dicts, got {overrides!r}")
+    return [{k.removeprefix("config."): v for k, v in x.items()} for x in overrides]
+
+
+def grid(cases: Sequence[Case], overrides: hyper.Sweep) -> list[Case]:
+    """Every case with every override, named after both."""
+    return [
+        Case(
+            ",".join(filter(None, [case.name, *(f"{k}={_name(v)}" for k, v in change.items())])),
+            case.config,
+            (*case.changes, *(f"{k}={_flag_text(v)}" for k, v in change.items())),
+        )
+        for case in cases
+        for change in overrides
+    ]
+
+
+def _name(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _flag_text(value: Any) -> str:
+    """A value as --config.FIELD takes it; e^0.5 is 1.6487."""
+    power = re.fullmatch(r"e\^(-?\d+(\.\d+)?)", str(value))
+    return repr(math.exp(float(power[1]))) if power else str(value)
+
+
+def training_runs(
+    cases: Sequence[Case], seeds: Sequence[int], folder: Path, rest: Sequence[str]
+) -> list[TrainingRun]:
+    """Every case with every seed; rest: further --config.FIELD=VALUE flags, for all cases.
+
+    Raises ValueError in one line where a configuration is not valid, a flag has no effect, or two
+    runs would share a work directory.
+    """
+    runs: dict[Path, TrainingRun] = {}
+    flags_by_case = _flags(cases, rest)
+    for seed in seeds:
+        for case, of_case in zip(cases, flags_by_case, strict=True):
+            flags = (*of_case, f"--config.seed={seed}")
+            config = cli.read_config(flags)
+            workdir = folder / re.sub(r"[ /]", "_", f"{case.name or 'base'},seed={seed}")
+            if workdir in runs:
+                raise ValueError(f"two runs would be in {workdir}; name every case and seed once")
+            resolved = json.dumps(config.to_dict(), sort_keys=True)
+            command = (sys.executable, str(_TRAIN), *flags, f"--workdir={workdir}")
+            runs[workdir] = TrainingRun(case.name or "base", command, workdir, resolved)
+    return list(runs.values())
+
+
+def _flags(cases: Sequence[Case], shared: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the flags of each case. A shared flag is left out of the cases in which it does
+    nothing: drafts have no rule of acceptance in the case without drafts.
+
+    Raises ValueError in one line where a configuration is not valid, a case's own flag has no
+    effect, or a shared one has none in any case.
+    """
+    flags_by_case = []
+    idle: list[dict[str, str]] = []  # of each case: shared flag → why it does nothing there
+    for case in cases:
+        own = [f"--config.{change}" for change in case.changes]
+        # The last flag of a field counts: what is swept goes after what is shared.
+        config = cli.read_config((f"--config={case.config}", *shared, *own))
+        validate(config)
+        for flag in own:
+            if line := without_effect(config, _field(flag)):
+                raise ValueError(f"{line}; case {case.name}")
+        lines = {flag: without_effect(config, _field(flag)) for flag in shared}
+        idle.append({flag: line for flag, line in lines.items() if line})
+        useful = [flag for flag in shared if not lines[flag]]
+        flags_by_case.append((f"--config={case.config}", *useful, *own))
+    for flag in shared:
+        if all(flag in lines for lines in idle):
+            raise ValueError(idle[0][flag])
+    return flags_by_case
+
+
+def _field(flag: str) -> str:
+    """--config.FIELD=VALUE → FIELD."""
+    return flag.removeprefix("--config.").partition("=")[0]
+
+
+# Runs ----------------------------------------------------------------------------------------
+
+
+class Training:
+    """Function that trains a run to its end and returns "", or one line that says why it failed.
+
+    submitit can send it to a cluster. The process gets SIGTERM, so that it saves, where this one
+    is interrupted.
+    """
+
+    def __init__(self, run: TrainingRun):
+        self._run = run
+        self._process = None
+
+    def __call__(self) -> str:
+        run = self._run
+        output = self._run.workdir / "output.txt"
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        with (run.workdir / "lock").open("a", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a run of a killed sweep first comes to its end
+        with output.open("a+", encoding="utf-8", errors="replace") as file:
+            start = file.seek(0, os.SEEK_END)
+            self._process = subprocess.Popen(
+                run.command,
+                stdout=file,
+                stderr=file,
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on once
+            )
+            try:
+                code = self._wait(output, start)
+            except BaseException:
+                self.stop()
+                raise
+            file.seek(start)
+            said = file.read().strip()
+        if code:
+            last = said.split("\n")[-1].strip().removeprefix("error: ") or "it said nothing"
+            return f"ended with {code}: {last}; see {output}"
+        if stopped := _STOPPED.search(said):
+            return stopped[1]
+        run.done.write_text(run.config, encoding="utf-8")
+        return ""
+
+    def _wait(self, output: Path, start: int) -> int:
+        """The exit code at the run's end; until then shows the newest line of its table, or before
+        that of its output, and its first warning.
+
+        start: where this process begins in the file.
+        """
+        _say(f"{self._run.workdir.name}: runs, all that it says is in {output}")
+        shown = set()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_SHOWS_EVERY)
+            said = output.read_bytes()[start:].decode(errors="replace").rpartition("\n")[0]
+            newest = (_STEP.findall(said) or said.splitlines())[-1:]
+            first = (*_WARNING.findall(said)[:1], *_HEADING.findall(said)[:1])
+            for line in (*first, *newest):
+                if line not in shown:
+                    shown.add(line)
+                    _say(line)
+
+    def stop(self) -> None:
+        """Have the run finish its step and save."""
+        self._process.terminate()
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            # Not `wait`: a signal's handler calls this while `wait` holds its lock.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+    def checkpoint(self):
+        """Return what submitit runs later, after a job's time limit or where it makes way."""
+        from submitit.helpers import DelayedSubmission
+
+        self.stop()
+        return DelayedSubmission(Training(self._run))
+
+    def _environment(self) -> dict[str, str]:
+        """Add wandb's group, the sweep, and tags, the case and the seed; the user's own go first.
+        wandb cuts no tag itself and takes at most 64 letters. output.txt is UTF-8 everywhere."""
+        workdir = self._run.workdir
+        tags = ",".join(tag[:64] for tag in workdir.name.split(","))
+        names = {"WANDB_RUN_GROUP": workdir.absolute().parent.name, "WANDB_TAGS": tags}
+        return names | os.environ | {"PYTHONIOENCODING": "utf-8"}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# Starts a run; what it gives waits for the end, and gives "" or why the run failed.
+Submit = Callable[[TrainingRun], Callable[[], str]]
+
+
+def submitter(cluster: str, options: Mapping[str, Any], folder: Path) -> Submit:
+    """Return how runs start. cluster: "" one after another here, else submitit's "slurm" or "local"
+    (processes here, at the same time). options: of its `update_parameters`."""
+    if not cluster:
+        return Training
+    try:
+        import submitit
+    except ImportError:
+        raise ValueError(
+            "--cluster needs submitit: pip install -e '.[slurm]' in the clone's directory"
+        ) from None
+    try:
+        executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
+        executor.update_parameters(**{"name": folder.name, "timeout_min": _TIME_LIMIT} | options)
+    except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"--cluster: {str(error).splitlines()[0]}") from error
+
+    def submit(run: TrainingRun) -> Callable[[], str]:
+        noted = run.workdir / "job"
+        if cluster == "slurm" and noted.exists():  # of an earlier sweep, which was stopped
+            job = submitit.SlurmJob(folder / "jobs", noted.read_text("utf-8"))
+            if not job.done():
+                return functools.partial(_result, job, noted)
+        job = executor.submit(Training(run))
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        noted.write_text(job.job_id, encoding="utf-8")
+        return functools.partial(_result, job, noted)
+
+    return submit
+
+
+def _result(job: Any, noted: Path) -> str:
+    from submitit.core.utils import UncompletedJobError
+
+    try:
+        reason = job.result()
+    except UncompletedJobError as error:
+        reason = f"job {job.job_id}: {str(error).splitlines()[0]}; see {job.paths.stderr}"
+    noted.unlink(missing_ok=True)
+    return reason
+
+
+def train_all(runs: Sequence[TrainingRun], submit: Submit) -> dict[Path, str]:
+    """Trains every run that is not finished; says on stderr how each goes and how it ended. Returns
+    why runs failed, by work directory."""
+    waits = ((run, (lambda: "") if run.finished else submit(run)) for run in runs)
+    if submit is not Training:
+        waits = list(waits)  # they run at the same time
+    failed = {}
+    for number, (run, wait) in enumerate(waits, start=1):
+        if reason := wait():
+            failed[run.workdir] = reason
+        status = f"failed, {reason}" if reason else "done"
+        _say(f"{number}/{len(runs)} {run.workdir.name}: {status}")
+    return failed
+
+
+def write_results(
+    runs: Sequence[TrainingRun],
+    failed: Collection[Path],
+    baseline: str,
+    folder: Path,
+    target: float = 0.0,
+) -> str:
+    """Writes the table, its plots and the report of all runs that did not fail; returns the table
+    in Markdown."""
+    done = [run for run in runs if run.workdir not in failed]
+    if not done:
+        return "No run came to its end."
+    cases: dict[str, list[RecordedRun]] = {}
+    for run in done:
+        cases.setdefault(run.case, []).append(read_run(run.workdir))
+    series = [Series(name, members) for name, members in cases.items()]
+    text = sweep_table.write(series, baseline, folder, target)
+    write_report([run.workdir for run in done], folder / REPORT, baseline)
+    return f"{text}\n\n{folder / 'sweep.md'}, sweep.csv, sweep.png, epochs.png, {REPORT}"

@@ -1,0 +1,373 @@
+"""config → `Run`: loads all that a run needs; and the `RunState` that it begins or goes on with."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specrl_jax.algorithms.advantages import has_critic
+from specrl_jax.algorithms.update_spec import (
+    DraftHeadState,
+    PolicyState,
+    init_policy_state,
+    make_schedule,
+    make_update_spec,
+)
+from specrl_jax.data.curriculum import PromptStream, make_stream
+from specrl_jax.data.prompts import (
+    Dataset,
+    EncodedDataset,
+    encode_prompts,
+    encode_solutions,
+    eval_batches,
+    load_examples,
+)
+from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
+from specrl_jax.inputs import one_line, reward_terms
+from specrl_jax.models import lora
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.load import load_policy
+from specrl_jax.models.transformer import Params, abstract_trained, param_count
+from specrl_jax.process.checkpoint import Checkpointer
+from specrl_jax.process.runtime import machine
+from specrl_jax.rewards.scorers import CHECKS, reads_answer_part
+from specrl_jax.rewards.sums import make_pool
+from specrl_jax.rewards.thoughts import ThoughtTags
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
+from specrl_jax.rollout.drafts.store import DraftStore, StoreShape
+from specrl_jax.rollout.engine.spec import noise_visits
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.generate import RolloutSpec
+from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.training import memory
+from specrl_jax.training.collect import COLLECTORS
+from specrl_jax.training.episodes import EpisodeScorer, ResponseScorer
+from specrl_jax.training.group_buffer import part_size, trained_group_size
+from specrl_jax.training.state import Origin, Reference, Run, RunState
+from specrl_jax.training.warmup import warm_up
+from specrl_jax.types import Example, Prompts
+
+
+def build(config) -> tuple[Run, Params]:
+    """Load all that `config` names; returns the run and the policy's first weights.
+
+    Raises ValueError in one line where something is missing or does not fit.
+    """
+    tokenizer = load_tokenizer(config)
+    scorer = make_scorer(config, tokenizer)
+    dataset = load_examples(config)
+    check_answers(config, dataset.train + dataset.eval)
+    prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
+    stream = make_stream(config, prompts)
+    _check_enough(config, stream, len(prompts.lens))
+    total_steps = config.train.steps or config.train.epochs * stream.steps_per_epoch
+    fits = functools.partial(memory.check, config, prompts=len(prompts.lens))
+    model, params = load_policy(config, tokenizer.vocab_size, tokenizer.unused_ids, fits)
+    schedule = policy_schedule(config, total_steps)
+    spec = training_spec(config, model, tuple(tokenizer.eos_ids), tokenizer.pad_id)
+    run = Run(
+        config=config,
+        dataset=dataset,
+        prompts=prompts,
+        held_out=_held_out(config, dataset, tokenizer),
+        solutions=_solutions(config, prompts, tokenizer),
+        model=model,
+        rollout_spec=spec,
+        eval_spec=spec.for_evaluation(config.evaluate.samples, config.evaluate.temperature),
+        scorer=scorer,
+        update_spec=make_update_spec(config, model, schedule, spec.draft_head is not None),
+        schedule=schedule,
+        collector=next(way for way in COLLECTORS if way.is_asked_for(config)),
+        total_steps=total_steps,
+        key=jax.random.key(config.seed),
+    )
+    spec.check_max_rows()
+    if run.held_out:
+        run.eval_spec.check_max_rows()
+    _describe(run, stream)
+    return run, params
+
+
+def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
+    """Make the scorer that `config` describes; its pool must be closed."""
+    settings = config.reward
+    environment = config.environment
+    tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
+    reads_part = any(reads_answer_part(x, settings.extract) for x in reward_terms(settings.name))
+    if reads_part and not environment.name:
+        _check_tags(settings, tags, tokenizer)
+    pool = make_pool(
+        settings.name,
+        environment=environment.name,
+        format=settings.format,
+        timeout=settings.timeout,
+        memory_mib=settings.memory_mib,
+        workers=settings.workers,
+        threshold=settings.threshold,
+        extract=settings.extract,
+    )
+    if not environment.name:
+        return ResponseScorer(pool, tokenizer, settings.keep_special_tokens, tags)
+    return EpisodeScorer(
+        pool,
+        tokenizer,
+        settings.keep_special_tokens,
+        tags,
+        max_turns=environment.max_turns,
+        allow_unfinished=environment.allow_unfinished,
+    )
+
+
+def check_answers(config, examples: Sequence[Example]) -> None:
+    """Raise ValueError in one line where the reward cannot read the answer of a problem."""
+    terms = [] if config.environment.name else reward_terms(config.reward.name)
+    for term in CHECKS.keys() & terms:
+        for example in examples:
+            prompt = example.prompt
+            text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+            with one_line(
+                f"the answer must hold tests that reward.name = {term} can read, "
+                f"of the prompt {text[:60]!r}"
+            ):
+                CHECKS[term](example.answer, example.metadata)
+
+
+def _check_tags(settings, tags: ThoughtTags, tokenizer: Tokenizer) -> None:
+    """Raise ValueError where rewards see no tags, as they are special tokens."""
+    hidden = [tag for pair in tags.pairs for tag in pair if tokenizer.is_special(tag)]
+    if hidden and not settings.keep_special_tokens:
+        raise ValueError(
+            f"reward.keep_special_tokens must be True where {hidden[0]} of reward.thought_tags is "
+            'a special token, got False; or set reward.thought_tags=""'
+        )
+
+
+def _held_out(config, dataset: Dataset, tokenizer) -> list[tuple[Prompts, int]]:
+    if not config.evaluate.every:
+        return []
+    encoded = encode_prompts(dataset.eval, tokenizer, config.data.prompt_len)
+    if encoded.dropped:
+        print(f"data: {encoded.dropped} held-out prompts longer than data.prompt_len left out")
+    return eval_batches(encoded, config.evaluate.batch_size)
+
+
+def _solutions(config, prompts: EncodedDataset, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    if not config.algorithm.solution_coef:
+        return {}
+    length = config.rollout.response_len
+    field = config.data.solution_field
+    solutions = encode_solutions(prompts.examples, tokenizer, field, length)
+    if not solutions:
+        raise ValueError(
+            f"rollout.response_len must hold a solution, got {length}: none of the "
+            f"{len(prompts.lens)} training prompts has one that fits"
+        )
+    print(f"data: {len(solutions)} training prompts have a solution that fits in {length} tokens")
+    return solutions
+
+
+def training_spec(config, model: ModelConfig, eos_ids: tuple[int, ...], pad_id: int) -> RolloutSpec:
+    """The training rollout: of whole groups, or of the parts that screen prompts."""
+    spec = RolloutSpec.from_config(config, model, eos_ids=eos_ids, pad_id=pad_id)
+    return dataclasses.replace(spec, group_size=part_size(config))
+
+
+def policy_schedule(config, total_steps: int) -> optax.Schedule:
+    """The policy's learning rate by optimizer update; it makes none while the critic warms up."""
+    rows = config.rollout.prompts_per_step * trained_group_size(config)
+    per_step = config.updates.passes * (rows // config.updates.mini_batch_size)
+    return make_schedule(config.updates, max(total_steps - frozen_steps(config), 1) * per_step)
+
+
+def frozen_steps(config) -> int:
+    """Steps at the start in which the policy is frozen: only the critic learns."""
+    return config.critic.warmup_steps if has_critic(config.critic.kind) else 0
+
+
+def _check_enough(config, stream: PromptStream, count: int) -> None:
+    """Raise ValueError where no prompts are left for a rollout beside all that may wait."""
+    size = config.rollout.prompts_per_step
+    reason = ""
+    if config.algorithm.dynamic_sampling:
+        least = 2 * size
+        reason = "algorithm.dynamic_sampling"
+    if stream.screens:
+        parts = config.rollout.group_size // config.curriculum.screening
+        least = (3 * parts + 1) * size
+        reason = f"curriculum.name = {config.curriculum.name}"
+    if reason and count < least:
+        raise ValueError(
+            f"data.prompts must be >= {least} for {reason} with rollout.prompts_per_step = {size}, "
+            f"got {count}; fewer prompts a step would fit"
+        )
+
+
+def _describe(run: Run, stream: PromptStream) -> None:
+    """Prints what was loaded, and all that was left out."""
+    shape = dict(jax.sharding.get_mesh().shape)
+    count = f"{param_count(run.model) / 1e6:.2f}M parameters, {run.model.dtype}"
+    if run.model.lora:
+        count += f", and {lora.adapter_count(run.model) / 1e6:.2f}M in adapters, which are trained"
+    print(f"policy: {count}; mesh {shape}")
+    held_out = int(np.sum([real for _, real in run.held_out], dtype=int))
+    dropped = run.prompts.dropped
+    dataset = run.dataset
+    empty = f"{dataset.empty} without a question, " if dataset.empty else ""
+    print(
+        f"data: {len(run.prompts.lens)} training prompts ({empty}{dataset.duplicates} "
+        f"duplicates and {dropped} longer than data.prompt_len left out), {held_out} held out; "
+        f"{stream.steps_per_epoch} steps an epoch ({stream.leftover} prompts wait for the next "
+        f"one), {run.total_steps} in all",
+        flush=True,
+    )
+    if run.prompts.spelled:
+        print(
+            f"data: {run.prompts.spelled} training prompts hold letters of control tokens, which "
+            "are encoded as text: only the chat template writes control tokens",
+            flush=True,
+        )
+
+
+# The state ----------------------------------------------------------------------------------------
+
+
+def init_state(run: Run, params: Params) -> RunState:
+    """The state before step 1: the policy warmed up, nothing stored."""
+    origin = Origin.of(run, params, is_reference=False)
+    trained, reference, draft_head = _begin(run, params)
+    frozen = reference.params if run.model.lora else None
+    train = init_policy_state(run.update_spec, trained, frozen, draft_head)
+    return _new_state(run, train, origin, reference)
+
+
+def _begin(run: Run, params: Params) -> tuple[Params, Reference | None, DraftHeadState | None]:
+    """Return what is trained before step 1, the reference where there is one, and the draft head
+    where a warm-up has trained one.
+
+    params: those that `build` gave; they may be donated. A warm-up trains what is trained later,
+    but all weights of a policy from nothing: there is nothing yet to adapt.
+    """
+    config = run.config
+    model = run.model
+    warm = config.warmup.steps > 0
+    tokenizer = run.scorer.tokenizer
+    adapts = model.lora and config.model.source
+    draft_head = None
+    if warm and not adapts:
+        update_spec = dataclasses.replace(run.update_spec, model=model.replace(lora=None))
+        params, draft_head = warm_up(config, update_spec, params, tokenizer, run.dataset)
+    if model.lora is None:
+        penalized = config.algorithm.kl_coef > 0
+        copied = jax.tree.map(jnp.copy, params) if penalized else None
+        return params, Reference(copied, saved=warm) if penalized else None, draft_head
+    frozen = lora.freeze(model, params)
+    adapters = lora.init_adapters(model, run.key)
+    if not (warm and adapts):
+        return adapters, Reference(frozen, saved=warm), draft_head
+    adapters, draft_head = warm_up(
+        config, run.update_spec, adapters, tokenizer, run.dataset, frozen
+    )
+    return adapters, Reference(frozen, False, jax.tree.map(jnp.copy, adapters)), draft_head
+
+
+def _unread_reference(run: Run, params: Params) -> Reference | None:
+    """Return the reference of a run that is resumed, without what its checkpoint holds."""
+    config = run.config
+    model = run.model
+    warm = config.warmup.steps > 0
+    if model.lora is None:
+        return Reference(params, saved=warm) if config.algorithm.kl_coef else None
+    frozen = lora.freeze(model, params)
+    if warm and config.model.source:
+        return Reference(frozen, False, lora.abstract_adapters(model))
+    return Reference(frozen, saved=warm)
+
+
+def resume(
+    run: Run, params: Params, checkpoints: Checkpointer, step: int | None = None
+) -> RunState:
+    """The state that a checkpoint holds, bit for bit; step: None for the newest that is intact.
+
+    params: those that `build` gave. A step may be of a run with another `algorithm.kl_coef`. A
+    reference that it has and this run does not need is left out; one that it lacks is made again.
+    """
+    reference = _unread_reference(run, params)
+    saved = step is None or checkpoints.holds(step, "reference")
+    is_reference = reference is not None and not (saved and reference.saved)
+    origin = Origin.of(run, params, is_reference)
+    frozen = reference.params if run.model.lora else None
+    init = functools.partial(init_policy_state, run.update_spec)
+    train = jax.eval_shape(init, abstract_trained(run.model), frozen)
+    state = _new_state(run, train, origin, reference)
+    like = state.arrays()
+    if step is None:
+        step, arrays, host = checkpoints.restore_newest(like)
+    else:
+        if not saved:
+            like.pop("reference", None)
+        arrays, host = checkpoints.restore(step, like, partial=True)
+    state.restore(host, arrays)
+    if reference is not None and not saved and run.config.warmup.steps:
+        print("the checkpoint has no reference of the KL penalty: it is made again", flush=True)
+        _, state.reference, _ = _begin(run, params)
+    if state.speculation is not None and host["machine"] != machine():
+        print(f"rollout: now on {machine()}, was on {host['machine']}")
+        state.speculation.seconds = None  # it is measured again
+    print(f"resumed at step {step} of {run.total_steps}", flush=True)
+    return state
+
+
+def _new_state(
+    run: Run, train: PolicyState, origin: Origin, reference: Reference | None
+) -> RunState:
+    """Every part that the configuration asks for, empty."""
+    config = run.config
+    settings = run.config.rollout
+    state = RunState(
+        train=train,
+        stream=make_stream(config, run.prompts, run.total_steps),
+        store=_draft_store(run),
+        origin=origin,
+        reference=reference,
+        kept_noise=KeptNoise(
+            noise_visits(config),
+            settings.noise_refresh,
+            run.rollout_spec.group_size,
+            needs_signal=not has_critic(config.critic.kind),
+        ),
+    )
+    if settings.adaptive and DRAFT_SOURCES[settings.draft].proposes:
+        state.speculation = Speculation()
+    run.collector.add_part(run, state)
+    return state
+
+
+def _draft_store(run: Run) -> DraftStore:
+    model = run.model
+    sizes = f"{model.num_layers} x {model.embed_dim}, {model.vocab_size} tokens"
+    policy = f"{run.config.model.source or 'from nothing'} ({model.family}, {sizes})"
+    shape = store_shape(run.config, run.rollout_spec, len(run.prompts.lens))
+    return DraftStore(
+        shape,
+        max_age=run.config.rollout.store_age,
+        owner={"tokenizer": run.scorer.tokenizer.fingerprint, "model": policy},
+    )
+
+
+def store_shape(config, spec: RolloutSpec, prompts: int) -> StoreShape:
+    """Return the draft store's shape for `prompts` training prompts."""
+    settings = config.rollout
+    parts = settings.group_size // spec.group_size
+    return StoreShape(
+        prompts=(settings.store_prompts or prompts) * parts,
+        samples=spec.group_size,
+        response_slots=settings.response_len,
+        generations=settings.draft_age,
+        history=spec.draft_history,
+        logprobs=not spec.accept.samples_anew,
+        k=spec.stored_logprobs,
+    )

@@ -1,0 +1,331 @@
+"""Ways to collect the batch of a step: which prompts are rolled out, and what is trained on.
+
+`COLLECTORS` holds them; `build` chooses one for a run. Most steps are one rollout. With dynamic
+sampling or screening (`group_buffer`) they are as many as fill the batch. A way has no state of its
+own: what waits for the next step is a part of `RunState`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax import hosts
+from specrl_jax.algorithms import off_policy
+from specrl_jax.data.curriculum import part_of
+from specrl_jax.data.prompts import concatenate, select
+from specrl_jax.rollout.carry_over import CarryOver, Resumed, RunAhead, assemble, without_drafts
+from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES, DraftHistory
+from specrl_jax.rollout.engine.runner import Stats
+from specrl_jax.rollout.engine.spec import noise_visits
+from specrl_jax.rollout.generate import DraftInputs
+from specrl_jax.telemetry.rollout_metrics import (
+    GROUP_REWARDS,
+    noise_metrics,
+    reward_metrics,
+    rollout_metrics,
+)
+from specrl_jax.training.episodes import Responses, mean_by_function
+from specrl_jax.training.group_buffer import KEPT, GroupBuffer, part_size, places_of, rewards_of
+from specrl_jax.training.state import Run, RunState
+from specrl_jax.types import Drafts, Prompts, Rollout, Source
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+    """Q groups that a step trains on, G rows each."""
+
+    prompts: Prompts
+    rollout: Rollout
+    rewards: np.ndarray  # float32 [Q * G]
+    metrics: dict[str, float]  # of how it came about
+    rejected_mass: float = 0.0  # as `off_policy.estimate_rejected_mass` gives it
+
+
+class WholeRollout:
+    """One rollout of whole groups. The other ways say where they differ."""
+
+    def is_asked_for(self, config: Any) -> bool:
+        return True
+
+    def add_part(self, run: Run, state: RunState) -> None:
+        """Add what waits between two steps to a new state, empty."""
+
+    def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
+        """Return whether the step needs one more rollout after these."""
+        return not rollouts
+
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        """Return the prompts of the next rollout, and what it takes up and leaves."""
+        return state.stream.next(), CarryOver()
+
+    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+        """Return the drafts to verify; drafts: those that the store gave."""
+        return drafts
+
+    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+        """Return earlier responses for the draft source: tokens [Q, n, R], lens [Q, n]."""
+        return stored_responses(run, state, prompts)
+
+    def observe(self, state: RunState, responses: Responses) -> None:
+        """Tell what chooses the next prompts of a rollout's rewards."""
+        state.stream.observe(responses.prompts, responses.group_rewards)
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        """Return what the step trains on; what is left for the next one goes into `state`."""
+        (responses,) = rollouts
+        return TrainBatch(
+            responses.prompts,
+            responses.rollout,
+            responses.scores.rewards,
+            responses.result.metrics(),
+        )
+
+
+class RunningAhead(WholeRollout):
+    """One rollout, whose idle places begin the prompts of the next step (`carry_over.RunAhead`)."""
+
+    def is_asked_for(self, config: Any) -> bool:
+        return config.rollout.run_ahead
+
+    def add_part(self, run: Run, state: RunState) -> None:
+        state.run_ahead = RunAhead.empty(run.rows, run.config.rollout.response_len)
+
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        prompts = state.stream.next()
+        later = state.stream.peek()
+        noise_steps = state.kept_noise.steps(later, state.step + 1)
+        return prompts, CarryOver(next_prompts=later, next_noise_steps=noise_steps)
+
+    def to_verify(self, state: RunState, prompts: Prompts, drafts: Drafts | None) -> Drafts | None:
+        begun = state.run_ahead
+        if drafts is not None:  # on kept noise the last response holds further than what was begun
+            kept = state.kept_noise.steps(prompts, state.step) < state.step
+            shorter = without_drafts(begun.drafts, kept.reshape(-1))
+            begun = dataclasses.replace(begun, drafts=shorter)
+        return begun.drafts_for(prompts, drafts)
+
+    def stored(self, run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+        stored = stored_responses(run, state, prompts)
+        begun = state.run_ahead.sources(prompts)  # newest: a sibling may go on where one stopped
+        return tuple(jnp.concatenate(x, axis=1) for x in zip(begun, stored))
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        batch = super().batch(run, state, rollouts)
+        begun = state.run_ahead
+        lens = hosts.fetch(begun.drafts.lens) if begun.prompt_ids else np.zeros(1)
+        if lens.any():
+            prefix_lens = hosts.fetch(batch.rollout.prefix_lens)
+            share = int(prefix_lens[lens > 0].sum()) / int(lens.sum())
+            values = batch.metrics | {"rollout/run_ahead_accepted": share}
+            batch = dataclasses.replace(batch, metrics=values)
+        state.run_ahead = rollouts[0].result.run_ahead
+        return batch
+
+
+class PartialRollout(WholeRollout):
+    """One rollout of more groups than are trained on, which ends once enough are done; the others
+    go on in the next step (`carry_over.Resumed`)."""
+
+    def is_asked_for(self, config: Any) -> bool:
+        return config.rollout.partial > 0
+
+    def add_part(self, run: Run, state: RunState) -> None:
+        settings = run.config.rollout
+        rows = settings.partial * settings.group_size
+        stored = run.rollout_spec.stored_logprobs
+        state.resumed = Resumed.empty(rows, settings.response_len, stored)
+
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        config = run.config.rollout
+        begun = state.resumed.prompt_ids
+        size = config.prompts_per_step
+        # No more than the rest of the run trains on: its last step leaves nothing unfinished.
+        rest = max(run.total_steps - state.step + 1, 1) * size
+        count = min(size + config.partial, rest)
+        new = state.stream.take(count - len(begun), busy=begun)
+        prompts = concatenate(state.stream.find(begun), new)
+        fillers = size + config.partial - count
+        places = np.append(np.arange(count), np.zeros(fillers, int))
+        carry_over = CarryOver(resumed=state.resumed, stop_after_groups=size, fillers=fillers)
+        return select(prompts, places), carry_over
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        state.resumed = rollouts[0].result.resumed
+        return super().batch(run, state, rollouts)
+
+
+class WaitingGroups(WholeRollout):
+    """As many rollouts as fill the batch with groups that teach (`group_buffer`); the groups and
+    parts of groups beyond it wait."""
+
+    def is_asked_for(self, config: Any) -> bool:
+        screens = part_size(config) < config.rollout.group_size
+        return config.algorithm.dynamic_sampling or screens
+
+    def add_part(self, run: Run, state: RunState) -> None:
+        groups = GroupBuffer(run.config, len(run.prompts.lens))
+        stored = run.rollout_spec.stored_logprobs
+        slots = run.config.rollout.response_len
+        groups.kept_rows = Rollout.empty(groups.max_waiting_rows, slots, stored)
+        state.groups = groups
+
+    def wants_rollout(self, state: RunState, rollouts: Sequence[Responses]) -> bool:
+        return state.groups.wants_rollout()
+
+    def next_prompts(self, run: Run, state: RunState) -> tuple[Prompts, CarryOver]:
+        """New prompts, and then the further parts of the groups that are to be finished."""
+        groups = state.groups
+        prompts = state.stream.take(groups.num_new_prompts, busy=tuple(groups.busy))
+        if groups.to_finish:
+            begun = state.stream.find(groups.to_finish)
+            parts = (part_of(begun, first) for first in groups.first_samples)
+            prompts = concatenate(prompts, *parts)
+        return prompts, CarryOver()
+
+    def observe(self, state: RunState, responses: Responses) -> None:
+        super().observe(state, responses)
+        ids = [example.base_id for example in responses.prompts.examples]
+        state.groups.add(ids, responses.group_rewards)
+
+    def batch(self, run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+        """Return the groups that the buffer gives; the rows of the others wait in it."""
+        size = run.trained_group_size
+        filler = rollouts[0].prompts.examples[0].base_id
+        groups, values = state.groups.take_batch(filler)
+        places = places_of(groups, size)
+        sources = [state.groups.kept_rows, *(x.rollout for x in rollouts)]
+        rollout = assemble(sources, places)
+        lens = hosts.fetch(rollout.lens)
+        stale = int(lens[places[:, 0] == KEPT].sum())
+        values["rollout/stale_fraction"] = stale / max(int(lens.sum()), 1)
+        state.groups.kept_rows = assemble(sources, state.groups.keep())
+        prompts = state.stream.find([group.prompt_id for group in groups])
+        values |= Stats.total([x.result.stats for x in rollouts]).metrics()
+        return TrainBatch(prompts, rollout, rewards_of(groups, size), values)
+
+
+# A run's way is the first that its configuration asks for. None asks for two of the first three.
+COLLECTORS = (RunningAhead(), PartialRollout(), WaitingGroups(), WholeRollout())
+
+
+def take_batch(run: Run, state: RunState, rollouts: Sequence[Responses]) -> TrainBatch:
+    """Return what a step trains on, with the metrics of all that was rolled out."""
+    batch = run.collector.batch(run, state, rollouts)
+    values = batch.metrics | _reward_metrics(run, batch, rollouts)
+    values["data/prompts_seen"] = state.prompts_seen
+    values["data/passes"] = state.prompts_seen / len(run.prompts.lens)
+    values["rollout/draft_store_gib"] = state.store.nbytes / 2**30
+    on_host = [hosts.fetch((x.rollout.prefix_lens, x.rollout.sources)) for x in rollouts]
+    prefix_lens = _joined(prefix_lens for prefix_lens, _ in on_host)
+    draft_lens = _joined(x.result.draft_lens for x in rollouts)
+    values |= rollout_metrics(
+        _joined(x.tokens for x in rollouts),
+        _joined(x.lens for x in rollouts),
+        prefix_lens,
+        run.rollout_spec.eos_ids,
+        draft_lens=draft_lens,
+        previous=tuple(map(_joined, zip(*(x.previous for x in rollouts)))),
+        forced=_joined(np.sum(sources == Source.FORCED, axis=1) for _, sources in on_host),
+        group_size=run.rollout_spec.group_size,
+    )
+    if rollouts[0].turns is not None:
+        values["rollout/turns_mean"] = float(np.mean(_joined(x.turns for x in rollouts)))
+    rejected_mass = 0.0
+    rule = run.rollout_spec.accept
+    if not rule.samples_anew:
+        rejected_mass = off_policy.estimate_rejected_mass(prefix_lens, draft_lens)
+        values |= off_policy.measure(
+            batch.rollout, run.log_lenience, rejected_mass, rule.lenient_share
+        )
+    return dataclasses.replace(batch, metrics=values, rejected_mass=rejected_mass)
+
+
+def _reward_metrics(run: Run, batch: TrainBatch, rollouts: Sequence[Responses]) -> dict[str, float]:
+    rewards = _joined(x.scores.rewards for x in rollouts)
+    failed = _joined(x.scores.failed for x in rollouts)
+    values = reward_metrics(rewards, failed, run.rollout_spec.group_size)
+    values |= {f"reward/{name}": mean for name, mean in mean_by_function(rollouts).items()}
+    if noise_visits(run.config) > 1:
+        values |= noise_metrics(_joined(x.on_kept_noise for x in rollouts), rewards)
+    if run.rollout_spec.group_size < run.config.rollout.group_size:  # rollouts of parts
+        none_failed = np.zeros(len(batch.rewards), bool)
+        trained = reward_metrics(batch.rewards, none_failed, run.trained_group_size)
+        values |= {name: trained[name] for name in GROUP_REWARDS}
+    return values
+
+
+def _joined(arrays) -> np.ndarray:
+    return np.concatenate(list(arrays))
+
+
+# Drafts -------------------------------------------------------------------------------------------
+
+
+def find_drafts(
+    run: Run, state: RunState, prompts: Prompts, previous: Drafts, next_prompts: Prompts | None
+) -> DraftInputs:
+    """Return what the rollout of `prompts` may draft from.
+
+    previous: the newest responses, which the store has given already.
+    next_prompts: of the step after it, begun in the same rollout; None: there are none.
+    """
+    config = run.config.rollout
+    drafts = None
+    if DRAFT_SOURCES[config.draft].previous:
+        drafts = previous
+        if config.draft_age > 1:
+            drafts = state.store.get(prompts, age=config.draft_age, step=state.step)
+        drafts = _without_unsolved(run, state, prompts, drafts)
+    drafts = run.collector.to_verify(state, prompts, drafts)
+    history = None
+    if run.rollout_spec.draft_history:
+        batches = [prompts] if next_prompts is None else [prompts, next_prompts]
+        stored = [run.collector.stored(run, state, batch) for batch in batches]
+        tokens, lens = (jnp.concatenate(x) for x in zip(*stored))
+        history = DraftHistory.from_store(tokens, lens, config.group_size)
+    return DraftInputs(drafts, run.log_lenience, history)
+
+
+def _without_unsolved(run: Run, state: RunState, prompts: Prompts, drafts: Drafts) -> Drafts:
+    """The drafts without a share of those of unsolved groups, other samples at every visit.
+
+    A group whose responses are all wrong and all reused would be the same for ever. An exact rule
+    keeps all: what it emits is exact only if no reward decides which drafts it sees.
+    """
+    share = run.config.rollout.refresh_unsolved
+    rule = run.rollout_spec.accept
+    unsolved = state.store.unsolved(prompts)
+    if rule.exact or not share:
+        return drafts
+    group = len(drafts.lens) // len(unsolved)
+    left_out = np.zeros((len(unsolved), group), bool)
+    for row in np.flatnonzero(unsolved):
+        rng = np.random.default_rng([run.config.seed, state.step, *prompts.ids[row].tolist()])
+        left_out[row, rng.permutation(group)[: math.ceil(share * group)]] = True
+    return without_drafts(drafts, left_out.reshape(-1))
+
+
+def stored_responses(run: Run, state: RunState, prompts: Prompts) -> tuple[jax.Array, ...]:
+    """All stored responses of the prompts, newest generation first: tokens [Q, E * G, R], lens.
+
+    Groups that are rolled out in parts are stored in parts: these are put together.
+    """
+    part = run.rollout_spec.group_size
+    firsts = range(0, run.config.rollout.group_size, part)
+    if len(firsts) == 1:
+        return state.store.sources(prompts, step=state.step)
+    whole = state.stream.find([example.base_id for example in prompts.examples])
+    parts = [state.store.sources(part_of(whole, first), step=state.step) for first in firsts]
+
+    def joined(arrays: tuple[jax.Array, ...]) -> jax.Array:
+        """[Q, E * part, ...] of every part → [Q, E * G, ...]"""
+        by_generation = [x.reshape(x.shape[0], -1, part, *x.shape[2:]) for x in arrays]
+        samples = jnp.concatenate(by_generation, axis=2)
+        return samples.reshape(samples.shape[0], -1, *samples.shape[3:])
+
+    return tuple(joined(arrays) for arrays in zip(*parts))

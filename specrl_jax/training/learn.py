@@ -1,0 +1,310 @@
+"""The second half of a step: rewards → advantages → updates.
+
+Takes the run, its state and what was collected, a `TrainBatch`; changes `state.train` and gives the
+metrics of the updates.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specrl_jax import hosts
+from specrl_jax.algorithms import off_policy
+from specrl_jax.algorithms.advantages import (
+    AdvantageConfig,
+    choose_advantage,
+    overlong_penalty,
+)
+from specrl_jax.algorithms.losses import policy_metrics
+from specrl_jax.algorithms.masked import masked_mean
+from specrl_jax.algorithms.scoring import (
+    PackedRows,
+    critic_values,
+    logprob_gap,
+    logprobs,
+    pack_rows,
+)
+from specrl_jax.algorithms.update import join, make_batch, update
+from specrl_jax.config import flatten
+from specrl_jax.sharding import put
+from specrl_jax.training.build import frozen_steps
+from specrl_jax.training.collect import TrainBatch
+from specrl_jax.training.state import Run, RunState
+from specrl_jax.types import Batch
+
+
+def update_policy(run: Run, state: RunState, collected: TrainBatch) -> dict[str, float]:
+    """All updates of a step; changes `state.train`, returns their metrics."""
+    rewards, values = shaped_rewards(run, collected)
+    batch = make_batch(collected.prompts, collected.rollout)
+    batch, advantage_metrics = with_advantages(run, state, batch, rewards)
+    values |= advantage_metrics
+    if run.config.algorithm.importance_cap:
+        # Uncapped: what undoes the bias of the acceptance rule.
+        weights = off_policy.importance_weights(
+            collected.rollout,
+            np.float32(run.log_lenience),
+            np.float32(collected.rejected_mass),
+            run.rollout_spec.accept.importance_weight,
+        )
+        batch = dataclasses.replace(batch, weights=weights)
+    values |= _update_by_mini_batches(run, state, batch, collected)
+    if collected.metrics.get("rollout/stale_fraction"):
+        # Old log-probs of earlier policies: the difference is not one of arithmetic alone.
+        values.pop("policy/rollout_train_logprob_gap", None)
+    return values
+
+
+def shaped_rewards(run: Run, collected: TrainBatch) -> tuple[np.ndarray, dict[str, float]]:
+    """The rewards trained on: those of the task, less what a response's length costs."""
+    settings = run.config.reward
+    if not settings.overlong_tokens:
+        return collected.rewards, {}
+    lens = hosts.fetch(collected.rollout.lens)
+    longest = run.config.rollout.response_len
+    penalty = settings.overlong_penalty * overlong_penalty(lens, longest, settings.overlong_tokens)
+    rewards = (collected.rewards - penalty).astype(np.float32)
+    return rewards, {"reward/overlong": float(np.mean(penalty))}
+
+
+def with_advantages(
+    run: Run, state: RunState, batch: Batch, rewards: np.ndarray
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with advantages; with a critic also with its values and returns."""
+    update_spec = run.update_spec
+    values = None
+    if update_spec.critic:
+        packed = _pack_all(run, batch)
+        frozen = state.frozen(run.model)
+        values = critic_values(update_spec, state.train, packed, frozen=frozen)
+    config = AdvantageConfig.from_config(run.config, run.trained_group_size)
+    advantage = choose_advantage(run.config)
+    estimate = advantage.estimate(put(rewards, "batch"), values, batch.mask, config)
+    batch = dataclasses.replace(
+        batch, values=values, advantages=estimate.advantages, returns=estimate.returns
+    )
+    metrics = {name: float(x) for name, x in hosts.fetch(estimate.metrics).items()}
+    return batch, {name: x for name, x in metrics.items() if not math.isnan(x)}
+
+
+@functools.partial(jax.jit, static_argnames="cap")
+def _capped(batch: Batch, cap: float) -> tuple[Batch, dict[str, Array]]:
+    """The batch with importance weights of at most `cap` (Ionides, "Truncated importance
+    sampling", JCGS 17, 2008)."""
+    mask = batch.mask
+    weights = jnp.minimum(batch.weights, cap)
+    return dataclasses.replace(batch, weights=weights), {
+        "policy/importance_mean": masked_mean(weights, mask),
+        "policy/importance_capped": masked_mean((batch.weights > cap).astype(jnp.float32), mask),
+    }
+
+
+def with_solutions(run: Run, batch: Batch, collected: TrainBatch) -> tuple[Batch, dict[str, float]]:
+    """The batch in which the last response of each unsolved group is replaced by the solution of
+    its problem, where there is one: SuperRL (arXiv 2506.01096, section 3).
+
+    A group is unsolved where none of its responses has the reward of a right one, 1. Only the
+    update sees solutions.
+    """
+    group_size = run.trained_group_size
+    tokens = np.zeros(batch.old_logprobs.shape, np.int32)
+    lens = np.zeros(len(tokens), np.int32)
+    unsolved = collected.rewards.reshape(-1, group_size).max(axis=1) < 1
+    for group in np.flatnonzero(unsolved):
+        solution = run.solutions.get(collected.prompts.examples[group].prompt_id, ())
+        row = (group + 1) * group_size - 1
+        tokens[row, : len(solution)] = solution
+        lens[row] = len(solution)
+    share = np.count_nonzero(lens) / len(unsolved)
+    return _replace(batch, put(tokens, "batch", None), put(lens, "batch")), {
+        "update/solutions": share
+    }
+
+
+@jax.jit
+def _replace(batch: Batch, tokens_BR: Array, lens: Array) -> Batch:
+    """The batch with these responses, which are given, where their length is not 0."""
+    given = lens > 0
+    slots = batch.tokens.shape[1] - tokens_BR.shape[1]
+    tokens = join(batch.tokens[:, :slots], batch.prompt_lens, tokens_BR)
+    return dataclasses.replace(
+        batch,
+        tokens=jnp.where(given[:, None], tokens, batch.tokens),
+        response_lens=jnp.where(given, lens, batch.response_lens),
+        advantages=jnp.where(given[:, None], 0, batch.advantages),
+        given=given,
+    )
+
+
+def _update_by_mini_batches(
+    run: Run, state: RunState, batch: Batch, collected: TrainBatch
+) -> dict[str, float]:
+    """The optimizer updates of a step, mini-batch by mini-batch; returns their metrics."""
+    settings = run.config.updates
+    update_spec = run.update_spec
+    batch, values = _with_other_logprobs(run, state, batch)
+    if batch.weights is not None:
+        batch, more = _capped(batch, run.config.algorithm.importance_cap)
+        values |= more
+    if run.config.algorithm.solution_coef:
+        batch, more = with_solutions(run, batch, collected)
+        values |= more
+    frozen = state.frozen(run.model)
+    critic_alone = state.step <= frozen_steps(run.config)
+    history = []
+    mini_batches = pack_mini_batches(run, batch)
+    for packed in mini_batches * settings.passes:
+        state.train, sums = update(
+            update_spec, state.train, batch, packed, frozen=frozen, policy_frozen=critic_alone
+        )
+        history.append(sums)
+    history = finite_updates(run, state, hosts.fetch(history))
+    values = _update_metrics(run, history) | values
+    values |= _packing_metrics(mini_batches, batch)
+    if settings.skip_nonfinite:
+        values["update/skipped"] = len(mini_batches) * settings.passes - len(history)
+    steps = state.step - frozen_steps(run.config)
+    updates = steps * len(mini_batches) * settings.passes - state.skipped
+    values["update/lr"] = 0.0 if critic_alone else run.schedule(max(updates - 1, 0))
+    return {name: float(value) for name, value in values.items()}
+
+
+# Stage → what its scalars begin with, the field of its learning rate.
+_STAGES = {
+    "policy": ("", "updates.learning_rate"),
+    "critic": ("critic_", "critic.learning_rate"),
+    "draft head": ("head_", "rollout.head.learning_rate"),
+}
+
+
+def finite_updates(
+    run: Run, state: RunState, history: list[dict[str, np.ndarray]]
+) -> list[dict[str, np.ndarray]]:
+    """The scalars of the updates that were not skipped; counts those that were in `state`.
+
+    Raises FloatingPointError in one line where weights, moments, loss or gradients are not finite,
+    or `updates.skip_nonfinite` updates in a row were skipped.
+    """
+    config = run.config
+    made = []
+    for sums in history:
+        stage, name = _first_nonfinite(sums)
+        if not name:
+            made.append(sums)
+            state.skipped_in_row = 0
+            continue
+        prefix, field = _STAGES[stage]
+        state.skipped_in_row += 1
+        skippable = name in ("loss", "grad_norm")
+        if not skippable or state.skipped_in_row >= config.updates.skip_nonfinite:
+            row = f", {state.skipped_in_row} updates in a row" if state.skipped_in_row > 1 else ""
+            raise FloatingPointError(
+                f"step {state.step}: {stage}: {name} is {sums[prefix + name]}{row}; lower {field}, "
+                f"now {dict(flatten(config))[field]}"
+            )
+        state.skipped += 1
+    return made
+
+
+def _first_nonfinite(sums: dict[str, np.ndarray]) -> tuple[str, str]:
+    """Return (stage, name) of the first scalar that is not finite, or empty."""
+    for name in ("loss", "grad_norm", "weight_norm", "moments"):
+        for stage, (prefix, _) in _STAGES.items():
+            if not np.isfinite(sums.get(prefix + name, 0.0)):
+                return stage, name
+    return "", ""
+
+
+def pack_mini_batches(run: Run, batch: Batch) -> list[PackedRows]:
+    """The step's mini-batches, in the order of the rows, without rows that teach nothing."""
+    rows = np.arange(len(batch.tokens))
+    config = run.config
+    size = config.updates.mini_batch_size
+    included = np.ones(len(rows), bool)
+    # They give a gradient to rows without an advantage.
+    others = config.algorithm.kl_coef or config.algorithm.entropy_coef or run.update_spec.critic
+    if config.updates.skip_no_signal and not others:
+        included = hosts.fetch(_has_signal(batch))
+    return [
+        pack_rows(run.update_spec, batch, part, included[part])
+        for part in np.split(rows, len(rows) // size)
+    ]
+
+
+@jax.jit
+def _has_signal(batch: Batch) -> Array:
+    """bool [B], rows with an advantage that is not exactly 0, or a given solution."""
+    signal = jnp.any((batch.advantages != 0) & batch.mask, axis=1)
+    return signal if batch.given is None else signal | batch.given
+
+
+def _pack_all(run: Run, batch: Batch) -> PackedRows:
+    return pack_rows(run.update_spec, batch, np.arange(len(batch.tokens)))
+
+
+def _with_other_logprobs(run: Run, state: RunState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """The batch with the reference's log-probs, and recomputed old ones, if asked for."""
+    update_spec = run.update_spec
+    values = {}
+    recompute = run.config.updates.old_logprobs == "recompute"
+    penalized = run.config.algorithm.kl_coef > 0
+    if not recompute and not penalized:
+        return batch, values
+    packed = _pack_all(run, batch)
+    if recompute:
+        old = logprobs(update_spec, state.policy(run.model), packed)
+        values["policy/rollout_train_logprob_gap"] = logprob_gap(batch, old)
+        if batch.weights is not None:  # they were sampled by the rollout's arithmetic
+            weights = batch.weights * jnp.exp(old - batch.old_logprobs)
+            batch = dataclasses.replace(batch, weights=weights)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+    if penalized:
+        reference = logprobs(update_spec, state.reference.policy(run.model), packed)
+        batch = dataclasses.replace(batch, ref_logprobs=reference)
+    return batch, values
+
+
+def _packing_metrics(mini_batches: list[PackedRows], batch: Batch) -> dict[str, float]:
+    rows = sum(np.any(hosts.fetch(packed.nodes) >= 0, axis=1).sum() for packed in mini_batches)
+    slots = sum(
+        hosts.fetch(packed.count) * packed.sequences.tokens[0].size for packed in mini_batches
+    )
+    return {
+        "update/signal_fraction": rows / len(batch.tokens),
+        "update/computed_fraction": slots / batch.tokens.size,
+    }
+
+
+def _update_metrics(run: Run, history: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """Return metrics of the step's updates, from each one's sums and means; {} of none."""
+
+    def mean(name: str) -> float:
+        return np.mean([sums[name] for sums in history])
+
+    if not history:
+        return {}
+    values = {"policy/loss": mean("loss"), "update/grad_norm": mean("grad_norm")}
+    # Means over the tokens that are computed, where there are any.
+    if any(sums["tokens"] for sums in history):
+        values |= policy_metrics(jax.tree.map(lambda *x: np.sum(x, axis=0), *history))
+    if tokens := sum(sums.get("given_tokens", 0) for sums in history):
+        values["policy/solution_nll"] = sum(sums["given_nll"] for sums in history) / tokens
+    # Where the old log-probs are the rollout's, the first update measures the difference.
+    if tokens := history[0]["tokens"]:
+        values["policy/rollout_train_logprob_gap"] = history[0]["logprob_gap"] / tokens
+    if run.update_spec.critic:
+        tokens = max(sum(sums["tokens"] for sums in history), 1)  # a batch may hold none
+        values["critic/loss"] = mean("critic_loss")
+        values["critic/clip_fraction"] = sum(x["critic_clipped"] for x in history) / tokens
+        values["critic/grad_norm"] = mean("critic_grad_norm")
+    if run.update_spec.draft_head:
+        tokens = max(sum(sums["head_tokens"] for sums in history), 1)
+        values["draft_head/loss"] = mean("head_loss")
+        values["draft_head/overlap"] = sum(sums["head_overlap"][0] for sums in history) / tokens
+        values["draft_head/grad_norm"] = mean("head_grad_norm")
+    return values

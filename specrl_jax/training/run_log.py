@@ -1,0 +1,155 @@
+"""All that a run writes into its work directory beside its checkpoints.
+
+`RunLog` gathers a step's metrics and seconds and writes them as one record. It also writes a share
+of the responses, the answers that could not be scored, and the report page.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax import hosts
+from specrl_jax.data.prompts import concatenate
+from specrl_jax.inputs import printable, reward_terms
+from specrl_jax.process.runtime import compile_metrics
+from specrl_jax.rewards.failures import FailureLog
+from specrl_jax.telemetry.metrics import MetricsLog, NoLog, Stopwatch
+from specrl_jax.telemetry.records import RolloutRecords
+from specrl_jax.telemetry.report_page import ReportWriter
+from specrl_jax.training.episodes import Responses
+from specrl_jax.training.state import Run
+
+# Fields of a rollout that no record holds.
+_NOT_RECORDED = (
+    "sampling_logprobs", "origin_logprobs", "draft_logprobs", "top_ids", "top_logprobs",
+)  # fmt: skip
+_MAX_SHOWN = 240  # characters of a text on the console
+
+
+class RunLog(contextlib.AbstractContextManager):
+    """Log of a run; a context manager that writes the report page on leaving it, in whatever way.
+
+    Every process has one and calls the same methods. The primary process writes.
+    """
+
+    def __init__(self, run: Run, workdir: Path | None = None):
+        """Open the log in `workdir`; None: it writes nothing.
+
+        Raises ValueError in one line for a damaged `metrics.jsonl`.
+        """
+        self.clock = Stopwatch()  # of a step's parts
+        self._step = 0
+        self._epoch = 0
+        self._values: dict[str, Any] = {}  # of the record that comes next
+        self._writes = workdir is not None and hosts.is_primary()
+        folder = workdir or Path()
+        settings = run.config.log
+        self._metrics = NoLog()
+        if self._writes:
+            self._metrics = MetricsLog(
+                folder,
+                total_steps=run.total_steps,
+                tracker=settings.tracker,
+                config=run.config.to_dict(),
+                functions=list(reward_terms(run.config.reward.name)),
+            )
+        warn = self._metrics.show
+        self._page = ReportWriter(folder, self._writes and settings.report, warn)
+        self._failures = FailureLog(folder if self._writes else None, warn)
+        self._text = run.scorer.text
+        self._print_every = settings.print_every
+        self._decode = run.scorer.tokenizer.decode
+        eos_ids = run.rollout_spec.eos_ids
+        share = settings.rollouts if workdir is not None else 0.0
+        self._records = RolloutRecords(folder, share, decode=self._decode, eos_ids=eos_ids)
+
+    def restore(self, step: int) -> None:
+        """Remove what was written after `step`; at step 0 all, as step 0 is written again."""
+        if self._writes:
+            self._metrics.restore(step or -1)
+            self._records.restore(step or -1)
+
+    def begin(self, step: int, epoch: int) -> None:
+        """Begin the record of a step; all that follows is written under this step and epoch."""
+        self._step = step
+        self._epoch = epoch
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add scalars by name to the step's record."""
+        self._values |= values
+
+    def write(self) -> dict[str, Any]:
+        """Write and return all that was added, timed and compiled since the last record.
+
+        On return the record is on the disk. Raises ValueError as `MetricsLog.write` does.
+        """
+        values = self._values | self.clock.take() | compile_metrics()
+        self._values = {}
+        self._metrics.write(self._step, self._epoch, values)
+        return values
+
+    def record(self, rollouts: Sequence[Responses]) -> None:
+        """Write a share of a step's responses and all failures, and show some responses.
+
+        Raises ValueError as `FailureLog.record` does, in every process.
+        """
+        self.record_responses(rollouts)
+        self._show(rollouts[0])
+        reasons = [reason for x in rollouts for reason in x.scores.reasons]
+        tasks = [e.task for x in rollouts for e in x.prompts.examples for _ in range(x.group_size)]
+        tokens = [row[:n] for x in rollouts for row, n in zip(x.tokens, x.lens)]
+        self._failures.record(self._step, reasons, tasks, lambda row: self._text(tokens[row]))
+
+    def record_responses(self, rollouts: Sequence[Responses], kind: str = "step") -> None:
+        """Write a share of the responses; kind: "step" or "eval"."""
+        if not self._records.active:
+            return
+        parts = []
+        for x in rollouts:
+            rollout = dataclasses.replace(x.rollout, **dict.fromkeys(_NOT_RECORDED))
+            scores = x.scores
+            on_host = hosts.fetch((rollout, scores.rewards, scores.failed, scores.by_function))
+            parts.append(jax.tree.map(lambda rows, n=x.num_rows: rows[:n], on_host))
+        if self._writes:
+            prompts = concatenate(*(x.prompts for x in rollouts))
+            joined = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+            self._records.write(self._step, self._epoch, prompts, *joined, kind=kind)
+
+    def _show(self, responses: Responses) -> None:
+        """Show the best and the worst response of a group, every `log.print_every` steps.
+
+        The group is the one whose rewards differ most.
+        """
+        if not self._print_every or (self._step % self._print_every and self._step > 1):
+            return
+        prompts = responses.prompts
+        group = int(np.argmax(np.ptp(responses.group_rewards, axis=1)))
+        prompt = self._decode(prompts.tokens[group, : prompts.lens[group]].tolist())
+        self._metrics.show(f"step {self._step}, a prompt: {_shown(prompt)}")
+        rewards = responses.group_rewards[group]
+        for place in dict.fromkeys((int(np.argmax(rewards)), int(np.argmin(rewards)))):
+            row = group * responses.group_size + place
+            parts = [f"{name} {x[row]:.3g}" for name, x in responses.scores.by_function.items()]
+            reward = f"{rewards[place]:.3g}" + f" ({', '.join(parts)})" * bool(parts)
+            text = self._text(responses.tokens[row, : responses.lens[row]])
+            self._metrics.show(f"  reward {reward}: {_shown(text)}")
+
+    def refresh_page(self) -> None:
+        """Write the report page again, where it is not too soon."""
+        self._page.refresh()
+
+    def __exit__(self, *_: object) -> None:
+        with self._metrics:  # closed also where the page cannot be written
+            self._page.close()
+
+
+def _shown(text: str) -> str:
+    """The text as one printable line, without the middle of a long one."""
+    line = printable(text)
+    half = _MAX_SHOWN // 2
+    return line if len(line) <= _MAX_SHOWN else f"{line[:half]} [...] {line[-half:]}"

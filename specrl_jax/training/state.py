@@ -1,0 +1,283 @@
+"""All of a run that never changes (`Run`), and what every step changes (`RunState`).
+
+The state is made of parts that save, restore and describe themselves. A new part is a
+`types.StatePart`, a field of `RunState` and a line of `build._new_state`. What a way to collect
+keeps between steps is added by `collect`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specrl_jax import __version__, hosts
+from specrl_jax.algorithms.draft_training import count_tokens
+from specrl_jax.algorithms.update_spec import PolicyState, UpdateSpec
+from specrl_jax.data.curriculum import PromptStream
+from specrl_jax.data.prompts import Dataset, EncodedDataset, digest
+from specrl_jax.models.config import ModelConfig
+from specrl_jax.models.draft_head import copy_draft_head
+from specrl_jax.models.lora import adapted
+from specrl_jax.models.transformer import Params, rollout_weights
+from specrl_jax.process.checkpoint import checksum
+from specrl_jax.process.runtime import machine
+from specrl_jax.rollout.carry_over import Resumed, RunAhead
+from specrl_jax.rollout.drafts.store import DraftStore
+from specrl_jax.rollout.engine.speculation import Speculation
+from specrl_jax.rollout.generate import NoiseKey, RolloutSpec
+from specrl_jax.rollout.kept_noise import KeptNoise
+from specrl_jax.sharding import put
+from specrl_jax.training.episodes import Responses, ResponseScorer
+from specrl_jax.training.group_buffer import GroupBuffer, trained_group_size
+from specrl_jax.types import Drafts, Prompts, Source, StatePart
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Parts of a run that `config` builds on the mesh in use."""
+
+    config: Any
+    dataset: Dataset
+    prompts: EncodedDataset
+    held_out: list[tuple[Prompts, int]]  # batches, and how many of their prompts are real
+    solutions: dict[str, np.ndarray]  # tokens by prompt_id, for algorithm.solution_coef; else {}
+    model: ModelConfig
+    rollout_spec: RolloutSpec
+    eval_spec: RolloutSpec
+    scorer: ResponseScorer
+    update_spec: UpdateSpec
+    schedule: optax.Schedule
+    collector: Any  # the way to collect a batch, of `collect.COLLECTORS`
+    total_steps: int
+    key: jax.Array
+
+    @property
+    def rows(self) -> int:
+        return rollout_rows(self.config)
+
+    @property
+    def trained_group_size(self) -> int:
+        return trained_group_size(self.config)
+
+    @property
+    def log_lenience(self) -> float:
+        """log ℓ of the acceptance rule in nats, in [-inf, inf]."""
+        lenience = self.config.rollout.lenience
+        return math.log(lenience) if lenience else -math.inf
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints, by name, of what all processes of a run must have read alike."""
+        read = [self.prompts, *(prompts for prompts, _ in self.held_out)]
+        return {
+            "specrl_jax": __version__,
+            "data.source": digest(*(prompts.ids for prompts in read)),
+            "tokenizer.source": self.scorer.tokenizer.fingerprint,
+            "the prompts' tokens": digest(*(prompts.tokens for prompts in read)),
+            "the solutions' tokens": digest(*self.solutions.values()),
+            "model.source": repr(self.model),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference(StatePart):
+    """The policy before step 1: the KL penalty is measured from it, and adapters belong to it."""
+
+    params: Params  # float32; where adapters are trained, as `lora.freeze` gives them
+    saved: bool  # trained by a warm-up here; others are read from their source again
+    adapters: Params | None = None  # where the warm-up trained adapters of `params`
+
+    def policy(self, model: ModelConfig) -> Params:
+        return self.params if self.adapters is None else adapted(model, self.adapters, self.params)
+
+    def arrays(self) -> Params:
+        if self.adapters is not None:
+            return {"adapters": self.adapters}
+        # The compute type is a machine's own; a checkpoint goes on elsewhere.
+        return jax.tree.map(lambda x: x.astype(jnp.float32), self.params) if self.saved else {}
+
+    def host(self) -> dict[str, Any]:
+        return {"dtype": self.params["embed"].dtype.name}
+
+    def restore(self, host, arrays: Params) -> "Reference":
+        if self.adapters is not None:
+            return dataclasses.replace(self, **arrays)
+        if not self.saved:
+            return self
+        params = jax.tree.map(lambda x, own: x.astype(own.dtype), arrays, self.params)
+        return dataclasses.replace(self, params=params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin(StatePart):
+    """Model and held-out prompts that the run began with; a resume with others is refused."""
+
+    source: str  # of the config
+    shape: dict[str, Any]  # without what a machine chooses
+    weights: int  # their checksum, before a warm-up
+    held_out: str  # digest of the held-out prompts' ids and tokens; "": there are none
+    solutions: str  # of the solutions' tokens, likewise
+    is_reference: bool  # whether the reference is made from the source again
+
+    @classmethod
+    def of(cls, run: Run, params: Params, is_reference: bool) -> "Origin":
+        """Describe the model of `params`, those that `build` gave."""
+        shape = dataclasses.asdict(run.model)
+        for name in ("dtype", "remat", "kernels", "unused_ids", "lora"):
+            del shape[name]
+        batches = run.held_out
+        kept = [x[:real] for prompts, real in batches for x in (prompts.ids, prompts.tokens)]
+        held_out = digest(*kept[::2], *kept[1::2]) if kept else ""
+        source = run.config.model.source
+        solutions = digest(*run.solutions.values()) if run.solutions else ""
+        return cls(source, shape, checksum(params), held_out, solutions, is_reference)
+
+    def host(self) -> dict[str, Any]:
+        digests = {"held_out": self.held_out, "solutions": self.solutions}
+        return {"shape": self.shape, "weights": self.weights} | digests
+
+    def restore(self, host: dict[str, Any], arrays) -> "Origin":
+        changed = [
+            f"{name} was {host['shape'][name]}, now {value}"
+            for name, value in self.shape.items()
+            if host["shape"][name] != value
+        ]
+        if self.is_reference and host["weights"] != self.weights:
+            changed.append("its weights, which the run still needs, have changed")
+        if changed:
+            raise ValueError(
+                f"model.source must be the model that the run began with, got {self.source!r}: "
+                f"{'; '.join(changed)}; put its files back, or begin a new run"
+            )
+        for name, now, what in (
+            ("held_out", self.held_out, "held-out prompts"),
+            ("solutions", self.solutions, "solutions"),
+        ):
+            before = host[name]
+            if now and before and before != now:
+                raise ValueError(
+                    f"data must be as in the checkpoint: the {what} were {before}, are {now}; set "
+                    "back the data, the tokenizer or the chat template"
+                )
+        return dataclasses.replace(self, **host)
+
+
+@dataclasses.dataclass
+class RunState:
+    """Content of a checkpoint: finished steps, weights with optimizer, and parts; None is off."""
+
+    train: PolicyState
+    stream: PromptStream
+    store: DraftStore
+    origin: Origin
+    kept_noise: KeptNoise
+    step: int = 0  # finished steps; within a step, its number
+    skipped: int = 0  # updates that were skipped, see updates.skip_nonfinite
+    skipped_in_row: int = 0  # those since the last that was made
+    reference: Reference | None = None  # with a KL penalty, and with adapters
+    speculation: Speculation | None = None  # where rollouts choose by measured cost
+    run_ahead: RunAhead | None = None  # begun for the next step
+    resumed: Resumed | None = None  # unfinished groups of partial rollouts
+    groups: GroupBuffer | None = None  # with dynamic sampling or screening
+
+    @property
+    def parts(self) -> dict[str, StatePart]:
+        """The parts that are on, by name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: part for name, part in fields.items() if isinstance(part, StatePart)}
+
+    def frozen(self, model: ModelConfig) -> Params | None:
+        """Return the weights that adapters are trained for; None: all weights are trained."""
+        return self.reference.params if model.lora else None
+
+    def policy(self, model: ModelConfig) -> Params:
+        """Return the policy's weights as they are now."""
+        return adapted(model, self.train.params, self.frozen(model))
+
+    def rollout_weights(self, run: Run) -> Params:
+        """Return the weights of the next rollout, those of the draft head included."""
+        policy = self.policy(run.model)
+        weights = rollout_weights(run.model, policy)
+        head = self.train.draft_head
+        if head is None:
+            return weights
+        vocab = run.update_spec.draft_head.vocab
+        copied = copy_draft_head(run.model, head.params, policy, head.counts, vocab=vocab)
+        return weights | {"draft_head": copied}
+
+    def begin_step(self) -> None:
+        """Begin the next step."""
+        self.step += 1
+        self.stream.begin(self.step)
+
+    def noise(self, run: Run, prompts: Prompts) -> NoiseKey:
+        """Return the noise of a rollout of `prompts` in this step."""
+        noise_steps = self.kept_noise.steps(prompts, self.step)
+        return NoiseKey(run.key, self.step, noise_steps=noise_steps)
+
+    def observe(self, run: Run, responses: Responses, previous: Drafts) -> Responses:
+        """Take in what a rollout gave, and return it with what went before.
+
+        The responses are the next drafts of their prompts; their rewards choose the next prompts
+        and the samples that keep their noise. previous: the last responses of all rows that the
+        rollout was given.
+        """
+        self._count_tokens(responses)
+        rewards = responses.group_rewards
+        # All rewards of a group are equal, and less than a right response's 1.
+        unsolved = (np.ptp(rewards, axis=1) == 0) & (rewards[:, 0] < 1)
+        self.store.put(responses.prompts, responses.rollout, step=self.step, unsolved=unsolved)
+        run.collector.observe(self, responses)
+        noise_steps = responses.result.noise_steps
+        kept = self.kept_noise.observe(responses.prompts, noise_steps, rewards)
+        return responses.after(previous, on_kept_noise=kept)
+
+    def _count_tokens(self, responses: Responses) -> None:
+        """Count the tokens that the policy drew, for a draft head that drafts the most frequent."""
+        head = self.train.draft_head
+        if head is None or head.counts is None:
+            return
+        inside = np.arange(responses.tokens.shape[1]) < responses.lens[:, None]
+        own = inside & (hosts.fetch(responses.rollout.sources) != Source.FORCED)
+        counts = count_tokens(head.counts, responses.rollout.tokens, put(own, "batch", None))
+        head = dataclasses.replace(head, counts=counts)
+        self.train = dataclasses.replace(self.train, draft_head=head)
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the prompts that the next step begins in, from 1."""
+        return self.prompts_seen // self.stream.prompts_per_epoch + 1
+
+    @property
+    def prompts_seen(self) -> int:
+        """Prompts whose rollout is complete, with repeats."""
+        return self.stream.given - (len(self.resumed.prompt_ids) if self.resumed else 0)
+
+    def arrays(self) -> dict[str, Any]:
+        """The device's part of a checkpoint."""
+        return {"train": self.train} | {name: x.arrays() for name, x in self.parts.items()}
+
+    def host(self) -> dict[str, Any]:
+        """The host's part of a checkpoint, JSON-able."""
+        skipped = (self.skipped, self.skipped_in_row)
+        own = {"step": self.step, "skipped": skipped, "machine": machine()}
+        return own | {name: x.host() for name, x in self.parts.items()}
+
+    def restore(self, host: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Take over a checkpoint; a part that it does not have stays as it is."""
+        self.step = host["step"]
+        self.train = arrays["train"]
+        self.skipped, self.skipped_in_row = host["skipped"]
+        for name, part in self.parts.items():
+            if name in host:
+                setattr(self, name, part.restore(host[name], arrays.get(name, {})))
+
+
+def rollout_rows(config) -> int:
+    """Rows of a step's rollout."""
+    settings = config.rollout
+    return (settings.prompts_per_step + settings.partial) * settings.group_size

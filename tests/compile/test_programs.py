@@ -1,0 +1,105 @@
+"""The programs of a run are known before its first step: nothing compiles later."""
+
+import jax
+import pytest
+import small_runs
+
+from specrl_jax.compile import programs
+from specrl_jax.process import runtime
+from specrl_jax.train import train
+
+TWO_DIGITS = {"data.prompts": 60, "data.options.max_numbers": 2, "data.prompt_len": 6}
+TURNS = {
+    "environment.name": "small_runs:QuickSums", "environment.max_turns": 3,
+    "rollout.response_len": 12,
+}  # fmt: skip
+# Kinds of runs: changes of the small one. Drafts come in step 3 of 6, the second epoch.
+KINDS = {
+    "no drafts": {
+        "rollout.draft": "none", "evaluate.every": 2, "algorithm.solution_coef": 1.0,
+    },
+    "previous": {"algorithm.importance_cap": 2.0, "rollout.max_rows": 8},
+    "block": {"rollout.accept": "block", "algorithm.kl_coef": 0.1},
+    "kept noise": {
+        "rollout.accept": "match", "rollout.noise_epochs": 3, "evaluate.every": 2,
+        "evaluate.samples": 2,
+    },
+    "tree and head": {
+        "rollout.draft": "tree+head", "rollout.head.vocab": 8, "warmup.steps": 1,
+        "evaluate.every": 2,
+    },
+    "previous and tree": {"rollout.draft": "previous+tree", "rollout.draft_age": 2},
+    "PPO": {"critic.kind": "head", "critic.warmup_steps": 1, "evaluate.every": 2},
+    "DAPO": {"algorithm.dynamic_sampling": True, "reward.overlong_tokens": 2, **TWO_DIGITS},
+    "SPEED": {"curriculum.name": "speed", "curriculum.screening": 2, **TWO_DIGITS},
+    "turns": TURNS,
+    "turns that do not wait": TURNS | {"environment.allow_unfinished": 0.3},
+    "run-ahead": {
+        "rollout.run_ahead": True, "rollout.accept": "match", "rollout.draft": "previous+tree",
+    },
+    "partial": {"rollout.partial": 4},
+    "adapters": {
+        "lora.rank": 2, "algorithm.kl_coef": 0.01, "updates.old_logprobs": "recompute",
+        "warmup.steps": 1, "evaluate.every": 2,
+    },
+}  # fmt: skip
+SLOW = [
+    "block", "previous and tree", "DAPO", "turns", "turns that do not wait", "run-ahead", "partial",
+    "adapters",
+]  # fmt: skip
+RESUMED = ["PPO", pytest.param("turns", marks=pytest.mark.slow)]
+
+
+def late(workdir, first: int = 1) -> dict[int, float]:
+    """Programs that were built or read after the first step that this process made."""
+    records = small_runs.records(workdir, times=True)
+    compiled = {r["step"]: r["compile/built"] + r["compile/read"] for r in records}
+    return {step: count for step, count in compiled.items() if step > first and count}
+
+
+def run(changes, workdir, **more) -> None:
+    config = small_runs.small_config(changes, **more)
+    runtime.compile_metrics()
+    train(config, workdir)
+
+
+def cases(names):
+    """Kinds of runs; those of which another one proves nearly as much are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow if name in SLOW else ()) for name in names]
+
+
+@pytest.mark.parametrize("kind", cases(KINDS))
+def test_nothing_compiles_after_the_first_step(mesh, tmp_path, kind, capsys):
+    run(KINDS[kind], tmp_path, **{"train.steps": 4})
+    assert late(tmp_path) == {}
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("programs: ")]
+    models = int(line.split(", ")[1].split()[0])
+    wide = {"tree", "head"} & {*KINDS[kind].get("rollout.draft", "").split("+")}
+    assert models <= (17 if wide else 12)
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_nothing_compiles_after_the_first_step_of_a_resumed_run(mesh, tmp_path, kind):
+    """An evaluation comes a step later than the first."""
+    changes = KINDS[kind] | {"checkpoint.every": 2, "evaluate.every": 4}
+    run(changes, tmp_path, **{"train.steps": 2})
+    jax.clear_caches()
+    run(changes, tmp_path, **{"train.steps": 5})
+    assert late(tmp_path, first=3) == {}
+
+
+@pytest.mark.parametrize("kind", ["previous", pytest.param("SPEED", marks=pytest.mark.slow)])
+def test_nothing_compiles_later_on_eight_devices(make_mesh, tmp_path, kind):
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        run(KINDS[kind], tmp_path, **{"train.steps": 4})
+    assert late(tmp_path) == {}
+
+
+def test_what_does_not_fit_is_refused_before_the_first_step(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(programs.memory, "device_memory", lambda: (1_000.0, "this machine"))
+    monkeypatch.setattr(programs.memory, "check", lambda *args, **kwargs: None)
+    line = small_runs.line_of(run, {}, tmp_path)
+    assert line.startswith("extend needs ")
+    assert "of a device that has" in line
+    assert line.endswith("lower rollout.max_rows")

@@ -1,0 +1,310 @@
+"""Episodes against the environment played by itself, the plain forward pass, and without drafts."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import rollout_reference as ref
+from ml_collections import ConfigDict
+from rollout_reference import KEY, check_equal, host, make_spec
+from small_runs import Sums, records, saved, small_config
+
+from specrl_jax import hosts
+from specrl_jax import train as loop
+from specrl_jax.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
+from specrl_jax.rewards.environments import play
+from specrl_jax.rewards.workers import RewardPool
+from specrl_jax.rollout.carry_over import turn_drafts
+from specrl_jax.rollout.generate import DraftInputs, NoiseKey
+from specrl_jax.training.episodes import EpisodeScorer, ResponseScorer
+from specrl_jax.types import PartialRows, Rollout, Source
+
+TOKENIZER = CharacterTokenizer("01234567abcdef")  # no digit that Sums breaks at
+R, TURNS = 20, 4
+
+
+@pytest.fixture(scope="module")
+def pool():
+    limits = {"timeout": 20.0, "memory_mib": 512, "workers": 2}
+    with RewardPool("exact", environment="small_runs:Sums", **limits) as pool:
+        yield pool
+
+
+def prompts_of(target: str = "3"):
+    prompts = ref.random_prompts(6)
+    examples = tuple(dataclasses.replace(e, answer=target) for e in prompts.examples)
+    return dataclasses.replace(prompts, examples=examples)
+
+
+def run(pool, spec, weights, prompts, step=1, allow_unfinished=0.0, **drafts):
+    turns = {"max_turns": TURNS, "allow_unfinished": allow_unfinished}
+    scorer = EpisodeScorer(pool, TOKENIZER, **turns)
+    noise = NoiseKey(jax.random.key(KEY), step)
+    return scorer.respond(spec, weights, prompts, noise, drafts=DraftInputs(**drafts))
+
+
+def test_rewards_see_special_tokens_where_they_are_kept(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, models
+
+    backend = Tokenizer(models.WordLevel({"4": 0, "5": 1}, unk_token="4"))
+    backend.add_special_tokens([AddedToken(x, special=True) for x in ("<think>", "</s>")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json", chat=False)
+    responses = [np.array(ids) for ids in ([2, 0, 2, 1, 3], [2, 0], [3], [])]
+    seen = [
+        [ResponseScorer(None, tokenizer, keep_special_tokens=keep).text(x) for x in responses]
+        for keep in (False, True)
+    ]
+    assert seen == [["4 5", "4", "", ""], ["<think> 4 <think> 5", "<think> 4", "", ""]]
+
+
+def test_what_a_reward_raises_in_one_process_is_raised_in_all(monkeypatch):
+    class Broken:
+        def score(self, *batch):
+            raise ValueError("no server")
+
+    parts = []
+
+    def gather(own):
+        parts.append(own)
+        return parts
+
+    monkeypatch.setattr(hosts, "gather", gather)
+    with RewardPool("exact", timeout=1.0, memory_mib=64, workers=1) as pool:
+        for one in (Broken(), pool):  # of two processes
+            with pytest.raises(ValueError, match="no server"):
+                ResponseScorer(one, None).score(["a"], [""], [""], [{}])
+    assert len(parts) == 2
+
+
+def spec_of(**changes):
+    return make_spec(slots=R, eos=(1, 2), **changes)
+
+
+@pytest.fixture(scope="module")
+def plain(pool, make_mesh):
+    """(responses, parameters, weights) of the match rule without drafts."""
+    with jax.set_mesh(make_mesh(1, 1, 1)):
+        params, weights = ref.policy()
+        return run(pool, spec_of(accept="match"), weights, prompts_of()), params, weights
+
+
+def test_the_policys_turns_and_what_it_is_told_alternate(plain):
+    """Cut at the forced tokens, a row's text is an episode that the environment itself confirms."""
+    played, _, _ = plain
+    rollout = host(played.result.rollout)
+    counts = set()
+    for row, n in enumerate(played.lens.tolist()):
+        texts, place = [], 0
+        while place < n:
+            ends = [i for i in range(place, n) if rollout.tokens[row, i] in (1, 2)]
+            turn = ends[0] + 1 if ends else n
+            assert np.all(rollout.sources[row, place:turn] == Source.SAMPLED)
+            texts.append(TOKENIZER.decode(rollout.tokens[row, place:turn].tolist()))
+            step = play(Sums, texts, "3", "", {})
+            observation = TOKENIZER.encode(step.observation)
+            over = step.done or len(texts) == TURNS or not ends or turn + len(observation) >= R
+            assert over == (turn == n)
+            if not over:
+                assert rollout.tokens[row, turn : turn + len(observation)].tolist() == observation
+                assert np.all(rollout.sources[row, turn : turn + len(observation)] == Source.FORCED)
+                place = turn + len(observation)
+            else:
+                place = n
+        assert played.turns[row] == len(texts)
+        assert played.scores.rewards[row] == step.reward
+        counts.add((len(texts), step.done))
+    assert {turns for turns, _ in counts} >= {1, 2, TURNS}
+    assert {done for _, done in counts} == {True, False}
+    assert not played.scores.failed.any()
+
+
+def test_log_probs_are_those_of_the_whole_episode(mesh, plain):
+    """Teacher-forced: forced tokens are read like all others, and have none themselves."""
+    played, params, _ = plain
+    rollout, prompts = host(played.result.rollout), prompts_of()
+    expected = ref.teacher_forced(ref.MODEL, params, prompts, rollout.tokens)
+    inside = np.arange(R)[None, :] < rollout.lens[:, None]
+    drawn = inside & (rollout.sources != Source.FORCED)
+    np.testing.assert_allclose(rollout.policy_logprobs, np.where(drawn, expected, 0), atol=1e-5)
+
+
+TREES = "trees, few rows"
+CHOICES = {
+    "previous": {},
+    "few rows": {"max_rows": 8, "row_buckets": 3},
+    TREES: {"tree": ref.TREE, "max_width": 4, "max_rows": 12, "row_buckets": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "lost"),
+    [
+        ("previous", False),
+        *((TREES, lost) for lost in (False, True)),
+        pytest.param("previous", True, marks=pytest.mark.slow),
+        *(pytest.param("few rows", lost, marks=pytest.mark.slow) for lost in (False, True)),
+    ],
+)
+def test_drafts_change_no_token(mesh, pool, plain, choice, lost):
+    """Right ones are kept to the end of every turn, over what the environment said in between.
+
+    lost: the drafts are another step's.
+    """
+    expected, _, weights = plain
+    spec, prompts = spec_of(accept="match", **CHOICES[choice]), prompts_of()
+    source = expected
+    if lost:
+        source = run(pool, spec_of(accept="match"), weights, prompts, step=2)
+    rollout = source.result.rollout
+    options = {"previous": ref.as_drafts(rollout)}
+    if spec.draft_source:
+        tokens = np.asarray(rollout.tokens).reshape(6, 4, R)
+        lens = np.asarray(rollout.lens).reshape(6, 4)
+        options["history"] = ref.history_of(spec, tokens, lens)
+    played = run(pool, spec, weights, prompts, **options)
+    new = host(played.result.rollout)
+    check_equal(new, host(expected.result.rollout), but=("sources", "prefix_lens"))
+    np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+    forced = np.sum(new.sources == Source.FORCED, axis=1)
+    np.testing.assert_array_equal(
+        new.sources == Source.FORCED,
+        np.asarray(expected.result.rollout.sources) == Source.FORCED,
+    )
+    accepted = np.sum(new.sources == Source.REUSED, axis=1)
+    np.testing.assert_array_equal(accepted, new.prefix_lens)
+    if lost:
+        assert 0 < accepted.sum() < (played.lens - forced).sum() / 2
+    else:
+        np.testing.assert_array_equal(accepted, played.lens - forced)
+        np.testing.assert_array_equal(played.result.draft_lens, played.lens - forced)
+
+
+# Few rows at a time contain many, and without drafts the rule has no say.
+RULES = {
+    "match": {"accept": "match"},
+    "match, trees": {"accept": "match", "tree": ref.TREE, "max_width": 4},
+    "ratio, few rows": {"accept": "ratio", "max_rows": 8, "row_buckets": 3},
+    "block": {"accept": "block", "stored_logprobs": 8},
+}
+CASES = [("ratio, few rows", True), ("match, trees", False), ("ratio, few rows", False)]
+CASES += [
+    pytest.param(rule, True, marks=pytest.mark.slow) for rule in ("match", "match, trees", "block")
+]
+
+
+@pytest.mark.parametrize(("rule", "drafted"), CASES)
+def test_rows_in_different_turns_are_the_same_rows(mesh, pool, plain, rule, drafted, monkeypatch):
+    """Nobody waits for the slowest half: the same episodes, in more rollouts, for every rule."""
+    weights, spec, options = plain[2], spec_of(**RULES[rule]), {}
+    if drafted:
+        older = run(pool, spec, ref.policy(0.15)[1], prompts_of())
+        options = {"previous": ref.as_drafts(older.result.rollout), "log_lenience": 0.3}
+    expected = run(pool, spec, weights, prompts_of(), **options)
+    answered, score = [], pool.score
+
+    def spy(texts, *problems):
+        answered.append({len(turns) for turns in texts})
+        return score(texts, *problems)
+
+    monkeypatch.setattr(pool, "score", spy)
+    played = run(pool, spec, weights, prompts_of(), allow_unfinished=0.5, **options)
+    assert any(len(turns) > 1 for turns in answered)
+    new, old = (_without_logprobs_of_forced(host(x.result.rollout)) for x in (played, expected))
+    check_equal(new, old, but=("sources",) if spec.draft_source else ())
+    for name in ("lens", "turns"):
+        np.testing.assert_array_equal(getattr(played, name), getattr(expected, name))
+    np.testing.assert_array_equal(played.result.draft_lens, expected.result.draft_lens)
+    np.testing.assert_array_equal(played.scores.rewards, expected.scores.rewards)
+
+
+def _without_logprobs_of_forced(rollout):
+    """No token was drawn there: anything may stand in their place."""
+    if rollout.top_ids is None:
+        return rollout
+    forced = (rollout.sources == Source.FORCED)[:, :, None]
+    top_ids, top_logprobs = (
+        np.where(forced, 0, x) for x in (rollout.top_ids, rollout.top_logprobs)
+    )
+    return dataclasses.replace(rollout, top_ids=top_ids, top_logprobs=top_logprobs)
+
+
+def test_other_answers_of_the_environment_end_a_draft(mesh, pool, plain):
+    """The same policy and noise, another target: an episode goes on where it was over before."""
+    expected, _, weights = plain
+    drafts = ref.as_drafts(expected.result.rollout)
+    other = prompts_of("5")
+    without = run(pool, spec_of(accept="match"), weights, other)
+    played = run(pool, spec_of(accept="match"), weights, other, previous=drafts)
+    check_equal(
+        host(played.result.rollout), host(without.result.rollout), but=("sources", "prefix_lens")
+    )
+    longer = played.lens > expected.lens
+    assert longer.any()
+    assert np.all(played.result.draft_lens[longer] < played.lens[longer])
+
+
+def test_what_is_left_of_a_draft_by_hand(mesh, plain):
+    """End is token 1. Rows hold 0, 3 and 3 tokens; the third's differ from the draft's."""
+    tokens = np.array([[5, 1, 7, 6, 1, 8], [5, 1, 7, 6, 8, 9], [5, 1, 7, 6, 1, 8]], np.int32)
+    drafts = ref.plain_drafts(tokens, [6, 6, 6])
+    np.testing.assert_array_equal(turn_drafts(drafts, None, (1,)).lens, [2, 2, 2])
+
+    def holding(tokens, lens):
+        rollout = dataclasses.replace(
+            Rollout.empty(3, 6),
+            tokens=ref.put(tokens, "batch", None),
+            lens=ref.put(np.array(lens, np.int32), "batch"),
+        )
+        return PartialRows(rollout, rollout.lens > 6, rollout.lens)
+
+    current = np.where(np.arange(6) < 3, tokens, 0)
+    current[2, 2] = 4
+    np.testing.assert_array_equal(
+        turn_drafts(drafts, holding(current, [0, 3, 3]), (1,)).lens, [2, 6, 0]
+    )
+    # 7 is forced and held by the first; the second has all; the third what the draft begins with.
+    played = turn_drafts(drafts, holding(np.where(current == 4, 0, tokens), [3, 6, 2]), (1,))
+    np.testing.assert_array_equal(played.lens, [5, 0, 5])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+RUN = {
+    "environment.name": "guess", "environment.max_turns": 3, "reward.extract": "",
+    "data.source": "guess", "data.name": "guess", "data.prompts": 12,
+    "data.prompt_len": 4, "tokenizer.alphabet": "0123456789-?<>",
+    "rollout.response_len": 10, "rollout.accept": "match", "rollout.max_width": 2,
+    "rollout.adaptive": False, "rollout.row_buckets": 1,
+    "updates.learning_rate": 0.005, "updates.skip_no_signal": False, "train.epochs": 2,
+}  # fmt: skip
+
+
+def _config(draft: str, algorithm: str):
+    config = small_config(algorithm=algorithm)
+    config.data.options = ConfigDict()  # of the game
+    config.update_from_flattened_dict(RUN | {"rollout.draft": draft})
+    return config
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_a_run_with_drafts_is_the_run_without(mesh, tmp_path, algorithm):
+    """Losslessly: the same rewards, losses and weights, to rounding."""
+    plain, drafted = tmp_path / "plain", tmp_path / "drafted"
+    loop.train(_config("none", algorithm), plain)
+    loop.train(_config("previous+tree", algorithm), drafted)
+    undrafted, other = records(plain)[1:], records(drafted)[1:]
+    for name in ("reward/mean", "rollout/turns_mean", "rollout/tokens_forced"):
+        assert [r[name] for r in undrafted] == [r[name] for r in other]
+    assert all(r["rollout/turns_mean"] > 1 for r in undrafted)
+    assert other[-1]["rollout/draft_accept_rate"] > 0
+    steps = len(undrafted)
+    weights = [saved(workdir, steps) for workdir in (plain, drafted)]
+    for name, array in weights[0].items():
+        if name.startswith("train.params"):
+            np.testing.assert_allclose(array, weights[1][name], atol=2e-4, err_msg=name)
+    # Absent where the first mini-batch has no signal.
+    gaps = [r.get("policy/rollout_train_logprob_gap") for r in undrafted]
+    assert any(gaps)
+    assert all(gap < 1e-5 for gap in gaps if gap is not None)

@@ -1,0 +1,174 @@
+"""Rewards → updates: mini-batches in order, and a policy that waits for its critic."""
+
+import jax
+import numpy as np
+import pytest
+from small_runs import assert_same_run, line_of, records, saved, small_config
+
+from specrl_jax import train as loop
+from specrl_jax.sharding import put
+from specrl_jax.training import learn
+from specrl_jax.training.build import build
+from specrl_jax.training.collect import TrainBatch
+from specrl_jax.types import Batch, Prompts
+
+
+def test_updates_visit_the_mini_batches_in_order(mesh, tmp_path, monkeypatch):
+    """Two passes over rows 0..31 in mini-batches of 16."""
+    seen, real = [], learn.update
+
+    def update(update_spec, state, batch, packed, **options):
+        seen.append(np.asarray(packed.rows))
+        return real(update_spec, state, batch, packed, **options)
+
+    monkeypatch.setattr(learn, "update", update)
+    changes = {"updates.passes": 2, "updates.micro_batch_size": 8, "train.steps": 1}
+    loop.train(small_config(changes), tmp_path / "run")
+    rows = np.arange(32).reshape(2, 16)
+    np.testing.assert_array_equal(seen, [rows[0], rows[1], rows[0], rows[1]])
+    (record,) = records(tmp_path / "run")[1:]
+    assert record["update/lr"] == pytest.approx(0.02)
+
+
+# Some of these responses are right, some are not, so that some groups have a signal.
+SOME_SIGNAL = {"reward.name": "small_runs:score_first_letter", "reward.extract": "", "seed": 3}
+
+
+def test_rows_without_signal_change_nothing_but_the_work(mesh, tmp_path):
+    """The same weights after a run of two steps, with these rows and without them."""
+    policies, computed = {}, {}
+    for skip in (False, True):
+        changes = SOME_SIGNAL | {"updates.skip_no_signal": skip, "train.steps": 2}
+        run = tmp_path / str(skip)
+        loop.train(small_config(changes), run)
+        steps = records(run)[1:]
+        signal = [record["update/signal_fraction"] for record in steps]
+        assert all(0 < x < 1 for x in signal) if skip else signal == [1, 1]
+        computed[skip] = sum(record["update/computed_fraction"] for record in steps)
+        policies[skip] = {n: x for n, x in saved(run, 2).items() if n.startswith("train.params.")}
+    assert 0 < computed[True] < computed[False]
+    for name, value in policies[False].items():
+        np.testing.assert_allclose(policies[True][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_solution_takes_the_last_place_of_an_unsolved_group(mesh):
+    """Here the second of three: the first is solved, the third has no solution that fits."""
+    run, _ = build(small_config({"algorithm.solution_coef": 1.0, "updates.mini_batch_size": 8}))
+    batch = Batch(
+        tokens=np.tile(np.arange(9, dtype=np.int32), (24, 1)),
+        prompt_lens=np.repeat(np.array([3, 2, 1], np.int32), 8),
+        response_lens=np.full(24, 6, np.int32),
+        old_logprobs=np.zeros((24, 6), np.float32),
+        advantages=np.ones((24, 6), np.float32),
+    )
+    on_mesh = jax.tree.map(lambda x: put(x, "batch", *(None,) * (x.ndim - 1)), batch)
+    examples = run.prompts.examples[:3]
+    del run.solutions[examples[2].prompt_id]
+    rewards = np.zeros(24, np.float32)
+    rewards[5] = 1
+    rewards[9] = 0.5  # a part of an answer solves nothing
+    collected = TrainBatch(Prompts(None, None, None, examples), None, rewards, {})
+    got, values = learn.with_solutions(run, on_mesh, collected)
+    got = jax.tree.map(np.asarray, got)
+    assert values == {"update/solutions": pytest.approx(1 / 3)}
+    np.testing.assert_array_equal(np.flatnonzero(got.given), [15])
+    answer = run.scorer.tokenizer.encode(examples[1].answer)
+    np.testing.assert_array_equal(got.tokens[15], [0, 1, *answer, 1, *np.zeros(5), 8][:9])
+    assert got.response_lens[15] == len(answer) + 1
+    assert not np.any(got.advantages[15])
+    others = np.arange(24) != 15
+    for name in ("tokens", "response_lens", "advantages", "old_logprobs"):
+        np.testing.assert_array_equal(
+            getattr(got, name)[others], getattr(batch, name)[others], err_msg=name
+        )
+
+
+# Nothing is ever right: a solution is learned for each prompt.
+UNSOLVED = {
+    "reward.extract": "(x)", "train.steps": 4, "checkpoint.every": 1, "checkpoint.keep_last": 9,
+}  # fmt: skip
+
+
+def test_solutions_are_learned_where_nothing_is_right_and_a_resumed_run_is_the_same(mesh, tmp_path):
+    changes = UNSOLVED | {"algorithm.solution_coef": 1.0, "log.rollouts": 1.0}
+    loop.train(small_config(changes), tmp_path / "whole")
+    steps = records(tmp_path / "whole")[1:]
+    assert [r["update/solutions"] for r in steps] == [1] * 4
+    assert [r["update/signal_fraction"] for r in steps] == [1 / 8] * 4
+    losses = [r["policy/solution_nll"] for r in steps]
+    assert losses[3] < losses[0] - 0.2
+    loop.train(small_config(changes | {"train.steps": 2}), tmp_path / "parts")
+    loop.train(small_config(changes), tmp_path / "parts")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", 4)
+    # What the first step drew, stored and wrote down does not know of solutions.
+    plain = UNSOLVED | {"train.steps": 1, "log.rollouts": 1.0}
+    loop.train(small_config(plain), tmp_path / "plain")
+    stores = [
+        {n: x for n, x in saved(tmp_path / name, 1).items() if n.startswith("store.")}
+        for name in ("plain", "whole")
+    ]
+    assert stores[0].keys() == stores[1].keys() != set()
+    for name, value in stores[0].items():
+        np.testing.assert_array_equal(stores[1][name], value)
+    written = [tmp_path / name / "rollouts" / "step_1.jsonl" for name in ("plain", "whole")]
+    assert written[0].read_bytes() == written[1].read_bytes()
+
+
+def test_no_solution_that_fits(mesh):
+    changes = {"algorithm.solution_coef": 1.0, "rollout.response_len": 1}
+    assert line_of(build, small_config(changes)) == (
+        "rollout.response_len must hold a solution, got 1: none of the 8 training prompts has one "
+        "that fits"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"algorithm.kl_coef": 0.1}, {"algorithm.entropy_coef": 0.1}], ids=str
+)
+def test_a_step_without_any_signal(mesh, tmp_path, changes):
+    """All rewards are 0. What else has a gradient, a KL or an entropy bonus, is still learned."""
+    changes = {"reward.extract": "(x)", "train.steps": 1} | changes
+    loop.train(small_config(changes), tmp_path / "run")
+    (record,) = records(tmp_path / "run")[1:]
+    assert record["update/signal_fraction"] == (1 if len(changes) > 2 else 0)
+    assert ("policy/entropy" in record) == (len(changes) > 2)
+    assert record["policy/loss"] == 0 or len(changes) > 2
+
+
+@pytest.mark.parametrize("kind", [pytest.param("head", marks=pytest.mark.slow), "network"])
+def test_the_critic_learns_first_and_leaves_nothing_in_the_policys_optimizer(mesh, tmp_path, kind):
+    """In the two warm-up steps the policy and its moments stay as they are, to the bit."""
+    changes = {
+        "critic.kind": kind, "critic.warmup_steps": 2, "checkpoint.every": 1,
+        "checkpoint.keep_last": 9, "updates.schedule_warmup": 2,
+    }  # fmt: skip
+    loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
+    steps = records(tmp_path / "run")[1:]
+    assert steps[0]["critic/value_mean"] == 0
+    assert steps[1]["critic/value_mean"] != 0
+    assert all(r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 for r in steps)
+    # Two updates a step: the schedule begins with the first step that is not frozen.
+    np.testing.assert_allclose([r["update/lr"] for r in steps], [0, 0, 0.02, 0.02], rtol=1e-6)
+    arrays = [saved(tmp_path / "run", step) for step in (0, 2, 4)]
+    policies, moments, critics = (
+        [{n: x for n, x in step.items() if n.startswith(prefix)} for step in arrays]
+        for prefix in ("train.params.", "train.opt_state.", "train.critic.")
+    )
+    for parts in (policies, moments):
+        assert all(np.array_equal(x, parts[1][n]) for n, x in parts[0].items())
+        assert not all(np.array_equal(x, parts[2][n]) for n, x in parts[0].items())
+    assert not any(x.any() for x in moments[1].values())
+    assert not any(np.array_equal(x, critics[1][n]) for n, x in critics[0].items())
+    assert ("train.critic.decoder.embed" in critics[0]) == (kind == "network")
+
+
+@pytest.mark.slow
+def test_a_critic_needs_no_group(mesh, tmp_path):
+    changes = {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
+    changes |= {"updates.mini_batch_size": 8, "updates.micro_batch_size": 4, "train.steps": 2}
+    changes |= {"reward.name": "small_runs:score_first_letter", "reward.extract": ""}
+    changes["seed"] = 3  # some of these responses are right, some are not
+    loop.train(small_config(changes, algorithm="ppo"), tmp_path / "run")
+    steps = records(tmp_path / "run")[1:]
+    assert [r["data/prompts_seen"] for r in steps] == [8, 16]
+    assert all(r["critic/loss"] > 0 and r["update/grad_norm"] > 0 for r in steps)
