@@ -5,8 +5,8 @@
 
 --temperature is the run's evaluate.temperature where it is left out; 0 is greedy.
 --config.FIELD=VALUE changes the configuration: --config.seed=1 samples anew,
---config.rollout.response_len=N is the longest response. `transformers chat` talks to a policy that
-launch/export.py wrote.
+--config.rollout.response_len=N is the longest response. `transformers serve` and `transformers
+chat` talk to a policy that launch/export.py wrote.
 """
 
 import sys

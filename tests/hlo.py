@@ -19,7 +19,7 @@ _BYTES = {
 }  # fmt: skip
 _ARRAY = re.compile(rf"\b({'|'.join(_BYTES)})\[([\d,]*)\]")
 _INSTRUCTION = re.compile(
-    r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<kind>[\w\-]+)"
+    r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<kind>[\w\-]+)"
     r"\((?P<rest>.*)$"
 )
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*->.*\{\s*$")
@@ -34,7 +34,6 @@ Collectives = dict[tuple[str, str, bool], np.ndarray]
 
 
 class Instruction(NamedTuple):
-    root: bool
     type: str
     kind: str
     operands: str
@@ -63,8 +62,8 @@ class Module:
                 self.entry = match[2] if match[1] else self.entry
             elif match := _INSTRUCTION.match(line):
                 inside, *attributes = re.split(r"\)(?:, |$)", match["rest"], maxsplit=1)
-                parts = (bool(match["root"]), match["type"], match["kind"], inside, *attributes)
-                current[match["name"]] = Instruction(*parts)
+                op = Instruction(match["type"], match["kind"], inside, *attributes)
+                current[match["name"]] = op
 
     def collectives(self, computation: str = "") -> Collectives:
         """Return those of a computation, by default of the whole program."""
@@ -73,7 +72,8 @@ class Module:
         for op in body.values():
             if op.kind == "while":
                 (inside,) = op.called("body")
-                _add(total, self.collectives(inside), self._passes(op))
+                known = re.search(r'known_trip_count"?:\{"n":"(\d+)"', op.attributes)
+                _add(total, self.collectives(inside), int(known[1]) if known else None)
             elif op.kind == "conditional":
                 names = ("branch_computations", "true_computation", "false_computation")
                 branches = map(self.collectives, op.called(*names))
@@ -86,18 +86,6 @@ class Module:
                 for inside in op.called("to_apply", "calls"):
                     _add(total, self.collectives(inside))
         return total
-
-    def _passes(self, op: Instruction) -> int | None:
-        """Return how often a loop runs: as the compiler says, or the bound that its counter from 0
-        is compared with. None where that is not known."""
-        if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"', op.attributes):
-            return int(known[1])
-        (name,) = op.called("condition")
-        condition = self.computations[name].values()
-        bounds = [x.operands for x in condition if x.kind == "constant"]
-        (root,) = [x for x in condition if x.root]
-        compares = root.kind == "compare" and "direction=LT" in root.attributes
-        return int(bounds[0]) if compares and len(bounds) == 1 and bounds[0].isdecimal() else None
 
     def _axes(self, op: Instruction) -> str:
         """Return the axes of the mesh that a collective joins devices over, as data x fsdp."""
