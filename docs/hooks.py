@@ -25,7 +25,7 @@ LINKS = {
 CONFIGS = ("grpo", "ppo", "dapo", "multiturn", "one_device", "lenience_sweep")
 # Subject → modules below specrl_jax.
 MODULES = {
-    "Runs": ("train", "evaluate", "evaluation.saved_policy", "telemetry.metrics"),
+    "Runs": ("train", "training.evaluate", "evaluation.saved_policy", "telemetry.metrics"),
     "Rollouts": ("rollout.generate", "rollout.acceptance", "rollout.drafts.sources"),
     "Algorithms": ("algorithms.advantages", "algorithms.losses"),
     "Rewards": ("rewards.scorers", "rewards.environments"),
