@@ -60,7 +60,7 @@ def on_page_markdown(markdown, **_):
 
 
 def presets_page() -> str:
-    """The docstrings of configs/*.py and of their presets."""
+    """Return the docstrings of configs/*.py and of their presets."""
     parts = ["# Presets", "A preset is `--config=configs/FILE.py:NAME`."]
     for name in CONFIGS:
         file = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
@@ -99,7 +99,7 @@ def configuration_page() -> str:
 
 
 def _allowed(path: str) -> str:
-    """The bounds or choices of a field in words."""
+    """Say the bounds or choices of a field."""
     from specrl_jax.config.fields import FIELDS
     from specrl_jax.config.kinds import MAX_INT
 
