@@ -82,8 +82,7 @@ class EndlessReader:
         return rows[: data.prompts], rows[data.prompts :]
 
     def more(self, data: Any, seed: int, count: int) -> Rows:
-        """The next `count` rows after those of `train_and_eval`, or those to train on if there
-        are no others."""
+        """Return the next `count` rows after those of `train_and_eval`, else those to train on."""
         start = data.prompts + data.eval_prompts
         rows = self.read(data, start, start + count, seed)
         return rows or self.read(data, 0, min(count, data.prompts), seed)
@@ -106,7 +105,7 @@ def _numbered(name: str, rows: Iterable[dict], start: int = 1) -> Rows:
 
 
 def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list[Path]:
-    """The file itself, or the files of a directory that are named after the split ("": all).
+    """Return the file itself, or the files of a directory that are named after the split ("": all).
 
     "train" takes train.jsonl and train-00000-of-00002.jsonl, but not train_socratic.jsonl.
     """
@@ -128,13 +127,11 @@ def _read_jsonl(files: Iterable[Path]) -> Rows:
     return [
         Row(where := f"{file}:{number}", json_object(line, where))
         for file in files
-        for number, line in enumerate(_lines(file), start=1)
+        for number, line in enumerate(
+            file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1
+        )
         if line.strip()
     ]
-
-
-def _lines(file: Path) -> list[bytes]:
-    return file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
 
 
 def _read_parquet(files: Iterable[Path]) -> Rows:
@@ -150,7 +147,7 @@ def _read_parquet(files: Iterable[Path]) -> Rows:
 
 
 def _arrow_rows(name: str, table: Any) -> Rows:
-    """The rows of an Arrow table; ValueError names the first that is no UTF-8."""
+    """Return the rows of an Arrow table; ValueError names the first that is no UTF-8."""
     try:
         return _numbered(name, table.to_pylist())
     except UnicodeDecodeError:
@@ -280,7 +277,7 @@ def _read_guess(data: Any, split: str) -> Rows:
 
 
 def _whole_numbers(data: Any, defaults: dict[str, int]) -> dict[str, int]:
-    """The options of a generator of ours, whole numbers all."""
+    """Return the options of a generator of ours, whole numbers all."""
     options = defaults | data.options.to_dict()
     for name, value in options.items():
         if name not in defaults:

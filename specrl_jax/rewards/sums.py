@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax.inputs import one_line, reward_terms
-from specrl_jax.rewards.scorers import WHOLE, is_batched, load_scorer
+from specrl_jax.rewards.scorers import find_scorer, is_batched, load_scorer
 from specrl_jax.rewards.worker_process import MAX_SCORE
 from specrl_jax.rewards.workers import RewardPool, Rewards, apply_threshold
 from specrl_jax.types import PADDING
@@ -31,7 +31,8 @@ def make_pool(
     weights = reward_terms(name)
     functions = {term: load_scorer(term, format) for term in weights}
     batched = {term for term, function in functions.items() if is_batched(function)}
-    if limits["extract"] and not functions.keys() - batched - WHOLE:
+    whole = [term for term in weights if term in batched or find_scorer(term).reads_whole]
+    if limits["extract"] and len(whole) == len(weights):
         raise ValueError(
             f'reward.extract must be "" where reward.name is {name}, which takes the whole response'
         )

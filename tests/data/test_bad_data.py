@@ -69,8 +69,8 @@ BLANKS = ["", " ", "\n", "\u3000\u00a0", "\u200b\ufeff"]
 @pytest.mark.parametrize("answer", BLANKS)
 def test_a_blank_answer_is_refused_where_a_named_reward_compares_with_it(tmp_path, answer, reward):
     file = tmp_path / "train.jsonl"
-    write_jsonl(file, [ROWS[0], ROWS[1] | {"answer": answer}, *ROWS[2:]])
-    settings = config(path=str(file), answer_pattern="")
+    write_jsonl(file, [ROWS[0] | {"answer": "assert f() == 1"}, ROWS[1] | {"answer": answer}])
+    settings = config(path=str(file), answer_pattern="", eval_prompts=0)
     settings.reward.name = reward
     line = line_of(load_examples, settings)
     rule = "data.answer_field answer must hold an answer for every prompt"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from specrl_jax.rewards.scorers import EXECUTES, score_math, score_reasoning_gym
+from specrl_jax.rewards.scorers import SCORERS, score_math, score_reasoning_gym
 
 MATH = [
     # response, reference, right?
@@ -256,4 +256,5 @@ def test_the_tasks_that_execute_an_answer_are_known():
                 score_reasoning_gym(text, str(item["answer"]), task, item)
             if os.environ.pop("EXECUTED", ""):
                 executing.add(task)
-    assert {"countdown", "n_queens", "spiral_matrix"} < executing <= EXECUTES["reasoning_gym"]
+    known = SCORERS["reasoning_gym"].executes
+    assert {"countdown", "n_queens", "spiral_matrix"} < executing <= known
