@@ -106,7 +106,9 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
-            return _rendered(render, row, data.render)
+            with one_line(f"data.render must fit the data, {data.render!r} fails"):
+                prompt, answer = render(row)
+                return prompt, str(_known(answer, data.render))
         answer = _answer(row, data, pattern, needs_answer)
         return _field(row, data.prompt_field, "data.prompt_field"), answer
 
@@ -133,12 +135,6 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
         return make_example(prompt, answer, task, metadata)
 
     return make
-
-
-def _rendered(render: Callable, row: dict, name: str) -> tuple[Any, str]:
-    with one_line(f"data.render must fit the data, {name!r} fails"):
-        prompt, answer = render(row)
-        return prompt, str(_known(answer, name))
 
 
 def _known(answer: Any, field: str) -> Any:
@@ -191,11 +187,11 @@ def _content_id(*content: Any) -> str:
 def _unique(
     examples: Sequence[Example | None], config: Any, held_out: Sequence[Example] = ()
 ) -> tuple[list[Example], int]:
-    """(examples without repeated ones and without those whose question is held out, number left
-    out). In an environment the answer belongs to the question: it is what the policy asks for.
+    """Return examples without repeated ones and held-out questions, and the number left out.
 
-    A reward that reads all columns has all rows that differ in one. Where they share question and
-    answer, the id of each is that of the whole row.
+    In an environment the answer belongs to the question: it is what the policy asks for. A reward
+    that reads all columns has all rows that differ in one. Where they share question and answer,
+    the id of each is that of the whole row.
     """
 
     def question(example: Example) -> str:
@@ -229,8 +225,7 @@ def _unique(
 def encode_prompts(
     examples: Sequence[Example], tokenizer: Tokenizer, prompt_len: int
 ) -> EncodedDataset:
-    """Problems as [N, prompt_len]. Longer prompts are left out, never cut; ValueError if none is
-    left."""
+    """Return problems as [N, prompt_len]; longer prompts are left out. ValueError without one."""
     if not examples:
         raise ValueError("data must hold at least one prompt, got none")
     encoded = [tokenizer.encode_prompt(example.prompt) for example in examples]
@@ -356,12 +351,11 @@ def _without_ends(text: str, ends: tuple[str, ...]) -> str:
 def demonstrations(
     examples: Sequence[Example], mistake_rate: float, seed: int, field: str = ""
 ) -> list[tuple[Any, str]]:
-    """(prompt, solution) pairs in which each digit of the solution is wrong at `mistake_rate`.
+    """Return (prompt, solution) pairs; each digit of a solution is wrong at `mistake_rate`.
 
     field: as of `solution`; problems without a solution are left out.
 
-    The mistakes leave the policy something to learn from rewards. They depend on seed and prompt_id
-    alone.
+    The mistakes leave the policy something to learn. They depend on seed and prompt_id alone.
     """
     pairs = []
     for example in examples:

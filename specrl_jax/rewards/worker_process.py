@@ -227,10 +227,7 @@ class _Template:
         return self._loaded.alone is None or task in self._loaded.alone
 
     def _score(self, items: Sequence[tuple]) -> Iterator[Result]:
-        """Results of the first items, up to a failure of the process that scores them.
-
-        That process has ended with all it has started.
-        """
+        """Yield results of the first items, up to a failure of their process, and end it."""
         report_fds = os.pipe()
         printed_fds = os.pipe()
         pid = linux.fork()
@@ -336,10 +333,7 @@ def _score_and_end(
 
 
 def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only: bool) -> Result:
-    """Score one item under the memory limit.
-
-    is_only: no other item follows in this process, so that it need not lift its limit.
-    """
+    """Score one item under the memory limit; is_only: for good, as no other item follows."""
     try:
         cell.limit_memory(for_good=is_only)
         return loaded.score(*item)

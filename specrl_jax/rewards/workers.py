@@ -55,6 +55,14 @@ class Rewards:
     by_function: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
+    def make_whole(cls, scores: np.ndarray, reasons: Sequence[str], **more) -> "Rewards":
+        """Make the rewards of whole responses from their scores, of which some failed."""
+        failed = np.array([bool(reason) for reason in reasons], np.bool_)
+        rewards = np.where(failed, 0, scores).astype(np.float32)
+        done = np.ones(len(reasons), np.bool_)
+        return cls(rewards, failed, tuple(reasons), done, ("",) * len(reasons), **more)
+
+    @classmethod
     def joined(cls, parts: Sequence["Rewards"]) -> "Rewards":
         """Concatenate all parts, in order."""
         return cls(
@@ -242,10 +250,7 @@ class RewardPool(contextlib.AbstractContextManager):
 
 
 def _raise_if_short(code: int | None) -> None:
-    """Raise BlockingIOError where there was no room for a process.
-
-    code: the exit code of a worker that has ended.
-    """
+    """Raise BlockingIOError where a worker has ended with the exit code of `NO_ROOM`."""
     if code == NO_ROOM:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
