@@ -161,7 +161,6 @@ class HuggingFaceTokenizer:
             (low + 1, high) for low, high in itertools.pairwise(ids) if high > low + 1
         )
         self._file = _tokenizer_json(path)
-        self._chat = chat
         self._source = f"{field} {str(source)!r}"
         self.has_chat_template = bool(self._tokenizer.chat_template)
         if chat and not self.has_chat_template:
@@ -173,7 +172,7 @@ class HuggingFaceTokenizer:
             self._template = ChatTemplate(self._tokenizer, template_options or {}, self._source)
         self._system_prompt = system_prompt
         self._continues = continue_final_message
-        if system_prompt and not self._takes_system_prompt():
+        if chat and system_prompt and not self._takes_system_prompt():
             raise ValueError(
                 f'tokenizer.system_prompt must be "", since the chat template of {self._source} '
                 "takes no system message; data.instruction can say the same"

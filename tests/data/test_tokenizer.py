@@ -477,6 +477,8 @@ def test_a_system_prompt(directory):
     own = ({"role": "system", "content": "1"}, *hello)
     assert tokenizer.encode_prompt(own) == plain.encode_prompt(own)
     assert tokenizer.encode_turn("1") == plain.encode_turn("1")
+    text = HuggingFaceTokenizer(directory / "saved", chat=False, system_prompt="it")
+    assert text.encode_prompt("hello") == plain.encode("hello")  # there is no chat
     # Gemma 3's template: the system message stands before the first user's.
     merge = "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }} {% endif %}"
     merged = chat_of(directory, merge + "{{ messages[-1].content }}", system_prompt=" it it\n")
