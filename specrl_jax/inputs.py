@@ -32,7 +32,7 @@ def one_line(summary: str, kind: type[Exception] = ValueError) -> Iterator[None]
 
 
 def reason(error: BaseException) -> str:
-    """The words of an error in one line, after its kind where that is not ValueError."""
+    """Return the words of an error in one line, after its kind where that is not ValueError."""
     words = printable(str(error))[:200]
     kind = type(error).__name__
     if not words:
@@ -41,7 +41,7 @@ def reason(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text as one line that may be shown on a terminal: a control character is a blank."""
+    """Return the text as one line for a terminal: a control character is a blank."""
     return " ".join("".join(x if x.isprintable() else " " for x in text).split())
 
 
@@ -51,15 +51,14 @@ def is_blank(text: str) -> bool:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Return whether a file could not be written for want of space. The error's number says so, or
-    its words, as libraries hide the number."""
-    codes = (errno.ENOSPC, errno.EDQUOT)
+    """Return whether a file could not be written for want of space."""
+    codes = (errno.ENOSPC, errno.EDQUOT)  # which libraries may hide
     words = [os.strerror(code) for code in codes]
     return getattr(error, "errno", None) in codes or any(x in str(error) for x in words)
 
 
 def disk_error(path: str | os.PathLike, error: OSError) -> OSError:
-    """The error of a file that cannot be written, in one line."""
+    """Return the error of a file that cannot be written, in one line."""
     advice = "; free space and run again" if is_disk_full(error) else ""
     return OSError(f"{path}: {error.strerror}{advice}")
 
@@ -82,7 +81,7 @@ def lack_of_memory(error: BaseException) -> str:
 
 
 def user_path(path: str, field: str) -> Path:
-    """The path in a field of the config, with ~ expanded; it need not exist."""
+    """Return the path in a field of the config, with ~ expanded; it need not exist."""
     with one_line(f"{field} must be a path, got {path[:60]!r}"):
         expanded = Path(path).expanduser()
         expanded.exists()  # raises where no file could have such a name
@@ -90,7 +89,7 @@ def user_path(path: str, field: str) -> Path:
 
 
 def answer_pattern(text: str, field: str) -> re.Pattern | None:
-    """The regular expression in a field of the config, whose first group is an answer; None: ""."""
+    """Return the pattern in a field of the config, whose first group is an answer; None: ""."""
     with one_line(f"{field} must be a regular expression, got {text!r}"):
         pattern = re.compile(text)
     if text and not pattern.groups:
@@ -127,8 +126,10 @@ def reward_terms(text: str) -> dict[str, float]:
 
 
 def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str, Any]:
-    """The object that is `text`, UTF-8 with or without a byte order mark, with at least these
-    fields; errors begin with `where`."""
+    """Return the object that is `text`, UTF-8, with at least these fields.
+
+    Errors begin with `where`.
+    """
     with one_line(f"{where} must be JSON"):
         value = json.loads(text.decode("utf-8-sig"))
         if _depth(text, value) > MAX_DEPTH:
@@ -141,7 +142,7 @@ def json_object(text: bytes, where: str, fields: Iterable[str] = ()) -> dict[str
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file."""
+    """Return the object in a file."""
     with one_line(f"{path} must be a readable file"):
         text = path.read_bytes()
     return json_object(text, str(path))

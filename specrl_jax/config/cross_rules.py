@@ -117,10 +117,10 @@ def _task(config: ConfigDict) -> Iterator[Check]:
     yield "tokenizer.chat", rule, not (by_character and chat)
     data = config.data.source
     reward = config.reward.name
-    own = table("rewards.scorers:OWN_TASKS")
+    find_scorer = table("rewards.scorers:find_scorer")
     for function in table("inputs:reward_terms")(reward):
         rule = f"another one where data.source is {data} ({function} scores only its own tasks)"
-        yield "reward.name", rule, own.get(function, data) == data
+        yield "reward.name", rule, find_scorer(function).source in ("", data)
 
 
 def _adapters(config: ConfigDict) -> Iterator[Check]:

@@ -102,10 +102,7 @@ TURNS = When("environment.name", lambda c: c.environment.name, "guess")
 FORMAT = When("reward.name", lambda c: "format" in reward_terms(c.reward.name), "math+format")
 ANSWER_PART = When(
     "reward.name",
-    lambda c: any(
-        table("rewards.scorers:reads_answer_part")(x, c.reward.extract)
-        for x in reward_terms(c.reward.name)
-    ),
+    lambda c: table("rewards.scorers:reads_answer_part")(c.reward.name, c.reward.extract),
     "math",
 )
 OVERLONG = When("reward.overlong_tokens", lambda c: c.reward.overlong_tokens > 0, "4")

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: messages to the text that is encoded."""
+"""Chat template of a tokenizer: messages to the text that is encoded."""
 
 import datetime
 import json

@@ -17,10 +17,6 @@ _WRITTEN = 0x108000
 _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
 
 
-def _as_it_is(content: Any) -> Any:
-    return content
-
-
 class ControlTokens:
     """Encoder of texts and chats under a tokenizer of transformers.
 
@@ -46,7 +42,7 @@ class ControlTokens:
             return ""
         return next(filter(None, map(self.spelled_in, content)), "")
 
-    def encode(self, content: Any, write: Callable[[Any], str] = _as_it_is) -> list[int]:
+    def encode(self, content: Any, write: Callable[[Any], str] = str) -> list[int]:
         """Return the ids of `write(content)`. Control tokens in it are those that `write` adds.
 
         Raises ValueError in one line where content has the letters of a control token, and the
@@ -61,7 +57,7 @@ class ControlTokens:
                 f"{str(content)[:60]!r}: this tokenizer cannot take them as text; change the data "
                 "or data.render"
             )
-        text = self._pattern.sub(self._written, write(_each_text(content, self._hidden)))
+        text = self._marked(write(_each_text(content, self._hidden)))
         text = _PRIVATE.sub(self._shown, text)
         return self._backend.encode(text, add_special_tokens=False).ids
 
@@ -74,8 +70,9 @@ class ControlTokens:
             )
         return self._pattern.sub(lambda match: chr(_LETTERS + self._numbers[match[0]]), text)
 
-    def _written(self, match: re.Match) -> str:
-        return chr(_WRITTEN + self._numbers[match[0]])
+    def _marked(self, text: str) -> str:
+        """Return the text with a private character for each control token."""
+        return self._pattern.sub(lambda match: chr(_WRITTEN + self._numbers[match[0]]), text)
 
     def _shown(self, match: re.Match) -> str:
         number = ord(match[0]) - _LETTERS
@@ -83,8 +80,8 @@ class ControlTokens:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        """The tokenizer's backend, in which private characters are the control tokens; None: it has
-        none, or one that encodes otherwise."""
+        """Backend in which private characters are the control tokens; None: it has none, or one
+        that encodes otherwise."""
         own = getattr(self._tokenizer, "backend_tokenizer", None)
         if own is None or len(self._tokens) > _WRITTEN - _LETTERS:
             return None
@@ -93,7 +90,7 @@ class ControlTokens:
         except Exception:  # a kind of model that needs the tokens' names
             return None
         probe = "".join(f"{token} a\n" for token in self._tokens)
-        ids = backend.encode(self._pattern.sub(self._written, probe), add_special_tokens=False).ids
+        ids = backend.encode(self._marked(probe), add_special_tokens=False).ids
         same = ids == self._tokenizer.encode(probe, add_special_tokens=False)
         return backend if same else None
 

@@ -62,11 +62,11 @@ class PromptStream(StatePart):
         """Step `step` of the run begins (from 1)."""
 
     def next(self) -> Prompts:
-        """The next batch, [Q, P]."""
+        """Return the next batch, [Q, P]."""
         return self.take(self._size)
 
     def take(self, count: int, busy: Sequence[str] = ()) -> Prompts:
-        """The next `count` prompts: none twice, none whose prompt_id is in `busy`.
+        """Return the next `count` prompts: none twice, none whose prompt_id is in `busy`.
 
         A prompt that is passed over is taken first later on. Raises ValueError where the data has
         too few prompts.
@@ -87,7 +87,7 @@ class PromptStream(StatePart):
             drawn = self._draw()
 
     def _draw(self) -> list[str]:
-        """The prompt_ids of the next batch of the epoch."""
+        """Return the prompt_ids of the next batch of the epoch."""
         order = np.random.default_rng([self._seed, self.epoch]).permutation(len(self._ids))
         batch = order[self.step * self._size :][: self._size]
         self.step += 1
@@ -107,7 +107,7 @@ class PromptStream(StatePart):
         """Q prompts had these rewards, float [Q, G]."""
 
     def find(self, prompt_ids: Sequence[str]) -> Prompts:
-        """The prompts of these ids, in this order."""
+        """Return the prompts of these ids, in this order."""
         return select(self._encoded, [self._rows[prompt_id] for prompt_id in prompt_ids])
 
     @property
@@ -266,14 +266,14 @@ CURRICULA: dict[str, type[PromptStream]] = {
 
 
 def make_stream(config: Any, encoded: EncodedDataset, total_steps: int = 0) -> PromptStream:
-    """The stream of prompts that `config.curriculum` names; total_steps: of the run."""
+    """Return the stream of prompts that `config.curriculum` names; total_steps: of the run."""
     stream = CURRICULA[config.curriculum.name]
     size = config.rollout.prompts_per_step
     return stream(encoded, size, config.seed, config.curriculum, total_steps)
 
 
 def part_of(prompts: Prompts, first: int) -> Prompts:
-    """The same prompts for their responses from `first` on, under ids "ID+first".
+    """Return the same prompts for their responses from `first` on, under ids "ID+first".
 
     A group can so be sampled and stored in parts, each with noise of its own. The first part has
     the plain ids.

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, rebuilt from its metadata for transformers.
+"""Tokenizer of a GGUF file, rebuilt from its metadata for transformers.
 
 Byte-level BPE splits texts by llama.cpp's pre-tokenizer of the name in `tokenizer.ggml.pre`.
 SentencePiece's BPE, as Gemma has it, splits none.
@@ -30,7 +30,7 @@ _SPACE = "\u2581"  # SentencePiece's letter for a space
 
 
 def read(path: Path) -> tuple[Any, list[int]]:
-    """A tokenizer of transformers and the ids that end a response beside its own end.
+    """Return a tokenizer of transformers and ids that end a response beside its own end.
 
     Raises whatever a damaged file makes the libraries raise, and ValueError where its kind is not
     known.

@@ -21,16 +21,9 @@ import numpy as np
 from specrl_jax.data.messages import asks, canonical, check_text, read_prompt, with_instruction
 from specrl_jax.data.readers import READERS, Row
 from specrl_jax.data.tokenizer import Tokenizer
-from specrl_jax.inputs import (
-    answer_pattern,
-    is_blank,
-    json_value,
-    jsonable,
-    one_line,
-    reward_terms,
-)
+from specrl_jax.inputs import answer_pattern, is_blank, json_value, jsonable, one_line
 from specrl_jax.rewards.environments import ENVIRONMENTS
-from specrl_jax.rewards.scorers import compares_answers, reads_all_columns
+from specrl_jax.rewards.scorers import scorers_of
 from specrl_jax.types import PADDING, Example, Prompts
 
 _NUMBER_WITH_COMMAS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -58,8 +51,11 @@ class EncodedDataset(Prompts):
 
 
 def load_examples(config: Any) -> Dataset:
-    """Training and held-out problems of `config.data`, at most data.prompts and data.eval_prompts
-    of them (0: all). Raises ValueError in one line where data, a field or an answer is missing."""
+    """Return training and held-out problems of `config.data`, at most data.prompts and
+    data.eval_prompts of them (0: all).
+
+    Raises ValueError in one line where data, a field or an answer is missing.
+    """
     data = config.data
     rows = READERS[data.source].train_and_eval(data, config.seed)
     train, held_out = ([*map(_example_maker(config), part)] for part in rows)
@@ -84,30 +80,46 @@ def load_warmup_examples(config: Any, count: int, dataset: Dataset) -> list[Exam
 def examples_of(
     config: Any, rows: Sequence[Row], held_out: Sequence[Example] = ()
 ) -> list[Example]:
-    """The problems that rows hold under `config.data`, none twice and none held out."""
+    """Return the problems that rows hold under `config.data`, none twice and none held out."""
     return _unique([*map(_example_maker(config), rows)], config, held_out)[0]
 
 
 def _example_maker(config: Any) -> Callable[[Row], Example | None]:
-    """The function from a row to its `Example`, None where it has no question; its errors name the
-    row."""
+    """Return what makes an `Example` of a row, None without a question; errors name the row."""
     data = config.data
     # Only the last part of a path: an id must not depend on where the data lies.
     task = Path(data.name or data.path).name.split(":")[0]
     task = task.removesuffix(".jsonl").removesuffix(".parquet")
-    render = _load_render(data.render) if data.render else None
+    render = None
+    if data.render:
+        with one_line(f"data.render must be 'module:function', got {data.render!r}"):
+            render = pkgutil.resolve_name(data.render)
     pattern = answer_pattern(data.answer_pattern, "data.answer_pattern")
+    scorers = scorers_of(config.reward.name)
     # A task's own scorer reads the whole row.
-    needs_answer = any(term != data.source for term in reward_terms(config.reward.name))
-    compares = not config.environment.name and compares_answers(config.reward.name)
+    needs_answer = any(scorer.source != data.source for scorer in scorers)
+    scorers = [] if config.environment.name else scorers
+    compares = any(scorer.compares for scorer in scorers)
+    checks = [scorer.check for scorer in scorers if scorer.check is not None]
     field = "answer_pattern" if data.answer_pattern else "answer_field"
     answer_source = data.render or f"data.{field} {data[field]}"
 
     def read(row: dict) -> tuple[Any, str]:
         if render is not None:
-            return _rendered(render, row, data.render)
+            with one_line(f"data.render must fit the data, {data.render!r} fails"):
+                prompt, answer = render(row)
+                return prompt, str(_known(answer, data.render))
         answer = _answer(row, data, pattern, needs_answer)
         return _field(row, data.prompt_field, "data.prompt_field"), answer
+
+    def check(answer: str, row: dict) -> None:
+        if compares and is_blank(answer):
+            rule = "must hold an answer for every prompt"
+            raise ValueError(f"{answer_source} {rule}, got {answer!r}")
+        for check_tests in checks:
+            rule = f"must hold tests that reward.name = {config.reward.name} can read"
+            with one_line(f"{answer_source} {rule}"):
+                check_tests(answer, row)
 
     def make(row: Row) -> Example | None:
         try:
@@ -115,26 +127,14 @@ def _example_maker(config: Any) -> Callable[[Row], Example | None]:
             prompt = read_prompt(prompt)
             if not asks(prompt):
                 return None
-            if compares and is_blank(answer):
-                rule = "must hold an answer for every prompt"
-                raise ValueError(f"{answer_source} {rule}, got {answer!r}")
+            metadata = jsonable(row.values)
+            check(answer, metadata)
             prompt = with_instruction(prompt, data.instruction)
         except ValueError as error:
             raise ValueError(f"{error} ({row.where})") from error
-        return make_example(prompt, answer, task, jsonable(row.values))
+        return make_example(prompt, answer, task, metadata)
 
     return make
-
-
-def _load_render(name: str) -> Callable:
-    with one_line(f"data.render must be 'module:function', got {name!r}"):
-        return pkgutil.resolve_name(name)
-
-
-def _rendered(render: Callable, row: dict, name: str) -> tuple[Any, str]:
-    with one_line(f"data.render must fit the data, {name!r} fails"):
-        prompt, answer = render(row)
-        return prompt, str(_known(answer, name))
 
 
 def _known(answer: Any, field: str) -> Any:
@@ -144,7 +144,7 @@ def _known(answer: Any, field: str) -> Any:
 
 
 def _field(row: dict, path: str, field: str) -> Any:
-    """The value under a name, or under names joined by dots ("reward_model.ground_truth")."""
+    """Return the value under a name, or under names joined by dots ("reward.ground_truth")."""
     value: Any = row
     for part in [path] if path in row else path.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -187,11 +187,11 @@ def _content_id(*content: Any) -> str:
 def _unique(
     examples: Sequence[Example | None], config: Any, held_out: Sequence[Example] = ()
 ) -> tuple[list[Example], int]:
-    """(examples without repeated ones and without those whose question is held out, number left
-    out). In an environment the answer belongs to the question: it is what the policy asks for.
+    """Return examples without repeated ones and held-out questions, and the number left out.
 
-    A reward that reads all columns has all rows that differ in one. Where they share question and
-    answer, the id of each is that of the whole row.
+    In an environment the answer belongs to the question: it is what the policy asks for. A reward
+    that reads all columns has all rows that differ in one. Where they share question and answer,
+    the id of each is that of the whole row.
     """
 
     def question(example: Example) -> str:
@@ -201,9 +201,10 @@ def _unique(
         return _content_id(e.prompt, e.answer, e.task, e.metadata) if reads_all else e.prompt_id
 
     environment = config.environment.name
-    reads_all = reads_all_columns(config.reward.name)
     if environment:
         reads_all = environment not in ENVIRONMENTS
+    else:
+        reads_all = any(scorer.reads_row for scorer in scorers_of(config.reward.name))
     examples = [example for example in examples if example is not None]
     asked = set(map(question, held_out))
     kept: dict[str, Example] = {}
@@ -224,8 +225,7 @@ def _unique(
 def encode_prompts(
     examples: Sequence[Example], tokenizer: Tokenizer, prompt_len: int
 ) -> EncodedDataset:
-    """Problems as [N, prompt_len]. Longer prompts are left out, never cut; ValueError if none is
-    left."""
+    """Return problems as [N, prompt_len]; longer prompts are left out. ValueError without one."""
     if not examples:
         raise ValueError("data must hold at least one prompt, got none")
     encoded = [tokenizer.encode_prompt(example.prompt) for example in examples]
@@ -265,15 +265,17 @@ def words(ids: Sequence[str]) -> np.ndarray:
 
 
 def concatenate(*batches: Prompts) -> Prompts:
-    """The prompts of all batches, [Q1 + Q2 + ...]."""
-    arrays = (
-        np.concatenate([getattr(x, name) for x in batches]) for name in ("tokens", "lens", "ids")
+    """Return the prompts of all batches, [Q1 + Q2 + ...]."""
+    return Prompts(
+        tokens=np.concatenate([x.tokens for x in batches]),
+        lens=np.concatenate([x.lens for x in batches]),
+        ids=np.concatenate([x.ids for x in batches]),
+        examples=tuple(example for x in batches for example in x.examples),
     )
-    return Prompts(*arrays, tuple(example for x in batches for example in x.examples))
 
 
 def select(prompts: Prompts, rows: Sequence[int] | np.ndarray) -> Prompts:
-    """The prompts at these indices of a batch, in this order."""
+    """Return the prompts at these indices of a batch, in this order."""
     rows = np.asarray(rows, np.int64)
     examples = tuple(prompts.examples[i] for i in rows)
     return Prompts(prompts.tokens[rows], prompts.lens[rows], prompts.ids[rows], examples)
@@ -349,12 +351,11 @@ def _without_ends(text: str, ends: tuple[str, ...]) -> str:
 def demonstrations(
     examples: Sequence[Example], mistake_rate: float, seed: int, field: str = ""
 ) -> list[tuple[Any, str]]:
-    """(prompt, solution) pairs in which each digit of the solution is wrong at `mistake_rate`.
+    """Return (prompt, solution) pairs; each digit of a solution is wrong at `mistake_rate`.
 
     field: as of `solution`; problems without a solution are left out.
 
-    The mistakes leave the policy something to learn from rewards. They depend on seed and prompt_id
-    alone.
+    The mistakes leave the policy something to learn. They depend on seed and prompt_id alone.
     """
     pairs = []
     for example in examples:

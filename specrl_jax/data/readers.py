@@ -82,8 +82,7 @@ class EndlessReader:
         return rows[: data.prompts], rows[data.prompts :]
 
     def more(self, data: Any, seed: int, count: int) -> Rows:
-        """The next `count` rows after those of `train_and_eval`, or those to train on if there
-        are no others."""
+        """Return the next `count` rows after those of `train_and_eval`, else those to train on."""
         start = data.prompts + data.eval_prompts
         rows = self.read(data, start, start + count, seed)
         return rows or self.read(data, 0, min(count, data.prompts), seed)
@@ -101,12 +100,12 @@ def _root(data: Any) -> Path:
 
 
 def _numbered(name: str, rows: Iterable[dict], start: int = 1) -> Rows:
-    """Rows without lines of their own, by their number."""
+    """Name rows without lines of their own by their number."""
     return [Row(f"{name} row {number}", row) for number, row in enumerate(rows, start)]
 
 
 def _files(path: str, split: str, suffix: str, field: str = "data.path") -> list[Path]:
-    """The file itself, or the files of a directory that are named after the split ("": all).
+    """Return the file itself, or the files of a directory that are named after the split ("": all).
 
     "train" takes train.jsonl and train-00000-of-00002.jsonl, but not train_socratic.jsonl.
     """
@@ -128,13 +127,11 @@ def _read_jsonl(files: Iterable[Path]) -> Rows:
     return [
         Row(where := f"{file}:{number}", json_object(line, where))
         for file in files
-        for number, line in enumerate(_lines(file), start=1)
+        for number, line in enumerate(
+            file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1
+        )
         if line.strip()
     ]
-
-
-def _lines(file: Path) -> list[bytes]:
-    return file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
 
 
 def _read_parquet(files: Iterable[Path]) -> Rows:
@@ -150,7 +147,7 @@ def _read_parquet(files: Iterable[Path]) -> Rows:
 
 
 def _arrow_rows(name: str, table: Any) -> Rows:
-    """The rows of an Arrow table; ValueError names the first that is no UTF-8."""
+    """Return the rows of an Arrow table; ValueError names the first that is no UTF-8."""
     try:
         return _numbered(name, table.to_pylist())
     except UnicodeDecodeError:
@@ -169,8 +166,7 @@ def read_any(path: str, split: str, field: str) -> Rows:
 
 
 def _read_hf(data: Any, split: str) -> Rows:
-    """data.path: a save_to_disk directory, or JSONL or Parquet files. Else data.name: the same, or
-    a dataset of the hub."""
+    """Read a save_to_disk directory, JSONL or Parquet files; of data.name a hub's data set too."""
     import datasets
 
     root = _root(data)
@@ -206,10 +202,9 @@ def _read_hub(name: str, split: str, options: dict) -> Rows:
 
 
 def _read_tfds(data: Any, split: str) -> Rows:
-    """TFDS without TensorFlow and without the network, through `tfds.data_source`.
+    """Read TFDS without TensorFlow and without the network.
 
-    data.path is a prepared TFDS data directory; or a directory of JSONL files, which are read as
-    they are; or "" for TFDS's own data directory.
+    data.path: a prepared data directory, or one of JSONL files; "": TFDS's own directory.
     """
     import tensorflow_datasets as tfds
 
@@ -227,13 +222,14 @@ def _read_tfds(data: Any, split: str) -> Rows:
         ) from None
     except ValueError as error:
         raise ValueError(f"data.split must exist, got {split!r}: {reason(error)}") from error
-    return [_tfds_row(f"data.name {data.name} row {i + 1}", rows, i) for i in range(len(rows))]
-
-
-def _tfds_row(where: str, rows: Any, index: int) -> Row:
-    with one_line(f"{where} must be whole"):
-        values = rows[index].items()
-        return Row(where, {k: v.decode("utf-8") if isinstance(v, bytes) else v for k, v in values})
+    read = []
+    for index in range(len(rows)):
+        where = f"data.name {data.name} row {index + 1}"
+        with one_line(f"{where} must be whole"):
+            row = rows[index].items()
+            values = {k: v.decode("utf-8") if isinstance(v, bytes) else v for k, v in row}
+        read.append(Row(where, values))
+    return read
 
 
 def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
@@ -244,8 +240,7 @@ def _read_reasoning_gym(data: Any, start: int, stop: int, seed: int) -> Rows:
 
 
 def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
-    """Numbers to sort: "3 8 1 9>" asks for "1 3 8 9", "3 8 1 9<" for "9 8 3 1". It ends where there
-    is no other problem."""
+    """Make lists to sort, none twice: "3 8 1>" asks for "1 3 8", "3 8 1<" for "8 3 1"."""
     defaults = {"min_numbers": 6, "max_numbers": 12, "min_value": 0, "max_value": 9}
     few, many, least, most = _whole_numbers(data, defaults).values()
     if not (1 <= few <= many <= MAX_NUMBERS and least <= most):
@@ -264,7 +259,7 @@ def _read_sort(data: Any, start: int, stop: int, seed: int) -> Rows:
 
 
 def _read_guess(data: Any, split: str) -> Rows:
-    """Problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
+    """Make problems of the game `guess`: "2-7?" with a number of that range, every pair once."""
     low, high = _whole_numbers(data, {"low": 0, "high": 9}).values()
     if not 0 <= low < high <= low + MAX_GUESS_RANGE:
         rule = f"0 <= low < high <= low + {MAX_GUESS_RANGE} for guess"
@@ -280,7 +275,7 @@ def _read_guess(data: Any, split: str) -> Rows:
 
 
 def _whole_numbers(data: Any, defaults: dict[str, int]) -> dict[str, int]:
-    """The options of a generator of ours, whole numbers all."""
+    """Return the options of a generator of ours, whole numbers all."""
     options = defaults | data.options.to_dict()
     for name, value in options.items():
         if name not in defaults:

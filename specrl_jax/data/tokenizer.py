@@ -40,12 +40,6 @@ def _fingerprint(vocab: Mapping[str, int], eos_ids: tuple[int, ...], *pipeline: 
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _unused(vocab: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
-    """[first, stop) of all ids below the largest that no token has."""
-    ids = [-1, *sorted(set(vocab.values()))]
-    return tuple((low + 1, high) for low, high in itertools.pairwise(ids) if high > low + 1)
-
-
 class CharacterTokenizer:
     """One token per character: pad 0, end 1, then the alphabet in its order."""
 
@@ -162,9 +156,11 @@ class HuggingFaceTokenizer:
             )
             vocab = self._tokenizer.get_vocab()
             self.vocab_size = max(vocab.values()) + 1
-        self.unused_ids = _unused(vocab)
+        ids = [-1, *sorted(set(vocab.values()))]
+        self.unused_ids = tuple(
+            (low + 1, high) for low, high in itertools.pairwise(ids) if high > low + 1
+        )
         self._file = _tokenizer_json(path)
-        self._chat = chat
         self._source = f"{field} {str(source)!r}"
         self.has_chat_template = bool(self._tokenizer.chat_template)
         if chat and not self.has_chat_template:
@@ -176,7 +172,7 @@ class HuggingFaceTokenizer:
             self._template = ChatTemplate(self._tokenizer, template_options or {}, self._source)
         self._system_prompt = system_prompt
         self._continues = continue_final_message
-        if system_prompt and not self._takes_system_prompt():
+        if chat and system_prompt and not self._takes_system_prompt():
             raise ValueError(
                 f'tokenizer.system_prompt must be "", since the chat template of {self._source} '
                 "takes no system message; data.instruction can say the same"
@@ -259,8 +255,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def end_id(self) -> int:
-        """The token that ends a given response, as a solution: in a chat that which the template
-        writes after one."""
+        """Token that ends a given response, as a solution: in a chat the template's."""
         text = self._template.write_end() if self._template else ""
         after = self._tokenizer.encode(text, add_special_tokens=False)
         return next((token for token in after if token in self.eos_ids), self.eos_ids[0])
@@ -328,7 +323,7 @@ def _save(tokenizer: Any, folder: Path, file: Path | None = None) -> None:
 
 
 def load_tokenizer(config: Any) -> Tokenizer:
-    """The tokenizer that `config.tokenizer` names; the model's own where its source is "".
+    """Return the tokenizer that `config.tokenizer` names; the model's own where its source is "".
 
     Raises ValueError in one line where there is none.
     """
@@ -351,7 +346,7 @@ def load_tokenizer(config: Any) -> Tokenizer:
 
 
 def _tokenizer_json(path: Path) -> Path | None:
-    """The tokenizer.json that is `path`, or is in it."""
+    """Return the tokenizer.json that is `path`, or is in it."""
     file = path / _TOKENIZER_JSON if path.is_dir() else path
     return file if file.suffix == ".json" and file.is_file() else None
 
@@ -375,7 +370,7 @@ def _from_path(path: Path) -> tuple[Any, list[int]]:
 
 
 def _eos_ids(tokenizer: Any, ends: list[int], vocab: Mapping, template: str) -> tuple[int, ...]:
-    """The tokenizer's own end, then those of the model's files, then the ends of turns."""
+    """Return the tokenizer's own end, then those of the model's files, then the ends of turns."""
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     turns = [vocab[token] for token in _TURN_ENDS if token in template and token in vocab]
     ids = [*own, *ends, *turns]

@@ -26,9 +26,9 @@ from specrl_jax.data.gym_process import require_reasoning_gym
 from specrl_jax.data.prompts import encode_prompts, eval_batches, examples_of, load_examples
 from specrl_jax.data.readers import READERS, read_any
 from specrl_jax.evaluation.saved_policy import SavedPolicy
-from specrl_jax.rewards.scorers import OWN_TASKS
+from specrl_jax.rewards.scorers import SCORERS
 from specrl_jax.rollout.generate import RolloutSpec
-from specrl_jax.training.build import check_answers, make_scorer
+from specrl_jax.training.build import make_scorer
 from specrl_jax.training.episodes import Responses, mean_by_function
 from specrl_jax.training.evaluate import evaluate, figures, group_rewards
 from specrl_jax.types import Example
@@ -94,7 +94,6 @@ def measure(
     encoded = dataclasses.replace(encoded, tokens=encoded.tokens[:, : encoded.lens.max()])
     weights = policy.weights()
     rows = []
-    check_answers(config, task.examples)
     scorer = make_scorer(config, policy.tokenizer)
     with scorer.pool:
         for count, warmth in ((1, 0.0), (samples, temperature)):
@@ -150,7 +149,8 @@ def _generator(config: ConfigDict, source: str, text: str) -> ConfigDict:
     config = _without_format(config)
     config.data.source = source
     config.data.name = name
-    config.reward.name = source if source in OWN_TASKS else "exact"
+    own = (name for name, scorer in SCORERS.items() if scorer.source == source)
+    config.reward.name = next(own, "exact")
     for option in options:
         field, _, value = option.partition("=")
         try:

@@ -1,4 +1,4 @@
-"""The reward `code`: tests of the code in a response.
+"""Reward `code`: tests of the code in a response.
 
 Takes a response and the tests of its problem (`code_forms`); gives 1 where all pass, else 0. The
 response's code runs in a process of its own (`code_process`), the tests in the scorer's. Plain data
@@ -114,18 +114,18 @@ def _passes_python(code: str, tests: PythonTests) -> bool:
 
 
 class UnsuitedTestsError(BaseException):  # which tests that expect an Exception do not catch
-    """The tests cannot tell right from wrong code."""
+    """Tests cannot tell right from wrong code."""
 
 
 class _BrokenError(BaseException):
-    """The response's process has ended, wants to, or sends nonsense."""
+    """Process of the response has ended, wants to, or sends nonsense."""
 
 
 # The process of the response ----------------------------------------------------------------------
 
 
 class _Solution(contextlib.AbstractContextManager):
-    """The process with a response's code, as the tests see it."""
+    """Process with a response's code, as the tests see it."""
 
     def __init__(self):
         self.calls = 0  # of what the response has defined

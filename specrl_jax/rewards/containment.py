@@ -28,7 +28,7 @@ _SESSION_S = 10.0  # seconds in which killed processes must have ended
 
 
 def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that tell where programs and caches are: no tokens, no proxy settings."""
+    """Return the variables of programs and caches alone: no tokens, no proxy settings."""
     return {k: v for k, v in variables.items() if k in _KEPT or k.startswith(("LC_", "XDG_"))}
 
 

@@ -56,7 +56,7 @@ class Guess:
 
 
 class Calculator:
-    """A response that ends in "[12*(3+4)]" is answered by "84"; any other is the final answer.
+    """Answer a response that ends in "[12*(3+4)]" by "84"; take any other as the final answer.
 
     Reward 1 if the final answer equals the problem's, blanks at both ends aside. It knows numbers,
     brackets and + - * / // % **; anything else is answered by "?".
@@ -88,7 +88,7 @@ _OPERATORS = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, "?" where it has none."""
+    """Return the value of an arithmetic expression, "?" where it has none."""
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return f"{value:.10g}" if isinstance(value, float) else str(value)
@@ -114,7 +114,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"guess": Guess, "calculato
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
-    """The class called `name`; ValueError in one line if there is none."""
+    """Return the class called `name`; ValueError in one line if there is none."""
 
     def check(environment: Callable[[], Environment]) -> None:
         if not all(callable(getattr(environment, method, None)) for method in ("reset", "step")):
@@ -137,7 +137,7 @@ def play(
     task: str,
     metadata: dict,
 ) -> Step:
-    """The step that the last of an episode's responses leads to, with the reward of all turns."""
+    """Return the step after the last of an episode's responses, with the reward of all turns."""
     environment = make()
     environment.reset(answer=answer, task=task, metadata=metadata)
     step = Step()

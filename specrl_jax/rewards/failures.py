@@ -78,7 +78,7 @@ class FailureLog:
 
 
 def commonest(reasons: Sequence[str]) -> str:
-    """The commonest kind of reason, its count and an example: KeyErrors are of one kind."""
+    """Return the commonest kind of reason, its count and an example: KeyErrors are of one kind."""
     kinds = collections.defaultdict(list)
     for reason in reasons:
         kinds[re.split(r"[:(]", reason, maxsplit=1)[0]].append(reason)

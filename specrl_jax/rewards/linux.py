@@ -248,7 +248,7 @@ _CHANGE = _WRITE_FILE | sum(1 << right for right in range(4, 13))  # remove and 
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that the kernel offers; 0: none."""
+    """Return the version of Landlock that the kernel offers; 0: none."""
     try:
         return _syscall(_LANDLOCK_CREATE, None, 0, 1) if LINUX else 0
     except OSError:

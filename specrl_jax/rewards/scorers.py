@@ -1,12 +1,13 @@
 """Verifiable rewards: the text of a response → a number.
 
-A scorer is a plain function `score(response, answer, task, metadata) -> float`, called by these
-names: one of `named_scorers`, or a user's own by `module:function`. It may run for ever on a
-policy's text, so `workers` runs it within limits of time and memory. A function of the user's that
-says `batched = True` takes lists, `(responses, answers, tasks, metadatas)` of a whole batch, and
-gives as many scores.
+A reward is a plain function `score(response, answer, task, metadata) -> float`, called by these
+names: one of `SCORERS`, or a user's own by `module:function`. It may run for ever on a policy's
+text, so `workers` runs it within limits of time and memory. A function of the user's that says
+`batched = True` takes lists, `(responses, answers, tasks, metadatas)` of a whole batch, and gives
+as many scores.
 """
 
+import dataclasses
 import decimal
 import functools
 import inspect
@@ -20,8 +21,6 @@ from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.rewards.code import score_code
 from specrl_jax.rewards.code_forms import read_tests
 from specrl_jax.rewards.marks import WORD, marked_answer
-
-Scorer = Callable[[str, str, str, dict], float]
 
 # A response that thinks once, then answers.
 FORMAT = r"\s*<think>(?!\s*</think>)((?!</?think>).)+</think>(?=\s*\S)((?!</?think>).)+"
@@ -68,7 +67,7 @@ def score_math(response: str, answer: str, task: str, metadata: dict) -> float:
 
 
 def score_reasoning_gym(response: str, answer: str, task: str, metadata: dict) -> float:
-    """The score of reasoning-gym's own scorer for `task`; many give partial credit, 0 to 1.
+    """Return the score of reasoning-gym's own scorer for `task`; many give partial credit, 0 to 1.
 
     The metadata of a loaded problem is the whole item, with the item's own metadata in it.
     """
@@ -82,61 +81,72 @@ def score_format(
     return float(format.fullmatch(response) is not None)
 
 
-SCORERS: dict[str, Scorer] = {
-    "exact": score_exact,
-    "math": score_math,
-    "code": score_code,
-    "reasoning_gym": score_reasoning_gym,
+# Tasks of reasoning_gym whose scorers execute the response.
+_EXECUTED_TASKS = frozenset({
+    "binary_matrix", "codeio", "composite", "countdown", "intermediate_integration", "n_queens",
+    "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+    "string_insertion",
+})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """A reward's function, and what it reads and does."""
+
+    score: Callable[..., float] | None  # None: the user's, not loaded
+    reads_whole: bool = False  # the response with its thoughts, whatever reward.extract is
+    reads_row: bool = False  # other columns than the answer
+    compares: bool = False  # with the answer, which must not be blank
+    check: Callable[[str, dict], object] | None = None  # raises where it cannot read (answer, row)
+    source: str = ""  # data.source whose problems alone it can score
+    executes: frozenset[str] | None = frozenset()  # tasks whose responses it executes; None: all
+    starts_program: bool = False  # for the response, which must not find the tests in memory
+    needs_process: bool = True  # its time is not linear, or it can fail
+    takes_format: bool = False  # `reward.format`, compiled
+
+
+SCORERS = {
+    "exact": Scorer(score_exact, compares=True, needs_process=False),
+    "math": Scorer(score_math, compares=True),
+    "code": Scorer(
+        score_code,
+        reads_row=True,
+        compares=True,
+        check=read_tests,
+        executes=None,
+        starts_program=True,
+    ),
+    "reasoning_gym": Scorer(score_reasoning_gym, source="reasoning_gym", executes=_EXECUTED_TASKS),
+    "format": Scorer(score_format, reads_whole=True, takes_format=True),
 }
-# Scorer → tasks of which it executes the response; None, as of a user's own scorer: of every task.
-EXECUTES: dict[str, frozenset[str] | None] = {
-    "exact": frozenset(),
-    "math": frozenset(),
-    "format": frozenset(),
-    "code": None,
-    "reasoning_gym": frozenset({
-        "binary_matrix", "codeio", "composite", "countdown", "intermediate_integration", "n_queens",
-        "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
-        "string_insertion",
-    }),
-}  # fmt: skip
-# Scorer → what raises where it cannot read an answer, given the row too. It executes nothing.
-CHECKS: dict[str, Callable[[str, dict], object]] = {"code": read_tests}
-# Scorers of the whole response, thoughts and all, whatever reward.extract is.
-WHOLE = frozenset({"format"})
-# Scorer → the data.source whose problems alone it can score.
-OWN_TASKS = {"reasoning_gym": "reasoning_gym"}
+_USERS = Scorer(None, reads_row=True, executes=None)
 
 
-def named_scorers(format: str = "") -> dict[str, Scorer]:
-    """The scorers by name; format: `reward.format`. Raises ValueError in one line."""
-    with one_line(f"reward.format must be a regular expression, got {format!r}"):
-        pattern = re.compile(format or FORMAT, re.DOTALL)
-    return SCORERS | {"format": functools.partial(score_format, format=pattern)}
+def find_scorer(name: str) -> Scorer:
+    """Return what is known of a function in `reward.name`, which is not loaded."""
+    return SCORERS.get(name, _USERS)
+
+
+def scorers_of(name: str) -> list[Scorer]:
+    """Return what is known of each function in `reward.name`."""
+    return [find_scorer(term) for term in reward_terms(name)]
 
 
 def reads_answer_part(name: str, extract: str) -> bool:
-    """Return whether a scorer is given the answer part of a response alone.
+    """Return whether a function in `reward.name` gets the answer part of a response alone.
 
-    A function of the user's gets all of it, unless `reward.extract` looks for the answer.
+    One of the user's gets all of it, unless `reward.extract` looks for the answer.
     """
-    return name in SCORERS or (bool(extract) and name not in WHOLE)
+    return any(not x.reads_whole and (x.score or extract) for x in scorers_of(name))
 
 
-def compares_answers(name: str) -> bool:
-    """Return whether a scorer of `reward.name` compares with the answer, so that it needs one."""
-    return not reward_terms(name).keys().isdisjoint(SCORERS.keys() - OWN_TASKS.keys())
+def load_scorer(name: str, format: str = "") -> Callable[..., float]:
+    """Return the function called `name`; ValueError in one line without one.
 
+    format: `reward.format`.
+    """
 
-def reads_all_columns(name: str) -> bool:
-    """Return whether a scorer of `reward.name` may read other columns: `code`, or a user's own."""
-    return not reward_terms(name).keys() <= (SCORERS.keys() - CHECKS.keys()) | WHOLE
-
-
-def load_scorer(name: str, format: str = "") -> Scorer:
-    """The scorer called `name`; ValueError in one line without one. format: `reward.format`."""
-
-    def check(scorer: Scorer) -> None:
+    def check(scorer: Callable) -> None:
         own = inspect.signature(scorer)
         if is_batched(scorer):
             wanted = {"responses": [], "answers": [], "tasks": [], "metadatas": []}
@@ -153,7 +163,13 @@ def load_scorer(name: str, format: str = "") -> Scorer:
             raise ValueError(f"it takes {str(own)[:60]}; {advice}") from None
 
     signature = "module:function(response, answer, task, metadata)"
-    return load_by_name("reward.name", named_scorers(format), name, signature, check)
+    functions = {key: scorer.score for key, scorer in SCORERS.items()}
+    function = load_by_name("reward.name", functions, name, signature, check)
+    if not find_scorer(name).takes_format:
+        return function
+    with one_line(f"reward.format must be a regular expression, got {format!r}"):
+        pattern = re.compile(format or FORMAT, re.DOTALL)
+    return functools.partial(function, format=pattern)
 
 
 def is_batched(scorer: Callable) -> bool:
@@ -263,7 +279,7 @@ _SIGNS = str.maketrans({
 
 
 def _latex(text: str) -> str:
-    r"""The text with signs and repeating decimals as LaTeX that math-verify reads."""
+    r"""Return the text with signs and repeating decimals as LaTeX that math-verify reads."""
 
     def fraction(match: re.Match) -> str:
         whole, once, again = match.groups()

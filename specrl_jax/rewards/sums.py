@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax.inputs import one_line, reward_terms
-from specrl_jax.rewards.scorers import WHOLE, is_batched, load_scorer
+from specrl_jax.rewards.scorers import find_scorer, is_batched, load_scorer
 from specrl_jax.rewards.worker_process import MAX_SCORE
 from specrl_jax.rewards.workers import RewardPool, Rewards, apply_threshold
 from specrl_jax.types import PADDING
@@ -31,7 +31,8 @@ def make_pool(
     weights = reward_terms(name)
     functions = {term: load_scorer(term, format) for term in weights}
     batched = {term for term, function in functions.items() if is_batched(function)}
-    if limits["extract"] and not functions.keys() - batched - WHOLE:
+    whole = [term for term in weights if term in batched or find_scorer(term).reads_whole]
+    if limits["extract"] and len(whole) == len(weights):
         raise ValueError(
             f'reward.extract must be "" where reward.name is {name}, which takes the whole response'
         )
@@ -82,16 +83,9 @@ class RewardSum(contextlib.AbstractContextManager):
             total += self._weights[name] * scores.rewards.astype(np.float64)
             for row in np.flatnonzero(scores.failed):
                 reasons[row] = reasons[row] or f"{scores.reasons[row]} (in {name})"
-        failed = np.array([bool(reason) for reason in reasons], np.bool_)
         rewards = apply_threshold(total.astype(np.float32), self._threshold)
-        return Rewards(
-            rewards=np.where(failed, np.float32(0), rewards),
-            failed=failed,
-            reasons=tuple(reasons),
-            done=np.ones(len(responses), np.bool_),
-            observations=("",) * len(responses),
-            by_function={name: scores.rewards for name, scores in by_name.items()},
-        )
+        by_function = {name: scores.rewards for name, scores in by_name.items()}
+        return Rewards.make_whole(rewards, reasons, by_function=by_function)
 
 
 class BatchScorer:
@@ -126,12 +120,6 @@ class BatchScorer:
                 if len(own) != len(real):
                     raise ValueError(f"it gave {len(own)}")
                 scores[real] = own
-        failed = ~(np.abs(scores) <= MAX_SCORE)
         wrong = f"the score must be within ±{MAX_SCORE:g}, got "
-        return Rewards(
-            rewards=np.where(failed, 0, scores).astype(np.float32),
-            failed=failed,
-            reasons=tuple(f"{wrong}{x:g}" if bad else "" for x, bad in zip(scores, failed)),
-            done=np.ones(len(responses), np.bool_),
-            observations=("",) * len(responses),
-        )
+        reasons = ["" if abs(x) <= MAX_SCORE else f"{wrong}{x:g}" for x in scores]
+        return Rewards.make_whole(scores, reasons)

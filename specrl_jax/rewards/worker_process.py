@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 from specrl_jax.inputs import answer_pattern, printable
 from specrl_jax.rewards import containment, linux
 from specrl_jax.rewards.environments import ENVIRONMENTS, MAX_OBSERVATION, load_environment, play
-from specrl_jax.rewards.scorers import EXECUTES, SCORERS, WHOLE, load_scorer
+from specrl_jax.rewards.scorers import find_scorer, load_scorer
 
 MAX_SEARCH = 32_768  # characters: `extract` reads only the end of a longer response
 MAX_REPORT = 2**18  # bytes
@@ -69,7 +69,7 @@ class Result(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A scorer or an environment as the workers run it."""
+    """Scorer or environment as the workers run it."""
 
     score: Callable[..., Result]  # of a response and its problem
     contained: bool  # False: the user's function or class says `contained = False`
@@ -89,8 +89,9 @@ def load(name: str, extract: str, environment: str, format: str) -> Loaded:
         contained = bool(getattr(make, "contained", True))
         trusted = not contained or environment in ENVIRONMENTS
         return Loaded(step, contained, frozenset() if trusted else None)
+    known = find_scorer(name)
     scorer = load_scorer(name, format)
-    pattern = answer_pattern("" if name in WHOLE else extract, "reward.extract")
+    pattern = answer_pattern("" if known.reads_whole else extract, "reward.extract")
 
     def score(response: str | None, answer: str, task: str, metadata: dict) -> Result:
         if pattern and response is not None:
@@ -101,7 +102,7 @@ def load(name: str, extract: str, environment: str, format: str) -> Loaded:
         return Result(_checked(float(reward)))
 
     contained = bool(getattr(scorer, "contained", True))
-    return Loaded(score, contained, EXECUTES.get(name) if contained else frozenset())
+    return Loaded(score, contained, known.executes if contained else frozenset())
 
 
 def _checked(score: float) -> float:
@@ -181,7 +182,8 @@ class _Template:
             try:
                 self._load()
                 self._cell = make_cell()
-                started = ["", self._cell.gaps(self._settings.name == "code")]
+                apart = find_scorer(self._settings.name).starts_program
+                started = ["", self._cell.gaps(apart)]
             except BlockingIOError:
                 raise
             except BaseException as error:
@@ -201,9 +203,10 @@ class _Template:
         name, extract, environment, format, *_ = self._settings
         self._loaded = load(name, extract, environment, format)
         # Imports and compiled patterns. What executes answers and the user's function wait.
-        if name in SCORERS and self._loaded.alone is not None:
+        known = find_scorer(name)
+        if known.score and self._loaded.alone is not None:
             with contextlib.suppress(Exception):
-                SCORERS[name](r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
+                known.score(r"so \boxed{\frac{1}{2}}", "2", "chain_sum", {})
         gc.collect()
         gc.freeze()  # what is here is not collected, so not copied, in every forked process
 
@@ -224,10 +227,7 @@ class _Template:
         return self._loaded.alone is None or task in self._loaded.alone
 
     def _score(self, items: Sequence[tuple]) -> Iterator[Result]:
-        """Results of the first items, up to a failure of the process that scores them.
-
-        That process has ended with all it has started.
-        """
+        """Yield results of the first items, up to a failure of their process, and end it."""
         report_fds = os.pipe()
         printed_fds = os.pipe()
         pid = linux.fork()
@@ -270,7 +270,7 @@ class _Reader:
         return self._report_fd not in self._fds or len(self._report) > MAX_REPORT
 
     def read(self, seconds: float) -> bytes:
-        """The next line, with its end; what there is of it where it does not come in time."""
+        """Return the next line, with its end; what has come of it in time, without one."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._report and not self.ended:
             left = deadline - time.monotonic()
@@ -333,10 +333,7 @@ def _score_and_end(
 
 
 def _within_memory(loaded: Loaded, cell: containment.Cell, item: tuple, is_only: bool) -> Result:
-    """Score one item under the memory limit.
-
-    is_only: no other item follows in this process, so that it need not lift its limit.
-    """
+    """Score one item under the memory limit; is_only: for good, as no other item follows."""
     try:
         cell.limit_memory(for_good=is_only)
         return loaded.score(*item)

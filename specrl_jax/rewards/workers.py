@@ -29,7 +29,7 @@ from multiprocessing.connection import Pipe
 import numpy as np
 
 from specrl_jax.rewards import containment, linux, worker_process
-from specrl_jax.rewards.scorers import reads_answer_part
+from specrl_jax.rewards.scorers import find_scorer, reads_answer_part
 from specrl_jax.rewards.worker_process import NO_ROOM, Result, Settings
 
 MAX_CHUNK = 32  # answers sent to a worker at once
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of B responses, in the order they were given."""
+    """Rewards of B responses, in the order they were given."""
 
     rewards: np.ndarray  # float32 [B], 0 where failed
     failed: np.ndarray  # bool [B]: out of time or memory; the scorer raised, died, gave no number
@@ -53,6 +53,14 @@ class Rewards:
     observations: tuple[str, ...]  # B texts: the environment's answers where not done
     # The rewards of each function of a sum, float32 [B], before weights and threshold.
     by_function: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def make_whole(cls, scores: np.ndarray, reasons: Sequence[str], **more) -> "Rewards":
+        """Make the rewards of whole responses from their scores, of which some failed."""
+        failed = np.array([bool(reason) for reason in reasons], np.bool_)
+        rewards = np.where(failed, 0, scores).astype(np.float32)
+        done = np.ones(len(reasons), np.bool_)
+        return cls(rewards, failed, tuple(reasons), done, ("",) * len(reasons), **more)
 
     @classmethod
     def joined(cls, parts: Sequence["Rewards"]) -> "Rewards":
@@ -107,10 +115,9 @@ class RewardPool(contextlib.AbstractContextManager):
         loaded = worker_process.load(name, extract, environment, format)  # a mistake is raised here
         self._score_here = loaded.score
         self._reads_part = reads_answer_part(name, extract) and not environment
-        # String equality is linear and cannot fail: it needs no process. A user's pattern does, as
-        # it may backtrack for ever.
-        inline = name == "exact" and not extract and not environment
-        count = 0 if inline else int(workers) or min(os.cpu_count() or 1, 16)
+        # A user's pattern needs a process, as it may backtrack for ever.
+        here = not (find_scorer(name).needs_process or extract or environment)
+        count = 0 if here else int(workers) or min(os.cpu_count() or 1, 16)
         limits = (float(timeout), int(memory_mib))
         settings = Settings(name, extract, environment, format, *limits, loaded.contained)
         self._workers = [_Worker(settings) for _ in range(count)]
@@ -243,16 +250,13 @@ class RewardPool(contextlib.AbstractContextManager):
 
 
 def _raise_if_short(code: int | None) -> None:
-    """Raise BlockingIOError where there was no room for a process.
-
-    code: the exit code of a worker that has ended.
-    """
+    """Raise BlockingIOError where a worker has ended with the exit code of `NO_ROOM`."""
     if code == NO_ROOM:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 class _Worker:
-    """The parent's side of one process; another one takes its place when it has ended."""
+    """Parent's side of one process; another one takes its place when it has ended."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -266,7 +270,7 @@ class _Worker:
             self._start()
 
     def score(self, items: list[tuple]) -> list[Result]:
-        """The results of the first answers, up to a report that does not come or is another's.
+        """Return the results of the first answers, up to a missing report or another answer's.
 
         The process is replaced after such a report. ChildProcessError where none can be started,
         BlockingIOError where the machine has no room for it now.
@@ -302,7 +306,7 @@ class _Worker:
             return process.wait()
 
     def _receive(self, seconds: float) -> list:
-        """The process's next report; TimeoutError where none comes, EOFError where it has ended."""
+        """Return the next report; TimeoutError where none comes, EOFError after the process."""
         if not self._conn.poll(seconds):
             raise TimeoutError(f"no report within {seconds:g} s")
         return json.loads(self._conn.recv_bytes())

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +26,13 @@ from specrl_jax.data.prompts import (
     load_examples,
 )
 from specrl_jax.data.tokenizer import Tokenizer, load_tokenizer
-from specrl_jax.inputs import one_line, reward_terms
 from specrl_jax.models import lora
 from specrl_jax.models.config import ModelConfig
 from specrl_jax.models.load import load_policy
 from specrl_jax.models.transformer import Params, abstract_trained, param_count
 from specrl_jax.process.checkpoint import Checkpointer
 from specrl_jax.process.runtime import machine
-from specrl_jax.rewards.scorers import CHECKS, reads_answer_part
+from specrl_jax.rewards.scorers import reads_answer_part
 from specrl_jax.rewards.sums import make_pool
 from specrl_jax.rewards.thoughts import ThoughtTags
 from specrl_jax.rollout.drafts.sources import DRAFT_SOURCES
@@ -49,7 +47,7 @@ from specrl_jax.training.episodes import EpisodeScorer, ResponseScorer
 from specrl_jax.training.group_buffer import part_size, trained_group_size
 from specrl_jax.training.state import Origin, Reference, Run, RunState
 from specrl_jax.training.warmup import warm_up
-from specrl_jax.types import Example, Prompts
+from specrl_jax.types import Prompts
 
 
 def build(config) -> tuple[Run, Params]:
@@ -60,7 +58,6 @@ def build(config) -> tuple[Run, Params]:
     tokenizer = load_tokenizer(config)
     scorer = make_scorer(config, tokenizer)
     dataset = load_examples(config)
-    check_answers(config, dataset.train + dataset.eval)
     prompts = encode_prompts(dataset.train, tokenizer, config.data.prompt_len)
     stream = make_stream(config, prompts)
     _check_enough(config, stream, len(prompts.lens))
@@ -97,8 +94,7 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
     settings = config.reward
     environment = config.environment
     tags = ThoughtTags.parse(settings.thought_tags, settings.extract)
-    reads_part = any(reads_answer_part(x, settings.extract) for x in reward_terms(settings.name))
-    if reads_part and not environment.name:
+    if reads_answer_part(settings.name, settings.extract) and not environment.name:
         _check_tags(settings, tags, tokenizer)
     pool = make_pool(
         settings.name,
@@ -120,20 +116,6 @@ def make_scorer(config, tokenizer: Tokenizer) -> ResponseScorer:
         max_turns=environment.max_turns,
         allow_unfinished=environment.allow_unfinished,
     )
-
-
-def check_answers(config, examples: Sequence[Example]) -> None:
-    """Raise ValueError in one line where the reward cannot read the answer of a problem."""
-    terms = [] if config.environment.name else reward_terms(config.reward.name)
-    for term in CHECKS.keys() & terms:
-        for example in examples:
-            prompt = example.prompt
-            text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-            with one_line(
-                f"the answer must hold tests that reward.name = {term} can read, "
-                f"of the prompt {text[:60]!r}"
-            ):
-                CHECKS[term](example.answer, example.metadata)
 
 
 def _check_tags(settings, tags: ThoughtTags, tokenizer: Tokenizer) -> None:

@@ -29,10 +29,8 @@ DEEP = b"[" * 100_000
         (b'{"question": "\xff", "answer": "2"}', "must be JSON: .*utf-8.* 0xff in position 14"),
         ('{"question": "é"}'.encode("utf-16"), "must be JSON: .*utf-8"),
         (DEEP, "must be JSON: RecursionError"),
-        (b'{"question": "a", "answer": ' + DEEP + b"}", "must be JSON: RecursionError"),
         (b'{"x": ' + b"[" * 101 + b"]" * 101 + b"}", "must be JSON: it is nested more than 100"),
         (b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", "must be JSON: .*5000 digits"),
-        (b"\0\0\0", "must be JSON: "),
         (b"[1, 2]", r"must be a JSON object, got \[1, 2\]$"),
     ],
 )
@@ -69,8 +67,8 @@ BLANKS = ["", " ", "\n", "\u3000\u00a0", "\u200b\ufeff"]
 @pytest.mark.parametrize("answer", BLANKS)
 def test_a_blank_answer_is_refused_where_a_named_reward_compares_with_it(tmp_path, answer, reward):
     file = tmp_path / "train.jsonl"
-    write_jsonl(file, [ROWS[0], ROWS[1] | {"answer": answer}, *ROWS[2:]])
-    settings = config(path=str(file), answer_pattern="")
+    write_jsonl(file, [ROWS[0] | {"answer": "assert f() == 1"}, ROWS[1] | {"answer": answer}])
+    settings = config(path=str(file), answer_pattern="", eval_prompts=0)
     settings.reward.name = reward
     line = line_of(load_examples, settings)
     rule = "data.answer_field answer must hold an answer for every prompt"
@@ -130,10 +128,6 @@ def calls_itself(row):
     return calls_itself(row)
 
 
-def one_value(row):
-    return ("a",)
-
-
 def no_answer(row):
     return "a", None
 
@@ -151,7 +145,6 @@ MODULES = {
         (raises, "RuntimeError: two lines"),
         (exits, "SystemExit: 3"),
         (calls_itself, "RecursionError: maximum recursion depth exceeded"),
-        (one_value, r"not enough values to unpack \(expected 2, got 1\)"),
         (no_answer, "test_bad_data:no_answer must hold an answer for every prompt, got None"),
     ],
 )

@@ -146,17 +146,10 @@ def test_messages_instruction_and_nested_fields(tmp_path):
     assert (example.prompt, example.answer) == (tuple(messages), "14")
     (example,) = load_examples(config(**settings, instruction=" Answer only.")).train
     assert [m["content"] for m in example.prompt] == ["Be brief.", "7 + 7 Answer only."]
-    (example,) = load_examples(config(**settings, instruction="Q: {prompt}\nA:")).train
-    assert example.prompt[1] == {"role": "user", "content": "Q: 7 + 7\nA:"}
-    prefix = {"role": "assistant", "content": "It is"}
-    write_jsonl(tmp_path / "a.jsonl", [row | {"prompt": [*messages, prefix]}])
-    (example,) = load_examples(config(**settings, instruction=" Answer only.")).train
-    assert [m["content"] for m in example.prompt] == ["Be brief.", "7 + 7 Answer only.", "It is"]
     blank = {"role": "assistant", "content": " \n"}
     write_jsonl(tmp_path / "a.jsonl", [row | {"prompt": [*messages, blank]}])
-    data = load_examples(config(**settings, instruction=" Answer only."))
-    assert [m["content"] for m in data.train[0].prompt] == ["Be brief.", "7 + 7 Answer only."]
-    assert data.empty == 0
+    data = load_examples(config(**settings))
+    assert (data.train[0].prompt, data.empty) == (tuple(messages), 0)
 
 
 def test_commas_leave_numbers_only(tmp_path):

@@ -45,18 +45,6 @@ def as_one_hf_split(folder):
     return {"source": "hf", "name": str(folder / "doubles"), "eval_split": "none here"}
 
 
-def as_hf_parquet(folder):
-    return {**as_parquet(folder), "source": "hf"}
-
-
-def as_hf_jsonl(folder):
-    return {**as_jsonl(folder), "source": "hf", "name": "someone/doubles"}
-
-
-def as_tfds_jsonl(folder):
-    return {**as_jsonl(folder), "source": "tfds"}
-
-
 def as_tfds(folder):
     """Prepared, as TFDS's own command leaves it."""
     tfds = pytest.importorskip("tensorflow_datasets")
@@ -79,21 +67,20 @@ def as_tfds(folder):
     return {"source": "tfds", "path": str(folder)}
 
 
+MADE = [as_jsonl, as_parquet, as_hf, as_one_hf_split, as_tfds]
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "changes"),
     [
-        as_jsonl,
-        as_parquet,
-        as_hf,
-        as_one_hf_split,
-        as_hf_parquet,
-        as_hf_jsonl,
-        as_tfds_jsonl,
-        as_tfds,
+        *((make, {}) for make in MADE),
+        (as_parquet, {"source": "hf"}),
+        (as_jsonl, {"source": "hf", "name": "someone/doubles"}),
+        (as_jsonl, {"source": "tfds"}),
     ],
 )
-def test_formats_agree(tmp_path, make):
-    data = load_examples(config(**make(tmp_path)))
+def test_formats_agree(tmp_path, make, changes):
+    data = load_examples(config(**make(tmp_path) | changes))
     assert [e.answer for e in data.train] == ["14", "1600", "18", "2468"]
     assert [e.answer for e in data.eval] == ["10", "12"]
     assert data.train[3].prompt == "How much is 1234 and 1234?"
@@ -104,9 +91,9 @@ def test_formats_agree(tmp_path, make):
     assert data.duplicates == 0
 
 
-@pytest.mark.parametrize("make", [as_jsonl, as_tfds_jsonl])
-def test_a_split_without_rows_is_one_line(tmp_path, make):
-    settings = make(tmp_path)
+@pytest.mark.parametrize("source", ["jsonl", "tfds"])
+def test_a_split_without_rows_is_one_line(tmp_path, source):
+    settings = as_jsonl(tmp_path) | {"source": source}
     (tmp_path / "test.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"^data\.eval_split must hold at least one .*'test'$"):
         load_examples(config(**settings, eval_split="test"))

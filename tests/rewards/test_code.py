@@ -24,6 +24,7 @@ def scores_of(responses, tests):
 
 ADD = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\nassert math.isclose(add(1, 1), 2)\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
+LOOP = "assert all(map(lambda x: add(x, 1) == x + 1, [1, 2]))"
 STACK = """
 def test_order():
     assert pop_last([1, (2, 3)]) == (2, 3)
@@ -182,6 +183,7 @@ def pop(kind):
         (NUMBERS, "assert upto(3) == range(3) and later.__name__ == 'later'\nupto(1)"),
         (NUMBERS, "assert big() == 10**5000"),
         ("def sum(a, b): return a - b", "assert sum(3, 2) == 1\nassert sum(2, 3) == -1"),
+        (RIGHT, LOOP),
         (RIGHT, "from __future__ import annotations\nassert math.isclose(add(1, 2), 3)"),
         (RIGHT, "assert math.isclose(add(1, 2), 3) and np.allclose(add([1], [2]), [1, 2])"),
         (GRID, "g = [[3], [1]]\nrow = g[0]\nc = {}\nassert clear(g, counts=c) is g\n"
@@ -317,38 +319,31 @@ def test_no_trick_fakes_a_pass():
         assert not reason or "hold an object of the response, a Any; tests may" in reason
 
 
-def test_an_end_is_no_error_that_a_test_expects(pool):
-    tests = "try:\n    add(1, 2)\nexcept Exception:\n    pass\nelse:\n    assert False\n"
-    codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
-    scores = score(pool, [f"def add(a, b): {code}" for code in codes], [tests] * 3)
-    np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
+FAULT = "try:\n    add(1, 2)\n    assert False\nexcept BadError:\n    pass\n"
 
 
-def test_an_error_ends_no_loop_of_the_tests(pool):
-    tests = "assert all(map(lambda x: add(x, 1) == x + 1, [1, 2]))"
-    scores = score(pool, ["def add(a, b): raise StopIteration", RIGHT], [tests] * 2)
-    np.testing.assert_array_equal(scores.rewards, [0, 1])
+@pytest.mark.parametrize(
+    ("response", "tests"),
+    [
+        ("def add(a, b): raise StopIteration", LOOP),  # which ends no loop of the tests
+        # No name of the response stands for a failed assertion.
+        ("class BadError(AssertionError): pass\ndef add(a, b): pass", FAULT),
+        ("BadError = AssertionError\ndef add(a, b): pass", FAULT),
+        ("BadError = BaseException\ndef add(a, b): pass", FAULT),
+        ("BadError = (Exception,)\ndef add(a, b): pass", FAULT),
+        ("def BadError(): pass\ndef add(a, b): pass", FAULT),
+    ],
+)
+def test_wrong_code_fails(pool, response, tests):
+    np.testing.assert_array_equal(score(pool, [response], [tests]).rewards, [0])
 
 
-@pytest.mark.parametrize("catch", ["except:", "except BaseException:"])
+@pytest.mark.parametrize("catch", ["except Exception:", "except:", "except BaseException:"])
 def test_an_end_that_a_test_catches_is_no_pass(pool, catch):
     tests = f"try:\n    add(1, 2)\n    ok = False\n{catch}\n    ok = True\nassert ok\n"
     codes = ["raise ValueError", "import os; os._exit(0)", "raise SystemExit"]
     scores = score(pool, [f"def add(a, b): {code}" for code in codes], [tests] * 3)
     np.testing.assert_array_equal(scores.rewards, [1, 0, 0])
-
-
-def test_no_name_of_the_response_stands_for_a_failed_assertion(pool):
-    tests = "try:\n    add(1, 2)\n    assert False\nexcept BadError:\n    pass\n"
-    codes = [
-        "class BadError(AssertionError): pass\ndef add(a, b): pass",
-        "BadError = AssertionError\ndef add(a, b): pass",
-        "BadError = BaseException\ndef add(a, b): pass",
-        "BadError = (Exception,)\ndef add(a, b): pass",
-        "def BadError(): pass\ndef add(a, b): pass",
-    ]
-    scores = score(pool, codes, [tests] * 5)
-    np.testing.assert_array_equal(scores.rewards, 0)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import re
 
 import numpy as np
 import pytest
-from small_runs import ROOT, small_config
+from small_runs import ROOT, line_of, small_config
 from test_code import LIMITS
 from test_workers import score
 
-from specrl_jax.data.prompts import make_example
+from specrl_jax.data.prompts import examples_of
+from specrl_jax.data.readers import Row
 from specrl_jax.rewards.code_forms import Case, code_of, lines_of, read_tests
 from specrl_jax.rewards.workers import RewardPool
-from specrl_jax.training.build import check_answers
 
 
 def test_inputs_and_outputs_are_text_or_lines():
@@ -59,7 +59,6 @@ FORMS = "tests must be Python, a list of asserts"
 UNKNOWN = [
     ("42", f"'42': {FORMS}"),
     ("Paris", f"'Paris' calls nothing: {FORMS}"),
-    ("", f"'' calls nothing: {FORMS}"),
     ("The sum of both.", "SyntaxError: invalid syntax (the tests, line 1)"),
     ("assert f(", "SyntaxError: '(' was never closed (the tests, line 1)"),
     ("if f():\n{response}\nassert f(", "SyntaxError: '(' was never closed"),
@@ -87,18 +86,18 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("answer", "reason"), UNKNOWN)
 def test_unknown_forms_are_refused_before_the_first_step(answer, reason):
-    right = make_example("Add", "assert add(1, 2) == 3", "", {"metadata": "from a book"})
-    wrong = make_example(({"role": "user", "content": "Write f"},), answer, "", {})
-    config = small_config({"reward.name": "exact*0.5+code"})
-    check_answers(config, [right])
-    with pytest.raises(ValueError, match="the answer must hold tests") as raised:
-        check_answers(config, [right, wrong])
-    text = str(raised.value)
-    assert "the prompt 'Write f': " in text
-    assert reason in text
-    assert "\n" not in text
-    config.reward.name = "exact"
-    check_answers(config, [wrong])
+    columns = {"data.prompt_field": "question", "data.answer_field": "tests"}
+    config = small_config(columns | {"reward.name": "format*0.5+code"})
+    right = {"question": "Add", "tests": "assert add(1, 2) == 3", "metadata": "from a book"}
+    rows = [Row("a.jsonl:1", right), Row("a.jsonl:2", {"question": "Write f", "tests": answer})]
+    assert len(examples_of(config, rows[:1])) == 1
+    line = line_of(examples_of, config, rows)
+    rule = "must hold tests that reward.name = format*0.5+code can read"
+    assert line.startswith(f"data.answer_field tests {rule}: ")
+    assert reason in line
+    assert line.endswith(" (a.jsonl:2)")
+    config.reward.name = "format"
+    assert len(examples_of(config, rows)) == 2
 
 
 @pytest.mark.parametrize(
@@ -122,17 +121,12 @@ def test_the_last_fence_is_the_code(response, code):
     assert code_of(response) == code
 
 
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        ("```\nprint(input())\n```\nOutput:\n```\n3\n```", "print(input())\n"),
-        ("```\nprint(input())\n```\n```\ndef f(): pass\n```", "print(input())\n"),
-        ("```\nprint(input())\n```\n```\nx = input()\n```", "x = input()\n"),
-        ("```\nprint(7)\n```\n```\n7\n```", "print(7)\n"),
-    ],
-)
-def test_the_last_fence_that_reads_is_the_program(response, code):
-    assert code_of(response, is_program=True) == code
+def test_the_last_fence_that_reads_is_the_program():
+    reads = "```\nprint(input())\n```\n"
+    for other in ("Output:\n```\n3\n```", "```\ndef f(): pass\n```"):
+        assert code_of(reads + other, is_program=True) == "print(input())\n"
+    assert code_of(reads + "```\nx = input()\n```", is_program=True) == "x = input()\n"
+    assert code_of("```\nprint(7)\n```\n```\n7\n```", is_program=True) == "print(7)\n"
 
 
 @pytest.mark.slow

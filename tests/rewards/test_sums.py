@@ -10,7 +10,7 @@ from small_runs import line_of
 
 from specrl_jax.inputs import reward_terms
 from specrl_jax.rewards.sums import make_pool
-from specrl_jax.rewards.workers import RewardPool, Rewards
+from specrl_jax.rewards.workers import Rewards
 from specrl_jax.types import PADDING
 
 LIMITS = {"timeout": 30.0, "memory_mib": 256, "workers": 1, "extract": "", "threshold": 0.0}
@@ -83,14 +83,6 @@ def test_a_threshold_is_of_the_sum_and_a_failure_is_of_the_answer():
     assert scores.reasons == ("", "", "KeyError: 'no such thing' (in user_scorers:odd)")
     scores = score("user_scorers:odd*-0.5", responses)
     np.testing.assert_array_equal(scores.rewards, [-1, -4.5, 0])
-
-
-def test_one_name_is_one_pool():
-    for name in ("exact", "user_scorers:by_name", "format"):
-        with make_pool(name, **LIMITS) as pool:
-            assert isinstance(pool, RewardPool)
-    with make_pool("exact+format", environment="guess", **LIMITS) as pool:
-        assert isinstance(pool, RewardPool)
 
 
 def test_a_batch_is_scored_at_once_in_this_process():

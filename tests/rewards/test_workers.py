@@ -99,13 +99,6 @@ def test_a_hostile_answer_costs_only_its_own_reward():
     assert not again.failed.any()
 
 
-def test_scorers_are_called_by_name():
-    with RewardPool("user_scorers:by_name", **LIMITS) as pool:
-        scores = score(pool, ["it is 12", "it is 13"], ["12", "12"])
-    np.testing.assert_array_equal(scores.rewards, [1, 0])
-    assert scores.reasons == ("", "")
-
-
 def test_what_an_answer_says_is_one_printable_line(capfd):
     """An answer may raise, forge a report or print: no line of the console is its own."""
     fake = "a\nerror: step 7: diverged \x1b[2J\u2028\u202eb"
@@ -126,7 +119,7 @@ def test_a_reward_has_utf8_in_every_locale(monkeypatch, capfd):
         monkeypatch.setenv(name, value)
     text = "import locale\nprint('😀', locale.getpreferredencoding(False))"
     with RewardPool("user_scorers:execute", **LIMITS | {"workers": 1}) as pool:
-        assert score(pool, [text]).reasons == ("",)
+        assert score(pool, [text, ""]).reasons == ("", "")  # it prints before the next answer
     assert "printed by a reward: 😀 utf-8\n" in capfd.readouterr().err.lower()
 
 
@@ -243,13 +236,6 @@ def test_an_answer_leaves_nothing_to_the_next():
     assert not scores.failed.any()
 
 
-def test_workers_keep_glibcs_own_malloc(monkeypatch):
-    """Whatever malloc the process that trains has."""
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
-    with RewardPool("user_scorers:has_tunables", **LIMITS) as pool:
-        np.testing.assert_array_equal(score(pool, ["a"]).rewards, [0])
-
-
 def test_exact_extract_and_threshold():
     with RewardPool("exact", **LIMITS) as pool:
         np.testing.assert_array_equal(score(pool, ["7", " 7 ", "8"], ["7"] * 3).rewards, [1, 1, 0])
@@ -288,9 +274,7 @@ def test_exact_extract_and_threshold():
                 r"from def score\(response, answer, \*\*_\), as f.*\[0\] where it takes lists$",
             )
             for name, takes in (
-                ("two", "response, answer"),
                 ("of_another_project", "data_source"),
-                ("of_lists", "completions"),
                 ("positions", "a, b, c, d"),
             )
         ),
@@ -389,20 +373,22 @@ def kill_templates(pool, stop, times):
 
 
 def test_a_scorer_may_ask_for_what_workers_give_up(monkeypatch):
+    """All but the malloc of the process that trains."""
     monkeypatch.setenv("SPECRL_TEST_TOKEN", "secret")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
     with RewardPool("user_scorers:trusting", **LIMITS) as pool:
-        scores = score(pool, ["a"])
-    assert scores.reasons == ("",)
-    np.testing.assert_array_equal(scores.rewards, [1])
+        scores = score(pool, ["SPECRL_TEST_TOKEN", "GLIBC_TUNABLES"])
+    assert scores.reasons == ("", "")
+    np.testing.assert_array_equal(scores.rewards, [1, 0])
 
 
 def test_math_through_the_pool():
-    # The last two pass the cheap filter: the limits have to stop them.
-    responses = ["so it is 1/2", r"\boxed{(9^9)^{9^9}}", r"\boxed{((9^9)^{9})^{9^9}}"]
-    with RewardPool("math", timeout=10, memory_mib=256, workers=2) as pool:
-        got = score(pool, responses, ["0.5", "7", "7"])
+    # The last one passes the cheap filter: the limits have to stop it.
+    responses = ["so it is 1/2", r"\boxed{(9^9)^{9^9}}"]
+    with RewardPool("math", timeout=6, memory_mib=256, workers=2) as pool:
+        got = score(pool, responses, ["0.5", "7"])
         bad = score(pool, ["3"], [""])
-    np.testing.assert_array_equal(got.rewards, [1, 0, 0])
+    np.testing.assert_array_equal(got.rewards, [1, 0])
     assert not got.failed[0]
     assert bad.reasons[0].startswith("ValueError: reward.name = math cannot read the reference")
 

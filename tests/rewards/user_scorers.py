@@ -40,10 +40,6 @@ def has_jax(response, answer, task, metadata):
     return "jax" in sys.modules
 
 
-def has_tunables(response, answer, task, metadata):
-    return "GLIBC_TUNABLES" in os.environ
-
-
 def sees(response, answer, task, metadata):
     return metadata["x"] + len(task) + (response == answer)
 
@@ -69,7 +65,7 @@ def execute(response, answer, task, metadata):
 def trusting(response, answer, task, metadata):
     """What is left to a scorer that says it needs it."""
     socket.socket().close()
-    return len(_kept) + ("SPECRL_TEST_TOKEN" in os.environ)
+    return response in os.environ
 
 
 trusting.contained = False
@@ -80,20 +76,12 @@ def leak(response, answer, task, metadata):
     return len(_kept)
 
 
-def two(response, answer):
-    return 1.0
-
-
 def by_name(answer, response, **others):
     return float(response.strip().endswith(answer))
 
 
 def of_another_project(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.strip().endswith(ground_truth))
-
-
-def of_lists(completions, answer, **kwargs):
-    return [float(c.strip().endswith(a)) for c, a in zip(completions, answer)]
 
 
 def positions(a, b, c, d):
